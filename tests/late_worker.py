@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from nvcli.runner import constraints, mask_worker, mask_workers
+from nvcli.runner import constraints, mask_processes, mask_worker, mask_workers
 from nvcli.runner.compiled_grammars import GrammarAnswer
 from nvcli.runner.mask_messages import WantMask
 
@@ -26,6 +27,13 @@ class LateMasks(msgspec.Struct, frozen=True):
     """Those of grammars that hold this text, until `gate` exists."""
     gate: str = ""
     fails: bool = False
+    deadly: str = ""
+    """Making a mask of grammars that hold this text behind `deadly_tokens` tokens ends the process."""
+    deadly_raises: bool = False
+    """By an exception, and not by a signal."""
+    deadly_tokens: int = 0
+    deadly_once: str = ""
+    """A file that is made then, and there is no second time; empty: it kills every time."""
 
 
 def make_late(late: LateMasks, *, num_workers: int = 8) -> dict[str, str]:
@@ -42,6 +50,14 @@ def main() -> None:
     def make_late(worker: mask_worker.MaskWorker, want: WantMask, answer: GrammarAnswer) -> None:
         if late.fails:
             raise RuntimeError("no mask")
+        num_tokens = len(answer._tokens) + len(want.tokens)
+        is_deadly = late.deadly and late.deadly in answer._grammar and num_tokens >= late.deadly_tokens
+        if is_deadly and not (late.deadly_once and Path(late.deadly_once).exists()):
+            if late.deadly_once:
+                Path(late.deadly_once).touch()
+            if late.deadly_raises:
+                raise MemoryError("no room")
+            ctypes.string_at(0)  # a signal of its own would reach the process a little later
         if random.random() < late.share:
             time.sleep(random.random() * late.seconds)
         while late.gated and late.gated in answer._grammar and not Path(late.gate).exists():
@@ -49,7 +65,7 @@ def main() -> None:
         make(worker, want, answer)
 
     mask_worker.MaskWorker._make = make_late  # type: ignore[method-assign]
-    mask_worker.main()
+    mask_processes.main()
 
 
 if __name__ == "__main__":

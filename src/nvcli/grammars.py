@@ -27,6 +27,10 @@ from nvcli.validation import shorten
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+CHECK_STACK_BYTES, FOLLOW_STACK_BYTES = 8 << 20, 32 << 20
+"""The stack on which a grammar is made, which shows whether it nests too deep, and the one on which it is compiled and
+followed later. Nothing that passes the first should overflow the other."""
+
 JSON_WHITESPACE = r" ?|\n[ \t]{0,20}"
 """What may stand between two tokens of JSON: a blank, or a line end and what indents the next line. Without a bound a
 model may write blanks until `max_tokens`."""

@@ -266,6 +266,8 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     such a step counts, and no step runs until one that `restarts`."""
     readings: list[PromptReading] = []
     """One entry for each of the step's `reads`, in their order."""
+    note: str = ""
+    """What the user should know; a line of up to 300 characters, or empty."""
 
 
 class MemoryUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -30,5 +30,10 @@ def sleep_exactly() -> None:
     _ask(_PR_SET_TIMERSLACK, _SLACK_NANOSECONDS)
 
 
+def describe_end(code: int) -> str:
+    """Say how a process ended, for messages. `code` is as `subprocess` has it: negative for a signal."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
 def _ask(request: int, argument: int) -> None:
     ctypes.CDLL(None).prctl(request, argument)

@@ -34,6 +34,14 @@ def test_what_no_row_could_have_is_refused(setting: str) -> None:
     assert str(raised.value).startswith(f"--set: {REFUSED[setting]}")
 
 
+def test_a_grammar_that_overflows_the_stack_is_refused() -> None:
+    rules = "".join(f"r{number}: r{number + 1}\n" for number in range(15_000))
+    sampling = {"structured": {"grammar": f'start: r0\n{rules}r15000: "a"'}}
+    run, _ = load_sourced_config(None, settings={"model": "demo", "device": "cpu", "sampling": sampling})
+    with pytest.raises(ConfigError, match="for it was killed by SIGSEGV, as happens where something nests too deep"):
+        resolve_settings(run)
+
+
 def test_a_line_of_a_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "conf.yaml"
     file.write_text("model: demo\nsampling:\n  temperature: 0\n  stop_token_ids: [640]\n")

@@ -20,11 +20,11 @@ class RowCount:
     num_given: int = 0
 
 
-def use_late_masks(monkeypatch: pytest.MonkeyPatch, late: LateMasks) -> RowCount:
+def use_late_masks(monkeypatch: pytest.MonkeyPatch, late: LateMasks, *, num_workers: int = 8) -> RowCount:
     """Make masks late in all ranks that are made from now on, to the end of the test."""
     monkeypatch.setattr(mask_workers, "_MODULE", mask_workers._MODULE)
     monkeypatch.setattr(constraints, "_MIN_WORKERS", constraints._MIN_WORKERS)
-    for name, value in make_late(late).items():
+    for name, value in make_late(late, num_workers=num_workers).items():
         monkeypatch.setenv(name, value)
     take, found = Constraints._take, RowCount()
 

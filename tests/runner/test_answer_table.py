@@ -90,6 +90,47 @@ def test_answers_are_followed_together_as_alone(seed: int) -> None:
     assert num_together > 100
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_an_answer_that_begins_anew_tells_all_tokens_of_its_grammar_once_more(seed: int) -> None:
+    """At any time: what a process was told since an answer last began are the tokens of its grammar, in their order, up
+    to each mask that is asked for; and the mask that was not there when it began anew is asked for again."""
+    rng = random.Random(seed)
+    num_anew = num_steady = 0
+    for _ in range(150):
+        answer = make_answer(rng, 0)
+        twin = copy.deepcopy(answer)
+        table = AnswerTable(1, 1)
+        table.use_end_ids(END_IDS)
+        table.enter(0, answer)
+        tokens, own, told = [], [], []
+        has_mask = True
+        while not twin.is_over and len(tokens) < 25:
+            due, orders = table.want(np.array([0]))
+            num_steady += len(due)
+            if orders or len(due):
+                told += orders[0].tokens if orders else [int(table.last_tokens[0])]
+                assert told == own
+                has_mask = rng.random() < 0.7
+            if rng.random() < 0.2:
+                num_anew += 1
+                before = int(table.wanted[0])
+                table.follow_anew(0, lambda _, start, end, of=tokens: of[start - 3 : end - 3], has_mask=has_mask)
+                told = []
+                if not has_mask:
+                    (order,) = table.want(np.array([0]))[1]
+                    assert (order.number, order.tokens) == (before + 1, own)
+                    told = own.copy()
+            has_mask = True
+            token = rng.choice([*range(3, 9), 1, END_IDS[0]])
+            num_unread = len(twin.unread)
+            twin.take(token)
+            own += twin.unread[num_unread:]
+            tokens.append(token)
+            table.take(np.array([0]), np.array([token]))
+    assert num_anew > 100
+    assert num_steady > 100
+
+
 def test_the_rows_of_one_grammar_are_those_of_different_processes() -> None:
     places = RowPlaces(10, 4)
     rows = [places.take("a") for _ in range(4)]

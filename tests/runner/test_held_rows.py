@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import threading
 from pathlib import Path
@@ -206,23 +207,82 @@ def test_a_slot_is_taken_again_while_a_mask_of_its_last_answer_is_made(
     assert token_ids_of(found) == token_ids_of(expected)
 
 
-def test_a_process_that_fails_or_is_killed_ends_the_run(
+@pytest.mark.parametrize(
+    ("circumstance", "config"),
+    [
+        ("together", {}),
+        ("preempted", {"num_blocks": 30}),
+        ("one step in flight", {"overlap_steps": False}),
+    ],
+)
+def test_answers_are_the_same_whichever_processes_are_killed(
+    requests: list[Request], answers: Outputs, circumstance: str, config: dict[str, Any]
+) -> None:
+    """They begin anew, behind a free part too, with the tokens that they have. No answer fails."""
+    core, scheduler = make_core(**config)
+    core.add(requests)
+    rng, outputs, num_killed = random.Random(5), Outputs(), 0
+    while core.has_work:
+        outputs.update({output.request_id: output for output in core.step()})
+        scheduler.check_integrity()
+        workers = core._executor._runner.constraints._workers  # type: ignore[attr-defined]
+        if (there := children_of(workers._process.pid)) and rng.random() < 0.2 and num_killed < 8:
+            os.kill(rng.choice(there), signal.SIGKILL)
+            num_killed += 1
+    assert num_killed == 8
+    assert token_ids_of(outputs) == token_ids_of(answers)
+    assert {number: output.finish_reason for number, output in outputs.items()} == {
+        number: output.finish_reason for number, output in answers.items()
+    }
+
+
+def test_an_answer_that_kills_its_process_fails_alone(
+    requests: list[Request], answers: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of it: the others go on, those of its process and of its grammar that end before too."""
+    use_late_masks(monkeypatch, LateMasks(deadly="[a-f]{4,9}", deadly_tokens=2), num_workers=2)
+    core, scheduler = make_core()
+    core.add(requests)
+    found = run(core, scheduler)
+    failed = {number for number, output in found.items() if output.finish_reason == "error"}
+    assert {found[number].error_type for number in failed} == {"structured_too_complex"}
+    guilty = {
+        request.request_id
+        for request in requests
+        if request.constraint is not None
+        and "[a-f]{4,9}" in request.constraint.grammar
+        and len(answers[request.request_id].token_ids) // 4 > 2
+    }
+    assert failed == guilty
+    assert failed
+    assert {number: found[number].token_ids for number in found.keys() - failed} == {
+        number: answers[number].token_ids for number in answers.keys() - failed
+    }
+    (note,) = core.take_notes()
+    assert "was killed by SIGSEGV" in note
+
+
+def test_a_process_that_is_killed_once_at_an_answer_costs_nothing(
+    requests: list[Request], answers: Outputs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    late = LateMasks(deadly="[a-f]{4,9}", deadly_tokens=3, deadly_once=str(tmp_path / "once"))
+    use_late_masks(monkeypatch, late, num_workers=2)
+    assert token_ids_of(answer(requests)[0]) == token_ids_of(answers)
+    assert (tmp_path / "once").exists()
+
+
+def test_exceptions_of_the_processes_cost_their_own_answers(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message says what it is for."""
-    core, _ = make_core()
+    """Where they go on for answers that have failed already, it is not the answers that are at fault."""
+    use_late_masks(monkeypatch, LateMasks(deadly="a-z", deadly_raises=True), num_workers=2)
+    core, scheduler = make_core()
     core.add(make_pair(vocabulary))
-    core.step()
-    workers = core._executor._runner.constraints._workers  # type: ignore[attr-defined]
-    first = workers._process.pid
-    killed, *others = children_of(first)
-    os.kill(killed, signal.SIGKILL)
-    with pytest.raises(WorkerError, match="makes the masks of structured answers has failed: it was killed"):
-        run(core, core._scheduler)
-    workers._process.wait(10)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in others)
-    use_late_masks(monkeypatch, LateMasks(fails=True))
-    with pytest.raises(WorkerError, match="failed: RuntimeError: no mask"):
+    found = run(core, scheduler)
+    assert [found[number].error_type for number in range(2)] == ["structured_too_complex", ""]
+    assert "failed: MemoryError: no room" in core.take_notes()[0]
+    use_late_masks(monkeypatch, LateMasks(fails=True), num_workers=2)
+    with pytest.raises(WorkerError, match="failed: RuntimeError: no mask, 3 times in a row"):
         answer(make_pair(vocabulary))
 
 

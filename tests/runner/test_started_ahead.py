@@ -42,7 +42,16 @@ def test_what_is_started_ahead_is_taken_if_it_is_what_answers_need() -> None:
     device = torch.device("cpu")
     workers = start_workers(demo_path(), 640, [0, 2], device, max_answers=2)
     for end_ids, is_taken in (([0, 2], True), ([2], False)):
-        constraints = Constraints(demo_path(), 640, device, max_answers=2, follows=True, may_hold=True, workers=workers)
+        constraints = Constraints(
+            demo_path(),
+            640,
+            device,
+            max_answers=2,
+            follows=True,
+            may_hold=True,
+            token_ids=torch.zeros(3, 8, dtype=torch.int32),
+            workers=workers,
+        )
         constraints._load(end_ids)
         assert (constraints._workers is workers) is is_taken
         assert constraints._memory is not None

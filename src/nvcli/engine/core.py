@@ -113,6 +113,8 @@ class EngineCore:
                 return self._scheduler.take_outputs()
             if self._recorder is not None:
                 self._recorder.collected(output)
+            if output.note:
+                self.notes.append(output.note)
             self._scheduler.process(oldest, output)
         return self._scheduler.take_outputs()
 

@@ -57,6 +57,6 @@ def constraint_failed(state: RequestState) -> Failure:
     """The grammar of an answer cannot be followed behind its last known token."""
     return Failure(
         "structured_too_complex",
-        f"behind token {len(state.generated):,} of the answer, what may follow takes more work than llguidance "
-        "allows; ask for a simpler `structured`",
+        f"behind token {len(state.generated):,} of the answer, what may follow takes more work or memory than a "
+        "grammar may take, or nests too deep; ask for a simpler `structured`",
     )

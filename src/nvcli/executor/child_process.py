@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 from nvcli.control_group import count_oom_kills
-from nvcli.process_control import end_with_parent, ignore_terminal
+from nvcli.process_control import describe_end, end_with_parent, ignore_terminal
 
 _CHILDREN_SECONDS = 5.0
 """Seconds that a process gets to end its children; one with a GPU takes its time to go."""
@@ -96,9 +96,7 @@ class ChildProcess:
         code = self._popen.poll()
         if code is None:
             return "closed its connection but still runs"
-        if code < 0:
-            return f"was killed by {signal.Signals(-code).name}{self._blame_memory(code)}"
-        return f"exited with code {code}"
+        return describe_end(code) + self._blame_memory(code)
 
     def _blame_memory(self, code: int) -> str:
         """Say that the kernel has killed the process because memory ran out, as surely as that can be known.

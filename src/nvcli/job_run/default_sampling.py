@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from nvcli.errors import ConfigError, RowError
-from nvcli.grammars import GrammarError, check_structured
 from nvcli.job_run.settings import SetterOf
+from nvcli.job_run.text.grammar_maker import check_structured
 from nvcli.job_run.text.model_limits import ModelLimits, check_vocabulary, fit_prompt
 from nvcli.job_run.text.reasoning import find_reasoning_format, unknown_marks
 from nvcli.job_run.text.token_rules import token_rules
@@ -42,8 +42,6 @@ def check_default_sampling(
             _check_key(key, name, sampling, limits, tokenizer)
         except RowError as error:
             raise _refusal(setter_of((_SECTION, key)), str(error)) from None
-        except GrammarError as error:
-            raise _refusal(setter_of((_SECTION, key)), f"`{name}` cannot be used: {error}") from None
     return tokenizer
 
 
@@ -60,7 +58,7 @@ def _needs_tokenizer(key: str, sampling: SamplingParams, limits: ModelLimits) ->
 
 
 def _check_key(key: str, name: str, sampling: SamplingParams, limits: ModelLimits, tokenizer: Tokenizer | None) -> None:
-    """Check one key. Raises RowError and GrammarError."""
+    """Check one key. Raises RowError."""
     match key:
         case "stop_token_ids" | "allowed_token_ids":
             check_vocabulary(f"`{name}`", getattr(sampling, key) or (), limits)
@@ -78,7 +76,10 @@ def _check_key(key: str, name: str, sampling: SamplingParams, limits: ModelLimit
                 raise unknown_marks(name)
         case "structured":
             if sampling.structured is not None:
-                check_structured(sampling.structured)
+                try:
+                    check_structured(sampling.structured)
+                except RowError as error:
+                    raise RowError(error.type, f"`{name}` {error.message}") from None
         case "max_tokens" | "min_tokens":
             if sampling.max_tokens is None:  # then a longer prompt leaves room for fewer numbers
                 sampling = msgspec.structs.replace(sampling, logprobs=None, return_token_ids=False, best_of=None)

@@ -8,7 +8,7 @@ that were not chosen here) are followed one by one (`FollowedAnswer`) until they
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -94,6 +94,19 @@ class AnswerTable:
             self._follow_alone(answer)
             for token in tokens[first:].tolist():
                 answer.take(token)
+
+    def follow_anew(self, row: int, tokens_of: Callable[[int, int, int], list[int]], *, has_mask: bool) -> None:
+        """Ask for all that is to come of the answer in a row as if nothing of its grammar had been followed.
+
+        `tokens_of` returns the tokens of a slot's request from one position to another. `has_mask`: whether the mask
+        that was asked for last is there.
+        """
+        answer = self._answers[row]
+        self._follow_alone(answer)
+        (slot,) = np.flatnonzero(self._row_of == row).tolist()
+        start = answer.prompt_len
+        answer.unread = tokens_of(slot, start + answer.num_free, start + answer.num_tokens)
+        answer.is_due = (answer.is_due or not has_mask) and not answer.is_over
 
     def due_rows(self) -> np.ndarray:
         """Return the rows of all steady answers whose masks are to be asked for."""

@@ -100,10 +100,11 @@ class CompiledGrammars:
 class GrammarAnswer:
     """An answer that follows a grammar."""
 
-    def __init__(self, grammar: str, grammars: CompiledGrammars) -> None:
-        self._grammar, self._grammars = grammar, grammars
-        self._compiled: CompiledGrammar | None = grammars.begin(grammar)
-        beginning = self._compiled.beginning
+    def __init__(self, grammar: str | None, grammars: CompiledGrammars) -> None:
+        """With `grammar` None the answer has failed."""
+        self._grammar, self._grammars = grammar or "", grammars
+        self._compiled: CompiledGrammar | None = None if grammar is None else grammars.begin(grammar)
+        beginning = None if self._compiled is None else self._compiled.beginning
         self._matcher = None if beginning is None else beginning.deep_copy()
         self._is_alone = False
         """Whether its compiled grammar has no other answers."""

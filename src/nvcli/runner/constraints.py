@@ -82,17 +82,19 @@ class Constraints:
         max_answers: int,
         follows: bool,
         may_hold: bool,
+        token_ids: Tensor,
         workers: MaskWorkers | None = None,
     ) -> None:
         """`vocab_size` is the number of the model's logits, and `max_answers` the number of slots. `follows`: whether
-        this rank is the one that follows grammars. `may_hold`: whether a step may leave rows out. `workers` make the
-        masks, if they are started ahead (`start_workers`)."""
+        this rank is the one that follows grammars. `may_hold`: whether a step may leave rows out. `token_ids` are the
+        tokens of all slots (`SlotState`). `workers` make the masks, if they are started ahead (`start_workers`)."""
         self.may_hold = may_hold
         self._model_path = model_path
         self._vocab_size = vocab_size
         self._device = device
         self._max_answers = max_answers
         self._follows = follows
+        self._token_ids = token_ids
         self._answers = AnswerTable(max_answers, num_places(max_answers))
         self._chosen: deque[_Chosen] = deque()
         self._timer = ForwardTimer(device)
@@ -104,6 +106,8 @@ class Constraints:
         """The time from then until the next step has nothing to do but to wait for masks."""
         self._launch_timer = LaunchTimer(_FIRST_LAUNCH_SECONDS)
         self._workers = workers
+        self._note = ""
+        self._num_noted = 0
         self._memory: MaskMemory | None = None
         """The masks, once the first constrained request has come; None then: the tokens cannot be loaded."""
 
@@ -158,11 +162,16 @@ class Constraints:
             return StepMasks(anything, np.zeros(len(slots), dtype=np.int32), has_failed, memory=None)
         rows = self._answers.rows(slots)
         self._want(rows)
-        wanted = answered(self._answers.wanted[rows], has_failed=False)
         began_waiting = time.perf_counter()
         self._step_seconds = min(began_waiting - self._went_on_at, 2 * self._step_seconds)
         patience = self._patience()
-        self._workers.wait(rows, wanted, num_rows, self._on_host(patience))
+        while True:
+            wanted = answered(self._answers.wanted[rows], has_failed=False)
+            self._workers.wait(rows, wanted, num_rows, self._on_host(patience))
+            if not self._workers.ended:
+                break
+            self._replace(self._workers.ended)
+            self._want(rows)
         self._went_on_at = time.perf_counter()
         self._launch_timer.start(self._went_on_at)
         found = self._workers.answered[rows]
@@ -204,6 +213,33 @@ class Constraints:
         if len(due):
             self._workers.want_next(due, self._answers.wanted[due], self._answers.last_tokens[due])
         self._workers.send()
+
+    def take_note(self) -> str:
+        """Return what the user should know and was not told yet; empty: nothing."""
+        note, self._note = self._note, ""
+        return note
+
+    def _replace(self, numbers: Sequence[int]) -> None:
+        """Have other processes take the place of some that have ended, and follow their answers anew."""
+        assert self._workers is not None
+
+        def tokens_of(slot: int, start: int, end: int) -> list[int]:
+            tokens: list[int] = self._token_ids[slot, start:end].tolist()
+            return tokens
+
+        for number in numbers:
+            rows, how = self._workers.replace(number)
+            for row in rows:
+                is_there = int(self._workers.answered[row]) >= answered(
+                    int(self._answers.wanted[row]), has_failed=False
+                )
+                self._answers.follow_anew(row, tokens_of, has_mask=is_there)
+            self._num_noted += 1
+            if self._num_noted == 1:
+                self._note = (
+                    f"warning: a process that makes the masks of structured answers {how}; another one has taken its "
+                    "place, and its answers go on. Other such ends are not told of here"
+                )
 
     # ------------------------------------------------------------------ entering and leaving
 

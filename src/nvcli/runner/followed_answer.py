@@ -29,6 +29,8 @@ class FollowedAnswer:
     num_opening: int | None
     """The tokens of the mark that begins the free part that have come; None: that is decided."""
     num_tokens: int = 0
+    num_free: int = 0
+    """Its first tokens that are none of its grammar: those of the free part and of the marks around it."""
     is_over: bool = False
     """Whether it has ended; what is still chosen for it is dropped."""
     last_ids: deque[int] = field(default_factory=deque)
@@ -49,7 +51,9 @@ class FollowedAnswer:
             return
         was_free, was_short = self.is_free, self.num_tokens < self.min_tokens
         self.num_tokens += 1
-        if not self._take_free(token):
+        if self._take_free(token):
+            self.num_free += 1
+        else:
             self.is_over = token in self.end_ids
             self.unread.append(token)
         # All masks of the free part are alike, but that the first ones may hold more back.

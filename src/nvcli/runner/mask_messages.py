@@ -20,8 +20,10 @@ N = TypeVar("N", int, np.ndarray)
 _PAGE = 4096
 _TOKEN_BITS = 24
 """Of an entry of `MaskTable.next_tokens`; the bits above are the number of the mask."""
-_NUM_NUMBERS = 4
+_NUM_NUMBERS = 7
 """The numbers that the memory has for each row beside its mask."""
+FIRST_THREAD, SECOND_THREAD, BEGINS = range(3)
+"""What a process is at (`MaskTable.at_work`): its threads make masks, and one of them may begin an answer."""
 
 
 class MaskStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,22 +34,57 @@ class MaskStart(msgspec.Struct, frozen=True, kw_only=True):
     """The number of the model's logits."""
     end_ids: list[int]
     num_rows: int
+    num_workers: int
+    """The number of the others. What each reads its orders from comes by the socket."""
     stays_awake: bool
     """Whether processes look for orders for a while before they fall asleep. Each takes some of a core then."""
     memory_fd: int
     """The memory, empty until the vocabulary is loaded."""
-    order_fds: list[int]
-    """Where each process reads what it is to do."""
     report_fd: int
-    """Where the first process says how many words a mask has, and the others why they fail."""
+    """A socket for `Report`s to the rank. The rank sends the number of a process that is to be started, with the file
+    that this one reads its orders from."""
     parent_pid: int
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """The tokens are loaded, and others can be started."""
+
+    num_words: int
+    """The words of a mask; 0: the tokens cannot be loaded, and the processes have ended."""
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """A process has ended that should not have."""
+
+    number: int
+    how: str
+    """The end of a sentence about it."""
+
+
+class Raised(msgspec.Struct, frozen=True, tag=True):
+    """A process is about to end because of an exception."""
+
+    number: int
+    traceback: str
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The first process has failed."""
+
+    traceback: str
+
+
+Report = Loaded | Ended | Raised | Failed
 
 
 class FollowGrammar(msgspec.Struct, frozen=True, array_like=True):
     """An answer that begins in a row, in the place of the one that was there."""
 
     row: int
-    grammar: str
+    grammar: str | None
+    """None: the answer has failed already, and so do all of its masks."""
+    is_suspect: bool = False
+    """Whether a process has ended while it was at this answer: nothing else is done meanwhile."""
 
 
 class WantMask(msgspec.Struct, frozen=True, array_like=True):
@@ -90,6 +127,9 @@ class MaskTable:
     something new for the process, in the memory or as a message. The rank writes it."""
     is_asleep: np.ndarray
     """[rows] int64, likewise: whether the process may not look before it gets a message. The processes write it."""
+    at_work: np.ndarray
+    """[3, rows] int64, likewise: the row, plus 1, that each thread of the process makes a mask of, and that of the
+    answer that it begins; 0: none. The processes write it, so that the rank knows what one was at when it ended."""
     masks: np.ndarray
     """[rows, W] uint32, a bit for each token."""
 
@@ -97,7 +137,7 @@ class MaskTable:
     def empty(cls, num_rows: int, num_words: int) -> MaskTable:
         """Make one that nobody shares."""
         numbers = np.zeros((_NUM_NUMBERS, num_rows), dtype=np.int64)
-        return cls(numbers[0], numbers[1], numbers[2], numbers[3], np.zeros((num_rows, num_words), dtype=np.uint32))
+        return cls._of_parts(numbers, np.zeros((num_rows, num_words), dtype=np.uint32))
 
     @classmethod
     def of(cls, memory: mmap.mmap, num_rows: int, num_words: int) -> MaskTable:
@@ -105,7 +145,11 @@ class MaskTable:
         numbers = np.frombuffer(memory, dtype=np.int64, count=_NUM_NUMBERS * num_rows).reshape(_NUM_NUMBERS, num_rows)
         count = num_rows * num_words
         masks = np.frombuffer(memory, dtype=np.uint32, count=count, offset=masks_offset(num_rows))
-        return cls(numbers[0], numbers[1], numbers[2], numbers[3], masks.reshape(num_rows, num_words))
+        return cls._of_parts(numbers, masks.reshape(num_rows, num_words))
+
+    @classmethod
+    def _of_parts(cls, numbers: np.ndarray, masks: np.ndarray) -> MaskTable:
+        return cls(numbers[0], numbers[1], numbers[2], numbers[3], numbers[4:], masks)
 
 
 def masks_offset(num_rows: int) -> int:

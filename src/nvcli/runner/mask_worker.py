@@ -1,47 +1,40 @@
-"""The processes that make masks for a rank. Masks are made in processes, because in threads of one process most of the
-time would go into handing the interpreter from thread to thread.
+"""A process that makes masks for a rank: it follows the answers of some rows, takes their tokens in, makes their masks
+one by one, and writes them into memory that the rank sees. `mask_processes.py` starts it.
 
-The first process loads the model's tokens and forks the others, which share them. Each follows the answers of some
-rows: it takes their tokens in, makes their masks one by one, and writes them into memory that the rank sees. Masks that
-are likely to be slow, because the last one of the answer was, come behind the others. While one is slow, a second
-thread goes on with the others, those included that are asked for meanwhile: llguidance lets it. This module knows no
-torch.
+Masks that are likely to be slow, because the last one of the answer was, come behind the others. While one is slow, a
+second thread goes on with the others, those included that are asked for meanwhile: llguidance lets it. A process may
+end in the middle of an answer whose grammar takes too much stack or memory. So it writes down what its threads are at,
+and what it is asked for of an answer at which another process has ended, it does while both threads do nothing else.
+This module knows no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
-import mmap
 import os
 import select
-import signal
 import struct
-import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 
 import msgspec
 import numpy as np
 
-from nvcli.file_limits import resize_memory_file
-from nvcli.grammars import GrammarError, Vocabulary
-from nvcli.process_control import end_with_parent, ignore_terminal, sleep_exactly
+from nvcli.grammars import Vocabulary
 from nvcli.runner.compiled_grammars import CompiledGrammars, GrammarAnswer
 from nvcli.runner.mask_messages import (
+    BEGINS,
+    FIRST_THREAD,
+    SECOND_THREAD,
+    FollowGrammar,
     MaskOrders,
-    MaskStart,
     MaskTable,
     WantMask,
     answered,
-    memory_bytes,
     read_next_token,
 )
 
@@ -65,13 +58,13 @@ _AWAKE_SECONDS = 6e-3
 _NAP_MILLISECONDS = 200.0
 """How often a process that is asleep looks for orders without a message, which may be missing only where the rank saw
 it awake at the very moment at which it fell asleep."""
-_MAX_REPORT = 3000
 
 
 @dataclass(slots=True)
 class _Lane:
     """What one of the threads does."""
 
+    number: int
     row: int | None = None
     """The row whose mask it makes; None: it makes none."""
     begun_at: float = 0.0
@@ -101,7 +94,10 @@ class MaskWorker:
         self._slow: deque[WantMask] = deque()
         self._num_passed = 0
         """Orders that have come since the first of the slow masks."""
-        self._first_lane, self._second_lane = _Lane(), _Lane()
+        self._first_lane, self._second_lane = _Lane(FIRST_THREAD), _Lane(SECOND_THREAD)
+        self._at_work = [memoryview(part) for part in table.at_work]
+        self._suspects: set[int] = set()
+        """Rows whose answers are worked on alone."""
         self._has_work = threading.Event()
         self._picking = threading.Lock()
         """Held while a thread picks a mask to make, and while masks are dropped."""
@@ -155,8 +151,24 @@ class MaskWorker:
         for row in gone & self._answers.keys():
             self._answers.pop(row).end()
         for new in {new.row: new for new in orders.begun}.values():  # the last of a row's: others began and ended
+            self._begin(new)
+
+    def _begin(self, new: FollowGrammar) -> None:
+        self._slow_rows.discard(new.row)
+        self._suspects.discard(new.row)
+        with contextlib.ExitStack() as stack:
+            if new.is_suspect:
+                self._suspects.add(new.row)
+                stack.enter_context(self._picking)
+                self._wait_for_others(None)
+            self._at_work[BEGINS][self._first] = new.row + 1
             self._answers[new.row] = GrammarAnswer(new.grammar, self._grammars)
-            self._slow_rows.discard(new.row)
+            self._at_work[BEGINS][self._first] = 0
+
+    def _wait_for_others(self, own: _Lane | None) -> None:
+        """Wait until no thread makes a mask, but for the one that calls this. It holds `_picking`."""
+        while any(lane.row is not None for lane in (self._first_lane, self._second_lane) if lane is not own):
+            time.sleep(_HELP_SECONDS)
 
     def next_is_urgent(self) -> bool:
         """Whether the next mask is to be made before new orders are looked for."""
@@ -203,15 +215,22 @@ class MaskWorker:
                 return False
             lane.begun_at = time.perf_counter()
             lane.row = want.row
-        self._answer(want, lane.begun_at)
+            is_suspect = want.row in self._suspects
+            if is_suspect:
+                self._wait_for_others(lane)
+                self._answer(want, lane)
+        if not is_suspect:
+            self._answer(want, lane)
         lane.row = None
         return True
 
-    def _answer(self, want: WantMask, started: float) -> None:
-        answer = self._answers[want.row]
+    def _answer(self, want: WantMask, lane: _Lane) -> None:
+        answer, at_work = self._answers[want.row], self._at_work[lane.number]
+        at_work[self._first] = want.row + 1
         self._make(want, answer)
         self._numbers[want.row] = answered(want.number, has_failed=answer.has_failed)
-        if time.perf_counter() - started > _SLOW_SECONDS:
+        at_work[self._first] = 0
+        if time.perf_counter() - lane.begun_at > _SLOW_SECONDS:
             self._slow_rows.add(want.row)
         else:
             self._slow_rows.discard(want.row)
@@ -326,92 +345,3 @@ def _read(fd: int, size: int) -> bytes:
             return b""
         parts += part
     return bytes(parts)
-
-
-def _work(start: MaskStart, order_fd: int, vocabulary: Vocabulary) -> None:
-    """Be one of the processes, to its end."""
-    code = 0
-    try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        end_with_parent(os.getppid(), signal.SIGKILL)
-        sleep_exactly()
-        memory = mmap.mmap(start.memory_fd, memory_bytes(start.num_rows, vocabulary.num_words))
-        table = MaskTable.of(memory, start.num_rows, vocabulary.num_words)
-        for fd in start.order_fds:
-            if fd != order_fd:
-                os.close(fd)
-        number, num_workers = start.order_fds.index(order_fd), len(start.order_fds)
-        worker = MaskWorker(vocabulary, table, first=number, step=num_workers)
-        orders = OrderReader(order_fd, stays_awake=start.stays_awake)
-        threading.Thread(target=_help, args=(worker, orders, start.report_fd), daemon=True).start()
-        serve(worker, orders)
-    except BaseException:  # a panic of Rust code is no Exception
-        _report(start.report_fd)
-        code = 1
-    os._exit(code)
-
-
-def _help(worker: MaskWorker, orders: OrderReader, report_fd: int) -> None:
-    try:
-        worker.help_for_ever(orders)
-    except BaseException:
-        _report(report_fd)
-        os._exit(1)
-
-
-def _report(report_fd: int) -> None:
-    """Tell the rank, if it is still there, of the exception that is being handled."""
-    with contextlib.suppress(OSError):
-        os.write(report_fd, traceback.format_exc().encode()[-_MAX_REPORT:])
-
-
-def main() -> None:
-    """Load the tokens, start the other processes, and wait until they have ended; if one fails, end all."""
-    start = msgspec.json.decode(sys.argv[1], type=MaskStart)
-    ignore_terminal()
-    pids: set[int] = set()
-
-    def end(number: int, frame: FrameType | None) -> None:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):  # it has just been waited for
-                os.kill(pid, signal.SIGKILL)
-        for pid in pids:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
-        os._exit(1)
-
-    signal.signal(signal.SIGTERM, end)
-    end_with_parent(start.parent_pid, signal.SIGTERM)
-    # The number of words comes before anything that a process reports.
-    num_words = struct.pack("q", -1)
-    try:
-        try:
-            vocabulary = Vocabulary.load(Path(start.model_path), vocab_size=start.vocab_size, end_ids=start.end_ids)
-        except GrammarError:  # the file has changed since the parent read it: answers fail
-            os.write(start.report_fd, struct.pack("q", 0))
-            os._exit(0)
-        resize_memory_file(start.memory_fd, memory_bytes(start.num_rows, vocabulary.num_words))
-        os.write(start.report_fd, struct.pack("q", vocabulary.num_words))
-        num_words = b""
-        gc.freeze()
-        for order_fd in start.order_fds:
-            pid = os.fork()
-            if pid == 0:
-                _work(start, order_fd, vocabulary)
-            pids.add(pid)
-    except BaseException:  # a panic of Rust code is no Exception
-        os.write(start.report_fd, num_words)
-        _report(start.report_fd)
-        end(signal.SIGTERM, None)
-    for order_fd in start.order_fds:
-        os.close(order_fd)
-    while pids:
-        pid, status = os.wait()
-        pids.discard(pid)
-        if status:
-            os.kill(os.getpid(), signal.SIGTERM)
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

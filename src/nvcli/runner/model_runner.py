@@ -266,6 +266,7 @@ class ModelRunner:
             max_answers=config.max_num_seqs,
             follows=follows,
             may_hold=self._may_hold_rows(),
+            token_ids=self.slots.state.token_ids,
             workers=self._mask_workers,
         )
         self.buffers = InputBuffers(

@@ -56,6 +56,11 @@ class RowPlaces:
             compiled.popitem(last=False)
         return row
 
+    def grammars_of(self, worker: int) -> dict[int, str]:
+        """Return the rows of a process that are taken, and their grammars. What it has compiled is forgotten."""
+        self._compiled[worker].clear()
+        return {row: grammar for row, grammar in self._grammar_of.items() if row % self._num_workers == worker}
+
     def give_back(self, row: int) -> None:
         """Take back the row of an answer that has ended."""
         worker, grammar = row % self._num_workers, self._grammar_of.pop(row)

@@ -82,6 +82,8 @@ class PendingStep:
     readings: PendingReadings | None
     masks: MaskOutcome | None
     """What became of the masks of its constrained rows; None: it has none."""
+    note: str
+    """What the user should know; empty: nothing."""
 
     def result(self) -> StepOutput:
         """Wait for the step, and return its output."""
@@ -108,6 +110,7 @@ class PendingStep:
             idle_seconds=self.time.idle_seconds,
             is_graph=self.is_graph,
             readings=[] if self.readings is None else self.readings.result(),
+            note=self.note,
         )
 
 
@@ -225,6 +228,7 @@ class StepRunner:
             is_graph=padded is not None,
             readings=output.readings,
             masks=outcome,
+            note=self._constraints.take_note(),
         )
 
     def _choose(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,19 +106,7 @@ class GrammarMaker:
     def _ask(self, wanted: Structured, key: bytes) -> Grammar | RowError:
         answer = self.worker.ask(key)
         if isinstance(answer, NoAnswer):
-            if not answer.reason:
-                return RowError("aborted", "is not looked at: the run ends")
-            if answer.is_late:
-                return RowError(
-                    "structured_timeout",
-                    f"cannot be made a grammar: each of two processes for it {answer.reason}. It is too complex, or "
-                    "the machine was busy; ask for something simpler, or try the row again with --retry-errors",
-                )
-            return RowError(
-                "invalid_structured",
-                f"cannot be made a grammar: the process for it {answer.reason}, as happens where something nests too "
-                "deep or takes too much memory; ask for something simpler",
-            )
+            return _not_made(answer)
         made = self._decode(answer)
         if made.error:
             return RowError("invalid_structured", f"cannot be used: {made.error}")
@@ -128,6 +117,37 @@ class GrammarMaker:
         self._kept_bytes += _num_bytes(key, made)
         while self._kept_bytes > self._max_kept_bytes:
             self._kept_bytes -= _num_bytes(*self._kept.popitem(last=False))
+
+
+def check_structured(wanted: Structured) -> None:
+    """Raise RowError with the end of a sentence where what is asked for is no grammar; whether the tokens of a model
+    can follow it is not known. Raises WorkerError if no process can be started."""
+    worker = GuardedProcess(
+        "nvcli.job_run.text.grammar_process:check", None, name="grammar process", max_seconds=MAX_SECONDS
+    )
+    with closing(worker):
+        answer = worker.ask(msgspec.json.encode(wanted))
+    if isinstance(answer, NoAnswer):
+        raise _not_made(answer)
+    if answer:
+        raise RowError("invalid_structured", f"cannot be used: {answer.decode()}")
+
+
+def _not_made(answer: NoAnswer) -> RowError:
+    """Return the end of the sentence that says why there is no grammar."""
+    if not answer.reason:
+        return RowError("aborted", "is not looked at: the run ends")
+    if answer.is_late:
+        return RowError(
+            "structured_timeout",
+            f"cannot be made a grammar: each of two processes for it {answer.reason}. It is too complex, or the "
+            "machine was busy; ask for something simpler, or try the row again with --retry-errors",
+        )
+    return RowError(
+        "invalid_structured",
+        f"cannot be made a grammar: the process for it {answer.reason}, as happens where something nests too deep or "
+        "takes too much memory; ask for something simpler",
+    )
 
 
 def _num_bytes(key: bytes, made: Grammar | RowError) -> int:
