@@ -118,6 +118,7 @@ KINDS: dict[str, tuple[Any, str]] = {
     "a huge number in a schema": (structured(json_schema={"const": HUGE}), f"json_schema.const` {TOO_LARGE}"),
     "a huge number of tokens": (sampling(max_tokens=HUGE), f"`sampling.max_tokens` {TOO_LARGE}"),
     "a huge token id": ([5, HUGE], "`prompt_token_ids` holds a value of the type `int`; the model's tokens are"),
+    "half a character among token ids": ([5, HALF], f"`prompt_token_ids[1]` {NO_TEXT}"),
     "a huge number as the prompt": ({"prompt": HUGE}, "`prompt` is a value of the type `int`; allowed: text"),
     "a huge number as the id": ({"prompt": "x", "id": HUGE}, "`id` is a value of the type `int`; allowed"),
     "an object in a schema": (structured(json_schema={"a": object()}), "an object of the type `object`"),
@@ -141,6 +142,7 @@ KINDS: dict[str, tuple[Any, str]] = {
     "an object that raises, in a variable": (variables(a=Rude()), "`chat_template_kwargs` cannot be read: LookupError"),
     # What stands for plain data is answered.
     "numbers of numpy": (sampling(temperature=np.float32(0.5), seed=np.int64(3)), ""),
+    "large numbers": (sampling(temperature=0, structured={"json_schema": {"enum": [-(2**70), 5]}}), ""),
     "arrays": (variables(a=np.array([1, 2])), ""),
     "an array of token ids": ({"prompt_token_ids": np.array([5, 6])}, ""),
     "texts of numpy": ({"prompt": np.str_("x")}, ""),

@@ -344,9 +344,9 @@ class Preparer:
             self._constraint = self._constraint_of(self._grammar, _structured_name(sampling.structured, under))
         self._answers_follow_from = None
         if sampling.is_greedy:
-            self._answers_follow_from = msgspec.msgpack.encode(msgspec.structs.replace(sampling, seed=None))
+            self._answers_follow_from = msgspec.json.encode(msgspec.structs.replace(sampling, seed=None))
         elif sampling.seed is not None:
-            self._answers_follow_from = msgspec.msgpack.encode(sampling)
+            self._answers_follow_from = msgspec.json.encode(sampling)
         self._sampling = sampling
 
     def _after_thought(

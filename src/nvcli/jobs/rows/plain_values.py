@@ -56,8 +56,15 @@ def plain_value(value: Any, key: str) -> Any:
 
 
 def _holds_ids(value: Any) -> bool:
-    """Tell whether a value may be a prompt's token ids, of which each is looked at where they are read."""
-    return type(value) is list and bool(value) and type(value[0]) is int
+    """Tell whether a value is a list of integers, as token ids are. How large they are is looked at where they are
+    read."""
+    if type(value) is not list or not value or type(value[0]) is not int:
+        return False
+    try:
+        msgspec.convert(value, list[int])
+    except Exception:
+        return False
+    return True
 
 
 def _through_json(value: Any, key: str) -> Any:

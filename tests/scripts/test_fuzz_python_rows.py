@@ -1,0 +1,32 @@
+"""`scripts/fuzz_python_rows.py`: hostile objects cost their row's answer alone, and it would notice if they did not."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from fuzz_python_rows import fuzz, rows_of
+from nvcli.jobs.rows import parser
+
+
+def test_hostile_rows_of_a_program(tokenizer: object) -> None:
+    """`tokenizer` imports transformers once, before the LLM."""
+    counts = fuzz(300, seed=2)
+    assert counts["answered"] > 30
+    assert counts["invalid_value"] > 50
+
+
+def test_it_notices_when_objects_are_not_looked_at(tokenizer: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    def as_it_is(value: Any, key: str) -> Any:
+        return value
+
+    monkeypatch.setattr(parser, "plain_value", as_it_is)
+    with pytest.raises(Exception, match=r"bug|good row"):
+        fuzz(300, seed=2)
+
+
+def test_every_tenth_row_is_good() -> None:
+    rows = list(rows_of(50, random.Random(1)))
+    assert [number for number, row in enumerate(rows) if isinstance(row, str) and row == "good"] == [0, 10, 20, 30, 40]
