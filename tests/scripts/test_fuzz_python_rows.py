@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +20,14 @@ def test_hostile_rows_of_a_program(tokenizer: object) -> None:
     assert counts["invalid_value"] > 50
 
 
-def test_it_notices_when_objects_are_not_looked_at(tokenizer: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_notices_when_objects_are_not_looked_at(
+    tokenizer: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def as_it_is(value: Any, key: str) -> Any:
         return value
 
     monkeypatch.setattr(parser, "plain_value", as_it_is)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # tracebacks of rows go there
     with pytest.raises(Exception, match=r"bug|good row"):
         fuzz(300, seed=2)
 
