@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS, TOLERANCE
+from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS
 from nvcli.kernels.invariant_linear import invariant_linear
 from nvcli.kernels.triton import invariant_linear as kernels
 from nvcli.kernels.triton.invariant_linear import Launch
 from ordered_products import products_in_one_order
 
 # [out, in]; some are no multiples of the tiles.
-SHAPES = [(6144, 1024), (4096, 12288), (1000, 200)] if HAS_GPU else [(96, 64), (70, 40)]
+SHAPES = [(6144, 1024), (4096, 12288), (1000, 200), (96, 16)] if HAS_GPU else [(96, 64), (70, 40)]
 ROWS = [1, 2, 17, 64, 65, 128, 300, 512, 1000, 5000] if HAS_GPU else [1, 2, 31, 70]
 
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
@@ -31,7 +31,8 @@ def inputs(shape: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, to
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    out = torch.full((len(x), len(weight)), torch.nan, dtype=x.dtype, device=x.device)
+    """Multiply; the result is in float32, in which no bit is rounded away."""
+    out = torch.full((len(x), len(weight)), torch.nan, dtype=torch.float32, device=x.device)
     kernels.invariant_linear(x, weight, bias, out)
     return out
 
@@ -42,7 +43,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(shape: tuple[int, int]
     x, weight, bias = inputs(shape, dtype)
     whole = multiply(x, weight, bias)
     expected = F.linear(x.double(), weight.double(), bias.double())
-    torch.testing.assert_close(whole.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(whole.double(), expected, atol=1e-3, rtol=1e-3)
     for num_rows in ROWS:
         for first in (0, 9):
             rows = slice(first, first + num_rows)

@@ -43,6 +43,8 @@ _FEW_ROWS = 64
 (Qwen3-8B's down projection on an H200: 58 us for 16 rows, and 38 us for 64), so these are read by pointers."""
 _ROWS_TOGETHER = 8
 """Tiles of rows that are taken in turn before the next features."""
+_FEATURES_TOGETHER = 16
+"""Input features whose products one instruction adds up, of types of 2 bytes."""
 _VERIFIED_CAPABILITY = (9, 0)
 """GPUs on which all launches were seen to give the same bits; others take one launch for all numbers of rows."""
 
@@ -122,7 +124,20 @@ def _many_rows_kernel(
 
 
 def choose_launch(num_rows: int, out_features: int, x: Tensor) -> Launch:
-    """Choose the launch for so many rows. With up to _FEW_ROWS rows a launch is of the kernel for few rows."""
+    """Choose the launch for so many rows. With up to _FEW_ROWS rows a launch is of the kernel for few rows.
+
+    Where one tile held all input features, Triton would take the bias as the sum's beginning, which gives other bits:
+    tiles are narrower than that, down to the 16 features of an instruction, which no launch can divide.
+    """
+    launch = _measured_launch(num_rows, out_features, x)
+    in_tile = launch.in_tile
+    while in_tile >= x.shape[1] and in_tile > _FEATURES_TOGETHER:
+        in_tile //= 2
+    return launch._replace(in_tile=in_tile)
+
+
+def _measured_launch(num_rows: int, out_features: int, x: Tensor) -> Launch:
+    """Choose the launch that was fastest for so many rows of many features."""
     if x.element_size() > 2:  # float32 runs without tensor cores: for tests
         return Launch(16, 64, 32, 2, 4)
     if x.is_cuda and torch.cuda.get_device_capability(x.device) != _VERIFIED_CAPABILITY:
