@@ -22,7 +22,7 @@ from nvcli.attention.torch_backend import TorchBackend
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.triton import decode_attention
-from nvcli.kernels.triton.gluon_version import has_known_gluon
+from nvcli.kernels.triton.triton_version import has_known_gluon
 
 # Compiled kernels are for 16 bits, and most of what is interpreted is in float32.
 Bench = partial(AnyBench, device=str(DEVICE), dtype=torch.bfloat16 if HAS_GPU else torch.float32, kv_dtype=FP8)

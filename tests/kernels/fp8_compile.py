@@ -14,8 +14,9 @@ import tempfile
 from pathlib import Path
 
 import torch
-import triton
 from hopper_compile import FakeDriver
+from triton import knobs
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.driver import driver
 
 from nvcli.kernels.triton import fp8
@@ -33,13 +34,13 @@ def assemble(size: int) -> dict[str, float]:
         torch.zeros(2, 2 * size, dtype=torch.bfloat16).as_subclass(OnGPU), "channel", is_gelu=False
     )
     (kernel,) = fp8._quantise_kernel.device_caches[0][0].values()
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    ptxas, nvdisasm = get_ptxas(90).path, knobs.nvidia.nvdisasm.path
     with tempfile.TemporaryDirectory() as folder:
         source, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(kernel.asm["ptx"])
-        command = [tools / "ptxas", "-v", "--gpu-name=sm_90a", source, "-o", binary]
+        command = [ptxas, "-v", "--gpu-name=sm_90a", source, "-o", binary]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        code = subprocess.run([tools / "nvdisasm", "-c", binary], capture_output=True, text=True, check=True).stdout
+        code = subprocess.run([nvdisasm, "-c", binary], capture_output=True, text=True, check=True).stdout
     (registers,) = re.findall(r"Used (\d+) registers", report)
     instructions = len(re.findall(r"/\*[0-9a-f]{4}\*/ +(?!NOP)\S", code))
     threads = 32 * kernel.metadata.num_warps

@@ -49,12 +49,6 @@ class Memory:
     def permute(self, order: tuple[int, int]) -> Memory:
         return Memory(self.data.permute(order))
 
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Memory | Parts:
-        if len(shape) > 3 or shape[-1] == self.data.shape[-1]:  # the same rows in other dimensions
-            return Memory(self.data.view(shape))
-        assert shape[0] * shape[1] * shape[2] == self.data.numel()
-        return Parts(self.data, shape[1])
-
 
 class Parts:
     """The same memory in squares: stage by stage, panel of columns by panel, rows of a panel one behind the other."""
@@ -67,6 +61,14 @@ class Parts:
         rest, row = divmod(int(at), rows // self.size)
         stage, column = divmod(rest, columns // self.size)
         return Memory(self.data[stage].unflatten(0, (-1, self.size))[row].unflatten(1, (-1, self.size))[:, column])
+
+
+def reinterpret(memory: Memory, dtype: torch.dtype, shape: list[int], layout: object) -> Memory | Parts:
+    """Read memory in other dimensions."""
+    if len(shape) > 3 or shape[-1] == memory.data.shape[-1]:  # the same rows
+        return Memory(memory.data.view(shape))
+    assert shape[0] * shape[1] * shape[2] == memory.data.numel()
+    return Parts(memory.data, shape[1])
 
 
 class Barrier:
@@ -127,11 +129,10 @@ class Simulator:
         names |= {
             "gl": self._language(),
             "mbarrier": self._mbarrier(),
-            "tma": types.SimpleNamespace(
-                async_copy_global_to_shared=self._load_part,
-                async_copy_shared_to_global=self._store_part,
-                store_wait=self._wait_for_stores,
-            ),
+            "tma": types.SimpleNamespace(store_wait=self._wait_for_stores),
+            "tma_load": self._load_part,
+            "tma_store": self._store_part,
+            "reinterpret": reinterpret,
             "warpgroup_mma": self._multiply,
             "warpgroup_mma_wait": self._wait_for_products,
             "fence_async_shared": lambda: None,

@@ -17,9 +17,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.driver import driver
 
 from nvcli.kernels.triton import hopper_prefill
@@ -132,7 +132,7 @@ def launch(head_dim: int, group: int, soft_cap: float) -> dict[str, list[Any]]:
 
 def assemble(function: Any) -> str:
     """Return ptxas's report on the kernels that were compiled of a function."""
-    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    ptxas = get_ptxas(90).path  # versions of Triton bring several
     report = ""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"

@@ -22,10 +22,10 @@ from kernel_device import DEVICE, HAS_GPU, INTERPRETED_MARKS
 from nvcli.kernels import fp8 as reference
 from nvcli.kernels.fp8_types import QuantisedRows
 from nvcli.kernels.triton import fp8_linear as fp8_linear_module
-from nvcli.kernels.triton import gluon_version, hopper_fp8_decode, hopper_fp8_decode_kernel
+from nvcli.kernels.triton import hopper_fp8_decode, hopper_fp8_decode_kernel, triton_version
 from nvcli.kernels.triton.fp8_launches import DecodeLaunch, Launch
 from nvcli.kernels.triton.fp8_linear import fp8_linear, fp8_linear_for_sum, with_decode
-from nvcli.kernels.triton.gluon_version import has_known_gluon
+from nvcli.kernels.triton.triton_version import has_known_gluon
 
 pytestmark = INTERPRETED_MARKS
 ON_HOPPER = HAS_GPU and has_known_gluon() and torch.cuda.get_device_capability() == (9, 0)
@@ -130,7 +130,7 @@ def test_another_gluon_is_not_asked(version: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(fp8_linear_module, "LINEAR", {"channel": {(4096, 4096): ((64, launch),)}})
     monkeypatch.setattr(fp8_linear_module, "DECODE", {"exact": {"channel": {(4096, 4096): ((128, decode),)}}})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(gluon_version.triton, "__version__", version)
+    monkeypatch.setattr(triton_version.triton, "__version__", version)
     ranges = fp8_linear_module._ranges.__wrapped__("exact", "channel", 4096, 4096, torch.device("cuda"))
     assert ranges == (((64, decode), (128, decode)) if version == "3.6.0" else ((64, launch),))
     not_measured = fp8_linear_module._ranges.__wrapped__("exact", "channel", 4096, 4224, torch.device("cuda"))

@@ -309,7 +309,7 @@ def test_choice(change: dict[str, Any], wanted: type | None) -> None:
     arguments = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "block_size": 64, "device": cpu}
     arguments |= {"dtype": torch.bfloat16, "kv_dtype": torch.bfloat16, "scratch_tokens": 128}
     arguments |= {"has_window": False, "batch_invariant": False, "has_plain_blocks": True}
-    for capability, version, kind in (((9, 0), "3.6.0", wanted), ((9, 0), "3.7.1", None), ((10, 0), "3.6.0", None)):
+    for capability, version, kind in (((9, 0), "3.6.0", wanted), ((9, 0), "4.0.0", None), ((10, 0), "3.6.0", None)):
         with (
             patch.object(torch.cuda, "get_device_capability", return_value=capability),
             patch("triton.__version__", version),
@@ -317,4 +317,8 @@ def test_choice(change: dict[str, Any], wanted: type | None) -> None:
         ):
             kernel, notes = prefill_kernel(**(arguments | change))
         assert (type(kernel) if isinstance(kernel, HopperPrefillAttention | COPIES) else None) == kind
+        if kind is None and wanted is not None and capability == (9, 0):
+            (what_is_slower,) = notes
+            assert what_is_slower.startswith("Triton 4.0.0: ")
+            continue
         assert notes == {None: [], HopperPrefillAttention: [HOPPER_NOTE], COPIES: [SCRATCH_NOTE]}[kind]

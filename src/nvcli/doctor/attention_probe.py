@@ -87,4 +87,5 @@ def probe(task: AttentionTask) -> list[Finding]:
         backend, _ = select_backend(task.choice, case)
     except ConfigError as error:
         return [*findings, problem("choice", str(error), "set attention_backend: auto")]
-    return [*findings, ok("choice", f"{task.choice} is {backend.name}, for {shape}")]
+    notes = [note("kernels", line) for line in backend.notes]
+    return [*findings, ok("choice", f"{task.choice} is {backend.name}, for {shape}"), *notes]

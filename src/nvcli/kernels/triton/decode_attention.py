@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from nvcli.kernels.triton.decode_work_list import FEW_ROWS, ITEM_FIELDS, DecodeWorkList
 from nvcli.kernels.triton.fp8_kv import load_scales, log2_of_scales, numbers_of_words
-from nvcli.kernels.triton.gluon_version import has_known_gluon
+from nvcli.kernels.triton.triton_version import has_known_gluon
 from nvcli.kernels.whole_numbers import next_power_of_2
 
 LOG2_E = 1.4426950408889634

@@ -16,7 +16,7 @@ from torch import Tensor
 from nvcli.config_types import FP8Accumulation
 from nvcli.kernels.fp8_types import QuantisedRows
 from nvcli.kernels.triton.fp8_launches import MANY_ROWS, HopperLaunch, ManyRowsKind, ManyRowsRanges, Shape
-from nvcli.kernels.triton.gluon_version import has_known_gluon
+from nvcli.kernels.triton.triton_version import has_known_gluon
 from nvcli.kernels.weight_formats import FP8_ALIGNMENT, FP8_BLOCK
 
 _CAPABILITY = (9, 0)

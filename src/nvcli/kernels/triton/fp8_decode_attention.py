@@ -31,6 +31,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from nvcli.kernels.triton.triton_version import barrier
+
 
 @gluon.constexpr_function
 def _powers(first, count):
@@ -381,7 +383,7 @@ def fp8_decode_attention_kernel(
         gl.store(partial_out + ((partial + group)[:, None] * HEAD_DIM + dims[None, :]), acc, mask=in_group[:, None])
         gl.store(partial_lse + partial + group, highest + gl.log2(weight_sum), mask=in_group)
         # All threads have stored before one of them says so; acquire and release order it across programs.
-        gl.thread_barrier()
+        barrier()
         arrived = gl.atomic_add(arrivals + row * NUM_KV_HEADS + kv_head, 1, sem="acq_rel")
         if arrived == num_chunks - 1:
             gl.store(arrivals + row * NUM_KV_HEADS + kv_head, 0)  # for the next layer

@@ -32,7 +32,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nvcli.config_types import FP8Accumulation
 from nvcli.kernels.fp8_types import Activations, QuantisedRows
 from nvcli.kernels.triton.fp8_launches import DECODE, LINEAR, DecodeLaunch, DecodeRanges, Kind, Launch, Ranges, Shape
-from nvcli.kernels.triton.gluon_version import has_known_gluon
+from nvcli.kernels.triton.triton_version import has_known_gluon
 from nvcli.kernels.weight_formats import FP8_BLOCK
 from nvcli.kernels.whole_numbers import ceil_div
 

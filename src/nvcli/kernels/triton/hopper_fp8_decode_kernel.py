@@ -26,10 +26,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from nvcli.kernels.triton.triton_version import tma_load
 
 BLOCK = gl.constexpr(64)
 """The features that are multiplied at once."""
@@ -89,7 +90,7 @@ def _load_weight(weight_desc, weight_smem, bar, stage, feature, start, is_whole,
     for n in gl.static_range(GROUPS):
         is_there = is_whole | (HALVES_ROWS or n == 0)
         place = weight_smem.index(stage * GROUPS + n)
-        tma.async_copy_global_to_shared(weight_desc, [feature + n * BLOCK, start], bar, place, pred=is_there)
+        tma_load(weight_desc, [feature + n * BLOCK, start], bar, place, pred=is_there)
 
 
 @gluon.jit
@@ -139,7 +140,7 @@ def _load(
             for n in gl.static_range(GROUPS):
                 is_there = is_whole | (not HALVES_ROWS or n == 0)
                 place = x_smem.index(stage * GROUPS + n)
-                tma.async_copy_global_to_shared(x_desc, [row + n * ROWS, inner * TILE], bar, place, pred=is_there)
+                tma_load(x_desc, [row + n * ROWS, inner * TILE], bar, place, pred=is_there)
             i += 1
 
 

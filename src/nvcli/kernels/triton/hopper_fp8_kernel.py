@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nvcli.kernels.fp8_types import FP8_MAX, LEAST_MAX
+from nvcli.kernels.triton.triton_version import reinterpret, tma_load, tma_store
 from nvcli.kernels.weight_formats import FP8_BLOCK
 
 ROWS = gl.constexpr(64)
@@ -84,11 +85,11 @@ def _load(
             mbarrier.expect(bar, NUM_BYTES)
             for group in gl.static_range(GROUPS):
                 part = x_smem.index(stage * GROUPS + group)
-                tma.async_copy_global_to_shared(x_desc, [row + group * ROWS, inner * BLOCK], bar, part)
+                tma_load(x_desc, [row + group * ROWS, inner * BLOCK], bar, part)
             for block in gl.static_range(BLOCKS):
                 feature = _weight_block(strip, block, strips, BLOCKS, GATED) * BLOCK
                 part = weight_smem.index(stage * BLOCKS + block)
-                tma.async_copy_global_to_shared(weight_desc, [feature, inner * BLOCK], bar, part)
+                tma_load(weight_desc, [feature, inner * BLOCK], bar, part)
 
 
 @gluon.jit
@@ -146,7 +147,7 @@ def _sum_whole(
     x_smem, weight_smem, full, free = factors
     of_weight: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     of_blocks: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCKS * BLOCK, 32])
-    weights = weight_smem._reinterpret(weight_smem.dtype, [NUM_STAGES, BLOCKS * BLOCK, BLOCK], of_weight)
+    weights = reinterpret(weight_smem, weight_smem.dtype, [NUM_STAGES, BLOCKS * BLOCK, BLOCK], of_weight)
     sums = gl.zeros([ROWS, BLOCKS * BLOCK], gl.float32, of_blocks)
     for inner in range(in_tiles):
         stage = i % NUM_STAGES
@@ -273,7 +274,7 @@ def _multiply(
             tma.store_wait(0)
             out_smem.store(values)
             fence_async_shared()
-            tma.async_copy_shared_to_global(out_desc, [row, strip * BLOCK], out_smem)
+            tma_store(out_desc, [row, strip * BLOCK], out_smem)
         else:
             for block in gl.static_range(BLOCKS):
                 result = totals[block]
@@ -286,7 +287,7 @@ def _multiply(
                 tma.store_wait(0)
                 out_smem.store(values)
                 fence_async_shared()
-                tma.async_copy_shared_to_global(out_desc, [row, feature], out_smem)
+                tma_store(out_desc, [row, feature], out_smem)
     tma.store_wait(0)
 
 

@@ -21,10 +21,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from nvcli.kernels.triton.triton_version import reinterpret, tma_load
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 ROWS = gl.constexpr(128)
@@ -128,8 +129,8 @@ def _load(
     NUM_BYTES: gl.constexpr = KEYS * HEAD_DIM * 2
     ROW_STRIDE: gl.constexpr = NUM_KV_HEADS * HEAD_DIM
     # A tile of keys lies in shared memory as panels of 64 columns, each of its two halves one behind the other.
-    k_parts = k_smem._reinterpret(k_smem.dtype, [_STAGES * PANELS * 2, PART, PART], k_desc.layout)
-    v_parts = v_smem._reinterpret(v_smem.dtype, [_STAGES * PANELS * 2, PART, PART], v_desc.layout)
+    k_parts = reinterpret(k_smem, k_smem.dtype, [_STAGES * PANELS * 2, PART, PART], k_desc.layout)
+    v_parts = reinterpret(v_smem, v_smem.dtype, [_STAGES * PANELS * 2, PART, PART], v_desc.layout)
     i = 0
     step = 0
     item = _item(step, num_programs)
@@ -161,8 +162,8 @@ def _load(
                 at = (stage * PANELS + panel) * 2
                 place = column + panel * PART
                 full_bar = k_full.index(stage)
-                tma.async_copy_global_to_shared(k_desc, [row, place], full_bar, k_parts.index(at))
-                tma.async_copy_global_to_shared(k_desc, [second_row, place], full_bar, k_parts.index(at + 1))
+                tma_load(k_desc, [row, place], full_bar, k_parts.index(at))
+                tma_load(k_desc, [second_row, place], full_bar, k_parts.index(at + 1))
             mbarrier.wait(v_free.index(stage), phase ^ 1)
             if start + KEYS <= end:
                 mbarrier.expect(v_full.index(stage), NUM_BYTES)
@@ -170,8 +171,8 @@ def _load(
                     at = (stage * PANELS + panel) * 2
                     place = column + panel * PART
                     full_bar = v_full.index(stage)
-                    tma.async_copy_global_to_shared(v_desc, [row, place], full_bar, v_parts.index(at))
-                    tma.async_copy_global_to_shared(v_desc, [second_row, place], full_bar, v_parts.index(at + 1))
+                    tma_load(v_desc, [row, place], full_bar, v_parts.index(at))
+                    tma_load(v_desc, [second_row, place], full_bar, v_parts.index(at + 1))
             else:
                 # Behind the last key lies what an earlier owner of the block left: 0 × NaN would be NaN.
                 offset = row.to(gl.int64) * ROW_STRIDE + column

@@ -25,10 +25,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from nvcli.kernels.triton.triton_version import reinterpret, tma_load
 
 BLOCK = gl.constexpr(64)
 """The rows of a weight that are multiplied at once."""
@@ -118,11 +119,11 @@ def _load(
     """The group that loads."""
     ALL_BLOCKS: gl.constexpr = BLOCKS * NUM_GROUPS
     NUM_BYTES: gl.constexpr = _PARTS * PART * ROW_TILE * 2 + ALL_BLOCKS * BLOCK * (PART * 2 + 4)
-    words_parts = words_smem._reinterpret(
-        words_smem.dtype, [NUM_STAGES * ALL_BLOCKS, 1, BLOCK // 16, 2, 8, PART], words_desc.layout
+    words_parts = reinterpret(
+        words_smem, words_smem.dtype, [NUM_STAGES * ALL_BLOCKS, 1, BLOCK // 16, 2, 8, PART], words_desc.layout
     )
-    scales_parts = scales_smem._reinterpret(
-        scales_smem.dtype, [NUM_STAGES * ALL_BLOCKS, 1, BLOCK // 16, 2, 8], scales_desc.layout
+    scales_parts = reinterpret(
+        scales_smem, scales_smem.dtype, [NUM_STAGES * ALL_BLOCKS, 1, BLOCK // 16, 2, 8], scales_desc.layout
     )
     i = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -140,14 +141,14 @@ def _load(
             mbarrier.expect(bar, NUM_BYTES)
             for panel in gl.static_range(_PARTS):
                 at = stage * _PARTS + panel
-                tma.async_copy_global_to_shared(x_desc, [row, (inner * _PARTS + panel) * PART], bar, x_smem.index(at))
+                tma_load(x_desc, [row, (inner * _PARTS + panel) * PART], bar, x_smem.index(at))
             for block in gl.static_range(ALL_BLOCKS):
                 sixteen = (strip * ALL_BLOCKS + block) * (BLOCK // 16)
                 at = stage * ALL_BLOCKS + block
                 words = words_parts.index(at)
-                tma.async_copy_global_to_shared(words_desc, [expert, sixteen, 0, 0, inner * PART], bar, words)
+                tma_load(words_desc, [expert, sixteen, 0, 0, inner * PART], bar, words)
                 scales = scales_parts.index(at)
-                tma.async_copy_global_to_shared(scales_desc, [expert * in_tiles + inner, sixteen, 0, 0], bar, scales)
+                tma_load(scales_desc, [expert * in_tiles + inner, sixteen, 0, 0], bar, scales)
 
 
 @gluon.jit

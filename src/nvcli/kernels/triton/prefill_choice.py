@@ -10,7 +10,7 @@ import torch
 
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.triton import invariant_attention, prefill_attention
-from nvcli.kernels.triton.gluon_version import has_known_gluon
+from nvcli.kernels.triton.triton_version import why_slower
 
 if TYPE_CHECKING:
     from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
@@ -73,8 +73,10 @@ def prefill_kernel(
         and dtype.itemsize == 2
         and (kv_dtype == dtype or (kv_dtype == FP8 and dtype == torch.bfloat16))
         and torch.cuda.get_device_capability(device) == (9, 0)
-        and has_known_gluon()
     )
+    notes = []
+    if is_for_hopper and (slower := why_slower()) is not None:
+        is_for_hopper, notes = False, [slower]
     if is_for_hopper and kv_dtype == FP8:
         from nvcli.kernels.triton.scratch_prefill import ScratchPrefillAttention
 
@@ -106,4 +108,4 @@ def prefill_kernel(
         kv_dtype=kv_dtype,
         device=device,
     )
-    return usual, []
+    return usual, notes

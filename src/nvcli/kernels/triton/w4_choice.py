@@ -14,7 +14,7 @@ from torch import Tensor
 from nvcli.kernels.expert_settings import GatedActivation
 from nvcli.kernels.expert_types import ExpertWeights, Routes, W4Scales
 from nvcli.kernels.triton import w4_experts, w4_linear
-from nvcli.kernels.triton.gluon_version import has_known_gluon
+from nvcli.kernels.triton.triton_version import has_known_gluon
 from nvcli.kernels.triton.w4_launches import HOPPER_EXPERTS, HOPPER_ROWS, HopperLaunch, Kind, Launch
 from nvcli.kernels.weight_formats import W4Format
 
