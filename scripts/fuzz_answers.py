@@ -2,12 +2,12 @@
 
     python scripts/fuzz_answers.py --texts 100000         # texts of each format
 
-Texts are calls and thoughts of the format that are mutated (cut, doubled, mixed, nested a hundred thousand levels deep)
-and put together from its marks, from JSON, Python and XML. Each is read as the answer to a conversation with tools,
-through the tokens of a vocabulary that has every mark as a token. Nothing may be raised, the calls that are found must
-have arguments that are JSON, and the answer must become a line of the output. The first text that breaks this ends the
-loop, with the text. What is printed for each format: the texts, the calls that were found, the texts that were meant as
-calls and are none, and the time of the slowest.
+Texts are calls and thoughts of the format that are mutated (cut, doubled, mixed, nested and repeated twenty thousand
+times), or put together from its marks, from JSON, Python and XML. Each is read as the answer to a conversation with
+tools, through the tokens of a vocabulary that has every mark as a token. Nothing may be raised or take longer than five
+seconds, the calls that are found must have arguments that are JSON, and the answer must become a line of the output.
+The first text that breaks this ends the loop, with the text. What is printed for each format: the texts, the calls that
+were found, the texts that were meant as calls and are none, those with a thought, and the time of the slowest.
 """
 
 from __future__ import annotations
@@ -94,13 +94,26 @@ OPENING = (
     "a.",
     "f(",
     "[f(a=",
-    "<tool_call>",
-    "<parameter=a>",
     "x[",
     '{"name":[',
+    "} ",
+    "look(), ",
+    "{}",
+    " ",
+)
+OPENING += ("<tool_call>", "<parameter=a>", "<parameter=", "<function=", "<arg_key>", "<arg_key>a</arg_key><arg_value>")
+OPENING += (
+    "[TOOL_CALLS][]",
+    "[TOOL_CALLS]a ",
+    "<|tool_call>call:a{",
+    "<|tool_call>call:a{}",
+    '{"name":"a"};',
+    "<|start|>",
 )
 STATES = (PromptState.OPEN, PromptState.LEFT, PromptState.CLOSED)
-MOST_LEVELS = 100_000
+MOST_LEVELS = 20_000
+MOST_SECONDS = 5.0
+"""Of the processor, for one text: all other answers wait meanwhile."""
 
 KINDS = {"at": "string", "far": "integer", "deep": "object", "sure": ["boolean", "string"], "odd": 5}
 PARAMETERS = {"type": "object", "properties": {key: {"type": kind} for key, kind in KINDS.items()}}
@@ -152,7 +165,7 @@ class TextMaker:
     def _nested(self) -> str:
         """Put one text many times into another."""
         rng = self._rng
-        levels = rng.choice((50, 400, 990, 1000, 1100, 5000, MOST_LEVELS))
+        levels = rng.choice((50, 400, 990, 1000, 1100, 2000, 2000, MOST_LEVELS))
         opening = rng.choice(OPENING)
         deep = opening * levels + rng.choice(("", "1", "}" * levels, "]" * levels, ")" * levels, "]})" * levels))
         text = rng.choice(self._samples[:3])
@@ -206,7 +219,7 @@ class Fuzzer:
         reading = Reading(
             reader=self.reader, state=self._rng.choice(STATES), tools=self._rng.choice((TOOLS, TOOLS, ()))
         )
-        started = time.perf_counter()
+        started = time.process_time()
         try:
             self._check(self.reader.read(ids, reading, text_before_stop=ending, skip_special_tokens=bool(len(ids) % 2)))
         except BaseException as error:
@@ -214,7 +227,8 @@ class Fuzzer:
                 f"{type(error).__name__}: {error}\n  state: {reading.state}\n  text: {text!r}"[:5000]
             ) from error
         self.count.texts += 1
-        self.count.slowest = max(self.count.slowest, time.perf_counter() - started)
+        self.count.slowest = max(self.count.slowest, seconds := time.process_time() - started)
+        assert seconds < MOST_SECONDS, f"{seconds:.1f} s\n  text: {text[:2000]!r}"
 
     def encode(self, text: str) -> tuple[array[int], str | None]:
         """Return the tokens of a text, some of them at random, and the text itself where a stop string has cut it."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from typing import Any
 
 import msgspec
@@ -33,6 +35,26 @@ TOOLS = [
 
 def call(name: str, arguments: dict[str, Any]) -> FoundCall:
     return FoundCall(name, json.dumps(arguments))
+
+
+REPEATED = [
+    ("glm", "<tool_call>look", "<arg_key>", "</tool_call>"),
+    ("glm", "<tool_call>look", "<arg_key>a</arg_key><arg_value>", "</tool_call>"),
+    ("qwen3_coder", "<tool_call><function=look>", "<parameter=", "</function></tool_call>"),
+    ("gemma4", "", "<|tool_call>call:look{", ""),
+    ("mistral", "[TOOL_CALLS]look", " ", ""),
+    ("mistral", "[TOOL_CALLS]look[CALL_ID]", " ", ""),
+    ("llama", "", '{"name": "look"}; ', ""),
+]
+
+
+@pytest.mark.parametrize(("name", "before", "part", "behind"), REPEATED)
+def test_what_is_repeated_is_read_in_time(name: str, before: str, part: str, behind: str) -> None:
+    """An answer may do so until it is cut. Where each part was looked for in all of the rest, this took minutes."""
+    started = time.process_time()
+    with contextlib.suppress(BadToolCall):
+        TOOL_FORMATS[name](before + 40_000 * part + behind, TOOLS)
+    assert time.process_time() - started < 5
 
 
 LOOK = call("look", {"at": 'a "b" <c>', "far": 3})

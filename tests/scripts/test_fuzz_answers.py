@@ -14,7 +14,7 @@ from nvcli.job_run.text.tool_calls import HARMONY, TOOL_FORMATS
 
 
 def test_hostile_texts_of_all_formats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuzz_answers, "MOST_LEVELS", 20_000)
+    monkeypatch.setattr(fuzz_answers, "MOST_LEVELS", 5000)
     counts = dict(fuzz_all(60, seed=3))
     assert set(CALLS) == {*TOOL_FORMATS, HARMONY}
     assert len(counts) == len(TOOL_FORMATS) + len(REASONING_FORMATS) + 2

@@ -190,8 +190,10 @@ def _messages(ids: array[int], tokenizer: Tokenizer, start_id: int | None) -> It
     """Yield the messages of an answer, which begins behind the role of its first one; `start_id` begins the others."""
     at = 0
     while at < len(ids):
-        rest = ids[at + 1 :]
-        end = at + 1 + (len(rest) if start_id is None or start_id not in rest else rest.index(start_id))
+        try:
+            end = len(ids) if start_id is None else ids.index(start_id, at + 1)
+        except ValueError:
+            end = len(ids)
         text = tokenizer.decode_one(ids[at:end], skip_special_tokens=False)
         header, found, body = text.partition("<|message|>")
         if found:

@@ -1,7 +1,8 @@
 """Finds tool calls in the text of an answer, in the formats of the model families.
 
 A format finds nothing, or calls and the text beside them. Text that was meant as a call and is none raises
-BadToolCall: the answer then stays text.
+BadToolCall: the answer then stays text. An answer may repeat a mark a hundred thousand times, and all others wait while
+it is read, so no pattern here looks at a part of a text again and again.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ def _tagged(tag: str) -> ToolFormat:
 
 
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
-_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]{1,500})>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+_ARGUMENT = (re.compile("<arg_key>"), re.compile(r"</arg_key>\s*<arg_value>"), re.compile("</arg_value>"))
 _NAME = re.compile(r"[\w.\-]+")
 
 
@@ -104,10 +105,25 @@ def _from_arg_keys(body: str, tools: Tools) -> FoundCall:
     name = body.partition("<arg_key>")[0].strip()
     if not _NAME.fullmatch(name):
         raise BadToolCall(f"no function is named: {show(body)}")
-    return _call(name, _typed(_ARGUMENT.findall(body), name, tools), body)
+    values = ((body[a.end() : b.start()], body[b.end() : c.start()]) for a, b, c in _marks(body, *_ARGUMENT))
+    return _call(name, _typed(values, name, tools), body)
 
 
-def _typed(values: Iterator[tuple[str, str]] | Sequence[tuple[str, str]], name: str, tools: Tools) -> dict[str, Any]:
+def _marks(text: str, *marks: re.Pattern[str]) -> Iterator[list[re.Match[str]]]:
+    """Yield the places of marks that follow each other in a text, with anything between them, again and again."""
+    at = 0
+    while True:
+        found = []
+        for mark in marks:
+            match = mark.search(text, at)
+            if match is None:  # and so there is none behind a later one before it
+                return
+            found.append(match)
+            at = match.end()
+        yield found
+
+
+def _typed(values: Iterator[tuple[str, str]], name: str, tools: Tools) -> dict[str, Any]:
     """Return arguments that are written as texts with the types that the tool's schema gives them."""
     functions: list[Mapping[str, Any]] = [tool["function"] for tool in tools if tool["function"]["name"] == name]
     schema = functions[0].get("parameters") if functions else None
@@ -150,7 +166,7 @@ def _json_behind(mark: str, *, end: str = "") -> ToolFormat:
     return find
 
 
-_NAME_BEHIND_MARK = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)")
+_NAME_BEHIND_MARK = re.compile(r"\s*([\w.\-]+)\s*+(?:\[CALL_ID\][^\[{]*+)?(?:\[ARGS\])?\s*(?=\{)")
 """Mistral's form since the eleventh version of its tokenizer: the name, and an object of arguments."""
 
 
@@ -162,6 +178,9 @@ def _first_listed(text: str) -> tuple[list[FoundCall], str]:
         return [_call(match[1], value, body)], rest
     value, body, rest = _decode_first(text.lstrip())
     return [_from_json(each, body) for each in (value if isinstance(value, list) else [value])], rest
+
+
+_NEXT_VALUE = re.compile(r"[^ \n\t;,]")
 
 
 def _llama(text: str, tools: Tools) -> FoundCalls | None:
@@ -184,7 +203,7 @@ def _llama(text: str, tools: Tools) -> FoundCalls | None:
                 return None  # an answer that is something else in braces
             raise BadToolCall(f"no JSON: {show(body[at:])}") from None
         values.append(value)
-        at += len(body[at:]) - len(body[at:].lstrip(" \n\t;,"))
+        at = len(body) if (match := _NEXT_VALUE.search(body, at)) is None else match.start()
     if not found and not all(isinstance(value, dict) and "name" in value for value in values):
         return None
     return FoundCalls(before.strip() if found else "", [_from_json(value, body) for value in values])
@@ -233,7 +252,7 @@ def _function_calls(text: str, tools: Tools) -> FoundCalls | None:
     return FoundCalls(before.strip(), calls.calls)
 
 
-_GEMMA_CALL = re.compile(r"<\|tool_call>\s*call:\s*([\w.\-]+)\s*(\{.*?\})\s*<tool_call\|>", re.DOTALL)
+_GEMMA_CALL = (re.compile(r"<\|tool_call>\s*call:\s*([\w.\-]+)\s*\{"), re.compile(r"\}\s*<tool_call\|>"))
 _GEMMA_KEY = re.compile(r"([{,]\s*)([A-Za-z_][\w.\-]*)\s*:")
 
 
@@ -243,7 +262,8 @@ def _gemma4(text: str, tools: Tools) -> FoundCalls | None:
     if not found:
         return None
     calls = []
-    for name, body in _GEMMA_CALL.findall(found + rest):
+    for opening, closing in _marks(text, *_GEMMA_CALL):
+        name, body = opening[1], text[opening.end() - 1 : closing.start() + 1]
         parts = body.split('<|"|>')
         parts[::2] = [_GEMMA_KEY.sub(r'\1"\2":', part) for part in parts[::2]]
         parts[1::2] = map(json.dumps, parts[1::2])
