@@ -130,8 +130,9 @@ def test_the_engine_tells_how_long_running_answers_are() -> None:
     for _ in range(4):
         core.step()
     numbers = unpack(core.running_lengths())
-    lengths, most = numbers[::2].tolist(), numbers[1::2].tolist()
+    lengths, most, prompts = (numbers[at::3].tolist() for at in range(3))
     assert set(lengths) == {3}  # the fourth step's token is on its way
+    assert set(prompts) == {1}
     assert (len(most), most[:3]) == (434, [10, 13, 16])  # every third: 512 at most
     run(core, scheduler)
     assert core.running_lengths() == b""

@@ -6,6 +6,7 @@ import datetime
 import io
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,14 @@ from nvcli.engine.request import EngineStats
 from nvcli.errors import ConfigError, WorkerError
 from nvcli.job_run.answer_lengths import ReadTotals
 from nvcli.job_run.counts import Counts
-from nvcli.job_run.progress.display import BarProgress, PlainProgress, Progress, format_seconds, make_progress
-from nvcli.job_run.progress.forecast import work_done
+from nvcli.job_run.progress.display import (
+    BarProgress,
+    PlainProgress,
+    Progress,
+    format_range,
+    format_seconds,
+    make_progress,
+)
 from nvcli.job_run.progress.run_status import RunView
 from nvcli.job_run.progress.side_file import SideFile
 from nvcli.job_run.progress.status_file import StatusFile
@@ -86,7 +93,7 @@ def make_view(
         cached_tokens=60,
         num_running=3,
         num_waiting=1,
-        running_lengths=pack([20, 100] * 3),
+        running_lengths=pack([20, 100, 10] * 3),
     )
     counts.replicas = [stats] * 2
     reader: Any = FakeReader()
@@ -101,32 +108,32 @@ def make_view(
     return RunView(counts, reader, feeder, limit=limit, started_at=0.0, output="out.jsonl", clock=clock or Clock(12.0))
 
 
-DONE = work_done(180, 1120)
-ROW = work_done(6, 50.5)
-"""What a row is expected to be: 50 tokens, or 50.5 by the bins of lengths, and six of ten prompt tokens not cached."""
+def eta_of(**options: Any) -> float:
+    status = make_view(**options).status()
+    assert status.eta_seconds is not None
+    assert status.eta_low_seconds is not None
+    assert status.eta_high_seconds is not None
+    assert status.eta_low_seconds <= status.eta_seconds <= status.eta_high_seconds
+    return status.eta_seconds
 
 
 def test_the_time_left_goes_by_tokens() -> None:
-    # 6 rows have 30 tokens left, 14 wait, and as many as were read are not read yet.
+    # 1,120 tokens took 10 seconds. 6 rows have about 30 tokens left, 14 wait, and as many again are not read yet.
     status = make_view().status()
-    left = 6 * 30.5 + 54 * ROW
-    assert status.share_done == pytest.approx(DONE / (DONE + left), rel=1e-3)
-    # Each of the 6 has 9 rows before it behind the 30 tokens, and a token takes 60 seconds / 1,138.
-    assert status.eta_seconds == pytest.approx((30.5 + 9 * ROW) * 60 / DONE, rel=0.02)
-    status = make_view(all_read=True).status()
-    assert status.share_done == pytest.approx(DONE / (DONE + 6 * 30.5 + 14 * ROW), rel=1e-3)
-    assert (status.rows.total, status.rows.left) == (40, 18)
-    assert make_view(limit=50).status().share_done == pytest.approx(DONE / (DONE + 6 * 30.5 + 24 * ROW), rel=1e-3)
+    eta = eta_of()
+    assert eta == pytest.approx(10 * (6 * 30 + 54 * 50) / 1120, rel=0.35)
+    assert status.share_done == pytest.approx(10 / (10 + eta), rel=0.01)
+    assert eta_of(all_read=True) == pytest.approx(10 * (6 * 30 + 14 * 50) / 1120, rel=0.35)
+    assert (make_view(all_read=True).status().rows.total, make_view(all_read=True).status().rows.left) == (40, 18)
+    assert eta_of(all_read=True) < eta_of(limit=50) < eta
     unknown = make_view(bytes_total=None).status()
     assert (unknown.share_done, unknown.eta_seconds, unknown.rows.total) == (None, None, None)
 
 
 def test_the_time_left_of_a_job_that_is_continued() -> None:
     # 400 rows were read, half of the input, and 360 of them were answered before: 400 of the 440 are unread.
-    status = make_view(rows_resumed=360).status()
-    assert status.share_done == pytest.approx(DONE / (DONE + 6 * 30.5 + 414 * ROW), rel=1e-3)
-    status = make_view(rows_resumed=360, limit=480).status()
-    assert status.share_done == pytest.approx(DONE / (DONE + 6 * 30.5 + 94 * ROW), rel=1e-3)
+    assert eta_of(rows_resumed=360) == pytest.approx(10 * 414 * 50 / 1120, rel=0.35)
+    assert eta_of(rows_resumed=360, limit=480) == pytest.approx(10 * 94 * 50 / 1120, rel=0.35)
 
 
 def test_rates_are_of_the_last_minute() -> None:
@@ -160,9 +167,10 @@ def test_plain_says_a_line_every_ten_seconds() -> None:
         now += 0.25
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2
-    assert lines[0] == (
-        "nvcli: 12s: 56%, 22/40 rows (2 failed), 9.0s left, tokens/s 30 in 112 out, 6 running 9 waiting, KV 25%, "
-        "prefix hits 40%"
+    assert re.fullmatch(
+        r"nvcli: 12s: \d\d%, 22/40 rows \(2 failed\), \d\.\ds left, tokens/s 30 in 112 out, 6 running 9 waiting, "
+        r"KV 25%, prefix hits 40%",
+        lines[0],
     )
 
 
@@ -279,7 +287,7 @@ def test_the_bar_shows_the_same_and_leaves_the_terminal(monkeypatch: pytest.Monk
     progress.close()
     progress.note("after")
     text = stream.getvalue()
-    for part in ("nvcli: before [bold]", "nvcli: during", "nvcli: after", "22 rows", " 28%", "26s left"):
+    for part in ("nvcli: before [bold]", "nvcli: during", "nvcli: after", "22 rows", "%", " s left"):
         assert part in text
 
 
@@ -331,3 +339,19 @@ def test_kinds() -> None:
 )
 def test_seconds(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("low", "middle", "high", "text"),
+    [
+        (100, 120, 149, "2m00s"),
+        (120, 200, 300, "2 to 5 min"),
+        (20, 30, 45, "20 to 45 s"),
+        (20, 60, 300, "20 s to 5 min"),
+        (0.2, 2, 9, "2.0s"),
+        (0, 5, 12, "1 to 12 s"),
+        (3000, 5000, 20_000, "50 min to 6 h"),
+    ],
+)
+def test_a_time_that_is_not_sure_is_a_range(low: float, middle: float, high: float, text: str) -> None:
+    assert format_range(low, middle, high) == text

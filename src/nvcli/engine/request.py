@@ -151,9 +151,9 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     kv_bytes_saved: int = 0
     """Bytes of the KV cache, on all ranks, that were not read again for each of the requests that share them."""
     running_lengths: bytes = b""
-    """How long the answers of running requests are so far, and may become: pairs of int32 (`messages.pack`), as
-    (generated tokens, `max_tokens`). They are renewed less often than the rest, and are those of some requests only
-    where many run."""
+    """How long the answers of running requests are so far, and may become: three int32 for each (`messages.pack`), as
+    (generated tokens, `max_tokens`, prompt tokens). They are renewed less often than the rest, and are those of some
+    requests only where many run."""
 
 
 class StepRecord(msgspec.Struct, array_like=True, kw_only=True):

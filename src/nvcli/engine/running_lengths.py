@@ -16,4 +16,5 @@ def pack_lengths(running: Collection[RequestState]) -> bytes:
     `_MAX_LENGTHS` run, else of every second one, or third, and so on."""
     stride = -(-len(running) // _MAX_LENGTHS) or 1
     states = islice(running, 0, None, stride)
-    return pack([number for state in states for number in (len(state.generated), state.request.max_tokens)])
+    numbers = ((len(state.generated), state.request.max_tokens, state.num_prompt) for state in states)
+    return pack([number for triple in numbers for number in triple])

@@ -152,7 +152,13 @@ class _JobRun:
         self._told_kinds = set(job.first_kinds)
         """The kinds of prompts of which the user was told what becomes of them."""
         self._view = RunView(
-            self._counts, self._reader, self._feeder, limit=job.limit, started_at=started_at, output=job.output
+            self._counts,
+            self._reader,
+            self._feeder,
+            limit=job.limit,
+            started_at=started_at,
+            output=job.output,
+            on_gpu=plan.num_gpus > 0,
         )
         self._timeline = Timeline(self._counts, started_at=started_at)
         self._row_tracebacks = RowTracebacks(job.output, progress.warn)

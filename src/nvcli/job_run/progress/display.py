@@ -24,6 +24,8 @@ Verbosity = Literal["quiet", "normal", "verbose"]
 PLAIN_SECONDS = 10.0
 BAR_SECONDS = 0.2
 BAR_WIDTH = 16
+_WIDE = 1.5
+"""The time left is shown as a range where its high end is this many times as long as its low one."""
 _WITHOUT_CURSOR = ("dumb", "unknown")
 """Kinds of terminals on which no bar is drawn."""
 
@@ -209,9 +211,8 @@ def rates_text(status: RunStatus) -> str:
         return "loading the model"
     rates = status.rates
     parts = []
-    if status.eta_seconds is not None:
-        least = "at least " if status.eta_is_least else ""
-        parts.append(f"{least}{format_seconds(status.eta_seconds)} left")
+    if status.eta_seconds is not None and status.eta_low_seconds is not None and status.eta_high_seconds is not None:
+        parts.append(f"{format_range(status.eta_low_seconds, status.eta_seconds, status.eta_high_seconds)} left")
     parts += [
         f"tokens/s {rates.prompt_tokens_per_second:,.0f} in {rates.generated_tokens_per_second:,.0f} out",
         f"{status.running:,} running {status.waiting:,} waiting",
@@ -219,6 +220,21 @@ def rates_text(status: RunStatus) -> str:
         f"prefix hits {status.prefix_hit_rate:.0%}",
     ]
     return ", ".join(parts)
+
+
+def format_range(low: float, middle: float, high: float) -> str:
+    """Return a time that is not sure as text: such as `2 to 5 min` while it is wide, else the middle."""
+    if high < _WIDE * low or high < 10:
+        return format_seconds(middle)
+    names = {"s": 1, "min": 60, "h": 3600}
+    low_unit, high_unit = (
+        next(name for name, size in reversed(names.items()) if seconds >= 1.5 * size or size == 1)
+        for seconds in (low, high)
+    )
+    shortest, longest = max(1, round(low / names[low_unit])), round(high / names[high_unit])
+    if low_unit == high_unit:
+        return f"{shortest:,} to {longest:,} {high_unit}" if shortest < longest else format_seconds(middle)
+    return f"{shortest:,} {low_unit} to {longest:,} {high_unit}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -1,12 +1,10 @@
-"""How much work a run has before it, and for how long: the forecast behind the time left and the percentage.
+"""How much work a run has before it.
 
-The unit of work is one generated token. A prompt token that is computed counts for a tenth of one, because prompts are
-computed many tokens at a time; one that is found in the prefix cache counts nothing.
-
-How long answers become is estimated for each class of `max_tokens` (`progress.survival`). Then the rest of the run is
-played through: samples that run go on to their expected lengths, and whenever one ends, the next one takes its slot.
-So the end of a run, when a few long answers are left and most slots are empty, takes its time. Rows that are not read
-yet are taken to be like those that were read, byte for byte. Large runs are played through with a part of their slots.
+How long answers become is estimated in three outlooks (`progress.survival`): short, middle and long. In each, the rest
+of the run is played through: samples that run go on to their expected lengths, and whenever one ends, the next one
+takes its slot. So the end of a run, when a few long answers are left and most slots are empty, takes its time. Rows
+that are not read yet are taken to be like those that were read, byte for byte. Large runs are played through with a
+part of their slots. `progress.speed` says how long the work takes.
 """
 
 from __future__ import annotations
@@ -17,25 +15,16 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from nvcli.job_run.answer_lengths import AnswerLengths, ClassTotals, ReadTotals, bin_of, length_class
-from nvcli.job_run.progress.survival import Survival
+from nvcli.job_run.answer_lengths import AnswerLengths, ClassTotals, LengthClass, ReadTotals, bin_of, length_class
+from nvcli.job_run.progress.speed import Work
+from nvcli.job_run.progress.survival import Belief, Known, Outlooks, Survival
 
-PROMPT_WEIGHT = 0.1
-
-_MAX_SLOTS = 128
+_MAX_SLOTS = 256
 """Runs with more slots than this are played through on a smaller scale."""
 _MAX_RUNNING = 1024
 """Of more running samples only some are looked at."""
-_MAX_ROUNDS = 6
+_MAX_ROUNDS = 4
 """Of the samples that wait, so many for each slot are played through; those before them keep all slots busy."""
-_UNSEEN_SHARE = 0.2
-"""An estimate is a lower bound where more than this share of it is in lengths that no sample has come to."""
-_GOLDEN = (math.sqrt(5) - 1) / 2
-_LONE_SHARE = 0.6
-"""A step of few samples takes this share of the time of one that fills all slots, and more as it fills. It is between
-what is found where weights limit a step (1) and where the samples do (0); near the end it is measured."""
-_OPEN = 0
-"""The group of all classes whose rows name no `max_tokens`."""
 
 
 class RunningSample(NamedTuple):
@@ -44,30 +33,28 @@ class RunningSample(NamedTuple):
     length: int
     """The tokens that it has."""
     max_tokens: int
+    num_prompt_tokens: int
+
+    @property
+    def length_class(self) -> LengthClass:
+        return length_class(self.max_tokens, self.num_prompt_tokens)
 
 
 class Forecast(NamedTuple):
-    """The work that is left."""
+    """The work that is left: as little as it may well be, as it is expected, and as much."""
 
-    work: float
-    """All work that is left, in generated tokens."""
-    longest: float
-    """The work that is done one after the other in the slot that ends last: the time left, in generated tokens of one
-    sample."""
-    is_least: bool
-    """Whether it may well become more: much depends on samples that have outgrown all that have ended."""
+    low: Work
+    middle: Work
+    high: Work
 
 
-class _Work(NamedTuple):
-    """One sample's work: the whole, and the part in lengths that samples have come to before."""
+class _Sample(NamedTuple):
+    """A sample that is played through."""
 
-    whole: float
-    seen: float
-
-
-def work_done(prompt_tokens: float, generated_tokens: float) -> float:
-    """Return the work of so many tokens, in generated tokens."""
-    return PROMPT_WEIGHT * prompt_tokens + generated_tokens
+    rest: float
+    """The tokens that it is to have yet."""
+    context: float
+    """The tokens that it has, those of its prompt included."""
 
 
 def forecast(
@@ -78,154 +65,131 @@ def forecast(
     num_running: int,
     slots: float,
     share_read: float,
+    prompt_tokens: int = 0,
     computed_share: float = 1.0,
     uncached_share: float = 1.0,
 ) -> Forecast | None:
-    """Estimate the work that is left; None before anything can be said.
+    """Estimate the work that is left; None where no row was read.
 
     `running` are some of the `num_running` samples that run, evenly chosen. `slots` is how many run while others
     wait. `share_read` is the share of the rows that this run has to answer and has read, above 0 and at most 1.
-    `computed_share` of the rows are computed, the others being equal to one of them; `uncached_share` of the prompt
-    tokens are.
+    `prompt_tokens` were computed or found in the prefix cache. `computed_share` of the rows are computed, the others
+    being equal to one of them; `uncached_share` of the prompt tokens are.
     """
     running = running[:: math.ceil(len(running) / _MAX_RUNNING) or 1]
-    classes = dict(read.classes)  # the feeder's thread adds to them
-    survivals = _survivals(classes, ended, running, num_running=num_running)
-    if survivals is None:
-        return None
-    scale = max(1.0, slots / _MAX_SLOTS)
-    going = _running_work(running, survivals, most=max(1, round(num_running / scale)) if num_running else 0)
-    num_slots = max(1, round(slots / scale), len(going))
-    work = sum(each.whole for each in going) / max(1, len(going)) * num_running
-    by_class = Counter(length_class(sample.max_tokens) for sample in running)
     weight = num_running / max(1, len(running))
-    waiting: dict[int, float] = {}
+    classes = dict(read.classes)  # the feeder's thread adds to them
+    if not classes:
+        return None
+    outlooks = _outlooks(classes, ended, running, weight)
+    by_class = Counter(sample.length_class for sample in running)
+    waiting: dict[LengthClass, float] = {}
     for key, totals in classes.items():
         missing = totals.samples - ended.classes[key].samples - weight * by_class[key]
         waiting[key] = computed_share * (max(0.0, missing) + totals.samples * (1 / share_read - 1))
-    played = min(sum(waiting.values()) / scale, float(_MAX_ROUNDS * num_slots))
-    share = played / max(1e-9, sum(waiting.values()))
-    coming: list[_Work] = []
-    for key in sorted(waiting, reverse=True):  # as the planner does it
-        totals = classes[key]
-        unended = max(1, totals.samples - ended.classes[key].samples)
-        prompt = (totals.prompt_tokens - ended.classes[key].prompt_tokens) / unended
-        prompt = prompt * share_read + totals.prompt_tokens / totals.samples * (1 - share_read)
-        samples = _waiting_work(
-            math.ceil(waiting[key] * share - 1e-9),
-            survivals[key],
-            most=_mean_max(totals),
-            prompt=PROMPT_WEIGHT * uncached_share * max(0.0, prompt),
-        )
-        coming += samples
-        work += sum(each.whole for each in samples) / max(1, len(samples)) * waiting[key]
-    before = max(0.0, sum(waiting.values()) / scale - len(coming)) / num_slots
-    whole, seen = (
-        _longest([each[part] for each in going], [each[part] for each in coming], num_slots, before) for part in (0, 1)
-    )
-    return Forecast(work, whole, seen < (1 - _UNSEEN_SHARE) * whole)
+    prompts = max(0.0, weight * sum(each.num_prompt_tokens for each in running) + ended.prompt_tokens - prompt_tokens)
+    prompts += sum(count * classes[key].prompt_tokens / classes[key].samples for key, count in waiting.items())
+    works = []
+    for outlook in range(3):
+        survivals = {key: each[outlook] for key, each in outlooks.items()}
+        work = _play(classes, survivals, running, waiting, num_running=num_running, slots=slots)
+        works.append(work._replace(prompt_tokens=prompts * uncached_share))
+    return Forecast(*works)
 
 
-def _survivals(
-    classes: Mapping[int, ClassTotals],
+def _outlooks(
+    classes: Mapping[LengthClass, ClassTotals],
     ended: AnswerLengths,
     running: Sequence[RunningSample],
+    weight: float,
+) -> dict[LengthClass, Outlooks]:
+    """Estimate the lengths of each class. Each of the `running` stands for `weight` samples."""
+    ages: defaultdict[LengthClass, Counter[int]] = defaultdict(Counter)
+    for sample in running:
+        ages[sample.length_class][bin_of(sample.length)] += 1
+    result: dict[LengthClass, Outlooks] = {}
+    for is_asked in (True, False):
+        known = {
+            key: Known(
+                most=totals.max_tokens / totals.samples,
+                prompt=totals.prompt_tokens / totals.samples,
+                stopped=ended.classes[key].stopped,
+                cut=ended.classes[key].cut,
+                running={number: weight * count for number, count in ages[key].items()},
+            )
+            for key, totals in classes.items()
+            if (2 * totals.asked_samples >= totals.samples) == is_asked
+        }
+        if known:
+            belief = Belief([*known.values()], is_asked=is_asked)
+            result.update((key, belief.outlooks(each)) for key, each in known.items())
+    return result
+
+
+def _play(
+    classes: Mapping[LengthClass, ClassTotals],
+    survivals: Mapping[LengthClass, Survival],
+    running: Sequence[RunningSample],
+    waiting: Mapping[LengthClass, float],
     *,
     num_running: int,
-) -> Mapping[int, Survival] | None:
-    """Estimate the lengths of each class; None where nothing has ended and nothing has come far."""
-    asked = {key for key, totals in classes.items() if 2 * totals.asked_samples >= totals.samples}
-    keys = {*classes, *(length_class(sample.max_tokens) for sample in running)}
-    groups = {key: key if key in asked else _OPEN for key in keys}
-    weight = num_running / max(1, len(running))
-    stopped: defaultdict[int, Counter[int]] = defaultdict(Counter)
-    cut: defaultdict[int, Counter[int]] = defaultdict(Counter)
-    ages: defaultdict[int, Counter[int]] = defaultdict(Counter)
-    for key, group in groups.items():
-        stopped[group].update(ended.classes[key].stopped)
-        cut[group].update(ended.classes[key].cut)
-    for sample in running:
-        ages[groups[length_class(sample.max_tokens)]][bin_of(sample.length)] += 1
-
-    def survival(group: int, expected: float) -> Survival:
-        weighted = {number: count * weight for number, count in ages[group].items()}
-        return Survival(stopped[group], cut[group], weighted, expected=expected)
-
-    alone = {group: survival(group, 0.0) for group in set(groups.values())}
-    longest = max((each.longest for each in alone.values()), default=0.0)
-    if not longest:
-        return None
-    result = {}
-    for group in alone:
-        expected = 0.0 if alone[group].longest else longest
-        if group != _OPEN:  # it comes to the same share of what it asks for as others did
-            expected = _mean_share(classes, alone, asked - {group}) * _mean_max(classes[group]) or expected
-        result[group] = survival(group, expected)
-    return {key: result[group] for key, group in groups.items()}
+    slots: float,
+) -> Work:
+    """Play the rest of the run through; return its work without prompts. `waiting` samples of each class wait."""
+    scale = max(1.0, slots / _MAX_SLOTS)
+    going = _running_samples(running, survivals)
+    tokens, keys = _totals(going, num_running)
+    num_waiting = sum(waiting.values())
+    num_slots = max(1, round(max(slots, num_running) / scale))
+    share = min(1.0, _MAX_ROUNDS * num_slots / max(1e-9, num_waiting / scale)) / scale
+    coming: list[float] = []
+    for key in sorted(waiting, reverse=True):  # as the planner does it
+        totals = classes[key]
+        prompt = totals.prompt_tokens / totals.samples
+        most = totals.max_tokens / totals.samples
+        count = math.ceil(waiting[key] * share - 1e-9)
+        lengths = [max(1.0, survivals[key].length(each, age=0, most=most)) for each in _quantiles(count)]
+        coming += lengths
+        more_tokens, more_keys = _totals([_Sample(length, prompt) for length in lengths], waiting[key])
+        tokens += more_tokens
+        keys += more_keys
+    before = max(0.0, num_waiting / scale - len(coming)) / num_slots * sum(coming) / max(1, len(coming))
+    rests = sorted((each.rest for each in going), reverse=True)
+    most_going = min(len(rests), max(1, round(num_running / scale)))
+    ends = [rests[number * len(rests) // most_going] for number in range(most_going)]
+    return Work(steps=before + _makespan(ends, coming, max(num_slots, len(ends))), tokens=tokens, keys=keys)
 
 
-def _mean_max(totals: ClassTotals) -> float:
-    return totals.max_tokens / totals.samples
-
-
-def _mean_share(classes: Mapping[int, ClassTotals], survivals: Mapping[int, Survival], keys: set[int]) -> float:
-    """Return which share of their `max_tokens` samples of these classes come to; 0 where nothing is known of any."""
-    known = [key for key in keys if survivals[key].longest]
-    most = sum(classes[key].max_tokens for key in known)
-    if not most:
-        return 0.0
-    length = 0.0
-    for key in known:
-        samples = _waiting_work(32, survivals[key], most=_mean_max(classes[key]), prompt=0.0)
-        length += sum(each.whole for each in samples) / len(samples) * classes[key].samples
-    return length / most
-
-
-def _running_work(running: Sequence[RunningSample], survivals: Mapping[int, Survival], *, most: int) -> list[_Work]:
-    """Return what at most `most` of the running samples have before them, the one that has most included."""
+def _running_samples(running: Sequence[RunningSample], survivals: Mapping[LengthClass, Survival]) -> list[_Sample]:
+    """Return what the running samples have before them."""
     result = []
-    for (length, max_tokens), quantile in zip(running, _quantiles(len(running)), strict=True):
-        survival = survivals[length_class(max_tokens)]
-        end = survival.length(quantile, age=length, most=max_tokens)
-        seen = min(end, max(length, survival.seen)) - length
-        result.append(_Work(max(1.0, end - length), max(1.0, seen)))
-    result.sort(reverse=True)
-    return [result[number * len(result) // most] for number in range(min(most, len(result)))]
-
-
-def _waiting_work(count: int, survival: Survival, *, most: float, prompt: float) -> list[_Work]:
-    """Return the work of so many samples that wait, each with `prompt` work before its first token."""
-    result = []
-    for quantile in _quantiles(count):
-        length = survival.length(quantile, age=0, most=most)
-        result.append(_Work(prompt + max(1.0, length), prompt + max(1.0, min(length, survival.seen))))
+    for sample, quantile in zip(running, _quantiles(len(running)), strict=True):
+        survival = survivals.get(sample.length_class)
+        end = survival.length(quantile, age=sample.length, most=sample.max_tokens) if survival else sample.max_tokens
+        result.append(_Sample(max(1.0, end - sample.length), sample.num_prompt_tokens + sample.length))
     return result
+
+
+def _totals(samples: Sequence[_Sample], count: float) -> tuple[float, float]:
+    """Return the tokens of `count` samples such as these, and the keys that they attend to for them."""
+    each = count / max(1, len(samples))
+    tokens = sum(sample.rest for sample in samples)
+    keys = sum(sample.rest * (sample.context + sample.rest / 2) for sample in samples)
+    return tokens * each, keys * each
 
 
 def _quantiles(count: int) -> Iterator[float]:
     """Yield the middles of `count` equal parts of 0 to 1, neighbours far apart."""
-    step = max(1, round(count * _GOLDEN))
+    step = max(1, round(count * (math.sqrt(5) - 1) / 2))
     while math.gcd(step, count) > 1:
         step += 1
     return ((number * step % count + 0.5) / count for number in range(count))
 
 
-def _longest(going: Sequence[float], coming: Sequence[float], slots: int, before: float) -> float:
-    """Return when the last slot ends, if each slot that ends takes the next sample of `coming`.
-
-    `before` is how many samples like these each slot computes before them. Times are in tokens of a sample, at the
-    speed at which they come while the slots that are busy now stay busy.
-    """
-    num_busy = min(slots, len(going) + len(coming))
-    if not num_busy:
-        return 0.0
+def _makespan(going: Sequence[float], coming: Sequence[float], slots: int) -> float:
+    """Return when the last slot ends, if each slot that ends takes the next sample of `coming`."""
     ends = [*going, *([0.0] * (slots - len(going)))]
     heapq.heapify(ends)
-    for work in coming:
-        heapq.heapreplace(ends, ends[0] + work)
-    ends = sorted(ends)[slots - num_busy :]
-    total = ends[0] + (before * sum(coming) / len(coming) if coming else 0.0)
-    for number in range(1, num_busy):
-        share = (num_busy - number) / num_busy
-        total += (ends[number] - ends[number - 1]) * (_LONE_SHARE + (1 - _LONE_SHARE) * share)
-    return total
+    for length in coming:
+        heapq.heapreplace(ends, ends[0] + length)
+    return max(ends)

@@ -1,17 +1,18 @@
 """How a run stands: the figures that progress shows, taken together at one moment.
 
-The work that is left is estimated in tokens (`progress.forecast`), from what is known of the rows that were read and
-from the bytes of the input that were not. How long a token takes is that of the last minute: the time that samples have
-run, by the tokens that they came to. Rates are those of the last minute too.
+The work that is left is estimated (`progress.forecast`) from what is known of the rows that were read and from the
+bytes of the input that were not, and the time that it takes (`progress.speed`) from the work that was done. Rates are
+those of the last minute.
 """
 
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -19,7 +20,8 @@ import msgspec
 from nvcli.errors import NvcliError
 from nvcli.job_run.counts import Counts
 from nvcli.job_run.feeder import Feeder
-from nvcli.job_run.progress.forecast import Forecast, RunningSample, forecast, work_done
+from nvcli.job_run.progress.forecast import RunningSample, forecast
+from nvcli.job_run.progress.speed import USUAL_OF_CPU, USUAL_OF_GPU, Speed, Work
 from nvcli.jobs.input.reader import RowReader
 from nvcli.messages import unpack
 
@@ -27,9 +29,14 @@ State = Literal["starting", "running", "done", "failed", "interrupted"]
 """starting: no row was given to a replica yet; done: every row has its line, which may be an error."""
 
 RATE_SECONDS = 60.0
-END_RATE_SECONDS = 10.0
-"""The time over which the speed of a token is taken once nothing waits any more: fewer samples run, and faster."""
 _SNAPSHOT_SECONDS = 1.0
+_SPEED_SHARE = 0.1
+"""Speeds may well change by this share, and while little is known of them by more: `_FIRST_SPEED_SHARE` in the first
+second."""
+_FIRST_SPEED_SHARE = 0.4
+_EVEN_SHARE = 0.05
+"""Estimates of this share of the time so far are evened out, and of no more than `_EVEN_SHARE_LEFT` of what is left."""
+_EVEN_SHARE_LEFT = 0.05
 _PEAK_SNAPSHOTS = 5
 """Samples that end are replaced a step later, so what runs at one moment may be few; of so many moments one is not."""
 
@@ -81,11 +88,12 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     tokens: TokenFigures = TokenFigures()
     rates: RateFigures = RateFigures()
     share_done: float | None = None
-    """The share of the work, in tokens, that is done, from 0 to 1; None where it cannot be told yet."""
+    """The share of the work that is done, from 0 to 1; it never falls. None where it cannot be told yet."""
     eta_seconds: float | None = None
     """The time that is left; None where it cannot be told yet."""
-    eta_is_least: bool = False
-    """Whether the time left may well be longer: it depends on answers that are longer than all that have ended."""
+    eta_low_seconds: float | None = None
+    """The time that is left if answers become as short as they may well be; `eta_high_seconds`: as long."""
+    eta_high_seconds: float | None = None
     kv_use: float = 0.0
     """The share of the KV cache's blocks that running requests hold."""
     prefix_hit_rate: float = 0.0
@@ -117,13 +125,28 @@ def how_it_ended(error: BaseException | None) -> tuple[State, str | None]:
 
 class _Snapshot(NamedTuple):
     at: float
-    work: float
-    running_seconds: float
-    """The time that samples have run, summed over the samples."""
+    work: Work
+    """All work that was done until then."""
     num_running: int
     rows: int
     prompt_tokens: int
     generated_tokens: int
+
+
+class TimeLeft(NamedTuple):
+    """The time that is left, in seconds: as little as it may well be, as it is expected, and as much."""
+
+    low: float
+    middle: float
+    high: float
+
+    def after(self, before: TimeLeft, seconds: float, elapsed: float) -> TimeLeft:
+        """Return this estimate, evened out with one of so many seconds before: the mean of about the last twentieth of
+        the time."""
+        share = math.exp(-seconds / max(1e-9, min(_EVEN_SHARE * elapsed, _EVEN_SHARE_LEFT * self.middle)))
+        return TimeLeft(
+            *(share * max(0.0, old - seconds) + (1 - share) * new for old, new in zip(before, self, strict=True))
+        )
 
 
 class RunView:
@@ -138,6 +161,7 @@ class RunView:
         limit: int | None,
         started_at: float,
         output: str = "-",
+        on_gpu: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`started_at` is when the run began, by `clock`."""
@@ -150,22 +174,23 @@ class RunView:
         self._clock = clock
         self._started = datetime.datetime.now(datetime.UTC)
         self._snapshots: deque[_Snapshot] = deque()
-        self._last: _Snapshot | None = None
-        self._forecast_at = -_SNAPSHOT_SECONDS
-        self._forecast: Forecast | None = None
-        self._queue_empty_at: float | None = None
+        self._speed = Speed(USUAL_OF_GPU if on_gpu else USUAL_OF_CPU)
+        self._learned = _Snapshot(started_at, Work(), 0, 0, 0, 0)
+        """The figures when `_speed` learned last."""
+        self._left: TimeLeft | None = None
+        self._share_done: float | None = None
+        self._work_shown = Work()
+        """The work that `_share_done` includes."""
 
     def status(self, state: State | None = None, message: str | None = None) -> RunStatus:
         """Return how the run stands. `state` says how it ended; None: it goes on."""
         counts = self._counts
         now = self._clock()
-        first, last = self._take_snapshot(now)
+        first, last = self._look(now)
         seconds = max(1e-3, last.at - first.at)
-        left = self._work_left(now, slots=(last.running_seconds - first.running_seconds) / seconds)
-        share_done = last.work / (last.work + left.work) if left is not None and last.work else None
-        eta = self._seconds_left(left, last) if left is not None else None
+        share_done, left = self._share_done, self._left
         if state == "done":
-            share_done, eta = 1.0, 0.0
+            share_done, left = 1.0, TimeLeft(0.0, 0.0, 0.0)
         total = self._reader.rows_of_shard if self._feeder.all_read else None
         return RunStatus(
             state=state or ("starting" if counts.started_at is None else "running"),
@@ -192,8 +217,9 @@ class RunView:
                 generated_tokens_per_second=round((last.generated_tokens - first.generated_tokens) / seconds, 3),
             ),
             share_done=share_done,
-            eta_seconds=eta,
-            eta_is_least=bool(eta) and left is not None and left.is_least,
+            eta_seconds=left and left.middle,
+            eta_low_seconds=left and left.low,
+            eta_high_seconds=left and left.high,
             kv_use=counts.kv_use,
             prefix_hit_rate=counts.prefix_hit_rate,
             running=counts.num_running,
@@ -201,83 +227,110 @@ class RunView:
             message=message,
         )
 
-    def _take_snapshot(self, now: float) -> tuple[_Snapshot, _Snapshot]:
-        """Return the oldest figures of the last minute, or those at the first request, and the present ones."""
+    def _look(self, now: float) -> tuple[_Snapshot, _Snapshot]:
+        """Return the oldest figures of the last minute, or those at the first request, and the present ones.
+
+        What follows from them is renewed once a second.
+        """
         counts = self._counts
-        since = 0.0
-        if counts.started_at is not None:
-            since = now - (self._last.at if self._last is not None else counts.started_at)
-        running_seconds = self._last.running_seconds if self._last is not None else 0.0
-        running_seconds += since * self._num_running()
-        present = _Snapshot(
+        snapshots = self._snapshots
+        if not snapshots and counts.started_at is not None:
+            self._learned = _Snapshot(counts.started_at, Work(), 0, 0, 0, 0)
+            snapshots.append(self._learned)
+        if not snapshots:
+            present = _Snapshot(now, Work(), 0, 0, 0, 0)
+            return present, present
+        last = snapshots[-1]
+        running = self._running_samples()
+        present = self._snapshot(now, last, running)
+        if now - last.at >= _SNAPSHOT_SECONDS:
+            snapshots.append(present)
+            while snapshots[1].at <= now - RATE_SECONDS:
+                snapshots.popleft()
+            slots = self._num_slots()
+            if present.work != self._learned.work:  # a long step shows when it begins or ends, and not in between
+                done = present.work.minus(self._learned.work)
+                self._speed.learn(done, present.at - self._learned.at, num_running=slots)
+                self._learned = present
+            left = self._time_left(running, slots)
+            if left is not None and self._left is not None:
+                left = left.after(self._left, present.at - last.at, present.at - (counts.started_at or 0.0))
+            self._left = left
+        self._move_bar(present.work)
+        return snapshots[0], present
+
+    def _snapshot(self, now: float, last: _Snapshot, running: Sequence[RunningSample]) -> _Snapshot:
+        """Return the present figures."""
+        counts = self._counts
+        tokens = max(0, counts.generated_tokens - last.generated_tokens)
+        num_running = (counts.num_running + last.num_running) / 2 if last.num_running else counts.num_running
+        context = sum(each.length + each.num_prompt_tokens for each in running) / max(1, len(running))
+        return _Snapshot(
             at=now,
-            work=work_done(counts.engine_prompt_tokens - counts.engine_cached_tokens, counts.generated_tokens),
-            running_seconds=running_seconds,
+            work=Work(
+                steps=last.work.steps + tokens / max(1.0, num_running),
+                tokens=last.work.tokens + tokens,
+                keys=last.work.keys + tokens * context,
+                prompt_tokens=max(
+                    last.work.prompt_tokens, float(counts.engine_prompt_tokens - counts.engine_cached_tokens)
+                ),
+            ),
             num_running=counts.num_running,
             rows=counts.rows_done,
             prompt_tokens=counts.engine_prompt_tokens,
             generated_tokens=counts.generated_tokens,
         )
-        snapshots = self._snapshots
-        if not snapshots and counts.started_at is not None:
-            snapshots.append(_Snapshot(counts.started_at, 0.0, 0.0, 0, 0, 0, 0))
-        if snapshots and now - snapshots[-1].at >= _SNAPSHOT_SECONDS:
-            snapshots.append(present)
-        while len(snapshots) > 1 and snapshots[1].at <= now - RATE_SECONDS:
-            snapshots.popleft()
-        if counts.started_at is not None:
-            self._last = present
-        return snapshots[0] if snapshots else present, present
 
-    def _work_left(self, now: float, *, slots: float) -> Forecast | None:
-        """Return the work that is left, at most a second old. `slots` is how many samples have run at a time."""
-        if now - self._forecast_at < _SNAPSHOT_SECONDS and self._forecast is not None:
-            return self._forecast
-        self._forecast_at = now
-        share_read = self._share_read()
-        counts = self._counts
-        if counts.num_waiting or share_read != 1.0:
-            self._queue_empty_at = None
-        elif self._queue_empty_at is None:
-            self._queue_empty_at = now
-        if not share_read:
-            self._forecast = None
-            return None
-        running = []
-        for stats in counts.replicas:
+    def _running_samples(self) -> list[RunningSample]:
+        """Return some of the samples that run, evenly chosen."""
+        running: list[RunningSample] = []
+        for stats in self._counts.replicas:
             if stats.num_running:
                 numbers = unpack(stats.running_lengths)
-                running += list(map(RunningSample, numbers[::2], numbers[1::2]))
-        self._forecast = forecast(
+                running += map(RunningSample, numbers[::3], numbers[1::3], numbers[2::3])
+        return running
+
+    def _time_left(self, running: Sequence[RunningSample], slots: int) -> TimeLeft | None:
+        counts = self._counts
+        share_read = self._share_read()
+        if not share_read:
+            return None
+        left = forecast(
             self._feeder.read,
             counts.lengths,
             running,
             num_running=counts.num_running if running else 0,
-            slots=max(slots, self._num_running(), 1),
+            slots=slots,
             share_read=share_read,
+            prompt_tokens=counts.engine_prompt_tokens,
             computed_share=counts.computed_share,
             uncached_share=1 - counts.prefix_hit_rate,
         )
-        return self._forecast
+        if left is None:
+            return None
+        low, middle, high = map(self._speed.seconds, left)
+        if low is None or middle is None or high is None:
+            return None
+        unsure = _SPEED_SHARE + _FIRST_SPEED_SHARE / math.sqrt(1 + (self._clock() - (counts.started_at or 0.0)))
+        return TimeLeft(min(low, middle) * (1 - unsure), middle, max(middle, high) * (1 + unsure))
 
-    def _num_running(self) -> int:
+    def _move_bar(self, work: Work) -> None:
+        """Let the bar go on by the share that the work since it last moved has of all the work that was left then."""
+        done = self._speed.seconds(work.minus(self._work_shown))
+        if self._left is None or not done or done < 0:
+            return
+        share = self._share_done or 0.0
+        self._share_done = share + (1 - share) * done / max(1e-9, done + self._left.middle)
+        self._work_shown = work
+
+    def _num_slots(self) -> int:
         """Return how many samples run at a time: those of this moment, or more where others are to take free slots."""
         counts = self._counts
         running = counts.num_running
         if counts.num_waiting:
             latest = list(self._snapshots)[-_PEAK_SNAPSHOTS:]
             running = max(running, *(each.num_running for each in latest), 0)
-        return running
-
-    def _seconds_left(self, left: Forecast, last: _Snapshot) -> float | None:
-        """Return the time for the work that is left, at the present speed of one sample."""
-        oldest = last.at - RATE_SECONDS
-        if self._queue_empty_at is not None:
-            oldest = max(oldest, min(last.at - END_RATE_SECONDS, self._queue_empty_at))
-        first = next((each for each in self._snapshots if each.at >= oldest), None)
-        if first is None or last.work <= first.work:
-            return None
-        return left.longest * (last.running_seconds - first.running_seconds) / (last.work - first.work)
+        return max(1, running)
 
     def _share_read(self) -> float | None:
         """Return the share of this run's rows that was read; None where the input's size is not known."""

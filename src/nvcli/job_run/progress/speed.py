@@ -1,0 +1,127 @@
+"""How long work takes, as learned from the work that was done.
+
+Time is taken to be the sum of four parts: a price for each step, for each token of an answer, for each key that a token
+attends to, and for each prompt token that is computed. So steps of few samples are faster, and those of long ones
+slower. The prices are those that fit the last seconds best (least squares); where many fit, those near what is usual.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+_MEMORY_SECONDS = 15.0
+"""What was measured so long ago counts for half."""
+
+
+class Usual(NamedTuple):
+    """Usual prices, in parts of what a token takes while all slots are busy and contexts are short."""
+
+    steps: float
+    """The price of a step by the number of slots; that of a token is the rest."""
+    prompt_tokens: float
+    context: float
+    """A token takes twice as long with so many keys."""
+
+
+USUAL_OF_GPU = Usual(steps=0.7, prompt_tokens=0.5, context=500)
+USUAL_OF_CPU = Usual(steps=0.2, prompt_tokens=1.0, context=200)
+_NOISE = 0.2
+"""The usual error of a second's work, as a share of it."""
+_SPREAD = 1.0
+"""The usual difference between prices and usual ones, as a share of these."""
+
+
+class Work(NamedTuple):
+    """Amounts of work, of which each has a price."""
+
+    steps: float = 0.0
+    tokens: float = 0.0
+    keys: float = 0.0
+    """The tokens that each token attends to, those of prompts included."""
+    prompt_tokens: float = 0.0
+    """Prompt tokens that are computed."""
+
+    def minus(self, other: Work) -> Work:
+        return Work(*(mine - its for mine, its in zip(self, other, strict=True)))
+
+
+class Speed:
+    """The prices of work, in seconds."""
+
+    def __init__(self, usual: Usual) -> None:
+        self._usual = usual
+        self._products = [[0.0] * 4 for _ in range(4)]
+        self._times = [0.0] * 4
+        self._seconds = 0.0
+        self._work = Work()
+        self._prices: Work | None = None
+        self._slots = 1
+
+    def learn(self, work: Work, seconds: float, *, num_running: int) -> None:
+        """Take in that the work took so many seconds, with so many samples at a time."""
+        self._slots = max(self._slots, num_running)
+        if seconds <= 0:
+            return
+        kept = 0.5 ** (seconds / _MEMORY_SECONDS)
+        weight = 1 / seconds  # noise grows with the root of the time
+        for row, amount in enumerate(work):
+            self._times[row] = kept * self._times[row] + weight * amount * seconds
+            for column, other in enumerate(work):
+                self._products[row][column] = kept * self._products[row][column] + weight * amount * other
+        self._seconds = kept * self._seconds + seconds
+        self._work = Work(*(kept * old + new for old, new in zip(self._work, work, strict=True)))
+        self._prices = self._fit()
+
+    def seconds(self, work: Work) -> float | None:
+        """Return how long work takes; None before anything was learned."""
+        if self._prices is None:
+            return None
+        return sum(price * amount for price, amount in zip(self._prices, work, strict=True))
+
+    def _fit(self) -> Work | None:
+        usual = self._usual_prices()
+        if usual is None:
+            return None
+        kinds = [kind for kind in range(4) if usual[kind] > 0]
+        while True:
+            ratios = _solve(
+                [
+                    [
+                        self._products[row][column] * usual[row] * usual[column] / _NOISE**2
+                        + (row == column) / _SPREAD**2
+                        for column in kinds
+                    ]
+                    for row in kinds
+                ],
+                [self._times[row] * usual[row] / _NOISE**2 + 1 / _SPREAD**2 for row in kinds],
+            )
+            positive = [kind for kind, ratio in zip(kinds, ratios, strict=True) if ratio > 0]
+            if len(positive) == len(kinds):
+                break
+            kinds = positive
+        prices = [0.0] * 4
+        for kind, ratio in zip(kinds, ratios, strict=True):
+            prices[kind] = ratio * usual[kind]
+        return Work(*prices)
+
+    def _usual_prices(self) -> Work | None:
+        """Return usual prices, of which the work that was done comes to the time that it took."""
+        steps, prompt_tokens, context = self._usual
+        usual = Work(steps * self._slots, 1 - steps, 1 / context, prompt_tokens)
+        total = sum(price * amount for price, amount in zip(usual, self._work, strict=True))
+        return Work(*(price * self._seconds / total for price in usual)) if total > 0 else None
+
+
+def _solve(matrix: list[list[float]], values: list[float]) -> list[float]:
+    """Solve linear equations whose matrix is positive definite."""
+    size = len(values)
+    rows = [[*row, value] for row, value in zip(matrix, values, strict=True)]
+    for at in range(size):
+        for below in range(at + 1, size):
+            factor = rows[below][at] / rows[at][at]
+            rows[below] = [mine - factor * its for mine, its in zip(rows[below], rows[at], strict=True)]
+    result = [0.0] * size
+    for at in reversed(range(size)):
+        rest = rows[at][size] - sum(rows[at][other] * result[other] for other in range(at + 1, size))
+        result[at] = rest / rows[at][at]
+    return result
