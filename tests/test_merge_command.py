@@ -57,11 +57,11 @@ def test_shards_are_answered_and_joined(tmp_path: Path, model_folder: Path) -> N
     assert (wrong.returncode, "allowed: 0/2 to 1/2" in wrong.stderr) == (2, True)
 
 
-def write_shards(folder: Path, count: int, num_rows: int) -> None:
+def write_shards(folder: Path, count: int, num_rows: int, name: str = "in") -> None:
     """Outputs of shards, their rows in random order."""
     rng = random.Random(0)
     for shard in (Shard(number, count) for number in range(count)):
-        path = folder / f"in.shard-{shard.number}-of-{count}.out.jsonl"
+        path = folder / f"{name}.shard-{shard.number}-of-{count}.out.jsonl"
         rows = [*range(shard.number, num_rows, count)]
         rng.shuffle(rows)
         lines = [json.dumps({"id": f"r{row}", "index": row, "choices": [], "error": None}) for row in rows]
@@ -71,6 +71,21 @@ def write_shards(folder: Path, count: int, num_rows: int) -> None:
         )
         facts = {**JOB.facts, "shard": str(shard)}
         save_manifest(path, msgspec.structs.replace(JOB, facts=facts, finished=finished))
+
+
+def test_shards_of_several_jobs_are_joined_into_a_folder(tmp_path: Path) -> None:
+    write_shards(tmp_path, 3, 7, "a")
+    write_shards(tmp_path, 2, 5, "b")
+    joined = run("merge", "*.shard-*", "-o", "joined/", cwd=tmp_path)
+    assert joined.returncode == 0, joined.stderr
+    assert sorted(path.name for path in (tmp_path / "joined").glob("*.out.jsonl")) == ["a.out.jsonl", "b.out.jsonl"]
+    for name, count in (("a", 7), ("b", 5)):
+        lines = (tmp_path / "joined" / f"{name}.out.jsonl").read_text().splitlines()
+        assert [json.loads(line)["index"] for line in lines] == list(range(count))
+    (tmp_path / "c.jsonl").touch()
+    other = run("merge", "*.shard-*", "c.jsonl", "-o", "joined", cwd=tmp_path)
+    assert other.returncode == 2
+    assert "the name of c.jsonl is not that of a shard" in other.stderr
 
 
 def test_a_merge_that_is_killed_goes_on(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def named(kind: str, message: str, traceback: str = "") -> NvcliError:
     return error(message)
 
 
-Error = TypeVar("Error", bound=NvcliError)
+Error = TypeVar("Error", bound=BaseException)
 
 
 def reworded(error: Error, message: str) -> Error:

@@ -10,8 +10,18 @@ from pathlib import Path
 import pytest
 
 from nvcli.errors import ConfigError
-from nvcli.jobs.files import check_inputs, check_output, choose_output, expand_inputs, is_terminal, job_files
+from nvcli.jobs.files import (
+    check_inputs,
+    check_output,
+    choose_output,
+    expand_inputs,
+    folder_made,
+    is_terminal,
+    job_files,
+    split_outputs,
+)
 from nvcli.jobs.own_files import own_files
+from nvcli.jobs.shard import Shard
 
 
 @pytest.mark.parametrize(
@@ -207,3 +217,50 @@ def test_a_folder_that_must_not_be_entered_is_said_to_be_one(tmp_path: Path, mon
         check_inputs([name])
     with pytest.raises(ConfigError, match=r"the output .* cannot be written: Permission denied"):
         check_output([], name)
+
+
+def test_a_folder_gets_an_output_for_each_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("more").mkdir()
+    for name in ("a.jsonl", "b.csv", "c.jsonl.gz", "more/d.parquet"):
+        Path(name).touch()
+    names = ["a.jsonl", "b.csv", "c.jsonl.gz"]
+    outputs = ["a.out.jsonl", "b.out.csv", "c.out.jsonl"]
+    assert split_outputs(names, "out/") == [([name], f"out/{out}") for name, out in zip(names, outputs, strict=True)]
+    assert split_outputs(["more"], "out/", Shard(0, 2)) == [(["more/d.parquet"], "out/d.shard-0-of-2.out.parquet")]
+    assert split_outputs(names, "out") == [(names, "out")]  # a file
+    Path("out").mkdir()
+    assert split_outputs(names, "out")[0] == (["a.jsonl"], "out/a.out.jsonl")
+    assert not {"out/a.out.jsonl.digests", "more/d.parquet"}.isdisjoint(job_files([*names, "more/d.parquet"], "out"))
+    for output in ("a.out.jsonl", "a.out.jsonl.digests", "b.out.csv"):
+        Path(output).touch()
+    assert [inputs for inputs, _ in split_outputs(["?.*"], ".")] == [[name] for name in names]
+    Path("more/a.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"a\.jsonl and more/a\.json would both have the output out/a\.out\.jsonl"):
+        split_outputs(["a.jsonl", "more/a.json"], "out")
+    for name, which in (("-", "standard input"), ("https://host/x.jsonl", "https://host/x.jsonl")):
+        with pytest.raises(ConfigError, match=rf"name the output with -o out/FILE: it cannot follow from {which}"):
+            split_outputs([name], "out/")
+    with pytest.raises(ConfigError, match=r"no input file gone\.jsonl"):
+        split_outputs(["gone.jsonl"], "out/")
+
+
+def test_a_folder_is_made_and_goes_again_where_nothing_came_of_it(tmp_path: Path) -> None:
+    folder = f"{tmp_path}/a/b/"
+
+    def fail() -> None:
+        with folder_made(folder):
+            assert Path(folder).is_dir()
+            raise ConfigError("wrong")
+
+    with pytest.raises(ConfigError, match="wrong"):
+        fail()
+    assert not Path(folder).exists()
+    with folder_made(folder):
+        (Path(folder) / "x").touch()
+    assert os.listdir(folder) == ["x"]
+    with (
+        pytest.raises(ConfigError, match=r"the folder .*/x/y/ cannot be made: Not a directory; name another with -o"),
+        folder_made(f"{folder}x/y/"),
+    ):
+        pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -26,8 +27,30 @@ def run_check(
 ) -> None:
     """Check a job, print the report on standard output, and leave with the exit code.
 
-    Raises what `check_job` raises, and what ended its reading.
+    Where `output` is a folder, each input is a job. Raises what `check_job` raises, and what ended its reading.
     """
+    from nvcli.jobs.files import STREAM, is_folder, split_outputs
+
+    codes = {0}
+    jobs = split_outputs(inputs, output, options.shard)
+    is_new = output is not None and is_folder(output) and not os.path.isdir(output)  # nothing to check there yet
+    for some, one in jobs:
+        if len(jobs) > 1:
+            typer.echo(f"{some[0]} → {one}", err=as_json)
+        codes.add(_check(run, source, inputs=some, output=STREAM if is_new else one, options=options, as_json=as_json))
+    raise typer.Exit(max(codes))
+
+
+def _check(
+    run: RunConfig,
+    source: ConfigSource,
+    *,
+    inputs: list[str],
+    output: str | None,
+    options: CheckOptions,
+    as_json: bool,
+) -> int:
+    """Check one job, print the report, and return the exit code."""
     from nvcli.check.check import check_job
     from nvcli.check.progress import CheckProgress
 
@@ -46,5 +69,5 @@ def run_check(
     if done.ended_by is not None:
         raise done.ended_by
     if report.machine.fits is False:
-        raise typer.Exit(2)
-    raise typer.Exit(1 if report.rows_failed else 0)
+        return 2
+    return 1 if report.rows_failed else 0

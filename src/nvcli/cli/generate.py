@@ -85,7 +85,7 @@ def generate(
             "--output",
             "-o",
             metavar="FILE",
-            help="Output file, or - [default: x.jsonl → x.out.jsonl, - → -]",
+            help="Output file, FOLDER/ for one of each input, or - [default: x.jsonl → x.out.jsonl, - → -]",
             rich_help_panel=ROWS,
         ),
     ] = None,
@@ -244,7 +244,7 @@ def generate(
         bool, typer.Option("--quiet", "-q", help="Show nothing but warnings and errors.", rich_help_panel=OTHER)
     ] = False,
 ) -> None:
-    """Answer every row of INPUT with the model, into one output file.
+    """Answer every row of INPUT with the model, into one output file, or one for each input.
 
     INPUT is JSONL: a row has `prompt`, `messages` or `prompt_token_ids`, and may have `id`, `sampling` and
     `chat_template_kwargs`; its other keys are passed through. Rows of OpenAI batch files are answered in OpenAI's

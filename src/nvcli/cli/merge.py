@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -14,7 +15,13 @@ def merge(
     outputs: Annotated[list[str], typer.Argument(metavar="OUTPUT", help="The outputs of all shards, in any order.")],
     output: Annotated[
         str,
-        typer.Option("--output", "-o", metavar="FILE", help="The joined output, or -.", rich_help_panel=ROWS),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="The joined output, or -; FOLDER/: one for each job.",
+            rich_help_panel=ROWS,
+        ),
     ],
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Start an existing output anew.", rich_help_panel=ROWS)
@@ -37,15 +44,27 @@ def merge(
     Examples:
       nvcli merge 'questions.shard-*.out.jsonl' -o questions.out.jsonl
       nvcli merge a.parquet b.parquet -o answers.parquet
+      nvcli merge 'answers/*.shard-*' -o joined/
       nvcli merge 'questions.shard-*.out.jsonl' --allow-missing -o - | wc -l
     """
-    from nvcli.jobs.output.merge import merge_outputs
-    from nvcli.jobs.output.sink import OutputClosed
+    from nvcli.jobs.files import folder_made
+    from nvcli.jobs.output.shard_outputs import split_shards
     from nvcli.process_limits import check_process
 
     check_process()
+    jobs = split_shards(outputs, output)
+    with folder_made(output):
+        are_whole = [_merge(shards, one, overwrite=overwrite, allow_missing=allow_missing) for shards, one in jobs]
+    raise typer.Exit(0 if all(are_whole) else 1)
+
+
+def _merge(shards: Sequence[str], output: str, *, overwrite: bool, allow_missing: bool) -> bool:
+    """Join the shards of one job, say how it went, and return whether all of its rows are there and answered."""
+    from nvcli.jobs.output.merge import merge_outputs
+    from nvcli.jobs.output.sink import OutputClosed
+
     try:
-        merged = merge_outputs(outputs, output, overwrite=overwrite, allow_missing=allow_missing, note=say)
+        merged = merge_outputs(shards, output, overwrite=overwrite, allow_missing=allow_missing, note=say)
     except OutputClosed:
         raise OutputGone from None
     failed = sum(merged.errors.values())
@@ -60,4 +79,4 @@ def merge(
         purpose = "computes the missing rows" if merged.missing else "tries the failed rows again"
         option = "" if merged.missing else " --retry-errors"
         say(f"this {purpose}, with the job's other options:\n  {merged.command}{option}")
-    raise typer.Exit(1 if failed or merged.missing else 0)
+    return not failed and not merged.missing

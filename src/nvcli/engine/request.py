@@ -155,6 +155,17 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     (generated tokens, `max_tokens`, prompt tokens). They are renewed less often than the rest, and are those of some
     requests only where many run."""
 
+    def since(self, before: EngineStats) -> EngineStats:
+        """Return the same with the counts since an earlier snapshot."""
+        if not before.prompt_tokens:
+            return self
+        return msgspec.structs.replace(
+            self, **{name: getattr(self, name) - getattr(before, name) for name in _COUNTS_SINCE_START}
+        )
+
+
+_COUNTS_SINCE_START = ("prompt_tokens", "cached_tokens", "generated_tokens", "num_preemptions", "kv_bytes_saved")
+
 
 class StepRecord(msgspec.Struct, array_like=True, kw_only=True):
     """One step as it ran; sent where `record_steps` is on."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from nvcli.config import EngineConfig
 from nvcli.job_run.loop import Engine
 from nvcli.messages import EngineReady
@@ -33,6 +35,39 @@ def close_engines(engines: Sequence[Engine]) -> None:
     finally:
         for thread in closing:
             thread.join()
+
+
+class EngineSet:
+    """The engines of a command, which run for one job after another as long as these want the same ones."""
+
+    def __init__(self, start: StartEngine = start_engine) -> None:
+        """`start` starts the engine of one replica."""
+        self._start = start
+        self._engines: list[Engine] = []
+        self._configs: list[EngineConfig] = []
+        self.are_sound = True
+        """Whether all of them run; a job that loses one says so."""
+        self.have_run = False
+        """Whether those that `take` returned last had served a job before."""
+        self.next_request_id = 0
+        """The lowest id that no request of these jobs has had: answers to requests that were aborted may come late."""
+
+    def take(self, configs: Sequence[EngineConfig]) -> list[Engine]:
+        """Return engines with these configurations, those that run or new ones in place of them."""
+        # Whether grammars are loaded beside the weights is a matter of time alone.
+        wanted = [msgspec.structs.replace(config, prepare_grammars=False) for config in configs]
+        self.have_run = self.are_sound and wanted == self._configs
+        if not self.have_run:
+            self.close()
+            self._configs, self.are_sound = wanted, True
+            for config in configs:
+                self._engines.append(self._start(config))
+        return [*self._engines]
+
+    def close(self) -> None:
+        """End all of them. It may be called again."""
+        engines, self._engines, self._configs = self._engines, [], []
+        close_engines(engines)
 
 
 def describe_ready(model: str, ready: EngineReady) -> list[str]:

@@ -20,10 +20,10 @@ from nvcli.config import JobConfig, RunConfig
 from nvcli.errors import ConfigError, NvcliError, TooManyErrors, WorkerError
 from nvcli.job_run.counts import Counts
 from nvcli.job_run.early_end import Interrupts, RowTracebacks, keep_traceback
-from nvcli.job_run.engines import StartEngine, close_engines, describe_ready, start_engine
+from nvcli.job_run.engines import EngineSet, StartEngine, describe_ready, start_engine
 from nvcli.job_run.feeder import Feeder
 from nvcli.job_run.loop import Engine, JobLoop
-from nvcli.job_run.plan import RunPlan, make_duplicates, make_planner, plan_run
+from nvcli.job_run.plan import RunPlan, make_duplicates, make_planner, plan_replicas, plan_run
 from nvcli.job_run.progress.display import Progress
 from nvcli.job_run.progress.run_status import RunView
 from nvcli.job_run.progress.summary import RunTimes, Summary, summary_of_complete_job
@@ -61,6 +61,8 @@ def generate(
     report: ReportFile | None = None,
     setter_of: SetterOf = unknown_setter,
     start: StartEngine = start_engine,
+    engines: EngineSet | None = None,
+    job: ResolvedJob | None = None,
     on_begin: Callable[[], None] = lambda: None,
 ) -> Summary:
     """Answer the rows of `inputs` (`-`: standard input) into `output` (None: beside the input; `-`: standard output).
@@ -69,16 +71,17 @@ def generate(
     and `update` answers the rows of its inputs that have changed since.
     With a `shard` only its rows are answered, as they would be in the whole job; `limit` counts all rows.
     `report` is written when the run is over, however it ends; `setter_of` names for it what set each key of `run`.
-    `start` starts the engine of one replica. `on_begin` is called once the run has begun a new output; what was there
-    before is gone then. Raises ConfigError, LoadError, CapacityError, ModelError, WorkerError, InputChanged,
-    OutputError or TooManyErrors; OutputClosed when nobody reads the output any more; KeyboardInterrupt after a signal
-    that asks for the end (`end_signals`). Rows that were answered by then are in the output.
+    `start` starts the engine of one replica. With `engines`, those are used and go on running for other jobs. `job` is
+    what the settings of the job were resolved to, if they were. `on_begin` is called once the run has begun a new
+    output; what was there before is gone then. Raises ConfigError, LoadError, CapacityError, ModelError, WorkerError,
+    InputChanged, OutputError or TooManyErrors; OutputClosed when nobody reads the output any more; KeyboardInterrupt
+    after a signal that asks for the end (`end_signals`). Rows that were answered by then are in the output.
     """
     started_at = time.monotonic()
     for flag, is_given in (("--retry-errors", retry_errors), ("--update", update)):
         if overwrite and is_given:
             raise ConfigError(f"--overwrite and {flag} exclude each other: start anew, or keep what is answered")
-    job = resolve_job(
+    job = job or resolve_job(
         run, inputs=inputs, output=output, limit=limit, shard=shard, overwrite=overwrite, setter_of=setter_of
     )
     options = OutputOptions(
@@ -106,14 +109,18 @@ def generate(
             return summary
         for note in job.describe_kinds(job.first_kinds):
             progress.note(note)
-        plan = plan_run(job, opened.answered)
+        plan = plan_run(job, opened.answered) if engines is None else plan_replicas(job, num_requests=None)
         if plan.why:
             progress.note(plan.why)
         if plan.warning:
             progress.warn(f"warning: {plan.warning}")
-        current = _JobRun(job, plan, opened, progress, setter_of, started_at=started_at)
-        with current.reported(report), contextlib.closing(progress), _rare_collections(), _stdout_aside():
-            current.run(start, interrupts.check)
+        with contextlib.ExitStack() as processes:
+            if engines is None:
+                engines = EngineSet(start)
+                processes.callback(engines.close)
+            current = _JobRun(job, plan, opened, progress, setter_of, engines, started_at=started_at)
+            with current.reported(report), contextlib.closing(progress), _rare_collections(), _stdout_aside():
+                current.run(interrupts.check)
     return current.summary()
 
 
@@ -127,6 +134,7 @@ class _JobRun:
         opened: JobOutput,
         progress: Progress,
         setter_of: SetterOf,
+        engines: EngineSet,
         *,
         started_at: float,
     ) -> None:
@@ -136,6 +144,7 @@ class _JobRun:
         self._opened = opened
         self._progress = progress
         self._setter_of = setter_of
+        self._engines = engines
         self._started_at = started_at
         self._generated_at: float | None = None
         self._counts = Counts(convert(dict(job.sampling_defaults), SamplingParams))
@@ -163,21 +172,19 @@ class _JobRun:
         self._timeline = Timeline(self._counts, started_at=started_at)
         self._row_tracebacks = RowTracebacks(job.output, progress.warn)
 
-    def run(self, start: StartEngine, check_interrupts: Callable[[], None]) -> None:
+    def run(self, check_interrupts: Callable[[], None]) -> None:
         """Answer all rows and finish the output. `check_interrupts` raises where a signal asks for the end.
 
-        However it ends, the output is made safe first, and then the processes are ended.
+        However it ends, the output is made safe; whoever has the engines ends them after that.
         """
         writer = _make_writer(self._opened, self._job.run.job, self._job.shard or WHOLE)
-        with contextlib.ExitStack() as processes, contextlib.ExitStack() as rows:
+        with contextlib.ExitStack() as rows:
             rows.callback(writer.close_early)
             rows.callback(self._feeder.stop)
-            engines: list[Engine] = []
-            processes.callback(close_engines, engines)
-            for config in self._plan.engine_configs:
-                engines.append(start(config))
+            loop = self._make_loop(self._engines.take(self._plan.engine_configs), writer)
             self._feeder.start()
-            self._make_loop(engines, writer).run(lambda: self._each_round(check_interrupts))
+            loop.run(lambda: self._each_round(check_interrupts))
+            self._engines.next_request_id = loop.next_request_id
             self._check_errors()
             self._generated_at = time.monotonic()
             check_unchanged(self._job.known_inputs)
@@ -261,6 +268,7 @@ class _JobRun:
             seed=run.seed,
             max_num_seqs=self._plan.max_num_seqs,
             keep_going=run.job.keep_going,
+            first_request_id=self._engines.next_request_id,
         )
 
     def _load_tokenizer(self) -> Tokenizer:
@@ -297,7 +305,7 @@ class _JobRun:
 
     def replica_ready(self, ready: EngineReady) -> None:
         """Tell the user of the first replica that is ready; the others are like it."""
-        if not self._reports:
+        if not self._reports and not self._engines.have_run:
             title, *details = describe_ready(self._job.run.model, ready)
             self._progress.note(title)
             for detail in details:
@@ -306,6 +314,7 @@ class _JobRun:
 
     def replica_lost(self, error: NvcliError, num_rows: int) -> None:
         """Warn the user that a replica died and the others take over its rows."""
+        self._engines.are_sound = False
         error = keep_traceback(error, self._job.output)
         rows = "1 unfinished row goes" if num_rows == 1 else f"{num_rows:,} unfinished rows go"
         self._progress.warn(f"warning: a copy of the model died, and its {rows} to the others: {error}")

@@ -84,6 +84,8 @@ class _Replica:
     def __init__(self, number: int, engine: Engine, capacity: int) -> None:
         self.number = number
         self.engine = engine
+        self._stats_before = engine.stats
+        """Those of an earlier job."""
         self.capacity = capacity
         """Requests to keep it supplied with."""
         self.ready: EngineReady | None = None
@@ -91,6 +93,11 @@ class _Replica:
         """The row of each request whose answer is not complete, by request id."""
         self.num_bytes = 0
         """The bytes of those rows."""
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the engine has done for this job."""
+        return self.engine.stats.since(self._stats_before)
 
     @property
     def room(self) -> int:
@@ -127,8 +134,9 @@ class JobLoop:
         seed: int,
         max_num_seqs: int,
         keep_going: bool,
+        first_request_id: int = 0,
     ) -> None:
-        """Take one engine for each replica.
+        """Take one engine for each replica. Engines that have run have seen request ids below `first_request_id`.
 
         With `duplicates` None every row is computed. `counts` is kept up to date for whoever shows progress. With
         `keep_going` the death of a replica does not end the run while another one is left.
@@ -144,7 +152,8 @@ class JobLoop:
         self._observer = observer
         self._seed = seed
         self._keep_going = keep_going
-        self._next_request_id = 0
+        self.next_request_id = first_request_id
+        """The lowest id that no request has."""
 
     def run(self, each_round: Callable[[], None]) -> None:
         """Go on until every row is answered and handed to the writer.
@@ -199,8 +208,8 @@ class JobLoop:
                 self._counts.lengths.drop(prepared, prepared.sampling.num_samples)
                 unwanted.append(prepared)
                 continue
-            row = OpenRow(prepared, self._next_request_id)
-            self._next_request_id += len(row.samples)
+            row = OpenRow(prepared, self.next_request_id)
+            self.next_request_id += len(row.samples)
             made = self._make_requests(row)
             if made is None:
                 continue
@@ -291,7 +300,7 @@ class JobLoop:
             self._finish_rows(complete)
         for replica, death in deaths:  # after the answers of the others are safe
             self._drop_replica(replica, death)
-        self._counts.replicas = [*(replica.engine.stats for replica in self._replicas), *self._stats_of_lost]
+        self._counts.replicas = [*(replica.stats for replica in self._replicas), *self._stats_of_lost]
         self._counts.num_waiting_for_equals = self._duplicates.num_rows if self._duplicates else 0
         self._counts.num_planned = self._planner.num_rows + self._counts.num_waiting_for_equals
 
@@ -364,7 +373,7 @@ class JobLoop:
             self._planner.add(prepared)
         # What it computed still counts; nothing runs or waits in it any more.
         self._stats_of_lost.append(
-            msgspec.structs.replace(replica.engine.stats, num_running=0, num_waiting=0, num_blocks=0, num_used_blocks=0)
+            msgspec.structs.replace(replica.stats, num_running=0, num_waiting=0, num_blocks=0, num_used_blocks=0)
         )
         replica.engine.close()
         self._counts.num_lost_replicas += 1

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -45,8 +46,8 @@ def expand_inputs(inputs: Sequence[str], output: str | None = None) -> list[str]
     """Replace patterns (`data/*.jsonl`) and folders by the files that they match or hold, sorted. Raises ConfigError.
 
     The output is left out, and so are the files that a job keeps beside an output, and the outputs of shards. Where no
-    output is named, the files that would be the output of a file that matches are left out. A name that exists is no
-    pattern, whatever characters it has.
+    output is named, or a folder for it, the files that would be the output of a file that matches are left out. A name
+    that exists is no pattern, whatever characters it has.
     """
     names: list[str] = []
     for name in inputs:
@@ -62,7 +63,8 @@ def expand_inputs(inputs: Sequence[str], output: str | None = None) -> list[str]
             names.append(name)
             continue
         found = sorted(glob.glob(os.path.expanduser(name), recursive=True))
-        outputs = [output] if output is not None else [choose_output([file], None) for file in found]
+        is_named = output is not None and not is_folder(output)
+        outputs = [str(output)] if is_named else [choose_output([file], output) for file in found]
         own = {os.path.realpath(path) for name in outputs if name != STREAM for path in own_files(Path(name))}
         files = [file for file in found if Path(file).is_file() and not _is_of_output(file, output, own)]
         if not files:
@@ -82,9 +84,11 @@ def _expand_folder(name: str, output: str | None) -> list[str]:
         raise ConfigError(f"the input {name} cannot be read: {error.strerror}") from None
     if found and output is None:
         raise ConfigError(f"name the output with -o FILE: it cannot follow from the folder {name}")
-    outputs = [choose_output([file], None) for file in found] + [
-        each for each in (output,) if each not in (None, STREAM)
-    ]
+    outputs = [choose_output([file], None) for file in found]
+    if output is not None and is_folder(output):
+        outputs += [choose_output([file], output) for file in found]
+    elif output is not None and output != STREAM:
+        outputs.append(output)
     own = {os.path.realpath(path) for each in outputs for path in own_files(Path(each))}
     return [file for file in found if not _is_of_output(file, output, own)] or [name]
 
@@ -118,20 +122,72 @@ def check_inputs(inputs: Sequence[str]) -> None:
         seen.add(key)
 
 
+def is_folder(output: str) -> bool:
+    """Tell whether an output is a folder, for one output of each input: it is there, or its name ends with a slash."""
+    return output != STREAM and is_text(output) and (output.endswith("/") or os.path.isdir(output))
+
+
+def split_outputs(
+    inputs: Sequence[str], output: str | None, shard: Shard | None = None
+) -> list[tuple[list[str], str | None]]:
+    """Return the inputs of each job with its output: one job, or one for each input where `output` is a folder.
+
+    Raises ConfigError where two inputs of a folder would have the same output, or an input cannot be read.
+    """
+    if output is None or not is_folder(output):
+        return [(list(inputs), output)]
+    names = expand_inputs(inputs, output)
+    check_inputs(names)
+    input_of: dict[str, str] = {}
+    for name in names:
+        chosen = choose_output([name], output, shard)
+        if chosen in input_of:
+            raise ConfigError(
+                f"{input_of[chosen]} and {name} would both have the output {chosen}; rename one, or answer them into "
+                "different folders"
+            )
+        input_of[chosen] = name
+    return [([name], chosen) for chosen, name in input_of.items()]
+
+
+@contextlib.contextmanager
+def folder_made(output: str | None) -> Iterator[None]:
+    """Make an output that is a folder and not there. It goes again if nothing was written to it when an error came.
+
+    Raises ConfigError where it cannot be made.
+    """
+    if output is None or not is_folder(output) or os.path.isdir(output):
+        yield
+        return
+    try:
+        os.makedirs(output)
+    except OSError as error:
+        raise ConfigError(f"the folder {output} cannot be made: {error.strerror}; name another with -o") from None
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.rmdir(output)  # where it is empty
+        raise
+
+
 def choose_output(inputs: Sequence[str], output: str | None, shard: Shard | None = None) -> str:
     """Return the output that was named, or the one that follows from a single input. Raises ConfigError.
 
-    From `input.jsonl` follows `input.out.jsonl` beside it, or `input.shard-0-of-4.out.jsonl` for a shard; from a table
-    (Parquet, Arrow, CSV, TSV) follows another one, and from standard input standard output.
+    From `input.jsonl` follows `input.out.jsonl` beside it or in the folder that was named, or
+    `input.shard-0-of-4.out.jsonl` for a shard; from a table (Parquet, Arrow, CSV, TSV) follows another one, and from
+    standard input standard output.
     """
-    if output is not None:
+    folder = output if output is not None and is_folder(output) else None
+    if output is not None and folder is None:
         return output
-    if list(inputs) == [STREAM]:
+    if list(inputs) == [STREAM] and folder is None:
         return STREAM
-    if len(inputs) != 1 or inputs[0].startswith("/dev/") or is_remote(inputs[0]):
-        which = "several inputs" if len(inputs) != 1 else inputs[0]
-        raise ConfigError(f"name the output with -o FILE, or -o - for standard output: it cannot follow from {which}")
-    path = Path(inputs[0])
+    if len(inputs) != 1 or inputs[0] == STREAM or inputs[0].startswith("/dev/") or is_remote(inputs[0]):
+        which = "several inputs" if len(inputs) != 1 else "standard input" if inputs[0] == STREAM else inputs[0]
+        named = "-o FILE, or -o - for standard output" if folder is None else f"-o {Path(folder) / 'FILE'}"
+        raise ConfigError(f"name the output with {named}: it cannot follow from {which}")
+    path = Path(inputs[0]) if folder is None else Path(folder) / Path(inputs[0]).name
     part = "" if shard is None else f".shard-{shard.number}-of-{shard.count}"
     name = path.name.removesuffix(".gz").removesuffix(".zst")
     format = input_format(name)
@@ -240,11 +296,13 @@ def is_terminal(output: str | None, inputs: Sequence[str]) -> bool:
 
 def job_files(inputs: Sequence[str], output: str | None, shard: Shard | None = None) -> list[str]:
     """Return all files that a job reads and writes, by the names that were given. Raises ConfigError."""
-    names = expand_inputs(inputs, output)
-    output = choose_output(names, output, shard)
-    return [name for name in names if name != STREAM] + (
-        list(map(str, own_files(Path(output)))) if output != STREAM else []
-    )
+    files: list[str] = []
+    for some, one in split_outputs(inputs, output, shard):
+        names = expand_inputs(some, one)
+        chosen = choose_output(names, one, shard)
+        files += [name for name in names if name != STREAM]
+        files += map(str, own_files(Path(chosen)) if chosen != STREAM else ())
+    return files
 
 
 def _look_at(name: str, trouble: str) -> None:

@@ -18,7 +18,7 @@ DIGESTS_SUFFIX = ".digests"
 """An output's name with this suffix is the file beside it that holds a digest of each input row."""
 TRACEBACK_SUFFIX = ".traceback.txt"
 """An output's name with this suffix is the file that keeps the tracebacks of failed runs."""
-_SHARD_OUTPUT = re.compile(r"\.shard-\d+-of-\d+\.out\.[a-z.]+$")
+_SHARD_OUTPUT = re.compile(r"\.shard-\d+-of-\d+(\.out\.[a-z.]+)$")
 """How the name ends that the output of a shard gets."""
 
 
@@ -47,6 +47,12 @@ def lies_beside_output(name: str) -> bool:
 def is_shard_output(name: str) -> bool:
     """Tell whether a file has the name that the output of a shard gets where none is given."""
     return _SHARD_OUTPUT.search(name) is not None
+
+
+def whole_name(name: str) -> str | None:
+    """Return the name of the output of the whole job that a shard is of; None where a name does not tell the shard."""
+    found = _SHARD_OUTPUT.search(name)
+    return None if found is None else name[: found.start()] + found[1]
 
 
 def real_path(path: Path) -> Path:

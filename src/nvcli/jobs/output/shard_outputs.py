@@ -19,9 +19,10 @@ from typing import IO
 import msgspec
 
 from nvcli.errors import ConfigError, RowsMissing
+from nvcli.jobs.files import is_folder
 from nvcli.jobs.output.manifest import Manifest, load_manifest
 from nvcli.jobs.output.output_scan import sound_lines
-from nvcli.jobs.own_files import digests_path, lies_beside_output, manifest_path, rows_path
+from nvcli.jobs.own_files import digests_path, lies_beside_output, manifest_path, rows_path, whole_name
 from nvcli.jobs.row_set import AnsweredRows, RowSet
 from nvcli.jobs.rows.output_row import WrittenRow
 from nvcli.jobs.shard import SHARD_FACT, Shard, read_shard
@@ -58,6 +59,26 @@ def expand_outputs(names: Sequence[str]) -> list[Path]:
     if not paths:
         raise ConfigError("none of the files is the output of a shard; name those that `nvcli generate --shard` made")
     return paths
+
+
+def split_shards(names: Sequence[str], output: str) -> list[tuple[list[str], str]]:
+    """Return the outputs of the shards of each job with the joined output: of one job, or of several by their names
+    where `output` is a folder.
+
+    Raises ConfigError for a name that does not tell the shard.
+    """
+    if not is_folder(output):
+        return [(list(names), output)]
+    shards_of: dict[str, list[str]] = {}
+    for path in expand_outputs(names):
+        whole = whole_name(path.name)
+        if whole is None:
+            raise ConfigError(
+                f"the name of {path} is not that of a shard, such as x.shard-0-of-4.out.jsonl, so its job is unknown; "
+                f"join the shards of one job with -o {Path(output) / 'FILE'}"
+            )
+        shards_of.setdefault(str(Path(output) / whole), []).append(str(path))
+    return [(shards, joined) for joined, shards in shards_of.items()]
 
 
 def open_shards(paths: Sequence[Path], stack: ExitStack) -> list[ShardOutput]:

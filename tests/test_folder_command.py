@@ -1,0 +1,86 @@
+"""`-o folder/`: each input is a job of its own with its output there, and the model is loaded once for all of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fake_command import ENVIRON, nvcli_command
+from nvcli.cli.main import _run
+from weightless_model import write_weightless_model
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_weightless_model(tmp_path_factory.mktemp("model"))
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = nvcli_command(*arguments, cwd=cwd, fakes="")
+    return subprocess.run(command, cwd=cwd, env=ENVIRON, capture_output=True, text=True, timeout=120, check=False)
+
+
+def answers(path: Path) -> list[tuple[int, str | None]]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [(row["index"], row["choices"][0]["text"] if row["choices"] else None) for row in rows]
+
+
+def write(folder: Path, *, second: str = '{"prompt": "b0"}\n{"prompt": 5}\n') -> None:
+    (folder / "a.jsonl").write_text('{"prompt": "a0"}\n{"prompt": "a1"}\n')
+    (folder / "b.jsonl").write_text(second)
+
+
+def test_each_input_is_a_job_of_its_own(tmp_path: Path, model_folder: Path) -> None:
+    write(tmp_path)
+    model = ["-m", str(model_folder), "--set", "device=cpu", "--order", "input"]
+    command = ["generate", "a.jsonl", "b.jsonl", "-o", "out/", *model]
+    dry = run(*command, "--dry-run", cwd=tmp_path)
+    assert dry.returncode == 1, dry.stderr
+    assert [line for line in dry.stdout.splitlines() if "→" in line] == [
+        "a.jsonl → out/a.out.jsonl",
+        "b.jsonl → out/b.out.jsonl",
+    ]
+    assert not (tmp_path / "out").exists()
+
+    first = run(*command, "--report", "report.json", cwd=tmp_path)
+    assert first.returncode == 1, first.stderr
+    assert answers(tmp_path / "out" / "a.out.jsonl") == [(0, "0a"), (1, "1a")]
+    assert answers(tmp_path / "out" / "b.out.jsonl") == [(0, "0b"), (1, None)]
+    assert first.stderr.count("is ready") == 1
+    assert "input 2 of 2: b.jsonl → out/b.out.jsonl" in first.stderr
+    assert first.stderr.endswith("nvcli: 2 inputs → out/: 3 of 4 rows answered\n")
+    for name, rows in (("a", 2), ("b", 1)):
+        report = json.loads((tmp_path / f"report.{name}.out.jsonl.json").read_text())
+        assert (report["whole_output"]["answered"], report["inputs"]) == (rows, [f"{name}.jsonl"])
+
+    (tmp_path / "out" / "b.out.jsonl").write_bytes(b"")  # a run that was cut short
+    again = run("generate", "*.jsonl", "-o", "out", *model, cwd=tmp_path)  # a folder that is there needs no slash
+    assert again.returncode == 1, again.stderr
+    assert "out/a.out.jsonl is complete: 2 of 2 rows answered" in again.stderr
+    assert answers(tmp_path / "out" / "b.out.jsonl") == [(0, "0b"), (1, None)]
+
+
+def test_what_is_wrong_with_a_later_input_is_found_before_the_first_is_begun(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, second='{"question": "b0"}\n')
+    command = ["generate", "a.jsonl", "b.jsonl", "-o", "out/", "-m", str(model_folder), "--set", "device=cpu"]
+    monkeypatch.setattr(sys, "argv", ["nvcli", *command])
+    assert _run() == 2
+    assert "b.jsonl: its only row has no prompt" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_job_that_fails_is_named_and_those_before_it_stay(tmp_path: Path, model_folder: Path) -> None:
+    write(tmp_path)
+    command = ["generate", "a.jsonl", "b.jsonl", "-o", "out/", "-m", str(model_folder), "--set", "device=cpu", "-q"]
+    result = run(*command, "--max-errors", "0", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "1 rows failed, and `job.max_errors` allows 0" in result.stderr
+    assert result.stderr.endswith("this was input 2 of 2, b.jsonl; those before it are answered\n")
+    assert len(answers(tmp_path / "out" / "a.out.jsonl")) == 2
