@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.profile.advice import advise
 from nvcli.profile.command import gpu_size
 from nvcli.profile.lengths import lengths_of
+from nvcli.profile.picture import print_bars
 from nvcli.profile.profile import profile_from_config
 from nvcli.profile.report import format_profile
 from nvcli.sizing.costs import model_costs
@@ -259,6 +261,40 @@ def test_lengths() -> None:
     assert sum(bucket.count for bucket in lengths.histogram) == 3
     assert lengths.histogram[0] == Bucket(first=15, last=29, count=1)
     assert lengths_of([(3, 4)], failed_rows=0, block_size=4).histogram == [Bucket(first=7, last=7, count=1)]
+
+
+@pytest.mark.parametrize(
+    ("environ", "has_marks"),
+    [
+        ({"TERM": "xterm-256color", "FORCE_COLOR": "1"}, False),
+        ({"TERM": "xterm-256color", "FORCE_COLOR": "1", "NO_COLOR": "1"}, True),
+        ({"TERM": "dumb", "FORCE_COLOR": "1"}, True),
+        ({"TERM": "xterm-256color"}, True),
+    ],
+    ids=["colours", "NO_COLOR", "dumb", "pipe"],
+)
+def test_bars_can_be_read_without_colours(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    environ: dict[str, str],
+    has_marks: bool,
+) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    config, model = setting(tmp_path, tensor_parallel_size=2)
+    print_bars(profile_from_config(config, model, "m", total=80 * GIB, lengths=None))
+    shown = capsys.readouterr().out
+    first, second, *legend = shown.splitlines()
+    assert ("█" in shown) != has_marks
+    if has_marks:
+        assert re.fullmatch(r"rank 0 W+B*A*G+O+K+\.+", first)
+        assert second == first.replace("0", "1", 1)
+        assert len(first) == 79
+        assert "K KV cache" in " ".join(legend)
+    assert re.search(r"free 8\.00 GiB \(10 %\)", shown)
 
 
 def test_dry_run_on_the_command_line(tmp_path: Path) -> None:

@@ -22,7 +22,18 @@ COLORS = {
     "free": "#bbbbbb",
 }
 """Paul Tol's bright scheme, whose colours can be told apart without seeing red and green."""
-_WIDTH = 72
+_MARKS = {
+    "weights": "W",
+    "buffers": "B",
+    "activations": "A",
+    "CUDA graphs": "G",
+    "other": "O",
+    "KV cache": "K",
+    "free": ".",
+}
+"""What fills an item's part of a bar where there are no colours: in pipes, dumb terminals and with NO_COLOR."""
+_WIDTH = 79
+"""The characters of a bar with its name."""
 
 
 def parts_of(use: MemoryUse) -> dict[str, int]:
@@ -39,21 +50,34 @@ def print_bars(profile: MemoryProfile) -> None:
     from rich.text import Text
 
     console = Console(highlight=False)
-    for number, use in enumerate(profile.ranks):
+    has_colors = console.color_system is not None and not console.no_color
+    marks = dict.fromkeys(_MARKS, "█") if has_colors else _MARKS
+    names = [f"rank {number} " for number in range(len(profile.ranks))]
+    width = _WIDTH - len(names[-1])
+    for name, use in zip(names, profile.ranks, strict=True):
         parts = parts_of(use)
-        bar = Text(f"rank {number} ")
+        bar = Text(name)
         whole = max(use.total, sum(parts.values()))
         cells_before = 0
         size_before = 0
         for item, size in parts.items():
             size_before += size
-            cells = round(_WIDTH * size_before / whole)
-            bar.append("█" * (cells - cells_before), style=COLORS[item])
+            cells = round(width * size_before / whole)
+            bar.append(marks[item] * (cells - cells_before), style=COLORS[item])
             cells_before = cells
         console.print(bar)
-    sizes = {item: size for item, size in parts_of(profile.ranks[0]).items() if size}
-    legend = [Text.assemble(("█ ", COLORS[item]), f"{item} {format_bytes(size)}") for item, size in sizes.items()]
-    console.print(Padding(Columns(legend, padding=(0, 3)), (0, 0, 1, 7), expand=False))
+    use = profile.ranks[0]
+    legend = [
+        Text.assemble((f"{marks[item]} ", COLORS[item]), f"{item} {format_bytes(size)} ({_share(size, use.total)})")
+        for item, size in parts_of(use).items()
+        if size
+    ]
+    console.print(Padding(Columns(legend, padding=(0, 3)), (0, 0, 1, len(names[0])), expand=False))
+
+
+def _share(size: int, total: int) -> str:
+    percent = 100 * size / total
+    return f"{percent:.0f} %" if percent >= 0.5 else "<1 %"
 
 
 def write_plot(profile: MemoryProfile, path: Path) -> None:
