@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -18,7 +19,7 @@ def test_this_installation_is_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "level"), [((3, 10), Level.PROBLEM), ((3, 12), Level.OK), ((3, 14), Level.PROBLEM)]
+    ("version", "level"), [((3, 10), Level.PROBLEM), ((3, 12), Level.OK), ((3, 14), Level.OK), ((3, 15), Level.PROBLEM)]
 )
 def test_python(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int], level: Level) -> None:
     monkeypatch.setattr(sys, "version_info", (*version, 0))
@@ -55,3 +56,11 @@ def test_no_c_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "neither gcc nor clang" in software.check_compiler()[0].found
     monkeypatch.setenv("CC", "/no/such/cc")
     assert "CC is /no/such/cc" in software.check_compiler()[0].found
+
+
+def test_the_pythons_are_those_of_the_package_and_of_the_script_that_installs_it() -> None:
+    root = Path(__file__).parent.parent.parent
+    first, end = software._PYTHONS
+    wanted = tomllib.loads((root / "pyproject.toml").read_text())["project"]["requires-python"]
+    assert wanted == f">={first[0]}.{first[1]},<{end[0]}.{end[1]}"
+    assert f"{first} <= sys.version_info[:2] <= {(end[0], end[1] - 1)}" in (root / "scripts/setup-venv").read_text()

@@ -126,6 +126,10 @@ def test_an_adapter_is_named_with_its_base_model_and_how_to_merge_it(tmp_path: P
         resolve_model(str(tmp_path))
     assert "merge_and_unload()" in str(error.value)
     assert "AutoTokenizer.from_pretrained('someone/base')" in str(error.value)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "a$(touch b)"}))
+    with pytest.raises(LoadError) as error:
+        resolve_model(str(tmp_path))
+    assert "$" not in str(error.value).partition("python -c")[2], "the command may be copied"
     (tmp_path / "model.safetensors").write_text("")
     assert resolve_model(str(tmp_path)) == tmp_path, "a whole model with an adapter beside it"
 

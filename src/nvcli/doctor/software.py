@@ -14,7 +14,7 @@ from nvcli import __version__
 from nvcli.doctor.findings import Finding, note, ok, problem, warning
 from nvcli.versions import cuda_torch_advice, describe_torch, driver_cuda, package_version, torch_build
 
-_PYTHONS = ((3, 11), (3, 14))
+_PYTHONS = ((3, 11), (3, 15))
 """The first version that nvcli runs on, and the first later one that it does not run on."""
 
 _OPTIONAL = ("flash-attn", "flash-attn-3", "flashinfer-python", "pyarrow", "zstandard")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from nvcli.errors import LoadError
@@ -10,6 +11,8 @@ from nvcli.validation import show
 
 ADAPTER_CONFIG = "adapter_config.json"
 _GGUF = ".gguf"
+_HARMLESS = re.compile(r"[\w./ ~+-]+")
+"""Names that can stand in a command which somebody copies; those in a checkpoint may be made to do harm."""
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth")
 
 
@@ -52,11 +55,12 @@ def other_weights(folder: Path) -> str | None:
 def _adapter(folder: Path, name: str) -> str:
     base = JsonFile.read(folder / ADAPTER_CONFIG).values.get("base_model_name_or_path")
     of_base = f" for {show(base)[1:-1]}" if isinstance(base, str) and base else ""
-    tokenizer = repr(base) if of_base else "'BASE MODEL'"
+    adapter = name if _HARMLESS.fullmatch(name) else "ADAPTER"
+    tokenizer = base if isinstance(base, str) and _HARMLESS.fullmatch(base) else "BASE"
     return (
         f"{name}: a LoRA adapter{of_base} ({ADAPTER_CONFIG}), not a whole model. Merge it into its base model, and "
         "give the folder `merged` as --model:\n"
         '  python -c "from peft import AutoPeftModelForCausalLM as Model; from transformers import AutoTokenizer; '
-        f"Model.from_pretrained({name!r}, dtype='auto').merge_and_unload().save_pretrained('merged'); "
-        f"AutoTokenizer.from_pretrained({tokenizer}).save_pretrained('merged')\"  # after pip install peft"
+        f"Model.from_pretrained('{adapter}', dtype='auto').merge_and_unload().save_pretrained('merged'); "
+        f"AutoTokenizer.from_pretrained('{tokenizer}').save_pretrained('merged')\"  # after pip install peft"
     )
