@@ -20,6 +20,7 @@ from nvcli.hub_access import DownloadSize
 from nvcli.models.hub import check_room
 
 SHA = "a" * 40
+TAG, TAG_SHA = "v1", "b" * 40
 CONFIG = (demo_path() / "config.json").read_text()
 SMALL = {"config.json": CONFIG, "tokenizer.json": "{}", "modeling_x.py": "raise SystemExit", "pytorch_model.bin": "x"}
 REPOSITORIES: dict[str, dict[str, str]] = {
@@ -29,6 +30,11 @@ REPOSITORIES: dict[str, dict[str, str]] = {
     "someone/other-kind": {"config.json": '{"architectures": ["OtherForCausalLM"]}', "model.safetensors": "w"},
     "someone/pickles": SMALL,
     "someone/empty": {"README.md": "nothing"},
+    "someone/gguf": {"README.md": "for llama.cpp", "model-Q4_K_M.gguf": "w" * 1000},
+    "someone/adapter": {
+        "adapter_config.json": '{"base_model_name_or_path": "someone/good"}',
+        "adapter_model.safetensors": "w",
+    },
 }
 HUGE = 1 << 60
 """The size of `someone/huge`'s weights, as its hub says."""
@@ -44,11 +50,17 @@ class Hub(http.server.BaseHTTPRequestHandler):
         if path.startswith("api/models/"):
             name, _, rest = self._split(path.removeprefix("api/models/"))
             files = REPOSITORIES[name]
-            if rest.startswith("tree/"):
+            if rest == "revision/v9":
+                self.send_response(404)
+                self.send_header("X-Error-Code", "RevisionNotFound")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+            elif rest.startswith("tree/"):
                 self._answer(json.dumps([self._entry(name, file) for file in files]))
             else:
                 siblings = [{"rfilename": file} for file in files]
-                self._answer(json.dumps({"id": name, "sha": SHA, "siblings": siblings}))
+                sha = TAG_SHA if rest in (f"revision/{TAG}", f"revision/{TAG_SHA}") else SHA
+                self._answer(json.dumps({"id": name, "sha": sha, "siblings": siblings}))
             return
         name, _, rest = self._split(path)
         file = rest.split("/", 2)[2]
@@ -60,7 +72,10 @@ class Hub(http.server.BaseHTTPRequestHandler):
             return
         if self.command == "GET":
             self.fetched.append(f"{name}/{file}")
-        self._answer(REPOSITORIES[name][file], **{"ETag": f'"{self._entry(name, file)["oid"]}"', "X-Repo-Commit": SHA})
+        self._answer(
+            REPOSITORIES[name][file],
+            **{"ETag": f'"{self._entry(name, file)["oid"]}"', "X-Repo-Commit": rest.split("/")[1]},
+        )
 
     do_HEAD = do_GET
 
@@ -103,6 +118,10 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         "    try: answer = str(resolve_model(name, weights=name != 'someone/looked-at'))\n"
         "    except (ConfigError, LoadError) as error: answer = f'{type(error).__name__}: {error}'\n"
         "    print(json.dumps([name, answer, finding.level.name, finding.found]))\n"
+        "for revision in ('v1', 'v9'):\n"
+        "    try: answer = str(resolve_model('someone/good', revision=revision))\n"
+        "    except LoadError as error: answer = str(error)\n"
+        "    print(json.dumps([revision, answer, '', '']))\n"
     )
     done = run_with_hub(Hub, code, REPOSITORIES, home=tmp_path_factory.mktemp("home"))
     assert "dry-run" not in done.stderr
@@ -154,6 +173,22 @@ def test_a_repository_that_holds_no_model(answers: dict[str, dict[str, Any]], na
     assert answers[name]["answer"].startswith("LoadError: ")
     assert told in answers[name]["answer"]
     assert set(fetched(name)) <= {"config.json"}
+
+
+def test_other_kinds_of_repositories_are_named_before_weights_are_fetched(answers: dict[str, dict[str, Any]]) -> None:
+    for told in (answers["someone/gguf"]["answer"], answers["someone/gguf"]["finding"]):
+        assert "someone/gguf: weights in GGUF" in told
+    assert "someone/adapter: a LoRA adapter for someone/good" in answers["someone/adapter"]["answer"]
+    assert fetched("someone/gguf") == []
+    assert fetched("someone/adapter") == ["adapter_config.json"]
+
+
+def test_a_revision_is_downloaded_as_it_is_named(answers: dict[str, dict[str, Any]]) -> None:
+    assert Path(answers["someone/good"]["answer"]).name == SHA
+    folder = Path(answers[TAG]["answer"])
+    assert folder.name == TAG_SHA
+    assert (folder / "model.safetensors").is_file()
+    assert "no such revision (branch, tag or commit) of this model" in answers["v9"]["answer"]
 
 
 def test_as_much_room_as_is_needed_is_enough() -> None:
