@@ -79,7 +79,7 @@ BAD_ROWS = [
     ),
     (b'{"prompt": "\xed\xa0\x80"}', "invalid_json", r"not UTF-8 text (it holds the lone surrogate \ud800"),
     (b'{"prompt": "\\ud800"}', "invalid_json", "not valid JSON"),
-    (b"[" * 100_000, "invalid_json", "nested too deep"),
+    (b"[" * 100_000 + b"]" * 100_000, "invalid_json", "nested too deep"),
     (b'{"prompt": "a", "x": ' + b'{"a":' * 600 + b"1" + b"}" * 601, "invalid_json", "nested too deep; allowed: 400"),
     (b'{"prompt": ' + b"[" * 985 + b"]" * 985 + b"}", "invalid_json", "nested too deep"),
     (b'{"prompt": "a"} {"prompt": "b"}', "invalid_json", "trailing"),
