@@ -97,7 +97,7 @@ def run_here(source: Path, output: Path, facts: JobFacts, order: str, update: bo
             order=order,  # type: ignore[arg-type]
             on_too_long=facts.on_too_long,  # type: ignore[arg-type]
             prompt_field=facts.prompt_key,
-            messages_field=facts.messages_key,
+            messages_field=None if facts.messages_key == "messages" else facts.messages_key,
             id_field=facts.id_key,
             check_columns=False,
             prompt_template=facts.prompt_template,
@@ -124,7 +124,7 @@ def run_command(source: Path, output: Path, facts: JobFacts, order: str, update:
         "job.on_too_long": facts.on_too_long,
         "job.check_columns": "false",
         "job.prompt_field": facts.prompt_key,
-        "job.messages_field": facts.messages_key,
+        "job.messages_field": "null" if facts.messages_key == "messages" else facts.messages_key,
         "job.id_field": facts.id_key,
         "job.prompt_template": "null" if facts.prompt_template is None else f'"{facts.prompt_template}"',
         "job.chat": "never",

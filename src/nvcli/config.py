@@ -32,7 +32,7 @@ from nvcli.config_types import (
     Quantization,
 )
 from nvcli.errors import ConfigError
-from nvcli.job_config import JobConfig, MessageTemplate
+from nvcli.job_config import MESSAGES_KEY, JobConfig, MessageTemplate
 from nvcli.other_names import OWN_KEYS
 from nvcli.sampling_params import MAX_INT, SamplingParams
 from nvcli.task_config import EmbedConfig, ScoreConfig, Task
@@ -435,7 +435,8 @@ def _check_together(run: RunConfig, source: ConfigSource) -> None:
         except ValueError as error:
             fail(path, f"`{join_path(path)}` is {show(size)}; {error}")
     job = run.job
-    keys = [job.prompt_field, job.messages_field, job.id_field, "prompt_token_ids", "sampling", "chat_template_kwargs"]
+    keys = [job.prompt_field, job.messages_field or MESSAGES_KEY, job.id_field, "prompt_token_ids"]
+    keys += ["sampling", "chat_template_kwargs"]
     fields = "`prompt_field`, `messages_field`, `id_field`"
     if run.task == "score":
         keys += [run.score.continuation_field, run.score.choices_field, run.score.answer_field]

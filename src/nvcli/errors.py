@@ -11,6 +11,7 @@
     ├── OutputError      the output cannot be written any further (a full disk); what is written stays
     ├── RowsMissing      the outputs of shards that are to be joined do not have all rows of their job
     ├── ClosedError      an LLM is used after it was closed
+    ├── HopelessJob      the first rows all failed with one cause; the same command goes on with the others
     ├── TooManyErrors    more rows failed than `job.max_errors` allows; what is answered stays
     └── RowError         one input row is bad; it never ends the job, it becomes that row's error answer
 
@@ -80,6 +81,10 @@ class RowsMissing(NvcliError):
 
 class TooManyErrors(NvcliError):
     """More rows failed than the job allows."""
+
+
+class HopelessJob(NvcliError):
+    """The first rows of a job all failed with one cause."""
 
 
 class ClosedError(NvcliError):

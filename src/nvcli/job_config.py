@@ -17,6 +17,9 @@ from nvcli.config_types import (
     ToolParserName,
 )
 
+PROMPT_KEY, MESSAGES_KEY = "prompt", "messages"
+"""The keys of a row's prompt text and of its conversation where a job names no others."""
+
 
 class MessageTemplate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A message that is made of a row's columns."""
@@ -42,16 +45,20 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """How tool calls are found in answers to conversations with tools; auto: as the chat template writes them."""
     max_errors: Annotated[int, Meta(ge=0)] | None = None
     """More failed rows than this in one run end it; null: it goes on to the end."""
+    max_leading_errors: Annotated[int, Meta(ge=0)] = 100
+    """So many rows at the beginning of a job that all fail with one cause end it, if none was answered by then; 0: it
+    goes on."""
     keep_going: bool = False
     """With several copies of the model, one that dies does not end the run: the others compute its rows."""
     sync_seconds: Annotated[float, Meta(ge=0.05, le=3600)] = 2.0
     """Answered rows are on disk at most about this long after they came."""
     reorder_memory: str | PositiveInt = "256MiB"
     """The memory that answered rows may take with `order: input`, before they wait in a temporary file."""
-    prompt_field: Annotated[str, Meta(min_length=1)] = "prompt"
+    prompt_field: Annotated[str, Meta(min_length=1)] = PROMPT_KEY
     """The key (in a table: column) of a row's prompt text."""
-    messages_field: Annotated[str, Meta(min_length=1)] = "messages"
-    """The key of a row's conversation."""
+    messages_field: Annotated[str, Meta(min_length=1)] | None = None
+    """The key of a row's conversation; null: `messages`. Where either this key or `prompt_field` is set to another
+    value than its default, it decides for rows that have both."""
     id_field: Annotated[str, Meta(min_length=1)] = "id"
     """The key of a row's id."""
     check_columns: bool = True

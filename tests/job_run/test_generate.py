@@ -413,7 +413,9 @@ def test_tables_in_and_out(run: Runs) -> None:
     """The rows of a CSV file reach the engine, and a CSV file holds the answers, the prompts and the ids."""
     source = run.folder / "q.csv"
     source.write_text('key,question,sampling\n7,"abc, d","{""n"": 2}"\nx,xyz,\n8,only\n')
-    job = JobConfig(prompt_field="question", id_field="key", keep_input=True, text_field="said", order="input")
+    job = JobConfig(
+        prompt_field="question", chat="never", id_field="key", keep_input=True, text_field="said", order="input"
+    )
     with pytest.raises(FileNotFoundError):  # of JSONL
         run([], inputs=[str(source)], config={"job": job})
     with (run.folder / "q.out.csv").open(newline="") as file:

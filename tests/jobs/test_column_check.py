@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,73 @@ def test_rows_without_a_prompt_among_others_are_error_rows(tmp_path: Path, rows:
     found = read(file_of(tmp_path / "in.jsonl", rows))
     assert [row.place.index for row in found] == list(range(len(rows)))
     assert [isinstance(row, Job) for row in found] == [row is GOOD for row in rows]
+
+
+BOTH = {"prompt": "p", "messages": [{"role": "user", "content": "m"}]}
+CHAT = {"messages": [{"role": "user", "content": "m"}]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        (
+            [BOTH] * 3,
+            "all of its first 3 rows have more than one prompt, .* are given; give one of them\n.*: "
+            "--messages-field messages\n.*: --messages-field none\n",
+        ),
+        ([CHAT], r"its only row has a conversation \(`messages`\), and the model has no .*\n.*: --chat-template FILE"),
+        (
+            [{"custom_id": f"c{n}", "url": "/v1/chat/completions", "body": CHAT} for n in range(150)],
+            r"all of its first 100 rows have a conversation \(`body.messages`\)",
+        ),
+    ],
+)
+def test_other_faults_that_all_rows_share(tmp_path: Path, rows: list[dict[str, Any]], told: str) -> None:
+    path = file_of(tmp_path / "in.jsonl", rows)
+    rules = PromptRules(has_chat_template=False)
+    with pytest.raises(ColumnsError, match=rf"in\.jsonl: {told}"):
+        read(path, RowParser({}, rules=rules))
+    among_others = file_of(tmp_path / "others.jsonl", [*rows, GOOD][-50:])
+    assert len(read(among_others, RowParser({}, rules=rules))) == min(50, len(rows) + 1)
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ('{"prompt": "a"}\n{"prompt": "b"}\n'.encode("utf-16"), "none of its first 3 lines is JSON: it is UTF-16 text"),
+        ('{"prompt": "a"}\n'.encode("utf-16-le"), "it is UTF-16 text\n  convert it: iconv -f UTF-16"),
+        ('{"prompt": "a"}\n'.encode("utf-16-be"), "it is UTF-16 text"),
+        (random.Random(5).randbytes(10_000), "it is binary data"),
+    ],
+)
+def test_what_is_no_text(tmp_path: Path, data: bytes, told: str) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(data)
+    with pytest.raises(ColumnsError, match=told):
+        read(path)
+
+
+@pytest.mark.parametrize("data", [b"{\n" * 150, b'{"prompt": "caf\xe9"}\n', b'{"prompt": "\0"}\n{"prompt": 1}\n'])
+def test_bad_lines_of_text_are_error_rows(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(data)
+    assert len(read(path)) == data.count(b"\n")
+
+
+@pytest.mark.parametrize(
+    ("keys", "has_messages", "copied"),
+    [
+        (RowKeys(deciding="messages"), True, ["prompt"]),
+        (RowKeys(prompt="q", deciding="q"), False, ["prompt", "messages"]),
+        (RowKeys(messages="none", deciding="none"), False, ["q", "messages"]),
+    ],
+)
+def test_a_key_that_is_named_decides(tmp_path: Path, keys: RowKeys, has_messages: bool, copied: list[str]) -> None:
+    row = {"prompt": "p", **({"q": "q"} if "q" in (keys.prompt, *copied) else {}), "messages": CHAT["messages"]}
+    (job,) = read(file_of(tmp_path / "in.jsonl", [row]), RowParser({}, keys))
+    assert isinstance(job, Job)
+    assert (job.messages is not None) is has_messages
+    assert sorted(job.place.extra) == sorted(copied)
 
 
 def test_a_limit_bounds_what_is_looked_at(tmp_path: Path) -> None:

@@ -13,13 +13,14 @@ import msgspec
 from nvcli.config import RunConfig
 from nvcli.engine.request import Request
 from nvcli.errors import ConfigError
+from nvcli.job_run.chat_choice import choose_chat
 from nvcli.job_run.open_rows import OpenRow
 from nvcli.job_run.resolve import make_parser, own_chat_template, sampling_defaults
 from nvcli.job_run.text.chat_renderer import ChatRenderer
 from nvcli.job_run.text.model_limits import ModelLimits
 from nvcli.job_run.text.prepare import PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
-from nvcli.job_run.text.tokenizer_files import check_tokenizer_files
+from nvcli.job_run.text.tokenizer_files import check_tokenizer_files, has_chat_template
 from nvcli.jobs.files import STREAM, check_inputs, expand_inputs
 from nvcli.jobs.input.fetch import fetch_inputs
 from nvcli.jobs.input.reader import RowReader
@@ -45,8 +46,10 @@ def prepared_rows(
         on_too_long=run.job.on_too_long,
         special_tokens=run.job.special_tokens,
     )
-    parser = make_parser(run.job, sampling_defaults(run, model))
     template = own_chat_template(run.job)
+    has_template = has_chat_template(model_path) if template is None else bool(template)
+    chat = choose_chat(run, is_task=False, has_chat_template=has_template)
+    parser = make_parser(run.job, sampling_defaults(run, model), chat=chat, has_chat_template=has_template)
     with closing(ChatRenderer(model_path, chat_template=template)) as chat_renderer:
         preparer = Preparer(Tokenizer.load(model_path, chat_template=template), limits, chat_renderer.render)
         reader = RowReader(inputs, parser, limit=limit, check_columns=run.job.check_columns)

@@ -27,6 +27,7 @@ from nvcli.config import RunConfig
 from nvcli.config_source import ConfigSource
 from nvcli.end_signals import handle_end_signals
 from nvcli.errors import ConfigError, InputChanged, NvcliError
+from nvcli.job_run.leading_errors import LeadingErrors
 from nvcli.job_run.resolve import ResolvedJob, resolve_job
 from nvcli.job_run.settings import Setting, is_telling, sampling_settings
 from nvcli.job_run.text.chat_renderer import ChatRenderer
@@ -156,6 +157,7 @@ class _Reading:
             finds_equal_rows=run.job.plan,
         )
         self._prompts: list[ShownPrompt] = []
+        self._leading = LeadingErrors(run.job.max_leading_errors)
         self._seconds = 0.0
 
     def read(self, num_prompts: int, progress: CheckProgress) -> NvcliError | KeyboardInterrupt | None:
@@ -168,6 +170,7 @@ class _Reading:
                 for rows in self._prepared(tokenizer):
                     for row in rows:
                         tally.add(row)
+                        self._note_failure(row)
                         if len(self._prompts) < num_prompts and isinstance(row, PreparedRow):
                             self._prompts.append(show_prompt(row, tokenizer))
                     progress.update(tally.rows, _share_read(self._reader))
@@ -181,6 +184,14 @@ class _Reading:
         if variables and tokenizer.chat_template:
             self._reader.warnings.add_unknown_variables(unknown_variables(tokenizer.chat_template, variables))
         return None
+
+    def _note_failure(self, row: PreparedRow | JobResult) -> None:
+        leading = self._leading
+        if leading.is_open and isinstance(row, JobResult):
+            leading.expect(row.place.index)
+            leading.add(row)
+        else:
+            leading.is_open = False
 
     def _prepared(self, tokenizer: Tokenizer) -> Iterator[list[PreparedRow | JobResult]]:
         """Yield batches of rows as `generate` prepares them."""
@@ -208,6 +219,13 @@ class _Reading:
         """Report on the rows that were read."""
         job, tally, warnings = self._job, self._tally, self._reader.warnings
         estimated = self.estimate(options)
+        leading = self._leading
+        hopeless = []
+        if leading.all_failed and leading.first is not None:
+            hopeless.append(
+                f"the first {job.run.job.max_leading_errors:,} rows all fail with {leading.first.type}: a run ends "
+                "there, unless `job.max_leading_errors` is 0"
+            )
         settings = sampling_settings(job.run, job.model.generation_defaults, source.setter) if job.task is None else []
         return CheckReport(
             inputs=list(job.inputs),
@@ -228,7 +246,7 @@ class _Reading:
             cached_tokens=tally.cached_tokens,
             cached_tokens_are_exact=tally.blocks is None or tally.blocks.is_exact,
             notes=[*job.notes, *job.describe_kinds(self._reader.kinds)],
-            warnings=[line.removeprefix("warning: ") for line in warnings.take_new()] + warnings.totals(),
+            warnings=[line.removeprefix("warning: ") for line in warnings.take_new()] + warnings.totals() + hopeless,
             sampling=list(filter(is_telling, settings)),
             rows_with_own_sampling=tally.rows_with_own_sampling,
             answers=sum(tally.answers.values()),

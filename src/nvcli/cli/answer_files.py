@@ -130,8 +130,8 @@ def _answer(
     job: ResolvedJob | None = None,
 ) -> Summary:
     """Do one job, and say how it went. `engines` and `job` are those of `generate`: the job is one of several."""
-    from nvcli.errors import OutputError, TooManyErrors, WorkerError, reworded
-    from nvcli.job_run.early_end import next_steps, resume_hint
+    from nvcli.errors import HopelessJob, OutputError, TooManyErrors, WorkerError, reworded
+    from nvcli.job_run.early_end import go_on_hint, next_steps, resume_hint
     from nvcli.job_run.generate import generate
     from nvcli.job_run.progress.summary import format_summary
     from nvcli.jobs.output.sink import OutputClosed
@@ -164,6 +164,8 @@ def _answer(
         raise Interrupted(hint()) from None
     except (WorkerError, OutputError, TooManyErrors) as error:
         raise reworded(error, f"{error}\n{hint()}") from error
+    except HopelessJob as error:
+        raise reworded(error, f"{error}\n{go_on_hint(sys.argv)}") from error
     except OutputClosed:
         raise OutputGone from None
     steps = next_steps(sys.argv, output=summary.output, errors=summary.errors)

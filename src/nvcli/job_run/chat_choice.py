@@ -13,7 +13,8 @@ import msgspec
 
 from nvcli.config import JobConfig, RunConfig
 from nvcli.errors import ConfigError
-from nvcli.job_run.settings import SetterOf
+from nvcli.job_config import PROMPT_KEY
+from nvcli.job_run.settings import SetterOf, unknown_setter
 from nvcli.jobs.output.manifest import CHAT_FACT
 from nvcli.jobs.rows.prompt_forms import ChatForms
 
@@ -26,7 +27,9 @@ _FACTS = {
 """Choices by their facts. That of earlier versions has none: prompts went to the model as they were."""
 
 
-def choose_chat(run: RunConfig, *, is_task: bool, has_chat_template: bool, setter_of: SetterOf) -> ChatForms:
+def choose_chat(
+    run: RunConfig, *, is_task: bool, has_chat_template: bool, setter_of: SetterOf = unknown_setter
+) -> ChatForms:
     """Return which texts become messages. Raises ConfigError where all shall and the model has no chat template.
 
     `is_task` says that something else is made of rows than answers: what is scored or embedded is the text itself.
@@ -47,7 +50,7 @@ def choose_chat(run: RunConfig, *, is_task: bool, has_chat_template: bool, sette
 
 def names_prompt(job: JobConfig) -> bool:
     """Tell whether the job says where prompts come from."""
-    return job.prompt_field != "prompt" or job.prompt_template is not None
+    return job.prompt_field != PROMPT_KEY or job.prompt_template is not None
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 
 from nvcli.engine.request import EngineStats
 from nvcli.job_run.answer_lengths import AnswerLengths
+from nvcli.job_run.leading_errors import LeadingErrors
 from nvcli.job_run.outcomes import Outcomes
 from nvcli.job_run.text.prepare import PreparedRow
 from nvcli.jobs.job import JobResult
@@ -33,6 +34,8 @@ class Counts:
         self.completion_tokens = 0
         self.deduplicated_tokens = 0
         """Prompt and answer tokens of rows that were not computed."""
+        self.leading = LeadingErrors(0)
+        """The first rows, as long as all that is done has failed."""
         self.lengths = AnswerLengths()
         """The samples that have ended, those of rows that are not done yet included."""
         self.started_at: float | None = None
@@ -113,6 +116,8 @@ class Counts:
         usage = result.usage
         self.rows_done += 1
         self.outcomes.add(result, None if prepared is None or prepared.task is not None else prepared.sampling)
+        if self.leading.is_open:
+            self.leading.add(result)
         if result.error is not None:
             self.errors[result.error.type] += 1
         if computed:

@@ -163,6 +163,15 @@ def resume_command(argv: Sequence[str]) -> str:
     return _command([word for word in argv if word not in ("--overwrite", "--retry-errors")])
 
 
+def go_on_hint(argv: Sequence[str]) -> str:
+    """Return lines that say how a job goes on whose first rows all failed. `argv` is the command line of this run."""
+    command = resume_command(argv)
+    return (
+        "change the settings and run the job again, or mend the input and add --update; to go on all the same:\n"
+        f"  {command} --set job.max_leading_errors=0"
+    )
+
+
 def next_steps(argv: Sequence[str], *, output: str, errors: Collection[str]) -> dict[str, str]:
     """Return what to type after a job that came to its end: commands, each with what it does.
 

@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from nvcli.byte_sizes import parse_size
 from nvcli.chat_template import unknown_variables
 from nvcli.config import JobConfig, RunConfig
-from nvcli.errors import ConfigError, NvcliError, TooManyErrors, WorkerError
+from nvcli.errors import ConfigError, HopelessJob, NvcliError, TooManyErrors, WorkerError
 from nvcli.job_run.counts import Counts
 from nvcli.job_run.early_end import Interrupts, RowTracebacks, keep_traceback
 from nvcli.job_run.engines import EngineSet, StartEngine, describe_ready, start_engine
 from nvcli.job_run.feeder import Feeder
+from nvcli.job_run.leading_errors import LeadingErrors
 from nvcli.job_run.loop import Engine, JobLoop
 from nvcli.job_run.plan import RunPlan, make_duplicates, make_planner, plan_replicas, plan_run
 from nvcli.job_run.progress.display import Progress
@@ -74,8 +75,9 @@ def generate(
     `start` starts the engine of one replica. With `engines`, those are used and go on running for other jobs. `job` is
     what the settings of the job were resolved to, if they were. `on_begin` is called once the run has begun a new
     output; what was there before is gone then. Raises ConfigError, LoadError, CapacityError, ModelError, WorkerError,
-    InputChanged, OutputError or TooManyErrors; OutputClosed when nobody reads the output any more; KeyboardInterrupt
-    after a signal that asks for the end (`end_signals`). Rows that were answered by then are in the output.
+    InputChanged, OutputError, TooManyErrors or HopelessJob; OutputClosed when nobody reads the output any more;
+    KeyboardInterrupt after a signal that asks for the end (`end_signals`). Rows that were answered by then are in the
+    output.
     """
     started_at = time.monotonic()
     for flag, is_given in (("--retry-errors", retry_errors), ("--update", update)):
@@ -149,6 +151,8 @@ class _JobRun:
         self._generated_at: float | None = None
         self._counts = Counts(convert(dict(job.sampling_defaults), SamplingParams))
         self._counts.rows_resumed = opened.answered.all.count
+        if opened.answered.all.count == opened.answered.failed.count:
+            self._counts.leading = LeadingErrors(job.run.job.max_leading_errors)
         self._reports: list[EngineReady] = []
         self._reader = job.make_reader(opened.answered, opened.digests)
         self._feeder = Feeder(
@@ -185,6 +189,7 @@ class _JobRun:
             self._feeder.start()
             loop.run(lambda: self._each_round(check_interrupts))
             self._engines.next_request_id = loop.next_request_id
+            self._tell()
             self._check_errors()
             self._generated_at = time.monotonic()
             check_unchanged(self._job.known_inputs)
@@ -283,21 +288,33 @@ class _JobRun:
 
     def _each_round(self, check_interrupts: Callable[[], None]) -> None:
         check_interrupts()
+        self._tell()
+        self._progress.update(self._view)
+        self._timeline.sample()
+        self._check_errors()
+
+    def _tell(self) -> None:
+        """Tell the user of what was found in the rows since the last time."""
         if new_kinds := self._reader.kinds - self._told_kinds:
             self._told_kinds |= new_kinds
             for note in self._job.describe_kinds(new_kinds):
                 self._progress.note(note)
         for warning in self._reader.warnings.take_new():
             self._progress.warn(warning)
-        self._progress.update(self._view)
-        self._timeline.sample()
-        self._check_errors()
 
     def _check_errors(self) -> None:
-        """Raise TooManyErrors where more rows failed than `job.max_errors` allows.
+        """Raise TooManyErrors where more rows failed than `job.max_errors` allows, and HopelessJob where the first
+        ones all failed with one cause.
 
         Rows that failed in earlier runs do not count: the same command gets further each time.
         """
+        leading = self._counts.leading
+        if leading.all_failed:
+            assert leading.first is not None
+            raise HopelessJob(
+                f"the first {self._job.run.job.max_leading_errors:,} rows all failed with {leading.first.type}, such "
+                f"as {leading.first.message}\nthe others would likely fail too, so the run ends"
+            )
         counts, allowed = self._counts, self._job.run.job.max_errors
         if allowed is not None and counts.rows_failed > allowed:
             kinds = ", ".join(f"{kind} {count:,}" for kind, count in counts.errors.most_common())

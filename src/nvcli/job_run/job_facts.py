@@ -15,6 +15,7 @@ import msgspec
 
 from nvcli.config import EngineConfig, JobConfig, RunConfig
 from nvcli.errors import LoadError
+from nvcli.job_config import MESSAGES_KEY
 from nvcli.jobs.input.digests import digest_file
 from nvcli.jobs.output.manifest import CHAT_FACT
 from nvcli.jobs.rows.task_rows import TaskRows
@@ -75,7 +76,7 @@ def job_facts(
         "job.on_too_long": run.job.on_too_long,
         "job.special_tokens": run.job.special_tokens,
         "job.prompt_field": run.job.prompt_field,
-        "job.messages_field": run.job.messages_field,
+        "job.messages_field": run.job.messages_field or MESSAGES_KEY,
         "job.id_field": run.job.id_field,
     }
     if config.hf_overrides:

@@ -185,6 +185,8 @@ class JobLoop:
                 return
             failed: list[tuple[PreparedRow | None, JobResult]] = []
             for row in batch:
+                if self._counts.leading.is_open:
+                    self._counts.leading.expect(row.place.index)
                 if isinstance(row, JobResult):
                     failed.append((None, row))
                 elif self._duplicates is None or self._duplicates.admit(row):

@@ -19,6 +19,7 @@ from nvcli.chat_template import read_chat_template
 from nvcli.config import AttentionBackends, EngineConfig, JobConfig, RunConfig, kv_dtype
 from nvcli.config_types import ModelDtype
 from nvcli.errors import ConfigError
+from nvcli.job_config import MESSAGES_KEY, PROMPT_KEY
 from nvcli.job_run.chat_choice import ChatChoice, choose_chat, keep_choice
 from nvcli.job_run.default_sampling import check_default_sampling
 from nvcli.job_run.device import detect_device
@@ -144,7 +145,13 @@ class ResolvedJob(ResolvedModel):
 
         `digests` takes the digests of the rows.
         """
-        parser = make_parser(self.run.job, self.sampling_defaults, chat=self.chat, task=self.task)
+        parser = make_parser(
+            self.run.job,
+            self.sampling_defaults,
+            chat=self.chat,
+            has_chat_template=self.has_chat_template,
+            task=self.task,
+        )
         return RowReader(
             self.inputs,
             parser,
@@ -198,7 +205,15 @@ def resolve_job(
         parsers: list[RowParser] = []
 
         def new_parser() -> RowParser:
-            parsers.append(make_parser(run.job, resolved.sampling_defaults, chat=chat.forms, task=resolved.task))
+            parsers.append(
+                make_parser(
+                    run.job,
+                    resolved.sampling_defaults,
+                    chat=chat.forms,
+                    has_chat_template=resolved.has_chat_template,
+                    task=resolved.task,
+                )
+            )
             return parsers[-1]
 
         rows = check_first_rows(names if limit is None else names[:1], new_parser, limit=limit)
@@ -475,15 +490,19 @@ def make_parser(
     *,
     chat: ChatForms = ChatForms(),  # noqa: B008 - it is frozen
     keep: Callable[[Any], Any] = as_json,
+    has_chat_template: bool = True,
     caller: Caller | None = None,
     task: TaskRows | None = None,
 ) -> RowParser:
-    """Make the parser of a job's rows, in which texts become messages as `chat` says. `keep`, `caller` and `task`
-    are those of `RowParser`."""
+    """Make the parser of a job's rows, in which texts become messages as `chat` says.
+
+    `has_chat_template` says whether the model has one. `keep`, `caller` and `task` are those of `RowParser`.
+    """
     rules = PromptRules(
         prompt_template=None if job.prompt_template is None else TextTemplate(job.prompt_template),
         messages_template=tuple((each.role, TextTemplate(each.content)) for each in job.messages_template),
         chat=chat,
+        has_chat_template=has_chat_template,
         system=job.system,
         chat_template_kwargs=job.chat_template_kwargs,
     )
@@ -494,7 +513,10 @@ def make_parser(
 
 def row_keys(job: JobConfig) -> RowKeys:
     """Return the keys under which the rows of a job say something to nvcli."""
-    return RowKeys(prompt=job.prompt_field, messages=job.messages_field, id=job.id_field)
+    prompt, messages = job.prompt_field, job.messages_field or MESSAGES_KEY
+    named = [prompt] if prompt != PROMPT_KEY else []
+    named += [messages] if job.messages_field is not None else []
+    return RowKeys(prompt=prompt, messages=messages, id=job.id_field, deciding=named[0] if len(named) == 1 else None)
 
 
 def own_chat_template(job: JobConfig) -> str | None:

@@ -134,6 +134,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What the row asks for in place of a generated answer; None: it asks for an answer."""
 
     @property
+    def says_what_follows(self) -> bool:
+        """Whether it says how its conversation goes on: with its last message, or with no beginning of an answer."""
+        given = self.template_arguments or {}
+        return "continue_final_message" in given or "add_generation_prompt" in given
+
+    @property
     def wants_grammar(self) -> bool:
         """Whether its answer is held to a grammar."""
         return self.sampling.structured is not None or self.call_rule is not None

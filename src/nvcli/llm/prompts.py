@@ -18,7 +18,7 @@ def config_for_prompts(run: RunConfig, *, raw: bool) -> RunConfig:
     job = msgspec.structs.replace(
         run.job,
         prompt_field="prompt",
-        messages_field="messages",
+        messages_field=None,
         id_field="id",
         prompt_template=None,
         messages_template=[],

@@ -1,18 +1,24 @@
-"""Says that an input has its prompts in other columns than those that the job reads, before all rows become errors."""
+"""Says by the first rows of an input that none of it can be answered, before all rows become errors: its prompts stand
+in other columns, the model has no chat template, or it is no text."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple
 
 from nvcli.errors import ConfigError
-from nvcli.jobs.job import JobResult
+from nvcli.jobs.job import Job, JobResult, RowForm
+from nvcli.jobs.line_splitter import DroppedLine
 from nvcli.jobs.rows.native_row import RowKeys
+from nvcli.jobs.rows.parser import Row, RowParser
 from nvcli.jobs.rows.prompt_rules import PromptRules
 from nvcli.validation import shorten
 
 MAX_HELD_ROWS = 100
-"""So many rows at the beginning of an input must all lack a prompt, or all rows of a shorter one."""
+"""So many rows at the beginning of an input must all have the same fault, or all rows of a shorter one."""
 _SHOWN_COLUMNS = 12
 _PROMPT_NAMES = ("prompt", "prompts", "question", "instruction", "input", "query", "problem", "text", "content")
 _MESSAGES_NAMES = ("messages", "conversation", "conversations", "chat", "dialog", "dialogue")
@@ -20,12 +26,108 @@ _MESSAGES_NAMES = ("messages", "conversation", "conversations", "chat", "dialog"
 
 
 class ColumnsError(ConfigError):
-    """The columns of an input are not those that the job reads, or its header does not name them."""
+    """The columns of an input are not those that the job reads, or its header does not name them; or none of it can be
+    answered for another reason, by its first rows."""
 
 
-def lacks_prompt(row: JobResult) -> bool:
-    """Tell whether a row is an error because the columns are missing that make its prompt."""
-    return row.error is not None and row.error.type in ("missing_prompt", "missing_column")
+class Fault(Enum):
+    """The fault of a row that all rows of an input are likely to share."""
+
+    NO_PROMPT = 1
+    TWO_PROMPTS = 2
+    NO_CHAT_TEMPLATE = 3
+    NO_JSON = 4
+
+
+_FAULTS = {
+    **dict.fromkeys(("missing_prompt", "missing_column"), Fault.NO_PROMPT),
+    "conflicting_prompts": Fault.TWO_PROMPTS,
+    **dict.fromkeys(("invalid_json", "not_an_object", "line_too_long"), Fault.NO_JSON),
+}
+_CONTROLS = bytes({*range(32)} - {*b"\t\n\r\f"})
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+
+
+class FaultyRow(NamedTuple):
+    """A row with a fault, as the reader holds it back."""
+
+    row: Job | JobResult
+    num_bytes: int
+    fault: Fault
+    start: bytes
+    """The first bytes of a line that is no JSON; empty for other faults."""
+    is_binary: bool
+
+
+def fault_of(row: Job | JobResult, line: Row, num_bytes: int, rules: PromptRules) -> FaultyRow | None:
+    """Return a row that has a fault, and None for another one. `line` is what was read, and takes `num_bytes`."""
+    fault: Fault | None = None
+    if isinstance(row, Job):
+        if row.messages is not None and not rules.has_chat_template:
+            fault = Fault.NO_CHAT_TEMPLATE
+    elif row.error is not None:
+        fault = _FAULTS.get(row.error.type)
+    if fault is None or (fault is Fault.NO_JSON and not isinstance(line, bytes | DroppedLine)):
+        return None
+    if fault is not Fault.NO_JSON or not isinstance(line, bytes):
+        return FaultyRow(row, num_bytes, fault, b"", is_binary=False)
+    return FaultyRow(row, num_bytes, fault, line[:8], len(line) != len(line.translate(None, _CONTROLS)))
+
+
+def refusal(name: str, held: Sequence[FaultyRow], parser: RowParser) -> ColumnsError | None:
+    """Return the error of the input `name`, whose first rows all have the same fault; None: they may be bad rows among
+    others."""
+    rows = [each.row for each in held]
+    match held[0].fault:
+        case Fault.NO_PROMPT:
+            failed = [row for row in rows if isinstance(row, JobResult)]
+            return wrong_columns(name, failed, parser.keys, parser.rules)
+        case Fault.TWO_PROMPTS:
+            return _two_prompts(name, rows, parser)
+        case Fault.NO_CHAT_TEMPLATE:
+            key = "body.messages" if all(row.place.form is RowForm.CHAT for row in rows) else "messages"
+            return ColumnsError(
+                f"{name}: {_all_of(rows)} a conversation (`{key}`), and the model has no chat template\n"
+                "  name one: --chat-template FILE\n"
+                "  or make an error row of each conversation: --set job.check_columns=false"
+            )
+        case Fault.NO_JSON:
+            return _no_text(name, held)
+
+
+def _two_prompts(name: str, rows: Sequence[Job | JobResult], parser: RowParser) -> ColumnsError:
+    error = rows[0].error if isinstance(rows[0], JobResult) else None
+    assert error is not None
+    keys, way_out = parser.keys, ""
+    if f"`{keys.prompt}` and `{keys.messages}`" in error.message and keys.are_defaults:
+        way_out = (
+            f"\n  take the conversations: --messages-field {keys.messages}\n  take the prompts: --messages-field none"
+        )
+    return ColumnsError(
+        f"{name}: {_all_of(rows)} more than one prompt, so none of them can be answered: {error.message}{way_out}\n"
+        "  or make an error row of each: --set job.check_columns=false"
+    )
+
+
+def _no_text(name: str, held: Sequence[FaultyRow]) -> ColumnsError | None:
+    """Return the error of an input whose first lines are no JSON; None where it may be text."""
+    start = held[0].start
+    halves = {any(start[::2]), any(start[1::2])}  # every second byte of plain letters is 0
+    if start.startswith(_UTF16_MARKS) or (len(start) > 1 and halves == {True, False}):
+        command = "iconv -f UTF-16 -t UTF-8"
+        command += f" {shlex.quote(name)} > utf8.jsonl" if Path(name).exists() else ", before the pipe to nvcli"
+        what, way_out = "it is UTF-16 text", f"convert it: {command}"
+    elif 2 * sum(each.is_binary for each in held) > len(held):
+        what, way_out = "it is binary data", "name a file of rows"
+    else:
+        return None
+    which = "its only line is" if len(held) == 1 else f"none of its first {len(held)} lines is"
+    none = " no" if len(held) == 1 else ""
+    return ColumnsError(f"{name}: {which}{none} JSON: {what}\n  {way_out}")
+
+
+def _all_of(rows: Sequence[Job | JobResult]) -> str:
+    return "its only row has" if len(rows) == 1 else f"all of its first {len(rows)} rows have"
 
 
 def wrong_columns(name: str, rows: Sequence[JobResult], keys: RowKeys, rules: PromptRules) -> ColumnsError:

@@ -16,7 +16,7 @@ from nvcli.errors import ConfigError, InputChanged, unexpected
 from nvcli.jobs.compression import CompressionError
 from nvcli.jobs.file_formats import input_format
 from nvcli.jobs.files import STREAM
-from nvcli.jobs.input.column_check import MAX_HELD_ROWS, ColumnsError, lacks_prompt, wrong_columns
+from nvcli.jobs.input.column_check import MAX_HELD_ROWS, ColumnsError, FaultyRow, fault_of, refusal
 from nvcli.jobs.input.known_input import KnownInput
 from nvcli.jobs.input.line_source import DamagedInput, LineSource
 from nvcli.jobs.job import Job, JobId, JobResult
@@ -145,7 +145,7 @@ class RowReader:
         batch = _Batch()
         for name in self._inputs:
             try:
-                for row, num_bytes in self._checked(name) if self._check_columns else self._rows(name):
+                for row, num_bytes in self._checked(name) if self._check_columns else _with_sizes(self._rows(name)):
                     is_due = batch.add(row, num_bytes) if row is not None else bool(batch.rows)
                     if is_due:
                         yield batch.take()
@@ -184,39 +184,45 @@ class RowReader:
         return rows
 
     def _checked(self, name: str) -> Iterator[tuple[Job | JobResult | None, int]]:
-        """Yield what `_rows` yields. The first rows are held back until one of them is not without a prompt.
+        """Yield what `_rows` yields, without the lines. The first rows are held back until one of them has not the
+        fault that those before it have.
 
         Raises ColumnsError where there is no such row among them. Where some rows are answered, the job's columns are
         known to be right.
         """
-        held: list[tuple[JobResult, int]] = []
+        held: list[FaultyRow] = []
         rows = self._rows(name)
-        for row, num_bytes in rows:
-            if isinstance(row, JobResult) and lacks_prompt(row):
-                held.append((row, num_bytes))
-                if len(held) == MAX_HELD_ROWS:
-                    break
-            elif row is not None or not held:
-                yield from held
-                yield row, num_bytes
-                if row is not None:
-                    yield from rows
-                    return
+        for row, line in rows:
+            if row is None or line is None:
+                if not held:
+                    yield None, 0
+                continue
+            faulty = fault_of(row, line, _num_bytes(line), self._parser.rules)
+            if faulty is None or (held and faulty.fault is not held[0].fault):
+                yield from ((each.row, each.num_bytes) for each in held)
+                yield row, _num_bytes(line)
+                yield from _with_sizes(rows)
+                return
+            held.append(faulty)
+            if len(held) == MAX_HELD_ROWS:
+                break
         if held and not self.rows_passed_over:
-            raise wrong_columns(_label(name), [row for row, _ in held], self._parser.keys, self._parser.rules)
-        yield from held
-        yield from rows
+            error = refusal(_label(name), held, self._parser)
+            if error is not None:
+                raise error
+        yield from ((each.row, each.num_bytes) for each in held)
+        yield from _with_sizes(rows)
 
-    def _rows(self, name: str) -> Iterator[tuple[Job | JobResult | None, int]]:
-        """Yield the rows of one input with the bytes of their lines, and None before a read that may have to wait."""
+    def _rows(self, name: str) -> Iterator[tuple[Job | JobResult | None, Row | None]]:
+        """Yield the rows of one input with their lines, and None before a read that may have to wait."""
         for line in self._lines(name):
             if line is None:
-                yield None, 0
+                yield None, None
                 continue
             row = self._row(line, name)
             self.rows_read += 1
             if row is not None:
-                yield row, _num_bytes(line)
+                yield row, line
             if self._is_at_limit:
                 return
 
@@ -224,6 +230,7 @@ class RowReader:
         """Yield the lines of one input that are rows, and None before a read that may have to wait."""
         source = self._source = _open_source(name, self._known.get(name), self._parser.has_prompt)
         self._line_number = 0
+        is_empty = True
         for line in source.lines():
             if line is None:
                 yield None
@@ -231,11 +238,15 @@ class RowReader:
             self._line_number += 1
             if isinstance(line, bytes):
                 if line and not line.isspace():
+                    is_empty = False
                     yield line
             elif isinstance(line, BlankLines):
                 self._line_number += line.num_lines - 1
             else:
+                is_empty = False
                 yield line
+        if is_empty:
+            self._parser.warnings.add_empty(_label(name))
         self._bytes_before += source.bytes_read
         self._source = None
 
@@ -327,6 +338,14 @@ def _open_source(name: str, known: KnownInput | None, has_prompt: Callable[[Coll
             from nvcli.jobs.input.arrow_source import ArrowSource
 
             return ArrowSource(Path(name), known)
+
+
+def _with_sizes(
+    rows: Iterator[tuple[Job | JobResult | None, Row | None]],
+) -> Iterator[tuple[Job | JobResult | None, int]]:
+    """Yield rows with the bytes of their lines."""
+    for row, line in rows:
+        yield row, 0 if line is None else _num_bytes(line)
 
 
 def _num_bytes(line: Row) -> int:

@@ -59,6 +59,7 @@ class FileOutput(JobOutput):
                 leftover.unlink(missing_ok=True)
             self._take_mode_of_table()
             is_new = options.overwrite or not (self._file.size or (is_table(path) and _size(path)))
+            is_new = is_new or self._holds_no_answer()
             if not is_new:
                 self._job = self._check_job()
                 self.form = output_form(path, self._job, options)
@@ -148,6 +149,28 @@ class FileOutput(JobOutput):
             sync_folder(self._path.parent)
         self._guard.begin()
         self._options.on_begin()
+
+    def _holds_no_answer(self) -> bool:
+        """Tell whether the output has nothing but failed rows of a job with other settings, which is begun anew then:
+        no answer is lost."""
+        try:
+            manifest = load_manifest(self._path)
+        except ConfigError:
+            return False
+        if manifest is None or not self._options.can_continue or manifest.input_differences(self._job):
+            return False
+        settings = manifest.setting_differences(self._job)
+        if not settings or not self._file.size:  # a table without the rows beside it has answers
+            return False
+        answered = scan_output(self._file.path).answered
+        if answered.all.count > answered.failed.count:
+            return False
+        lines = "".join(f"\n  {line}" for line in settings)
+        self.notes.append(
+            f"{self._path} has no answers, but {answered.failed.count:,} failed rows of a job with other settings; it "
+            f"is begun anew:{lines}"
+        )
+        return True
 
     def _check_job(self) -> Manifest:
         """Return the manifest of the output that is there. Raises ConfigError where it is of another job."""

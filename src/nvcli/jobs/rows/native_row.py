@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from nvcli.errors import RowError
+from nvcli.job_config import MESSAGES_KEY, PROMPT_KEY
 from nvcli.jobs.job import Job, JobId, Place
 from nvcli.jobs.rows.conversation import check_messages
 from nvcli.jobs.rows.conversation_options import conversation_options
@@ -18,18 +19,18 @@ from nvcli.jobs.rows.raw_values import is_null
 from nvcli.sampling_params import MAX_INT, SamplingParams
 from nvcli.validation import InvalidValue, convert, show
 
-_PROMPT, _MESSAGES = "prompt", "messages"
-
 
 class RowKeys(msgspec.Struct, frozen=True, kw_only=True):
     """The keys under which a row says something to nvcli; every other key is passed through."""
 
-    prompt: str = _PROMPT
-    messages: str = _MESSAGES
+    prompt: str = PROMPT_KEY
+    messages: str = MESSAGES_KEY
     prompt_token_ids: str = "prompt_token_ids"
     id: str = "id"
     sampling: str = "sampling"
     chat_template_kwargs: str = "chat_template_kwargs"
+    deciding: str | None = None
+    """The key that has the prompt of rows with several of `prompts`; None: such rows are errors."""
 
     @property
     def prompts(self) -> tuple[str, ...]:
@@ -38,12 +39,12 @@ class RowKeys(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def are_defaults(self) -> bool:
         """Whether prompts have the keys that they have where a job names no other."""
-        return (self.prompt, self.messages) == (_PROMPT, _MESSAGES)
+        return (self.prompt, self.messages) == (PROMPT_KEY, MESSAGES_KEY)
 
     @property
     def names_prompt(self) -> bool:
         """Whether the job names the key of prompts."""
-        return self.prompt != _PROMPT
+        return self.prompt != PROMPT_KEY
 
     @property
     def beside_prompt(self) -> frozenset[str]:

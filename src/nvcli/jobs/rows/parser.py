@@ -177,8 +177,11 @@ class RowParser:
                 kind = PromptKind.OTHER_TEXT
             if kind is not None:
                 self.kinds.add(kind)
-            if job.messages is None and self.rules.is_for_conversations:
-                warnings.add_prompt(where)
+            if job.messages is None:
+                if self.rules.is_for_conversations:
+                    warnings.add_prompt(where)
+            elif self._task is None and job.messages[-1]["role"] == "assistant" and not job.says_what_follows:
+                warnings.add_answered(where)
             return job
         except RowError as error:
             if row_id is None:
@@ -201,6 +204,8 @@ class RowParser:
         if self.rules.has_template:
             return PromptKind.PROMPT if self.rules.prompt_template is not None else None
         keys = self.keys
+        if keys.deciding == keys.messages and not is_null(given.get(keys.messages)):
+            return None
         if not is_null(given.get(keys.prompt)):
             return PromptKind.OTHER_TEXT if isinstance(row, str) and keys.names_prompt else PromptKind.PROMPT
         if not self._knows_forms or any(not is_null(given.get(key)) for key in keys.prompts):
@@ -212,7 +217,13 @@ class RowParser:
         if kind in KEYS_OF_KIND:
             own_keys = self._conversation_keys if kind is PromptKind.CONVERSATIONS else self._own_keys
             return own_keys | KEYS_OF_KIND[kind]
-        return self._own_keys if is_null(given.get(self.keys.messages)) else self._conversation_keys
+        own_keys = self._own_keys if is_null(given.get(self.keys.messages)) else self._conversation_keys
+        deciding = self.keys.deciding
+        if deciding is None or self.rules.has_template or is_null(given.get(deciding)):
+            return own_keys
+        if deciding == self.keys.prompt:
+            own_keys = self._own_keys
+        return own_keys.difference(key for key in self.keys.prompts if key != deciding)
 
     def identify(self, row: Row, *, index: int, is_good: bool = False) -> RowIdentity:
         """Return the id of a row that this run does not answer, and take it.

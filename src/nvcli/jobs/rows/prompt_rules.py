@@ -32,6 +32,8 @@ class PromptRules(msgspec.Struct, frozen=True, kw_only=True):
     """The role and the content of each message."""
     chat: ChatForms = ChatForms()
     """The texts that become conversations."""
+    has_chat_template: bool = True
+    """Whether the model has one, so that conversations can be answered."""
     system: str | None = None
     """The system message of conversations that have none."""
     chat_template_kwargs: Mapping[str, Any] = {}

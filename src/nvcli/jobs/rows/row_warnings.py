@@ -37,6 +37,7 @@ class RowWarnings:
         self._new: deque[str] = deque()
         self._without_conversation = 0
         self._with_nonfinite = 0
+        self._answered = 0
         self._counts: Counter[str] = Counter()
 
     def add_keys(self, keys: Iterable[str], where: str) -> None:
@@ -55,7 +56,7 @@ class RowWarnings:
         if self._without_conversation == 1:
             self._new.append(
                 f"warning: {where} is no conversation, so neither --system nor --chat-template-kwargs has an effect on "
-                "it; give `messages`, or make them with `job.messages_template`"
+                "it; give `messages`, or make conversations of prompts with --chat"
             )
 
     def add_nonfinite(self, where: str) -> None:
@@ -65,6 +66,19 @@ class RowWarnings:
             self._new.append(
                 f"warning: {where} has NaN or Infinity in what is copied, which JSON does not have; null stands for it"
             )
+
+    def add_answered(self, where: str) -> None:
+        """Take note of a conversation whose last message is the assistant's, and that does not say what follows."""
+        self._answered += 1
+        if self._answered == 1:
+            self._new.append(
+                f"warning: {where} ends with a message of the assistant, behind which the model writes another one; "
+                "leave that message out to have it answered anew, or give `continue_final_message`: true"
+            )
+
+    def add_empty(self, name: str) -> None:
+        """Take note of an input that has no rows."""
+        self._new.append(f"warning: {name} holds no rows")
 
     def add_unknown_variables(self, names: Sequence[str]) -> None:
         """Take note of variables of the job that its chat template does not know."""
@@ -89,6 +103,8 @@ class RowWarnings:
             )
         if self._with_nonfinite:
             lines.append(f"NaN or Infinity became null in {_rows(self._with_nonfinite)}")
+        if self._answered:
+            lines.append(f"{_rows(self._answered)} with a conversation that ends with a message of the assistant")
         return lines
 
 
