@@ -100,7 +100,7 @@ class Expected:
     under_input: dict[str, str] = field(default_factory=dict)
     """The keys that go under `input`, likewise."""
     prompt_tokens: int | None = None
-    num_choices: int = 1
+    num_choices: int = 0
     is_conversation: bool = False
     has_prompt_logprobs: bool = False
     """Whether the output row has the log-probabilities of the prompt's tokens under a key of their own."""
@@ -110,6 +110,10 @@ class Expected:
 
 class _Bad(ValueError):
     """The line is not JSON as the format wants it."""
+
+
+Limits = tuple[int, dict[str, Any]]
+"""The tokens of a prompt and the sampling of its row."""
 
 
 class Oracle:
@@ -188,9 +192,7 @@ class Oracle:
         if not self._take(given):
             expected.errors.add("duplicate_id")
 
-    def _native(
-        self, values: dict[str, Any], texts: dict[str, str], expected: Expected
-    ) -> tuple[int, dict[str, Any]] | None:
+    def _native(self, values: dict[str, Any], texts: dict[str, str], expected: Expected) -> Limits | None:
         facts = self._facts
         sampling = values.get("sampling", {})
         if isinstance(sampling, dict):
@@ -230,7 +232,7 @@ class Oracle:
             length = self._token_ids(value, expected)
         return None if length is None or not isinstance(sampling, dict) else (length, sampling)
 
-    def _openai(self, values: dict[str, Any], expected: Expected) -> tuple[int, dict[str, Any]] | None:
+    def _openai(self, values: dict[str, Any], expected: Expected) -> Limits | None:
         if values.get("method", "POST") != "POST":
             expected.errors.add("invalid_value")
         url, body = values.get("url"), values.get("body")
@@ -286,11 +288,25 @@ class Oracle:
             length = self._messages(value, variables, expected)
         else:
             if isinstance(value, list) and value and isinstance(value[0], str | list):
-                if len(value) > 1:
-                    expected.errors.add("invalid_value")
-                value = value[0]
+                return self._prompts(value, sampling, expected)
             length = self._token_ids(value, expected) if isinstance(value, list) else self._text(value, expected)
         return None if length is None else (length, sampling)
+
+    def _prompts(self, values: list[Any], sampling: dict[str, Any], expected: Expected) -> Limits | None:
+        """The limits of the last of several prompts, once the others are looked at."""
+        if len(values) > 1 and sampling.get("prompt_logprobs") is not None:
+            expected.errors.add("unsupported_parameter")
+        lengths = [
+            self._token_ids(value, expected) if isinstance(value, list) else self._text(value, expected)
+            for value in values
+        ]
+        *others, last = [length for length in lengths if length is not None] or [None]
+        if last is None or len(others) + 1 < len(lengths):
+            return None
+        for length in others:
+            if expected.errors <= {"invalid_structured"}:
+                self._check_lengths(length, sampling, expected)
+        return last, sampling
 
     def _with_defaults(self, sampling: dict[str, Any]) -> dict[str, Any]:
         default = self._facts.max_tokens
@@ -373,8 +389,8 @@ class Oracle:
                     expected.errors.add("max_tokens_too_large")
         if sampling.get("min_tokens", 0) > answer:
             expected.errors.add("max_tokens_too_large")
-        expected.prompt_tokens = kept
-        expected.num_choices = sampling.get("n", 1)
+        expected.prompt_tokens = (expected.prompt_tokens or 0) + kept  # of several prompts
+        expected.num_choices += sampling.get("n", 1)
         expected.has_prompt_logprobs = sampling.get("prompt_logprobs") is not None
         expected.has_echoed_logprobs = bool(sampling.get("echo")) and sampling.get("logprobs") is not None
 

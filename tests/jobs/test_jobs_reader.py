@@ -21,6 +21,7 @@ from nvcli.jobs.input import reader as reader_module
 from nvcli.jobs.input.line_source import LineSource
 from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Job, JobResult
+from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.parser import RowParser
 from nvcli.sampling_params import SamplingParams
 from output_jobs import extra_of
@@ -180,6 +181,17 @@ def test_duplicate_ids(read_rows: ReadRows, lines: list[bytes], duplicates: list
         if isinstance(row, JobResult) and row.error is not None and row.error.type == "duplicate_id"
     ]
     assert found == duplicates
+
+
+def test_a_file_whose_ids_repeat(read_rows: ReadRows) -> None:
+    data = b'{"id":"a","prompt":"p"}\n{"id":"a","prompt":"q"}\n'
+    _, second = read_rows(data)
+    assert isinstance(second, JobResult)
+    assert second.error is not None
+    assert "--id-field none" in second.error.message
+    parser = RowParser({}, RowKeys(id="none"))
+    rows = [parser.parse(line, index=index, where="") for index, line in enumerate(data.splitlines())]
+    assert [(row.place.id, list(row.place.extra)) for row in rows] == [("row-0", ["id"]), ("row-1", ["id"])]
 
 
 def test_sampling_of_a_row_lies_over_the_defaults(read_rows: ReadRows) -> None:

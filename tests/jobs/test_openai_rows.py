@@ -9,19 +9,26 @@ import msgspec
 import pytest
 
 from nvcli.jobs.job import Choice, Job, JobResult, Logprobs, RowForm, Usage
+from nvcli.jobs.rows.moved_row import moved_row
 from nvcli.jobs.rows.output_row import OutputForm, output_row, read_output_row
+from nvcli.llm.answer import Answer
 from nvcli.sampling_params import SamplingParams, StopRepetition
+from nvcli.show.answers import read_shown_row
 from output_jobs import extra_of
 
 ReadRows = Callable[..., list[Job | JobResult]]
-CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+PROMPTS: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "hi"}]},
+    RESPONSE: {"input": "hi"},
+}
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 def line(url: str = CHAT, **changes: Any) -> bytes:
     """A row whose body has these keys over a good one's; `outer` are keys of the row itself."""
     outer = changes.pop("outer", {})
-    body = {"model": "gpt-x", **({"messages": MESSAGES} if url == CHAT else {"prompt": "hi"}), **changes}
+    body = {"model": "gpt-x", **PROMPTS.get(url, {"prompt": "hi"}), **changes}
     row = {"custom_id": "a", "method": "POST", "url": url, "body": body, **outer}
     return msgspec.json.encode({key: value for key, value in row.items() if value is not None}) + b"\n"
 
@@ -97,12 +104,27 @@ BAD = [
     (line(messages=[{"role": "user", "content": 3}]), "invalid_value", "`body.messages[0].content` is 3"),
     (line(messages=None), "missing_prompt", "`body.messages`"),
     (line(COMPLETION, prompt=None), "missing_prompt", "`body.prompt`"),
-    (line(COMPLETION, prompt=["a", "b"]), "invalid_value", "holds 2 prompts"),
+    (line(COMPLETION, prompt=["a", 5]), "invalid_value", "`body.prompt[1]` is 5"),
+    (line(COMPLETION, prompt=["a", "b"], prompt_logprobs=1), "unsupported_parameter", "beside several prompts"),
+    (line(RESPONSE, input=None), "missing_prompt", "`body.input` is not given"),
+    (line(RESPONSE, input=5), "invalid_value", "`body.input` is 5"),
+    (line(RESPONSE, input=[{"type": "function_call"}]), "unsupported_content", 'of the type "function_call"'),
+    (line(RESPONSE, input=[{"role": "user", "content": [{"type": "input_image"}]}]), "unsupported_content", "input_im"),
+    (line(RESPONSE, input="a", tools=[{"type": "web_search"}]), "unsupported_parameter", "`body.tools` is"),
+    (
+        line(RESPONSE, input="a", previous_response_id="r"),
+        "unsupported_parameter",
+        "`body.previous_response_id`",
+    ),
+    (line(RESPONSE, input="a", background=True), "unsupported_parameter", "`body.background` is true"),
+    (line(RESPONSE, input="a", include=["reasoning.encrypted_content"]), "unsupported_parameter", "`body.include` is"),
+    (line(RESPONSE, input="a", text={"verbosity": "low"}), "unsupported_parameter", "`body.text` is"),
+    (line(RESPONSE, input="a", max_output_tokens=0), "invalid_sampling", "`body.max_output_tokens` is 0"),
     (line(COMPLETION, prompt=[1, "b"]), "invalid_value", "`body.prompt[1]`"),
     (line(COMPLETION, prompt=5), "invalid_value", "`body.prompt` is 5"),
     (line(model=5), "invalid_value", "`body.model` is 5"),
     (line(outer={"method": "GET"}), "invalid_value", "`method`"),
-    (line("/v1/embeddings"), "unsupported_url", "/v1/completions; `nvcli embed` answers such rows"),
+    (line("/v1/embeddings"), "unsupported_url", "/v1/responses; `nvcli embed` answers such rows"),
     (line(outer={"url": 5}), "unsupported_url", "`url` is 5"),
     (line(outer={"body": None}), "invalid_value", "`body` is null"),
     (line(outer={"custom_id": None}), "invalid_id", "`custom_id` is missing"),
@@ -201,6 +223,68 @@ def test_the_answer_to_a_chat_row(read_rows: ReadRows) -> None:
         },
         "error": None,
     }
+
+
+def test_a_row_for_responses(read_rows: ReadRows) -> None:
+    parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    schema = {"type": "object"}
+    said = {"type": "message", "role": "assistant", "content": "c", "id": "m"}
+    job = parse(
+        read_rows,
+        line(
+            RESPONSE, instructions="Be brief.", max_output_tokens=5, temperature=0, top_logprobs=2, store=False,
+            text={"format": {"type": "json_schema", "name": "n", "schema": schema}}, reasoning={"effort": "low"},
+            input=[{"role": "user", "content": parts}, said, {"role": "user", "content": "d"}], tools=[],
+            tool_choice="auto", truncation="disabled",
+        ),
+        defaults={"n": 3},
+    )  # fmt: skip
+    assert isinstance(job, Job)
+    assert job.messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": "c"},
+        {"role": "user", "content": "d"},
+    ]
+    assert (job.sampling.n, job.sampling.max_tokens, job.sampling.logprobs) == (1, 5, 2)
+    assert job.sampling.structured is not None
+    assert job.template_arguments == {"reasoning_effort": "low"}
+
+
+@pytest.mark.parametrize(("reason", "status"), [("stop", "completed"), ("length", "incomplete")])
+def test_the_answer_to_a_row_for_responses(read_rows: ReadRows, reason: str, status: str) -> None:
+    result = result_for(read_rows, line(RESPONSE))
+    (choice,) = result.choices
+    choice = msgspec.structs.replace(choice, finish_reason=reason, reasoning_content="hm", logprobs=None)
+    row = msgspec.json.encode(output_row(msgspec.structs.replace(result, choices=[choice]), OutputForm(created=77)))
+    body = msgspec.json.decode(row)["response"]["body"]
+    assert body.pop("usage") == {
+        "input_tokens": 3,
+        "input_tokens_details": {"cached_tokens": 1},
+        "output_tokens": 2,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 5,
+    }
+    thought, message = body.pop("output")
+    assert thought["content"] == [{"type": "reasoning_text", "text": "hm"}]
+    assert (message["status"], message["content"][0]["text"]) == (status, "a?")
+    assert body == {
+        "id": "resp-0",
+        "object": "response",
+        "created_at": 77,
+        "status": status,
+        "error": None,
+        "incomplete_details": None if reason == "stop" else {"reason": "max_output_tokens"},
+        "model": "gpt-x",
+    }
+    assert read_output_row(row) is not None
+    shown = read_shown_row(row)
+    assert shown is not None
+    assert [(each.text, each.reasoning, each.finish_reason) for each in shown.choices] == [("a?", "hm", reason)]
+    assert shown.prompt_tokens == 3
+    assert (Answer(msgspec.json.decode(row)).text, Answer(msgspec.json.decode(row)).reasoning_content) == ("a?", "hm")
+    moved = msgspec.json.decode(moved_row(row, 12, None))["response"]["body"]
+    assert [moved["id"], *(item["id"] for item in moved["output"])] == ["resp-12", "rs-12", "msg-12"]
 
 
 def test_the_answer_to_a_completion_row(read_rows: ReadRows) -> None:

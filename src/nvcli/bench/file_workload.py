@@ -16,6 +16,7 @@ from nvcli.errors import ConfigError
 from nvcli.job_run.chat_choice import choose_chat
 from nvcli.job_run.open_rows import OpenRow
 from nvcli.job_run.resolve import make_parser, own_chat_template, sampling_defaults
+from nvcli.job_run.several_prompts import split_rows
 from nvcli.job_run.text.chat_renderer import ChatRenderer
 from nvcli.job_run.text.model_limits import ModelLimits
 from nvcli.job_run.text.prepare import PreparedRow, Preparer
@@ -54,7 +55,8 @@ def prepared_rows(
         preparer = Preparer(Tokenizer.load(model_path, chat_template=template), limits, chat_renderer.render)
         reader = RowReader(inputs, parser, limit=limit, check_columns=run.job.check_columns)
         for rows in reader.batches():
-            yield from preparer.prepare(rows)
+            for some in split_rows(rows):
+                yield from preparer.prepare(some)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

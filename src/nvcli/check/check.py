@@ -30,6 +30,7 @@ from nvcli.errors import ConfigError, InputChanged, NvcliError
 from nvcli.job_run.leading_errors import LeadingErrors
 from nvcli.job_run.resolve import ResolvedJob, resolve_job
 from nvcli.job_run.settings import Setting, is_telling, sampling_settings
+from nvcli.job_run.several_prompts import split_rows
 from nvcli.job_run.text.chat_renderer import ChatRenderer
 from nvcli.job_run.text.grammar_maker import GrammarMaker
 from nvcli.job_run.text.prepare import PreparedRow, Preparer
@@ -203,7 +204,8 @@ class _Reading:
         ):
             preparer = Preparer(tokenizer, job.model_limits, renderer.render, grammars)
             for rows in self._reader.batches():
-                yield preparer.prepare(rows)
+                for some in split_rows(rows):
+                    yield preparer.prepare(some)
 
     def estimate(self, options: CheckOptions) -> JobEstimate:
         """Estimate the job by the rows that were read. Raises ConfigError where its layout is not possible."""

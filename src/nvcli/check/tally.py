@@ -13,7 +13,7 @@ import msgspec
 
 from nvcli.check.prefixes import SeenKeys, SharedBlocks
 from nvcli.job_run.text.prepare import PreparedRow
-from nvcli.jobs.job import JobResult
+from nvcli.jobs.job import JobResult, Place
 from nvcli.sampling_params import SamplingParams
 
 
@@ -59,14 +59,20 @@ class Tally:
         """Rows that are computed, because no earlier row is equal."""
         self.computed_prompt_tokens = 0
         """Prompt tokens of these rows, before the prefix cache."""
+        self._failed_whole: Place | None = None
+        """The last row with several prompts of which one has failed."""
         self.answers: Counter[tuple[int, int]] = Counter()
         """Samples of these rows by the least and the most tokens that they may have."""
 
     def add(self, row: PreparedRow | JobResult) -> None:
         """Add a row as it was prepared, or the error that it will be answered with."""
-        self.rows += 1
+        part = row.place.part
+        self.rows += part is None or part.number == 0
         if isinstance(row, JobResult):
             assert row.error is not None
+            if part is not None and self._failed_whole is part.whole:
+                return  # another prompt of the same row
+            self._failed_whole = None if part is None else part.whole
             self._errors[row.error.type] += 1
             self._examples.setdefault(row.error.type, row)
             return

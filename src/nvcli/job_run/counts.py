@@ -108,24 +108,32 @@ class Counts:
         return sum(stats.kv_bytes_saved for stats in self.replicas)
 
     def add(self, prepared: PreparedRow | None, result: JobResult, *, computed: bool = True) -> None:
-        """Count a row that is done.
+        """Count a row that is done: what it took, and how it came out.
 
         `prepared` is the row or one equal to it; None: the row failed before it was prepared. `computed` says whether
         a replica computed it; else it got the answer of an equal row.
         """
-        usage = result.usage
+        self.add_work(prepared, result, computed=computed)
+        self.add_row(prepared, result, computed=computed)
+
+    def add_row(self, prepared: PreparedRow | None, result: JobResult, *, computed: bool) -> None:
+        """Count how a row came out. The arguments are those of `add`."""
         self.rows_done += 1
+        self.rows_deduplicated += not computed
         self.outcomes.add(result, None if prepared is None or prepared.task is not None else prepared.sampling)
         if self.leading.is_open:
             self.leading.add(result)
         if result.error is not None:
             self.errors[result.error.type] += 1
+
+    def add_work(self, prepared: PreparedRow | None, result: JobResult, *, computed: bool) -> None:
+        """Count what a row, or one prompt of it, took. The arguments are those of `add`."""
+        usage = result.usage
         if computed:
             self.prompt_tokens += usage.prompt_tokens
             self.cached_tokens += usage.cached_tokens
             self.completion_tokens += usage.completion_tokens
         else:
-            self.rows_deduplicated += 1
             self.deduplicated_tokens += usage.prompt_tokens + usage.completion_tokens
             if prepared is not None:
                 self.lengths.drop(prepared, prepared.sampling.num_samples)

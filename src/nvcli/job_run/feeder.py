@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from nvcli.job_run.answer_lengths import ReadTotals
+from nvcli.job_run.several_prompts import split_rows
 from nvcli.job_run.text.chat_renderer import ChatRenderer
 from nvcli.job_run.text.grammar_maker import GrammarMaker
 from nvcli.job_run.text.model_limits import ModelLimits
@@ -138,12 +139,13 @@ class Feeder:
             mark = time.perf_counter()
             for rows in self._reader.batches():
                 read = time.perf_counter()
-                batch = preparer.prepare(rows)
-                prepared = time.perf_counter()
                 self.read_seconds += read - mark
-                self.tokenize_seconds += prepared - read
-                if not self._put(batch):
-                    return
+                for some in split_rows(rows):
+                    mark = time.perf_counter()
+                    batch = preparer.prepare(some)
+                    self.tokenize_seconds += time.perf_counter() - mark
+                    if not self._put(batch):
+                        return
                 mark = time.perf_counter()
         except BaseException as error:  # handed over: it belongs to whoever waits for rows
             self._error = error

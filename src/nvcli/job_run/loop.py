@@ -23,6 +23,7 @@ from nvcli.job_run.feeder import Feeder
 from nvcli.job_run.open_rows import OpenRow, results_of
 from nvcli.job_run.planning.duplicates import Duplicates
 from nvcli.job_run.planning.planner import Planner
+from nvcli.job_run.several_prompts import PartResults
 from nvcli.job_run.text.prepare import PreparedRow
 from nvcli.jobs.job import JobResult, failed
 from nvcli.messages import EngineReady
@@ -154,6 +155,7 @@ class JobLoop:
         self._keep_going = keep_going
         self.next_request_id = first_request_id
         """The lowest id that no request has."""
+        self._parts = PartResults()
 
     def run(self, each_round: Callable[[], None]) -> None:
         """Go on until every row is answered and handed to the writer.
@@ -185,7 +187,8 @@ class JobLoop:
                 return
             failed: list[tuple[PreparedRow | None, JobResult]] = []
             for row in batch:
-                if self._counts.leading.is_open:
+                part = row.place.part
+                if self._counts.leading.is_open and (part is None or part.number == 0):
                     self._counts.leading.expect(row.place.index)
                 if isinstance(row, JobResult):
                     failed.append((None, row))
@@ -397,14 +400,32 @@ class JobLoop:
 
     def _finish(self, results: Sequence[tuple[PreparedRow | None, JobResult]], *, computed: bool = True) -> None:
         """Count and write results, each with its row as `Counts.add` takes it."""
-        if not results:
+        done = [each for each in results if each[1].place.part is None]
+        wholes = self._join(results, computed=computed) if len(done) < len(results) else []
+        if not done and not wholes:
             return
         with self._timed("writing"):
-            written = self._writer.write([result for _, result in results])
-        for (prepared, _), result in zip(results, written, strict=True):
-            self._counts.add(prepared, result, computed=computed)
+            written = self._writer.write([result for _, result in (*done, *wholes)])
+        for number, result in enumerate(written):
+            if number < len(done):
+                self._counts.add(done[number][0], result, computed=computed)
+            else:
+                self._counts.add_row(wholes[number - len(done)][0], result, computed=computed)
             if result.traceback:
                 self._observer.row_failed(result)
+
+    def _join(
+        self, results: Sequence[tuple[PreparedRow | None, JobResult]], *, computed: bool
+    ) -> list[tuple[PreparedRow | None, JobResult]]:
+        """Count the prompts among these results that belong to rows with several, and return the rows that are done."""
+        wholes = []
+        for prepared, result in results:
+            if (part := result.place.part) is not None:
+                self._counts.add_work(prepared, result, computed=computed)
+                whole = self._parts.add(part, result)
+                if whole is not None:
+                    wholes.append((prepared, whole))
+        return wholes
 
     @contextlib.contextmanager
     def _timed(self, part: str) -> Iterator[None]:

@@ -40,7 +40,9 @@ class OpenRow:
         self.error: RowError | None = None
         self._stop_strings: StopStrings | None = None
         caller = prepared.place.caller
-        self.streams = caller is not None and caller.streams and not prepared.sampling.is_ranked
+        part = prepared.place.part
+        is_first = part is None or part.number == 0
+        self.streams = caller is not None and caller.streams and is_first and not prepared.sampling.is_ranked
         """Whether somebody wants the text of its first sample as it comes."""
 
     @property
@@ -104,7 +106,7 @@ class OpenRow:
             thought_limit=prepared.thought_limit,
             seed=run_seed if seed is None else seed,
             row=prepared.place.index if seed is None else 0,
-            sample=0,
+            sample=0 if prepared.place.part is None else prepared.place.part.number * sampling.num_samples,
             n=sampling.num_samples,
             constraint=prepared.constraint,
             stream=bool(sampling.stop) or self.streams,

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import msgspec
 
 from nvcli.errors import INTERNAL_ERROR, RowError
-from nvcli.jobs.tasks import EmbedAnswer, PromptTask, ScoreAnswer
+from nvcli.jobs.tasks import EmbedAnswer, EmbedAnswers, PromptTask, ScoreAnswer
 from nvcli.sampling_params import SamplingParams
 
 JobId = str | int
@@ -49,11 +49,13 @@ class RowForm(Enum):
     """A row of nvcli's own form of which a vector is made."""
     OPENAI_EMBEDDING = 6
     """A row of an OpenAI batch file for /v1/embeddings."""
+    RESPONSE = 7
+    """A row of an OpenAI batch file for /v1/responses."""
 
     @property
     def is_openai(self) -> bool:
         """Whether it is a form of OpenAI's."""
-        return self in (RowForm.CHAT, RowForm.COMPLETION, RowForm.OPENAI_EMBEDDING)
+        return self in (RowForm.CHAT, RowForm.COMPLETION, RowForm.OPENAI_EMBEDDING, RowForm.RESPONSE)
 
 
 class Caller(Protocol):
@@ -80,6 +82,17 @@ class Caller(Protocol):
         """Take the result of a row."""
 
 
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt of a row that has several."""
+
+    number: int
+    """From 0."""
+    count: int
+    """The prompts of the row."""
+    whole: Place
+    """The place of the row."""
+
+
 class Place(msgspec.Struct, frozen=True, kw_only=True):
     """A row's place in the input and all else that its answer needs to know of it."""
 
@@ -100,6 +113,12 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """The model that a row of an OpenAI form names, which its answer repeats."""
     caller: Caller | None = None
     """Whoever waits for the answer; None where all rows belong to one job."""
+    part: Part | None = None
+    """Which prompt it is of a row that has several; None: a row."""
+
+
+Prompt = str | list[int] | list[dict[str, Any]]
+"""A prompt as a text, as token ids, or as a conversation."""
 
 
 class CallRule(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,7 +133,7 @@ class CallRule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A row that is well formed: exactly one of prompt, messages and prompt_token_ids is set."""
+    """A row that is well formed: exactly one of prompt, messages, prompt_token_ids and prompts is set."""
 
     place: Place
     prompt: str | None = None
@@ -129,6 +148,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     call_rule: CallRule | None = None
     """What the tool calls of the answer are held to while it is generated; None: nothing."""
     prompt_token_ids: list[int] | None = None
+    prompts: Sequence[Prompt] = ()
+    """Several prompts in any of these forms, which are computed as jobs of their own (`job_run.several_prompts`)."""
     sampling: SamplingParams
     task: PromptTask | None = None
     """What the row asks for in place of a generated answer; None: it asks for an answer."""
@@ -143,6 +164,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def wants_grammar(self) -> bool:
         """Whether its answer is held to a grammar."""
         return self.sampling.structured is not None or self.call_rule is not None
+
+
+def prompt_fields(prompt: Prompt) -> dict[str, Any]:
+    """Return the field of a Job that holds a prompt, by name."""
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    is_conversation = bool(prompt) and isinstance(prompt[0], dict)
+    return {"messages" if is_conversation else "prompt_token_ids": prompt}
 
 
 class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -225,7 +254,7 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[Choice] = []
     usage: Usage = Usage()
     error: ErrorInfo | None = None
-    answer: ScoreAnswer | EmbedAnswer | None = None
+    answer: ScoreAnswer | EmbedAnswer | EmbedAnswers | None = None
     """The answer of a row that is scored or embedded; it has no `choices` then."""
     prompt_logprobs: Logprobs | None = None
     """The log-probabilities of the prompt's tokens, where the row asks for them."""

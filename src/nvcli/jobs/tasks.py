@@ -85,3 +85,14 @@ class EmbedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     def num_bytes(self) -> int:
         """Roughly what it takes in memory."""
         return 500 + (32 if isinstance(self.embedding, list) else 1) * len(self.embedding)
+
+
+class EmbedAnswers(msgspec.Struct, frozen=True):
+    """The vectors of a row with several prompts, in their order."""
+
+    vectors: list[EmbedAnswer]
+
+    @property
+    def num_bytes(self) -> int:
+        """Roughly what they take in memory."""
+        return sum(vector.num_bytes for vector in self.vectors)

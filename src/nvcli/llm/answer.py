@@ -96,6 +96,8 @@ class Answer(dict[str, Any]):
         """All answers of the row, which has `n`. Raises the row's RowError if it has none."""
         if (error := self.error) is not None:
             raise error
+        if "output" in self._body:
+            return [_response_output(self._body)]
         if (choices := self._body.get("choices")) is None:
             raise AttributeError  # `__getattr__` says what an embedding has
         return [Output(choice) for choice in choices]
@@ -171,3 +173,11 @@ def make_answer(result: JobResult, form: OutputForm, prompt: str | None = None) 
     answer = Answer(pass_through(row, result.place))
     answer._index, answer.prompt = result.place.index, prompt
     return answer
+
+
+def _response_output(body: Mapping[str, Any]) -> Output:
+    """Return the answer of a row for /v1/responses."""
+    parts = {item["type"]: item["content"][0]["text"] for item in body["output"]}
+    reason = "length" if body["status"] == "incomplete" else "stop"
+    choice = {"index": 0, "text": parts["message"], "finish_reason": reason}
+    return Output({**choice, "reasoning_content": parts.get("reasoning")})

@@ -178,4 +178,5 @@ def _num_chars(row: Job | JobResult) -> int:
         return len(row.prompt)
     if row.messages is not None:
         return sum(len(message.get("content") or "") for message in row.messages)
-    return 4 * len(row.prompt_token_ids or ())
+    others = sum(len(prompt) if isinstance(prompt, str) else 4 * len(prompt) for prompt in row.prompts)
+    return 4 * len(row.prompt_token_ids or ()) + others

@@ -52,6 +52,9 @@ class ShownRow(msgspec.Struct, frozen=True, kw_only=True):
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    """The names of the last two in responses."""
 
 
 class _Function(msgspec.Struct):
@@ -89,8 +92,21 @@ class _Embedding(msgspec.Struct):
     embedding: msgspec.Raw
 
 
+class _Part(msgspec.Struct):
+    text: str = ""
+
+
+class _Item(msgspec.Struct):
+    """A part of a response: the thought or the message."""
+
+    type: str
+    content: list[_Part] = []
+
+
 class _Body(msgspec.Struct):
     choices: list[_Choice] = []
+    output: list[_Item] = []
+    status: str = ""
     usage: _Usage | None = None
     data: list[_Embedding] = []
 
@@ -118,12 +134,14 @@ def read_shown_row(line: bytes) -> ShownRow | None:
         if "response" in values:
             body = msgspec.json.decode(values["response"], type=_Response).body
             body.choices += [_embedding(each.embedding) for each in body.data]
+            if body.output:
+                body.choices.append(_response(body))
         elif "choices" in values:
             usage = msgspec.json.decode(values["usage"], type=_Usage | None) if "usage" in values else None
-            body = _Body(msgspec.json.decode(values["choices"], type=list[_Choice]), usage)
+            body = _Body(msgspec.json.decode(values["choices"], type=list[_Choice]), usage=usage)
         elif "embedding" in values:
             usage = msgspec.json.decode(values["usage"], type=_Usage | None) if "usage" in values else None
-            body = _Body([] if is_null(values["embedding"]) else [_embedding(values["embedding"])], usage)
+            body = _Body([] if is_null(values["embedding"]) else [_embedding(values["embedding"])], usage=usage)
         else:
             return None
         raw_id = values.get("custom_id") or values.get("id")
@@ -137,8 +155,8 @@ def read_shown_row(line: bytes) -> ShownRow | None:
         index=written.index,
         choices=[_shown(choice) for choice in body.choices],
         error=None if error is None else f"{error.type or error.code or 'error'}: {error.message or ''}",
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
+        prompt_tokens=usage.prompt_tokens or usage.input_tokens,
+        completion_tokens=usage.completion_tokens or usage.output_tokens,
         others={key: value for key, value in values.items() if key not in _OWN_KEYS},
     )
 
@@ -153,6 +171,13 @@ def _shown(choice: _Choice) -> ShownChoice:
         reasoning=parts.reasoning_content or "",
         calls=[f"{call.function.name}({call.function.arguments})" for call in parts.tool_calls or ()],
     )
+
+
+def _response(body: _Body) -> _Choice:
+    """Return the answer of a response, whose parts stand apart."""
+    texts = {item.type: "".join(part.text for part in item.content) for item in body.output}
+    reason = "length" if body.status == "incomplete" else "stop"
+    return _Choice(text=texts.get("message"), reasoning_content=texts.get("reasoning"), finish_reason=reason)
 
 
 def _embedding(raw: msgspec.Raw) -> _Choice:

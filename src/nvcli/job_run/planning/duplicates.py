@@ -13,14 +13,14 @@ import msgspec
 from nvcli.errors import RowError
 from nvcli.job_run.text.prepare import PreparedRow
 from nvcli.jobs.job import Choice, JobResult, Logprobs, Place, Usage, failed
-from nvcli.jobs.tasks import EmbedAnswer, ScoreAnswer
+from nvcli.jobs.tasks import EmbedAnswer, EmbedAnswers, ScoreAnswer
 
 
 class _Answer(msgspec.Struct, frozen=True):
     choices: list[Choice]
     usage: Usage
     num_bytes: int
-    answer: ScoreAnswer | EmbedAnswer | None
+    answer: ScoreAnswer | EmbedAnswer | EmbedAnswers | None
     prompt_logprobs: Logprobs | None
 
     def for_row(self, place: Place) -> JobResult:

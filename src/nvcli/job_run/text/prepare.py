@@ -284,6 +284,8 @@ class Preparer:
             if self._answers_follow_from is not None and not (caller is not None and caller.streams):
                 read_as = echo.encode() if reading is None else echo.encode() + reading.digest
                 read_as += b"" if called is None else called.text.encode()
+                if job.place.part is not None and not sampling.is_greedy:
+                    read_as += b"prompt %d" % job.place.part.number  # which has random numbers of its own
                 # 128 bits: two different rows do not meet in practice.
                 answer_key = blake2b(
                     b"%b%d:%b%b" % (self._answers_follow_from, max_tokens, prompt_ids, read_as), digest_size=16

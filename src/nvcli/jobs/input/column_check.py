@@ -85,7 +85,8 @@ def refusal(name: str, held: Sequence[FaultyRow], parser: RowParser) -> ColumnsE
         case Fault.TWO_PROMPTS:
             return _two_prompts(name, rows, parser)
         case Fault.NO_CHAT_TEMPLATE:
-            key = "body.messages" if all(row.place.form is RowForm.CHAT for row in rows) else "messages"
+            forms = {row.place.form for row in rows}
+            key = {RowForm.CHAT: "body.messages", RowForm.RESPONSE: "body.input"}.get(forms.pop(), "messages")
             return ColumnsError(
                 f"{name}: {_all_of(rows)} a conversation (`{key}`), and the model has no chat template\n"
                 "  name one: --chat-template FILE\n"

@@ -28,11 +28,18 @@ def moved_row(line: bytes, index: int, name: str | None) -> bytes:
     response["request_id"] = _raw(f"req_{index}")
     body = _split(response["body"])
     if "id" in body:  # an answer, and no error
-        kind = str(msgspec.json.decode(body["id"])).rpartition("-")[0]
-        body["id"] = _raw(f"{kind}-{index}")
+        body["id"] = _moved_id(body["id"], index)
+    if "output" in body:  # of /v1/responses
+        items = [_split(item) for item in msgspec.json.decode(body["output"], type=list[msgspec.Raw])]
+        body["output"] = msgspec.Raw(_join([{**item, "id": _moved_id(item["id"], index)} for item in items]))
     response["body"] = msgspec.Raw(_join(body))
     row["response"] = msgspec.Raw(_join(response))
     return _join(row)
+
+
+def _moved_id(raw: msgspec.Raw, index: int) -> msgspec.Raw:
+    kind = str(msgspec.json.decode(raw)).rpartition("-")[0]
+    return _raw(f"{kind}-{index}")
 
 
 def _raw(value: str | int) -> msgspec.Raw:

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from nvcli.jobs.job import Choice, ErrorInfo, JobResult, Logprobs, RowForm, Usage
-from nvcli.jobs.tasks import EmbedAnswer
+from nvcli.jobs.rows.openai_responses import response_body
+from nvcli.jobs.tasks import EmbedAnswer, EmbedAnswers
 
 BATCH_ID = "batch_req_"
 """The id of an output row is this and the row's index."""
@@ -26,11 +27,19 @@ def openai_row(result: JobResult, *, created: int, model: str) -> dict[str, Any]
     if result.error is not None:
         status, body = 500 if result.error.type in _OURS else 400, {"error": _error_object(result.error)}
     elif place.form is RowForm.OPENAI_EMBEDDING:
-        assert isinstance(result.answer, EmbedAnswer)
-        vector = {"object": "embedding", "index": 0, "embedding": result.answer.embedding}
+        assert isinstance(result.answer, EmbedAnswer | EmbedAnswers)
+        vectors = result.answer.vectors if isinstance(result.answer, EmbedAnswers) else [result.answer]
+        data = [
+            {"object": "embedding", "index": index, "embedding": vector.embedding}
+            for index, vector in enumerate(vectors)
+        ]
         tokens = result.usage.prompt_tokens
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        status, body = 200, {"object": "list", "data": [vector], "model": model, "usage": usage}
+        status, body = 200, {"object": "list", "data": data, "model": model, "usage": usage}
+    elif place.form is RowForm.RESPONSE:
+        (choice,) = result.choices
+        logprobs = None if choice.logprobs is None else _chat_logprobs(choice.logprobs)["content"]
+        status, body = 200, response_body(result, logprobs, created=created, model=model)
     elif place.form is RowForm.CHAT:
         status, body = (
             200,

@@ -7,24 +7,31 @@ that would change the answer and is not known here is an error, never ignored; n
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from nvcli.errors import RowError
-from nvcli.jobs.job import Job, Place, RowForm
+from nvcli.jobs.job import Job, Place, Prompt, RowForm, prompt_fields
 from nvcli.jobs.rows.conversation import check_messages
 from nvcli.jobs.rows.conversation_options import CONVERSATION_KEYS, REASONING_EFFORT, conversation_options
 from nvcli.jobs.rows.native_row import RowDefaults
+from nvcli.jobs.rows.openai_responses import chat_body
 from nvcli.jobs.rows.openai_structured import STRUCTURED_KEYS, structured_of
 from nvcli.jobs.rows.prompt_forms import PromptKind
 from nvcli.jobs.rows.prompt_rules import PromptRules
 from nvcli.jobs.rows.raw_values import is_null
 from nvcli.sampling_params import MAX_LOGPROBS
-from nvcli.validation import InvalidValue, convert, shorten, show, suggest
+from nvcli.validation import InvalidValue, Path, convert, shorten, show, suggest
 
-URLS = {"/v1/chat/completions": RowForm.CHAT, "/v1/completions": RowForm.COMPLETION}
+URLS = {
+    "/v1/chat/completions": RowForm.CHAT,
+    "/v1/completions": RowForm.COMPLETION,
+    "/v1/responses": RowForm.RESPONSE,
+}
 _COMMANDS = {**dict.fromkeys(URLS, "generate"), "/v1/embeddings": "embed"}
 """The commands that answer rows with these urls."""
+MAX_PROMPTS = 2048
+"""The most prompts of a row, as OpenAI has it."""
 OWN_KEYS = frozenset(("custom_id", "method", "url", "body"))
 
 _SAME = (
@@ -134,18 +141,22 @@ def check_request(row: dict[str, Any], urls: Collection[str]) -> dict[str, Any]:
 
 def openai_job(row: dict[str, Any], place: Place, defaults: RowDefaults, rules: PromptRules) -> Job:
     given = check_request(row, URLS)
-    is_chat = place.form is RowForm.CHAT
+    is_chat, key = place.form is RowForm.CHAT, "messages"
+    if place.form is RowForm.RESPONSE:
+        given, is_chat, key = chat_body(given), True, "input"
     _check_keys(given, is_chat)
     own = {key: given[key] for key in _SAME if key in given}
     own |= _chat_parameters(given) if is_chat else _completion_parameters(given)
     if (structured := structured_of(given)) is not None:
         own["structured"] = structured
+    if place.form is RowForm.RESPONSE:
+        own |= {"n": 1, "best_of": None}  # whatever the job has for others
     sampling = defaults.sampling(own, under="body")
     try:
         if is_chat:
             if "messages" not in given:
                 raise RowError("missing_prompt", "`body.messages` is not given")
-            messages = check_messages(given["messages"], under=("body", "messages"))
+            messages = check_messages(given["messages"], under=("body", key))
             under = ("body", "chat_template_kwargs")
             options = conversation_options(given, under=("body",))
             return Job(
@@ -157,18 +168,17 @@ def openai_job(row: dict[str, Any], place: Place, defaults: RowDefaults, rules: 
                 call_rule=options.call_rule,
                 sampling=sampling,
             )
-        prompt = single_prompt(given, "prompt")
-        if isinstance(prompt, str):
-            if rules.chat.includes(PromptKind.OTHER_TEXT):
-                return Job(
-                    place=place,
-                    messages=rules.conversation(prompt),
-                    chat_template_kwargs=rules.variables(None, under=()),
-                    sampling=sampling,
-                )
-            return Job(place=place, prompt=prompt, sampling=sampling)
-        ids = convert(prompt, list[int], under=("body", "prompt"))
-        return Job(place=place, prompt_token_ids=ids, sampling=sampling)
+        prompts = prompts_of(given, "prompt")
+        if len(prompts) > 1 and sampling.prompt_logprobs is not None:
+            raise RowError(
+                "unsupported_parameter",
+                "`body.prompt_logprobs` is given beside several prompts; leave it out, or give one prompt a row",
+            )
+        if rules.chat.includes(PromptKind.OTHER_TEXT):
+            sent = [rules.conversation(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+            variables = rules.variables(None, under=())
+            return job_of(sent, place=place, chat_template_kwargs=variables, sampling=sampling)
+        return job_of(prompts, place=place, sampling=sampling)
     except InvalidValue as error:
         raise RowError("invalid_value", error.message) from None
 
@@ -226,16 +236,31 @@ def _completion_parameters(given: dict[str, Any]) -> dict[str, Any]:
     return {key: given[key] for key in ("logprobs", "best_of", "rank_by") if key in given}
 
 
-def single_prompt(given: dict[str, Any], key: str) -> Any:
-    """Return the text or the list of token ids that a request has under a key, by itself or as the only one of a list.
-    Raises RowError."""
+def prompts_of(given: dict[str, Any], key: str) -> list[str | list[int]]:
+    """Return the texts, or lists of token ids, that a request has under a key: one by itself, or a list of them.
+
+    Raises RowError and InvalidValue.
+    """
     if key not in given:
         raise RowError("missing_prompt", f"`body.{key}` is not given")
-    prompt = given[key]
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        if len(prompt) > 1:
-            raise RowError("invalid_value", f"`body.{key}` holds {len(prompt)} prompts; give one prompt a row")
-        return prompt[0]
-    if not isinstance(prompt, str | list):
-        raise RowError("invalid_value", f"`body.{key}` is {show(prompt)}; allowed: text or a list of token ids")
-    return prompt
+    value = given[key]
+    if not isinstance(value, str | list):
+        raise RowError("invalid_value", f"`body.{key}` is {show(value)}; allowed: text or a list of token ids")
+    if isinstance(value, list) and value and isinstance(value[0], str | list):
+        if len(value) > MAX_PROMPTS:
+            raise RowError(
+                "invalid_value",
+                f"`body.{key}` holds {len(value):,} prompts; allowed: {MAX_PROMPTS:,}; give the others "
+                "in a row of their own",
+            )
+        return [_prompt_of(each, ("body", key, number)) for number, each in enumerate(value)]
+    return [_prompt_of(value, ("body", key))]
+
+
+def _prompt_of(value: Any, path: Path) -> str | list[int]:
+    return value if isinstance(value, str) else convert(value, list[int], under=path)
+
+
+def job_of(prompts: Sequence[Prompt], **rest: Any) -> Job:
+    """Return the job of one prompt or several. `rest` are its other fields."""
+    return Job(**(prompt_fields(prompts[0]) if len(prompts) == 1 else {"prompts": prompts}), **rest)

@@ -154,7 +154,10 @@ class RowParser:
             if row_id is None:
                 row_id = self._seen.name(index)
             elif not self._seen.add(row_id):
-                raise RowError("duplicate_id", f"the id {show(row_id)} is the id of an earlier row; ids must differ")
+                way_out = "; to have no ids read: --id-field none, with --overwrite" if is_native else ""
+                raise RowError(
+                    "duplicate_id", f"the id {show(row_id)} is the id of an earlier row; ids must differ{way_out}"
+                )
             place = Place(
                 id=row_id,
                 is_named=is_named,

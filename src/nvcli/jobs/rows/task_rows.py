@@ -11,7 +11,7 @@ import msgspec
 from nvcli.errors import RowError
 from nvcli.jobs.job import Job, Place, RowForm
 from nvcli.jobs.rows.nesting import decode_inner
-from nvcli.jobs.rows.openai_row import check_request, single_prompt
+from nvcli.jobs.rows.openai_row import check_request, job_of, prompts_of
 from nvcli.jobs.rows.raw_values import as_text, decode, is_null
 from nvcli.jobs.tasks import EmbedTask, ScoreTask
 from nvcli.sampling_params import SamplingParams
@@ -138,11 +138,9 @@ class EmbedRows(msgspec.Struct, frozen=True):
             raise RowError(
                 "unsupported_parameter", f"`body.{shorten(name)}` is not supported; {suggest(name, _EMBEDDING_KEYS)}"
             )
-        prompt = single_prompt(given, "input")
         try:
+            prompts = prompts_of(given, "input")
             wanted = convert(given, _EmbeddingRequest, under=("body",))
-            text = prompt if isinstance(prompt, str) else None
-            ids = convert(prompt, list[int], under=("body", "input")) if text is None else None
         except InvalidValue as error:
             raise RowError("invalid_value", error.message) from None
         task = msgspec.structs.replace(
@@ -150,7 +148,7 @@ class EmbedRows(msgspec.Struct, frozen=True):
             dimensions=self.task.dimensions if wanted.dimensions is None else wanted.dimensions,
             encoding=wanted.encoding_format or self.task.encoding,
         )
-        return Job(place=place, prompt=text, prompt_token_ids=ids, task=task, sampling=PROMPT_ONLY)
+        return job_of(prompts, place=place, task=task, sampling=PROMPT_ONLY)
 
 
 def _listed(value: Any) -> Any:

@@ -1,0 +1,94 @@
+"""Rows with several prompts, as OpenAI's completions and embeddings have them: taken apart, and joined when answered.
+
+Each prompt is prepared and computed like a row of its own. The row is done when all of them are, and is one result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from nvcli.jobs.job import Job, JobResult, Part, Usage, prompt_fields
+from nvcli.jobs.tasks import EmbedAnswer, EmbedAnswers
+
+MAX_PARTS_AT_ONCE = 256
+"""So many prompts are prepared at a time; a row may have more."""
+
+
+def split_rows(rows: Sequence[Job | JobResult]) -> Iterator[Sequence[Job | JobResult]]:
+    """Yield rows some at a time, with a job for each prompt of a row that has several."""
+    if not any(isinstance(row, Job) and row.prompts for row in rows):
+        yield rows
+        return
+    batch: list[Job | JobResult] = []
+    for row in rows:
+        for each in _parts_of(row) if isinstance(row, Job) and row.prompts else (row,):
+            batch.append(each)
+            if len(batch) == MAX_PARTS_AT_ONCE:
+                yield batch
+                batch = []
+    if batch:
+        yield batch
+
+
+def _parts_of(job: Job) -> Iterator[Job]:
+    place, count = job.place, len(job.prompts)
+    for number, prompt in enumerate(job.prompts):
+        own = msgspec.structs.replace(
+            place,
+            line=f"{place.line}, prompt {number + 1} of {count}",
+            extra=place.extra if number == 0 else {},  # which counts as memory once
+            part=Part(number=number, count=count, whole=place),
+        )
+        yield msgspec.structs.replace(job, place=own, prompts=(), **prompt_fields(prompt))
+
+
+class PartResults:
+    """The results of prompts whose rows are not done yet."""
+
+    def __init__(self) -> None:
+        self._results: dict[int, list[JobResult]] = {}
+        """By the identity of the row's place, which its parts share and keep."""
+
+    def add(self, part: Part, result: JobResult) -> JobResult | None:
+        """Take the result of a prompt, and return that of its row if it is the last one."""
+        key = id(part.whole)
+        results = self._results.setdefault(key, [])
+        results.append(result)
+        if len(results) < part.count:
+            return None
+        del self._results[key]
+        return _joined(part, results)
+
+
+def _joined(part: Part, results: list[JobResult]) -> JobResult:
+    """Return the result of a row. It is an error if one of its prompts has none, the first of these errors."""
+    results.sort(key=_number)
+    usage = Usage(
+        prompt_tokens=sum(result.usage.prompt_tokens for result in results),
+        completion_tokens=sum(result.usage.completion_tokens for result in results),
+        cached_tokens=sum(result.usage.cached_tokens for result in results),
+        reasoning_tokens=_sum_known([result.usage.reasoning_tokens for result in results]),
+    )
+    failed = next((result for result in results if result.error is not None), None)
+    if failed is not None:
+        return msgspec.structs.replace(failed, place=part.whole)
+    choices = [choice for result in results for choice in result.choices]
+    vectors = [result.answer for result in results if isinstance(result.answer, EmbedAnswer)]
+    return JobResult(
+        place=part.whole,
+        choices=[msgspec.structs.replace(choice, index=index) for index, choice in enumerate(choices)],
+        usage=usage,
+        answer=EmbedAnswers(vectors) if vectors else None,
+    )
+
+
+def _number(result: JobResult) -> int:
+    assert result.place.part is not None
+    return result.place.part.number
+
+
+def _sum_known(counts: Sequence[int | msgspec.UnsetType]) -> int | msgspec.UnsetType:
+    known = [count for count in counts if count is not msgspec.UNSET]
+    return sum(known) if known else msgspec.UNSET
