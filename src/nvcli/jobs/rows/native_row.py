@@ -87,16 +87,17 @@ def native_job(
     rules: PromptRules,
     columns: Mapping[str, Any],
     kind: PromptKind | None,
+    *,
+    becomes_message: bool,
 ) -> Job:
-    """Make the job of a row. `columns` are all values of the row as they were read, for the job's template, and `kind`
-    is that of its prompt."""
+    """Make the job of a row. `columns` are all values of the row as they were read, for the job's template, `kind` is
+    that of its prompt, and `becomes_message` says whether a text of this kind becomes a conversation."""
     own = row.get(keys.sampling, {})
     if not isinstance(own, dict):
         raise RowError("invalid_sampling", f"`{keys.sampling}` is {show(own)}; expected an object with keys")
     sampling = defaults.sampling(own, under=keys.sampling)
     variables = row.get(keys.chat_template_kwargs)
     prompt = row.get(keys.prompt)
-    becomes_message = rules.chat.includes(kind)
     if (
         isinstance(prompt, str)
         and keys.messages not in row

@@ -40,6 +40,9 @@ _SHOWN_BYTES = 60
 """A message shows so much of a line."""
 
 
+_USUAL_KIND = PromptKind.PROMPT
+
+
 class RowIdentity(NamedTuple):
     """The id of a row and where it is from."""
 
@@ -97,7 +100,11 @@ class RowParser:
             not self.rules.has_template and self.keys.are_defaults and self._own_keys.isdisjoint(KNOWN_KEYS)
         )
         """Whether rows without a prompt may be of a well-known form: the job names no other keys."""
+        self._prompt_key, self._messages_key = self.keys.prompt, self.keys.messages
+        self._is_plain = not self.rules.has_template and self.keys.deciding is None and not self.keys.names_prompt
+        """Whether the prompt of a row with no other is the text under its key."""
         self.warnings = RowWarnings(self.rules.columns | self._own_keys)
+        self._sent_as_messages = frozenset(kind for kind in PromptKind if self.rules.chat.includes(kind))
         self.kinds: set[PromptKind] = set()
         """The kinds of prompts that rows had so far."""
         self._defaults = RowDefaults(sampling_defaults)
@@ -130,9 +137,16 @@ class RowParser:
         try:
             given, marked = self._values_of(row)
             is_native = not looks_like_openai(given) or any(not is_null(given.get(key)) for key in self.keys.prompts)
-            kind = self._kind_of(row, given) if is_native else None
-            own_keys = self._keys_of_native(given, kind) if is_native else OPENAI_KEYS
-            values = _own_objects(given, own_keys) if isinstance(row, dict | str) else _own_values(given, own_keys)
+            prompt_key = self._prompt_key
+            own_of = _own_objects if isinstance(row, (dict, str)) else _own_values
+            kind: PromptKind | None
+            own_keys, kind = self._own_keys, _USUAL_KIND
+            is_usual = is_native and self._is_plain and prompt_key in given and self._messages_key not in given
+            values = own_of(given, own_keys) if is_usual else {}
+            if not is_usual or prompt_key not in values:
+                kind = self._kind_of(row, given) if is_native else None
+                own_keys = self._keys_of_native(given, kind) if is_native else OPENAI_KEYS
+                values = own_of(given, own_keys)
             if marked is not None:
                 given = marked.with_nulls(given)
             left_out = own_keys if not self._keep_input else own_keys & {"id" if is_native else "custom_id"}
@@ -169,15 +183,24 @@ class RowParser:
                 caller=self._caller,
             )
             if is_native:
-                job = native_job(values, place, self.keys, defaults, self.rules, given, kind)
+                job = native_job(
+                    values,
+                    place,
+                    self.keys,
+                    defaults,
+                    self.rules,
+                    given,
+                    kind,
+                    becomes_message=bool(self._sent_as_messages) and kind in self._sent_as_messages,
+                )
                 if self._task is not None:
                     job = self._task.job(job, values, given)
             elif self._task is not None:
                 job = self._task.openai_job(values, place)
             else:
                 job = openai_job(values, place, defaults, self.rules)
-            if job.place.form is RowForm.COMPLETION and job.prompt_token_ids is None:
-                kind = PromptKind.OTHER_TEXT
+                if form is RowForm.COMPLETION and job.prompt_token_ids is None:
+                    kind = PromptKind.OTHER_TEXT
             if kind is not None:
                 self.kinds.add(kind)
             if job.messages is None:
@@ -217,7 +240,7 @@ class RowParser:
 
     def _keys_of_native(self, given: Mapping[str, Any], kind: PromptKind | None) -> frozenset[str]:
         """Return the keys under which a native row says something to nvcli."""
-        if kind in KEYS_OF_KIND:
+        if kind is not None and kind in KEYS_OF_KIND:
             own_keys = self._conversation_keys if kind is PromptKind.CONVERSATIONS else self._own_keys
             return own_keys | KEYS_OF_KIND[kind]
         own_keys = self._own_keys if is_null(given.get(self.keys.messages)) else self._conversation_keys

@@ -10,6 +10,7 @@ import msgspec
 class PromptKind(Enum):
     """Where the prompt of a row comes from, where that decides or is worth telling."""
 
+    __hash__ = object.__hash__  # Enum's own is slow, and every row asks for it
     PROMPT = "prompt"
     """The key `job.prompt_field` or `job.prompt_template`."""
     OTHER_TEXT = "other text"
