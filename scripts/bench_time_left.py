@@ -100,6 +100,22 @@ class Kinds:
         """400 answers of about 240 tokens, which may fill the model."""
         return [FakeRow(self._rng.randint(235, 245), prompt=10, most=2038) for _ in range(400)]
 
+    def tasks(self) -> list[FakeRow]:
+        """What the built-in model answers: few tokens, words of the prompt, numbers; no `max_tokens`."""
+        rows = []
+        for _ in range(1500):
+            task, words = self._rng.random(), self._rng.randint(5, 90)
+            if task < 0.5:
+                rows.append(FakeRow(self._rng.randint(2, 4), prompt=12, most=2038))
+            elif task < 0.625:
+                rows.append(FakeRow(self._rng.randint(2, 4), prompt=6 * words, most=2038))
+            elif task < 0.875:
+                words = words if task < 0.75 else 3 + words % 10
+                rows.append(FakeRow(3 * words // 2, prompt=3 * words // 2 + 10, most=2038))
+            else:
+                rows.append(FakeRow(4 * self._rng.randint(4, 100), prompt=16, most=2038))
+        return rows
+
     def unsaid(self) -> list[FakeRow]:
         """Answers of about 300 tokens, and no `max_tokens`."""
         return [FakeRow(self._around(300, 0.6)) for _ in range(1000)]

@@ -8,8 +8,8 @@ answer that runs at 500 tokens says that it is longer than 500. Two estimates do
   and did not end.
 - `Belief`: what happens at lengths that few samples have come to. It weighs distributions of several forms and scales
   by how likely they make the longest samples, and counts for a few samples in the first estimate (the beta process of
-  Hjort, Ann. Stat. 18, 1990). Before anything has ended, lengths are between a usual one and half of what rows ask for.
-  Whether they go with `max_tokens` and with the length of the prompt is weighed too.
+  Hjort, Ann. Stat. 18, 1990). Before anything has ended, long answers are between a usual length and half of what rows
+  ask for. Whether lengths go with `max_tokens` and with the length of the prompt is weighed too.
 
 Each is made three times (`Outlooks`): for answers as short as they may well become, as expected, and as long.
 """
@@ -25,19 +25,20 @@ from typing import NamedTuple
 
 from nvcli.job_run.answer_lengths import bin_middle, bin_of, bin_start
 
-_USUAL = 100.0
-"""The usual length of answers, in tokens."""
-_SPREAD = 0.8
+_USUAL = 250.0
+"""The usual length of long answers, in tokens: that which one in twenty passes."""
+_SPREAD = 0.6
 """How sure lengths are before anything is known: the deviation of their logarithm."""
 _POWERS = ((0.0, 0.0, 0.3), (1.0, 0.0, 0.4), (0.0, 0.5, 0.15), (0.0, 1.0, 0.15))
 """Powers of `max_tokens` and of the length of the prompt that lengths may go with, and how likely each pair is."""
 _STEP = math.log(2) / 3
 """The belief compares lengths in steps of this size, on a scale of logarithms."""
 _TAIL = 3
-"""It goes by the samples in the last of these steps."""
+"""It goes by the samples in the last of these steps, counted from the longest that `_SEVERAL` have come to."""
+_SEVERAL = 4
 _MAX_ENDED = 40.0
 """However many samples ended there, they count as so many: no answers are drawn from just these distributions."""
-_BELIEF_SAMPLES = 4.0
+_BELIEF_SAMPLES = 1.0
 """The number of samples that the belief counts for."""
 _WINDOWS = ((0.0, 0.3), (0.25, 0.75), (0.7, 1.0))
 """The shares of the belief, in order of length, that make up the short, the middle and the long outlook."""
@@ -130,7 +131,7 @@ class Belief:
 
     def outlooks(self, known: Known) -> Outlooks:
         """Return the distributions of the lengths of one class."""
-        deviation = 1 / math.sqrt(sum(known.stopped.values()) + _BELIEF_SAMPLES)
+        deviation = 1 / math.sqrt(sum(known.stopped.values()) + _SEVERAL)
         return Outlooks(
             *(
                 Survival(
@@ -150,7 +151,7 @@ class Belief:
     def _weighed(self, classes: Sequence[Known], usual: float) -> Iterator[tuple[float, _Hypothesis]]:
         """Yield all hypotheses, each with the logarithm of how likely it is.
 
-        `usual` is the logarithm of the length that is expected before anything is known.
+        `usual` is the logarithm of the length that one sample in twenty is expected to pass before anything is known.
         """
         for max_power, prompt_power, share in _POWERS if len(classes) > 1 else _POWERS[:1]:
             shifts = [self._shift(known, max_power, prompt_power) for known in classes]
@@ -158,8 +159,8 @@ class Belief:
             powers = math.log(share) + _fit(classes, shifts)
             for step in range(2, math.ceil(self._log_most / _STEP) + 9):
                 scale = step * _STEP
-                prior = powers - ((scale - usual) / _SPREAD) ** 2 / 2
                 for form in range(len(_FORMS)):
+                    prior = powers - ((scale + _reach(form) - usual) / _SPREAD) ** 2 / 2
                     yield prior + tail.likelihood(form, step), _Hypothesis(form, scale, max_power, prompt_power)
 
     def _shift(self, known: Known, max_power: float, prompt_power: float) -> float:
@@ -184,7 +185,7 @@ class _Tail:
         reached = 0.0
         for step in sorted({*stopped, *others}, reverse=True):
             reached += stopped[step] + others[step]
-            if reached >= _BELIEF_SAMPLES:
+            if reached >= _SEVERAL:
                 self._first = step - _TAIL
                 break
         self._stopped = [(step, count) for step, count in stopped.items() if step > self._first]
@@ -206,6 +207,13 @@ class _Tail:
         result = sum(count * ends[place(step)] for step, count in self._stopped)
         result += sum(count * longer[place(step)] for step, count in self._others)
         return self._weight * (result - self._count * before)
+
+
+@functools.cache
+def _reach(form: int) -> float:
+    """Return the logarithm of the length that one sample in twenty passes, in parts of the scale."""
+    longer, _ = _tables(form)
+    return _STEP * (next(place for place, share in enumerate(longer) if share < math.log(0.05)) - _ORIGIN)
 
 
 @functools.cache
