@@ -17,7 +17,7 @@ try:
 except ImportError:  # in a version to come: its kernels are left out
     _gl = _tma = None
 
-GLUON_VERSIONS = ("3.6", "3.8", "3.9")
+GLUON_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 """Versions with which the kernels in Gluon ran on a GPU."""
 
 
