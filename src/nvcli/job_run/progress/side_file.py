@@ -35,6 +35,8 @@ class SideFile:
         for name in self.names:
             if os.path.realpath(name) in real_taken:
                 raise ConfigError(f"{self}: {name} is a file of the job itself, and would be replaced; name another")
+        if not path.parent.is_dir():
+            raise ConfigError(f"{self} cannot be written: {path.parent} is no folder; make it, or name another")
         if not os.access(path.parent, os.W_OK | os.X_OK):
             raise ConfigError(f"{self} cannot be written in {path.parent}: {why_not_writable(path.parent)}")
 
