@@ -147,12 +147,12 @@ class Oracle:
         if not is_openai:
             own = (facts.id_key, "sampling", "chat_template_kwargs")
             own = own if facts.prompt_template is not None else (*own, *prompts)
-        if any(_has_too_large_number(texts[key]) for key in own if key in texts):
+        if any(_has_too_large_number(texts[key]) or _has_nonfinite(texts[key]) for key in own if key in texts):
             return Expected(index, self._name(index), errors={"invalid_json"})
         values = {key: value for key, value in values.items() if value is not None}
         expected = Expected(index, "", is_openai)
         output_keys = _OPENAI_OUTPUT if is_openai else _NATIVE_OUTPUT
-        kept = {key: text for key, text in texts.items() if key not in own}
+        kept = {key: _with_nulls(text) for key, text in texts.items() if key not in own}
         if any(key in output_keys for key in kept):
             expected.under_input = {key: kept.pop(key) for key in (*output_keys, "input") if key in kept}
         expected.passed = kept
@@ -463,7 +463,7 @@ def _parse(line: bytes, max_levels: int = MAX_LEVELS) -> tuple[dict[str, Any], d
         text = line.decode()
         if _depth(text) > max_levels:
             raise _Bad("invalid_json")
-        value, texts = _values(text)
+        value, texts = _values(text, _no_constant if max_levels == _OUTPUT_LEVELS else _null)
         if _SURROGATE.search(text) and not _is_text(value):
             raise _Bad("invalid_json")
     except ValueError:
@@ -473,10 +473,10 @@ def _parse(line: bytes, max_levels: int = MAX_LEVELS) -> tuple[dict[str, Any], d
     return value, texts
 
 
-def _values(text: str) -> tuple[Any, dict[str, str]]:
-    """Parse JSON; with the text of each value where it is an object."""
+def _values(text: str, constant: Callable[[str], None]) -> tuple[Any, dict[str, str]]:
+    """Parse JSON; with the text of each value where it is an object. `constant` says what becomes of NaN."""
     hook = _object if _SURROGATE.search(text) else None
-    decoder = json.JSONDecoder(parse_constant=_no_constant, parse_int=_integer, object_pairs_hook=hook)
+    decoder = json.JSONDecoder(parse_constant=constant, parse_int=_integer, object_pairs_hook=hook)
     stripped = text.strip(" \t\r\n")
     value = decoder.decode(stripped)
     texts: dict[str, str] = {}
@@ -510,6 +510,21 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> None:
     raise ValueError(name)
+
+
+def _null(name: str) -> None:
+    """Take NaN and Infinity, which Python writes, for null."""
+
+
+_NONFINITE = re.compile(r'"(?:[^"\\]|\\.)*"|-?Infinity|NaN', re.DOTALL)
+
+
+def _with_nulls(text: str) -> str:
+    return _NONFINITE.sub(lambda found: found[0] if found[0].startswith('"') else "null", text)
+
+
+def _has_nonfinite(text: str) -> bool:
+    return _with_nulls(text) != text
 
 
 def _integer(digits: str) -> int | float:
