@@ -140,9 +140,11 @@ class Oracle:
             return Expected(index, self._name(index), errors={str(bad)})
         facts = self._facts
         prompts = (facts.prompt_key, facts.messages_key, "prompt_token_ids")
-        is_openai = sum(values.get(key) is not None for key in ("custom_id", "url", "body")) >= 2 and all(
-            values.get(key) is None for key in prompts
-        )
+
+        def is_given(key: str) -> bool:
+            return values.get(key) is not None or _has_nonfinite(texts.get(key, ""))
+
+        is_openai = sum(map(is_given, ("custom_id", "url", "body"))) >= 2 and not any(map(is_given, prompts))
         own: tuple[str, ...] = ("custom_id", "method", "url", "body")
         if not is_openai:
             own = (facts.id_key, "sampling", "chat_template_kwargs")
