@@ -7,7 +7,7 @@ import unicodedata
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvcli.terminal_text import harmless, one_line
+from nvcli.terminal_text import harmless, one_line, without_secrets
 
 
 @given(st.text())
@@ -27,3 +27,14 @@ def test_what_is_shown_in_their_place() -> None:
     assert one_line("  a\n b   c ") == "a b c"
     assert one_line("abcdef", 5) == "abcd…"
     assert one_line("abcde", 5) == "abcde"
+
+
+def test_what_addresses_keep_secret_is_not_shown() -> None:
+    for text, shown in (
+        ("https://me:p@ss@host/x.jsonl: gone", "https://***@host/x.jsonl: gone"),
+        ("https://host/x?sig=a:b&c: gone", "https://host/x?***: gone"),
+        ("nvcli generate 's3://KEY:S@bucket/a?.jsonl' -m demo", "nvcli generate 's3://***@bucket/a?.jsonl' -m demo"),
+        ("https://u:p@h/x?k='1'", "https://***@h/x?***'1'"),
+        ("ask me@host about https://h/y", "ask me@host about https://h/y"),
+    ):
+        assert without_secrets(text) == shown

@@ -1,13 +1,19 @@
 """Texts of others, made harmless for a terminal.
 
 An answer, a prompt or an error message may hold what a terminal obeys: escape sequences that move the cursor, change
-the title or fill the clipboard, and marks that turn the direction of writing. They are shown instead.
+the title or fill the clipboard, and marks that turn the direction of writing. They are shown instead. Addresses may
+hold passwords, which are not shown.
 """
 
 from __future__ import annotations
 
+import re
+
 _KEPT = "\n\t"
 _DIRECTION_MARKS = (0x061C, *range(0x200E, 0x2010), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_USER = re.compile(r"""([a-z][a-z0-9+.-]*://)[^\s'"/?\#]+@""", re.IGNORECASE)
+_QUERY = re.compile(r"""(https?://[^\s'"?\#]*\?)[^\s'"]+?(?=:?(?:[\s'"]|$))""", re.IGNORECASE)
+"""The query of a web address: those that are signed have a key in it."""
 _PICTURES = 0x2400
 """Unicode's pictures of the control characters begin here."""
 _SHOWN = (
@@ -21,6 +27,11 @@ _SHOWN = (
 def harmless(text: str) -> str:
     """Return a text with its control characters shown, but for line ends and tabs."""
     return text.translate(_SHOWN)
+
+
+def without_secrets(text: str) -> str:
+    """Return a text with `***` in the place of users, passwords and queries of addresses."""
+    return _QUERY.sub(r"\1***", _USER.sub(r"\1***@", text)) if "://" in text else text
 
 
 def one_line(text: str, limit: int | None = None) -> str:

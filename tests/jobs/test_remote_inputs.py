@@ -8,6 +8,7 @@ import json
 import os
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,11 @@ def test_what_cannot_be_fetched(tmp_path: Path, store: Any, monkeypatch: pytest.
     ):
         with pytest.raises(ConfigError, match=f"the input .*{told}"):
             fetch_files(url, cache=tmp_path)
+    secret = "9f" * 8
+    with pytest.raises(ConfigError) as raised:
+        fetch_files(f"http://me:{secret}@127.0.0.1:1/x.jsonl?sig={secret}", cache=tmp_path)
+    assert "the input http://***@127.0.0.1:1/x.jsonl?***: cannot be fetched" in str(raised.value)
+    assert secret not in "".join(traceback.format_exception(raised.value))
     monkeypatch.setattr(hub_access.shutil, "disk_usage", lambda folder: shutil_usage(free=len(ROW) - 1))
     with pytest.raises(ConfigError, match=r"still to be downloaded, and the disk of .* free some space"):
         fetch_files("memory://bucket/x.jsonl", cache=tmp_path / "new")

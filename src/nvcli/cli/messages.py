@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from nvcli.terminal_text import without_secrets
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -31,8 +33,8 @@ def output_gone() -> OutputGone:
 
 
 def say(text: str) -> None:
-    """Print one message to standard error."""
-    typer.echo(f"nvcli: {text}", err=True)
+    """Print one message to standard error, without the passwords of addresses in it."""
+    typer.echo(f"nvcli: {without_secrets(text)}", err=True)
 
 
 def choose_config_file(named: Path | None) -> Path | None:

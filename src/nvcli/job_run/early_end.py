@@ -21,6 +21,7 @@ from nvcli.jobs.job import RETRYABLE_ERRORS, JobResult
 from nvcli.jobs.own_files import manifest_path, traceback_path
 from nvcli.jobs.shard import Shard
 from nvcli.regular_file import open_unlinked
+from nvcli.terminal_text import without_secrets
 from nvcli.versions import describe_versions
 
 _MOST_ROW_CHARS = 256 * 1024
@@ -102,7 +103,8 @@ class RowTracebacks:
 
 def _entry(message: str, traceback: str) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S")
-    return f"{when}  {shlex.join(sys.argv)}\n{describe_versions()}\n{message}\n{traceback.rstrip()}\n\n"
+    entry = f"{when}  {shlex.join(sys.argv)}\n{describe_versions()}\n{message}\n{traceback.rstrip()}\n\n"
+    return without_secrets(entry)
 
 
 def _beside(output: str | None) -> Path | None:
@@ -201,4 +203,4 @@ def next_steps(argv: Sequence[str], *, output: str, errors: Collection[str]) -> 
 def _command(argv: Sequence[str]) -> str:
     program, *arguments = argv
     start = ["nvcli"] if Path(program).name == "nvcli" else [sys.executable, "-m", "nvcli"]
-    return shlex.join([*start, *arguments])
+    return without_secrets(shlex.join([*start, *arguments]))

@@ -22,6 +22,7 @@ from nvcli.job_run.settings import SetterOf, config_settings, sampling_settings
 from nvcli.jobs.files import STREAM
 from nvcli.messages import EngineReady
 from nvcli.nvidia_smi import ask_for_gpus, visible_gpus
+from nvcli.terminal_text import without_secrets
 from nvcli.validation import Path as KeyPath
 from nvcli.versions import installed_versions
 
@@ -53,7 +54,7 @@ def build_report(
     return Report(
         state=state,
         message=message,
-        command=_as_text(shlex.join(["nvcli", *(sys.argv if argv is None else argv)[1:]])),
+        command=_as_text(without_secrets(shlex.join(["nvcli", *(sys.argv if argv is None else argv)[1:]]))),
         model=job.run.model,
         inputs=list(job.inputs),
         output=job.output,

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from nvcli.errors import ConfigError, first_line
 from nvcli.hub_access import DownloadSize
+from nvcli.terminal_text import without_secrets
 
 _VERSION_KEYS = (
     "ETag", "etag", "md5Hash", "Content-MD5", "generation", "Last-Modified", "LastModified", "last_modified", "updated",
@@ -60,11 +61,12 @@ def fetch_files(url: str, *, cache: Path | None = None) -> list[str]:
         paths = sorted(store.glob(path)) if is_pattern else [path]
         files = [_look_at(store, url, path) for path in paths]
     if not files:
-        raise ConfigError(f"the input {url} matches no file")
+        raise ConfigError(f"the input {without_secrets(url)} matches no file")
     missing = sum(file.num_bytes or 0 for file in files if not file.is_in(cache))
     if problem := DownloadSize.of(missing, cache).problem:
         raise ConfigError(
-            f"the input {url}: {problem}; free some space, or set XDG_CACHE_HOME to a folder on a larger disk"
+            f"the input {without_secrets(url)}: {problem}; free some space, or set XDG_CACHE_HOME to a folder on a "
+            "larger disk"
         )
     with _explained(url):
         for file in files:
@@ -111,7 +113,8 @@ def _fetch(store: Any, file: _RemoteFile, place: Path) -> None:
         num_bytes = part.stat().st_size
         if file.num_bytes not in (None, num_bytes) or _look_at(store, file.url, file.path) != file:
             raise ConfigError(
-                f"the input {file.url}: {place.name} was changed while it was fetched; start again once it is complete"
+                f"the input {without_secrets(file.url)}: {place.name} was changed while it was fetched; start again "
+                "once it is complete"
             )
         part.replace(place)
     finally:
@@ -137,4 +140,5 @@ def _explained(url: str) -> Iterator[None]:
         problem = f"cannot be fetched: {first_line(error)}"
     else:
         return
-    raise ConfigError(f"the input {url}: {problem}")
+    # A store's own words may hold the address, and are not kept as the cause for the same reason.
+    raise ConfigError(without_secrets(f"the input {url}: {problem}")) from None
