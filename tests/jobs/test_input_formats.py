@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import csv
 import gzip
 import io
 import os
+import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -282,3 +284,77 @@ def test_rows_before_a_damaged_table_are_given_out(tmp_path: Path) -> None:
     assert [job.prompt for job in next(batches) if isinstance(job, Job)] == ["p", "q"]
     with pytest.raises(ConfigError, match=r"b\.arrow: cannot be read as Arrow"):
         next(batches)
+
+
+def ints(*values: int) -> bytes:
+    return array.array("i", values).tobytes()
+
+
+TEXTS = pyarrow.array(["x", "y", "z"])
+PAIRS = pyarrow.array(["aa", "bb", "cc"])
+VIEW = b"a text that stands outside"
+DAMAGED: dict[str, tuple[Any, bytes, bytes]] = {
+    "far": (TEXTS, ints(0, 1, 2, 3), ints(0, 1, 2, 4000)),
+    "back": (TEXTS, ints(0, 1, 2, 3), ints(0, 3, 1, 3)),
+    "negative": (TEXTS, ints(0, 1, 2, 3), ints(0, 1, -5, 3)),
+    "bytes": (TEXTS, b"xyz", b"x\xffz"),
+    "words": (
+        pyarrow.DictionaryArray.from_arrays(pyarrow.array([2, 0, 1], pyarrow.int32()), PAIRS),
+        ints(2, 0, 1),
+        ints(2, 0, 900),
+    ),
+    "lists": (pyarrow.ListArray.from_arrays([0, 1, 2, 3], PAIRS), ints(0, 1, 2, 3), ints(0, 1, 5000, 3)),
+    "inner": (pyarrow.StructArray.from_arrays([TEXTS], ["text"]), ints(0, 1, 2, 3), ints(0, 1, 2, 4000)),
+    "runs": (
+        pyarrow.RunEndEncodedArray.from_arrays(pyarrow.array([1, 2, 3], pyarrow.int32()), PAIRS),
+        ints(1, 2, 3),
+        ints(1, 9, 3),
+    ),
+    "view": (pyarrow.array([VIEW] * 3, pyarrow.string_view()), VIEW[:4] + ints(0, 0), VIEW[:4] + ints(0, 9_000_000)),
+}
+"""Columns, and bytes of theirs that become others: where their values are. Followed without a check, they give memory
+that is not the file's, or crash."""
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+@pytest.mark.parametrize("kind", ["file", "stream"])
+def test_a_damaged_column_is_an_error_that_names_it(tmp_path: Path, name: str, kind: str) -> None:
+    column, sound, damaged = DAMAGED[name]
+    batch = pyarrow.record_batch([pyarrow.array(["p", "qq", "rrr"]), column], ["prompt", name])
+    path = tmp_path / "in.arrow"
+    make = pyarrow.ipc.new_file if kind == "file" else pyarrow.ipc.new_stream
+    with make(path, batch.schema) as writer:
+        writer.write_batch(batch)
+    assert len(read(path)) == 3
+    data = path.read_bytes()
+    assert sound in data
+    match = rf"in\.arrow: cannot be read as Arrow: the column `{name}` is damaged: .*; put a sound file"
+    with pytest.raises(ConfigError, match=match):
+        read(path, data.replace(sound, damaged))
+
+
+def test_one_value_of_many_rows_is_not_made_for_all_of_them_at_once(tmp_path: Path) -> None:
+    rows = 400
+    large = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0] * rows, pyarrow.int8()), pyarrow.array(["x" * 20_000_000])
+    )
+    path = tmp_path / "in.arrow"
+    with pyarrow.ipc.new_file(path, pyarrow.schema([("prompt", large.type)])) as writer:
+        writer.write_batch(pyarrow.record_batch([large], ["prompt"]))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    batches = RowReader([str(path)], RowParser({})).batches()
+    assert [len(next(batches)) for _ in range(3)] == [1, 1, 1]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 << 10  # KiB; all of them are 8 GB
+
+
+def test_a_row_of_a_table_that_is_too_large_is_an_error_row(tmp_path: Path) -> None:
+    offsets = pyarrow.py_buffer(array.array("i", [0, 3, (1 << 31) - 1, (1 << 31) - 1]))
+    nulls = pyarrow.nulls((1 << 31) - 1)  # no bytes at all
+    column = pyarrow.Array.from_buffers(pyarrow.list_(pyarrow.null()), 3, [None, offsets], children=[nulls])
+    path = tmp_path / "in.arrow"
+    batch = pyarrow.record_batch([pyarrow.array(["p", "q", "r"]), column], ["prompt", "x"])
+    with pyarrow.ipc.new_file(path, batch.schema) as writer:
+        writer.write_batch(batch)
+    rows = read(path)
+    assert jobs(rows) == [("row-0", "p", {"x": [None] * 3}), ("row-2", "r", {"x": []})]
+    assert errors(rows) == [("line_too_long", "row 2: longer than 512 MiB, the most that a row may have")]

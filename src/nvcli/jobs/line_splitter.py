@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from nvcli.errors import RowError
+
 MAX_LINE_BYTES = 512 * 1024 * 1024
 """A longer line of an input is not kept, so that a file without line ends does not fill the memory."""
 
@@ -23,6 +25,11 @@ class BlankLines(DroppedLine):
         super().__init__(len(data))
         self.data = data
         self.num_lines = data.count(b"\n") + 1
+
+
+def too_long() -> RowError:
+    """Return the error of a row that is not kept."""
+    return RowError("line_too_long", f"longer than {MAX_LINE_BYTES >> 20} MiB, the most that a row may have")
 
 
 Line = bytes | DroppedLine

@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pyarrow.lib
 import pyarrow.parquet
 
-from nvcli.errors import ConfigError
+from nvcli.errors import ConfigError, first_line
 from nvcli.show.answers import line_of
 
 _BATCH_ROWS = 256
@@ -29,6 +28,7 @@ class ParquetFile:
     def lines(self) -> Iterator[bytes]:
         with self._opened() as file:
             for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+                batch.validate(full=True)
                 yield from map(line_of, batch.to_pylist())
 
     def lines_with(self, needles: Iterable[bytes]) -> Iterator[bytes]:
@@ -45,7 +45,9 @@ class ParquetFile:
                 size = file.metadata.row_group(number).num_rows
                 here = [index - first for index in chosen if first <= index < first + size]
                 if here:
-                    lines += map(line_of, file.read_row_group(number).take(here).to_pylist())
+                    table = file.read_row_group(number)
+                    table.validate(full=True)
+                    lines += map(line_of, table.take(here).to_pylist())
                 first += size
             return lines
 
@@ -55,5 +57,5 @@ class ParquetFile:
         try:
             with pyarrow.parquet.ParquetFile(self._path) as file:
                 yield file
-        except (pyarrow.lib.ArrowException, ValueError) as error:
-            raise ConfigError(f"{self._path}: cannot be read as Parquet: {error}") from None
+        except Exception as error:  # pyarrow has its own, and its values have those of their Python types
+            raise ConfigError(f"{self._path}: cannot be read as Parquet: {first_line(error)}") from None

@@ -38,6 +38,8 @@ class LineSource:
         self._known = known
         self.bytes_read = 0
         """Bytes that were read, as they are on disk."""
+        self.row_bytes = 0
+        """Lines tell their bytes themselves."""
 
     def lines(self) -> Iterator[Row | None]:
         """Yield the lines, without newlines and the file's BOM, and None before each read that may have to wait.

@@ -7,7 +7,8 @@ from typing import Any
 
 import pyarrow.parquet
 
-from nvcli.jobs.input.table_source import TableSource, rows_within
+from nvcli.jobs.input.table_rows import rows_within
+from nvcli.jobs.input.table_source import TableSource
 
 _READ_BYTES = 1024 * 1024
 """Bytes of each column that are read at a time; without such a bound pyarrow reads whole row groups."""

@@ -40,6 +40,8 @@ class _Source(Protocol):
 
     @property
     def bytes_read(self) -> int: ...
+    @property
+    def row_bytes(self) -> int: ...
     def place(self, number: int) -> str: ...
     def lines(self) -> Iterator[Row | None]: ...
 
@@ -145,7 +147,8 @@ class RowReader:
         batch = _Batch()
         for name in self._inputs:
             try:
-                for row, num_bytes in self._checked(name) if self._check_columns else _with_sizes(self._rows(name)):
+                rows = self._checked(name) if self._check_columns else self._with_sizes(self._rows(name))
+                for row, num_bytes in rows:
                     is_due = batch.add(row, num_bytes) if row is not None else bool(batch.rows)
                     if is_due:
                         yield batch.take()
@@ -197,11 +200,11 @@ class RowReader:
                 if not held:
                     yield None, 0
                 continue
-            faulty = fault_of(row, line, _num_bytes(line), self._parser.rules)
+            faulty = fault_of(row, line, self._num_bytes(line), self._parser.rules)
             if faulty is None or (held and faulty.fault is not held[0].fault):
                 yield from ((each.row, each.num_bytes) for each in held)
-                yield row, _num_bytes(line)
-                yield from _with_sizes(rows)
+                yield row, self._num_bytes(line)
+                yield from self._with_sizes(rows)
                 return
             held.append(faulty)
             if len(held) == MAX_HELD_ROWS:
@@ -211,7 +214,14 @@ class RowReader:
             if error is not None:
                 raise error
         yield from ((each.row, each.num_bytes) for each in held)
-        yield from _with_sizes(rows)
+        yield from self._with_sizes(rows)
+
+    def _with_sizes(
+        self, rows: Iterator[tuple[Job | JobResult | None, Row | None]]
+    ) -> Iterator[tuple[Job | JobResult | None, int]]:
+        """Yield rows with the bytes of their lines."""
+        for row, line in rows:
+            yield row, 0 if line is None else self._num_bytes(line)
 
     def _rows(self, name: str) -> Iterator[tuple[Job | JobResult | None, Row | None]]:
         """Yield the rows of one input with their lines, and None before a read that may have to wait."""
@@ -252,8 +262,9 @@ class RowReader:
 
     def _broken_off(self, name: str, error: Exception, way_out: str) -> ConfigError:
         """Return the error that says how far an input could be read."""
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        return ConfigError(f"{_label(name)}: cannot be read past {self._place}: {reason}. {way_out}")
+        reason = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+        problem = reason.splitlines()[0].rstrip(" .:")
+        return ConfigError(f"{_label(name)}: cannot be read past {self._place}: {problem}. {way_out}")
 
     @property
     def _is_at_limit(self) -> bool:
@@ -280,6 +291,14 @@ class RowReader:
             row = self._parser.failed(unexpected(error, "reading the row"), index=index, where=where)
         self._note_digest(line, index, None if row.place.is_named else row.place.id)
         return row
+
+    def _num_bytes(self, line: Row) -> int:
+        """Return roughly the bytes of the row that was read last."""
+        if isinstance(line, bytes | str):
+            return len(line)
+        if isinstance(line, Cells):
+            return line.num_bytes
+        return self._source.row_bytes if self._source is not None else 0
 
     def _note_digest(self, line: Row, index: int, own_id: JobId | None) -> None:
         if self._digests is not None and self._digests.wants(index):
@@ -338,21 +357,6 @@ def _open_source(name: str, known: KnownInput | None, has_prompt: Callable[[Coll
             from nvcli.jobs.input.arrow_source import ArrowSource
 
             return ArrowSource(Path(name), known)
-
-
-def _with_sizes(
-    rows: Iterator[tuple[Job | JobResult | None, Row | None]],
-) -> Iterator[tuple[Job | JobResult | None, int]]:
-    """Yield rows with the bytes of their lines."""
-    for row, line in rows:
-        yield row, 0 if line is None else _num_bytes(line)
-
-
-def _num_bytes(line: Row) -> int:
-    """Return the bytes of a row in its file; 0 for rows of tables, whose batches are small."""
-    if isinstance(line, bytes | str):
-        return len(line)
-    return line.num_bytes if isinstance(line, Cells) else 0
 
 
 def _label(name: str) -> str:

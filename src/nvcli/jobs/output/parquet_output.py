@@ -7,6 +7,7 @@ they are, because objects made of them could take thirty times the memory.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +18,7 @@ import pyarrow
 import pyarrow.lib
 import pyarrow.parquet
 
-from nvcli.errors import OutputError
+from nvcli.errors import OutputError, first_line
 from nvcli.jobs.output.answer_columns import ANSWER_TYPES, fit_row, json_alternatives, own_types, task_of
 from nvcli.jobs.rows.raw_values import as_text, decode, is_null
 from nvcli.task_config import Task
@@ -83,10 +84,14 @@ def read_parquet(path: Path) -> Iterator[bytes]:
 
     Raises OSError.
     """
-    with pyarrow.parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=_READ_ROWS):
-            for row in batch.to_pylist():
-                yield _encode(_json_row(row))
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_READ_ROWS):
+                batch.validate(full=True)
+                for row in batch.to_pylist():
+                    yield _encode(_json_row(row))
+    except (pyarrow.lib.ArrowException, ValueError) as error:
+        raise OSError(errno.EIO, f"it is a damaged table: {first_line(error)}") from None
 
 
 def _json_row(row: dict[str, Any]) -> dict[str, Any]:

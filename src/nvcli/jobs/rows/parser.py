@@ -13,7 +13,7 @@ import msgspec
 
 from nvcli.errors import RowError
 from nvcli.jobs.job import Caller, Job, JobId, JobResult, Place, RowForm, failed
-from nvcli.jobs.line_splitter import MAX_LINE_BYTES, DroppedLine, Line
+from nvcli.jobs.line_splitter import DroppedLine, Line, too_long
 from nvcli.jobs.rows.bad_json import explain_bad_json, explain_bad_utf8, explain_bad_value
 from nvcli.jobs.rows.cells import Cells, values_of_cells
 from nvcli.jobs.rows.conversation_options import CONVERSATION_KEYS
@@ -359,7 +359,7 @@ def _split_line(line: Line) -> tuple[dict[str, msgspec.Raw], MarkedLine | None]:
     Raises RowError.
     """
     if isinstance(line, DroppedLine):
-        raise RowError("line_too_long", f"longer than {MAX_LINE_BYTES >> 20} MiB, the most that a row may have")
+        raise too_long()
     try:
         if not line.isascii():
             line.decode()  # texts that stay JSON are not decoded
