@@ -12,7 +12,6 @@ from unittest.mock import patch
 
 import torch
 from hopper_compile import FakeDriver, assemble
-from triton.experimental.gluon import language as gl
 from triton.runtime.driver import driver
 
 from nvcli.kernels.triton import decode_attention
@@ -21,9 +20,6 @@ from nvcli.kernels.triton.fp8_decode_attention import fp8_decode_attention_kerne
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 64
 CPU = torch.device("cpu")
-
-if not hasattr(gl, "thread_barrier"):  # as Triton 3.6 calls it, with which the kernel runs
-    gl.thread_barrier = gl.barrier
 
 
 def launch(rows: int) -> None:

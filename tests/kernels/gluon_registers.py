@@ -88,7 +88,7 @@ def run(
         NVMMADistributedLayout=lambda *_: "layout", DotOperandLayout=lambda *_: "layout",
         BlockedLayout=lambda *_: "layout", SliceLayout=lambda *_: "layout",
         DistributedLinearLayout=lambda *_: "layout", program_id=lambda axis: program[axis],
-        load=load, store=store, atomic_add=atomic_add, thread_barrier=lambda: None,
+        load=load, store=store, atomic_add=atomic_add,
         arange=lambda first, end, layout: block(torch.arange(first, end)),
         full=lambda shape, value, dtype, layout: block(torch.as_tensor(value).to(dtype).expand(shape)),
         zeros=lambda shape, dtype, layout: block(torch.zeros(shape, dtype=dtype)),
@@ -103,7 +103,7 @@ def run(
         function = getattr(value, "fn", None)
         if isinstance(function, types.FunctionType):
             names[name] = types.FunctionType(function.__code__, names, name, function.__defaults__)
-    names |= {"gl": language, "mma_v2": lambda a, b, c: c + a.float() @ b.float()} | replaced
+    names |= {"gl": language, "barrier": lambda: None, "mma_v2": lambda a, b, c: c + a.float() @ b.float()} | replaced
     for program[0] in range(grid[0]):
         for program[1] in range(grid[1]):
             names[kernel](*args, **constants)
