@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import threading
 from pathlib import Path
 
 import pytest
 
 from nvcli.errors import CapacityError, WorkerError
-from nvcli.job_run.early_end import keep_traceback, next_steps, resume_hint
+from nvcli.job_run.early_end import Interrupts, keep_traceback, next_steps, resume_hint
 from nvcli.jobs.own_files import manifest_path
 
 FAILURE = WorkerError("rank 1 failed at step 5: KeyError: 7", "Traceback (most recent call last):\n  …\nKeyError: 7\n")
@@ -39,6 +42,22 @@ def test_elsewhere_it_is_a_temporary_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert match is not None
     assert "KeyError: 7\n" in Path(match[1]).read_text()
     assert Path(match[1]).parent == tmp_path
+
+
+def test_a_signal_ends_a_read_that_may_block_and_waits_elsewhere() -> None:
+    blocked, other_end = os.pipe()
+    with Interrupts() as interrupts:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with pytest.raises(KeyboardInterrupt), interrupts.at_once():
+            os.read(blocked, 1)
+    with Interrupts() as interrupts:
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.check()
+        with pytest.raises(KeyboardInterrupt), interrupts.at_once():
+            pytest.fail("it began after a signal")
+    os.close(blocked)
+    os.close(other_end)
 
 
 @pytest.fixture

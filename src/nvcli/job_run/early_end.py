@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -9,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -38,6 +39,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._pending = False
+        self._is_at_once = False
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -56,8 +58,18 @@ class Interrupts:
         if self._pending:
             raise KeyboardInterrupt
 
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Let the first signal raise KeyboardInterrupt in the body of the `with` too: for reads that may block."""
+        self._is_at_once = True
+        try:
+            self.check()
+            yield
+        finally:
+            self._is_at_once = False
+
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        if self._pending:
+        if self._pending or self._is_at_once:
             raise KeyboardInterrupt
         self._pending = True
 

@@ -111,7 +111,8 @@ def generate(
             return summary
         for note in job.describe_kinds(job.first_kinds):
             progress.note(note)
-        plan = plan_run(job, opened.answered) if engines is None else plan_replicas(job, num_requests=None)
+        with interrupts.at_once():  # it may read rows
+            plan = plan_run(job, opened.answered) if engines is None else plan_replicas(job, num_requests=None)
         if plan.why:
             progress.note(plan.why)
         if plan.warning:
