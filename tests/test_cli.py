@@ -138,7 +138,7 @@ def test_quick_answers_import_nothing_heavy(tmp_path: Path, arguments: list[str]
         "import os, sys\n"
         "from nvcli.cli import main as cli\n"
         "heavy = {'torch', 'transformers', 'tokenizers', 'rich', 'numpy', 'huggingface_hub', 'safetensors'}\n"
-        "def leave(code):\n"
+        "def leave(code, watch):\n"
         "    found = heavy & sys.modules.keys()\n"
         "    print('heavy:', sorted(found), file=sys.stderr)\n"
         "    sys.exit(code)\n"

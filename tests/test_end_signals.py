@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +48,40 @@ def test_what_was_ignored_stays_so_but_for_ctrl_c() -> None:
     for number in SIGNALS:
         os.kill(os.getpid(), number)
     assert heard == [signal.SIGINT]
+
+
+STUCK = """
+import ctypes, os, platform, signal, sys, time
+import nvcli.end_signals
+from nvcli.end_signals import handle_end_signals, watch_main_thread
+
+nvcli.end_signals._LOOK_SECONDS = 0.03
+handle_end_signals(lambda number, frame: print("heard", flush=True))
+watch_main_thread(lambda: os._exit(130))
+signal.raise_signal(signal.SIGTERM)
+time.sleep(0.3)
+print("ready", flush=True)
+clone = {"x86_64": 56}.get(platform.machine(), 220)
+# As in a read of a file system that does not answer, nothing but SIGKILL ends the wait for the child of a vfork.
+if ctypes.CDLL(None).syscall(clone, 0x4000 | signal.SIGCHLD, 0, 0, 0, 0) == 0:
+    time.sleep(60)
+    os._exit(0)
+"""
+
+
+def test_a_signal_that_does_not_reach_the_main_thread_ends_the_process_all_the_same() -> None:
+    process = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    try:
+        assert [process.stdout.readline() for _ in range(2)] == [b"heard\n", b"ready\n"]
+        while "\nState:\tD" not in Path(f"/proc/{process.pid}/status").read_text():
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 130
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.stdout.close()
+        process.wait()
 
 
 IMPORTED = """

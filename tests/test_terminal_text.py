@@ -35,6 +35,8 @@ def test_what_addresses_keep_secret_is_not_shown() -> None:
         ("https://host/x?sig=a:b&c: gone", "https://host/x?***: gone"),
         ("nvcli generate 's3://KEY:S@bucket/a?.jsonl' -m demo", "nvcli generate 's3://***@bucket/a?.jsonl' -m demo"),
         ("https://u:p@h/x?k='1'", "https://***@h/x?***'1'"),
+        ("s3://KEY:S/e?c#r+t@bucket/x: gone", "s3://***@bucket/x: gone"),
+        ("https://host:8080/a@b and hf://o/n@commit:train", "https://host:8080/a@b and hf://o/n@commit:train"),
         ("ask me@host about https://h/y", "ask me@host about https://h/y"),
     ):
         assert without_secrets(text) == shown

@@ -24,6 +24,9 @@ _FINISHED_FIRST = (
     enum.__file__,
 )
 """The code of imports, of conversions by msgspec, and what msgspec calls where it makes a decoder."""
+_LOOK_SECONDS = 0.25
+_STUCK_LOOKS = 6
+"""A signal that so many looks have found waiting does not reach the main thread."""
 
 Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
@@ -42,6 +45,36 @@ def handle_end_signals(handler: Handler) -> dict[signal.Signals, Any]:
         if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
             before[number] = signal.signal(number, handler)
     return before
+
+
+def watch_main_thread(give_up: Callable[[], Any]) -> threading.Thread:
+    """Start a thread that calls `give_up` where a signal that asks for the end waits for 1.5 s. Returns the thread.
+
+    A file system that does not answer, such as NFS without its server, lets a thread that waits for it take no signal
+    but SIGKILL. Python's handlers run in the main thread, so they do not run while that one waits so.
+    """
+    thread = threading.Thread(target=_watch, args=(give_up,), name="nvcli-signals", daemon=True)
+    thread.start()
+    return thread
+
+
+def _watch(give_up: Callable[[], Any]) -> None:
+    num_looks = 0
+    while num_looks < _STUCK_LOOKS:
+        time.sleep(_LOOK_SECONDS)
+        try:
+            num_looks = num_looks + 1 if _is_end_waiting() else 0
+        except OSError:  # there is no /proc
+            return
+    give_up()
+
+
+def _is_end_waiting() -> bool:
+    """Tell whether a signal that asks for the end has come, is not blocked, and has not reached its handler."""
+    lines = (line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    masks = {name: int(value, 16) for name, value in lines if name in ("SigPnd", "ShdPnd", "SigBlk")}
+    waiting = (masks["SigPnd"] | masks["ShdPnd"]) & ~masks["SigBlk"]
+    return any(waiting >> number - 1 & 1 for number in _END_SIGNALS)
 
 
 def at_safe_place(handler: Callable[[int, FrameType | None], Any]) -> Handler:

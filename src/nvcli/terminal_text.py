@@ -11,7 +11,8 @@ import re
 
 _KEPT = "\n\t"
 _DIRECTION_MARKS = (0x061C, *range(0x200E, 0x2010), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-_USER = re.compile(r"""([a-z][a-z0-9+.-]*://)[^\s'"/?\#]+@""", re.IGNORECASE)
+_USER = re.compile(r"""([a-z][a-z0-9+.-]*://)(?:[^\s'"/?\#]+|[^\s'"/?\#:@]*:(?!\d+/)[^\s'"]*)@""", re.IGNORECASE)
+"""The user of an address. Where a password follows, such as an S3 key, it may have slashes and the like in it."""
 _QUERY = re.compile(r"""(https?://[^\s'"?\#]*\?)[^\s'"]+?(?=:?(?:[\s'"]|$))""", re.IGNORECASE)
 """The query of a web address: those that are signed have a key in it."""
 _PICTURES = 0x2400

@@ -27,7 +27,7 @@ from nvcli.cli.profile_memory import profile_memory
 from nvcli.cli.score import score
 from nvcli.cli.show import show
 from nvcli.cli.usage_hints import usage_message
-from nvcli.end_signals import handle_end_signals
+from nvcli.end_signals import handle_end_signals, watch_main_thread
 from nvcli.standard_streams import secure_standard_streams
 
 _GENERATE_EXIT_CODES = """Exit codes: 0 every row was answered; 1 some rows carry errors; 2 usage, configuration or
@@ -118,12 +118,13 @@ def main() -> None:
     """Run the `nvcli` command and end the process with its exit code."""
     secure_standard_streams()
     handle_end_signals(_interrupt)  # a job has a way of its own, while it runs
+    watch = watch_main_thread(_give_up)
     try:
         code = _run()
     except Interrupted:
         code = 130
     handle_end_signals(signal.SIG_IGN)
-    _exit(code)
+    _exit(code, watch)
 
 
 def _run() -> int:
@@ -180,9 +181,14 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise Interrupted("the same command goes on")
 
 
-def _exit(code: int) -> None:
+def _give_up() -> None:
+    say("interrupted, while a file system does not answer; the same command goes on")
+    os._exit(130)
+
+
+def _exit(code: int, watch: threading.Thread) -> None:
     """End the process, without waiting for a background thread that reads or imports and cannot be told to stop."""
-    if threading.active_count() > 1:
+    if any(thread not in (threading.main_thread(), watch) for thread in threading.enumerate()):
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()
