@@ -24,7 +24,7 @@ from nvcli.kernels.triton.expert_groups import ITEM_FIELDS, WorkList, group_by_e
 from nvcli.kernels.triton.experts import activate_gated
 from nvcli.kernels.triton.fp8 import quantise
 from nvcli.kernels.triton.fp8_launches import EXPERTS, ExpertLaunch, ExpertRanges, Launch
-from nvcli.kernels.triton.fp8_linear import (
+from nvcli.kernels.triton.operands import (
     codes_for,
     dot,
     has_rows_first,
@@ -263,7 +263,7 @@ def _gate_up(
         ROW_TILE=launch.row_tile,
         OUT_TILE=launch.out_tile,
         IN_TILE=launch.in_tile,
-        ROWS_FIRST=has_rows_first(launch),
+        ROWS_FIRST=has_rows_first(launch.row_tile, launch.out_tile),
         MAX_IMPRECISE=max_imprecise(x),
         GROUP=FP8_BLOCK,
         ACTIVATION=activation.kind,
@@ -305,7 +305,7 @@ def _down(
         ROW_TILE=launch.row_tile,
         OUT_TILE=launch.out_tile,
         IN_TILE=launch.in_tile,
-        ROWS_FIRST=has_rows_first(launch),
+        ROWS_FIRST=has_rows_first(launch.row_tile, launch.out_tile),
         MAX_IMPRECISE=max_imprecise(x),
         GROUP=FP8_BLOCK,
         ITEM_FIELDS=ITEM_FIELDS,

@@ -32,6 +32,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nvcli.config_types import FP8Accumulation
 from nvcli.kernels.fp8_types import Activations, QuantisedRows
 from nvcli.kernels.triton.fp8_launches import DECODE, LINEAR, DecodeLaunch, DecodeRanges, Kind, Launch, Ranges, Shape
+from nvcli.kernels.triton.operands import (
+    codes_for,
+    dot,
+    has_rows_first,
+    load_row_scales,
+    max_imprecise,
+    scaled_dot,
+    zeros,
+)
 from nvcli.kernels.triton.triton_version import has_known_gluon
 from nvcli.kernels.weight_formats import FP8_BLOCK
 from nvcli.kernels.whole_numbers import ceil_div
@@ -92,61 +101,6 @@ def with_decode(ranges: Ranges, decode: DecodeRanges) -> tuple[tuple[int, Launch
 
     ends = sorted({most_rows for most_rows, _ in (*ranges, *decode)})
     return tuple((end, find(end, decode) or find(end, ranges)) for end in ends)
-
-
-@triton.jit
-def zeros(ROW_TILE: tl.constexpr, OUT_TILE: tl.constexpr, ROWS_FIRST: tl.constexpr):
-    """Return the sums of a tile to begin with: [rows, features], or without ROWS_FIRST [features, rows]."""
-    return tl.zeros([ROW_TILE, OUT_TILE] if ROWS_FIRST else [OUT_TILE, ROW_TILE], tl.float32)
-
-
-@triton.jit
-def dot(x, weight, total, ROWS_FIRST: tl.constexpr, MAX_IMPRECISE: tl.constexpr):
-    """Add x Wᵀ of two tiles, [rows, inner] and [features, inner], to the sums `total` (see `zeros`). MAX_IMPRECISE
-    products are added up by FP8 units; None: there are none."""
-    first, second = (x, as_factors(weight, x.dtype)) if ROWS_FIRST else (as_factors(weight, x.dtype), x)
-    return tl.dot(first, second.T, total, max_num_imprecise_acc=MAX_IMPRECISE, input_precision="ieee")
-
-
-@triton.jit
-def scaled_dot(x, weight, scales, total, ROWS_FIRST: tl.constexpr):
-    """Add x Wᵀ of two tiles, times a scale for each row, to the sums `total`."""
-    if ROWS_FIRST:
-        total += tl.dot(x, as_factors(weight, x.dtype).T, input_precision="ieee") * scales[:, None]
-    else:
-        total += tl.dot(as_factors(weight, x.dtype), x.T, input_precision="ieee") * scales[None, :]
-    return total
-
-
-@triton.jit
-def as_factors(weight, DTYPE: tl.constexpr):
-    """Return a tile of a weight as numbers that a product with DTYPE takes: e4m3 as it is, or of uint8, which is its
-    bits, the numbers in DTYPE."""
-    if weight.dtype == tl.uint8:
-        if tl.float32 == DTYPE:
-            codes = weight.to(tl.uint32)
-            bits = ((codes & 128) << 24) | ((codes & 127) << 20)
-            factors = bits.to(tl.float32, bitcast=True) * 2.0**120
-        elif tl.bfloat16 == DTYPE:
-            codes = weight.to(tl.uint16)
-            bits = ((codes & 128) << 8) | ((codes & 127) << 4)
-            factors = bits.to(tl.bfloat16, bitcast=True) * tl.full([], 2.0**120, tl.bfloat16)
-        else:
-            codes = weight.to(tl.uint16)
-            bits = ((codes & 128) << 8) | ((codes & 127) << 7)
-            factors = bits.to(tl.float16, bitcast=True) * tl.full([], 2.0**8, tl.float16)
-    else:
-        factors = weight
-    return factors
-
-
-@triton.jit
-def load_row_scales(pointers, has_row, QUANTISED: tl.constexpr):
-    """Load the scales of rows of activations, which are 1 unless they are quantised."""
-    scales = has_row.to(tl.float32)
-    if QUANTISED:
-        scales = tl.load(pointers, mask=has_row, other=0.0)
-    return scales
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -271,7 +225,7 @@ def _multiply(x: Activations, weight: Tensor, scales: Tensor, launch: Launch, ou
         ROW_TILE=launch.row_tile,
         OUT_TILE=launch.out_tile,
         IN_TILE=launch.in_tile,
-        ROWS_FIRST=has_rows_first(launch),
+        ROWS_FIRST=has_rows_first(launch.row_tile, launch.out_tile),
         MAX_IMPRECISE=max_imprecise(x),
         ROWS_TOGETHER=_ROWS_TOGETHER,
         GROUP=FP8_BLOCK,
@@ -279,18 +233,3 @@ def _multiply(x: Activations, weight: Tensor, scales: Tensor, launch: Launch, ou
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
-
-
-def codes_for(x: Activations, weight: Tensor) -> Tensor:
-    """Return a weight as products with such activations take it: e4m3, or for plain ones its bits."""
-    return weight if isinstance(x, QuantisedRows) else weight.view(torch.uint8)
-
-
-def max_imprecise(x: Activations) -> int | None:
-    """How many products FP8 units add up; None: they are not asked."""
-    return FP8_BLOCK if isinstance(x, QuantisedRows) else None
-
-
-def has_rows_first(launch: Launch) -> bool:
-    """Whether a tile's rows are the first operand of FP8 units, of which these take 64 or more."""
-    return 64 <= launch.row_tile <= launch.out_tile or launch.out_tile < 64

@@ -88,25 +88,27 @@ def add_tile(
     tile,
     is_row,  # [ROW_TILE]
     is_feature,  # [OUT_TILE]
-    OUT_ROWS: tl.constexpr,
-    IN_FEATURES: tl.constexpr,
+    scales_stride,
+    in_features,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     PART: tl.constexpr,
     PACKED: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
 ):
     """Add the product of one tile of input features to `total`.
 
-    OUT_ROWS is how far the scales of two groups (of MXFP4: of two tiles) are apart. The sums of a group of integers
-    are multiplied by their scales, which is exact, and takes registers for these sums.
+    `scales_stride` is how far the scales of two groups (of MXFP4: of two tiles) are apart. IS_WHOLE says that the last
+    tile is full. The sums of a group of integers are multiplied by their scales, which is exact, and takes registers
+    for these sums.
     """
     PARTS: tl.constexpr = 4
     TILE: tl.constexpr = PARTS * PART
     codes = tl.load(words_ptrs + tile * PART, mask=is_feature[:, None], other=0)
     if KIND == "mxfp4":
-        exponents = tl.load(scales_ptrs + tile * OUT_ROWS, mask=is_feature, other=0)
+        exponents = tl.load(scales_ptrs + tile * scales_stride, mask=is_feature, other=0)
         for part in tl.static_range(PARTS):
-            inputs = _load_part(x_ptrs, tile * TILE, is_row, part, IN_FEATURES, PART)
+            inputs = _load_part(x_ptrs, tile * TILE, is_row, part, in_features, PART, IS_WHOLE)
             numbers = fp4_numbers(codes, exponents, part, inputs.dtype, PACKED)
             total = tl.dot(numbers, inputs, total, input_precision="ieee")
     else:
@@ -114,12 +116,12 @@ def add_tile(
         for first in tl.static_range(0, PARTS, GROUP_PARTS):
             group = tile * (TILE // GROUP) + first // GROUP_PARTS
             has_group = is_feature
-            if IN_FEATURES % TILE != 0:
-                has_group = is_feature & (group * GROUP < IN_FEATURES)
-            pairs = tl.load(scales_ptrs + group * OUT_ROWS, mask=has_group, other=0)
+            if not IS_WHOLE:
+                has_group = is_feature & (group * GROUP < in_features)
+            pairs = tl.load(scales_ptrs + group * scales_stride, mask=has_group, other=0)
             sums = tl.zeros_like(total)
             for part in tl.static_range(first, first + GROUP_PARTS):
-                inputs = _load_part(x_ptrs, tile * TILE, is_row, part, IN_FEATURES, PART)
+                inputs = _load_part(x_ptrs, tile * TILE, is_row, part, in_features, PART, IS_WHOLE)
                 _, zeros = scales_and_zeros(pairs, inputs.dtype, PACKED)
                 numbers = integers(codes, zeros, part, inputs.dtype, PACKED)
                 sums = tl.dot(numbers, inputs, sums, input_precision="ieee")
@@ -129,9 +131,9 @@ def add_tile(
 
 
 @triton.jit
-def _load_part(x_ptrs, start, is_row, part, IN_FEATURES: tl.constexpr, PART: tl.constexpr):
+def _load_part(x_ptrs, start, is_row, part, in_features, PART: tl.constexpr, IS_WHOLE: tl.constexpr):
     """Load one part of a tile of x, which begins at feature `start`: [PART, ROW_TILE]."""
     mask = is_row[None, :]
-    if IN_FEATURES % (4 * PART) != 0:
-        mask = mask & (start + part * PART + tl.arange(0, PART) < IN_FEATURES)[:, None]
+    if not IS_WHOLE:
+        mask = mask & (start + part * PART + tl.arange(0, PART) < in_features)[:, None]
     return tl.load(x_ptrs + start + part * PART, mask=mask, other=0.0)

@@ -95,6 +95,7 @@ def _gate_up_kernel(
             GROUP,
             PART,
             PACKED,
+            IN_FEATURES % (4 * PART) == 0,
         )
         up = add_tile(
             up,
@@ -110,6 +111,7 @@ def _gate_up_kernel(
             GROUP,
             PART,
             PACKED,
+            IN_FEATURES % (4 * PART) == 0,
         )
     if HAS_BIAS:
         bias_ptrs = bias_ptr + expert * ROWS + features
@@ -183,6 +185,7 @@ def _down_kernel(
             GROUP,
             PART,
             PACKED,
+            IN_FEATURES % (4 * PART) == 0,
         )
     if HAS_BIAS:
         total += tl.load(bias_ptr + weight_rows, mask=is_feature, other=0.0).to(tl.float32)[:, None]

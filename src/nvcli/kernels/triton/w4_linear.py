@@ -108,6 +108,7 @@ def _w4_linear_kernel(
             GROUP,
             PART,
             PACKED,
+            IN_FEATURES % (4 * PART) == 0,
         )
         if GATED:
             up = add_tile(
@@ -124,6 +125,7 @@ def _w4_linear_kernel(
                 GROUP,
                 PART,
                 PACKED,
+                IN_FEATURES % (4 * PART) == 0,
             )
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if GATED:

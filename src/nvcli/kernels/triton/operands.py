@@ -1,0 +1,110 @@
+"""The operands of products in Triton: tiles of activations and weights, which are loaded, turned into numbers that the
+matrix units take, and multiplied. Products of linear layers and of experts share them.
+
+A tile of a result is [rows, features], or without ROWS_FIRST [features, rows]: Hopper's units take 64 or more rows of
+their first operand and as few as 8 of their second.
+
+The bits of an FP8 code, put where a larger type has such ones, are a power of two too small.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nvcli.kernels.fp8_types import Activations, QuantisedRows
+from nvcli.kernels.weight_formats import FP8_BLOCK
+
+
+@triton.jit
+def zeros(ROW_TILE: tl.constexpr, OUT_TILE: tl.constexpr, ROWS_FIRST: tl.constexpr):
+    """Return the sums of a tile to begin with: [rows, features], or without ROWS_FIRST [features, rows]."""
+    return tl.zeros([ROW_TILE, OUT_TILE] if ROWS_FIRST else [OUT_TILE, ROW_TILE], tl.float32)
+
+
+@triton.jit
+def dot(x, weight, total, ROWS_FIRST: tl.constexpr, MAX_IMPRECISE: tl.constexpr):
+    """Add x Wᵀ of two tiles, [rows, inner] and [features, inner], to the sums `total` (see `zeros`). MAX_IMPRECISE
+    products are added up by FP8 units; None: there are none."""
+    first, second = (x, as_factors(weight, x.dtype)) if ROWS_FIRST else (as_factors(weight, x.dtype), x)
+    return tl.dot(first, second.T, total, max_num_imprecise_acc=MAX_IMPRECISE, input_precision="ieee")
+
+
+@triton.jit
+def scaled_dot(x, weight, scales, total, ROWS_FIRST: tl.constexpr):
+    """Add x Wᵀ of two tiles, times a scale for each row, to the sums `total`."""
+    if ROWS_FIRST:
+        total += tl.dot(x, as_factors(weight, x.dtype).T, input_precision="ieee") * scales[:, None]
+    else:
+        total += tl.dot(as_factors(weight, x.dtype), x.T, input_precision="ieee") * scales[None, :]
+    return total
+
+
+@triton.jit
+def as_factors(weight, DTYPE: tl.constexpr):
+    """Return a tile of a weight as numbers that a product with DTYPE takes: e4m3 as it is, or of uint8, which is its
+    bits, the numbers in DTYPE."""
+    if weight.dtype == tl.uint8:
+        if tl.float32 == DTYPE:
+            codes = weight.to(tl.uint32)
+            bits = ((codes & 128) << 24) | ((codes & 127) << 20)
+            factors = bits.to(tl.float32, bitcast=True) * 2.0**120
+        elif tl.bfloat16 == DTYPE:
+            codes = weight.to(tl.uint16)
+            bits = ((codes & 128) << 8) | ((codes & 127) << 4)
+            factors = bits.to(tl.bfloat16, bitcast=True) * tl.full([], 2.0**120, tl.bfloat16)
+        else:
+            codes = weight.to(tl.uint16)
+            bits = ((codes & 128) << 8) | ((codes & 127) << 7)
+            factors = bits.to(tl.float16, bitcast=True) * tl.full([], 2.0**8, tl.float16)
+    else:
+        factors = weight
+    return factors
+
+
+@triton.jit
+def load_row_scales(pointers, has_row, QUANTISED: tl.constexpr):
+    """Load the scales of rows of activations, which are 1 unless they are quantised."""
+    scales = has_row.to(tl.float32)
+    if QUANTISED:
+        scales = tl.load(pointers, mask=has_row, other=0.0)
+    return scales
+
+
+@triton.jit
+def load_rows(pointers, is_row, start, in_features, IN_TILE: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """Load a tile [rows, IN_TILE] of a matrix from input feature `start` on. pointers: to the rows' first such tile;
+    IS_WHOLE: the matrix has whole tiles of input features."""
+    inside = is_row[:, None]
+    if not IS_WHOLE:
+        inside = inside & (start + tl.arange(0, IN_TILE) < in_features)[None, :]
+    return tl.load(pointers + start, mask=inside, other=0.0)
+
+
+@triton.jit
+def per_row(values, ROWS_FIRST: tl.constexpr):
+    """Return one value for each row in the shape that a tile of a result takes: [rows, 1] or [1, rows]."""
+    return values[:, None] if ROWS_FIRST else values[None, :]
+
+
+@triton.jit
+def per_feature(values, ROWS_FIRST: tl.constexpr):
+    """Return one value for each feature in the shape that a tile of a result takes: [1, features] or [features, 1]."""
+    return values[None, :] if ROWS_FIRST else values[:, None]
+
+
+def codes_for(x: Activations, weight: Tensor) -> Tensor:
+    """Return a weight as products with such activations take it: e4m3, or for plain ones its bits."""
+    return weight if isinstance(x, QuantisedRows) else weight.view(torch.uint8)
+
+
+def max_imprecise(x: Activations) -> int | None:
+    """How many products FP8 units add up; None: they are not asked."""
+    return FP8_BLOCK if isinstance(x, QuantisedRows) else None
+
+
+def has_rows_first(row_tile: int, out_tile: int) -> bool:
+    """Whether a tile's rows are the first operand of FP8 units, of which these take 64 or more."""
+    return 64 <= row_tile <= out_tile or out_tile < 64
