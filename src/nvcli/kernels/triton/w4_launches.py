@@ -72,6 +72,6 @@ EXPERTS: ExpertRanges = (
 HOPPER_ROWS: Mapping[Kind, tuple[int, int]] = {"plain": (64, 256), "sum": (64, 1024), "gated": (64, 1024)}
 """The kernel for Hopper GPUs multiplies more rows than the first number, up to the second one."""
 HOPPER_EXPERTS: tuple[tuple[int, tuple[HopperLaunch, HopperLaunch]], ...] = (
-    (512, (HopperLaunch(128, 2), HopperLaunch(128, 2))),
+    (256, (HopperLaunch(128, 2), HopperLaunch(128, 2))),
 )
 """Launches of that kernel for gate and up, and down projection, for more rows of an expert on average, ascending."""
