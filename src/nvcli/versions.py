@@ -35,7 +35,7 @@ def torch_build() -> TorchBuild | None:
     return TorchBuild(version[1], cuda[1] if cuda else None) if version else None
 
 
-TORCH = "torch>=2.11,<2.15"
+TORCH = "torch>=2.11,<2.16"
 """The versions of torch that nvcli runs on, as in pyproject.toml."""
 _CUDA_INDEXES = (((13, 0), "cu130"), ((12, 8), "cu128"), ((12, 0), "cu126"))
 """The index of torch for drivers from a CUDA version on. CUDA 12.6 runs on all drivers of CUDA 12."""
