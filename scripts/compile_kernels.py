@@ -1,0 +1,262 @@
+#!/usr/bin/env python3
+"""Compiles the kernels that runs launch, for GPUs that need not be there.
+
+    python3 scripts/compile_kernels.py [--gpu 80,90,100] [--model NAME,…] [--threads N]
+
+Models of several kinds are started on an imagined GPU (`imagined_gpu.py`), up to where a first start compiles its
+kernels; what it launches there is compiled and not run, and so is what only some rows and several ranks launch. The
+Triton that is imported compiles: put another one first in PYTHONPATH (with 3.9 set TRITON_DEFAULT_FP_FUSION=1).
+
+A line for each kernel says how many variants were compiled, the most registers of a thread, the most bytes of its
+stack, on which spilled registers lie, the most bytes of shared memory, and the seconds that compiling took, which are
+few where Triton's cache has the kernel. Kernels that nothing here launched are named. The exit code is 1 if one cannot
+be compiled, or needs more shared memory than the GPU has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import msgspec
+import torch
+import triton
+from triton import knobs
+from triton.runtime import _async_compile
+from triton.runtime.jit import JITFunction
+
+import nvcli.kernels.triton as kernels
+from imagined_gpu import CARDS, imagined_gpu
+from nvcli.bench.shapes import model_folder
+from nvcli.config import RunConfig
+from nvcli.errors import NvcliError
+from nvcli.job_run.resolve import load_model, resolve_engine_config
+from nvcli.kernels import candidates, embedding, late_masks, token_mask
+from nvcli.kernels.peer_memory import PeerLayout, PeerMemory
+from nvcli.kernels.triton.compile_ahead import Placeholder
+from nvcli.messages import SlotSampling
+from nvcli.models.causal_lm import CausalLM
+from nvcli.models.loader import materialize
+from nvcli.runner import model_runner
+from nvcli.runner.interface import RankContext
+from nvcli.runner.model_runner import ModelRunner
+from nvcli.runner.warm_up import warm_up_steps
+
+MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "0.6B": ("qwen3-0.6b", {}),
+    "0.6B in float32": ("qwen3-0.6b", {"dtype": "float32"}),
+    "8B": ("qwen3-8b", {}),
+    "8B in FP8": ("qwen3-8b", {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
+    "8B in FP8 with fast sums": ("qwen3-8b", {"quantization": "fp8", "fp8_accumulation": "fast"}),
+    "8B in 4 bits": ("qwen3-8b", {"quantization": "w4a16"}),
+    "8B batch-invariant": ("qwen3-8b", {"batch_invariant": True}),
+    "30B-A3B": ("qwen3-30b-a3b", {}),
+    "30B-A3B in FP8": ("qwen3-30b-a3b", {"quantization": "fp8"}),
+    "gpt-oss": ("gpt-oss-20b", {"quantization": "w4a16"}),
+    "Gemma 2": ("gemma-2-9b", {}),
+    "Gemma 3": ("gemma-3-27b", {}),
+    "Qwen3.5-35B-A3B": ("qwen3.5-35b-a3b", {}),
+}
+"""The shape of each model, and the settings of its run."""
+_MAX_MODEL_LEN = 4096
+_RARE_SAMPLING = SlotSampling(
+    presence_penalty=0.5, num_logprobs=3, bias_ids=[1, 2], bias_values=[1.0, 2.0], allowed_ids=[1, 2, 3], top_k=20
+)
+_NUM_RANKS = 2
+
+
+class Variant(NamedTuple):
+    """A kernel as it was compiled for some arguments."""
+
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    seconds: float
+    problem: str | None = None
+
+
+class Compiler:
+    """Compiles each kernel that is launched, once, and leaves the launch out. To Triton, an active
+    `AsyncCompileMode`."""
+
+    def __init__(self, threads: ThreadPoolExecutor, shared_bytes: int) -> None:
+        """`shared_bytes`: the most that a program may have."""
+        self._threads, self._shared_bytes = threads, shared_bytes
+        self._compiling: dict[str, tuple[str, Future[Variant]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._compiling)
+
+    def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None], *_: Any) -> Any:
+        """Begin to compile a kernel; Triton calls this at its first launch."""
+        placeholder = Placeholder()
+        finalize_fn(placeholder)
+        if key not in self._compiling:
+            held = dict(zip(compile_fn.__code__.co_freevars, compile_fn.__closure__ or (), strict=True))
+            name = name_of(held["src"].cell_contents.fn)
+            self._compiling[key] = name, self._threads.submit(self._compile, compile_fn)
+        return placeholder
+
+    def variants(self) -> dict[str, list[Variant]]:
+        """Wait for all kernels, and return their variants by name."""
+        found: dict[str, list[Variant]] = defaultdict(list)
+        for name, future in self._compiling.values():
+            found[name].append(future.result())
+        return found
+
+    def _compile(self, compile_fn: Callable[[], Any]) -> Variant:
+        begun = time.perf_counter()
+        try:
+            kernel = compile_fn()
+        except Exception as error:
+            return Variant(0, 0, 0, time.perf_counter() - begun, f"{type(error).__name__}: {error}")
+        seconds, shared_bytes = time.perf_counter() - begun, kernel.metadata.shared
+        fits = shared_bytes <= self._shared_bytes
+        problem = None if fits else f"needs {shared_bytes} bytes of shared memory, of {self._shared_bytes}"
+        return Variant(*registers_and_stack(kernel.asm["cubin"]), shared_bytes, seconds, problem)
+
+
+def name_of(kernel: Any) -> str:
+    return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
+
+
+def registers_and_stack(cubin: bytes) -> tuple[int, int]:
+    """Return the registers of a thread of a kernel, and the bytes of its stack."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", report)
+    return int(registers), int(stack)
+
+
+class Launched(Exception):
+    """All kernels of a start have been launched."""
+
+
+def start(shape: str, settings: Mapping[str, Any]) -> None:
+    """Start a model on the imagined GPU up to where its kernels are known. Raises NvcliError if the GPU cannot have
+    it."""
+
+    def run_and_stop(program: str, device: torch.device, run: Any) -> None:
+        run()
+        launch_rare(run.__self__)
+        raise Launched
+
+    with model_folder("", shape, quantization=settings.get("quantization", "auto")) as folder:
+        run = RunConfig(
+            model=shape, device="cuda", attention_backend="triton", max_model_len=_MAX_MODEL_LEN, **settings
+        )
+        config = resolve_engine_config(run, folder, load_model(run, folder))
+        config = msgspec.structs.replace(config, load_format="random")
+        with (
+            patch.object(model_runner, "program_to_compile", lambda config, device: "all"),
+            patch.object(model_runner, "compile_kernels", run_and_stop),
+            patch.object(model_runner, "init_random_weights", place_weights),
+        ):
+            try:
+                ModelRunner(config, RankContext(rank=0, report_phase=lambda phase: None))
+            except Launched:
+                return
+    raise AssertionError("the start did not come to its kernels")
+
+
+def place_weights(model: CausalLM, device: torch.device) -> int:
+    materialize(model, device)
+    return sum(model.weight_bytes().values())
+
+
+@torch.inference_mode()
+def launch_rare(runner: ModelRunner) -> None:
+    """Launch what only some rows ask for, and what several ranks do."""
+    step = next(step for step in warm_up_steps(runner.config, 512, 8, 0) if step.num_decodes)
+    slots = [msgspec.structs.replace(slot, sampling=_RARE_SAMPLING) for slot in step.new_slots]
+    runner.launch(msgspec.structs.replace(step, new_slots=slots))
+
+    model, device, columns = runner.model_config, runner.device, runner.slots.sampling.columns
+    rows, part_size = 8, model.vocab_size // _NUM_RANKS
+    logits = torch.empty(rows, model.vocab_size, dtype=runner.dtype, device=device)
+    masks = torch.empty(rows, -(-model.vocab_size // 32), dtype=torch.int32, device=device)
+    ints, longs = (torch.empty(rows, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64))
+    token_mask.apply_token_mask(logits, masks, ints)
+    late_masks.take_late_masks(masks, masks, longs, ints, ints, ints[:2])
+    weight = torch.empty(part_size, model.hidden_size, dtype=runner.dtype, device=device)
+    embedding.embed_part(ints, weight, 0)
+    packed, lists = candidates.shard_candidates(logits[:, :part_size], columns, longs, ints, start=0)
+    candidates.choose_candidates(packed, torch.stack([lists] * _NUM_RANKS), columns, longs, ints)
+
+    layout = PeerLayout(num_ranks=_NUM_RANKS, max_rows=4 * rows, hidden_size=model.hidden_size, dtype=runner.dtype)
+    blocks = [torch.empty(layout.num_bytes, dtype=torch.uint8, device=device) for _ in range(_NUM_RANKS)]
+    memory = PeerMemory(layout, blocks, 0)
+    memory.two_shot_rows = 2 * rows
+    for num_rows in (rows, 2 * rows):
+        residual = torch.empty(num_rows, model.hidden_size, dtype=runner.dtype, device=device)
+        memory.sum(residual)
+        memory.add_rms_norm(memory.part(num_rows), residual, residual[0], 1e-6)
+    memory.max(packed)
+
+
+def report(found: Mapping[str, list[Variant]]) -> bool:
+    """Print the table, and return whether all is well."""
+    print(f"  {'kernel':<52} variants registers  stack  shared  seconds")
+    for name, variants in sorted(found.items()):
+        registers, stack, shared = (max(variant[place] for variant in variants) for place in range(3))
+        seconds = sum(variant.seconds for variant in variants)
+        print(f"  {name:<52} {len(variants):8} {registers:9} {stack:6} {shared:7} {seconds:8.1f}")
+    if others := sorted(all_kernels() - found.keys()):
+        print(f"  not launched: {', '.join(others)}")
+    problems = [f"  {name}: {one.problem}" for name, variants in found.items() for one in variants if one.problem]
+    print("\n".join(problems or ["  all are compiled, and fit"]), flush=True)
+    return not problems
+
+
+def all_kernels() -> set[str]:
+    """Name the kernels; what they call has another ending."""
+    found = set()
+    for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+        for value in vars(importlib.import_module(module.name)).values():
+            if isinstance(value, JITFunction) and value.fn.__name__.endswith("_kernel"):
+                found.add(name_of(value))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", default="80,90,100", help=f"compute capabilities, of {', '.join(map(str, CARDS))}")
+    parser.add_argument("--model", default=",".join(MODELS), help="models, of those that are listed without one")
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    is_well = True
+    for capability in map(int, options.gpu.split(",")):
+        card = CARDS[capability]
+        print(f"Triton {triton.__version__}, torch {torch.__version__}, sm_{capability} ({card.name})", flush=True)
+        with ThreadPoolExecutor(options.threads) as threads, imagined_gpu(capability):
+            compiler = Compiler(threads, card.shared_bytes)
+            token = _async_compile.active_mode.set(compiler)
+            for model in options.model.split(","):
+                before = len(compiler)
+                try:
+                    start(*MODELS[model])
+                except NvcliError as error:
+                    print(f"  {model}: not for this GPU: {error}")
+                else:
+                    print(f"  {model}: {len(compiler) - before} variants more", flush=True)
+            _async_compile.active_mode.reset(token)
+            is_well &= report(compiler.variants())
+    return int(not is_well)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,34 @@
+"""`scripts/compile_kernels.py` finds the kernels of a model without a GPU; compiling them takes minutes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+RUN = f"""
+import sys
+sys.path.insert(0, {str(SCRIPTS)!r})
+import compile_kernels
+compile_kernels.Compiler._compile = lambda self, compile_fn: compile_kernels.Variant(40, 8, 512, 1.5, PROBLEM)
+sys.exit(compile_kernels.main())
+"""
+
+
+@pytest.mark.parametrize("problem", [None, "is not compiled"])
+def test_kernels_are_found(problem: str | None) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", RUN.replace("PROBLEM", repr(problem)), "--gpu", "90", "--model", "8B in FP8"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == (problem is not None), done.stderr
+    launched, rest = done.stdout.split("not launched:")
+    for kernel in ("hopper_fp8_kernel", "fp8_decode_attention_kernel", "_sample_row_kernel", "_two_shot_kernel"):
+        assert f".{kernel} " in launched
+    assert "_w4_linear_kernel" in rest
+    assert ("hopper_fp8_kernel: is not compiled" in rest) == (problem is not None)
