@@ -9,13 +9,13 @@ import torch
 from state_steps import make_rows
 from torch import Tensor
 
-from kernel_device import DEVICE, DTYPES, MARKS, TOLERANCE
+from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS, TOLERANCE
 from nvcli.kernels import causal_conv as conv_reference
 from nvcli.kernels import delta_net as reference
 from nvcli.kernels import norm as norm_reference
 from nvcli.kernels.delta_types import DeltaGates, DeltaHeads
 from nvcli.kernels.state_rows import StateRows
-from nvcli.kernels.triton import causal_conv, delta_net, norm
+from nvcli.kernels.triton import causal_conv, delta_chunks, delta_net, norm
 
 pytestmark = [*MARKS, pytest.mark.parametrize("dtype", DTYPES)]
 
@@ -27,9 +27,17 @@ STEPS = {
     "columns without a block": ([(2, 11), (8, 13), (0, 9)], [[1, 0, 0, 2], [0, 3, 0, 4, 0, 5], [0, 0, 6]], 4, 0, 2),
     "blocks that go along": ([(8, 1), (4, 1), (4, 30)], [[0, 1, 1], [2, 2], [3, 4, 0, 0, 0, 0, 0, 0, 3]], 4, 2, 0),
     "blocks that are not powers of two": ([(40, 100)], [[1, 2, 3]], 48, 0, 0),
+    "blocks that chunks do not divide": (
+        [(30, 38), (98, 3), (64, 136), (0, 0), (163, 40), (63, 39)],
+        [[1], [2, 3], [4, 5], [], [0, 6, 7], [8, 9]],
+        *(100, 0, 1),
+    ),
 }
 """(tokens before, tokens) of each row, block tables, block size, single rows, tokens of nobody."""
 NUM_BLOCKS = 21
+HEADS = [DeltaHeads(2, 16, 4, 32), DeltaHeads(1, 24, 3, 20)]
+if HAS_GPU:
+    HEADS.append(DeltaHeads(1, 128, 2, 128))
 
 
 def rand(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -60,11 +68,13 @@ def test_causal_conv(step: str, taps: int, dtype: torch.dtype) -> None:
     assert torch.equal(found_pool.cpu()[1:], pool[1:])
 
 
-@pytest.mark.parametrize("heads", [DeltaHeads(2, 16, 4, 32), DeltaHeads(1, 24, 3, 20)])
+@pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("step", STEPS)
 def test_delta_rule(step: str, heads: DeltaHeads, dtype: torch.dtype) -> None:
     work, tables, block_size, num_single, padding = STEPS[step]
     rows = make_rows(work, tables, block_size=block_size, num_single=num_single, padding=padding)
+    if heads.key_dim == 128 and dtype == torch.float32:
+        pytest.skip("the compiler takes a minute")
     count, num_heads = len(rows.slot_mapping), heads.num_value_heads
     qkv, both = rand(count, heads.num_channels, dtype=dtype), rand(count, 2 * num_heads, dtype=dtype, seed=1)
     rates, biases = rand(num_heads, dtype=dtype, seed=3), rand(num_heads, dtype=dtype, seed=4)
@@ -105,13 +115,23 @@ def test_gated_norm(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 def test_no_number_of_rows_compiles_anew(dtype: torch.dtype) -> None:
-    kernels = [causal_conv._chunk_kernel, causal_conv._keep_inputs_kernel, norm._gated_rms_norm_kernel]
+    kernels = [
+        causal_conv._chunk_kernel,
+        causal_conv._keep_inputs_kernel,
+        delta_chunks._solve_kernel,
+        delta_chunks._pass_kernel,
+        norm._gated_rms_norm_kernel,
+    ]
+    heads, states = DeltaHeads(1, 25, 2, 50), torch.zeros(NUM_BLOCKS, 2, 25, 50, device=DEVICE)
     pool, weight = (rand(*shape, dtype=dtype).to(DEVICE) for shape in ((NUM_BLOCKS, 3, 150), (150, 4)))
 
     def step(num_rows: int) -> None:
         rows = make_rows([(0, 5)] * num_rows, [[1 + n] for n in range(num_rows)], block_size=64, num_single=0)
         x = rand(5 * num_rows, 150, dtype=dtype).to(DEVICE)
-        out = causal_conv.causal_conv(x, weight, pool, on_device(rows)).unflatten(1, (3, 50))
+        out = causal_conv.causal_conv(x, weight, pool, on_device(rows))
+        gates = DeltaGates(x[:, :2], x[:, 2:4], weight[:2, 0].contiguous(), weight[:2, 1].contiguous())
+        delta_net.delta_rule(out, gates, states, on_device(rows), heads)
+        out = out.unflatten(1, (3, 50))
         norm.gated_rms_norm(out, out, weight[:50, 0].contiguous(), 1e-6)
 
     def num_compiled() -> int:
