@@ -10,7 +10,8 @@ from nvcli.kernels import norm as norm_reference
 from nvcli.kernels import rotary as rotary_reference
 from nvcli.kernels.activation import gelu_tanh_and_mul, silu_and_mul
 from nvcli.kernels.embedding import embed_part
-from nvcli.kernels.triton import activation, embedding, norm, rotary
+from nvcli.kernels.gates import gate_rows, gate_values
+from nvcli.kernels.triton import activation, embedding, gates, norm, rotary
 
 pytestmark = [*MARKS, pytest.mark.parametrize("dtype", DTYPES)]
 
@@ -80,6 +81,17 @@ def test_silu_and_mul(size: int, dtype: torch.dtype) -> None:
 def test_gelu_tanh_and_mul(size: int, dtype: torch.dtype) -> None:
     gate_up = rand(3, 2 * size, dtype=dtype)
     assert_close(activation.gelu_tanh_and_mul(gate_up.to(DEVICE)), gelu_tanh_and_mul(gate_up))
+
+
+@pytest.mark.parametrize("size", [1, 48, 3000])
+def test_gates(size: int, dtype: torch.dtype) -> None:
+    """One gate for each number, from rows that lie apart, and one for each row."""
+    values, wide, x = (rand(5, n, dtype=dtype, seed=n) for n in (size, 2 * size, 100))
+    weight = rand(1, 100, dtype=dtype) / 8
+    found = gates.gate_values(values.to(DEVICE, copy=True), wide.to(DEVICE)[:, size:])
+    assert_close(found, gate_values(values.clone(), wide[:, size:]))
+    found = gates.gate_rows(values.to(DEVICE, copy=True), x.to(DEVICE), weight.to(DEVICE))
+    assert_close(found, gate_rows(values.clone(), x, weight))
 
 
 @pytest.mark.parametrize("size", [8, 100, 2048])

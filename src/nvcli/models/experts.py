@@ -20,7 +20,7 @@ from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.kernels.expert_types import ExpertScales, ExpertWeights, Routes, W4Scales
 from nvcli.kernels.experts import apply_experts
 from nvcli.kernels.fp8_experts import apply_fp8_experts
-from nvcli.kernels.invariant_linear import row_by_row
+from nvcli.kernels.gates import gate_rows
 from nvcli.kernels.norm import sum_in_order
 from nvcli.kernels.routing import route, route_row_by_row, router_logits
 from nvcli.kernels.w4_experts import apply_w4_experts
@@ -238,18 +238,17 @@ def _with_scales(source: WeightSource, scaling: FP8Scaling) -> WeightSource:
 
 
 class SharedGate(WholeTensors):
-    """How much of the shared expert each token has: [T, H] → [T, 1]."""
+    """How much of the shared expert each token has: multiplies `values` [T, I] by sigmoid(gate(x)), x: [T, H], in
+    place."""
 
     weight: nn.Parameter
 
     def __init__(self, build: BuildContext, path: str) -> None:
         super().__init__(build, path, ("weight",))
         self.batch_invariant = build.batch_invariant
-        self.product = build.product
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate = self.product(x, self.weight)
-        return row_by_row(torch.sigmoid_, gate) if self.batch_invariant else gate.sigmoid_()
+    def forward(self, values: Tensor, x: Tensor) -> Tensor:
+        return gate_rows(values, x, self.weight, batch_invariant=self.batch_invariant)
 
 
 class SharedExpert(nn.Module):
@@ -269,5 +268,5 @@ class SharedExpert(nn.Module):
         hidden = self.gate_up_proj.gated(x, self.activation)
         assert isinstance(hidden, Tensor)
         if self.gate is not None:
-            hidden.mul_(self.gate(x))
+            self.gate(hidden, x)
         self.down_proj.write_part(hidden, out)

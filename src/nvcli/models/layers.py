@@ -19,6 +19,7 @@ from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionSpec
 from nvcli.kernels.fp8 import norm_and_quantise
 from nvcli.kernels.fp8_types import Activations
+from nvcli.kernels.gates import gate_values
 from nvcli.kernels.key_copies import copy_keys
 from nvcli.kernels.norm import add_rms_norm, rms_norm
 from nvcli.kernels.rotary import apply_rope, qk_norm_rope_store
@@ -194,7 +195,7 @@ class Attention(nn.Module):
         gate: Tensor | None = None
         if self.config.has_gate:
             gate = qkv[:, -self.spec.num_heads * self.spec.head_dim :]
-            qkv = qkv[:, : -gate.shape[1]].contiguous()
+            qkv = qkv[:, : -gate.shape[1]]
         if self.config.shares_kv:
             return self._attend_to_cache(qkv, angles, batch)
         scales = batch.kv_cache.scales(self.cache_layer)
@@ -218,7 +219,7 @@ class Attention(nn.Module):
         if self.query_scales is not None:
             q = (q * self.query_scales(batch.positions)).to(q.dtype)
         attended = self._attend(q, k, v, batch)
-        return attended if gate is None else attended * gate.sigmoid()
+        return attended if gate is None else gate_values(attended, gate)
 
     def _attend(self, q: Tensor, k: Tensor | None, v: Tensor, batch: ForwardBatch) -> Tensor:
         """q: [T, this rank's heads, D]; k, v: those of `AttentionBackend.forward` → [T, this rank's heads × D]."""
