@@ -1,455 +1,258 @@
-"""Measures products with FP8 weights on a GPU, in every launch that may be chosen.
+"""Fits the coefficients by which launches of products with FP8 weights are chosen (`kernels/triton/launch_rule.py`).
 
-`measure FILE` runs the products of the linear layers of many models, whole and as tensor parallelism cuts them, with
-few and many rows, and writes a line of JSON for each product and number of rows: the microseconds of each launch. What
-comes behind a product and depends on its launch is measured with it: the norm that adds up parts, and the activation.
+It reads what `measure_launches.py` wrote on a GPU, fits half of the weights' shapes, writes `launch_times.json`, and
+says of the other half how much longer the chosen launches take than the fastest that were measured. It needs no GPU.
 
-Weights come from memory, as in a step: each launch of a CUDA graph has another one, and the L2 cache holds none of
-them. The launches of a product take turns. Those of many rows are measured one after the other and again, so that the
-GPU's power limits them as in long prompts. Shapes come in random order: what is written when time runs out is a sample.
+A GPU is slower under sustained load, for all launches alike: times of many rows are divided by how much longer than
+estimated the launches of a product take in the middle. Times near the fastest of their product count most.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
+import lzma
 import random
-import statistics
-import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from nvcli.kernels import fp8, fp8_block_product
-from nvcli.kernels.fp8_types import FP8, QuantisedRows
-from nvcli.kernels.triton import fp8 as fp8_kernels
-from nvcli.kernels.triton import fp8_linear, hopper_fp8, hopper_fp8_decode
-from nvcli.kernels.triton.fp8_launches import DecodeLaunch, HopperLaunch, Launch
+from nvcli.kernels.triton import launch_rule
+from nvcli.kernels.triton.launch_rule import Coefficients, Counts, Kind, count, microseconds, read_launch
 
-MODELS = {
-    "qwen3-0.6b": (1024, 16, 8, 128, 3072),
-    "qwen3-4b": (2560, 32, 8, 128, 9728),
-    "qwen3-8b": (4096, 32, 8, 128, 12288),
-    "qwen3-14b": (5120, 40, 8, 128, 17408),
-    "qwen3-32b": (5120, 64, 8, 128, 25600),
-    "llama-3.1-8b": (4096, 32, 8, 128, 14336),
-    "llama-3.1-70b": (8192, 64, 8, 128, 28672),
-    "gemma-3-27b": (5376, 32, 16, 128, 21504),
-    "gpt-oss": (2880, 64, 8, 64, 0),
-    "qwen3-30b-a3b": (2048, 32, 4, 128, 0),
+KEPT = {
+    "channel": (
+        "linear,16,64,128,8,4",
+        "linear,32,64,128,8,4",
+        "linear,64,64,128,6,4",
+        "linear,64,128,128,4,4",
+        "decode,128",
+        "hopper,2,1,1",
+        "hopper,3,1,1",
+        "hopper,2,2,2",
+        "torch,exact",
+        "torch,fast",
+    ),
+    "block": (
+        "linear,16,64,128,8,4",
+        "linear,32,64,128,8,4",
+        "linear,64,64,128,6,4",
+        "linear,64,128,128,4,4",
+        "hopper,2,1,1",
+        "hopper,3,1,1",
+        "torch,block",
+    ),
+    "gated": ("hopper,2,2,2", "hopper,2,2,0"),
 }
-"""Hidden size, heads, KV heads, their size, and the features of the MLP; 0: there are experts in its place."""
-RANKS = (1, 2, 4, 8)
-FEW_ROWS = (1, 16, 32, 64, 128, 256, 320, 512, 1024)
-MANY_ROWS = (2048, 8192)
-MORE_ROWS = (8, 24, 48, 96, 192, 384, 768, 4096)
+"""The launches that there are; without any other one that was measured products take 0.3 % longer on average."""
+START = (
+    (3.0, 0.25, 0.3, 0.2, 1.0, 1.0, 0.5),
+    (3.0, 0.2, 0.6, 0.3, 1.0, 1.0, 0.5),
+    (5.0, 0.25, 0.1, 0.1, 0.3, 1.0, 0.5),
+)
+"""Coefficients that a fit begins with; the best end counts."""
+LEAST, MOST = 1e-4, 1e3
+NEAR = 0.15
+"""Times that are longer than the fastest by this share count half."""
+OUTLIER = 0.08
+SUSTAINED_ROWS = 1024
+"""With more rows a GPU is slower."""
+WHOLE_ROWS = 128
 
-CHANNEL = (
-    (16, 64, 128, 8, 4),
-    (16, 64, 256, 5, 4),
-    (16, 128, 256, 3, 4),
-    (32, 64, 128, 8, 4),
-    (32, 64, 256, 4, 4),
-    (32, 128, 128, 5, 4),
-    (64, 64, 128, 6, 4),
-    (64, 128, 128, 4, 4),
-    (128, 128, 128, 4, 8),
-)
-"""Tiles of rows, features and input features, stages and warps."""
-PARTS = (
-    (16, 64, 256, 5, 4),
-    (16, 64, 128, 8, 4),
-    (32, 64, 256, 4, 4),
-    (32, 64, 128, 8, 4),
-    (32, 32, 256, 4, 4),
-    (64, 32, 256, 4, 4),
-    (64, 64, 128, 6, 4),
-    (64, 128, 128, 4, 4),
-    (128, 64, 128, 4, 4),
-)
-BLOCK = (
-    (16, 64, 128, 8, 4),
-    (16, 128, 128, 6, 4),
-    (32, 64, 128, 8, 4),
-    (64, 64, 128, 6, 4),
-    (64, 128, 128, 4, 4),
-    (128, 128, 128, 4, 8),
-)
-DECODE = (32, 64, 128, 256)
-NUM_PARTS = (1, 2, 3, 4)
-HOPPER = ((2, 1, 1), (3, 1, 1), (2, 2, 2), (2, 2, 0))
-"""Groups, blocks, and tiles of a unit; 0: all."""
-
-SUSTAINED = (
-    ("channel", (6144, 4096)),
-    ("gated", (24576, 4096)),
-    ("channel", (24576, 4096)),
-    ("channel", (5120, 17408)),
-    ("channel", (7168, 5120)),
-)
-"""Products that are measured for longer, one after the other: power limits a GPU after a while."""
-POOL_BYTES = 2 << 30
-CACHE_BYTES = 160 << 20
-Kind = str
+Floats = NDArray[np.float64]
 Shape = tuple[int, int]
-Case = tuple[Kind, str, int]
-"""A kind, a launch, and how many features compiling it depends on, or 0."""
-Call = Callable[[Tensor], object]
 
 
-class Data(NamedTuple):
-    """Numbers that all products are cut from."""
+class Point(NamedTuple):
+    """A product and what its launches take."""
 
-    weights: Tensor
-    codes: Tensor
-    values: Tensor
-    scales: Tensor
+    kind: Kind
+    rows: int
+    shape: Shape
+    us: dict[str, float]
+    rest_us: float
+    """What is behind the product whatever its launch, and part of all times."""
 
+    def counts(self, name: str, num_sms: int) -> Counts:
+        return count(read_launch(name), self.kind, self.rows, *self.shape, num_sms)
 
-def make_data(device: torch.device, weight_bytes: int, value_count: int) -> Data:
-    def numbers(count: int) -> Tensor:
-        step = 1 << 26
-        pieces = [torch.randn(min(step, count - i), device=device) * 64 for i in range(0, count, step)]
-        return torch.cat([piece.clamp_(-448, 448).to(FP8).view(torch.uint8) for piece in pieces]).view(FP8)
-
-    return Data(
-        numbers(weight_bytes),
-        numbers(value_count),
-        torch.randn(value_count * 2, device=device, dtype=torch.bfloat16),
-        torch.rand(1 << 24, device=device) * 1e-3 + 1e-4,
-    )
+    def may_take(self, name: str) -> bool:
+        """Whether the rule considers such a launch."""
+        is_whole = self.rows % WHOLE_ROWS == 0 or self.rows > SUSTAINED_ROWS
+        return is_whole or not name.startswith("torch") or self.kind == "block"
 
 
-def shapes() -> dict[Kind, list[Shape]]:
-    """Return the output and input features of the weights of each kind."""
-    found: dict[Kind, set[Shape]] = {"channel": set(), "sum": set(), "gated": set(), "block": set()}
-    for hidden, heads, kv_heads, size, features in MODELS.values():
-        for ranks in RANKS:
-            kv = max(1, kv_heads // ranks)
-            found["channel"].add(((heads // ranks + 2 * kv) * size, hidden))
-            behind = [(hidden, heads // ranks * size)]
-            if features:
-                found["channel"].add((2 * features // ranks, hidden))
-                found["gated"].add((2 * features // ranks, hidden))
-                behind.append((hidden, features // ranks))
-            found["sum" if ranks == 1 else "channel"].update(behind)
-    found["channel"] |= found["sum"]
-    found["block"] = {shape for shape in found["channel"] if not any(n % 128 for n in shape)}
-    found["gated"] = {(out, inner) for out, inner in found["gated"] if out % 256 == 0}
-    lists = {kind: sorted(some) for kind, some in found.items()}
-    generator = random.Random(0)
-    for some in lists.values():
-        generator.shuffle(some)
-    lists["gated"] = lists["gated"][:16]
-    lists["block"] = lists["block"][:48]
-    return lists
+def read(paths: Iterable[Path]) -> tuple[dict[str, Any], list[Point], list[tuple[float, float]]]:
+    """Return what is said of the GPU, the points, and the megabytes and microseconds of activations."""
+    gpu: dict[str, Any] = {}
+    points, activations = [], []
+    for path in paths:
+        with lzma.open(path, "rt") if path.suffix == ".xz" else path.open() as lines:
+            gpu = json.loads(next(lines))
+            for line in map(json.loads, lines):
+                if line["long"]:
+                    continue
+                us, rows = line["us"], line["rows"]
+                if "activate" in us and rows >= WHOLE_ROWS:
+                    activations.append((rows * line["out"] * 2.5e-6, us["activate"]))
+                times = {name: time for name, time in us.items() if name not in ("norm", "activate")}
+                shape = (line["out"], line["in"])
+                if times:
+                    points.append(Point(line["kind"], rows, shape, times, us.get("norm", 0.0)))
+    return gpu, points, activations
 
 
-def launches(kind: Kind, num_rows: int) -> Iterator[str]:
-    """Yield the launches that are worth a try, and what has to be known beside them."""
-
-    def fits(row_tile: int, most_tiles: int) -> bool:
-        return row_tile <= max(32, 2 * num_rows - 1) and num_rows <= most_tiles * row_tile
-
-    if kind == "gated":
-        yield "activate"
-        if num_rows >= 128:
-            yield from ("hopper,2,2,2", "hopper,2,2,0")
-        return
-    tables = {"channel": CHANNEL, "sum": PARTS, "block": BLOCK}
-    for launch in tables[kind]:
-        is_largest = launch[:2] == (128, 128) or launch[:2] == (64, 128)
-        if fits(launch[0], 4) or (is_largest and fits(launch[0], 128 if kind == "block" else 8)):
-            for parts in NUM_PARTS if kind == "sum" else (1,):
-                yield ",".join(map(str, ("linear", *launch, parts)))
-    if kind != "block":
-        for row_tile in DECODE:
-            if fits(row_tile, 4):
-                for parts in NUM_PARTS if kind == "sum" else (1,):
-                    yield f"decode,{row_tile},{parts}"
-    if num_rows >= 192:
-        for groups, blocks, unit in HOPPER:
-            if kind != "block" or (blocks, unit) == (1, 1):
-                yield f"hopper,{groups},{blocks},{unit}"
-    if kind != "block":
-        yield from ("torch,exact", "torch,fast")
-    elif num_rows % 128 == 0:
-        yield "torch,block"
-    if kind == "sum":
-        yield "norm"
+def kernel_of(name: str) -> str:
+    """Return the name of a launch without its number of parts."""
+    return name.rpartition(",")[0] if name.startswith(("linear", "decode")) else name
 
 
-def product(kind: Kind, name: str, data: Data, num_rows: int, shape: Shape) -> Call:
-    """Return what multiplies by a weight, in the launch that is named."""
-    out_features, in_features = shape
-    codes = data.codes[: num_rows * in_features].view(num_rows, in_features)
-    if kind == "block":
-        groups, strips = -(-in_features // 128), -(-out_features // 128)
-        x = QuantisedRows(codes, data.scales[: num_rows * groups].view(num_rows, groups), torch.bfloat16)
-        scales = data.scales[: strips * groups].view(strips, groups)
-    else:
-        x, scales = QuantisedRows(codes, data.scales[:num_rows], torch.bfloat16), data.scales[:out_features]
-    sort, *words = name.split(",")
-    multiply: Callable[[Tensor], Any]
-    if sort == "linear":
-        launch = Launch(*map(int, words))
-        function = fp8_linear.fp8_linear_for_sum if kind == "sum" else fp8_linear.fp8_linear
-        multiply = partial(_in_place, function, x, scales, launch)
-    elif sort == "decode":
-        multiply = partial(_in_place, hopper_fp8_decode.linear, x, scales, DecodeLaunch(*map(int, words)))
-    elif sort == "hopper":
-        groups, blocks, unit = map(int, words)
-        function = hopper_fp8.gated_linear if kind == "gated" else hopper_fp8.linear
-        multiply = partial(_in_place, function, x, scales, HopperLaunch(groups, blocks, unit or None))
-    elif name == "torch,block":
-        multiply = partial(_in_place_of_three, fp8_block_product.block_product, x, scales)
-    elif sort == "torch":
-        multiply = partial(_in_place, fp8._scaled_product, x, scales, words[0])
-    elif sort == "activate":
-        gate_up = data.values[: num_rows * out_features].view(num_rows, out_features)
-        return lambda weight: fp8_kernels.activate_and_quantise(gate_up, "channel", is_gelu=False)
-    else:
-        delta = data.values[: num_rows * out_features].view(num_rows, out_features)
-        multiply = partial(_same, delta)
-    if kind != "sum":
-        return multiply
-    first = len(data.values) // 2
-    residual = data.values[first : first + num_rows * out_features].view(num_rows, out_features)
-    norm_weight = data.values[:out_features]
-    return lambda weight: fp8_kernels.norm_and_quantise(
-        multiply(weight), residual, norm_weight, 1e-6, "channel", is_centered=False
-    )
+def fit_launch(samples: Sequence[tuple[Point, str, float]], num_sms: int) -> Coefficients:
+    """Fit the coefficients of a launch to the times of points, by Levenberg and Marquardt, in logarithms."""
+    rows = [point.counts(name, num_sms) for point, name, _ in samples]
+    counts = Counts(*np.array(rows, dtype=float).T)
+    times = np.array([time for *_, time in samples])
+    excess = [point.us[name] / min(point.us.values()) - 1 for point, name, _ in samples]
+    weights = 1 / (1 + (np.array(excess) / NEAR) ** 2) + 0.02
+
+    def errors(logs: Floats) -> Floats:
+        return np.asarray(np.log(microseconds(counts, Coefficients(*np.exp(logs))) / times))
+
+    def cost(found: Floats) -> float:
+        size = np.abs(found)
+        return float(np.sum(weights * np.where(size < OUTLIER, found**2 / 2, OUTLIER * (size - OUTLIER / 2))))
+
+    ends = [_descend(errors, cost, weights, np.log(np.array(start))) for start in START]
+    best = min(ends, key=lambda logs: cost(errors(logs)))
+    numbers = np.exp(best)
+    if not np.any(counts.megaparts):
+        numbers[-1] = 0.0
+    if not np.any(counts.ragged_steps):
+        numbers[-2] = 0.0
+    return Coefficients(*(float(f"{number:.4g}") if number > 2 * LEAST else 0.0 for number in numbers))
 
 
-def _in_place(function: Callable[..., Any], x: QuantisedRows, scales: Tensor, launch: object, weight: Tensor) -> Any:
-    return function(x, weight, scales, launch)
+def _descend(errors: Any, cost: Any, weights: Floats, logs: Floats) -> Floats:
+    damping, found, size = 1e-2, errors(logs), 1e-4
+    for _ in range(100):
+        steps = size * np.eye(len(logs))
+        slopes = np.stack([(errors(logs + step) - found) / size for step in steps], 1)
+        weighed = weights * np.where(np.abs(found) < OUTLIER, 1, OUTLIER / np.maximum(np.abs(found), 1e-9))
+        curvature, gradient = (slopes * weighed[:, None]).T @ slopes, (slopes * weighed[:, None]).T @ found
+        before = cost(found)
+        for _ in range(10):
+            damped = curvature + np.diag(damping * (np.diag(curvature) + 1e-6))
+            step = np.clip(np.linalg.solve(damped, -gradient), -1, 1)
+            moved = np.clip(logs + step, np.log(LEAST), np.log(MOST))
+            if cost(errors(moved)) < before:
+                logs, found, damping = moved, errors(moved), max(damping / 3, 1e-6)
+                break
+            damping *= 4
+        if before - cost(found) < 1e-9 * before:
+            break
+    return logs
 
 
-def _in_place_of_three(function: Callable[..., Any], x: QuantisedRows, scales: Tensor, weight: Tensor) -> Any:
-    return function(x, weight, scales)
+def fit(
+    points: Sequence[Point], kept: Sequence[str], num_sms: int, slowdowns: dict[tuple[int, Shape], float]
+) -> dict[str, Coefficients]:
+    """Fit all launches: first to few rows, by which one knows how much slower the GPU was with many, then to all.
+
+    `slowdowns` holds that, by rows and shapes, for other kinds of products of the same.
+    """
+
+    def fit_all(some: Sequence[Point]) -> dict[str, Coefficients]:
+        samples = defaultdict(list)
+        for point in some:
+            for name, time in point.us.items():
+                if kernel_of(name) in kept and point.may_take(name) and time > point.rest_us + 0.5:
+                    samples[kernel_of(name)].append((point, name, time - point.rest_us))
+        return {name: fit_launch(samples[name], num_sms) for name in kept}
+
+    few = [point for point in points if point.rows <= SUSTAINED_ROWS]
+    times = fit_all(few)
+
+    def evened(point: Point) -> Point:
+        names = [name for name in point.us if kernel_of(name) in kept]
+        estimates = {name: float(microseconds(point.counts(name, num_sms), times[kernel_of(name)])) for name in names}
+        slowdown = float(np.median([point.us[name] / estimates[name] for name in names]))
+        slowdown = slowdowns.setdefault((point.rows, point.shape), slowdown)
+        return point._replace(us={name: time / slowdown for name, time in point.us.items()})
+
+    # The norm behind a sum is slowed down otherwise.
+    return fit_all(few + [evened(point) for point in points if point.rows > SUSTAINED_ROWS and point.kind != "sum"])
 
 
-def _same(delta: Tensor, weight: Tensor) -> Tensor:
-    return delta
+def fit_activation(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Fit a launch and a megabyte, by relative errors."""
+    megabytes, times = np.array(samples).T
+    columns = np.stack([1 / times, megabytes / times], 1)
+    fixed, of_bytes = np.linalg.lstsq(columns, np.ones(len(times)), rcond=None)[0]
+    return float(f"{fixed:.4g}"), float(f"{of_bytes:.4g}")
 
 
-def cases() -> list[Case]:
-    """Return what there is to compile, the slowest first."""
-    of_kind = shapes()
-    found: set[Case] = set()
-    for kind in of_kind:
-        names = {name for rows in (*FEW_ROWS, *MANY_ROWS) for name in launches(kind, rows)}
-        for name in names:
-            sort, *words = name.split(",")
-            if sort in ("linear", "decode", "hopper"):
-                has_parts = kind == "sum" and sort != "hopper" and words[-1] != "1"
-                if has_parts:  # their number is not compiled into the kernel
-                    name = ",".join((sort, *words[:-1], "2"))
-                found.add(("channel" if kind == "sum" and not has_parts else kind, name, 0))
-    # What comes behind depends on its features.
-    for out in {out for out, _ in of_kind["sum"]}:
-        found.add(("sum", "norm", out))
-        found |= {("sum", f"linear,16,64,128,8,4,{parts}", out) for parts in NUM_PARTS[1:]}
-    for out, _ in of_kind["gated"]:
-        found |= {("gated", "activate", out), ("gated", "hopper,2,2,2", out)}
-    order = ("hopper", "decode", "linear", "activate", "norm")
-
-    def rank(case: Case) -> tuple[int, ...]:
-        sort, *words = case[1].split(",")
-        return (min(case[2], 1), order.index(sort), -int(words[0]) if words else 0)
-
-    return sorted(found, key=rank)
-
-
-def _compile(case: Case) -> tuple[Case, float, float]:
-    """Run a small product once, which compiles it into Triton's cache on disk. Return the seconds, and for plain
-    products the relative error."""
-    begin = time.monotonic()
-    kind, name, features = case
-    device = torch.device("cuda")
-    out_features = features or 768
-    num_rows = 200 if kind == "gated" or name.startswith("hopper") else 40
-    data = make_data(device, out_features * 1280, num_rows * max(out_features, 1280))
-    weight = data.weights[: out_features * 1280].view(out_features, 1280)
-    result = product(kind, name, data, num_rows, (out_features, 1280))(weight)
-    torch.cuda.synchronize()
-    error = 0.0
-    if isinstance(result, Tensor) and name != "activate":
-        if kind == "channel":
-            x = data.codes[: num_rows * 1280].view(num_rows, 1280).float() * data.scales[:num_rows, None]
-            expected = x @ (weight.float() * data.scales[:out_features, None]).t()
-        else:
-            groups = 10
-            scales = data.scales[: num_rows * groups].view(num_rows, groups).repeat_interleave(128, 1)
-            of_weight = data.scales[: out_features // 128 * groups].view(-1, groups)
-            spread = of_weight.repeat_interleave(128, 0).repeat_interleave(128, 1)
-            x = data.codes[: num_rows * 1280].view(num_rows, 1280).float() * scales
-            expected = x @ (weight.float() * spread).t()
-        error = float((result.float() - expected).norm() / expected.norm())
-    return case, time.monotonic() - begin, error
-
-
-def compile_all(seconds: float, processes: int) -> set[str]:
-    """Compile all launches in parallel. Return the names of those that failed or are wrong."""
-    end = time.monotonic() + seconds
-    pool = multiprocessing.get_context("fork").Pool(processes)
-    waiting = {case: pool.apply_async(_compile, (case,)) for case in cases()}
-    failed = set()
-    for case, result in waiting.items():
-        try:
-            _, took, error = result.get(max(0.1, end - time.monotonic()))
-            print(f"compiled {case} in {took:.1f} s, error {error:.5f}", flush=True)
-            if not error < 0.02:
-                failed.add(case[1])
-        except Exception as problem:  # whatever it is, the others are measured
-            print(f"FAILED {case}: {type(problem).__name__} {str(problem)[:300]}", flush=True)
-            failed.add(case[1] if not case[2] else "")
-    pool.terminate()
-    failed -= {""}
-    return failed if len(failed) < len(waiting) / 2 else set()  # then processes do not share the GPU, or time was short
-
-
-class Timer:
-    """Times launches by CUDA graphs."""
-
-    def __init__(self, data: Data, device: torch.device) -> None:
-        self.data, self.device = data, device
-        self.stream = torch.cuda.Stream(device)
-        self.pool = torch.cuda.graph_pool_handle()
-        self.first = torch.cuda.CUDAGraph()  # as long as one graph uses a pool, others may
-        with torch.cuda.graph(self.first, pool=self.pool, stream=self.stream):
-            torch.zeros(1, device=device)
-        self.other = torch.zeros(CACHE_BYTES // 4, dtype=torch.int32, device=device)
-        self.events = [(_event(), _event()) for _ in range(512)]
-
-    def time(
-        self,
-        calls: dict[str, Call],
-        shape: Shape,
-        launch_us: float,
-        *,
-        round_us: float,
-        rounds: int,
-        is_flushed: bool = False,
-        replays: int = 1,
-        warm_replays: int = 0,
-    ) -> dict[str, float]:
-        """Return the microseconds of each call. `launch_us` estimates them; a replay takes `round_us` for each."""
-        size = shape[0] * shape[1]
-        step = -(-size // 4096) * 4096
-        count = max(1, min(48, int(round_us / launch_us)))
-        places = max(1, (len(self.data.weights) - size) // step)
-        weights = [self.data.weights[i % places * step :][:size].view(shape) for i in range(count)]
-        graphs: dict[str, torch.cuda.CUDAGraph] = {}
-        with torch.cuda.stream(self.stream):
-            for name, call in calls.items():
-                try:
-                    call(weights[0])
-                    graph = torch.cuda.CUDAGraph()
-                    graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-                    try:
-                        for weight in weights:
-                            call(weight)
-                    finally:
-                        graph.capture_end()
-                    graphs[name] = graph
-                except Exception as problem:
-                    print(f"FAILED {name} {shape}: {type(problem).__name__} {str(problem)[:200]}", flush=True)
-            times: dict[str, list[float]] = {name: [] for name in graphs}
-            noted = []
-            for turn in range(rounds + 1):
-                for name, graph in graphs.items():
-                    begin, end = self.events[len(noted) % len(self.events)]
-                    if is_flushed:
-                        self.other.amax()
-                    for _ in range(warm_replays):
-                        graph.replay()
-                    begin.record()
-                    for _ in range(replays):
-                        graph.replay()
-                    end.record()
-                    if turn:
-                        noted.append((name, begin, end))
-            self.stream.synchronize()
-        for name, begin, end in noted:
-            times[name].append(begin.elapsed_time(end) * 1000 / (count * replays))
-        return {name: round(statistics.median(some), 2) for name, some in times.items()}
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
-
-
-def estimate_us(num_rows: int, shape: Shape) -> float:
-    work = 2 * num_rows * shape[0] * shape[1]
-    moved = shape[0] * shape[1] + num_rows * (2 * shape[0] + shape[1])
-    return max(4.0, work / 1.1e9, moved / 3.5e6)
-
-
-def measure(path: Path, seconds: float, processes: int) -> None:
-    begin = time.monotonic()
-    failed = compile_all(min(80.0, seconds / 3), processes)
-    print(f"compiled after {time.monotonic() - begin:.0f} s; left out: {sorted(failed)}", flush=True)
-    device = torch.device("cuda")
-    data = make_data(device, POOL_BYTES, 8192 * 28672)
-    timer = Timer(data, device)
-    of_kind = shapes()
-    longest = max(map(len, of_kind.values()))
-    turns = [(kind, some[i * len(some) // longest]) for i in range(longest) for kind, some in of_kind.items()]
-    turns = list(dict.fromkeys(turns))
-    with path.open("w") as out:
-        properties = torch.cuda.get_device_properties(device)
-        out.write(json.dumps({"gpu": properties.name, "multiprocessors": properties.multi_processor_count}) + "\n")
-        for rows_of_pass, share in ((FEW_ROWS, 0.62), (MANY_ROWS, 0.86), (MORE_ROWS, 0.97)):
-            passed = 0
-            for kind, shape in turns:
-                if time.monotonic() - begin > share * seconds:
-                    break
-                for num_rows in rows_of_pass:
-                    _measure_point(timer, kind, shape, num_rows, failed, out)
-                passed += 1
-            print(f"{rows_of_pass}: {passed} of {len(turns)} after {time.monotonic() - begin:.0f} s", flush=True)
-            if rows_of_pass == MANY_ROWS:
-                for kind, shape in SUSTAINED:
-                    if time.monotonic() - begin < 0.92 * seconds:
-                        _measure_point(timer, kind, shape, 8192, failed, out, is_long=True)
-
-
-def _measure_point(
-    timer: Timer, kind: Kind, shape: Shape, num_rows: int, failed: set[str], out: TextIO, *, is_long: bool = False
-) -> None:
-    names = [name for name in launches(kind, num_rows) if name not in failed]
-    if kind == "block" and "torch,block" in names and (shape[1] % 512 or not fp8_block_product._is_right(timer.device)):
-        names.remove("torch,block")
-    calls = {name: product(kind, name, timer.data, num_rows, shape) for name in names}
-    is_sustained = num_rows > 1024
-    found = timer.time(
-        calls,
-        shape,
-        estimate_us(num_rows, shape),
-        round_us=6000 if num_rows > 4096 else 3000 if is_sustained else 150,
-        rounds=2 if is_long else 3 if is_sustained else 5,
-        is_flushed=not is_sustained,
-        replays=30 if is_long else 1,
-        warm_replays=15 if is_long else 0,
-    )
-    point = {"kind": kind, "rows": num_rows, "out": shape[0], "in": shape[1], "us": found, "long": is_long}
-    out.write(json.dumps(point) + "\n")
-    out.flush()
+def losses(points: Sequence[Point], times: dict[str, Coefficients], num_sms: int) -> list[float]:
+    """Return by what share the chosen launches take longer than the fastest ones."""
+    found = []
+    for point in points:
+        us = {name: time for name, time in point.us.items() if not name.endswith((",fast", ",0"))}
+        parts = [f",{n}" for n in (1, *launch_rule._NUM_PARTS)]
+        estimates = {
+            name: float(microseconds(point.counts(name, num_sms), times[kernel_of(name)]))
+            for name in us
+            if kernel_of(name) in times
+            and point.may_take(name)
+            and (kernel_of(name) == name or any(map(name.endswith, parts)))
+        }
+        found.append(us[min(estimates, key=lambda name: estimates[name])] / min(us.values()) - 1)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", type=Path)
-    parser.add_argument("--seconds", type=float, default=240)
-    parser.add_argument("--processes", type=int, default=15)
+    parser.add_argument("measured", type=Path, nargs="+", help="files of measure_launches.py, of one GPU")
+    parser.add_argument("--write", action="store_true", help="write launch_times.json")
     arguments = parser.parse_args()
-    measure(arguments.path, arguments.seconds, arguments.processes)
+    gpu, points, activations = read(arguments.measured)
+    shapes = sorted({point.shape for point in points})
+    random.Random(1).shuffle(shapes)
+    fitted = set(shapes[: len(shapes) // 2])
+    num_sms = gpu["multiprocessors"]
+    data: dict[str, Any] = {"gpu": gpu["gpu"], "bandwidth": gpu["bandwidth"]}
+    slowdowns: dict[tuple[int, Shape], float] = {}
+    for group, kept in KEPT.items():
+        kinds = ("channel", "sum") if group == "channel" else (group,)
+        of_group = [point for point in points if point.kind in kinds and point.shape in fitted]
+        times = fit(of_group, kept, num_sms, slowdowns if group != "block" else {})
+        data[group] = times
+        for kind in kinds if group != "gated" else ():
+            held_out = [point for point in points if point.kind == kind and point.shape not in fitted]
+            lost = np.array(losses(held_out, times, num_sms)) * 100
+            print(
+                f"{kind}: {len(lost)} held out, % longer than the fastest: mean {lost.mean():.1f}, median "
+                f"{np.median(lost):.1f}, 90th percentile {np.quantile(lost, 0.9):.1f}, worst {lost.max():.1f}; "
+                f"{np.mean(lost <= 5) * 100:.0f} % within 5 %"
+            )
+    data["activation"] = fit_activation(activations)
+    if arguments.write:
+        path = Path(launch_rule.__file__).with_name("launch_times.json")
+        path.write_text(_to_json(data))
+
+
+def _to_json(data: dict[str, Any]) -> str:
+    """Write a line for each launch."""
+    lines = []
+    for key, value in data.items():
+        if isinstance(value, dict):
+            launches = ",\n".join(f"    {json.dumps(name)}: {json.dumps(list(of))}" for name, of in value.items())
+            lines.append(f"  {json.dumps(key)}: {{\n{launches}\n  }}")
+        else:
+            lines.append(f"  {json.dumps(key)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 if __name__ == "__main__":

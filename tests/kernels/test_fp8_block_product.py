@@ -60,14 +60,15 @@ def test_it_is_taken_where_it_is_right(
 @pytest.mark.parametrize(
     ("rows", "out", "inner", "dtype"),
     [
-        (128, 384, 512, torch.bfloat16),
+        (0, 384, 512, torch.bfloat16),
+        (64, 384, 512, torch.bfloat16),
         (300, 384, 512, torch.bfloat16),
         (256, 400, 512, torch.bfloat16),
         (256, 384, 768, torch.bfloat16),
         (256, 384, 512, torch.float16),
     ],
 )
-def test_few_rows_and_parts_of_blocks_are_left_to_the_kernel(
+def test_parts_of_blocks_are_left_to_the_kernel(
     rows: int, out: int, inner: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

@@ -24,13 +24,14 @@ from kernel_device import DEVICE, HAS_GPU, INTERPRETED_MARKS
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
 from nvcli.kernels.fp8 import dequantise_weight, quantise, quantise_weight
 from nvcli.kernels.fp8_types import FP8, FP8_MAX, QuantisedRows, numbers
-from nvcli.kernels.triton import fp8_choice, hopper_fp8, hopper_fp8_kernel
+from nvcli.kernels.triton import hopper_fp8, hopper_fp8_kernel
 from nvcli.kernels.triton.fp8_launches import HopperLaunch
+from nvcli.kernels.triton.triton_version import has_known_gluon
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
 
 pytestmark = INTERPRETED_MARKS
 on_hopper = pytest.mark.skipif(
-    not (HAS_GPU and fp8_choice._has_kernel(DEVICE)),
+    not (HAS_GPU and has_known_gluon() and torch.cuda.get_device_capability() == (9, 0)),
     reason="needs a Hopper GPU and the version of Triton that was tried there",
 )
 CASES: list[tuple[FP8Scaling, HopperLaunch]] = [

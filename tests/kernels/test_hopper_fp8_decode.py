@@ -21,10 +21,9 @@ pytest.importorskip("triton")
 from kernel_device import DEVICE, HAS_GPU, INTERPRETED_MARKS
 from nvcli.kernels import fp8 as reference
 from nvcli.kernels.fp8_types import QuantisedRows
-from nvcli.kernels.triton import fp8_linear as fp8_linear_module
-from nvcli.kernels.triton import hopper_fp8_decode, hopper_fp8_decode_kernel, triton_version
-from nvcli.kernels.triton.fp8_launches import DecodeLaunch, Launch
-from nvcli.kernels.triton.fp8_linear import fp8_linear, fp8_linear_for_sum, with_decode
+from nvcli.kernels.triton import hopper_fp8_decode, hopper_fp8_decode_kernel
+from nvcli.kernels.triton.fp8_launches import DecodeLaunch
+from nvcli.kernels.triton.fp8_linear import fp8_linear, fp8_linear_for_sum
 from nvcli.kernels.triton.triton_version import has_known_gluon
 
 pytestmark = INTERPRETED_MARKS
@@ -115,26 +114,6 @@ def test_the_last_round_is_shared_out() -> None:
     assert share_out(6144, 256, 256, 1, 132).whole_strips == 0, "48 items would keep fewer programs busy than 96 halves"
     assert share_out(24576, 512, 256, 1, 132).whole_strips == 192
     assert share_out(24576, 300, 256, 1, 132)[:2] == (1, 1), "the last 44 rows are half of an item"
-
-
-def test_launches_of_decode_steps_take_the_place_of_others() -> None:
-    one, other, decode = Launch(16, 64, 128, 3, 4), Launch(64, 64, 128, 3, 4), DecodeLaunch(128)
-    ranges = with_decode(((16, one), (128, None), (256, other)), ((64, None), (200, decode)))
-    assert ranges == ((16, one), (64, None), (128, decode), (200, decode), (256, other))
-    assert with_decode(((16, one),), ((512, decode),)) == ((16, decode), (512, decode))
-
-
-@pytest.mark.parametrize("version", ["3.6.0", "9.0.0"])
-def test_another_gluon_is_not_asked(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch, decode = Launch(16, 64, 128, 3, 4), DecodeLaunch(128)
-    monkeypatch.setattr(fp8_linear_module, "LINEAR", {"channel": {(4096, 4096): ((64, launch),)}})
-    monkeypatch.setattr(fp8_linear_module, "DECODE", {"exact": {"channel": {(4096, 4096): ((128, decode),)}}})
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(triton_version.triton, "__version__", version)
-    ranges = fp8_linear_module._ranges.__wrapped__("exact", "channel", 4096, 4096, torch.device("cuda"))
-    assert ranges == (((64, decode), (128, decode)) if version == "3.6.0" else ((64, launch),))
-    not_measured = fp8_linear_module._ranges.__wrapped__("exact", "channel", 4096, 4224, torch.device("cuda"))
-    assert not_measured == ((64, launch),)
 
 
 def test_what_is_compiled() -> None:

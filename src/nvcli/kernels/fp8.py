@@ -10,6 +10,8 @@ may add up products by rows. Shapes: T rows, `in` and `out` features, G = in / 1
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -97,21 +99,7 @@ def fp8_linear(
     if not weight.is_cuda:
         result = F.linear(_values(x), dequantise_weight(weight, scales), None if bias is None else bias.float())
         return result.to(x.dtype) if out is None else out.copy_(result)
-    from nvcli.kernels.triton import fp8_choice
-    from nvcli.kernels.triton import fp8_linear as kernels
-
-    launch = kernels.choose_launch(len(x.codes), weight, x.scaling, accumulation)
-    many_rows = fp8_choice.choose_linear(x, weight, accumulation)
-    if scales.dim() == 2 and fp8_block_product.takes(x, weight):
-        result = fp8_block_product.block_product(x, weight, scales)
-    elif many_rows is not None:
-        from nvcli.kernels.triton import hopper_fp8
-
-        result = hopper_fp8.linear(x, weight, scales, many_rows, out)
-    elif launch is None:
-        result = _scaled_product(x, weight, scales, accumulation)
-    else:
-        result = kernels.fp8_linear(x, weight, scales, launch, out)
+    result = _product(x, weight, scales, out, accumulation)
     if bias is not None:
         result.add_(bias)
     return result if out is None or result is out else out.copy_(result)
@@ -129,9 +117,9 @@ def fp8_gated_linear(
 ) -> QuantisedRows:
     """activation(gate) × up of x Wᵀ + b, quantised. weight: [2 I, in], gate before up → [T, I]."""
     if weight.is_cuda and bias is None and scaling == "channel":
-        from nvcli.kernels.triton import fp8_choice
+        from nvcli.kernels.triton import launch_rule
 
-        launch = fp8_choice.choose_gated(x, weight, accumulation)
+        launch = launch_rule.choose_gated(x, weight, accumulation)
         if launch is not None:
             from nvcli.kernels.triton import hopper_fp8
 
@@ -163,15 +151,34 @@ def fp8_linear_for_sum(
     up to it, as `norm_and_quantise` and `add_rms_norm` take them."""
     if not weight.is_cuda or scales.dim() == 2:
         return fp8_linear(x, weight, scales, None, None)
-    from nvcli.kernels.triton import fp8_choice
-    from nvcli.kernels.triton import fp8_linear as kernels
+    return _product(x, weight, scales, None, accumulation, is_for_sum=True)
 
-    if fp8_choice.choose_linear(x, weight, accumulation) is not None:
-        return fp8_linear(x, weight, scales, None, None, accumulation=accumulation)
-    launch = kernels.choose_launch(len(x.codes), weight, "sum", accumulation)
-    if launch is None:
-        return _scaled_product(x, weight, scales, accumulation)
-    return kernels.fp8_linear_for_sum(x, weight, scales, launch)
+
+def _product(
+    x: QuantisedRows,
+    weight: Tensor,
+    scales: Tensor,
+    out: Tensor | None,
+    accumulation: FP8Accumulation,
+    *,
+    is_for_sum: bool = False,
+) -> Tensor:
+    """x Wᵀ on a GPU: [T, out], in `out` if the kernel takes that, or parts [P, T, out] for a sum."""
+    from nvcli.kernels.triton import fp8_linear as kernels
+    from nvcli.kernels.triton import launch_rule
+    from nvcli.kernels.triton.fp8_launches import HopperLaunch
+
+    launch = launch_rule.choose("sum" if is_for_sum else x.scaling, x, weight, accumulation)
+    if isinstance(launch, HopperLaunch):
+        from nvcli.kernels.triton import hopper_fp8
+
+        return hopper_fp8.linear(x, weight, scales, launch, out)
+    if launch is not None:
+        multiply = kernels.fp8_linear_for_sum if is_for_sum else partial(kernels.fp8_linear, out=out)
+        return multiply(x, weight, scales, launch)
+    if scales.dim() == 2:
+        return fp8_block_product.block_product(x, weight, scales)
+    return _scaled_product(x, weight, scales, accumulation)
 
 
 def _scaled_product(x: QuantisedRows, weight: Tensor, scales: Tensor, accumulation: FP8Accumulation) -> Tensor:

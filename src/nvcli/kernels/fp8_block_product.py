@@ -1,4 +1,4 @@
-"""Products with scales by blocks by torch's own kernel, which is the faster one with many rows.
+"""Products with scales by blocks by torch's own kernel.
 
 It is there on Hopper, with cuBLAS 12.9 and later. What it wants of shapes and of the order of scales has changed
 between versions of torch. So it is asked once whether it gives what plain torch gives, and gets whole blocks alone.
@@ -15,8 +15,6 @@ from nvcli.kernels.fp8_types import FP8, QuantisedRows, numbers
 from nvcli.kernels.weight_formats import FP8_BLOCK
 
 _CAPABILITY = (9, 0)
-_LEAST_ROWS = 256
-"""Measured on an H200 with the shapes of Qwen3-8B; with 64 rows nvcli's kernel was the faster one."""
 _SCALES_TOGETHER = 4
 """Scales of a row of blocks are a multiple of so many, as cuBLAS reads them."""
 _TOLERANCE = 0.01
@@ -28,7 +26,7 @@ def takes(x: QuantisedRows, weight: Tensor) -> bool:
     return (
         _is_right(weight.device)
         and x.dtype == torch.bfloat16
-        and num_rows >= _LEAST_ROWS
+        and num_rows > 0
         and num_rows % FP8_BLOCK == out_features % FP8_BLOCK == in_features % (_SCALES_TOGETHER * FP8_BLOCK) == 0
     )
 

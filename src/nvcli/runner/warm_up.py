@@ -11,8 +11,10 @@ from nvcli.messages import NewSlot, PromptRead, SlotSampling, StepInput, pack
 _SAMPLING = SlotSampling(top_k=2, top_p=0.9)
 _MIDDLING_TOKENS = 512
 """A number between the few and the many rows of `kernels/linear.py`, each of which have a product of their own."""
-_MIDDLING_FP8_TOKENS = 2048
-"""A number between those for which products with FP8 weights have other kernels (`kernels/triton/fp8_launches.py`)."""
+_CAPTURED_TOKENS = 2048
+"""Up to about so many tokens each size of a step has a graph, whose capture runs it (`sizing/graph_sizes.py`)."""
+_FEW_FP8_TOKENS = 128
+"""With more, products with FP8 weights have the kernels for many rows (`kernels/triton/launch_rule.py`)."""
 _FEWER_ROWS = (64, 2)
 """A middling number and a small one of decode rows, which have launches of their own (`decode_attention.py`)."""
 
@@ -20,16 +22,16 @@ _FEWER_ROWS = (64, 2)
 def warm_up_steps(
     config: EngineConfig, num_tokens: int, num_seqs: int, num_sharing: int, *, shares_prefixes: bool = False
 ) -> Iterator[StepInput]:
-    """Yield steps with `num_tokens`, with FP8 weights 2,048, and at most 512 prompt tokens, each in as few requests as
-    possible, then one that decodes `num_seqs` requests. The first one also scores all of its tokens, and copies keys
-    within its layers, the others before them.
+    """Yield steps with `num_tokens` and at most 512 prompt tokens, with FP8 weights with powers of two between as well,
+    each in as few requests as possible, then one that decodes `num_seqs` requests. The first one also scores all of its
+    tokens, and copies keys within its layers, the others before them.
 
     Where `num_sharing` requests may share segments of keys (0: none), steps that read these once for all follow, with
     so many requests and with fewer. With `shares_prefixes` the last step has two chunks behind a block that they share.
     """
     yield _step(_prompt_lens(config, num_tokens), num_decodes=0, is_scored=True)
-    if config.quantization == "fp8" and num_tokens > _MIDDLING_FP8_TOKENS:
-        yield _step(_prompt_lens(config, _MIDDLING_FP8_TOKENS), num_decodes=0)
+    for fewer in _fp8_tokens(config, num_tokens) if config.quantization == "fp8" else ():
+        yield _step(_prompt_lens(config, fewer), num_decodes=0)
     if num_tokens > _MIDDLING_TOKENS:
         yield _step(_prompt_lens(config, _MIDDLING_TOKENS), num_decodes=0)
     # Slots filled again start at length 0: every request decodes its first token.
@@ -40,6 +42,16 @@ def warm_up_steps(
             yield _step([1] * rows, num_decodes=rows, shares_segments=True)
     if shares_prefixes and config.block_size < config.max_model_len:
         yield _step([1, 1], num_decodes=0, num_shared=config.block_size)
+
+
+def _fp8_tokens(config: EngineConfig, num_tokens: int) -> Iterator[int]:
+    """Yield numbers of tokens whose products with FP8 weights may have other launches, where no graph has them."""
+    has_graphs = not config.enforce_eager and config.max_num_seqs > 1
+    fewer = 1 << max(0, num_tokens - 1).bit_length() >> 1
+    while fewer > (_CAPTURED_TOKENS if has_graphs else _FEW_FP8_TOKENS):
+        if fewer != _MIDDLING_TOKENS:
+            yield fewer
+        fewer //= 2
 
 
 def _fewer(rows: int) -> list[int]:

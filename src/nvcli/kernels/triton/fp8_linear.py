@@ -20,18 +20,14 @@ features, G = in / 128, rounded up, P parts.
 
 from __future__ import annotations
 
-import math
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nvcli.config_types import FP8Accumulation
 from nvcli.kernels.fp8_types import Activations, QuantisedRows
-from nvcli.kernels.triton.fp8_launches import DECODE, LINEAR, DecodeLaunch, DecodeRanges, Kind, Launch, Ranges, Shape
+from nvcli.kernels.triton.fp8_launches import DecodeLaunch, Launch
 from nvcli.kernels.triton.operands import (
     codes_for,
     dot,
@@ -41,11 +37,9 @@ from nvcli.kernels.triton.operands import (
     scaled_dot,
     zeros,
 )
-from nvcli.kernels.triton.triton_version import has_known_gluon
 from nvcli.kernels.weight_formats import FP8_BLOCK
 from nvcli.kernels.whole_numbers import ceil_div
 
-_MEASURED_CAPABILITY = (9, 0)
 _ROWS_TOGETHER = 8
 """Tiles of rows that are taken in turn before the next features."""
 _PLAIN = (
@@ -58,49 +52,9 @@ _PLAIN = (
 tiles fit the 99 KiB of shared memory of the smallest GPUs without FP8 units."""
 
 
-def choose_launch(
-    num_rows: int, weight: Tensor, kind: Kind, accumulation: FP8Accumulation = "exact"
-) -> Launch | DecodeLaunch | None:
-    """Choose the launch for so many rows. None: torch's own product, which adds up so, is faster."""
-    ranges = _ranges(accumulation, kind, *weight.shape, weight.device)
-    for most_rows, launch in ranges:
-        if num_rows <= most_rows:
-            return launch
-    return ranges[-1][1] if kind == "block" else None
-
-
 def choose_plain_launch(num_rows: int) -> Launch:
     """Choose the launch for so many rows of plain activations."""
     return next((launch for most_rows, launch in _PLAIN if num_rows <= most_rows), _PLAIN[-1][1])
-
-
-@lru_cache(maxsize=256)
-def _ranges(
-    accumulation: FP8Accumulation, kind: Kind, out_features: int, in_features: int, device: torch.device
-) -> tuple[tuple[int, Launch | DecodeLaunch | None], ...]:
-    """Return the ranges of the measured shape that is nearest, or of small tiles for GPUs that were not measured."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) != _MEASURED_CAPABILITY:
-        return tuple((rows, Launch(rows, 64, FP8_BLOCK, num_stages=3, num_warps=4)) for rows in (16, 32, 64))
-
-    def distance(shape: Shape) -> float:
-        return abs(math.log(shape[0] / out_features)) + abs(math.log(shape[1] / in_features))
-
-    table = LINEAR[kind]
-    shape = min(table, key=distance)
-    decode = DECODE[accumulation].get(kind, {}).get((out_features, in_features))
-    if decode is None or device.type != "cuda" or not has_known_gluon():
-        return table[shape]
-    return with_decode(table[shape], decode)
-
-
-def with_decode(ranges: Ranges, decode: DecodeRanges) -> tuple[tuple[int, Launch | DecodeLaunch | None], ...]:
-    """Return `ranges` with the launches of the kernel for decode steps in their place where there are such ones."""
-
-    def find(num_rows: int, some: Ranges | DecodeRanges) -> Launch | DecodeLaunch | None:
-        return next((launch for most_rows, launch in some if num_rows <= most_rows), None)
-
-    ends = sorted({most_rows for most_rows, _ in (*ranges, *decode)})
-    return tuple((end, find(end, decode) or find(end, ranges)) for end in ends)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
