@@ -59,6 +59,7 @@ LEAST, MOST = 1e-4, 1e3
 NEAR = 0.15
 """Times that are longer than the fastest by this share count half."""
 OUTLIER = 0.08
+REFERENCE = "hopper,2,2,2"
 SUSTAINED_ROWS = 1024
 """With more rows a GPU is slower."""
 WHOLE_ROWS = 128
@@ -86,24 +87,30 @@ class Point(NamedTuple):
         return is_whole or not name.startswith("torch") or self.kind == "block"
 
 
-def read(paths: Iterable[Path]) -> tuple[dict[str, Any], list[Point], list[tuple[float, float]]]:
-    """Return what is said of the GPU, the points, and the megabytes and microseconds of activations."""
-    gpu: dict[str, Any] = {}
-    points, activations = [], []
+class Measured(NamedTuple):
+    gpu: dict[str, Any]
+    """What is said of the GPU."""
+    points: list[Point]
+    long: list[Point]
+    """Those that were measured under sustained load."""
+    activations: list[tuple[float, float]]
+    """Their megabytes and microseconds."""
+
+
+def read(paths: Iterable[Path]) -> Measured:
+    measured = Measured({}, [], [], [])
     for path in paths:
         with lzma.open(path, "rt") if path.suffix == ".xz" else path.open() as lines:
-            gpu = json.loads(next(lines))
+            measured.gpu.update(json.loads(next(lines)))
             for line in map(json.loads, lines):
-                if line["long"]:
-                    continue
                 us, rows = line["us"], line["rows"]
-                if "activate" in us and rows >= WHOLE_ROWS:
-                    activations.append((rows * line["out"] * 2.5e-6, us["activate"]))
+                if "activate" in us and rows >= WHOLE_ROWS and not line["long"]:
+                    measured.activations.append((rows * line["out"] * 2.5e-6, us["activate"]))
                 times = {name: time for name, time in us.items() if name not in ("norm", "activate")}
-                shape = (line["out"], line["in"])
+                point = Point(line["kind"], rows, (line["out"], line["in"]), times, us.get("norm", 0.0))
                 if times:
-                    points.append(Point(line["kind"], rows, shape, times, us.get("norm", 0.0)))
-    return gpu, points, activations
+                    (measured.long if line["long"] else measured.points).append(point)
+    return measured
 
 
 def kernel_of(name: str) -> str:
@@ -187,6 +194,25 @@ def fit(
     return fit_all(few + [evened(point) for point in points if point.rows > SUSTAINED_ROWS and point.kind != "sum"])
 
 
+def fit_sustained(
+    long: Sequence[Point], times: dict[str, Coefficients], num_sms: int, references: dict[Shape, float]
+) -> dict[str, Coefficients]:
+    """Compare what launches take under sustained load with `REFERENCE`, whose ratio of times to estimates `references`
+    holds for each shape."""
+    ratios = defaultdict(list)
+    for point in long:
+        of_point = {
+            name: time / float(microseconds(point.counts(name, num_sms), times[name]))
+            for name, time in point.us.items()
+            if name in times
+        }
+        reference = references.setdefault(point.shape, of_point.get(REFERENCE, 1.0))
+        for name, ratio in of_point.items():
+            ratios[name].append(ratio / reference)
+    means = {name: float(f"{np.mean(found):.4g}") for name, found in ratios.items()}
+    return {name: of._replace(sustained=means.get(name, 1.0)) for name, of in times.items()}
+
+
 def fit_activation(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Fit a launch and a megabyte, by relative errors."""
     megabytes, times = np.array(samples).T
@@ -217,17 +243,19 @@ def main() -> None:
     parser.add_argument("measured", type=Path, nargs="+", help="files of measure_launches.py, of one GPU")
     parser.add_argument("--write", action="store_true", help="write launch_times.json")
     arguments = parser.parse_args()
-    gpu, points, activations = read(arguments.measured)
+    gpu, points, long, activations = read(arguments.measured)
     shapes = sorted({point.shape for point in points})
     random.Random(1).shuffle(shapes)
     fitted = set(shapes[: len(shapes) // 2])
     num_sms = gpu["multiprocessors"]
     data: dict[str, Any] = {"gpu": gpu["gpu"], "bandwidth": gpu["bandwidth"]}
     slowdowns: dict[tuple[int, Shape], float] = {}
+    references: dict[Shape, float] = {}
     for group, kept in KEPT.items():
         kinds = ("channel", "sum") if group == "channel" else (group,)
         of_group = [point for point in points if point.kind in kinds and point.shape in fitted]
         times = fit(of_group, kept, num_sms, slowdowns if group != "block" else {})
+        times = fit_sustained([point for point in long if point.kind in kinds], times, num_sms, references)
         data[group] = times
         for kind in kinds if group != "gated" else ():
             held_out = [point for point in points if point.kind == kind and point.shape not in fitted]

@@ -84,6 +84,8 @@ class Coefficients(NamedTuple):
     """128 input features of a thousand tiles with fewer rows than they have room for."""
     parts: float
     """A million numbers of parts, until they are added up."""
+    sustained: float = 1.0
+    """How many times as long as others it takes with so many rows that the GPU's power is the limit."""
 
 
 class Counts(NamedTuple):
@@ -223,7 +225,8 @@ def choose_for(
     def least(kind: Kind) -> tuple[float, AnyLaunch | None]:
         def time(way: tuple[AnyLaunch, Coefficients]) -> float:
             counts = count(way[0], kind, num_rows, out_features, in_features, num_sms)
-            return float(microseconds(counts, way[1], memory_scale))
+            sustained = way[1].sustained if num_rows > _FINE_ROWS else 1.0
+            return float(microseconds(counts, way[1], memory_scale)) * sustained
 
         ways = (way for way in _ways(kind, num_rows, in_features, accumulation) if isinstance(way[0], kernels))
         return min(((time(way), way[0]) for way in ways), key=lambda found: found[0], default=(math.inf, None))
