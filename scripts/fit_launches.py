@@ -22,7 +22,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nvcli.kernels.triton import launch_rule
-from nvcli.kernels.triton.launch_rule import Coefficients, Counts, Kind, count, microseconds, read_launch
+from nvcli.kernels.triton.fp8_launches import DecodeLaunch, HopperLaunch, Launch
+from nvcli.kernels.triton.launch_rule import (
+    Coefficients,
+    Counts,
+    Kind,
+    Times,
+    TorchLaunch,
+    count,
+    fastest,
+    microseconds,
+    read_launch,
+    read_times,
+    rounded,
+)
 
 KEPT = {
     "channel": (
@@ -221,53 +234,59 @@ def fit_activation(samples: Sequence[tuple[float, float]]) -> tuple[float, float
     return float(f"{fixed:.4g}"), float(f"{of_bytes:.4g}")
 
 
-def losses(points: Sequence[Point], times: dict[str, Coefficients], num_sms: int) -> list[float]:
-    """Return by what share the chosen launches take longer than the fastest ones."""
-    found = []
+def report(name: str, points: Sequence[Point], times: Times, gpu: dict[str, Any]) -> None:
+    """Print by what share the launches that the rule chooses take longer than the fastest ones."""
+    lost = []
     for point in points:
-        us = {name: time for name, time in point.us.items() if not name.endswith((",fast", ",0"))}
-        parts = [f",{n}" for n in (1, *launch_rule._NUM_PARTS)]
-        estimates = {
-            name: float(microseconds(point.counts(name, num_sms), times[kernel_of(name)]))
-            for name in us
-            if kernel_of(name) in times
-            and point.may_take(name)
-            and (kernel_of(name) == name or any(map(name.endswith, parts)))
-        }
-        found.append(us[min(estimates, key=lambda name: estimates[name])] / min(us.values()) - 1)
-    return found
+        us = {read_launch(launch): time for launch, time in point.us.items() if not launch.endswith((",fast", ",0"))}
+        kernels: tuple[type, ...] = (Launch, DecodeLaunch, HopperLaunch)
+        if point.may_take("torch") and (point.kind != "block" or TorchLaunch("block") in us):
+            kernels += (TorchLaunch,)
+        of_gpu = (gpu["multiprocessors"], times.bandwidth / gpu["bandwidth"])
+        product = (rounded(point.rows), *point.shape)
+        _, launch = fastest(times, point.kind, *product, *of_gpu, "exact", kernels)
+        assert launch is not None
+        lost.append((us[launch] / min(us.values()) - 1) * 100)
+    print(
+        f"{name}: {len(lost)} products, % longer than the fastest: mean {np.mean(lost):.1f}, median "
+        f"{np.median(lost):.1f}, 90th percentile {np.quantile(lost, 0.9):.1f}, worst {max(lost):.1f}; "
+        f"{np.mean(np.array(lost) <= 5) * 100:.0f} % within 5 %"
+    )
+
+
+def fit_file(measured: Measured, fitted: set[Shape]) -> dict[str, Any]:
+    """Return what is to be written to `launch_times.json`, by the weights' shapes in `fitted`."""
+    data: dict[str, Any] = {"gpu": measured.gpu["gpu"], "bandwidth": measured.gpu["bandwidth"]}
+    slowdowns: dict[tuple[int, Shape], float] = {}
+    references: dict[Shape, float] = {}
+    for group, kept in KEPT.items():
+        kinds = ("channel", "sum") if group == "channel" else (group,)
+        points = [point for point in measured.points if point.kind in kinds and point.shape in fitted]
+        num_sms = measured.gpu["multiprocessors"]
+        times = fit(points, kept, num_sms, slowdowns if group != "block" else {})
+        long = [point for point in measured.long if point.kind in kinds]
+        data[group] = fit_sustained(long, times, num_sms, references)
+    data["activation"] = fit_activation(measured.activations)
+    return data
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measured", type=Path, nargs="+", help="files of measure_launches.py, of one GPU")
-    parser.add_argument("--write", action="store_true", help="write launch_times.json")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--write", action="store_true", help="write launch_times.json")
+    group.add_argument("--check", action="store_true", help="fit nothing: say how launch_times.json does on this GPU")
     arguments = parser.parse_args()
-    gpu, points, long, activations = read(arguments.measured)
-    shapes = sorted({point.shape for point in points})
+    measured = read(arguments.measured)
+    shapes = sorted({point.shape for point in measured.points})
     random.Random(1).shuffle(shapes)
-    fitted = set(shapes[: len(shapes) // 2])
-    num_sms = gpu["multiprocessors"]
-    data: dict[str, Any] = {"gpu": gpu["gpu"], "bandwidth": gpu["bandwidth"]}
-    slowdowns: dict[tuple[int, Shape], float] = {}
-    references: dict[Shape, float] = {}
-    for group, kept in KEPT.items():
-        kinds = ("channel", "sum") if group == "channel" else (group,)
-        of_group = [point for point in points if point.kind in kinds and point.shape in fitted]
-        times = fit(of_group, kept, num_sms, slowdowns if group != "block" else {})
-        times = fit_sustained([point for point in long if point.kind in kinds], times, num_sms, references)
-        data[group] = times
-        for kind in kinds if group != "gated" else ():
-            held_out = [point for point in points if point.kind == kind and point.shape not in fitted]
-            lost = np.array(losses(held_out, times, num_sms)) * 100
-            print(
-                f"{kind}: {len(lost)} held out, % longer than the fastest: mean {lost.mean():.1f}, median "
-                f"{np.median(lost):.1f}, 90th percentile {np.quantile(lost, 0.9):.1f}, worst {lost.max():.1f}; "
-                f"{np.mean(lost <= 5) * 100:.0f} % within 5 %"
-            )
-    data["activation"] = fit_activation(activations)
+    fitted = set() if arguments.check else set(shapes[: len(shapes) // 2])
+    path = Path(launch_rule.__file__).with_name("launch_times.json")
+    data = json.loads(path.read_text()) if arguments.check else fit_file(measured, fitted)
+    for kind in ("channel", "sum", "block"):
+        points = [point for point in measured.points if point.kind == kind and point.shape not in fitted]
+        report(kind, points, read_times(data), measured.gpu)
     if arguments.write:
-        path = Path(launch_rule.__file__).with_name("launch_times.json")
         path.write_text(_to_json(data))
 
 

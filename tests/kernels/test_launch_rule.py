@@ -135,7 +135,7 @@ def test_gpus_that_were_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_numbers_of_rows_are_few() -> None:
-    rounded = [launch_rule._rounded(rows) for rows in range(1, 16385)]
+    rounded = [launch_rule.rounded(rows) for rows in range(1, 16385)]
     assert all(rows <= found for rows, found in enumerate(rounded, 1))
     assert all(found < rows * 1.13 + 8 for rows, found in enumerate(rounded[:2048], 1))
     assert len(set(rounded)) < 60

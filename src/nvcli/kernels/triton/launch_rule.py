@@ -177,7 +177,7 @@ def choose(
     is_whole = num_rows % _TORCH_TILE == 0
     has_16_bits = x.dtype.itemsize == 2
     return choose_for(
-        kind, _rounded(num_rows), *weight.shape, weight.device, accumulation, has_torch, is_whole, has_16_bits
+        kind, rounded(num_rows), *weight.shape, weight.device, accumulation, has_torch, is_whole, has_16_bits
     )
 
 
@@ -191,7 +191,7 @@ def choose_gated(x: QuantisedRows, weight: Tensor, accumulation: FP8Accumulation
     return launch
 
 
-def _rounded(num_rows: int) -> int:
+def rounded(num_rows: int) -> int:
     """Round up a number of rows to one of few."""
     bits = max(0, num_rows - 1).bit_length()
     step = 1 << bits if num_rows > _FINE_ROWS else max(8, 1 << bits >> 4)
@@ -220,21 +220,13 @@ def choose_for(
         kernels += (DecodeLaunch, HopperLaunch) if has_16_bits else (DecodeLaunch,)
     if has_torch and (is_whole or num_rows > _RAGGED_ROWS or HopperLaunch not in kernels):
         kernels += (TorchLaunch,)
-    memory_scale, num_sms = _times().bandwidth / _bandwidth(device), num_multiprocessors(device)
-
-    def least(kind: Kind) -> tuple[float, AnyLaunch | None]:
-        def time(way: tuple[AnyLaunch, Coefficients]) -> float:
-            counts = count(way[0], kind, num_rows, out_features, in_features, num_sms)
-            sustained = way[1].sustained if num_rows > _FINE_ROWS else 1.0
-            return float(microseconds(counts, way[1], memory_scale)) * sustained
-
-        ways = (way for way in _ways(kind, num_rows, in_features, accumulation) if isinstance(way[0], kernels))
-        return min(((time(way), way[0]) for way in ways), key=lambda found: found[0], default=(math.inf, None))
-
-    took, launch = least(kind)
+    of_gpu = (num_multiprocessors(device), _times().bandwidth / _bandwidth(device))
+    product = (num_rows, out_features, in_features)
+    took, launch = fastest(_times(), kind, *product, *of_gpu, accumulation, kernels)
     if kind == "gated":
+        separately, _ = fastest(_times(), "channel", *product, *of_gpu, accumulation, kernels)
         fixed, of_bytes = _times().activation
-        separately = least("channel")[0] + fixed + num_rows * out_features * 2.5e-6 * of_bytes * memory_scale
+        separately += fixed + num_rows * out_features * 2.5e-6 * of_bytes * of_gpu[1]
         is_fused = out_features % (2 * FP8_BLOCK) == 0 and took < separately
         return launch if is_fused and isinstance(launch, HopperLaunch) else None
     return None if isinstance(launch, TorchLaunch) else launch
@@ -245,11 +237,34 @@ def _choose_for_other_gpus(num_rows: int, *, has_torch: bool) -> Launch | None:
     return launch if launch is not None or has_torch else _OTHER_GPUS[-1][1]
 
 
+def fastest(
+    times: Times,
+    kind: Kind,
+    num_rows: int,
+    out_features: int,
+    in_features: int,
+    num_sms: int,
+    memory_scale: float,
+    accumulation: FP8Accumulation,
+    kernels: tuple[type, ...],
+) -> tuple[float, AnyLaunch | None]:
+    """Return the least time by the estimates, and the launch of `kernels` that has it. `memory_scale`: how many times
+    as long as where `times` were measured a byte takes from memory."""
+
+    def time(way: tuple[AnyLaunch, Coefficients]) -> float:
+        counts = count(way[0], kind, num_rows, out_features, in_features, num_sms)
+        sustained = way[1].sustained if num_rows > _FINE_ROWS else 1.0
+        return float(microseconds(counts, way[1], memory_scale)) * sustained
+
+    ways = (way for way in _ways(times, kind, num_rows, in_features, accumulation) if isinstance(way[0], kernels))
+    return min(((time(way), way[0]) for way in ways), key=lambda found: found[0], default=(math.inf, None))
+
+
 def _ways(
-    kind: Kind, num_rows: int, in_features: int, accumulation: FP8Accumulation
+    times: Times, kind: Kind, num_rows: int, in_features: int, accumulation: FP8Accumulation
 ) -> Iterator[tuple[AnyLaunch, Coefficients]]:
     """Yield the launches that may be chosen, with all numbers of parts."""
-    for launch, of in _times().ways[kind if kind in ("block", "gated") else "channel"].items():
+    for launch, of in times.ways[kind if kind in ("block", "gated") else "channel"].items():
         if not _adds_up(launch, accumulation) or not _was_measured(launch, kind, num_rows):
             continue
         yield launch, of
@@ -279,7 +294,11 @@ def _was_measured(launch: AnyLaunch, kind: Kind, num_rows: int) -> bool:
 
 @lru_cache(maxsize=1)
 def _times() -> Times:
-    found = json.loads(files(__package__).joinpath("launch_times.json").read_text())
+    return read_times(json.loads(files(__package__).joinpath("launch_times.json").read_text()))
+
+
+def read_times(found: Mapping[str, Any]) -> Times:
+    """Return what a file like `launch_times.json` says."""
     ways = {
         kind: {read_launch(name): Coefficients(*numbers) for name, numbers in found[kind].items()}
         for kind in ("channel", "block", "gated")
