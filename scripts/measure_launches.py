@@ -198,14 +198,14 @@ def product(kind: Kind, name: str, data: Data, num_rows: int, shape: Shape) -> C
     multiply: Callable[[Tensor], Any]
     if sort == "linear":
         launch = Launch(*map(int, words))
-        function = fp8_linear.fp8_linear_for_sum if kind == "sum" else fp8_linear.fp8_linear
-        multiply = partial(_in_place, function, x, scales, launch)
+        linear = fp8_linear.fp8_linear_for_sum if kind == "sum" else fp8_linear.fp8_linear
+        multiply = partial(_in_place, linear, x, scales, launch)
     elif sort == "decode":
         multiply = partial(_in_place, hopper_fp8_decode.linear, x, scales, DecodeLaunch(*map(int, words)))
     elif sort == "hopper":
         groups, blocks, unit = map(int, words)
-        function = hopper_fp8.gated_linear if kind == "gated" else hopper_fp8.linear
-        multiply = partial(_in_place, function, x, scales, HopperLaunch(groups, blocks, unit or None))
+        hopper: Callable[..., object] = hopper_fp8.gated_linear if kind == "gated" else hopper_fp8.linear
+        multiply = partial(_in_place, hopper, x, scales, HopperLaunch(groups, blocks, unit or None))
     elif name == "torch,block":
         multiply = partial(_in_place_of_three, fp8_block_product.block_product, x, scales)
     elif sort == "torch":
@@ -319,7 +319,7 @@ class Timer:
 
     def __init__(self, data: Data, device: torch.device) -> None:
         self.data, self.device = data, device
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.pool = torch.cuda.graph_pool_handle()
         self.first = torch.cuda.CUDAGraph()  # as long as one graph uses a pool, others may
         with torch.cuda.graph(self.first, pool=self.pool, stream=self.stream):
@@ -361,7 +361,7 @@ class Timer:
                 except Exception as problem:
                     print(f"FAILED {name} {shape}: {type(problem).__name__} {str(problem)[:200]}", flush=True)
             times: dict[str, list[float]] = {name: [] for name in graphs}
-            noted = []
+            noted: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
             for turn in range(rounds + 1):
                 for name, graph in graphs.items():
                     begin, end = self.events[len(noted) % len(self.events)]
@@ -382,7 +382,7 @@ class Timer:
 
 
 def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def estimate_us(num_rows: int, shape: Shape) -> float:
