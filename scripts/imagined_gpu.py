@@ -130,7 +130,11 @@ class _Driver:
     """What Triton asks of a driver when it compiles."""
 
     def __init__(self, capability: int) -> None:
-        properties = {"max_shared_mem": CARDS[capability].shared_bytes}
+        properties = {
+            "max_shared_mem": CARDS[capability].shared_bytes,
+            "mem_clock_rate": 3_201_000,
+            "mem_bus_width": 6016,
+        }
         self._target = GPUTarget("cuda", capability, 32)
         self.utils = SimpleNamespace(get_device_properties=lambda device: properties)
 

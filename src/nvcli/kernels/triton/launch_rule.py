@@ -320,8 +320,10 @@ def read_launch(name: str) -> AnyLaunch:
 
 @lru_cache(maxsize=64)
 def _bandwidth(device: torch.device) -> float:
-    """Return the bandwidth of a GPU's memory, in bytes per microsecond, by its clock and width."""
+    """Return the bandwidth of a GPU's memory, in bytes per microsecond, by its clock and width. A part of a GPU may say
+    that both are zero, and is taken to have what was measured."""
     if device.type != "cuda":
         return _times().bandwidth
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
-    return float(2e-3 * properties["mem_clock_rate"] * properties["mem_bus_width"] / 8)
+    found = 2e-3 * properties["mem_clock_rate"] * properties["mem_bus_width"] / 8
+    return float(found) or _times().bandwidth
