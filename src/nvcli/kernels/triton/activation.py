@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.triton.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.whole_numbers import ceil_div
 
 _BLOCK = 1024
@@ -29,11 +30,13 @@ def _activate_and_mul_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     GELU: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Program (row, chunk of BLOCK columns)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
+    await_kernel_before(DEPENDENT)
     source = gate_up_ptr + row * gate_up_row_stride + columns
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source + SIZE, mask=inside, other=0.0).to(tl.float32)
@@ -55,5 +58,14 @@ def _launch(gate_up: Tensor, *, is_gelu: bool) -> Tensor:
     assert gate_up.stride(1) == 1
     out = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device)
     grid = (num_tokens, ceil_div(size, _BLOCK))
-    _activate_and_mul_kernel[grid](gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=_BLOCK, GELU=is_gelu, num_warps=4)
+    _activate_and_mul_kernel[grid](
+        gate_up,
+        out,
+        gate_up.stride(0),
+        SIZE=size,
+        BLOCK=_BLOCK,
+        GELU=is_gelu,
+        **dependent(gate_up.device),
+        num_warps=4,
+    )
     return out

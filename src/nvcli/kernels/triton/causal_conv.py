@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.state_rows import StateRows
+from nvcli.kernels.triton.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.triton.state_rows import row_arguments, row_of
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
@@ -42,8 +43,10 @@ def _step_kernel(
     BLOCK_SIZE: tl.constexpr,
     TAPS_TILE: tl.constexpr,
     CHANNELS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Program (row, tile of channels), for a row of one token. TAPS_TILE is the next power of two of TAPS."""
+    await_kernel_before(DEPENDENT)
     token, _, _, source = row_of(
         tl.program_id(0), slots_ptr, seq_lens_ptr, starts_ptr, tables_ptr, table_stride, BLOCK_SIZE
     )
@@ -207,6 +210,7 @@ def causal_conv(x: Tensor, weight: Tensor, pool: Tensor, rows: StateRows) -> Ten
             **sizes,
             TAPS_TILE=next_power_of_2(taps),
             CHANNELS=_STEP_CHANNELS,
+            **dependent(x.device),
         )
     if num_rows > num_single:
         num_tokens, tiles = len(x) - num_single, ceil_div(num_channels, _CHANNELS)

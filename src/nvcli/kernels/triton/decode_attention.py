@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from nvcli.kernels.triton.decode_work_list import FEW_ROWS, ITEM_FIELDS, DecodeWorkList
+from nvcli.kernels.triton.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.triton.fp8_kv import load_scales, log2_of_scales, numbers_of_words
 from nvcli.kernels.triton.triton_version import has_known_gluon
 from nvcli.kernels.whole_numbers import next_power_of_2
@@ -92,10 +93,12 @@ def decode_attention_kernel(
     NUM_STAGES: tl.constexpr,
     IS_BESIDE: tl.constexpr,  # the kernel launched before may still run, and ends before this one does
     ON_GPU: tl.constexpr,  # false in the interpreter
+    DEPENDENT: tl.constexpr,
 ):
     """Program (KV head, entry of the work list)."""
     kv_head = tl.program_id(0)
     index = tl.program_id(1)
+    await_kernel_before(DEPENDENT)
     if IS_BESIDE:
         is_last = (kv_head == NUM_KV_HEADS - 1) & (index == tl.num_programs(1) - 1)
         if is_last:
@@ -445,5 +448,5 @@ class DecodeAttention:
             ON_GPU=q.is_cuda,
             num_warps=self._num_warps,
             num_stages=num_stages,
-            **({"launch_pdl": True} if self._is_beside else {}),
+            **({"DEPENDENT": False, "launch_pdl": True} if self._is_beside else dependent(q.device)),
         )

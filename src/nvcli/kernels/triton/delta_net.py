@@ -12,6 +12,7 @@ from torch import Tensor
 from nvcli.kernels.delta_types import DeltaGates, DeltaHeads
 from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.delta_chunks import NORM_EPS, compute_chunks, log_decay
+from nvcli.kernels.triton.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.triton.state_rows import row_arguments, row_of
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
@@ -46,8 +47,10 @@ def _step_kernel(
     VALUE_DIM: tl.constexpr,
     KEY_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Program (row, value head, tile of the state's columns). KEY_TILE is the next power of two of KEY_DIM."""
+    await_kernel_before(DEPENDENT)
     row = tl.program_id(0)
     head = tl.program_id(1)
     token, _, _, source = row_of(row, slots_ptr, seq_lens_ptr, starts_ptr, tables_ptr, table_stride, BLOCK_SIZE)
@@ -106,6 +109,7 @@ def delta_rule(qkv: Tensor, gates: DeltaGates, pool: Tensor, rows: StateRows, he
             VALUE_DIM=heads.value_dim,
             KEY_TILE=next_power_of_2(heads.key_dim),
             VALUE_TILE=tile,
+            **dependent(qkv.device),
             num_warps=_STEP_WARPS,
         )
     if num_rows > num_single:

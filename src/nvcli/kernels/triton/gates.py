@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.triton.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
 _BLOCK = 2048
@@ -22,11 +23,13 @@ def _gate_kernel(
     MAKES_GATE: tl.constexpr,
     IN_SIZE: tl.constexpr,
     IN_BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Program (row, chunk of BLOCK columns)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
+    await_kernel_before(DEPENDENT)
     values_ptrs = values_ptr + row * SIZE + columns
     values = tl.load(values_ptrs, mask=inside, other=0.0).to(tl.float32)
     if MAKES_GATE:
@@ -67,5 +70,6 @@ def _launch(values: Tensor, source: Tensor, weight: Tensor | None) -> None:
         MAKES_GATE=weight is not None,
         IN_SIZE=in_size,
         IN_BLOCK=next_power_of_2(in_size),
+        **dependent(values.device),
         num_warps=4,
     )

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.triton.activation import activate
+from nvcli.kernels.triton.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.whole_numbers import ceil_div
 
 _ROUTER_ROWS = 1024
@@ -48,6 +49,7 @@ def _linear_kernel(
     GATED: tl.constexpr,
     GELU: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Program (strip, row tile, part). OUT_FEATURES: of what is written; with GATED the weight has twice as many."""
     strip = tl.program_id(0)
@@ -59,6 +61,7 @@ def _linear_kernel(
     inside = (rows < num_rows)[:, None]
     x_ptrs = x_ptr + rows[:, None].to(tl.int64) * IN_FEATURES + part * PART + inner[None, :]
     weight_ptrs = weight_ptr + features[:, None].to(tl.int64) * IN_FEATURES + part * PART + inner[None, :]
+    await_kernel_before(DEPENDENT)
     total = tl.zeros([ROW_TILE, OUT_TILE], tl.float32)
     total_up = tl.zeros([ROW_TILE, OUT_TILE], tl.float32)
     for start in tl.range(0, PART, IN_TILE, num_stages=NUM_STAGES):
@@ -138,6 +141,7 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, launch: _Launch, *, gated: b
         GATED=gated,
         GELU=is_gelu,
         NUM_STAGES=launch.num_stages,
+        **dependent(x.device),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.triton.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
 _THREAD_ELEMENTS = 16
@@ -65,9 +66,11 @@ def _rms_norm_kernel(
     ADD: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     CENTERED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Program (row). out = `normed_row`."""
     row = tl.program_id(0).to(tl.int64)
+    await_kernel_before(DEPENDENT)
     normed = normed_row(
         x_ptr,
         residual_ptr,
@@ -101,8 +104,10 @@ def _gated_rms_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Program (tile of ROWS heads): out = norm(x) × weight × silu(gate). BLOCK is the next power of two of SIZE."""
+    await_kernel_before(DEPENDENT)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < num_rows) & (column < SIZE)
@@ -135,6 +140,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
         SIZE=size,
         BLOCK=block,
         ROWS=rows,
+        **dependent(x.device),
         num_warps=4,
     )
     return out
@@ -183,5 +189,6 @@ def _launch(
         ADD=add,
         NUM_PARTS=num_parts,
         CENTERED=is_centered,
+        **dependent(x.device),
         num_warps=min(max(block // (32 * _THREAD_ELEMENTS), 1), 16),
     )

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.fp8_types import FP8
+from nvcli.kernels.triton.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.triton.fp8_kv import quantise_heads, scale_pointers
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
@@ -61,6 +62,7 @@ def _qk_norm_rope_store_kernel(
     ROTATE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,  # slots of a block that lies apart from the next; 0: blocks lie one behind the other
     KEEP_KEYS: tl.constexpr,  # rotated keys go back into qkv as well
+    DEPENDENT: tl.constexpr,
 ):
     """Program (token, group of heads); groups of q come first, then those of k and v."""
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -71,6 +73,7 @@ def _qk_norm_rope_store_kernel(
     inside = halves < HALF
     angles = cos_sin_ptr + token * HEAD_DIM + halves
     qkv_row = qkv_ptr + token * qkv_row_stride
+    await_kernel_before(DEPENDENT)
     if group < Q_GROUPS:
         heads = group * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM)
         mask = (heads < NUM_HEADS)[:, None] & inside[None, :]
@@ -189,6 +192,7 @@ def qk_norm_rope_store(
         ROTATE=cos_sin is not None,
         BLOCK_SIZE=0 if is_dense else block_size,
         KEEP_KEYS=keep_keys,
+        **dependent(qkv.device),
         num_warps=max(1, heads_per_program * block_half // 256),  # 16 elements a thread
     )
     heads = qkv.unflatten(1, (-1, head_dim))

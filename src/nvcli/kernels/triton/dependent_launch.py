@@ -1,0 +1,31 @@
+"""Programmatic dependent launch: on Hopper and later GPUs a kernel's programs begin while the kernel before them still
+runs, and wait for its end where they say so, so that what a launch costs passes beside the kernel before.
+
+Every program of a kernel that is launched so calls `await_kernel_before`, before it reads what other kernels write,
+before it writes, and before it returns: who then waits for this kernel has waited for those before it, too.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def await_kernel_before(DEPENDENT: tl.constexpr):
+    """With DEPENDENT: wait until the kernel before has ended, then let the next one begin. It does so once all of this
+    kernel's programs run."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@lru_cache(maxsize=64)
+def dependent(device: torch.device) -> dict[str, bool]:
+    """Return the arguments that launch a kernel so where the GPU can, and as ever elsewhere."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+        return {"DEPENDENT": True, "launch_pdl": True}
+    return {"DEPENDENT": False}
