@@ -1,106 +1,116 @@
-"""Experts: the sorted pairs and the products in Triton against plain torch."""
+"""Experts: the sorted pairs, plain torch against plain numbers, and the products in Triton against plain torch."""
 
 from __future__ import annotations
+
+import itertools
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from expert_cases import FORMATS, GPT_OSS, SILU, Case, Shape, error, first_of, make, routes_of, share_of
+from torch import Tensor
 
+from fp8_interpreter import exact_conversions
 from kernel_device import DEVICE, HAS_GPU, MARKS
 from nvcli.kernels import experts as reference
 from nvcli.kernels.expert_settings import GatedActivation
-from nvcli.kernels.expert_types import ExpertWeights, Routes
+from nvcli.kernels.expert_types import ExpertScales
+from nvcli.kernels.fp8 import quantise
 from nvcli.kernels.norm import add_rms_norm
-from nvcli.kernels.triton import norm
+from nvcli.kernels.triton import expert_groups, norm
 from nvcli.kernels.triton.expert_groups import group_by_expert
-from nvcli.kernels.triton.experts import ExpertLaunch, Launch, apply_experts
-
-DTYPES = [torch.bfloat16, torch.float16, torch.float32] if HAS_GPU else [torch.float32]
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-SILU = GatedActivation()
-ACTIVATIONS = [SILU, GatedActivation(kind="gelu_tanh"), GatedActivation(kind="clamped_swiglu", alpha=1.702, limit=1.0)]
+from nvcli.kernels.triton.expert_launches import ExpertLaunch, Launch
+from nvcli.kernels.triton.experts import apply_experts
+from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, W4Format
+from nvcli.kernels.whole_numbers import ceil_div
 
 pytestmark = MARKS
+HAS_UNITS = not HAS_GPU or torch.cuda.get_device_capability() >= (8, 9)
+DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
+SMALL = (4, 2, 256, 128)
+# Qwen3-MoE's kind, and sizes that no tile divides.
+SHAPES: list[Shape] = [(128, 8, 2048, 768), (8, 2, 1008, 384)] if HAS_GPU else [SMALL, (3, 1, 144, 128)]
+NUM_TOKENS = [1, 16, 300, 3000] if HAS_GPU else [1, 20]
+CLAMPED = GatedActivation(kind="clamped_swiglu", alpha=1.702, limit=1.0)
+ACTIVATIONS = [SILU, GatedActivation(kind="gelu_tanh"), CLAMPED]
+KINDS = pytest.mark.parametrize("kind", FORMATS)
+
+__all__ = ["exact_conversions"]
 
 
-def apply_on_device(
-    x: torch.Tensor,
-    routes: Routes,
-    weights: ExpertWeights,
-    activation: GatedActivation,
-    launch: ExpertLaunch | None = None,
-) -> torch.Tensor:
-    """The Triton kernels' result, in memory that holds NaN before."""
-    out = x.new_full((routes.experts.shape[1], *x.shape), torch.nan)
-    apply_experts(x, routes, weights, activation, out, launch)
+def expected_of(case: Case, activation: GatedActivation, scaling: FP8Scaling | None = None) -> Tensor:
+    """Compute experts in float32 from the numbers that the weights stand for. With `scaling`, activations are rounded
+    to FP8 where experts in FP8 round them."""
+
+    def rounded(x: Tensor) -> Tensor:
+        if scaling is None:
+            return x.float()
+        codes, scales, _ = quantise(x, scaling)
+        factors = scales[:, None] if scaling == "channel" else scales.repeat_interleave(FP8_BLOCK, 1)[:, : x.shape[1]]
+        return codes.float() * factors
+
+    values, routes = case.values, case.routes
+    out = torch.zeros(routes.experts.shape[1], *case.x.shape, device=case.x.device)
+    for expert, token, choice in reference.pairs_of_experts(routes, values):
+        biases = [None if bias is None else bias[expert] for bias in (values.gate_up_bias, values.down_bias)]
+        gate_up = F.linear(rounded(case.x[token]), values.gate_up[expert], biases[0])
+        hidden = reference.activate(gate_up, activation).to(case.x.dtype)
+        down = F.linear(rounded(hidden), values.down[expert], biases[1])
+        out[choice, token] = down * routes.weights[token, choice, None]
     return out
 
 
-def routes_of(num_tokens: int, num_experts: int, experts_per_token: int, *, favourite: int | None = None) -> Routes:
-    """Distinct random experts for each token; with `favourite`, that one for all tokens."""
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.rand(num_tokens, num_experts, generator=generator)
-    if favourite is not None:
-        scores[:, favourite] = 2
-    weights, experts = scores.topk(experts_per_token)
-    return Routes(experts.int(), weights)
-
-
-def weights_of(
-    num_experts: int, hidden: int, intermediate: int, dtype: torch.dtype, *, biases: bool = False
-) -> ExpertWeights:
-    generator = torch.Generator().manual_seed(1)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
-    return ExpertWeights(
-        gate_up=(random(num_experts, 2 * intermediate, hidden) * hidden**-0.5).to(dtype),
-        down=(random(num_experts, hidden, intermediate) * intermediate**-0.5).to(dtype),
-        gate_up_bias=random(num_experts, 2 * intermediate).to(dtype) if biases else None,
-        down_bias=random(num_experts, hidden).to(dtype) if biases else None,
-    )
-
-
-def on_device(tensors):
-    return type(tensors)(*(value.to(DEVICE) if isinstance(value, torch.Tensor) else value for value in tensors))
-
-
-def in_float32(weights: ExpertWeights) -> ExpertWeights:
-    return ExpertWeights(*(value.float() if isinstance(value, torch.Tensor) else value for value in weights))
-
-
-def share_of(weights: ExpertWeights, first: int, end: int) -> ExpertWeights:
-    """What a rank that holds some of the experts has."""
-    tensors = (None if tensor is None else tensor[first:end].contiguous() for tensor in weights[:4])
-    return ExpertWeights(*tensors, first_expert=first, num_others=len(weights.gate_up) - (end - first))
+def apply_on_device(
+    case: Case, activation: GatedActivation, launch: ExpertLaunch | None = None, *, quantises: bool = False
+) -> Tensor:
+    """Return the Triton kernels' result, in memory that holds NaN before."""
+    out = case.x.new_full((case.routes.experts.shape[1], *case.x.shape), torch.nan)
+    apply_experts(*case[:2], case.weights, case.scales, activation, out, launch, quantises=quantises)
+    return out
 
 
 class TestReference:
     def test_every_expert_is_a_gated_mlp_of_its_tokens(self) -> None:
         """Computed in the plainest way: all experts for all tokens, and the chosen ones taken."""
-        routes, weights = routes_of(6, 5, 2), weights_of(5, 16, 8, torch.float32)
-        x = torch.randn(6, 16)
+        x, routes, weights, _, _ = make(None, (5, 2, 16, 8), 6)
         gate, up = torch.einsum("th,eih->tei", x, weights.gate_up).chunk(2, dim=-1)
         everyone = torch.einsum("tei,ehi->teh", F.silu(gate) * up, weights.down)
         expected = everyone[torch.arange(6)[:, None], routes.experts.long()] * routes.weights[..., None]
         actual = reference.apply_experts(x, routes, weights, SILU)
         torch.testing.assert_close(actual, expected.transpose(0, 1))
 
-    def test_each_pair_is_computed_where_its_expert_is(self) -> None:
+    @KINDS
+    def test_weights_stand_for_numbers(self, kind: str) -> None:
+        case = make(FORMATS[kind], SMALL, 20, biases=True)
+        apply = partial(reference.apply_experts, *case[:3], GPT_OSS, scales=case.scales)
+        assert error(apply(quantises=False), expected_of(case, GPT_OSS)) < 1e-5
+        if isinstance(case.scales, ExpertScales):
+            assert 0.005 < error(apply(), expected_of(case, GPT_OSS)) < 0.06, "as near as eight bits allow"
+
+    @KINDS
+    def test_each_pair_is_computed_where_its_expert_is(self, kind: str) -> None:
         """The results of ranks that hold some experts each are those of one that holds all, and zeros elsewhere."""
-        routes, weights = routes_of(9, 6, 3), weights_of(6, 16, 8, torch.float32, biases=True)
-        x = torch.randn(9, 16)
-        whole, total = reference.apply_experts(x, routes, weights, SILU), torch.zeros(3, 9, 16)
+        case = make(FORMATS[kind], (6, 3, 256, 128), 9, biases=True)
+        whole = reference.apply_experts(*case[:3], SILU, scales=case.scales)
+        total = torch.zeros(3, *case.x.shape)
         for first, end in ((0, 2), (2, 3), (3, 6)):
-            part = reference.apply_experts(x, routes, share_of(weights, first, end), SILU)
-            is_mine = ((routes.experts >= first) & (routes.experts < end)).t()
+            share = share_of(case, first, end)
+            part = reference.apply_experts(*share[:3], SILU, scales=share.scales)
+            is_mine = ((case.routes.experts >= first) & (case.routes.experts < end)).t()
             assert torch.equal(part[is_mine], whole[is_mine])
             assert (part[~is_mine] == 0).all()
             total += part
         assert torch.equal(total, whole)
 
 
+@pytest.fixture(params=[expert_groups._MANY_CHUNKS, 1], ids=["few", "many"])
+def many_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From so many chunks on they are counted by a kernel of their own."""
+    monkeypatch.setattr(expert_groups, "_MANY_CHUNKS", request.param)
+
+
+@pytest.mark.usefixtures("many_chunks")
 class TestWorkList:
     @pytest.mark.parametrize("favourite", [None, 3])
     @pytest.mark.parametrize(
@@ -130,11 +140,13 @@ class TestWorkList:
             seen += pairs.tolist()
         assert sorted(seen) == list(range(num_tokens * experts_per_token))
         full = sum(-(-count // row_tile) for count in expected.counts.tolist())
-        assert sum(rows > 0 for _, _, rows, _ in items.tolist()) == full
+        assert (items[:, 3] == full).all()
+        assert (items[:full, 2] > 0).all()
+        assert (items[full:, 2] == 0).all()
 
     @pytest.mark.parametrize(
         ("num_tokens", "num_experts", "experts_per_token", "row_tile"),
-        [(1, 16, 4, 16), (7, 60, 4, 16), (40, 12, 4, 16)],
+        [(1, 16, 4, 16), (7, 60, 4, 16), (40, 12, 4, 16), (200, 12, 4, 64)],
     )
     def test_a_rank_with_some_experts_has_items_of_them_alone(
         self, num_tokens: int, num_experts: int, experts_per_token: int, row_tile: int
@@ -143,13 +155,7 @@ class TestWorkList:
         flat, seen = routes.experts.flatten(), []
         held = num_experts // 4
         for first_expert in range(0, num_experts, held):
-            order, items, _ = group_by_expert(
-                routes.experts.to(DEVICE),
-                held,
-                row_tile,
-                first_expert=first_expert,
-                num_others=num_experts - held,
-            )
+            order, items, _ = group_by_expert(routes.experts.to(DEVICE), held, row_tile, first_expert=first_expert)
             for expert, first, rows, _ in items.tolist():
                 assert 0 <= rows <= row_tile
                 pairs = order[first : first + rows].cpu()
@@ -159,72 +165,80 @@ class TestWorkList:
         assert sorted(seen) == list(range(num_tokens * experts_per_token))
 
 
-# Tokens, experts, experts per token, hidden, intermediate: Qwen3-MoE's kind, sizes that no tile divides, one expert.
-CASES = (
-    [
-        (1, 128, 8, 2048, 768),
-        (64, 128, 8, 2048, 768),
-        (300, 32, 4, 2880, 1440),
-        (2500, 128, 8, 2048, 384),
-        (33, 1, 1, 64, 40),
-    ]
-    if HAS_GPU
-    else [(1, 16, 4, 64, 32), (20, 6, 3, 72, 40), (33, 1, 1, 64, 40)]
+def check(case: Case, activation: GatedActivation = SILU, launch: ExpertLaunch | None = None) -> None:
+    """Hold the kernels to plain numbers."""
+    found = apply_on_device(case, activation, launch)
+    assert found.dtype == case.x.dtype
+    assert error(found, expected_of(case, activation)) < (1e-5 if case.x.dtype == torch.float32 else 0.01)
+
+
+def check_quantised(case: Case, activation: GatedActivation = SILU, launch: ExpertLaunch | None = None) -> None:
+    """Hold the kernels to what the activations that they quantise stand for."""
+    if not isinstance(case.scales, ExpertScales) or not HAS_UNITS:
+        return
+    scaling: FP8Scaling = "channel" if case.scales.down.dim() == 2 else "block"
+    found = apply_on_device(case, activation, launch, quantises=True)
+    # Some hidden activations are rounded to a neighbouring code: 6 % of one of 128 or more.
+    assert error(found, expected_of(case, activation, scaling)) < (0.03 if HAS_GPU else 0.01)
+
+
+@KINDS
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products(shape: Shape, kind: str) -> None:
+    format = FORMATS[kind]
+    if isinstance(format, W4Format):
+        num_experts, chosen, *sizes = shape
+        hidden, size = (ceil_div(size, format.group) * format.group for size in sizes)
+        shape = (num_experts, chosen, hidden, size)
+    for biases, numbers in ((False, NUM_TOKENS[::2]), (True, NUM_TOKENS[1::2])):
+        everyone = make(format, shape, max(numbers), DTYPE, DEVICE, biases=biases)
+        for num_tokens in numbers:
+            case = first_of(everyone, num_tokens)
+            check(case)
+            check_quantised(case)
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="the interpreter is right in float32 alone")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "groups of 32"])
+def test_other_types(kind: str, dtype: torch.dtype) -> None:
+    for num_tokens in (1, 300):
+        check(make(FORMATS[kind], (8, 2, 1024, 384), num_tokens, dtype, DEVICE, biases=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows_first"), [*itertools.product(("plain", "channel", "block"), (True, False)), ("mxfp4", False)]
 )
-LAUNCHES = {
-    "measured": None,
-    "few rows": ExpertLaunch(16, Launch(32, 32, 3, 4), Launch(64, 64, 3, 4)),
-    "more rows": ExpertLaunch(32, Launch(64, 64, 3, 4), Launch(64, 32, 3, 4)),
-}
+def test_launches(kind: str, rows_first: bool) -> None:
+    """Tiles of all orders, whose last ones are not full, and halves of them."""
+    is_w4 = isinstance(FORMATS[kind], W4Format)
+    case = make(FORMATS[kind], (5, 2, 288, 160) if is_w4 else (5, 2, 272, 128), 50, DTYPE, DEVICE, biases=True)
+    for row_tile in (32, 64):
+        launch = Launch(64, 128, 3, 4, rows_first, has_halves=True)
+        launches = ExpertLaunch(row_tile, launch, launch._replace(out_tile=128, has_tiles=not is_w4))
+        (check_quantised if isinstance(case.scales, ExpertScales) else check)(case, CLAMPED, launches)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("launch", LAUNCHES)
-@pytest.mark.parametrize("case", CASES)
-def test_apply_experts(case: tuple[int, ...], launch: str, dtype: torch.dtype) -> None:
-    num_tokens, num_experts, experts_per_token, hidden, intermediate = case
-    routes = routes_of(num_tokens, num_experts, experts_per_token)
-    weights = weights_of(num_experts, hidden, intermediate, dtype)
-    x = torch.randn(num_tokens, hidden, generator=torch.Generator().manual_seed(2)).to(dtype)
-    expected = reference.apply_experts(x.float(), routes, in_float32(weights), SILU)
-    actual = apply_on_device(x.to(DEVICE), on_device(routes), on_device(weights), SILU, LAUNCHES[launch])
-    assert actual.dtype == dtype
-    torch.testing.assert_close(actual.float().cpu(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", [case for case in CASES if case[1] > 1])
-def test_shares_of_the_experts(case: tuple[int, ...], dtype: torch.dtype) -> None:
-    num_tokens, num_experts, experts_per_token, hidden, intermediate = case
-    routes = routes_of(num_tokens, num_experts, experts_per_token)
-    weights = weights_of(num_experts, hidden, intermediate, dtype, biases=True)
-    x = torch.randn(num_tokens, hidden, generator=torch.Generator().manual_seed(2)).to(dtype)
-    for first in range(0, num_experts, num_experts // 2):
-        share = share_of(weights, first, first + num_experts // 2)
-        expected = reference.apply_experts(x.float(), routes, in_float32(share), SILU)
-        actual = apply_on_device(x.to(DEVICE), on_device(routes), on_device(share), SILU)
-        torch.testing.assert_close(actual.float().cpu(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+@KINDS
+def test_experts_of_other_ranks_give_zeros(kind: str) -> None:
+    case = make(FORMATS[kind], (8, 3, 256, 128), 40, DTYPE, DEVICE, biases=True)
+    for first, end in ((0, 4), (4, 8)):
+        share = share_of(case, first, end)
+        check(share, GPT_OSS)
+        check_quantised(share, GPT_OSS)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda activation: activation.kind)
 def test_biases_and_activations(activation: GatedActivation) -> None:
-    dtype = DTYPES[0]
-    routes, weights = routes_of(40, 4, 2), weights_of(4, 64, 32, dtype, biases=True)
-    x = torch.randn(40, 64, generator=torch.Generator().manual_seed(2)).to(dtype)
-    expected = reference.apply_experts(x.float(), routes, in_float32(weights), activation)
-    for launch in ("few rows", "more rows"):
-        actual = apply_on_device(x.to(DEVICE), on_device(routes), on_device(weights), activation, LAUNCHES[launch])
-        torch.testing.assert_close(actual.float().cpu(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    check(make(None, (4, 2, 64, 40), 40, DTYPE, DEVICE, biases=True), activation)
 
 
 def test_a_broken_token_breaks_no_other() -> None:
     """A row of NaN shares tiles with other tokens' rows; their results stay what they are without it, bit by bit."""
-    dtype = DTYPES[0]
-    routes, weights = on_device(routes_of(20, 6, 3)), on_device(weights_of(6, 64, 32, dtype))
-    x = torch.randn(20, 64).to(DEVICE, dtype)
-    expected = apply_on_device(x, routes, weights, SILU)
-    x[7] = torch.nan
-    actual = apply_on_device(x, routes, weights, SILU)
+    case = make(None, (6, 3, 72, 40), 20, DTYPE, DEVICE)
+    expected = apply_on_device(case, SILU)
+    case.x[7] = torch.nan
+    actual = apply_on_device(case, SILU)
     assert actual[:, 7].isnan().all()
     others = torch.arange(20) != 7
     assert torch.equal(actual[:, others], expected[:, others])
@@ -232,10 +246,9 @@ def test_a_broken_token_breaks_no_other() -> None:
 
 def test_the_norm_sums_over_the_experts_of_a_token() -> None:
     """The residual sum takes the result of `apply_experts` as it is."""
-    dtype = DTYPES[0]
-    parts, residual = torch.randn(8, 5, 96).to(dtype), torch.randn(5, 96).to(dtype)
-    weight, here = torch.randn(96).to(dtype), residual.to(DEVICE, copy=True)
+    parts, residual, weight = torch.randn(8, 5, 96).to(DTYPE), torch.randn(5, 96).to(DTYPE), torch.randn(96).to(DTYPE)
+    here, tolerance = residual.to(DEVICE, copy=True), 3e-2 if HAS_GPU else 1e-4
     out = norm.add_rms_norm(parts.to(DEVICE), here, weight.to(DEVICE), 1e-6)
     expected = add_rms_norm(parts, residual, weight, 1e-6)
-    torch.testing.assert_close(here.cpu(), residual, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    torch.testing.assert_close(out.cpu(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(here.cpu(), residual, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(out.cpu(), expected, atol=tolerance, rtol=tolerance)

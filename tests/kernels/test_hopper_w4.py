@@ -15,14 +15,14 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from expert_cases import GPT_OSS, error, share_of
+from expert_cases import make as make_experts
 from gluon_simulator import Pointer, Simulator
 from torch import Tensor
 
 pytest.importorskip("triton")
 
 from test_w4 import make
-from test_w4_experts import GPT_OSS, error
-from test_w4_experts import make as make_experts
 
 from kernel_device import DEVICE, HAS_GPU, INTERPRETED_MARKS, TOLERANCE
 from nvcli.kernels.activation import ACTIVATE_AND_MUL
@@ -109,18 +109,15 @@ def test_products(rows: int, columns: int, num_rows: int, launch: HopperLaunch) 
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_experts(blocks: int, num_others: int, bias: bool) -> None:
     """With inputs that end within a tile, and experts of other ranks, whose pairs are left out."""
-    x, routes, words, scales, plain = make_experts((4, 2, 160, 96), 90, W4Format("mxfp4", 32), bias=bias)
+    case = make_experts(W4Format("mxfp4", 32), (4, 2, 160, 96), 90, biases=bias)
     if num_others:
-        held = slice(1, 3)
-        words, plain = (
-            ExpertWeights(*(None if one is None else one[held].contiguous() for one in some[:4]), 1, num_others)
-            for some in (words, plain)
-        )
-        scales = scales._replace(gate_up=scales.gate_up[held].contiguous(), down=scales.down[held].contiguous())
+        case = share_of(case, 1, 3)
+    x, routes, words, scales, plain = case
+    assert isinstance(scales, W4Scales)
     expected = apply_experts(x, routes, plain, GPT_OSS)
     out = torch.full(expected.shape, torch.nan)
     launch = HopperLaunch(64, blocks)
-    hopper_w4.apply_w4_experts(x, routes, words, scales, GPT_OSS, out, launch, launch)
+    hopper_w4.apply_experts(x, routes, words, scales, GPT_OSS, out, launch, launch)
     assert error(out, expected) < 1e-5
 
 
@@ -238,10 +235,11 @@ def test_products_on_a_gpu(rows: int, columns: int, num_rows: int, launch: Hoppe
 @pytest.mark.parametrize("format", [W4Format("mxfp4", 32), W4Format("integer", 128)], ids=["mxfp4", "integers"])
 def test_experts_on_a_gpu(launch: HopperLaunch, format: W4Format) -> None:
     shape = (8, 2, 1024, 416) if format.kind == "mxfp4" else (8, 2, 1024, 384)
-    x, routes, words, scales, plain = make_experts(shape, 1000, format)
-    expected = apply_experts(x.float(), routes, ExpertWeights(*(one.float() for one in plain[:4])), GPT_OSS)
+    x, routes, words, scales, plain = make_experts(format, shape, 1000, torch.bfloat16, biases=True)
+    assert isinstance(scales, W4Scales)
+    expected = apply_experts(x.float(), routes, plain, GPT_OSS)
     out = torch.full(expected.shape, torch.nan, dtype=x.dtype, device=DEVICE)
-    hopper_w4.apply_w4_experts(
+    hopper_w4.apply_experts(
         x.to(DEVICE),
         Routes(*(one.to(DEVICE) for one in routes)),
         ExpertWeights(*(one.to(DEVICE) for one in words[:4])),

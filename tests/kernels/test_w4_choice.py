@@ -84,12 +84,12 @@ def test_experts(dtype: torch.dtype) -> None:
     weights = ExpertWeights(*words, num_others=4)
     taken = []
     with (
-        patch.object(hopper_w4, "apply_w4_experts", lambda *args: taken.append(args[-2:])),
-        patch.object(w4_choice.w4_experts, "apply_w4_experts", lambda *args: taken.append(None)),
+        patch.object(hopper_w4, "apply_experts", lambda *args: taken.append(args[-2:])),
+        patch.object(w4_choice.experts, "apply_experts", lambda *args: taken.append(None)),
     ):
         for tokens in (4 * least, 4 * least + 1, 8192):
             x = torch.empty(tokens, 64, dtype=dtype)
             routes = Routes(torch.zeros(tokens, 2, dtype=torch.int32), torch.zeros(tokens, 2))
-            w4_choice.apply_w4_experts(x, routes, weights, scales, GatedActivation(), torch.empty(2, tokens, 64))
+            w4_choice.apply_experts(x, routes, weights, scales, GatedActivation(), torch.empty(2, tokens, 64))
     expected = [None, HOPPER_EXPERTS[0][1], HOPPER_EXPERTS[-1][1]]
     assert taken == (expected if dtype == torch.bfloat16 else [None] * 3)

@@ -5,11 +5,11 @@ Shapes: T tokens, H hidden, E experts that are held, k experts per token, I inte
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from nvcli.kernels.weight_formats import W4Format
+from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, W4Format
 
 
 class Routes(NamedTuple):
@@ -57,3 +57,48 @@ class W4Scales(NamedTuple):
     """[E, groups or tiles, H] int32."""
     gate_up_format: W4Format
     down_format: W4Format
+
+
+WeightKind = FP8Scaling | Literal["plain", "integer", "mxfp4"]
+"""What an expert's weight is made of: plain numbers, FP8 with scales of rows or blocks, or 4 bits."""
+
+
+class ExpertMatrix(NamedTuple):
+    """One of both matrices of a layer's experts, or of one of them."""
+
+    weight: Tensor
+    """[E, out, in], or [out, in]; words in 4 bits."""
+    bias: Tensor | None
+    """[E, out], or [out]."""
+    scales: Tensor | None
+    format: W4Format | None
+    """Only of a weight in 4 bits."""
+
+    @property
+    def kind(self) -> WeightKind:
+        """The kind of the matrix of all experts."""
+        if self.format is not None:
+            return self.format.kind
+        if self.scales is None:
+            return "plain"
+        return "channel" if self.scales.dim() == 2 else "block"
+
+    @property
+    def group(self) -> int:
+        """How many neighbours of a row share a scale, where they do."""
+        return FP8_BLOCK if self.format is None else self.format.group
+
+    def of_expert(self, expert: int) -> ExpertMatrix:
+        """Return the matrix of one expert."""
+        bias, scales = (None if tensor is None else tensor[expert] for tensor in (self.bias, self.scales))
+        return ExpertMatrix(self.weight[expert], bias, scales, self.format)
+
+
+def matrices(weights: ExpertWeights, scales: ExpertScales | W4Scales | None) -> tuple[ExpertMatrix, ExpertMatrix]:
+    """Return the matrices of the gate and up, and of the down projection."""
+    of_both = (None, None) if scales is None else scales[:2]
+    formats = (scales.gate_up_format, scales.down_format) if isinstance(scales, W4Scales) else (None, None)
+    return (
+        ExpertMatrix(weights.gate_up, weights.gate_up_bias, of_both[0], formats[0]),
+        ExpertMatrix(weights.down, weights.down_bias, of_both[1], formats[1]),
+    )

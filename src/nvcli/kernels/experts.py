@@ -1,6 +1,9 @@
 """The experts of a layer: each token's gated MLPs, which its router chose. Plain torch is the reference; CUDA tensors
 take the Triton kernels that are held to it, which wait for nothing on the host.
 
+Weights are numbers like x, or in FP8 (`kernels/fp8.py`) or 4 bits (`kernels/w4.py`), with scales. Where they are in
+FP8, what tokens bring and what experts make in between are quantised as they come, or multiplied as they are.
+
 A *pair* is a token with one of its experts; pair p is choice p % k of token p // k. Shapes: T tokens, H hidden, E
 experts, k experts per token, I intermediate size.
 """
@@ -15,8 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nvcli.kernels import w4
 from nvcli.kernels.expert_settings import GatedActivation
-from nvcli.kernels.expert_types import ExpertWeights, Routes
+from nvcli.kernels.expert_types import ExpertMatrix, ExpertScales, ExpertWeights, Routes, W4Scales, matrices
+from nvcli.kernels.fp8 import fp8_linear, fp8_weight_linear, quantise
 from nvcli.kernels.invariant_linear import invariant_linear, row_by_row
 
 
@@ -42,34 +47,57 @@ def apply_experts(
     activation: GatedActivation,
     out: Tensor | None = None,
     *,
+    scales: ExpertScales | W4Scales | None = None,
+    quantises: bool = True,
     batch_invariant: bool = False,
 ) -> Tensor:
     """Compute each pair's result times its weight: [T, H] → [k, T, H], in `out` (contiguous) if that is given.
 
     Pairs of experts that other ranks hold give zeros. A token's sum over k is still to be taken of it; `add_rms_norm`
-    takes it as it is. `batch_invariant`: a pair's result has the same bits whatever other pairs there are.
+    takes it as it is. `quantises`: activations are quantised for weights in FP8, which GPUs without FP8 units cannot
+    multiply. `batch_invariant`: a pair's result has the same bits whatever other pairs there are; weights are plain.
     """
     num_tokens, experts_per_token = routes.experts.shape
     if out is None:
         out = torch.empty(experts_per_token, num_tokens, x.shape[1], dtype=x.dtype, device=x.device)
     if num_tokens == 0:
         return out
+    quantises = quantises and isinstance(scales, ExpertScales)
     if x.is_cuda:
         from nvcli.kernels.triton import experts as kernels
+        from nvcli.kernels.triton import w4_choice
 
-        launch = kernels.invariant_launch(x) if batch_invariant else None
-        kernels.apply_experts(x, routes, weights, activation, out, launch)
+        if isinstance(scales, W4Scales):
+            w4_choice.apply_experts(x, routes, weights, scales, activation, out)
+        else:
+            kernels.apply_experts(
+                x, routes, weights, scales, activation, out, quantises=quantises, batch_invariant=batch_invariant
+            )
         return out
-    product = invariant_linear if batch_invariant else F.linear
+    product = partial(_multiply, quantises=quantises, batch_invariant=batch_invariant)
+    gate_up_matrix, down_matrix = matrices(weights, scales)
     if weights.num_others:
         out.zero_()
     for expert, token, choice in pairs_of_experts(routes, weights):
-        gate_up = product(x[token], weights.gate_up[expert], _of_expert(weights.gate_up_bias, expert))
+        gate_up = product(x[token], gate_up_matrix.of_expert(expert))
         activated = partial(activate, activation=activation)
         hidden = row_by_row(activated, gate_up) if batch_invariant else activated(gate_up)
-        down = product(hidden, weights.down[expert], _of_expert(weights.down_bias, expert))
+        down = product(hidden, down_matrix.of_expert(expert))
         out[choice, token] = (down * routes.weights[token, choice, None]).to(x.dtype)
     return out
+
+
+def _multiply(x: Tensor, matrix: ExpertMatrix, *, quantises: bool, batch_invariant: bool) -> Tensor:
+    """x Wᵀ + b for one expert's matrix: [T, in] → [T, out]."""
+    weight, bias, scales = matrix.weight, matrix.bias, matrix.scales
+    if scales is None:
+        return invariant_linear(x, weight, bias) if batch_invariant else F.linear(x, weight, bias)
+    if matrix.format is not None:
+        values = w4.dequantise(weight, scales, x.shape[1], matrix.format)
+        return F.linear(x.float(), values, None if bias is None else bias.float()).to(x.dtype)
+    if quantises:
+        return fp8_linear(quantise(x, "channel" if scales.dim() == 1 else "block"), weight, scales, bias, None)
+    return fp8_weight_linear(x, weight, scales, bias, None)
 
 
 def pairs_of_experts(routes: Routes, weights: ExpertWeights) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -91,7 +119,3 @@ def activate(gate_up: Tensor, activation: GatedActivation) -> Tensor:
         return F.gelu(gate, approximate="tanh") * up
     gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
     return gate * torch.sigmoid(gate * activation.alpha) * (up + 1)
-
-
-def _of_expert(bias: Tensor | None, expert: int) -> Tensor | None:
-    return None if bias is None else bias[expert]

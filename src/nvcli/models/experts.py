@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.kernels.expert_types import ExpertScales, ExpertWeights, Routes, W4Scales
 from nvcli.kernels.experts import apply_experts
-from nvcli.kernels.fp8_experts import apply_fp8_experts
 from nvcli.kernels.gates import gate_rows
 from nvcli.kernels.norm import sum_in_order
 from nvcli.kernels.routing import route, route_row_by_row, router_logits
-from nvcli.kernels.w4_experts import apply_w4_experts
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, W4Format, scale_shape
 from nvcli.models.checkpoint_layout import EXPERTS
 from nvcli.models.geometry import TensorSpec
@@ -193,14 +191,21 @@ class Experts(WeightModule):
         weights = ExpertWeights(
             self.gate_up_proj, self.down_proj, self.gate_up_bias, bias, self.held.start, self.num_others
         )
+        scales: ExpertScales | W4Scales | None = None
         if self.formats is not None:
-            kept = W4Scales(self.gate_up_scale, self.down_scale, *self.formats)
-            apply_w4_experts(x, routes, weights, kept, self.activation, out)
-        elif self.scaling is None:
-            apply_experts(x, routes, weights, self.activation, out, batch_invariant=self.batch_invariant)
-        else:
+            scales = W4Scales(self.gate_up_scale, self.down_scale, *self.formats)
+        elif self.scaling is not None:
             scales = ExpertScales(self.gate_up_scale, self.down_scale)
-            apply_fp8_experts(x, routes, weights, scales, self.activation, out, quantises=self.quantises)
+        apply_experts(
+            x,
+            routes,
+            weights,
+            self.activation,
+            out,
+            scales=scales,
+            quantises=self.quantises,
+            batch_invariant=self.batch_invariant,
+        )
 
 
 def _empty_scales(weight: nn.Parameter, scaling: FP8Scaling) -> nn.Parameter:

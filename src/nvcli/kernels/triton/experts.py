@@ -1,21 +1,22 @@
 """The products of a mixture of experts, for few rows and for many: each expert's weight times the rows of its tokens.
 
-Two kernels go over the work list of `expert_groups`: the gate and up projection with the activation, which gathers its
-rows of x and writes them sorted by expert, and the down projection, which writes every pair's result, times the pair's
-weight, to its own place. So nothing depends on the order in which programs run, and the sum over a token's experts is
-the norm's that comes next.
+One kernel goes over the work list of `expert_groups` twice. For the gate and up projection with the activation it
+gathers its rows of x and writes them sorted by expert; for the down projection it writes every pair's result, times the
+pair's weight, to its own place. So nothing depends on the order in which programs run, and the sum over a token's
+experts is the norm's that comes next.
 
 A program takes one item (up to `row_tile` pairs of one expert) and a strip of output features. Programs that follow one
-another share an item's rows, and then the expert's next item its weight, in the L2 cache. The tensor memory accelerator
-fetches weights, and fills up what is missing of the last tile with zeros. With few rows the time is that of reading the
-weights.
+another share an item's rows, and then the expert's next item its weight, in the L2 cache. With few rows the time is
+that of reading the weights.
 
-Shapes: T tokens, H hidden, E experts, k experts per token, I intermediate size.
+Weights are numbers like those of x, or in FP8, with scales of rows or blocks and with rows that are quantised or plain
+(`fp8_linear.py`), or in 4 bits, whose codes become numbers in registers (`w4_codes.py`). The tensor memory accelerator
+fetches weights but those in 4 bits, and fills up what is missing of the last tile with zeros.
+
+Shapes: T tokens, H hidden, E experts that are held, k experts per token, I intermediate size.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -24,62 +25,27 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nvcli.kernels.expert_settings import GatedActivation
-from nvcli.kernels.expert_types import ExpertWeights, Routes
+from nvcli.kernels.expert_types import ExpertMatrix, ExpertScales, ExpertWeights, Routes, W4Scales, matrices
+from nvcli.kernels.fp8_types import Activations, QuantisedRows
 from nvcli.kernels.triton.activation import activate
+from nvcli.kernels.triton.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.triton.expert_groups import ITEM_FIELDS, WorkList, group_by_expert
+from nvcli.kernels.triton.expert_launches import ExpertLaunch, Launch, choose_launch
+from nvcli.kernels.triton.fp8 import quantise
+from nvcli.kernels.triton.operands import (
+    codes_for,
+    dot,
+    load_row_scales,
+    load_rows,
+    max_imprecise,
+    per_feature,
+    per_row,
+    scaled_dot,
+    zeros,
+)
+from nvcli.kernels.triton.w4_codes import add_tile
+from nvcli.kernels.weight_formats import W4_PARTS, FP8Scaling
 from nvcli.kernels.whole_numbers import ceil_div
-
-
-class Launch(NamedTuple):
-    """The tile sizes of one product and how its programs work."""
-
-    out_tile: int
-    """Features of the result; the gated product multiplies as many of the gate and of the up projection."""
-    in_tile: int
-    num_stages: int
-    num_warps: int
-
-
-class ExpertLaunch(NamedTuple):
-    """How both products are launched."""
-
-    row_tile: int
-    gate_up: Launch
-    down: Launch
-
-
-def choose_launch(num_pairs: int, num_experts: int, x: Tensor) -> ExpertLaunch:
-    """The launch for so many pairs of rows of `x`, by how many rows one of all the experts has on average.
-
-    Measured on an H200 with Qwen3-30B-A3B's experts (128 of which 8 are chosen, H 2048, I 768), both products together
-    in microseconds: 25 for 1 token; 181 for 16, 276 for 64 and 296 for 256 tokens, where they read their weights at 4.1
-    to 4.3 TB/s; 349 for 1,024 and 1,160 for 8,192 tokens.
-    """
-    rows = num_pairs / num_experts
-    if x.element_size() > 2:
-        return ExpertLaunch(16, Launch(32, 64, 3, 4), Launch(64, 64, 3, 4))
-    if rows <= 8:
-        return ExpertLaunch(16, Launch(32, 128, 3, 4), Launch(64, 128, 3, 4))
-    if rows <= 32:
-        return ExpertLaunch(32, Launch(64, 128, 3, 4), Launch(64, 128, 3, 4))
-    if rows <= 64 or not _has_large_shared_memory(x):
-        return ExpertLaunch(64, Launch(64, 64, 3, 4), Launch(128, 64, 3, 4))
-    return ExpertLaunch(128, Launch(128, 64, 4, 8), Launch(128, 64, 3, 4))
-
-
-def invariant_launch(x: Tensor) -> ExpertLaunch:
-    """The one launch of runs that are batch-invariant, however many rows the experts have."""
-    if x.element_size() > 2:
-        return ExpertLaunch(16, Launch(32, 64, 3, 4), Launch(64, 64, 3, 4))
-    return ExpertLaunch(64, Launch(64, 64, 3, 4), Launch(128, 64, 3, 4))
-
-
-def _has_large_shared_memory(x: Tensor) -> bool:
-    """Whether the tiles for the most rows fit, which take 197 kB."""
-    if not x.is_cuda:
-        return True
-    properties = triton.runtime.driver.active.utils.get_device_properties(x.device.index)
-    return bool(properties["max_shared_mem"] >= 200_000)
 
 
 @triton.jit
@@ -92,196 +58,266 @@ def activate_gated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.
     return activate(gate, KIND == "gelu_tanh") * up
 
 
-@triton.jit
-def _gate_up_kernel(
-    x_ptr,  # [T, IN_FEATURES], contiguous
-    weight,  # descriptor of [E × 2 OUT_FEATURES, IN_FEATURES], tiles [OUT_TILE, IN_TILE]
-    bias_ptr,  # [E, 2 OUT_FEATURES], with HAS_BIAS
+@triton.jit(do_not_specialize=["num_tokens"])
+def _experts_kernel(
+    x_ptr,  # GATED: [T, in]; else [T × k, in], in the order of order_ptr
+    x_tiles,  # with HAS_TILES, descriptor of the latter, tiles [ROW_TILE, IN_TILE]
+    x_scales_ptr,  # QUANTISED: [T or T × k] float32, or for blocks [T or T × k, groups]
+    weight,  # descriptor of [E × ROWS, in], tiles [OUT_TILE, IN_TILE]; in 4 bits [E, ROWS, words] int16
+    weight_scales_ptr,  # [E, ROWS] float32, or for blocks [E, ROWS / GROUP, groups]; in 4 bits [E, groups, ROWS] int32
+    bias_ptr,  # [E, ROWS], with HAS_BIAS
     order_ptr,  # [T × k] int32
     items_ptr,  # [N, ITEM_FIELDS] int32
-    out_ptr,  # [T × k, OUT_FEATURES], written, in the order of order_ptr
+    pair_weights_ptr,  # [T × k] float32, how much each pair counts
+    out_ptr,  # GATED: [T × k, out], in the order of order_ptr; else [k, T, out]; written
+    num_tokens,
+    ITEM_FIELDS: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    OUT_TILE: tl.constexpr,
+    HAS_TILES: tl.constexpr,
+    HAS_HALVES: tl.constexpr,
     OUT_FEATURES: tl.constexpr,
     IN_FEATURES: tl.constexpr,
     EXPERTS_PER_TOKEN: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    OUT_TILE: tl.constexpr,
+    GATED: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUANTISED: tl.constexpr,
     IN_TILE: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
+    MAX_IMPRECISE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
-    ITEM_FIELDS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PACKED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """Program (strip of features of an item), the strips of one item after the other."""
-    OUT_TILES: tl.constexpr = (OUT_FEATURES + OUT_TILE - 1) // OUT_TILE
-    item_ptr = items_ptr + tl.program_id(0) // OUT_TILES * ITEM_FIELDS
-    num_rows = tl.load(item_ptr + 2)
-    if num_rows == 0:
-        return
-    expert = tl.load(item_ptr)
-    first_row = tl.load(item_ptr + 1)
-    feature = tl.program_id(0) % OUT_TILES * OUT_TILE
-    weight_row = expert * (2 * OUT_FEATURES) + feature
+    """Program (strip of features of an item), the strips of one item after the other. With HAS_HALVES items of at most
+    half as many rows as others have take tiles of half the size."""
+    await_kernel_before(DEPENDENT)
+    STRIPS: tl.constexpr = (OUT_FEATURES + OUT_TILE - 1) // OUT_TILE
+    item_ptr = items_ptr + tl.program_id(0) // STRIPS * ITEM_FIELDS
+    expert, first_row, num_rows = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
+    feature = tl.program_id(0) % STRIPS * OUT_TILE
+    if num_rows > (ROW_TILE // 2 if HAS_HALVES else 0):
+        _multiply_tile(
+            x_ptr, x_tiles, x_scales_ptr, weight, weight_scales_ptr, bias_ptr, order_ptr, pair_weights_ptr, out_ptr,
+            expert, first_row, num_rows, feature, num_tokens, ROW_TILE, OUT_TILE, HAS_TILES,
+            OUT_FEATURES, IN_FEATURES, EXPERTS_PER_TOKEN, GATED, KIND, GROUP, QUANTISED, IN_TILE, ROWS_FIRST,
+            MAX_IMPRECISE, HAS_BIAS, ACTIVATION, ALPHA, LIMIT, PARTS, PACKED, NUM_STAGES,
+        )  # fmt: skip
+    elif HAS_HALVES:  # noqa: SIM102  # known when the kernel is compiled, unlike the number of rows
+        if num_rows > 0:
+            _multiply_tile(
+                x_ptr, x_tiles, x_scales_ptr, weight, weight_scales_ptr, bias_ptr, order_ptr, pair_weights_ptr,
+                out_ptr, expert, first_row, num_rows, feature, num_tokens, ROW_TILE // 2, OUT_TILE, False,
+                OUT_FEATURES, IN_FEATURES, EXPERTS_PER_TOKEN, GATED, KIND, GROUP, QUANTISED, IN_TILE, ROWS_FIRST,
+                MAX_IMPRECISE, HAS_BIAS, ACTIVATION, ALPHA, LIMIT, PARTS, PACKED, NUM_STAGES,
+            )  # fmt: skip
+
+
+@triton.jit
+def _multiply_tile(
+    x_ptr, x_tiles, x_scales_ptr, weight, weight_scales_ptr, bias_ptr, order_ptr, pair_weights_ptr, out_ptr,
+    expert, first_row, num_rows, feature, num_tokens,
+    ROW_TILE: tl.constexpr, OUT_TILE: tl.constexpr, HAS_TILES: tl.constexpr,
+    OUT_FEATURES: tl.constexpr, IN_FEATURES: tl.constexpr, EXPERTS_PER_TOKEN: tl.constexpr, GATED: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, QUANTISED: tl.constexpr, IN_TILE: tl.constexpr, ROWS_FIRST: tl.constexpr,
+    MAX_IMPRECISE: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Multiply an item's rows, up to ROW_TILE from `first_row` on, by OUT_TILE features of its expert. An expert's
+    weight has ROWS rows: `out`, or if GATED 2 `out`, those of the gate first."""
+    IN_4_BITS: tl.constexpr = KIND == "integer" or KIND == "mxfp4"
+    IS_WHOLE: tl.constexpr = IN_FEATURES % IN_TILE == 0
+    ROWS: tl.constexpr = 2 * OUT_FEATURES if GATED else OUT_FEATURES
+    TILES: tl.constexpr = (IN_FEATURES + IN_TILE - 1) // IN_TILE
+    NUM_GROUPS: tl.constexpr = (IN_FEATURES + GROUP - 1) // GROUP
+    features = feature + tl.arange(0, OUT_TILE)
+    is_feature = features < OUT_FEATURES
     rows = tl.arange(0, ROW_TILE)
-    has_row = rows < num_rows
-    tokens = tl.load(order_ptr + first_row + rows, mask=has_row, other=0) // EXPERTS_PER_TOKEN
-    inner = tl.arange(0, IN_TILE)
-    x_ptrs = x_ptr + tokens[:, None].to(tl.int64) * IN_FEATURES + inner[None, :]
-    gate = tl.zeros([ROW_TILE, OUT_TILE], tl.float32)
-    up = tl.zeros([ROW_TILE, OUT_TILE], tl.float32)
+    is_row = rows < num_rows
+    sorted_rows = (first_row + rows).to(tl.int64)
+    pair_ptrs = order_ptr + first_row + rows
+    x_rows = sorted_rows
+    if GATED:
+        x_rows = (tl.load(pair_ptrs, mask=is_row, other=0) // EXPERTS_PER_TOKEN).to(tl.int64)
+    weight_row = expert * ROWS + feature
+    if IN_4_BITS:
+        PART: tl.constexpr = IN_TILE // PARTS
+        inner = tl.arange(0, PART)
+        x_ptrs = x_ptr + x_rows[None, :] * IN_FEATURES + inner[:, None]
+        words_ptrs = weight + (expert.to(tl.int64) * ROWS + features)[:, None] * (TILES * PART) + inner[None, :]
+        NUM_SCALES: tl.constexpr = TILES if KIND == "mxfp4" else NUM_GROUPS
+        scales_ptrs = weight_scales_ptr + expert.to(tl.int64) * (NUM_SCALES * ROWS) + features
+    elif not HAS_TILES:
+        x_ptrs = x_ptr + x_rows[:, None] * IN_FEATURES + tl.arange(0, IN_TILE)[None, :]
+    if KIND == "block":  # the gate's are whole blocks
+        x_scale_ptrs = x_scales_ptr + x_rows * NUM_GROUPS
+        block = expert * ((ROWS + GROUP - 1) // GROUP) + feature // GROUP
+        scale_ptr = weight_scales_ptr + block * NUM_GROUPS
+    total = zeros(ROW_TILE, OUT_TILE, ROWS_FIRST)
+    up = zeros(ROW_TILE, OUT_TILE, ROWS_FIRST)
     for start in tl.range(0, IN_FEATURES, IN_TILE, num_stages=NUM_STAGES):
-        if IN_FEATURES % IN_TILE == 0:
-            x = tl.load(x_ptrs + start, mask=has_row[:, None], other=0.0)
+        if IN_4_BITS:
+            total = add_tile(
+                total, words_ptrs, scales_ptrs, x_ptrs, start // IN_TILE, is_row, is_feature,
+                ROWS, IN_FEATURES, KIND, GROUP, PART, PACKED, IS_WHOLE,
+            )  # fmt: skip
+            if GATED:
+                up = add_tile(
+                    up, words_ptrs + OUT_FEATURES * (TILES * PART), scales_ptrs + OUT_FEATURES, x_ptrs,
+                    start // IN_TILE, is_row, is_feature,
+                    ROWS, IN_FEATURES, KIND, GROUP, PART, PACKED, IS_WHOLE,
+                )  # fmt: skip
         else:
-            x = tl.load(x_ptrs + start, mask=has_row[:, None] & (start + inner < IN_FEATURES)[None, :], other=0.0)
-        gate = tl.dot(x, weight.load([weight_row, start]).T, gate, input_precision="ieee")
-        up = tl.dot(x, weight.load([weight_row + OUT_FEATURES, start]).T, up, input_precision="ieee")
-    features = feature + tl.arange(0, OUT_TILE)
-    has_feature = features < OUT_FEATURES
+            if HAS_TILES:
+                # Rows behind the item's last are those of other experts, or nobody's; their results are not stored.
+                x_tile = x_tiles.load([first_row, start])
+            else:
+                x_tile = load_rows(x_ptrs, is_row, start, IN_FEATURES, IN_TILE, IS_WHOLE)
+            weight_tile = weight.load([weight_row, start])
+            if GATED:
+                up_tile = weight.load([weight_row + OUT_FEATURES, start])
+            if KIND == "block":
+                group = start // GROUP
+                row_scales = load_row_scales(x_scale_ptrs + group, is_row, QUANTISED)
+                total = scaled_dot(x_tile, weight_tile, row_scales * tl.load(scale_ptr + group), total, ROWS_FIRST)
+                if GATED:
+                    up_scale = tl.load(scale_ptr + OUT_FEATURES // GROUP * NUM_GROUPS + group)
+                    up = scaled_dot(x_tile, up_tile, row_scales * up_scale, up, ROWS_FIRST)
+            else:
+                total = dot(x_tile, weight_tile, total, ROWS_FIRST, MAX_IMPRECISE)
+                if GATED:
+                    up = dot(x_tile, up_tile, up, ROWS_FIRST, MAX_IMPRECISE)
+    row_features = expert * ROWS + features
+    if KIND == "channel":
+        row_scales = per_row(load_row_scales(x_scales_ptr + x_rows, is_row, QUANTISED), ROWS_FIRST)
+        total *= row_scales * _load_features(weight_scales_ptr + row_features, is_feature, ROWS_FIRST)
+        if GATED:
+            up *= row_scales * _load_features(weight_scales_ptr + row_features + OUT_FEATURES, is_feature, ROWS_FIRST)
     if HAS_BIAS:
-        bias_ptrs = bias_ptr + expert * (2 * OUT_FEATURES) + features
-        gate += tl.load(bias_ptrs, mask=has_feature, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(bias_ptrs + OUT_FEATURES, mask=has_feature, other=0.0).to(tl.float32)[None, :]
-    # Rounded where the two-step version stores: both give the same bits but for the order of the sums.
+        total += _load_features(bias_ptr + row_features, is_feature, ROWS_FIRST)
+        if GATED:
+            up += _load_features(bias_ptr + row_features + OUT_FEATURES, is_feature, ROWS_FIRST)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    result = activate_gated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION, ALPHA, LIMIT)
-    target = out_ptr + (first_row + rows)[:, None].to(tl.int64) * OUT_FEATURES + features[None, :]
-    tl.store(target, result.to(dtype), mask=has_row[:, None] & has_feature[None, :])
+    if GATED:
+        # Rounded where the two-step version stores: both give the same bits but for the order of the sums.
+        total, up = total.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+        total = activate_gated(total, up, ACTIVATION, ALPHA, LIMIT)
+        out_rows = sorted_rows
+    else:
+        pairs = tl.load(pair_ptrs, mask=is_row, other=0)
+        total *= per_row(tl.load(pair_weights_ptr + pairs, mask=is_row, other=0.0), ROWS_FIRST)
+        out_rows = (pairs % EXPERTS_PER_TOKEN * num_tokens + pairs // EXPERTS_PER_TOKEN).to(tl.int64)
+    result = total.to(dtype)
+    if not ROWS_FIRST:
+        result = result.T
+    out_ptrs = out_ptr + out_rows[:, None] * OUT_FEATURES + features[None, :]
+    tl.store(out_ptrs, result, mask=is_row[:, None] & is_feature[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _down_kernel(
-    x,  # descriptor of [T × k, IN_FEATURES], in the order of order_ptr, tiles [ROW_TILE, IN_TILE]
-    weight,  # descriptor of [E × OUT_FEATURES, IN_FEATURES], tiles [OUT_TILE, IN_TILE]
-    bias_ptr,  # [E, OUT_FEATURES], with HAS_BIAS
-    order_ptr,  # [T × k] int32
-    items_ptr,  # [N, ITEM_FIELDS] int32
-    weights_ptr,  # [T × k] float32, how much each pair counts
-    out_ptr,  # [k, T, OUT_FEATURES], written
-    num_tokens,
-    OUT_FEATURES: tl.constexpr,
-    IN_FEATURES: tl.constexpr,
-    EXPERTS_PER_TOKEN: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    OUT_TILE: tl.constexpr,
-    IN_TILE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ITEM_FIELDS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
-    """Program (strip of features of an item), the strips of one item after the other."""
-    OUT_TILES: tl.constexpr = (OUT_FEATURES + OUT_TILE - 1) // OUT_TILE
-    item_ptr = items_ptr + tl.program_id(0) // OUT_TILES * ITEM_FIELDS
-    num_rows = tl.load(item_ptr + 2)
-    if num_rows == 0:
-        return
-    expert = tl.load(item_ptr)
-    first_row = tl.load(item_ptr + 1)
-    feature = tl.program_id(0) % OUT_TILES * OUT_TILE
-    weight_row = expert * OUT_FEATURES + feature
-    total = tl.zeros([ROW_TILE, OUT_TILE], tl.float32)
-    for start in tl.range(0, IN_FEATURES, IN_TILE, num_stages=NUM_STAGES):
-        # Rows behind the item's last are those of other experts, or nobody's; their results are not stored.
-        total = tl.dot(x.load([first_row, start]), weight.load([weight_row, start]).T, total, input_precision="ieee")
-    rows = tl.arange(0, ROW_TILE)
-    has_row = rows < num_rows
-    pairs = tl.load(order_ptr + first_row + rows, mask=has_row, other=0)
-    features = feature + tl.arange(0, OUT_TILE)
-    has_feature = features < OUT_FEATURES
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + expert * OUT_FEATURES + features, mask=has_feature, other=0.0)
-        total += bias.to(tl.float32)[None, :]
-    total *= tl.load(weights_ptr + pairs, mask=has_row, other=0.0)[:, None]
-    out_rows = pairs % EXPERTS_PER_TOKEN * num_tokens + pairs // EXPERTS_PER_TOKEN
-    target = out_ptr + out_rows[:, None].to(tl.int64) * OUT_FEATURES + features[None, :]
-    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=has_row[:, None] & has_feature[None, :])
+@triton.jit
+def _load_features(pointers, is_feature, ROWS_FIRST: tl.constexpr):
+    """Load a number of each feature, in float32 and the shape that a tile of a result takes."""
+    return per_feature(tl.load(pointers, mask=is_feature, other=0.0).to(tl.float32), ROWS_FIRST)
 
 
 def apply_experts(
     x: Tensor,
     routes: Routes,
     weights: ExpertWeights,
+    scales: ExpertScales | W4Scales | None,
     activation: GatedActivation,
     out: Tensor,
     launch: ExpertLaunch | None = None,
+    *,
+    quantises: bool = False,
+    batch_invariant: bool = False,
 ) -> None:
-    """See `nvcli.kernels.experts.apply_experts`, for at least one token. Rows of all tensors are dense and begin at
-    multiples of 16 bytes. Without `launch` the measured one is taken."""
-    num_held = weights.gate_up.shape[0]
+    """See `nvcli.kernels.experts.apply_experts`, for at least one token. All tensors are contiguous, and rows begin at
+    multiples of 16 bytes. Without `launch` that of `choose_launch` is taken."""
+    gate_up, down = matrices(weights, scales)
+    num_held = len(weights.gate_up)
     if launch is None:
-        launch = choose_launch(routes.experts.numel(), num_held + weights.num_others, x)
+        num_rows = routes.experts.numel() / (num_held + weights.num_others)
+        launch = choose_launch(num_rows, gate_up, down, x, quantises=quantises, batch_invariant=batch_invariant)
     if weights.num_others:
         out.zero_()
-    work = group_by_expert(
-        routes.experts,
-        num_held,
-        launch.row_tile,
-        first_expert=weights.first_expert,
-        num_others=weights.num_others,
-    )
-    hidden = gate_up(x, routes, weights, activation, work, launch.gate_up)
-    down(hidden, routes, weights, work, launch.down, out)
+    work = group_by_expert(routes.experts, num_held, launch.row_tile, first_expert=weights.first_expert)
+    scaling: FP8Scaling = "block" if gate_up.kind == "block" else "channel"
+    rows: Activations = quantise(x, scaling) if quantises else x
+    hidden = torch.empty(len(work.order), weights.gate_up.shape[1] // 2, dtype=x.dtype, device=x.device)
+    _multiply(rows, gate_up, routes, work, launch.gate_up, activation, hidden)
+    rows = quantise(hidden, scaling) if quantises else hidden
+    _multiply(rows, down, routes, work, launch.down, None, out)
 
 
-def gate_up(
-    x: Tensor, routes: Routes, weights: ExpertWeights, activation: GatedActivation, work: WorkList, launch: Launch
-) -> Tensor:
-    """Compute the activation of the gate and up projection of every pair: [T, H] → [T × k, I], sorted by expert."""
-    assert x.is_contiguous()
-    assert weights.gate_up.is_contiguous()
-    in_features = x.shape[1]
-    out_features = weights.gate_up.shape[1] // 2
-    out = torch.empty(len(work.order), out_features, dtype=x.dtype, device=x.device)
-    _gate_up_kernel[(ceil_div(out_features, launch.out_tile) * len(work.items),)](
-        x,
-        TensorDescriptor.from_tensor(weights.gate_up.flatten(0, 1), [launch.out_tile, launch.in_tile]),
-        x if weights.gate_up_bias is None else weights.gate_up_bias,
-        work.order,
-        work.items,
-        out,
-        OUT_FEATURES=out_features,
-        IN_FEATURES=in_features,
-        EXPERTS_PER_TOKEN=routes.experts.shape[1],
-        ROW_TILE=work.row_tile,
-        OUT_TILE=launch.out_tile,
-        IN_TILE=launch.in_tile,
-        HAS_BIAS=weights.gate_up_bias is not None,
-        ACTIVATION=activation.kind,
-        ALPHA=activation.alpha,
-        LIMIT=activation.limit,
-        ITEM_FIELDS=ITEM_FIELDS,
-        NUM_STAGES=launch.num_stages,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-    )
-    return out
-
-
-def down(hidden: Tensor, routes: Routes, weights: ExpertWeights, work: WorkList, launch: Launch, out: Tensor) -> None:
-    """Compute the down projection of every pair, times its weight: [T × k, I], sorted by expert → [k, T, H]."""
-    assert weights.down.is_contiguous()
-    assert out.is_contiguous()
-    out_features, in_features = weights.down.shape[1:]
-    num_tokens, experts_per_token = routes.experts.shape
-    _down_kernel[(ceil_div(out_features, launch.out_tile) * len(work.items),)](
-        TensorDescriptor.from_tensor(hidden, [work.row_tile, launch.in_tile]),
-        TensorDescriptor.from_tensor(weights.down.flatten(0, 1), [launch.out_tile, launch.in_tile]),
-        hidden if weights.down_bias is None else weights.down_bias,
+def _multiply(
+    x: Activations,
+    matrix: ExpertMatrix,
+    routes: Routes,
+    work: WorkList,
+    launch: Launch,
+    activation: GatedActivation | None,
+    out: Tensor,
+) -> None:
+    """Compute the gate and up projection of every pair with its activation: [T, H] → [T × k, I], sorted by expert; or
+    without `activation` the down projection, times the pair's weight: [T × k, I] → [k, T, H]."""
+    numbers, row_scales = (x.codes, x.scales) if isinstance(x, QuantisedRows) else (x, x)
+    weight, bias, scales = matrix.weight, matrix.bias, matrix.scales
+    for tensor in (numbers, weight, scales, out):
+        assert tensor is None or tensor.is_contiguous()
+    out_features, in_features = out.shape[-1], numbers.shape[1]
+    assert matrix.kind != "block" or activation is None or out_features % matrix.group == 0
+    _experts_kernel[(ceil_div(out_features, launch.out_tile) * len(work.items),)](
+        numbers,
+        _described(numbers, work.row_tile, launch.in_tile) if launch.has_tiles else numbers,
+        row_scales,
+        weight if matrix.format is not None else _described(_codes(x, matrix), launch.out_tile, launch.in_tile),
+        numbers if scales is None else scales,
+        numbers if bias is None else bias,
         work.order,
         work.items,
         routes.weights,
         out,
-        num_tokens,
-        OUT_FEATURES=out_features,
-        IN_FEATURES=in_features,
-        EXPERTS_PER_TOKEN=experts_per_token,
+        len(routes.experts),
+        ITEM_FIELDS=ITEM_FIELDS,
         ROW_TILE=work.row_tile,
         OUT_TILE=launch.out_tile,
+        HAS_TILES=launch.has_tiles,
+        HAS_HALVES=launch.has_halves,
+        OUT_FEATURES=out_features,
+        IN_FEATURES=in_features,
+        EXPERTS_PER_TOKEN=routes.experts.shape[1],
+        GATED=activation is not None,
+        KIND=matrix.kind,
+        GROUP=matrix.group,
+        QUANTISED=isinstance(x, QuantisedRows),
         IN_TILE=launch.in_tile,
-        HAS_BIAS=weights.down_bias is not None,
-        ITEM_FIELDS=ITEM_FIELDS,
+        ROWS_FIRST=launch.rows_first,
+        MAX_IMPRECISE=max_imprecise(x),
+        HAS_BIAS=bias is not None,
+        ACTIVATION=None if activation is None else activation.kind,
+        ALPHA=None if activation is None else activation.alpha,
+        LIMIT=None if activation is None else activation.limit,
+        PARTS=W4_PARTS,
+        PACKED=numbers.is_cuda,
         NUM_STAGES=launch.num_stages,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
+        **dependent(numbers.device),
     )
+
+
+def _codes(x: Activations, matrix: ExpertMatrix) -> Tensor:
+    """Return the rows of all experts' weights as a product with `x` takes them."""
+    rows = matrix.weight.flatten(0, 1)
+    return rows if matrix.scales is None else codes_for(x, rows)
+
+
+def _described(matrix: Tensor, row_tile: int, in_tile: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(matrix, [row_tile, in_tile])

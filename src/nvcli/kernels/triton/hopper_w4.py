@@ -1,7 +1,7 @@
 """The launches of the products of many rows with weights of 4 bits on Hopper GPUs (`hopper_w4_kernel.py`).
 
 They serve weights of integers in groups of 128, and MXFP4 with activations in bfloat16. Everything else, and every
-other GPU, is for `w4_linear.py` and `w4_experts.py` (`w4_choice.py`). Shapes: T rows, `in` and `out` features, P parts,
+other GPU, is for `w4_linear.py` and `experts.py` (`w4_choice.py`). Shapes: T rows, `in` and `out` features, P parts,
 H hidden, k experts per token.
 """
 
@@ -112,7 +112,7 @@ def gated_linear(
     return out
 
 
-def apply_w4_experts(
+def apply_experts(
     x: Tensor,
     routes: Routes,
     weights: ExpertWeights,
@@ -122,12 +122,10 @@ def apply_w4_experts(
     gate_up: HopperLaunch,
     down: HopperLaunch,
 ) -> None:
-    """See `nvcli.kernels.w4_experts.apply_w4_experts`, for at least one token. All tensors are contiguous."""
+    """See `nvcli.kernels.experts.apply_experts`, for at least one token. All tensors are contiguous."""
     assert gate_up.row_tile == down.row_tile
     num_held, hidden_size = weights.gate_up.shape[0], x.shape[1]
-    work = group_by_expert(
-        routes.experts, num_held, gate_up.row_tile, first_expert=weights.first_expert, num_others=weights.num_others
-    )
+    work = group_by_expert(routes.experts, num_held, gate_up.row_tile, first_expert=weights.first_expert)
     # The rows of x, sorted by expert, are where the results will be, which are as large.
     rows = _sort_rows(x, work.order, routes.experts.shape[1], out.view(-1, hidden_size))
     hidden = torch.empty(len(rows), weights.gate_up.shape[1] // 2, dtype=x.dtype, device=x.device)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nvcli.kernels.expert_settings import GatedActivation
 from nvcli.kernels.expert_types import ExpertWeights, Routes, W4Scales
-from nvcli.kernels.triton import w4_experts, w4_linear
+from nvcli.kernels.triton import experts, w4_linear
 from nvcli.kernels.triton.triton_version import has_known_gluon
 from nvcli.kernels.triton.w4_launches import HOPPER_EXPERTS, HOPPER_ROWS, HopperLaunch, Kind, Launch
 from nvcli.kernels.weight_formats import W4Format
@@ -59,19 +59,19 @@ def gated_linear(x: Tensor, words: Tensor, scales: Tensor, format: W4Format, *, 
     return hopper_w4.gated_linear(x, words, scales, format, launch, is_gelu=is_gelu)
 
 
-def apply_w4_experts(
+def apply_experts(
     x: Tensor, routes: Routes, weights: ExpertWeights, scales: W4Scales, activation: GatedActivation, out: Tensor
 ) -> None:
-    """See `nvcli.kernels.w4_experts.apply_w4_experts`, for at least one token. All tensors are contiguous."""
+    """See `nvcli.kernels.experts.apply_experts`, for at least one token. All tensors are contiguous."""
     num_experts = len(weights.gate_up) + weights.num_others
     rows = routes.experts.numel() / num_experts
     if rows > HOPPER_EXPERTS[0][0] and _serves_experts(x, weights, scales):
         from nvcli.kernels.triton import hopper_w4
 
         launches = next((launches for least, launches in reversed(HOPPER_EXPERTS) if rows > least))
-        hopper_w4.apply_w4_experts(x, routes, weights, scales, activation, out, *launches)
+        hopper_w4.apply_experts(x, routes, weights, scales, activation, out, *launches)
         return
-    w4_experts.apply_w4_experts(x, routes, weights, scales, activation, out)
+    experts.apply_experts(x, routes, weights, scales, activation, out)
 
 
 def choose_launch(kind: Kind, x: Tensor, words: Tensor, format: W4Format) -> Launch | HopperLaunch | None:

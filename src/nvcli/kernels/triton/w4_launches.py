@@ -1,6 +1,6 @@
 """How products with weights of 4 bits are launched: a table for each kind of product, as measured on an H200.
 
-`w4_linear.py` and `w4_experts.py` choose from the tables of `Launch`: the launch for a number of rows is that of the
+`w4_linear.py` chooses from the tables of `Launch`: the launch for a number of rows is that of the
 first range that holds it. On other GPUs, and for numbers of more than 16 bits, tiles are made as small as memory asks
 for. `w4_choice.py` says where the launches for Hopper GPUs take their place.
 """
@@ -24,13 +24,6 @@ class Launch(NamedTuple):
     of gate and up projection and of experts are not shared."""
 
 
-class ExpertLaunch(NamedTuple):
-    """How both products of experts are launched, whose tiles of rows are the same."""
-
-    gate_up: Launch
-    down: Launch
-
-
 class HopperLaunch(NamedTuple):
     """How the kernel for Hopper GPUs (`hopper_w4.py`) is launched."""
 
@@ -48,8 +41,6 @@ projection are multiplied side by side, up to the activation."""
 Ranges = tuple[tuple[int, Launch | None], ...]
 """Launches for up to so many rows, ascending. None, and above the last range: the weight is turned into 16 bits in
 memory, which the library multiplies; for `gated`: a plain product, with the activation behind it."""
-ExpertRanges = tuple[tuple[int, ExpertLaunch], ...]
-"""Launches for up to so many rows of an expert on average, ascending. The last one holds above its range, too."""
 
 LINEAR: Mapping[Kind, Ranges] = {
     "plain": (
@@ -64,11 +55,6 @@ LINEAR: Mapping[Kind, Ranges] = {
     ),
     "gated": ((16, Launch(16, 64, 4, 4)),),
 }
-EXPERTS: ExpertRanges = (
-    (16, ExpertLaunch(Launch(16, 64, 4, 4), Launch(16, 64, 4, 4))),
-    (64, ExpertLaunch(Launch(64, 64, 3, 4), Launch(64, 64, 3, 4))),
-    (128, ExpertLaunch(Launch(128, 64, 3, 4), Launch(128, 128, 3, 8))),
-)
 HOPPER_ROWS: Mapping[Kind, tuple[int, int]] = {"plain": (64, 256), "sum": (64, 1024), "gated": (64, 1024)}
 """The kernel for Hopper GPUs multiplies more rows than the first number, up to the second one."""
 HOPPER_EXPERTS: tuple[tuple[int, tuple[HopperLaunch, HopperLaunch]], ...] = (

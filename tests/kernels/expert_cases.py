@@ -1,0 +1,133 @@
+"""Inputs for tests of experts: weights in every format that they are kept in, and the numbers that these stand for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nvcli.kernels import w4
+from nvcli.kernels.expert_settings import GatedActivation
+from nvcli.kernels.expert_types import ExpertScales, ExpertWeights, Routes, W4Scales
+from nvcli.kernels.fp8 import dequantise_weight, quantise_weight
+from nvcli.kernels.mxfp4 import dequantise
+from nvcli.kernels.weight_formats import FP8Scaling, W4Format
+
+SILU = GatedActivation()
+GPT_OSS = GatedActivation(kind="clamped_swiglu", alpha=1.702, limit=7.0)
+Format = None | FP8Scaling | W4Format
+"""None: plain numbers."""
+FORMATS: dict[str, Format] = {
+    "plain": None,
+    "channel": "channel",
+    "block": "block",
+    "mxfp4": W4Format("mxfp4", 32),
+    "groups of 32": W4Format("integer", 32),
+    "groups of 128": W4Format("integer", 128),
+}
+Shape = tuple[int, int, int, int]
+"""Experts, k, hidden, intermediate size."""
+
+
+class Case(NamedTuple):
+    """What the experts of a layer are given."""
+
+    x: Tensor
+    routes: Routes
+    weights: ExpertWeights
+    scales: ExpertScales | W4Scales | None
+    values: ExpertWeights
+    """The numbers that the weights stand for, in float32."""
+
+
+def make(
+    format: Format,
+    shape: Shape,
+    num_tokens: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    *,
+    biases: bool = False,
+) -> Case:
+    """Make random weights and rows, with distinct random experts for each token."""
+    num_experts, chosen, hidden, size = shape
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    made = []
+    for rows, columns in ((2 * size, hidden), (hidden, size)):
+        experts = [_make_weight(random(rows, columns) * columns**-0.5, format, dtype) for _ in range(num_experts)]
+        made.append([torch.stack(tensors) for tensors in zip(*experts, strict=True)])
+    pair = [random(num_experts, rows).to(dtype) if biases else None for rows in (2 * size, hidden)]
+    weights, scales, values = zip(*made, strict=True)
+    joined: ExpertScales | W4Scales | None = None
+    if isinstance(format, W4Format):
+        joined = W4Scales(*scales, format, format)
+    elif format is not None:
+        joined = ExpertScales(*scales)
+    plain = ExpertWeights(*values, *(None if bias is None else bias.float() for bias in pair))
+    routes = routes_of(num_tokens, num_experts, chosen, device=device)
+    return Case(random(num_tokens, hidden).to(dtype), routes, ExpertWeights(*weights, *pair), joined, plain)
+
+
+def _make_weight(values: Tensor, format: Format, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return one expert's weight, its scales if it has some, and the numbers that they stand for."""
+    if format is None:
+        weight = values.to(dtype)
+        return weight, weight, weight.float()
+    if not isinstance(format, W4Format):
+        codes, scales = quantise_weight(values, format)
+        return codes, scales, dequantise_weight(codes, scales)
+    rows, columns = values.shape
+    bits = (values * 1e4).to(torch.int32) & 0xFF  # as good as random
+    if format.kind == "mxfp4":
+        blocks = bits[:, : columns // 2].reshape(rows, columns // 32, 16).to(torch.uint8)
+        exponents = 119 + (bits[:, : columns // 32] & 3).to(torch.uint8)
+        return *w4.pack_mxfp4(blocks, exponents, format), dequantise(blocks, exponents).float()
+    groups = columns // format.group
+    scales, zeros = values[:, :groups].abs().half().float() / 4 + 1e-3, (bits[:, :groups] & 15).float()
+    joined = w4.join_scales(scales, zeros)
+    scales, zeros = (part.repeat_interleave(format.group, 1) for part in w4.part_scales(joined))
+    codes = (bits & 15).to(torch.uint8)
+    return w4.pack(codes, format), joined, (codes.float() - zeros) * scales
+
+
+def routes_of(
+    num_tokens: int,
+    num_experts: int,
+    experts_per_token: int,
+    *,
+    favourite: int | None = None,
+    device: torch.device | str = "cpu",
+) -> Routes:
+    """Choose distinct random experts for each token; with `favourite`, that one for all tokens."""
+    scores = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(0))
+    if favourite is not None:
+        scores[:, favourite] = 2
+    weights, experts = scores.topk(experts_per_token)
+    return Routes(experts.int().to(device), weights.to(device))
+
+
+def first_of(case: Case, num_tokens: int) -> Case:
+    """Return the case with fewer tokens."""
+    routes = Routes(*(tensor[:num_tokens].contiguous() for tensor in case.routes))
+    return case._replace(x=case.x[:num_tokens].contiguous(), routes=routes)
+
+
+def share_of(case: Case, first: int, end: int) -> Case:
+    """Return what a rank that holds some of the experts has."""
+
+    def held(tensors: ExpertWeights | ExpertScales | W4Scales) -> list[object]:
+        return [one[first:end].contiguous() if isinstance(one, Tensor) else one for one in tensors]
+
+    num_others = len(case.values.gate_up) - (end - first)
+    weights, values = (ExpertWeights(*held(one)[:4], first, num_others) for one in (case.weights, case.values))
+    scales = None if case.scales is None else type(case.scales)(*held(case.scales))
+    return case._replace(weights=weights, scales=scales, values=values)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
