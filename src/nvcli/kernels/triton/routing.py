@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nvcli.kernels.expert_settings import TINY, Routing
 from nvcli.kernels.expert_types import Routes
+from nvcli.kernels.triton.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.whole_numbers import next_power_of_2
 
 
@@ -56,9 +57,11 @@ def _route_kernel(
     HAS_CORRECTION: tl.constexpr,
     HAS_FACTORS: tl.constexpr,
     TINY: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Program (token). GROUP_TILE and MEMBER_TILE are the next powers of two of the number of groups and of a group's
     size."""
+    await_kernel_before(DEPENDENT)
     token = tl.program_id(0)
     group = tl.arange(0, GROUP_TILE)[:, None]
     member = tl.arange(0, MEMBER_TILE)[None, :]
@@ -150,5 +153,6 @@ def route(
         HAS_FACTORS=factors is not None,
         TINY=TINY,
         num_warps=1,
+        **dependent(logits.device),
     )
     return Routes(experts, weights)
