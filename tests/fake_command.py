@@ -21,6 +21,7 @@ from fake_engine import FakeEngine
 from tokenizers import Tokenizer as Backend
 from nvcli.cli import main as cli
 from nvcli.engine.client import EngineClient
+from nvcli.job_run.engine_ahead import EngineAhead
 from nvcli.job_run.text.tokenizer import Tokenizer
 
 class Loaded:  # spares each test the import of transformers
@@ -29,7 +30,8 @@ class Loaded:  # spares each test the import of transformers
         self.backend_tokenizer = Backend.from_file(str(path / "tokenizer.json"))
 
 Tokenizer.load = classmethod(lambda cls, path, **options: cls(Loaded(path)))
-EngineClient.start = classmethod(lambda cls, config, name: FakeEngine(config, {options}))
+EngineClient.start = classmethod(lambda cls, config, **options: FakeEngine(config, {options}))
+EngineAhead.__init__ = lambda self: setattr(self, "_process", None)
 cli.main()
 """
 
@@ -42,7 +44,8 @@ from nvcli.cli import main as cli
 from nvcli.engine.client import EngineClient
 
 start = EngineClient.start
-EngineClient.start = classmethod(lambda cls, config, name: start(config, name=name, runner="fake_runners:{runner}"))
+runner = "fake_runners:{runner}"
+EngineClient.start = classmethod(lambda cls, config, **options: start(config, runner=runner, **options))
 cli.main()
 """
 

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from nvcli.engine.protocol import EngineStart
-from nvcli.executor import executor
+from nvcli.executor import ranks
 from nvcli.executor.child_process import ChildProcess
 
 
@@ -26,5 +26,5 @@ def engine_without_processes(start: EngineStart, control: Connection) -> None:
                 raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
             super().__init__(*args, **kwargs)
 
-    executor.ChildProcess = Child  # type: ignore[misc]
+    ranks.ChildProcess = Child  # type: ignore[misc]
     main(start, control)

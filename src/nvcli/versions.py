@@ -66,6 +66,20 @@ def cuda_torch_advice(driver: tuple[int, int] | None) -> str:
     )
 
 
+def triton_version() -> str | None:
+    """Return the version of the Triton that would be imported, as its first file says; None: it does not say, or is
+    not there."""
+    spec = find_spec("triton")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = Path(spec.origin).read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
+    return found[1] if found else None
+
+
 def package_version(distribution: str) -> str | None:
     """Return the version of a distribution; None where it is not installed."""
     from importlib import metadata

@@ -20,7 +20,8 @@ from triton.runtime.cache import triton_key
 from triton.runtime.driver import driver
 
 from nvcli.kernels.fp8_types import FP8, QuantisedRows
-from nvcli.kernels.triton import compile_ahead, hopper_fp8
+from nvcli.kernels.triton import compile_ahead, hopper_fp8, hopper_fp8_kernel
+from nvcli.kernels.triton.compile_processes import CompileProcesses, hash_triton
 from nvcli.kernels.triton.fp8_launches import HopperLaunch
 
 
@@ -47,48 +48,55 @@ def main() -> dict[str, Any]:
     knobs.runtime.launch_enter_hook.add(lambda metadata: None)
     hopper_fp8.num_multiprocessors = lambda device: 132  # type: ignore[assignment]
     numbers = torch.zeros(4)
-    compile_ahead.hash_triton()
-    found: dict[str, Any] = {"was_compiled": [compile_ahead.was_compiled("p")]}
-    found["hashes"] = triton_key.cache_info().currsize
-    threads, compiled = set(), []
+    hash_triton()
+    found: dict[str, Any] = {"hashes": triton_key.cache_info().currsize}
+    compiled: list[tuple[str, str, bool]] = []
+    processes = CompileProcesses()
     devices: list[tuple[str, torch.device]] = []
     device = torch.device("cuda", 1)
     torch.cuda.set_device = lambda device: devices.append((threading.current_thread().name.split("_")[0], device))
 
     def note(*, src: Any, cache_hit: bool, **others: object) -> None:
-        compiled.append((src.name, cache_hit))
-        threads.add(threading.current_thread().name.split("_")[0])
+        compiled.append((threading.current_thread().name.split("_")[0], src.name, cache_hit))
 
     knobs.compilation.listener = note
-    with compile_ahead.compile_ahead(2, device):
+    with compile_ahead.compile_ahead(processes, device, most=2):
         launch_all(numbers)
     found["launched_ahead"], found["devices"] = len(active.launches), [[name, str(one)] for name, one in set(devices)]
-    found["compiled_ahead"], found["threads"] = sorted(compiled), sorted(threads)
+    found["compiled_ahead"] = sorted(compiled)
     launch_all(numbers)
     launch_all(numbers)
     found["launched"], found["compiled_later"] = len(active.launches), len(compiled) - len(found["compiled_ahead"])
 
     try:
-        with compile_ahead.compile_ahead(2, device):
+        with compile_ahead.compile_ahead(processes, device, most=2):
             broken[(1,)](numbers)
     except triton.CompilationError as error:
         found["error"] = type(error).__name__
 
     # A thread that fails for a reason of its own.
-    threads.clear()
+    compiled.clear()
     submit = compile_ahead.ThreadPoolExecutor.submit
 
     def fail() -> None:
         raise OSError("no thread")
 
     compile_ahead.ThreadPoolExecutor.submit = lambda self, *work: submit(self, fail)  # type: ignore[assignment, method-assign]
-    with compile_ahead.compile_ahead(2, device):
+    with compile_ahead.compile_ahead(processes, device, most=2):
         fill[(1,)](numbers, 3)
     fill[(1,)](numbers, 3)
-    found["launched_after_failure"], found["thread_after_failure"] = len(active.launches), sorted(threads)
+    found["launched_after_failure"], found["after_failure"] = len(active.launches), [*compiled]
+    compile_ahead.ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
 
-    compile_ahead.note_compiled("p")
-    found["was_compiled"] += [compile_ahead.was_compiled("p"), compile_ahead.was_compiled("q")]
+    # What is in the cache on disk needs no process.
+    processes.close()
+    processes.compile = fail  # type: ignore[method-assign, assignment]
+    compiled.clear()
+    hopper_fp8._kernel.cache_clear()
+    hopper_fp8_kernel.hopper_fp8_kernel.device_caches.clear()
+    with compile_ahead.compile_ahead(processes, device, most=2):
+        launch_all(numbers)
+    found["compiled_again"] = compiled
     return found
 
 

@@ -41,7 +41,7 @@ def children():
 everybody = children()
 other.close()
 print(len(everybody), len(children()))
-(engine,) = (pid for pid in children() if b"engine_process" in open(f"/proc/{pid}/cmdline", "rb").read())
+(engine,) = (pid for pid in children() if b"nvcli.engine." in open(f"/proc/{pid}/cmdline", "rb").read())
 os.kill(engine, signal.SIGKILL)
 try:
     list(llm.generate(["hello"]))

@@ -18,6 +18,7 @@ from nvcli.cli.messages import Interrupted, OutputGone, say
 if TYPE_CHECKING:
     from nvcli.config import RunConfig
     from nvcli.config_source import ConfigSource
+    from nvcli.job_run.engine_ahead import EngineAhead
     from nvcli.job_run.engines import EngineSet
     from nvcli.job_run.progress.display import Progress, Verbosity
     from nvcli.job_run.progress.summary import Summary
@@ -63,6 +64,15 @@ def answer_files(run: RunConfig, source: ConfigSource, files: JobFiles, showing:
     own, for which the model is loaded once. Raises what `job_run.generate` raises, with the command that continues the
     job where that helps, Interrupted and OutputGone.
     """
+    from nvcli.job_run.engine_ahead import EngineAhead
+
+    with contextlib.closing(EngineAhead()) as ahead:
+        return _answer_files(run, source, files, showing, ahead)
+
+
+def _answer_files(
+    run: RunConfig, source: ConfigSource, files: JobFiles, showing: ShownProgress, ahead: EngineAhead
+) -> int:
     from nvcli.errors import NvcliError
     from nvcli.job_run.engines import EngineSet
     from nvcli.job_run.resolve import resolve_job
@@ -78,7 +88,7 @@ def answer_files(run: RunConfig, source: ConfigSource, files: JobFiles, showing:
     summaries: list[Summary] = []
     with progress, folder_made(files.output), contextlib.ExitStack() as stack:
         if len(each) == 1:
-            summary = _answer(run, source, each[0], showing, progress, reports[0])
+            summary = _answer(run, source, each[0], showing, progress, reports[0], ahead)
             return 1 if summary.rows_failed else 0
         jobs = [  # so that what is wrong with a later one is known before the first one begins
             resolve_job(
@@ -92,12 +102,12 @@ def answer_files(run: RunConfig, source: ConfigSource, files: JobFiles, showing:
             )
             for one in each
         ]
-        engines = EngineSet()
+        engines = EngineSet(ahead.start_engine)
         stack.callback(engines.close)
         for number, (one, job, report) in enumerate(zip(each, jobs, reports, strict=True), 1):
             progress.note(f"input {number:,} of {len(each):,}: {one.inputs[0]} → {one.output}")
             try:
-                summaries.append(_answer(run, source, one, showing, progress, report, engines=engines, job=job))
+                summaries.append(_answer(run, source, one, showing, progress, report, ahead, engines=engines, job=job))
             except (NvcliError, Interrupted) as error:
                 raise _with_place(error, each, number) from None
     rows, failed = sum(one.rows for one in summaries), sum(one.rows_failed for one in summaries)
@@ -125,6 +135,7 @@ def _answer(
     showing: ShownProgress,
     progress: Progress,
     report: ReportFile | None,
+    ahead: EngineAhead,
     *,
     engines: EngineSet | None = None,
     job: ResolvedJob | None = None,
@@ -156,6 +167,7 @@ def _answer(
             shard=files.shard,
             report=report,
             setter_of=source.setter,
+            start=ahead.start_engine,
             engines=engines,
             job=job,
             on_begin=begun.set,

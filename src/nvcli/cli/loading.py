@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import TYPE_CHECKING
 
@@ -17,13 +18,17 @@ def load_for_person(run: RunConfig, *, num_requests: int, needs_chat_template: b
 
     The keywords are those of `LLM.from_config`.
     """
-    from nvcli.llm.llm import LLM
+    from nvcli.job_run.engine_ahead import EngineAhead
 
     if sys.stderr.isatty():
         say(f"loading {run.model} …")
-    return LLM.from_config(
-        run,
-        note=lambda line: say(line) if line.startswith("warning: ") else None,
-        num_requests=num_requests,
-        needs_chat_template=needs_chat_template,
-    )
+    with contextlib.closing(EngineAhead()) as ahead:
+        from nvcli.llm.llm import LLM
+
+        return LLM.from_config(
+            run,
+            note=lambda line: say(line) if line.startswith("warning: ") else None,
+            start=ahead.start_engine,
+            num_requests=num_requests,
+            needs_chat_template=needs_chat_template,
+        )

@@ -26,7 +26,7 @@ from nvcli.engine.protocol import (
 from nvcli.engine.request import EngineStats, Request, RequestOutput, StepRecord
 from nvcli.errors import NvcliError, WorkerError
 from nvcli.executor.child_process import ChildProcess
-from nvcli.executor.executor import MODEL_RUNNER
+from nvcli.executor.wiring import MODEL_RUNNER
 from nvcli.messages import EngineReady
 
 _STOPPED_CHECK_SECONDS = 0.5
@@ -62,14 +62,22 @@ class EngineClient:
         self._ready: EngineReady | None = None
 
     @classmethod
-    def start(cls, config: EngineConfig, *, name: str = "engine", runner: str = MODEL_RUNNER) -> EngineClient:
-        """Spawn the engine, which spawns its ranks; this returns at once."""
-        process = ChildProcess(
-            "nvcli.engine.engine_process:main",
-            EngineStart(config=config, runner=runner),
-            name=name,
-            send_timeout=config.step_timeout,
-        )
+    def start(
+        cls,
+        config: EngineConfig,
+        *,
+        name: str = "engine",
+        runner: str = MODEL_RUNNER,
+        process: ChildProcess | None = None,
+    ) -> EngineClient:
+        """Start the engine, which starts its ranks; this returns at once. `process` is one of `engine_ahead`; None:
+        another is spawned."""
+        start = EngineStart(config=config, runner=runner)
+        if process is None:
+            process = ChildProcess("nvcli.engine.engine_ahead:main", start, name=name)
+        else:
+            process.send(start)
+        process.limit_sends(config.step_timeout)
         return cls(process, step_timeout=config.step_timeout)
 
     def wait_ready(self, timeout: float | None = None) -> EngineReady | None:

@@ -41,6 +41,7 @@ from nvcli.engine.segment_forest import SegmentCosts
 from nvcli.errors import NvcliError, WorkerError, first_line
 from nvcli.executor.child_process import end_at_sigterm, end_children
 from nvcli.executor.executor import Executor
+from nvcli.executor.ranks import RankAhead
 from nvcli.messages import EngineReady
 
 if TYPE_CHECKING:
@@ -52,8 +53,11 @@ _MOST_ADDED = 256
 """Once so many samples were added, the next step is not kept waiting for more of them."""
 
 
-def main(start: EngineStart, control: Connection) -> None:
-    """Run an engine and its ranks until the parent ends it or is gone, or until something fails, which is reported."""
+def main(start: EngineStart, control: Connection, ahead: RankAhead | None = None) -> None:
+    """Run an engine and its ranks until the parent ends it or is gone, or until something fails, which is reported.
+
+    `ahead` is a rank that was started before.
+    """
     end_at_sigterm()
     encoder = msgspec.msgpack.Encoder()
 
@@ -62,7 +66,7 @@ def main(start: EngineStart, control: Connection) -> None:
 
     executor: Executor | None = None
     try:
-        executor = Executor(start.config, start.runner)
+        executor = Executor(start.config, start.runner, ahead)
         _serve(start.config, executor, _start_receiver(control), send)
     except NvcliError as error:
         details = error.traceback if isinstance(error, WorkerError) else ""

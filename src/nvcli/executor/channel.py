@@ -15,7 +15,7 @@ import mmap
 import os
 import select
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nvcli.file_limits import resize_memory_file
 
@@ -53,6 +53,13 @@ class ChannelSpec:
             write_fds=tuple(write for _, write in pipes),
         )
         # Pages come into being when they are first written: capacity that is never used costs nothing.
+        resize_memory_file(spec.memory_fd, spec.num_bytes)
+        return spec
+
+    def resized(self, capacity: int, *, num_entries: int) -> ChannelSpec:
+        """Return the channel, which nobody has opened yet, with room for other messages. Raises as
+        `resize_memory_file` does."""
+        spec = replace(self, capacity=capacity, num_entries=num_entries)
         resize_memory_file(spec.memory_fd, spec.num_bytes)
         return spec
 

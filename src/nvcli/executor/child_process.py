@@ -42,20 +42,16 @@ class ChildProcess:
         pass_fds: tuple[int, ...] = (),
         env: Mapping[str, str] | None = None,
         output_fd: int = 2,
-        send_timeout: float | None = None,
     ) -> None:
         """Start `target` ("module:function") as function(argument, control) in a new process.
 
-        `argument` is pickled. File descriptors in `pass_fds` keep their numbers in the child. `env` holds defaults:
+        `argument` is pickled. None stands for one that is not known yet: the function receives it over its `control`
+        once `send` is called. File descriptors in `pass_fds` keep their numbers in the child. `env` holds defaults:
         variables that the user has set stay as they are. `output_fd` takes what the child prints.
-        `send_timeout`: seconds after which sending to a child that does not read raises BlockingIOError; None: never.
         """
         self.name = name
         self._oom_kills = count_oom_kills()
         ours, theirs = socket.socketpair()
-        if send_timeout is not None:
-            seconds, rest = divmod(send_timeout, 1.0)
-            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(seconds), int(rest * 1e6)))
         with theirs:
             fd = theirs.fileno()
             search_path = os.pathsep.join(p for p in sys.path if p)
@@ -70,8 +66,18 @@ class ChildProcess:
                 process_group=0,
             )
         self.control = Connection(ours.detach())
+        self.send(argument)
+
+    def send(self, argument: Any) -> None:
+        """Send an argument to the process."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # died already; readers will see the end
             self.control.send(argument)
+
+    def limit_sends(self, seconds: float) -> None:
+        """From now on, sending to a child that does not read for so long raises BlockingIOError."""
+        whole, rest = divmod(seconds, 1.0)
+        with socket.socket(fileno=os.dup(self.control.fileno())) as ours:  # one socket, whatever its descriptor
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(whole), int(rest * 1e6)))
 
     @property
     def pid(self) -> int:

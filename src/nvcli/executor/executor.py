@@ -15,12 +15,13 @@ import msgspec
 
 from nvcli import errors
 from nvcli.config import EngineConfig
-from nvcli.distributed.rendezvous import create_store
 from nvcli.errors import NvcliError, WorkerError
-from nvcli.executor.channel import ChannelClosed, ChannelReader, ChannelSpec, ChannelWriter, close_fds
+from nvcli.executor.channel import ChannelClosed, ChannelReader, ChannelWriter
 from nvcli.executor.child_process import ChildProcess
+from nvcli.executor.ranks import RankAhead, start_rank
 from nvcli.executor.status_board import StatusBoard
-from nvcli.executor.worker import NotRun, RankClosed, RankFailed, RankOutOfMemory, RankStart
+from nvcli.executor.wiring import MODEL_RUNNER, RankStart, Wiring
+from nvcli.executor.worker import NotRun, RankClosed, RankFailed, RankOutOfMemory
 from nvcli.messages import (
     MAX_KV_GROUPS,
     EngineReady,
@@ -30,8 +31,6 @@ from nvcli.messages import (
     max_step_output_bytes,
 )
 
-MODEL_RUNNER = "nvcli.runner.model_runner:create_runner"
-
 _SPARE_ENTRIES = 2
 """Messages that a channel has room for beside the steps in flight: steps whose outputs are being taken in."""
 
@@ -40,23 +39,6 @@ _BEHIND_SECONDS = 0.0005
 
 _STOPPED_CHECK_SECONDS = 0.5
 """Seconds between two checks, while ranks start, whether one was stopped by a signal."""
-
-RANK_ENVIRONMENT = {
-    "GOMP_SPINCOUNT": "1000",
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
-}
-"""Environment variables that ranks get unless the user has set them.
-
-Idle OpenMP threads spin for some microseconds and then sleep. Left to spin on a CPU they take the cores from the
-engine, the parent and each other: a small model's step beside one busy process then takes 7 to 160 ms instead of 2.
-
-NVLink multicast stays off: it takes a shared resource of the NVLink switches, which in a container or with a fabric
-manager in a bad state fails or hangs at start, and nothing here needs it.
-
-torch's warning about messages that are serialised with others of their group is off: each link between stages has a
-group of its own."""
 
 _LEAVING_SECONDS = 0.005
 """Seconds between two checks whether ranks that were told to leave have left."""
@@ -69,61 +51,45 @@ class Executor:
     """Starts the ranks of a replica, sends them steps, collects the outputs, and ends them. They die with its
     process."""
 
-    def __init__(self, config: EngineConfig, runner: str = MODEL_RUNNER) -> None:
+    def __init__(self, config: EngineConfig, runner: str = MODEL_RUNNER, ahead: RankAhead | None = None) -> None:
+        """`ahead` is used, or ended where there are several ranks."""
         self._config = config
         self._runner = runner
-        self._spawn(config, runner)
+        self._spawn(config, runner, ahead)
 
-    def _spawn(self, config: EngineConfig, runner: str) -> None:
+    def _spawn(self, config: EngineConfig, runner: str, ahead: RankAhead | None = None) -> None:
         self._timeout = config.step_timeout
         size = config.num_ranks
-        num_entries = config.max_steps_in_flight + _SPARE_ENTRIES
-        steps = ChannelSpec.create(
-            max_step_input_bytes(
+        if ahead is not None and size > 1:
+            ahead.close()
+            ahead = None
+        wiring = (Wiring.create(size) if ahead is None else ahead.wiring).resized(
+            steps=max_step_input_bytes(
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=config.max_model_len,
                 max_blocks_per_seq=config.max_blocks_per_seq * MAX_KV_GROUPS,  # how many groups, the ranks will say
             ),
-            num_readers=size,
-            num_entries=num_entries,
-        )
-        outputs = ChannelSpec.create(
-            max_step_output_bytes(
+            outputs=max_step_output_bytes(
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 hidden_size=config.embedding_size,
             ),
-            num_readers=1,
-            num_entries=num_entries,
+            num_entries=config.max_steps_in_flight + _SPARE_ENTRIES,
         )
-        status_fd = StatusBoard.create(size)
-        store_fd = create_store()
-        self._status = StatusBoard(status_fd, size)
+        self._status = StatusBoard(wiring.status_fd, size)
         self._ranks: list[ChildProcess] = []
         for rank in range(size):
-            start = RankStart(
-                config=config,
-                rank=rank,
-                runner=runner,
-                steps=steps,
-                outputs=outputs,
-                status_fd=status_fd,
-                store_fd=store_fd,
-                spawned_at=time.time(),
-            )
-            output_fds = outputs.writer_fds() if rank == config.output_rank else ()
-            fds = (*steps.reader_fds(rank), *output_fds, status_fd, store_fd)
-            self._ranks.append(
-                ChildProcess(
-                    "nvcli.executor.worker:main", start, name=f"rank {rank}", pass_fds=fds, env=RANK_ENVIRONMENT
-                )
-            )
-        self._steps = ChannelWriter(steps)
-        self._outputs = ChannelReader(outputs, 0)
-        # Ours are closed so that the ranks' ends are the only ones: a dead rank then reads as end of file.
-        close_fds(steps.read_fds + outputs.write_fds)
-        close_fds((steps.memory_fd, outputs.memory_fd, status_fd, store_fd))
+            start = RankStart(config=config, rank=rank, runner=runner, wiring=wiring, spawned_at=time.time())
+            if ahead is None:
+                is_output_rank = rank == config.output_rank
+                self._ranks.append(start_rank(start, wiring, rank, is_output_rank=is_output_rank))
+            else:
+                self._ranks.append(ahead.child)
+                ahead.child.send(start)
+        self._steps = ChannelWriter(wiring.steps)
+        self._outputs = ChannelReader(wiring.outputs, 0)
+        wiring.close_theirs()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(StepOutput)
         self._submitted: list[tuple[int, float]] = []

@@ -26,36 +26,21 @@ from textwrap import shorten
 
 import msgspec
 
-from nvcli.config import EngineConfig
 from nvcli.distributed.rendezvous import store_path
 from nvcli.errors import NvcliError, first_line
-from nvcli.executor.channel import ChannelClosed, ChannelReader, ChannelSpec, ChannelWriter
+from nvcli.executor.channel import ChannelClosed, ChannelReader, ChannelWriter
 from nvcli.executor.child_process import end_children
 from nvcli.executor.gpu_context import open_gpu_context
 from nvcli.executor.status_board import StatusBoard
+from nvcli.executor.wiring import MODEL_RUNNER, RankStart
 from nvcli.kernel_cache import kernel_cache_error
+from nvcli.kernels.triton.compile_processes import hash_triton
 from nvcli.messages import StepInput, StepOutput
+from nvcli.runner.compiled_programs import start_compilers
 from nvcli.runner.interface import PendingOutput, RankContext, Runner
 
 _MAX_REASON = 200
 """Characters of the longest reason; the message has room for them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankStart:
-    """The argument of a rank's process."""
-
-    config: EngineConfig
-    rank: int
-    runner: str
-    """`module:function`, called with (config, RankContext)."""
-    steps: ChannelSpec
-    outputs: ChannelSpec
-    status_fd: int
-    store_fd: int
-    """The store over which the ranks meet (`distributed.rendezvous`)."""
-    spawned_at: float
-    """`time.time()` of the executor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +79,15 @@ class NotRun:
         return StepOutput(step_id=self.step_id, token_ids=b"", out_of_memory=reason)
 
 
-def main(start: RankStart, control: Connection) -> None:
-    """Run a rank until the engine closes the channel. The process ends here, without interpreter tear-down."""
+def main(start: RankStart | None, control: Connection) -> None:
+    """Run a rank until the engine closes the channel. The process ends here, without interpreter tear-down.
+
+    `start` None: it comes over `control`, and what the ranks of all models import is imported meanwhile.
+    """
+    gc.disable()  # until all is imported: there is little to collect, and much to look through
+    if start is None:
+        threading.Thread(target=_import_ahead, name="import-ahead", daemon=True).start()
+        start = control.recv()
     code = 0
     try:
         _run(start, control)
@@ -111,27 +103,32 @@ def main(start: RankStart, control: Connection) -> None:
 def _run(start: RankStart, control: Connection) -> None:
     started_at = time.time()
     rank = start.rank
-    status = StatusBoard(start.status_fd, start.config.num_ranks)
+    status = StatusBoard(start.wiring.status_fd, start.config.num_ranks)
 
-    context = RankContext(
-        rank=rank,
-        report_phase=lambda phase: status.report(rank, phase),
-        store_path=store_path(start.store_fd),
-        spawned_at=start.spawned_at,
-        started_at=started_at,
-    )
     status.report(rank, "import")
     if start.config.device == "cuda":
         open_gpu_context(start.config.gpu_index(rank))
+        threading.Thread(target=hash_triton, name="hash-triton", daemon=True).start()
+    context = RankContext(
+        rank=rank,
+        report_phase=lambda phase: status.report(rank, phase),
+        store_path=store_path(start.wiring.store_fd),
+        spawned_at=start.spawned_at,
+        started_at=started_at,
+        compilers=start_compilers(start.config),
+    )
     module, function = start.runner.split(":")
-    runner: Runner = getattr(importlib.import_module(module), function)(start.config, context)
+    create_runner = getattr(importlib.import_module(module), function)
+    gc.freeze()  # what was imported lives for ever: the collector need not look at it
+    gc.enable()
+    runner: Runner = create_runner(start.config, context)
     is_output_rank = rank == start.config.output_rank
-    post = _start_poster(ChannelWriter(start.outputs), control) if is_output_rank else None
+    post = _start_poster(ChannelWriter(start.wiring.outputs), control) if is_output_rank else None
     gc.collect()
-    gc.freeze()  # what start-up made lives for ever: the collector need not look at it between steps
+    gc.freeze()  # what the start made lives for ever, too
     control.send(runner.ready)
 
-    steps = ChannelReader(start.steps, rank)
+    steps = ChannelReader(start.wiring.steps, rank)
     decoder = msgspec.msgpack.Decoder(StepInput)
     not_run = ""  # why nothing runs until a step restarts
     try:
@@ -157,6 +154,11 @@ def _run(start: RankStart, control: Connection) -> None:
         if start.config.record_steps:
             with contextlib.suppress(OSError):  # the engine is gone: nobody asks
                 control.send(RankClosed(runner.peak_bytes()))
+
+
+def _import_ahead() -> None:
+    with contextlib.suppress(Exception):  # the rank meets it too
+        importlib.import_module(MODEL_RUNNER.partition(":")[0])
 
 
 def _start_poster(outputs: ChannelWriter, control: Connection) -> queue.SimpleQueue[PendingOutput]:

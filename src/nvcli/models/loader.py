@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,13 +66,31 @@ class _Assignment:
         return self.target.numel() * self.target.element_size()
 
 
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """Threads that read files."""
+
+    pool: ThreadPoolExecutor
+    futures: list[Future[None]]
+
+
 def load_weights(
     model: CausalLM, path: Path, device: torch.device, *, say: Callable[[str], object] = lambda note: None
 ) -> int:
-    """Give `model` memory on `device` and fill it from the checkpoint folder `path`.
+    """Give `model` memory on `device` and fill it from the checkpoint folder `path`, as `begin_loading` does. Returns
+    the bytes of this rank's parameters."""
+    begin_loading(model, path, device, say=say)()
+    return sum(model.weight_bytes().values())
 
-    Returns the bytes of this rank's parameters, and tells `say` what stays on disk. Raises LoadError before any memory
-    is taken where the checkpoint does not fit the model, and for files that cannot be read.
+
+def begin_loading(
+    model: CausalLM, path: Path, device: torch.device, *, say: Callable[[str], object] = lambda note: None
+) -> Callable[[], None]:
+    """Give `model` memory on `device`, begin to fill it from the checkpoint folder `path` on threads, and return what
+    waits for them. Until then the model can be run on a GPU, and computes nothing of use.
+
+    Tells `say` what stays on disk. Raises LoadError before any memory is taken where the checkpoint does not fit the
+    model; what is returned raises it for files that cannot be read.
     """
     located = read_model_tensors(model.config, path)
     tensors = located.tensors
@@ -90,11 +108,19 @@ def load_weights(
         ]
         assert {a.source.tensor.name for a in assignments} == set(model.tensors), "every tensor has its layer"
         _zero_padding(model, assignments)
-        _read(assignments, tensors)
+    reading = _begin_to_read(assignments, tensors)
+
+    def finish() -> None:
+        try:
+            for future in reading.futures:
+                future.result()
+        finally:
+            reading.pool.shutdown(cancel_futures=True)
         for module in model.modules():
             if isinstance(module, WeightModule) and (problem := module.weight_problem()) is not None:
                 raise LoadError(f"{path}: {problem}")
-    return sum(model.weight_bytes().values())
+
+    return finish
 
 
 def load_kv_scales(model: CausalLM, path: Path, device: torch.device) -> str | None:
@@ -191,14 +217,16 @@ def _fill_scales(module: nn.Module, target: ScaleTarget) -> None:
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give every parameter memory on `device`, uninitialised, and compute the buffers. What is shared stays shared."""
+    """Give every parameter memory on `device`, and compute the buffers. What is shared stays shared. A GPU's memory is
+    zero, so that the model can be run before it has weights; a CPU's is not initialised."""
     made: dict[int, nn.Parameter] = {}
+    make = torch.zeros if device.type == "cuda" else torch.empty
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter.is_meta:
                 if id(parameter) not in made:
                     # Not empty_like: of a meta tensor it imports sympy, which may take seconds.
-                    memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                    memory = make(parameter.shape, dtype=parameter.dtype, device=device)
                     made[id(parameter)] = nn.Parameter(memory, requires_grad=False)
                 setattr(module, name, made[id(parameter)])
         if isinstance(module, DerivedModule):
@@ -249,7 +277,7 @@ def _zero_padding(model: nn.Module, assignments: Iterable[_Assignment]) -> None:
             parameter.zero_()
 
 
-def _read(assignments: Iterable[_Assignment], tensors: Mapping[str, TensorInfo]) -> None:
+def _begin_to_read(assignments: Iterable[_Assignment], tensors: Mapping[str, TensorInfo]) -> _Reading:
     tasks: list[tuple[Path, list[_Assignment], Mapping[str, TensorInfo]]] = []
     by_file: dict[Path, list[_Assignment]] = {}
     for a in assignments:
@@ -259,12 +287,8 @@ def _read(assignments: Iterable[_Assignment], tensors: Mapping[str, TensorInfo])
         total = sum(a.num_bytes for a in items)
         parts = min(_MAX_THREADS, max(1, math.ceil(total / _BYTES_PER_TASK)), len(items))
         tasks += [(file, items[part::parts], tensors) for part in range(parts)]
-    if len(tasks) == 1:
-        _read_task(*tasks[0])
-        return
-    with ThreadPoolExecutor(max_workers=min(_MAX_THREADS, len(tasks)), thread_name_prefix="load") as pool:
-        for future in [pool.submit(_read_task, *task) for task in tasks]:
-            future.result()
+    pool = ThreadPoolExecutor(max_workers=max(1, min(_MAX_THREADS, len(tasks))), thread_name_prefix="load")
+    return _Reading(pool, [pool.submit(_read_task, *task) for task in tasks])
 
 
 def _read_task(file: Path, assignments: list[_Assignment], tensors: Mapping[str, TensorInfo]) -> None:

@@ -12,7 +12,7 @@ from nvcli.config import EngineConfig
 from nvcli.distributed.rendezvous import create_store
 from nvcli.errors import WorkerError
 from nvcli.executor.child_process import ChildProcess
-from nvcli.executor.executor import RANK_ENVIRONMENT
+from nvcli.executor.ranks import RANK_ENVIRONMENT
 from nvcli.quality.rank_messages import CompareFailed, CompareReady, CompareTask, PassageSums, PassageTask
 
 _TARGET = "nvcli.quality.rank:main"

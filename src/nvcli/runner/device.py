@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
-import pkgutil
 import threading
-from importlib.util import find_spec
 
 import torch
 
@@ -15,6 +12,7 @@ from nvcli.config import EngineConfig
 from nvcli.config_types import FP8Accumulation
 from nvcli.control_group import container_cores
 from nvcli.errors import ConfigError
+from nvcli.kernels.triton.compile_processes import import_kernels, import_triton
 from nvcli.kernels.weight_formats import FP8_CAPABILITY
 from nvcli.models.config import ModelConfig
 from nvcli.versions import cuda_torch_advice, driver_cuda
@@ -83,18 +81,12 @@ def kept_weights_note(model: ModelConfig, dtype: str, *, has_units: bool) -> str
     return f"the checkpoint's FP8 weights are turned into {dtype} (quantization: fp8 keeps them)" if is_stored else None
 
 
-def import_kernels() -> threading.Thread | None:
+def import_on_thread() -> threading.Thread | None:
     """Import Triton and the modules that declare kernels, on a thread, while weights are read. Return the thread; None
     where there is no Triton."""
 
-    def import_all() -> None:
-        package = importlib.import_module("nvcli.kernels.triton")
-        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            importlib.import_module(module.name)
-        importlib.import_module(f"{package.__name__}.compile_ahead").hash_triton()
-
-    if find_spec("triton") is None:
+    if not import_triton():
         return None
-    thread = threading.Thread(target=import_all, name="import-kernels", daemon=True)
+    thread = threading.Thread(target=import_kernels, name="import-kernels", daemon=True)
     thread.start()
     return thread

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from nvcli.kernels.triton.compile_processes import CompileProcesses
 from nvcli.messages import EngineReady, StepInput, StepOutput
 
 
@@ -47,3 +48,5 @@ class RankContext:
     """The `time.time()` at which the executor started the process."""
     started_at: float = 0.0
     """The `time.time()` at which the process began to run nvcli's code."""
+    compilers: CompileProcesses | None = None
+    """What compiles kernels, where it was started with the rank."""

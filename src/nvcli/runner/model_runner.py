@@ -8,8 +8,8 @@ stage gets them with the next step's input.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 import torch
@@ -25,14 +25,16 @@ from nvcli.distributed.stage import Stage
 from nvcli.distributed.stage_link import StageLink
 from nvcli.errors import LimitsTooHigh
 from nvcli.host_memory import total_ram
+from nvcli.kernels.triton.compile_processes import CompileProcesses
 from nvcli.messages import EngineReady, MemoryUse, StepInput
 from nvcli.models.config import load_model_config
 from nvcli.models.kv_groups import kv_groups
-from nvcli.models.loader import init_random_weights, load_kv_scales, load_weights
+from nvcli.models.loader import begin_loading, init_random_weights, load_kv_scales
 from nvcli.models.registry import build_model
+from nvcli.runner.compiled_programs import Program
 from nvcli.runner.constraints import Constraints, start_workers
-from nvcli.runner.device import has_fp8_units, import_kernels, kept_weights_note, open_device, wait_for_gpu
-from nvcli.runner.first_start import compile_kernels, program_to_compile
+from nvcli.runner.device import has_fp8_units, import_on_thread, kept_weights_note, open_device, wait_for_gpu
+from nvcli.runner.first_start import compile_kernels
 from nvcli.runner.input_buffers import InputBuffers
 from nvcli.runner.interface import RankContext
 from nvcli.runner.mask_workers import MaskWorkers
@@ -86,11 +88,12 @@ class ModelRunner:
             self._build_model()
             self._share_memory()
             self._prepare_grammars()
-            self._load_weights()
+            self._begin_weights()
             self._select_attention()
             self._choose_graphs()
             self._make_slots()
             self._compile_kernels()
+            self._finish_weights()
             self._warm_up()
             self._measure_graphs()
             self._size_kv_cache()
@@ -120,7 +123,7 @@ class ModelRunner:
     def _open_device(self) -> None:
         with self._phase("open device"):
             self.device = open_device(self.config, self._context.rank)
-            self._kernel_imports = import_kernels() if self.device.type == "cuda" else None
+            self._kernel_imports = import_on_thread() if self.device.type == "cuda" else None
             self.dtype: torch.dtype = getattr(torch, self.config.dtype)
             self.kv_dtype = torch_kv_dtype(self.config.kv_dtype)
             self._clock = StepClock(self.device, looks_into_steps=self.config.record_steps)
@@ -177,20 +180,27 @@ class ModelRunner:
                 config.model_path, model.vocab_size, end_ids, self.device, max_answers=config.max_num_seqs
             )
 
-    def _load_weights(self) -> None:
-        with self._phase("load weights"):
+    def _begin_weights(self) -> None:
+        """Begin to load the weights, on threads: meanwhile kernels are imported and compiled."""
+        with self._phase("begin weights"):
             check_weights_fit(sum(self.model.weight_bytes().values()), self.device)
             check_positions_fit(self.config, self.model_config.decoder.angles_per_position, self.device)
             has_units = has_fp8_units(self.device)
             if note := kept_weights_note(self.model_config, self.config.dtype, has_units=has_units):
                 self._notes.append(note)
             if self.config.load_format == "random":
-                self._weight_bytes = init_random_weights(self.model, self.device)
+                init_random_weights(self.model, self.device)
+                self._wait_for_weights: Callable[[], None] = wait_for_gpu
             else:
                 path, say = self.config.model_path, self._notes.append
-                self._weight_bytes = load_weights(self.model, path, self.device, say=say)
+                self._wait_for_weights = begin_loading(self.model, path, self.device, say=say)
                 if self.config.kv_dtype == "fp8" and (note := load_kv_scales(self.model, path, self.device)):
                     say(note)
+
+    def _finish_weights(self) -> None:
+        with self._phase("load weights"):
+            self._wait_for_weights()
+            self._weight_bytes = sum(self.model.weight_bytes().values())
         with self._phase("wait for all ranks"):  # their files may be elsewhere, and slow
             self._world.meet("weights are loaded")
 
@@ -288,12 +298,14 @@ class ModelRunner:
         if self._kernel_imports is not None:
             with self._phase("import kernels"):
                 self._kernel_imports.join()
-        program = program_to_compile(self.config, self.device)
-        if program is None:
+        program = Program.of(self.config)
+        gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
+        if program is None or program.was_compiled(gpu) or not program.takes_notes():
             return
-        with self._phase("compile kernels"):
+        with self._phase("compile kernels"), closing(self._context.compilers or CompileProcesses()) as processes:
             self._use_kv_cache(1)
-            note = compile_kernels(program, self.device, self._run_steps_to_compile)
+            note = compile_kernels(processes, self.device, self._run_steps_to_compile)
+            program.note_compiled(gpu)  # after a failure too, which would come again at the next start
             torch.cuda.empty_cache()
             self._notes += [note] if note else []
 

@@ -1,80 +1,46 @@
-"""Compiles the kernels of a program on several threads, before the program runs.
+"""Compiles the kernels of a program side by side, before the program runs.
 
-Triton compiles a kernel at its first launch, on the thread that launches it, and with a C compiler what hands over the
-arguments, so that a program waits for one kernel after another. Most of this holds no interpreter lock. Here the
-program runs once with launches left out, and that tells which kernels it needs.
+Triton compiles a kernel at its first launch, on the thread that launches it, so that a program waits for one kernel
+after another. Here the program runs once with launches left out, which tells the kernels that it needs; each is
+compiled in a process of its own (`compile_processes.py`), and loaded by a thread.
 
-It builds on the mode for asynchronous compilation of Triton 3.6 (`triton/runtime/_async_compile.py`), which waits for a
-kernel at its launch; here the launch is left out. Where that mode is missing, kernels are compiled as ever.
+It builds on Triton's mode for asynchronous compilation (`triton/runtime/_async_compile.py`), which waits for a kernel
+at its launch; here the launch is left out.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from importlib import import_module
-from importlib.util import find_spec
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import triton
+from triton.runtime._async_compile import active_mode
 from triton.runtime.cache import get_cache_manager
 
-_MODE_MODULE = "triton.runtime._async_compile"
-_RECORD_NAME = "compiled_ahead.txt"
+from nvcli.kernels.triton.compile_processes import CompileProcesses, KernelDescription
+
+_MOST_NAME = 150
+"""Characters of a kernel's name that the cache's files have."""
 
 Compile = Callable[[], Any]
 Finish = Callable[[Any], None]
 
 
-def can_compile_ahead() -> bool:
-    """Tell whether this Triton can compile kernels before their launches, and more than one core is there to do it."""
-    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return not is_interpreted and find_spec(_MODE_MODULE) is not None and len(os.sched_getaffinity(0)) > 1
-
-
-def hash_triton() -> None:
-    """Let Triton compute the hash of itself, of several hundred MB, which stands in the key of each kernel in its cache
-    on disk. It keeps the hash, and computes it without the interpreter lock."""
-    triton_key = getattr(import_module("triton.runtime.cache"), "triton_key", None)
-    if triton_key is not None:  # other versions keep it elsewhere, and compute it when they need it
-        triton_key()
-
-
-def was_compiled(program: str) -> bool:
-    """Tell whether Triton's cache on disk notes that all kernels of a program were compiled into it. A cache that takes
-    no note counts as one that has it: kernels are then read from it, or compiled at their first launch.
-
-    `program` says all that the choice of kernels depends on. A note that does not hold costs time, nothing else.
-    """
-    try:
-        return _cache(program).get_file(_RECORD_NAME) is not None
-    except (OSError, RuntimeError):
-        return True
-
-
-def note_compiled(program: str) -> None:
-    """Note in Triton's cache on disk that all kernels of a program were compiled into it, if it takes the note."""
-    with suppress(OSError, RuntimeError):
-        _cache(program).put(program, _RECORD_NAME, binary=False)
-
-
 @contextmanager
-def compile_ahead(num_threads: int, device: torch.device) -> Iterator[None]:
-    """Leave out the launches of kernels that this process has not compiled, and compile and load these on `num_threads`
-    threads, for the GPU `device`, which is the current one. They are ready when the block ends; a kernel that fails on
-    a thread is compiled once more on this one. After an error of the block they are not waited for, and not ready.
+def compile_ahead(processes: CompileProcesses, device: torch.device, *, most: int) -> Iterator[None]:
+    """Leave out the launches of kernels that this process has not compiled, compile up to `most` of these at a time,
+    and load them, for the GPU `device`, which is the current one. They are ready when the block ends; a kernel that
+    fails is compiled once more on this thread. After an error of the block they are not waited for, and not ready.
 
     Kernels that were compiled before are launched. Memory that a kernel would write keeps what it holds. Raises what
     Triton raises where a kernel cannot be compiled.
     """
-    active_mode = import_module(_MODE_MODULE).active_mode
     # A thread's GPU is the first one until it is told another.
-    with ThreadPoolExecutor(num_threads, "compile", initializer=torch.cuda.set_device, initargs=(device,)) as threads:
-        kernels = _KernelsAhead(threads)
+    with ThreadPoolExecutor(most, "compile", initializer=torch.cuda.set_device, initargs=(device,)) as threads:
+        kernels = _KernelsAhead(threads, processes)
         token = active_mode.set(kernels)
         try:
             yield
@@ -89,18 +55,18 @@ def compile_ahead(num_threads: int, device: torch.device) -> Iterator[None]:
 class _KernelsAhead:
     """The kernels that are compiled ahead; to Triton, an active `AsyncCompileMode`."""
 
-    def __init__(self, threads: ThreadPoolExecutor) -> None:
-        self._threads = threads
+    def __init__(self, threads: ThreadPoolExecutor, processes: CompileProcesses) -> None:
+        self._threads, self._processes = threads, processes
         self._compiling: dict[str, tuple[Compile, Future[Any]]] = {}
         self._finish: list[tuple[str, Finish]] = []
         self._placeholder = Placeholder()
 
-    def submit(self, key: str, compile_fn: Compile, finalize_fn: Finish) -> Placeholder:
+    def submit(self, key: str, compile_fn: Compile, finalize_fn: Finish, cleanup_fn: object = None) -> Placeholder:
         """Begin to compile a kernel that is launched for the first time. Triton calls this, and finds what is returned
-        at the kernel's next launches, too."""
+        at the kernel's next launches, too. `cleanup_fn`: Triton 3.9 has it called for kernels that fail."""
         finalize_fn(self._placeholder)
         if key not in self._compiling:
-            self._compiling[key] = compile_fn, self._threads.submit(_compile_and_load, compile_fn)
+            self._compiling[key] = compile_fn, self._threads.submit(self._compile_and_load, key, compile_fn)
         self._finish.append((key, finalize_fn))
         return self._placeholder
 
@@ -111,11 +77,19 @@ class _KernelsAhead:
             compile_fn, future = self._compiling[key]
             finalize(compile_fn() if future.exception() is not None else future.result())
 
+    def _compile_and_load(self, key: str, compile_fn: Compile) -> Any:
+        description = KernelDescription.of(compile_fn)
+        if not _is_in_cache(key, description.source.name):
+            self._processes.compile(description)
+        kernel = compile_fn()  # finds it in the cache on disk
+        kernel.run  # noqa: B018  # this property makes what launches the kernel, and loads both
+        return kernel
 
-def _compile_and_load(compile_fn: Compile) -> Any:
-    kernel = compile_fn()
-    kernel.run  # noqa: B018  # this property makes what launches the kernel, and loads both
-    return kernel
+
+def _is_in_cache(key: str, name: str) -> bool:
+    """Tell whether Triton's cache on disk has a kernel, where `triton.compile` looks for it."""
+    cache = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    return cache.get_group(f"{name[:_MOST_NAME]}.json") is not None
 
 
 class Placeholder:
@@ -136,8 +110,3 @@ class Placeholder:
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         return self.run
-
-
-def _cache(program: str) -> Any:
-    words = f"nvcli programs, Triton {triton.__version__}: {program}"
-    return get_cache_manager(hashlib.sha256(words.encode()).hexdigest())

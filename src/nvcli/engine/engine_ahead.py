@@ -1,0 +1,31 @@
+"""The process of an engine, from its beginning: a lone rank is started before anything else, as it takes seconds to
+import torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from multiprocessing.connection import Connection
+
+from nvcli.engine.protocol import EngineStart
+from nvcli.errors import NvcliError
+from nvcli.executor.child_process import end_at_sigterm, end_children
+from nvcli.executor.ranks import RankAhead
+from nvcli.executor.wiring import MODEL_RUNNER
+
+
+def main(start: EngineStart | None, control: Connection) -> None:
+    """Run an engine. `start` None: it comes over `control`, and a lone rank is likely."""
+    end_at_sigterm()
+    rank = None
+    if start is None or (start.config.num_ranks == 1 and start.runner == MODEL_RUNNER):
+        with contextlib.suppress(NvcliError, OSError):  # it will fail again when more is known
+            rank = RankAhead()
+    from nvcli.engine import engine_process
+
+    try:
+        start = start or control.recv()
+    except (EOFError, OSError):  # the parent is gone
+        end_children()
+        os._exit(1)
+    engine_process.main(start, control, rank)
