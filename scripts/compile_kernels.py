@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compiles the kernels that runs launch, for GPUs that need not be there.
 
-    python3 scripts/compile_kernels.py [--gpu 80,90,100] [--model NAME,…] [--threads N]
+    python3 scripts/compile_kernels.py [--gpu 80,90,100] [--model NAME,…] [--kernel PATTERN] [--threads N]
 
 Models of several kinds are started on an imagined GPU (`imagined_gpu.py`), up to where a first start compiles its
 kernels; what it launches there is compiled and not run, and so is what only some rows and several ranks launch. The
@@ -40,13 +40,12 @@ import nvcli.kernels.triton as kernels
 from imagined_gpu import CARDS, imagined_gpu
 from nvcli.bench.shapes import model_folder
 from nvcli.config import RunConfig
-from nvcli.errors import NvcliError
+from nvcli.errors import NvcliError, first_line
 from nvcli.job_run.resolve import load_model, resolve_engine_config
 from nvcli.kernels import candidates, embedding, late_masks, token_mask
 from nvcli.kernels.peer_memory import PeerLayout, PeerMemory
 from nvcli.kernels.triton.compile_ahead import Placeholder
 from nvcli.messages import SlotSampling
-from nvcli.models.causal_lm import CausalLM
 from nvcli.models.loader import materialize
 from nvcli.runner import model_runner
 from nvcli.runner.interface import RankContext
@@ -90,9 +89,9 @@ class Compiler:
     """Compiles each kernel that is launched, once, and leaves the launch out. To Triton, an active
     `AsyncCompileMode`."""
 
-    def __init__(self, threads: ThreadPoolExecutor, shared_bytes: int) -> None:
-        """`shared_bytes`: the most that a program may have."""
-        self._threads, self._shared_bytes = threads, shared_bytes
+    def __init__(self, threads: ThreadPoolExecutor, shared_bytes: int, pattern: str = "") -> None:
+        """`shared_bytes`: the most that a program may have; `pattern`: that names of kernels match."""
+        self._threads, self._shared_bytes, self._pattern = threads, shared_bytes, re.compile(pattern)
         self._compiling: dict[str, tuple[str, Future[Variant]]] = {}
 
     def __len__(self) -> int:
@@ -105,7 +104,8 @@ class Compiler:
         if key not in self._compiling:
             held = dict(zip(compile_fn.__code__.co_freevars, compile_fn.__closure__ or (), strict=True))
             name = name_of(held["src"].cell_contents.fn)
-            self._compiling[key] = name, self._threads.submit(self._compile, compile_fn)
+            if self._pattern.search(name):
+                self._compiling[key] = name, self._threads.submit(self._compile, compile_fn)
         return placeholder
 
     def variants(self) -> dict[str, list[Variant]]:
@@ -120,7 +120,7 @@ class Compiler:
         try:
             kernel = compile_fn()
         except Exception as error:
-            return Variant(0, 0, 0, time.perf_counter() - begun, f"{type(error).__name__}: {error}")
+            return Variant(0, 0, 0, time.perf_counter() - begun, first_line(error))
         seconds, shared_bytes = time.perf_counter() - begun, kernel.metadata.shared
         fits = shared_bytes <= self._shared_bytes
         problem = None if fits else f"needs {shared_bytes} bytes of shared memory, of {self._shared_bytes}"
@@ -150,9 +150,10 @@ def start(shape: str, settings: Mapping[str, Any]) -> None:
     """Start a model on the imagined GPU up to where its kernels are known. Raises NvcliError if the GPU cannot have
     it."""
 
-    def run_and_stop(program: str, device: torch.device, run: Any) -> None:
-        run()
-        launch_rare(run.__self__)
+    def launch_and_stop(runner: ModelRunner) -> None:
+        runner._use_kv_cache(1)
+        runner._run_steps_to_compile()
+        launch_rare(runner)
         raise Launched
 
     with model_folder("", shape, quantization=settings.get("quantization", "auto")) as folder:
@@ -162,20 +163,14 @@ def start(shape: str, settings: Mapping[str, Any]) -> None:
         config = resolve_engine_config(run, folder, load_model(run, folder))
         config = msgspec.structs.replace(config, load_format="random")
         with (
-            patch.object(model_runner, "program_to_compile", lambda config, device: "all"),
-            patch.object(model_runner, "compile_kernels", run_and_stop),
-            patch.object(model_runner, "init_random_weights", place_weights),
+            patch.object(ModelRunner, "_compile_kernels", launch_and_stop),
+            patch.object(model_runner, "init_random_weights", materialize),
         ):
             try:
                 ModelRunner(config, RankContext(rank=0, report_phase=lambda phase: None))
             except Launched:
                 return
     raise AssertionError("the start did not come to its kernels")
-
-
-def place_weights(model: CausalLM, device: torch.device) -> int:
-    materialize(model, device)
-    return sum(model.weight_bytes().values())
 
 
 @torch.inference_mode()
@@ -216,7 +211,7 @@ def report(found: Mapping[str, list[Variant]]) -> bool:
         seconds = sum(variant.seconds for variant in variants)
         print(f"  {name:<52} {len(variants):8} {registers:9} {stack:6} {shared:7} {seconds:8.1f}")
     if others := sorted(all_kernels() - found.keys()):
-        print(f"  not launched: {', '.join(others)}")
+        print(f"  not compiled: {', '.join(others)}")
     problems = [f"  {name}: {one.problem}" for name, variants in found.items() for one in variants if one.problem]
     print("\n".join(problems or ["  all are compiled, and fit"]), flush=True)
     return not problems
@@ -236,6 +231,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", default="80,90,100", help=f"compute capabilities, of {', '.join(map(str, CARDS))}")
     parser.add_argument("--model", default=",".join(MODELS), help="models, of those that are listed without one")
+    parser.add_argument("--kernel", default="", help="regular expression for the names of kernels; others are left out")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     is_well = True
@@ -243,7 +239,7 @@ def main() -> int:
         card = CARDS[capability]
         print(f"Triton {triton.__version__}, torch {torch.__version__}, sm_{capability} ({card.name})", flush=True)
         with ThreadPoolExecutor(options.threads) as threads, imagined_gpu(capability):
-            compiler = Compiler(threads, card.shared_bytes)
+            compiler = Compiler(threads, card.shared_bytes, options.kernel)
             token = _async_compile.active_mode.set(compiler)
             for model in options.model.split(","):
                 before = len(compiler)
