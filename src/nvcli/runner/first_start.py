@@ -15,11 +15,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nvcli.errors import NvcliError, first_line
+from nvcli.host_memory import available_ram
 from nvcli.kernels.triton.compile_processes import CompileProcesses
 from nvcli.runner.device import own_cores
 
 _MOST_PROCESSES = 32
-"""The kernels of a model are hardly more, and each takes a quarter of a gigabyte."""
+"""The kernels of a model are hardly more."""
+_PROCESS_BYTES = 512 << 20
+"""Room for each: compiling the largest kernel takes 113 MiB, and the assembler as much again or more."""
 
 
 def compile_kernels(processes: CompileProcesses, device: torch.device, run: Callable[[], None]) -> str | None:
@@ -30,7 +33,8 @@ def compile_kernels(processes: CompileProcesses, device: torch.device, run: Call
     """
     from nvcli.kernels.triton.compile_ahead import compile_ahead
 
-    with compile_ahead(processes, device, most=max(2, min(_MOST_PROCESSES, own_cores(device)))):
+    most = max(2, min(_MOST_PROCESSES, own_cores(device), available_ram() // _PROCESS_BYTES))
+    with compile_ahead(processes, device, most=most):
         try:
             with _ZeroedMemory():  # type: ignore[no-untyped-call]
                 run()
