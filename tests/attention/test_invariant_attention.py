@@ -20,7 +20,7 @@ from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.row_by_row_backend import RowByRowBackend
 from nvcli.attention.spec import AttentionCase
 from nvcli.attention.triton_backend import TritonBackend
-from nvcli.kernels.triton.split_work_list import SPLIT, plan_splits_kernel
+from nvcli.kernels.triton.decode_work_list import SPLIT
 from ordered_products import products_in_one_order
 
 pytestmark = [pytest.mark.gpu] if HAS_GPU else INTERPRETED_MARKS
@@ -97,7 +97,7 @@ def bits_of_last_tokens(
 
 
 @BACKENDS
-@pytest.mark.parametrize("history", [0, SPLIT - 12])
+@pytest.mark.parametrize("history", [0, SPLIT.value - 12])
 @pytest.mark.parametrize(
     "geometry",
     [{"num_kv_heads": 2, "ratio": 2, "block_size": 64}, {"ratio": 3, "windows": (300, None), "has_sinks": True}],
@@ -128,42 +128,3 @@ def test_a_row_that_is_cut_has_the_bits_of_one_that_is_not() -> None:
         for spec, layer, (q, _, v), expected in zip(bench.specs, bench.layers, step.inputs, together, strict=True):
             out = backend.forward(spec, layer, q[7:8], None, v[7:8], alone, bench.sinks)
             assert torch.equal(out[0], expected[7])
-
-
-@pytest.mark.skipif(HAS_GPU, reason="the plan is the same on every device")
-@pytest.mark.parametrize("window", [0, 100, 1300])
-@pytest.mark.parametrize(("num_rows", "longest"), [(1, 5000), (7, 0), (40, 3000), (270, 3000)])
-def test_the_work_list_has_every_split_once_longest_entries_first(num_rows: int, longest: int, window: int) -> None:
-    """Window 0 stands for none."""
-    rng = random.Random(num_rows)
-    lens = [rng.choice([0, 1, rng.randint(0, longest)]) for _ in range(num_rows)]
-    slots = rng.sample(range(2 * num_rows), num_rows)
-    max_partials = 40
-    items = torch.full((max_partials + num_rows, 8), -1, dtype=torch.int32)
-    num_items = torch.zeros(1, dtype=torch.int32)
-    plan_splits_kernel[(-(-num_rows // 16),)](
-        torch.tensor(lens, dtype=torch.int32), torch.tensor(slots), items, num_items, num_rows, 60, window,
-        NUM_KV_HEADS=2, HAS_WINDOW=window > 0, SPLIT=SPLIT, MAX_PARTIALS=max_partials, ROWS=16, COLUMNS=64,
-        ITEM_FIELDS=8,
-    )  # fmt: skip
-    listed = items[: int(num_items)].tolist()
-    assert (items[int(num_items) :] == -1).all()
-    sizes, partials = [], []
-    for row, slot, num_keys, first, end, first_partial, num_entries, number in listed:
-        assert (slot, num_keys) == (slots[row], lens[row])
-        first_seen = max(0, num_keys - window) if window else 0
-        sizes.append(SPLIT if num_entries > 1 else num_keys - first_seen)
-        if num_entries > 1:
-            partials.append(first_partial + number)
-            assert (first, end) == (first_seen // SPLIT + number, first_seen // SPLIT + number + 1)
-        else:
-            assert (first, end) == (first_seen // SPLIT, max(-(-num_keys // SPLIT), first_seen // SPLIT + 1))
-    for row, length in enumerate(lens):
-        entries = sorted(item[7] for item in listed if item[0] == row)
-        assert entries == list(range(len(entries)))
-        assert len(entries) in (1, -(-length // SPLIT) - (max(0, length - window) if window else 0) // SPLIT)
-    assert sizes == sorted(sizes, reverse=True)
-    assert sorted(partials) == list(range(len(partials)))
-    assert len(partials) <= max_partials
-    if num_rows == 1:
-        assert len(listed) > 1 or window == 100

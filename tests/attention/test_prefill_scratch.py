@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -18,27 +18,25 @@ from nvcli.attention import triton_backend
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels.fp8_types import FP8
-from nvcli.kernels.triton import prefill_choice, scratch_prefill
+from nvcli.kernels.triton import prefill_choice, prefill_scratch
+from nvcli.kernels.triton.attention_launch import AttentionShape
 from nvcli.kernels.triton.prefill_attention import PrefillAttention
-from nvcli.kernels.triton.prefill_scratch import UNIT, ScratchTiles
+from nvcli.kernels.triton.prefill_scratch import UNIT, ScratchPrefillAttention, ScratchTiles
 from nvcli.kernels.triton.prefill_tiles import TileKey
-from nvcli.kernels.triton.scratch_prefill import ScratchPrefillAttention
 
 pytestmark = MARKS
 __all__ = ["exact_conversions"]
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
 
 
-def scratch_kernel(*, has_window: bool, scratch_tokens: int, **options: Any) -> tuple[Any, list[str]]:
+def scratch_kernel(
+    shape: AttentionShape, *, has_window: bool, scratch_tokens: int, **options: object
+) -> tuple[Any, list[str]]:
     """What a Hopper GPU would take. Elsewhere the usual kernel attends to the copies, as Gluon has no interpreter."""
-    options = {name: value for name, value in options.items() if name not in ("batch_invariant", "has_plain_blocks")}
     if has_window:
-        return PrefillAttention(**options), []
-    if HAS_GPU:
-        return ScratchPrefillAttention(scratch_tokens=scratch_tokens, **options), []
-    copies = partial(PrefillAttention, dtype=DTYPE, kv_dtype=DTYPE)
-    with patch.object(scratch_prefill, "HopperPrefillAttention", copies):
-        return ScratchPrefillAttention(scratch_tokens=scratch_tokens, **options), []
+        return PrefillAttention(shape), []
+    with nullcontext() if HAS_GPU else patch.object(prefill_scratch, "HopperPrefillAttention", PrefillAttention):
+        return ScratchPrefillAttention(shape, scratch_tokens=scratch_tokens), []
 
 
 @pytest.mark.skipif(HAS_GPU and torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
@@ -97,7 +95,7 @@ def test_plan(num_chunks: int, longest: int) -> None:
             )
         assert tiles.num_before is not None
         num_copied, num_listed = int(tiles.num_before), int(tiles.num_units)
-        listed, copied = tiles.tiles.tolist(), tiles.copied.tiles.tolist()
+        listed, copied = tiles.items.tolist(), tiles.copied.items.tolist()
         held, place = [], 0
         for i in sorted(range(len(counts)), key=lambda i: (-lens[i], i)):
             own = -(-lens[i] // UNIT)
@@ -107,9 +105,9 @@ def test_plan(num_chunks: int, longest: int) -> None:
             place += own
         assert num_listed == len(held)
         assert tiles.units[:num_listed].tolist() == held
-        assert (num_copied == int(tiles.num_tiles)) == (num_units >= needed), "padding comes last"
+        assert (num_copied == int(tiles.num_items)) == (num_units >= needed), "padding comes last"
         moved = [[held.index([tile[0], 0]) if tile[4] else 0, *tile[1:]] for tile in listed[:num_copied]]
         assert sorted(copied[:num_copied]) == sorted(moved)
-        if num_copied < int(tiles.num_tiles):
+        if num_copied < int(tiles.num_items):
             left = listed[num_copied]
             assert left[4] == 0 or place + -(-left[4] // UNIT) > num_units

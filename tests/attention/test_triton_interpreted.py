@@ -19,10 +19,12 @@ from attention_setup import History
 
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.triton_backend import TritonBackend
+from nvcli.kernels.triton.decode_work_list import SPLIT as SPLIT_KEYS
 from nvcli.kernels.triton.decode_work_list import plan_decode_kernel
 from nvcli.kernels.triton.prefill_tiles import PrefillTiles, TileKey
 
 Bench = partial(AnyBench, TritonBackend)
+SPLIT: int = SPLIT_KEYS.value
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")  # the interpreter
 
 
@@ -141,23 +143,26 @@ def test_decode_rows_of_several_tokens(windows: tuple[int | None, ...]) -> None:
     bench.step((a, 4), (b, 4), (c, 25), shape=shape)
 
 
-@pytest.mark.parametrize(("window", "align"), [(0, 1), (1, 1), (100, 32), (900, 32), (333, 1)])
-@pytest.mark.parametrize(("num_rows", "longest"), [(1, 5000), (7, 0), (40, 300), (270, 3000)])
+@pytest.mark.parametrize(
+    ("window", "align"), [(0, 1), (1, 1), (100, 32), (900, 32), (333, 1), (0, SPLIT), (100, SPLIT), (1300, SPLIT)]
+)
+@pytest.mark.parametrize(("num_rows", "longest"), [(1, 5000), (7, 0), (40, 3000), (270, 3000)])
 def test_the_work_list_covers_every_key_once_longest_first(
     num_rows: int, longest: int, window: int, align: int
 ) -> None:
-    """Window 0 stands for none."""
+    """Window 0 stands for none. With `align` SPLIT, rows are cut into splits or not at all."""
+    has_splits = align == SPLIT
     rng = random.Random(num_rows)
     lens = [rng.choice([0, 1, rng.randint(0, longest)]) for _ in range(num_rows)]
     slots = rng.sample(range(2 * num_rows), num_rows)
     num_kv_heads, target, tile = 2, 24, 32
-    most_cut = target // num_kv_heads
+    most_cut = 20 if has_splits else target // num_kv_heads
     items = torch.full((most_cut + num_rows, 8), -1, dtype=torch.int32)
     num_items = torch.zeros(1, dtype=torch.int32)
     plan_decode_kernel[(-(-num_rows // 16),)](
         torch.tensor(lens, dtype=torch.int32), torch.tensor(slots), items, num_items, None, num_rows, target, window,
-        NUM_KV_HEADS=num_kv_heads, HAS_WINDOW=window > 0, ALIGN=align, TILE=tile, MIN_CHUNK=128, ROWS=16, COLUMNS=64,
-        ITEM_FIELDS=8,
+        NUM_KV_HEADS=num_kv_heads, HAS_WINDOW=window > 0, ALIGN=align, TILE=tile, HAS_SPLITS=has_splits,
+        MAX_PARTIALS=most_cut, ROWS=16, COLUMNS=64,
     )  # fmt: skip
     listed = items[: int(num_items)].tolist()
     assert (items[int(num_items) :] == -1).all()
@@ -173,12 +178,14 @@ def test_the_work_list_covers_every_key_once_longest_first(
         assert ends[0] == first_seen // align * align
         assert [item[2] for item in chunks] == ends[1:]
         assert all((begin - ends[0]) % tile == 0 for begin in ends[:-1])
+        assert not has_splits or ends[1:-1] in ([], list(range(ends[0] + SPLIT, length, SPLIT)))
         if window:
             assert all(item[7] == first_seen for item in chunks)
         if len(chunks) > 1:
             partials += [item[4] + item[5] for item in chunks]
     assert sorted(partials) == list(range(len(partials)))
-    assert len(partials) <= 2 * most_cut
+    assert len(partials) <= (1 if has_splits else 2) * most_cut
+    assert num_rows > 1 or partials or (has_splits and window == 100) or window in (1, 100)
     first_of_row = [item[2] - item[1] for item in listed if item[5] == 0]
     rounded = [-(-max(size, 1) // tile) for size in first_of_row]
     assert rounded == sorted(rounded, reverse=True)
@@ -209,9 +216,9 @@ def test_the_tiles_cover_every_row_once_longest_requests_first(num_chunks: int, 
         first_chunk=num_decodes,
         num_tokens=num_tokens,
     )
-    num_tiles = int(tiles.num_tiles)
-    assert num_tiles <= tiles.capacity <= tiles.tiles.shape[0]
-    assert (tiles.tiles[num_tiles:] == 0).all()
+    num_tiles = int(tiles.num_items)
+    assert num_tiles <= tiles.capacity <= tiles.items.shape[0]
+    assert (tiles.items[num_tiles:] == 0).all()
     expected = []
     for i in sorted(range(len(counts)), key=lambda i: (-lens[i], i)):
         first_token = sum(counts[:i])
@@ -221,7 +228,7 @@ def test_the_tiles_cover_every_row_once_longest_requests_first(num_chunks: int, 
     expected += [[0, rows * tile, sum(counts), padding, 0] for tile in reversed(range(-(-padding * group // rows)))]
     if is_sorted:
         expected.sort(key=lambda tile: -groups_of_keys(tile, group, rows))
-    assert tiles.tiles[:num_tiles, :5].tolist() == expected
+    assert tiles.items[:num_tiles, :5].tolist() == expected
 
 
 def groups_of_keys(tile: list[int], group: int, rows: int) -> int:
@@ -241,7 +248,7 @@ def test_programs_that_take_sorted_tiles_in_turns_have_equally_much_to_do(counts
     lens = torch.tensor(counts, dtype=torch.int32)
     tiles.plan(starts, lens, torch.arange(len(counts)), first_chunk=0, num_tokens=sum(counts))
     costs = [
-        groups_of_keys(tile, 4, 128) + 4 for tile in tiles.tiles[: int(tiles.num_tiles)].tolist() for _ in range(8)
+        groups_of_keys(tile, 4, 128) + 4 for tile in tiles.items[: int(tiles.num_items)].tolist() for _ in range(8)
     ]
     work = [0] * 132
     for item, cost in enumerate(costs):

@@ -11,28 +11,26 @@ import json
 from unittest.mock import patch
 
 import torch
-from hopper_compile import FakeDriver, assemble
+from hopper_compile import BLOCK_SIZE, KV_HEADS, FakeDriver, assemble, attention_shape
 from triton.runtime.driver import driver
 
 from nvcli.kernels.triton import decode_attention
+from nvcli.kernels.triton.attention_launch import LayerInputs
 from nvcli.kernels.triton.decode_attention import DecodeAttention
 from nvcli.kernels.triton.fp8_decode_attention import fp8_decode_attention_kernel
 
-HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 64
-CPU = torch.device("cpu")
+HEADS, HEAD_DIM = 32, 128
 
 
 def launch(rows: int) -> None:
     with patch.object(decode_attention, "_load_direct_kernel", lambda *args, **kwargs: fp8_decode_attention_kernel):
-        attention = DecodeAttention(
-            num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_size=BLOCK_SIZE, windows=[None],
-            dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, device=CPU, max_rows=rows,
-        )  # fmt: skip
+        shape = attention_shape(HEADS, HEAD_DIM, torch.device("cpu"), kv_dtype=torch.float8_e4m3fn)
+        attention = DecodeAttention(shape, windows=[None], max_rows=rows)
     cache = torch.zeros(2, 3, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=torch.float8_e4m3fn)
     q = torch.zeros(rows, HEADS, HEAD_DIM, dtype=torch.bfloat16)
     tables = torch.zeros(rows, 8, dtype=torch.int32)
     for own in (None, (attention.work_list(None), torch.zeros(rows, HEADS))):
-        attention.run(q, *cache, tables, torch.zeros_like(q), scale=0.1, window=None, own=own)
+        attention.run(LayerInputs(q, *cache, tables, 0.1), torch.zeros_like(q), own)
 
 
 if __name__ == "__main__":

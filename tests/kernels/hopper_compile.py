@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.driver import driver
 
-from nvcli.kernels.triton import hopper_prefill
+from nvcli.kernels.triton import hopper_launch
+from nvcli.kernels.triton.attention_launch import AttentionShape, LayerInputs
 from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
 from nvcli.kernels.triton.hopper_prefill_kernel import hopper_prefill_kernel
 from nvcli.kernels.triton.kept_kernel import KeptKernel
@@ -86,15 +88,17 @@ class ThroughTriton:
         self._kernel[(num_programs, 1, 1)](*arguments, *self._constants, num_warps=4)
 
 
+def attention_shape(num_heads: int, head_dim: int, device: torch.device, **change: Any) -> AttentionShape:
+    shape = AttentionShape(
+        num_heads=num_heads, num_kv_heads=KV_HEADS, head_dim=head_dim, block_size=BLOCK_SIZE, dtype=torch.bfloat16,
+        kv_dtype=torch.bfloat16, device=device,
+    )  # fmt: skip
+    return replace(shape, **change)
+
+
 def make_attention(head_dim: int, group: int) -> HopperPrefillAttention:
     with patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=132)):
-        return HopperPrefillAttention(
-            num_heads=KV_HEADS * group,
-            num_kv_heads=KV_HEADS,
-            head_dim=head_dim,
-            block_size=BLOCK_SIZE,
-            device=torch.device("cuda"),
-        )
+        return HopperPrefillAttention(attention_shape(KV_HEADS * group, head_dim, torch.device("cuda")))
 
 
 def launch(head_dim: int, group: int, soft_cap: float) -> dict[str, list[Any]]:
@@ -106,26 +110,21 @@ def launch(head_dim: int, group: int, soft_cap: float) -> dict[str, list[Any]]:
     pool = torch.zeros(3, 2, 3, BLOCK_SIZE, KV_HEADS, head_dim, dtype=torch.bfloat16)
     tables, tiles = torch.zeros(4, 8, dtype=torch.int32), torch.zeros(10, 8, dtype=torch.int32)
     num_tiles = torch.zeros(1, dtype=torch.int32)
-    planned: Any = SimpleNamespace(capacity=10, tiles=tiles, num_tiles=num_tiles, part=TilePart.WHOLE)
-    prefixes: Any = SimpleNamespace(capacity=10, tiles=tiles, num_tiles=num_tiles, part=TilePart.PREFIX)
+    planned: Any = SimpleNamespace(capacity=10, items=tiles, num_items=num_tiles, part=TilePart.WHOLE)
+    prefixes: Any = SimpleNamespace(capacity=10, items=tiles, num_items=num_tiles, part=TilePart.PREFIX)
     log_sums = torch.zeros(20 * KV_HEADS * group)
     queries = torch.zeros(2, 20, KV_HEADS * group, head_dim, dtype=torch.bfloat16)
     out, sinks = torch.zeros_like(queries[0]), torch.zeros(KV_HEADS * group)
     names: list[str] = []
     knobs.runtime.launch_enter_hook.add(lambda metadata: names.append(metadata.get()["name"]))
     for kept in (KeptKernel, ThroughTriton):
-        hopper_prefill.KeptKernel = kept  # type: ignore[assignment, misc]
+        hopper_launch.KeptKernel = kept  # type: ignore[assignment, misc]
         attention = make_attention(head_dim, group)
         for layer, number, blocks in ((0, 0, 3), (1, 0, 3), (0, 1, 3), (0, 0, 2), (2, 0, 3)):
             k_cache, v_cache = pool[layer, :, :blocks]
-            attention.run(
-                queries[number], k_cache, v_cache, tables, planned, out,
-                scale=0.1, window=None, soft_cap=soft_cap, sinks=sinks,
-            )  # fmt: skip
-        attention.run(
-            queries[0], *pool[0], tables, prefixes, out,
-            scale=0.1, window=None, soft_cap=soft_cap, sinks=sinks, log_sums=log_sums,
-        )  # fmt: skip
+            inputs = LayerInputs(queries[number], k_cache, v_cache, tables, 0.1, None, soft_cap, sinks)
+            attention.run(inputs, planned, out)
+        attention.run(inputs._replace(q=queries[0], k_cache=pool[0, 0], v_cache=pool[0, 1]), prefixes, out, log_sums)
     half = len(active.launches) // 2
     return {"kept": active.launches[:half], "through_triton": active.launches[half:], "names": names}
 

@@ -10,16 +10,17 @@ from __future__ import annotations
 import json
 
 import torch
-from hopper_compile import FakeDriver, assemble
+from hopper_compile import BLOCK_SIZE, KV_HEADS, FakeDriver, assemble, attention_shape
 from triton import knobs
 from triton.runtime.driver import driver
 
+from nvcli.kernels.triton.attention_launch import LayerInputs
 from nvcli.kernels.triton.decode_attention import DecodeAttention
 from nvcli.kernels.triton.hopper_segment_kernel import hopper_segment_kernel
 from nvcli.kernels.triton.hopper_segments import HopperSegmentAttention
 from nvcli.kernels.triton.segment_merge import merge_segments
 
-HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, ROWS = 32, 8, 128, 64, 40
+HEADS, HEAD_DIM, ROWS = 32, 128, 40
 CPU = torch.device("cpu")
 
 
@@ -44,11 +45,9 @@ class Driver(FakeDriver):
 def launch(active: Driver) -> list[str]:
     """Attend two layers, and return the names of the kernels."""
     driver.set_active(active)
-    kind = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "block_size": BLOCK_SIZE}
-    shared = HopperSegmentAttention(**kind, dtype=torch.bfloat16, device=CPU, max_rows=ROWS)
-    own = DecodeAttention(
-        **kind, windows=[None], dtype=torch.bfloat16, kv_dtype=torch.bfloat16, device=CPU, max_rows=ROWS, is_beside=True
-    )
+    shape = attention_shape(HEADS, HEAD_DIM, CPU)
+    shared = HopperSegmentAttention(shape, max_rows=ROWS)
+    own = DecodeAttention(shape, windows=[None], max_rows=ROWS, is_beside=True)
     shared_list, own_list = shared.work_list(None), own.work_list(None)
     caches = torch.zeros(2, 2, 3, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
     q = torch.zeros(ROWS, HEADS, HEAD_DIM, dtype=torch.bfloat16)
@@ -57,10 +56,9 @@ def launch(active: Driver) -> list[str]:
     names: list[str] = []
     knobs.runtime.launch_enter_hook.add(lambda metadata: names.append(metadata.get()["name"]))
     for layer in caches:
-        results = shared.run(
-            q, *layer, tables, shared_list, torch.arange(ROWS), lens, scale=0.1, window=None, soft_cap=30.0
-        )
-        own.run(q, *layer, tables, out, scale=0.1, window=None, own=(own_list, log_sums))
+        inputs = LayerInputs(q, *layer, tables, 0.1, soft_cap=30.0)
+        results = shared.run(inputs, shared_list, torch.arange(ROWS), lens)
+        own.run(inputs, out, own=(own_list, log_sums))
         merge_segments(out, log_sums, results)
     return names
 

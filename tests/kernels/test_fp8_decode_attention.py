@@ -19,7 +19,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from nvcli.kernels.triton import fp8_decode_attention
-from nvcli.kernels.triton.decode_work_list import ITEM_FIELDS
+from nvcli.kernels.triton.attention_fold import ITEM_FIELDS, AttentionKind, Tile
 
 
 def numbers(words: Tensor) -> tuple[Tensor, ...]:
@@ -98,8 +98,7 @@ def test_attention(
     sinks = torch.randn(num_heads, generator=generator) if has_sinks else None
     out, log_sums = torch.full_like(q, 7.0), torch.full(q.shape[:2], 7.0)
     arrivals = torch.zeros(len(lens) * kv_heads, dtype=torch.int32)
-    fields = torch.zeros(len(items), ITEM_FIELDS, dtype=torch.int32)
-    fields[:, :8] = torch.tensor(items)
+    fields = torch.tensor(items, dtype=torch.int32)
     run(
         fp8_decode_attention,
         "fp8_decode_attention_kernel",
@@ -107,34 +106,39 @@ def test_attention(
         {
             "_numbers_of_keys": numbers,
             "_numbers_of_values": numbers,
+            "ITEM_FIELDS": ITEM_FIELDS.value,
             "_log2": torch.log2,
             "_transposed": lambda x: block(x.unflatten(0, (-1, 8)).transpose(1, 2).flatten(0, 1)),
         },
         Pointer(q.flatten()),
         Pointer(caches[0]),
         Pointer(caches[1]),
-        Pointer(out.view(-1)),
         Pointer(tables.flatten()),
+        Pointer(q.flatten() if sinks is None else sinks),
+        Pointer(out.view(-1)),
         Pointer(fields.flatten()),
         Pointer(torch.tensor([len(items)])),
+        Pointer(log_sums.view(-1)),
         Pointer(torch.full((max(partials, 1) * num_heads * head_dim,), torch.nan)),
         Pointer(torch.full((max(partials, 1) * num_heads,), torch.nan)),
         Pointer(arrivals),
-        Pointer(q.flatten() if sinks is None else sinks),
-        Pointer(log_sums.view(-1)),
+        window or 0,
         math.log2(math.e) / math.sqrt(head_dim),
         num_heads * head_dim,
         tables.shape[1],
-        NUM_KV_HEADS=kv_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        BLOCK_STRIDE=block_stride,
-        HAS_WINDOW=window is not None,
-        SOFT_CAP=soft_cap * math.log2(math.e),
-        HAS_SINKS=has_sinks,
-        TILE=tile,
-        ITEM_FIELDS=ITEM_FIELDS,
+        KIND=AttentionKind(
+            num_kv_heads=kv_heads,
+            group=group,
+            head_dim=head_dim,
+            block_size=block_size,
+            block_stride=block_stride,
+            has_window=window is not None,
+            soft_cap=soft_cap * math.log2(math.e),
+            has_sinks=has_sinks,
+            is_invariant=False,
+            on_gpu=True,
+        ),
+        TILE=Tile(rows=8, keys=tile, num_warps=1, num_stages=1),
     )
     for row, num_keys in enumerate(lens[:-1]):
         first = max(0, num_keys - window) if window is not None else 0

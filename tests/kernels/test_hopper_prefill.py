@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,16 +25,18 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from nvcli.kernels.triton import hopper_prefill, hopper_prefill_kernel
+from nvcli.kernels.triton.attention_fold import ITEM_FIELDS
+from nvcli.kernels.triton.attention_launch import AttentionShape, LayerInputs
 from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
 from nvcli.kernels.triton.prefill_choice import HOPPER_NOTE, SCRATCH_NOTE, prefill_kernel
-from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, TilePart
-from nvcli.kernels.triton.scratch_prefill import ScratchPrefillAttention
+from nvcli.kernels.triton.prefill_scratch import ScratchPrefillAttention
+from nvcli.kernels.triton.prefill_tiles import TilePart
 
 ROWS = 128
 
 
 def list_tiles(chunks: list[tuple[int, int]], group: int, padding: int) -> Tensor:
-    """What `PrefillTiles` lists for chunks (tokens, keys) in slots 0, 1, …: [tiles, TILE_FIELDS]."""
+    """What `PrefillTiles` lists for chunks (tokens, keys) in slots 0, 1, …: [tiles, ITEM_FIELDS]."""
     starts = [0, *accumulate(tokens for tokens, _ in chunks)]
     order = sorted(range(len(chunks)), key=lambda slot: -chunks[slot][1])
     of_chunks = [(slot, starts[slot], *chunks[slot]) for slot in order] + [(0, starts[-1], padding, 0)]
@@ -72,7 +75,7 @@ def simulate(
     part: TilePart = TilePart.WHOLE,
     log_sums: Tensor | None = None,
 ) -> None:
-    """Launch the kernel on tiles [tiles, TILE_FIELDS]; caches: [2, blocks, block size, KV, D]."""
+    """Launch the kernel on tiles [tiles, ITEM_FIELDS]; caches: [2, blocks, block size, KV, D]."""
     _, _, block_size, kv_heads, head_dim = caches.shape
     heads = q.shape[1]
     k_matrix, v_matrix = caches.reshape(2, -1, kv_heads * head_dim)
@@ -100,7 +103,7 @@ def simulate(
         SOFT_CAP=soft_cap * math.log2(math.e),
         HAS_SINKS=sinks is not None,
         IS_PREFIX=part is TilePart.PREFIX,
-        TILE_FIELDS=TILE_FIELDS,
+        TILE_FIELDS=ITEM_FIELDS.value,
     )
 
 
@@ -230,6 +233,12 @@ class FakeKernel:
         return lambda *arguments: self.launched.append(arguments)
 
 
+SHAPE = AttentionShape(
+    num_heads=8, num_kv_heads=2, head_dim=64, block_size=64, dtype=torch.bfloat16, kv_dtype=torch.bfloat16,
+    device=torch.device("cpu"),
+)  # fmt: skip
+
+
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
     fake = FakeKernel()
@@ -237,19 +246,18 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
     return fake
 
 
-def attend_in(cache: Tensor, attention: HopperPrefillAttention, q: Tensor, **kind: Any) -> None:
-    part = TilePart.PREFIX if "log_sums" in kind else TilePart.WHOLE
-    planned: Any = SimpleNamespace(capacity=10, tiles=torch.zeros(10, 8), num_tiles=torch.zeros(1), part=part)
+def attend_in(
+    cache: Tensor, attention: HopperPrefillAttention, q: Tensor, log_sums: Tensor | None = None, **kind: Any
+) -> None:
+    part = TilePart.WHOLE if log_sums is None else TilePart.PREFIX
+    planned: Any = SimpleNamespace(capacity=10, items=torch.zeros(10, 8), num_items=torch.zeros(1), part=part)
     tables = torch.zeros(4, 8, dtype=torch.int32)
-    attention.run(q, cache, cache, tables, planned, torch.zeros_like(q), scale=0.1, window=None, **kind)
+    attention.run(LayerInputs(q, cache, cache, tables, 0.1, **kind), planned, torch.zeros_like(q), log_sums)
 
 
 @pytest.fixture
 def attention() -> HopperPrefillAttention:
-    with patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=132)):
-        return HopperPrefillAttention(
-            num_heads=8, num_kv_heads=2, head_dim=64, block_size=64, device=torch.device("cuda")
-        )
+    return HopperPrefillAttention(SHAPE)
 
 
 def test_other_kinds_of_arguments_are_compiled_anew(kernel: FakeKernel, attention: HopperPrefillAttention) -> None:
@@ -305,17 +313,17 @@ COPIES = ScratchPrefillAttention
     ],
 )
 def test_choice(change: dict[str, Any], wanted: type | None) -> None:
-    cpu = torch.device("cpu")  # it makes tensors
-    arguments = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "block_size": 64, "device": cpu}
-    arguments |= {"dtype": torch.bfloat16, "kv_dtype": torch.bfloat16, "scratch_tokens": 128}
-    arguments |= {"has_window": False, "batch_invariant": False, "has_plain_blocks": True}
+    changes = change.copy()
+    options = {"has_window": False, "batch_invariant": False, "has_plain_blocks": True}
+    options |= {name: changes.pop(name) for name in options if name in changes}
+    shape = replace(SHAPE, **{"head_dim": 128, **changes})
     for capability, version, kind in (((9, 0), "3.6.0", wanted), ((9, 0), "4.0.0", None), ((10, 0), "3.6.0", None)):
         with (
             patch.object(torch.cuda, "get_device_capability", return_value=capability),
             patch("triton.__version__", version),
             patch.object(torch.cuda, "get_device_properties"),
         ):
-            kernel, notes = prefill_kernel(**(arguments | change))
+            kernel, notes = prefill_kernel(shape, scratch_tokens=128, **options)
         assert (type(kernel) if isinstance(kernel, HopperPrefillAttention | COPIES) else None) == kind
         if kind is None and wanted is not None and capability == (9, 0):
             (what_is_slower,) = notes

@@ -9,7 +9,7 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +25,11 @@ pytest.importorskip("triton")
 from kernel_device import INTERPRETED_MARKS
 from nvcli.kernels.segment_tables import SegmentTables
 from nvcli.kernels.triton import hopper_prefill_kernel, hopper_segment_kernel
+from nvcli.kernels.triton.attention_fold import ITEM_FIELDS
+from nvcli.kernels.triton.attention_launch import AttentionShape
 from nvcli.kernels.triton.hopper_segments import HopperSegmentAttention
 from nvcli.kernels.triton.prefill_choice import attends_segments, prefill_kernel
-from nvcli.kernels.triton.segment_work_list import TILE_FIELDS, SegmentWorkList
+from nvcli.kernels.triton.segment_work_list import SegmentWorkList
 
 pytestmark = [*INTERPRETED_MARKS, pytest.mark.skipif(torch.cuda.is_available(), reason="it is a simulation")]
 CPU = torch.device("cpu")
@@ -60,11 +62,15 @@ class Tree:
         planned.plan(lens_tensor, torch.arange(num_rows), tables.segments[0], tables.slot_segments[0])
 
 
-def make_attention(heads: int, kv_heads: int, head_dim: int, block_size: int, max_rows: int) -> HopperSegmentAttention:
-    return HopperSegmentAttention(
-        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=torch.float32,
-        device=CPU, max_rows=max_rows,
+def make_shape(heads: int, kv_heads: int, head_dim: int, block_size: int) -> AttentionShape:
+    return AttentionShape(
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=torch.bfloat16,
+        kv_dtype=torch.bfloat16, device=CPU,
     )  # fmt: skip
+
+
+def make_attention(heads: int, kv_heads: int, head_dim: int, block_size: int, max_rows: int) -> HopperSegmentAttention:
+    return HopperSegmentAttention(make_shape(heads, kv_heads, head_dim, block_size), max_rows=max_rows)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +121,7 @@ def test_attention(
         BLOCK_SIZE=block_size,
         BLOCK_ROWS=block_size,
         SOFT_CAP=soft_cap * math.log2(math.e),
-        TILE_FIELDS=TILE_FIELDS,
+        TILE_FIELDS=ITEM_FIELDS.value,
     )
     lse = lse * math.log(2)
     for row in range(num_rows):
@@ -180,14 +186,14 @@ def test_launches() -> None:
     ],
 )
 def test_choice(change: dict[str, Any], serves: bool) -> None:
-    arguments: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "block_size": 64, "device": CPU}
-    arguments |= {"dtype": torch.bfloat16, "kv_dtype": torch.bfloat16, "scratch_tokens": 128}
-    arguments |= {"has_window": False, "batch_invariant": False, "has_plain_blocks": True}
+    has_window = change == {"has_window": True}
+    shape = replace(make_shape(8, 2, 128, 64), **({} if has_window else change))
+    options = {"has_window": has_window, "batch_invariant": False, "has_plain_blocks": True}
     for capability, expected in (((9, 0), serves), ((8, 0), False)):
         with (
             patch.object(torch.cuda, "get_device_capability", return_value=capability),
             patch("triton.__version__", "3.6.0"),
             patch.object(torch.cuda, "get_device_properties"),
         ):
-            kernel, _ = prefill_kernel(**(arguments | change))
+            kernel, _ = prefill_kernel(shape, scratch_tokens=128, **options)
         assert attends_segments(kernel) == expected

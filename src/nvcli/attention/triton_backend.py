@@ -28,9 +28,10 @@ class TritonBackend(AttentionBackend):
 
     def __init__(self, case: AttentionCase) -> None:
         # Triton is imported only by runs that use it.
+        from nvcli.attention.triton_inputs import attention_shape, layer_inputs
         from nvcli.attention.triton_prefixes import PrefixedPrefill
         from nvcli.attention.triton_segments import SegmentedDecode
-        from nvcli.kernels.triton import decode_attention, invariant_attention
+        from nvcli.kernels.triton.decode_attention import DecodeAttention
         from nvcli.kernels.triton.prefill_choice import (
             PrefillKernel,
             attends_prefixes,
@@ -40,39 +41,23 @@ class TritonBackend(AttentionBackend):
         from nvcli.kernels.triton.prefill_scratch import ScratchTiles
         from nvcli.kernels.triton.prefill_tiles import PrefillTiles, TileKey
 
-        decode_type: type[decode_attention.DecodeAttention | invariant_attention.DecodeAttention]
-        decode_type = invariant_attention.DecodeAttention if case.batch_invariant else decode_attention.DecodeAttention
-
+        self._inputs = layer_inputs
         windows: dict[Geometry, set[int | None]] = {}
         for spec in case.specs:
             windows.setdefault(spec.geometry, set()).add(spec.window)
-        self._decodes: dict[Geometry, decode_attention.DecodeAttention | invariant_attention.DecodeAttention] = {}
+        self._decodes: dict[Geometry, DecodeAttention] = {}
         self._prefills: dict[tuple[Geometry, bool], PrefillKernel] = {}
         self._tiles: dict[TileKey, PrefillTiles] = {}
         notes: list[str] = []
         has_plain_blocks = not case.has_states and len({geometry[1:] for geometry in windows}) == 1
         for geometry, kinds in windows.items():
-            num_heads, num_kv_heads, head_dim = geometry
-            self._decodes[geometry] = decode_type(
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                windows=kinds,
-                block_size=case.block_size,
-                dtype=case.dtype,
-                kv_dtype=case.cache_dtype,
-                device=case.device,
-                max_rows=case.max_num_seqs,
+            shape = attention_shape(case, geometry)
+            self._decodes[geometry] = DecodeAttention(
+                shape, windows=kinds, max_rows=case.max_num_seqs, is_invariant=case.batch_invariant
             )
             for has_window in sorted({window is not None for window in kinds}):
                 prefill, notes_of_kernel = prefill_kernel(
-                    num_heads=num_heads,
-                    num_kv_heads=num_kv_heads,
-                    head_dim=head_dim,
-                    block_size=case.block_size,
-                    dtype=case.dtype,
-                    kv_dtype=case.cache_dtype,
-                    device=case.device,
+                    shape,
                     has_window=has_window,
                     batch_invariant=case.batch_invariant,
                     has_plain_blocks=has_plain_blocks,
@@ -92,13 +77,8 @@ class TritonBackend(AttentionBackend):
         self._segmented: SegmentedDecode | None = None
         if case.max_shared_rows:
             assert not case.batch_invariant, "what is shared depends on the batch"
-            decodes = {
-                geometry: decode
-                for geometry, decode in self._decodes.items()
-                if isinstance(decode, decode_attention.DecodeAttention)
-            }
             on_hopper = {kind for kind, prefill in self._prefills.items() if attends_segments(prefill)}
-            self._segmented = SegmentedDecode(case, decodes, on_hopper)
+            self._segmented = SegmentedDecode(case, self._decodes, on_hopper)
         self._prefixed: PrefixedPrefill | None = None
         prefills = {
             geometry: prefill
@@ -162,24 +142,12 @@ class TritonBackend(AttentionBackend):
         sinks: Tensor | None,
     ) -> Tensor:
         out = new_or(out, q)
+        inputs = self._inputs(spec, layer, q, batch, sinks)
         if batch.segments is not None:
             assert self._segmented is not None
-            self._segmented.run(spec, layer, q, batch, out, sinks)
-            return out
-        k_cache, v_cache = batch.kv_cache.layer(layer)
-        block_tables = batch.block_tables[spec.kv_group]
-        decode = self._decodes[spec.geometry]
-        decode.run(
-            q,
-            k_cache,
-            v_cache,
-            block_tables,
-            out,
-            scale=spec.scale,
-            window=spec.window,
-            soft_cap=spec.soft_cap,
-            sinks=sinks,
-        )
+            self._segmented.run(spec, inputs, batch, out)
+        else:
+            self._decodes[spec.geometry].run(inputs, out)
         return out
 
     def prefill(
@@ -193,24 +161,11 @@ class TritonBackend(AttentionBackend):
         sinks: Tensor | None,
     ) -> Tensor:
         out = new_or(out, q)
+        inputs = self._inputs(spec, layer, q, batch, sinks)
         if batch.prefixes is not None and spec.window is None:
             assert self._prefixed is not None
-            self._prefixed.run(spec, layer, q, batch, out, sinks)
-            return out
-        k_cache, v_cache = batch.kv_cache.layer(layer)
-        block_tables = batch.block_tables[spec.kv_group]
-        prefill = self._prefills[spec.geometry, spec.window is not None]
-        tiles = self._tiles[prefill.tile_key]
-        prefill.run(
-            q,
-            k_cache,
-            v_cache,
-            block_tables,
-            tiles,
-            out,
-            scale=spec.scale,
-            window=spec.window,
-            soft_cap=spec.soft_cap,
-            sinks=sinks,
-        )
+            self._prefixed.run(spec, inputs, out)
+        else:
+            prefill = self._prefills[spec.geometry, spec.window is not None]
+            prefill.run(inputs, self._tiles[prefill.tile_key], out)
         return out

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionCase, AttentionSpec, Geometry
+from nvcli.attention.triton_inputs import attention_shape
+from nvcli.kernels.triton.attention_launch import LayerInputs
 from nvcli.kernels.triton.prefill_attention import PrefillAttention
 from nvcli.kernels.triton.prefill_tiles import PrefillTiles, TileKey, TilePart
 
@@ -35,17 +37,7 @@ class PrefixedPrefill:
         self._parts: dict[Geometry, list[tuple[PrefixKernel, PrefillTiles]]] = {}
         self._tiles: dict[tuple[TilePart, TileKey], PrefillTiles] = {}
         for geometry, prefill in prefills.items():
-            num_heads, num_kv_heads, head_dim = geometry
-            for_rests = PrefillAttention(
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                block_size=case.block_size,
-                dtype=case.dtype,
-                kv_dtype=case.cache_dtype,
-                device=case.device,
-                is_for_rests=True,
-            )
+            for_rests = PrefillAttention(attention_shape(case, geometry), is_for_rests=True)
             kernels = (for_rests if part is TilePart.REST else prefill for part in _PARTS)
             self._parts[geometry] = [
                 (kernel, self._tiles_of(case, part, kernel)) for part, kernel in zip(_PARTS, kernels, strict=True)
@@ -81,22 +73,7 @@ class PrefixedPrefill:
                 prefixes=batch.prefixes,
             )
 
-    def run(
-        self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor, sinks: Tensor | None
-    ) -> None:
+    def run(self, spec: AttentionSpec, inputs: LayerInputs, out: Tensor) -> None:
         """Attend the chunks as planned; the arguments are those of `AttentionBackend.prefill`."""
-        k_cache, v_cache = batch.kv_cache.layer(layer)
         for kernel, tiles in self._parts[spec.geometry]:
-            kernel.run(
-                q,
-                k_cache,
-                v_cache,
-                batch.block_tables[spec.kv_group],
-                tiles,
-                out,
-                scale=spec.scale,
-                window=None,
-                soft_cap=spec.soft_cap,
-                sinks=sinks,
-                log_sums=None if tiles.part is TilePart.OTHERS else self._log_sums,
-            )
+            kernel.run(inputs, tiles, out, None if tiles.part is TilePart.OTHERS else self._log_sums)

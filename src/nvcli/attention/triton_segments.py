@@ -15,6 +15,8 @@ from torch import Tensor
 
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionCase, AttentionSpec, Geometry
+from nvcli.attention.triton_inputs import attention_shape
+from nvcli.kernels.triton.attention_launch import AttentionShape, LayerInputs
 from nvcli.kernels.triton.decode_attention import DecodeAttention
 from nvcli.kernels.triton.decode_work_list import DecodeWorkList
 from nvcli.kernels.triton.segment_attention import SegmentAttention
@@ -56,10 +58,12 @@ class SegmentedDecode:
         for spec in case.specs:
             geometry, kind = spec.geometry, (spec.geometry, spec.window is not None)
             if kind not in self._kernels:
+                shape = attention_shape(case, geometry)
                 if kind in on_hopper:
-                    self._kernels[kind] = _hopper_kernels(case, geometry)
+                    self._kernels[kind] = _hopper_kernels(shape, case.max_shared_rows)
                 else:
-                    self._kernels[kind] = _Kernels(_segment_attention(case, geometry), decodes[geometry])
+                    segments = SegmentAttention(shape, max_rows=case.max_shared_rows)
+                    self._kernels[kind] = _Kernels(segments, decodes[geometry])
             kernels = self._kernels[kind]
             key = geometry, spec.window, spec.kv_group
             if key not in self._lists:
@@ -78,79 +82,18 @@ class SegmentedDecode:
             lists.shared.plan(seq_lens, slots, tables.segments[group], tables.slot_segments[group])
             lists.own.plan(seq_lens, slots, lists.shared.own_begins)
 
-    def run(
-        self, spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, out: Tensor, sinks: Tensor | None
-    ) -> None:
+    def run(self, spec: AttentionSpec, inputs: LayerInputs, batch: ForwardBatch, out: Tensor) -> None:
         """Attend the rows of one token as planned; the arguments are those of `AttentionBackend.decode`."""
-        geometry, num_rows = spec.geometry, batch.num_single_rows
-        lists = self._lists[geometry, spec.window, spec.kv_group]
-        k_cache, v_cache = batch.kv_cache.layer(layer)
-        block_tables = batch.block_tables[spec.kv_group]
-        kernels = self._kernels[geometry, spec.window is not None]
-        results = kernels.shared.run(
-            q,
-            k_cache,
-            v_cache,
-            block_tables,
-            lists.shared,
-            batch.slots[:num_rows],
-            batch.seq_lens[:num_rows],
-            scale=spec.scale,
-            window=spec.window,
-            soft_cap=spec.soft_cap,
-        )
-        kernels.own.run(
-            q,
-            k_cache,
-            v_cache,
-            block_tables,
-            out,
-            scale=spec.scale,
-            window=spec.window,
-            soft_cap=spec.soft_cap,
-            sinks=sinks,
-            own=(lists.own, self._log_sums),
-        )
+        num_rows = batch.num_single_rows
+        lists = self._lists[spec.geometry, spec.window, spec.kv_group]
+        kernels = self._kernels[spec.geometry, spec.window is not None]
+        results = kernels.shared.run(inputs, lists.shared, batch.slots[:num_rows], batch.seq_lens[:num_rows])
+        kernels.own.run(inputs, out, own=(lists.own, self._log_sums))
         merge_segments(out, self._log_sums, results)
 
 
-def _hopper_kernels(case: AttentionCase, geometry: Geometry) -> _Kernels:
+def _hopper_kernels(shape: AttentionShape, max_rows: int) -> _Kernels:
     from nvcli.kernels.triton.hopper_segments import HopperSegmentAttention
 
-    num_heads, num_kv_heads, head_dim = geometry
-    shared = HopperSegmentAttention(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        block_size=case.block_size,
-        dtype=case.dtype,
-        device=case.device,
-        max_rows=case.max_shared_rows,
-    )
-    own = DecodeAttention(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        windows=[None],
-        block_size=case.block_size,
-        dtype=case.dtype,
-        kv_dtype=case.cache_dtype,
-        device=case.device,
-        max_rows=case.max_shared_rows,
-        is_beside=True,
-    )
-    return _Kernels(shared, own)
-
-
-def _segment_attention(case: AttentionCase, geometry: Geometry) -> SegmentAttention:
-    num_heads, num_kv_heads, head_dim = geometry
-    return SegmentAttention(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        block_size=case.block_size,
-        dtype=case.dtype,
-        kv_dtype=case.cache_dtype,
-        device=case.device,
-        max_rows=case.max_shared_rows,
-    )
+    own = DecodeAttention(shape, windows=[None], max_rows=max_rows, is_beside=True)
+    return _Kernels(HopperSegmentAttention(shape, max_rows=max_rows), own)

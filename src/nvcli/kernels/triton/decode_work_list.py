@@ -6,6 +6,11 @@ come to a few programs for each multiprocessor, and lists the chunks, longest fi
 some number of rows serves any lengths.
 
 With a window only the last `window` keys of a row are listed, so that blocks behind the window are never read.
+
+Batch-invariant attention (`invariant_attention.py`) cuts keys into splits: those from a multiple of SPLIT to the next,
+counted from the request's first token, so that the split to which a key belongs depends on its position alone. A list
+for it has an entry for each split of a row that has much more to read than the others, and one for any other row. How
+it deals out the splits changes how fast a step is, and no bit of a result.
 """
 
 from __future__ import annotations
@@ -15,11 +20,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ITEM_FIELDS = 8
-"""The int32 words of a list entry: row, first key, end of the keys, number of the row's chunks, the row's first partial
-result, number of this chunk, the row's slot, and the first key that the row sees (the first chunk may begin before it,
-at the beginning of a tile of keys)."""
-MIN_CHUNK = 128
+from nvcli.kernels.triton.attention_fold import ITEM_FIELDS
+from nvcli.kernels.triton.multiprocessors import num_multiprocessors
+
+SPLIT = tl.constexpr(512)
+"""Keys of a split."""
+MAX_PARTIALS = tl.constexpr(2048)
+"""The most splits of a step that have entries of their own: those of a million keys. Where there would be more, no row
+is cut, as there are enough rows then to keep the GPU busy."""
+_MIN_CHUNK = tl.constexpr(128)
 """The fewest keys of a chunk of a row that is cut: shorter chunks cost more in reduction than they gain."""
 FEW_ROWS = 8
 """Up to this many rows, fewer programs with deeper pipelines are faster; above, more programs (measured on an H200)."""
@@ -43,11 +52,14 @@ def _first_keys(lens, rows, is_row, own_begins, window, HAS_WINDOW: tl.constexpr
 
 
 @triton.jit
-def cut(spans, chunk, TILE: tl.constexpr):
+def cut(spans, chunk, TILE: tl.constexpr, HAS_SPLITS: tl.constexpr = False):
     """Cut spans of keys [R] int32 into chunks of about `chunk` keys: → keys in a chunk [R] and number of chunks [R]. An
-    empty span (padding) makes one empty chunk."""
-    num_chunks = tl.maximum(tl.cdiv(spans, chunk), 1)
-    size = tl.maximum(tl.cdiv(tl.cdiv(spans, num_chunks), TILE) * TILE, TILE)
+    empty span (padding) makes one empty chunk. With HAS_SPLITS longer spans are cut into their splits instead."""
+    if HAS_SPLITS:
+        size = tl.where(spans > chunk, SPLIT, tl.maximum(spans, 1))
+    else:
+        num_chunks = tl.maximum(tl.cdiv(spans, chunk), 1)
+        size = tl.maximum(tl.cdiv(tl.cdiv(spans, num_chunks), TILE) * TILE, TILE)
     return size, tl.maximum(tl.cdiv(spans, size), 1)
 
 
@@ -58,7 +70,10 @@ def cut(spans, chunk, TILE: tl.constexpr):
 def plan_decode_kernel(
     seq_lens,  # [num_rows] int32, keys of each row
     slots,  # [num_rows] int64
-    items,  # [capacity, ITEM_FIELDS] int32, written
+    # [capacity, ITEM_FIELDS] int32, written: row, first key, end of the keys, number of the row's chunks, the row's
+    # first partial result, number of this chunk, the row's slot, and the first key that the row sees (the first chunk
+    # may begin before it, at the beginning of a tile of keys or of a split)
+    items,
     num_items,  # [1] int32, written
     own_begins,  # [num_rows] int32, the first key behind each row's shared segments; None: there are none
     num_rows,
@@ -68,10 +83,10 @@ def plan_decode_kernel(
     HAS_WINDOW: tl.constexpr,
     ALIGN: tl.constexpr,
     TILE: tl.constexpr,
-    MIN_CHUNK: tl.constexpr,
+    HAS_SPLITS: tl.constexpr,
+    MAX_PARTIALS: tl.constexpr,  # of rows that are cut into splits
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    ITEM_FIELDS: tl.constexpr,
 ):
     """Program i lists the chunks of ROWS rows: behind those of all rows with longer chunks, and of rows before them
     with chunks of equal length."""
@@ -82,13 +97,22 @@ def plan_decode_kernel(
         lens = tl.load(seq_lens + others, mask=others < num_rows, other=0)
         tokens += lens - _first_keys(lens, others, others < num_rows, own_begins, window, HAS_WINDOW, ALIGN)
     per_program = tl.cdiv(tl.sum(tokens, 0) * NUM_KV_HEADS, target_programs).to(tl.int32)
-    chunk = tl.maximum(tl.cdiv(per_program, TILE) * TILE, MIN_CHUNK)
+    chunk = tl.maximum(tl.cdiv(per_program, TILE) * TILE, SPLIT if HAS_SPLITS else _MIN_CHUNK)
+    if HAS_SPLITS:
+        partials = tl.zeros([COLUMNS], tl.int64)
+        for start in range(0, num_rows, COLUMNS):
+            others = start + columns
+            lens = tl.load(seq_lens + others, mask=others < num_rows, other=0)
+            spans = lens - _first_keys(lens, others, others < num_rows, own_begins, window, HAS_WINDOW, ALIGN)
+            partials += tl.where(spans > chunk, tl.cdiv(spans, SPLIT), 0)
+        if tl.sum(partials, 0) > MAX_PARTIALS:
+            chunk = 2147483647
 
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     lens = tl.load(seq_lens + rows, mask=rows < num_rows, other=0)
     row_slots = tl.load(slots + rows, mask=rows < num_rows, other=0).to(tl.int32)
     first_keys = _first_keys(lens, rows, rows < num_rows, own_begins, window, HAS_WINDOW, ALIGN)
-    size, num_chunks = cut(lens - first_keys, chunk, TILE)
+    size, num_chunks = cut(lens - first_keys, chunk, TILE, HAS_SPLITS)
     first_item = tl.zeros([ROWS], tl.int32)
     first_partial = tl.zeros([ROWS], tl.int32)
     total = tl.zeros([COLUMNS], tl.int32)
@@ -96,7 +120,7 @@ def plan_decode_kernel(
         others = start + columns
         other_lens = tl.load(seq_lens + others, mask=others < num_rows, other=0)
         other_first = _first_keys(other_lens, others, others < num_rows, own_begins, window, HAS_WINDOW, ALIGN)
-        other_size, other_chunks = cut(other_lens - other_first, chunk, TILE)
+        other_size, other_chunks = cut(other_lens - other_first, chunk, TILE, HAS_SPLITS)
         other_chunks = tl.where(others < num_rows, other_chunks, 0)
         total += other_chunks
         is_before = (other_size[None, :] > size[:, None]) | (
@@ -129,6 +153,7 @@ class DecodeWorkList:
     tile: the number of keys that the attention kernel takes at a time.
     lone_warps_above: with more rows than this, programs of the attention kernel are single warps, of which more fit on
     a multiprocessor (None: they never are).
+    has_splits: rows are cut into splits; `align` is SPLIT then.
     """
 
     def __init__(
@@ -141,26 +166,30 @@ class DecodeWorkList:
         max_rows: int,
         device: torch.device,
         lone_warps_above: int | None = None,
+        has_splits: bool = False,
     ) -> None:
         self._window, self._num_kv_heads = window, num_kv_heads
         self._tile, self._align = tile, align
-        self._max_rows, self._lone_warps_above = max_rows, lone_warps_above
-        self._num_processors = (
-            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-        )
-        self.items = torch.zeros(self.capacity(max_rows) + 1, ITEM_FIELDS, dtype=torch.int32, device=device)
+        self._max_rows, self._lone_warps_above, self._has_splits = max_rows, lone_warps_above, has_splits
+        self._num_processors = num_multiprocessors(device)
+        size = max_rows + MAX_PARTIALS.value if has_splits else self.capacity(max_rows) + 1
+        self.items = torch.zeros(size, ITEM_FIELDS.value, dtype=torch.int32, device=device)
         """[capacity, ITEM_FIELDS] int32, the chunks, longest first."""
         self.num_items = torch.zeros(1, dtype=torch.int32, device=device)
         """[1] int32, the number of chunks."""
 
     def capacity(self, num_rows: int) -> int:
-        """The most chunks that `num_rows` rows are cut into: target / KV heads + rows."""
+        """The most chunks that `num_rows` rows are cut into: target / KV heads + rows. Of splits there may be more, and
+        so many programs for each KV head take them in turn: most often one for each."""
         return self._target(num_rows) // self._num_kv_heads + num_rows
 
     @property
     def max_partials(self) -> int:
         """The most chunks of rows that are cut, at most 2 × target / KV heads: a row of more than one chunk is longer
-        than the chunk size, which is at least all keys × KV heads / target."""
+        than the chunk size, which is at least all keys × KV heads / target. Any other row of a list with splits has a
+        place there as well, behind those of splits."""
+        if self._has_splits:
+            return int(MAX_PARTIALS.value) + self._max_rows
         return 2 * (self._target(self._max_rows) // self._num_kv_heads + 1)
 
     def plan(self, seq_lens: Tensor, slots: Tensor, own_begins: Tensor | None = None) -> None:
@@ -181,16 +210,16 @@ class DecodeWorkList:
             HAS_WINDOW=self._window is not None,
             ALIGN=self._align,
             TILE=self._tile,
-            MIN_CHUNK=MIN_CHUNK,
+            HAS_SPLITS=self._has_splits,
+            MAX_PARTIALS=MAX_PARTIALS.value,
             ROWS=_ROWS,
             COLUMNS=_COLUMNS,
-            ITEM_FIELDS=ITEM_FIELDS,
             num_warps=4,
         )
 
     def _target(self, num_rows: int) -> int:
         """The number of programs to aim for."""
-        if num_rows <= FEW_ROWS:
+        if num_rows <= FEW_ROWS and not self._has_splits:
             return self._num_processors * 5 // 2
         if self._lone_warps_above is not None and num_rows > self._lone_warps_above:
             return self._num_processors * _LONE_WARPS

@@ -31,6 +31,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from nvcli.kernels.triton.attention_fold import ITEM_FIELDS
 from nvcli.kernels.triton.triton_version import barrier
 
 
@@ -188,35 +189,30 @@ def _left_operand(values, TILE: gl.constexpr, layout: gl.constexpr):
     return gl.convert_layout(values.reshape([NUM_WORDS, TILE]), layout)
 
 
-@gluon.jit(do_not_specialize=["block_table_stride"], do_not_specialize_on_alignment=["block_tables"])
+@gluon.jit(do_not_specialize=["window", "block_table_stride"], do_not_specialize_on_alignment=["block_tables"])
 def fp8_decode_attention_kernel(
-    q,  # the arguments are those of decode_attention_kernel
+    q,  # the arguments are those of decode_attention_kernel; a tile has 16 or 32 keys
     k_cache,
     v_cache,
-    out,
     block_tables,
+    sinks,
+    out,
     items,
     num_items,
+    log_sums,
     partial_out,
     partial_lse,
     arrivals,
-    sinks,
-    log_sums,
+    window,
     scale_log2,
     q_stride,
     block_table_stride,
-    NUM_KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    BLOCK_STRIDE: gl.constexpr,
-    HAS_WINDOW: gl.constexpr,
-    SOFT_CAP: gl.constexpr,
-    HAS_SINKS: gl.constexpr,
-    TILE: gl.constexpr,  # keys: 16 or 32
-    ITEM_FIELDS: gl.constexpr,
+    KIND: gl.constexpr,
+    TILE: gl.constexpr,
 ):
     """Program (KV head, entry of the work list)."""
+    HEAD_DIM: gl.constexpr = KIND.head_dim
+    KEYS: gl.constexpr = TILE.keys
     kv_head = gl.program_id(0)
     index = gl.program_id(1)
     if index >= gl.load(num_items):
@@ -227,16 +223,16 @@ def fp8_decode_attention_kernel(
     end = gl.load(item + 2)
     num_chunks = gl.load(item + 3)
     first_seen = 0
-    if HAS_WINDOW:
+    if KIND.has_window:
         first_seen = gl.load(item + 7)
-        begin = gl.maximum(begin, first_seen // TILE * TILE)  # no tile is without a key that is seen
+        begin = gl.maximum(begin, first_seen // KEYS * KEYS)  # no tile is without a key that is seen
     last_key = gl.maximum(end - 1, 0)
     table = block_tables + gl.load(item + 6).to(gl.int64) * block_table_stride
 
     NUM_WORDS: gl.constexpr = HEAD_DIM // 4
-    ROW: gl.constexpr = NUM_KV_HEADS * NUM_WORDS  # words of a token in a block
-    STRIDE: gl.constexpr = BLOCK_STRIDE // 4
-    PER_ROW: gl.constexpr = TILE // 8  # keys of which a thread has pieces
+    ROW: gl.constexpr = KIND.num_kv_heads * NUM_WORDS  # words of a token in a block
+    STRIDE: gl.constexpr = KIND.block_stride // 4
+    PER_ROW: gl.constexpr = KEYS // 8  # keys of which a thread has pieces
     product: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, product, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, product, 2)
@@ -247,15 +243,17 @@ def fp8_decode_attention_kernel(
     memory_columns: gl.constexpr = gl.SliceLayout(0, in_memory)
     key_layout: gl.constexpr = _key_layout()
     value_layout: gl.constexpr = _value_layout(NUM_WORDS)
-    value_pairs: gl.constexpr = _value_pairs(TILE, NUM_WORDS)
+    value_pairs: gl.constexpr = _value_pairs(KEYS, NUM_WORDS)
 
     # Queries as numbers below 2 and powers of 2, as `float16_query` makes them. Dimension d is in column
     # (d6, d3 d2, d1, d5 d4, d0) of bits of d.
     heads = gl.arange(0, 8, memory_rows)
     column = gl.arange(0, HEAD_DIM, memory_columns)
     dims = (column & 1) | (column >> 3 & 1) << 1 | (column >> 4 & 3) << 2 | (column >> 1 & 3) << 4 | column >> 6 << 6
-    places = (kv_head * GROUP + heads)[:, None] * HEAD_DIM + dims[None, :]
-    query = gl.load(q + row.to(gl.int64) * q_stride + places, mask=(heads < GROUP)[:, None], other=0.0).to(gl.float32)
+    places = (kv_head * KIND.group + heads)[:, None] * HEAD_DIM + dims[None, :]
+    query = gl.load(q + row.to(gl.int64) * q_stride + places, mask=(heads < KIND.group)[:, None], other=0.0).to(
+        gl.float32
+    )
     largest = gl.maximum(gl.max(gl.abs(query), axis=1), 1e-30)
     power = (largest.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
     query = gl.convert_layout((query * (1.0 / power)[:, None]).to(gl.float16).permute([1, 0]), right)
@@ -265,12 +263,12 @@ def fp8_decode_attention_kernel(
     key_row = gl.arange(0, 8, gl.SliceLayout(1, key_layout)) * PER_ROW
     key_words = kv_head * NUM_WORDS + gl.arange(0, 16, gl.SliceLayout(0, key_layout))
     key_place = (key_row * ROW)[:, None] + key_words[None, :]
-    scale_place = BLOCK_SIZE * ROW + (kv_head * BLOCK_SIZE + key_row) // 2
+    scale_place = KIND.block_size * ROW + (kv_head * KIND.block_size + key_row) // 2
     value_row = gl.arange(0, 4, gl.SliceLayout(1, value_layout)) * (2 * PER_ROW)
     value_words = kv_head * NUM_WORDS + gl.arange(0, NUM_WORDS, gl.SliceLayout(0, value_layout))
     value_place = (value_row * ROW)[:, None] + value_words[None, :]
 
-    no_scores = gl.zeros([TILE, 8], gl.float32, product)
+    no_scores = gl.zeros([KEYS, 8], gl.float32, product)
     reference = gl.full([8], -1e30, gl.float32, by_query)
     weight_sum = gl.sum(no_scores.reshape([PER_ROW, 8, 8]), 0)
     # [words, queries] for each byte of a word
@@ -280,24 +278,24 @@ def fp8_decode_attention_kernel(
     acc3 = gl.zeros([NUM_WORDS, 8], gl.float32, product)
 
     # Each thread loads the tile's block id: a wait for what is in a register of all threads would come at once.
-    offset = begin % BLOCK_SIZE
-    key_block = gl.load(table + gl.minimum(begin + key_row, last_key) // BLOCK_SIZE)
-    value_block = gl.load(table + gl.minimum(begin + value_row, last_key) // BLOCK_SIZE)
+    offset = begin % KIND.block_size
+    key_block = gl.load(table + gl.minimum(begin + key_row, last_key) // KIND.block_size)
+    value_block = gl.load(table + gl.minimum(begin + value_row, last_key) // KIND.block_size)
     keys = _load_keys(k_cache, key_block, key_place + offset * ROW, HEAD_DIM, ROW, STRIDE, PER_ROW)
     key_scale = _load_scales(k_cache, key_block, scale_place + offset // 2, STRIDE, PER_ROW)
     value_scale = _load_scales(v_cache, key_block, scale_place + offset // 2, STRIDE, PER_ROW)
     values = _load_values(v_cache, value_block, value_place + offset * ROW, ROW, STRIDE, 2 * PER_ROW)
-    key_block = gl.load(table + gl.minimum(begin + TILE + key_row, last_key) // BLOCK_SIZE)
-    value_block = gl.load(table + gl.minimum(begin + TILE + value_row, last_key) // BLOCK_SIZE)
-    for start in range(begin, end, TILE):
-        following = start + TILE
-        offset = following % BLOCK_SIZE
+    key_block = gl.load(table + gl.minimum(begin + KEYS + key_row, last_key) // KIND.block_size)
+    value_block = gl.load(table + gl.minimum(begin + KEYS + value_row, last_key) // KIND.block_size)
+    for start in range(begin, end, KEYS):
+        following = start + KEYS
+        offset = following % KIND.block_size
         is_next = following < end
 
         byte0, byte1, byte2, byte3 = _numbers_of_keys(keys)
         numbers = gl.join(gl.join(byte0, byte2), gl.join(byte1, byte3))
         numbers = numbers.reshape([8, 4, 4, PER_ROW, HEAD_DIM // 64, 2, 2]).permute([3, 0, 4, 2, 5, 1, 6])
-        scores = mma_v2(gl.convert_layout(numbers.reshape([TILE, HEAD_DIM]), left), query, no_scores)
+        scores = mma_v2(gl.convert_layout(numbers.reshape([KEYS, HEAD_DIM]), left), query, no_scores)
         scores = scores * _scales_in_rows(key_scale, by_key)[:, None]
         # A weight without its scale has at most 88 bits before the point.
         factors = gl.maximum(_scales_in_rows(value_scale, by_key), 2.0**-80)
@@ -305,12 +303,12 @@ def fp8_decode_attention_kernel(
             keys = _load_keys(k_cache, key_block, key_place + offset * ROW, HEAD_DIM, ROW, STRIDE, PER_ROW)
             key_scale = _load_scales(k_cache, key_block, scale_place + offset // 2, STRIDE, PER_ROW)
             value_scale = _load_scales(v_cache, key_block, scale_place + offset // 2, STRIDE, PER_ROW)
-        key_block = gl.load(table + gl.minimum(following + TILE + key_row, last_key) // BLOCK_SIZE)
-        if SOFT_CAP > 0:
-            scores = _soft_capped(scores * unit[None, :], SOFT_CAP)
+        key_block = gl.load(table + gl.minimum(following + KEYS + key_row, last_key) // KIND.block_size)
+        if KIND.soft_cap > 0:
+            scores = _soft_capped(scores * unit[None, :], KIND.soft_cap)
         if (following > end) | (start < first_seen):
             # What an earlier owner of the block left may be NaN, and 0 × NaN too.
-            row_of_product = gl.arange(0, TILE, by_key)
+            row_of_product = gl.arange(0, KEYS, by_key)
             in_rows = start + row_of_product % 8 * PER_ROW + row_of_product // 8
             is_key = (in_rows >= first_seen) & (in_rows < end)
             scores = gl.where(is_key[:, None], scores, -float("inf"))
@@ -320,13 +318,13 @@ def fp8_decode_attention_kernel(
             of_quarter = gl.arange(0, 2 * PER_ROW, gl.SliceLayout(0, gl.SliceLayout(1, value_slice)))
             in_values = start + quarter[:, None, None] + of_quarter[None, None, :]
             values = gl.where((in_values >= first_seen) & (in_values < end), values, 0)
-        if SOFT_CAP > 0:
+        if KIND.soft_cap > 0:
             weights = gl.exp2(scores - reference[None, :])
         else:
             weights = gl.exp2(scores * unit[None, :] - reference[None, :])
         scaled = weights * factors[:, None]
-        if gl.max(scaled.to(gl.int32, bitcast=True).reshape([TILE * 8]), 0) > 0x43800000:  # 256.0
-            if SOFT_CAP == 0:
+        if gl.max(scaled.to(gl.int32, bitcast=True).reshape([KEYS * 8]), 0) > 0x43800000:  # 256.0
+            if KIND.soft_cap == 0:
                 scores = scores * unit[None, :]
             new_reference = gl.maximum(reference, gl.max(scores + _log2(factors)[:, None], 0))
             decay = gl.exp2(reference - new_reference)
@@ -339,16 +337,16 @@ def fp8_decode_attention_kernel(
             weights = gl.exp2(scores - reference[None, :])
             scaled = weights * factors[:, None]
         weight_sum += gl.sum(weights.reshape([PER_ROW, 8, 8]), 0)
-        scaled = _transposed(scaled.to(gl.float16)).reshape([PER_ROW, 8, 8]).permute([0, 2, 1]).reshape([TILE, 8])
+        scaled = _transposed(scaled.to(gl.float16)).reshape([PER_ROW, 8, 8]).permute([0, 2, 1]).reshape([KEYS, 8])
         scaled = gl.convert_layout(scaled, right)
         byte0, byte1, byte2, byte3 = _numbers_of_values(gl.convert_layout(values, value_pairs))
-        acc0 = mma_v2(_left_operand(byte0, TILE, left), scaled, acc0)
-        acc1 = mma_v2(_left_operand(byte1, TILE, left), scaled, acc1)
-        acc2 = mma_v2(_left_operand(byte2, TILE, left), scaled, acc2)
-        acc3 = mma_v2(_left_operand(byte3, TILE, left), scaled, acc3)
+        acc0 = mma_v2(_left_operand(byte0, KEYS, left), scaled, acc0)
+        acc1 = mma_v2(_left_operand(byte1, KEYS, left), scaled, acc1)
+        acc2 = mma_v2(_left_operand(byte2, KEYS, left), scaled, acc2)
+        acc3 = mma_v2(_left_operand(byte3, KEYS, left), scaled, acc3)
         if is_next:
             values = _load_values(v_cache, value_block, value_place + offset * ROW, ROW, STRIDE, 2 * PER_ROW)
-        value_block = gl.load(table + gl.minimum(following + TILE + value_row, last_key) // BLOCK_SIZE)
+        value_block = gl.load(table + gl.minimum(following + KEYS + value_row, last_key) // KIND.block_size)
 
     # Rows of the sums are (place in a piece, piece).
     acc = gl.join(gl.join(acc0, acc2), gl.join(acc1, acc3)).reshape([NUM_WORDS // 8, 8, 8, 4]).permute([2, 1, 0, 3])
@@ -356,10 +354,10 @@ def fp8_decode_attention_kernel(
     highest = gl.convert_layout(reference, memory_rows)
     weight_sum = gl.convert_layout(gl.sum(weight_sum, 0), memory_rows)
     group = gl.arange(0, 8, memory_rows)
-    in_group = group < GROUP
-    if HAS_SINKS:
+    in_group = group < KIND.group
+    if KIND.has_sinks:
         # A row's first chunk alone counts the sink, so that the sum over chunks has it once.
-        sink = gl.load(sinks + kv_head * GROUP + group, mask=in_group, other=0.0) * 1.4426950408889634
+        sink = gl.load(sinks + kv_head * KIND.group + group, mask=in_group, other=0.0) * 1.4426950408889634
         sink = gl.where(gl.load(item + 5) == 0, sink, -float("inf"))
         new_highest = gl.maximum(highest, sink)
         decay = gl.exp2(highest - new_highest)
@@ -370,26 +368,26 @@ def fp8_decode_attention_kernel(
     # A padding row has no key: it gets zeros.
     acc = acc / gl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
 
-    out_row = out + row.to(gl.int64) * (NUM_KV_HEADS * GROUP * HEAD_DIM)
+    out_row = out + row.to(gl.int64) * (KIND.num_kv_heads * KIND.group * HEAD_DIM)
     if num_chunks == 1:
-        out_places = (kv_head * GROUP + group)[:, None] * HEAD_DIM + dims[None, :]
+        out_places = (kv_head * KIND.group + group)[:, None] * HEAD_DIM + dims[None, :]
         gl.store(out_row + out_places, acc.to(out.dtype.element_ty), mask=in_group[:, None])
         if log_sums is not None:
-            head_places = (row * NUM_KV_HEADS + kv_head) * GROUP + group
+            head_places = (row * KIND.num_kv_heads + kv_head) * KIND.group + group
             gl.store(log_sums + head_places, highest + gl.log2(weight_sum), mask=in_group)
     else:
         first_partial = gl.load(item + 4)
-        partial = ((first_partial + gl.load(item + 5)) * NUM_KV_HEADS + kv_head) * GROUP
+        partial = ((first_partial + gl.load(item + 5)) * KIND.num_kv_heads + kv_head) * KIND.group
         gl.store(partial_out + ((partial + group)[:, None] * HEAD_DIM + dims[None, :]), acc, mask=in_group[:, None])
         gl.store(partial_lse + partial + group, highest + gl.log2(weight_sum), mask=in_group)
         # All threads have stored before one of them says so; acquire and release order it across programs.
         barrier()
-        arrived = gl.atomic_add(arrivals + row * NUM_KV_HEADS + kv_head, 1, sem="acq_rel")
+        arrived = gl.atomic_add(arrivals + row * KIND.num_kv_heads + kv_head, 1, sem="acq_rel")
         if arrived == num_chunks - 1:
-            gl.store(arrivals + row * NUM_KV_HEADS + kv_head, 0)  # for the next layer
+            gl.store(arrivals + row * KIND.num_kv_heads + kv_head, 0)  # for the next layer
             _reduce_chunks(
                 out_row, log_sums, partial_out, partial_lse, row, first_partial, num_chunks, kv_head, in_memory,
-                NUM_KV_HEADS, GROUP, HEAD_DIM,
+                KIND,
             )  # fmt: skip
 
 
@@ -404,21 +402,20 @@ def _reduce_chunks(
     num_chunks,
     kv_head,
     layout: gl.constexpr,
-    NUM_KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
+    KIND: gl.constexpr,
 ):
     """Weigh a row's partial results for one KV head into its output, a chunk at a time for all query heads."""
+    HEAD_DIM: gl.constexpr = KIND.head_dim
     group = gl.arange(0, 8, gl.SliceLayout(1, layout))
     dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
-    in_group = group < GROUP
+    in_group = group < KIND.group
     highest = gl.full([8], -float("inf"), gl.float32, gl.SliceLayout(1, layout))
     weight_sum = gl.zeros([8], gl.float32, gl.SliceLayout(1, layout))
     acc = gl.zeros([8, HEAD_DIM], gl.float32, layout)
     for first in range(0, num_chunks, 4):
         for chunk in gl.static_range(4):  # loaded together
             is_chunk = in_group & (first + chunk < num_chunks)
-            partial = ((first_partial + first + chunk) * NUM_KV_HEADS + kv_head) * GROUP + group
+            partial = ((first_partial + first + chunk) * KIND.num_kv_heads + kv_head) * KIND.group + group
             # .cg: past the L1 cache, which may hold what was there before the other programs stored.
             lse = gl.load(partial_lse + partial, mask=is_chunk, other=-1e30, cache_modifier=".cg")
             value = gl.load(
@@ -431,8 +428,8 @@ def _reduce_chunks(
             weight_sum = weight_sum * decay + weight
             acc = acc * decay[:, None] + value * weight[:, None]
             highest = new_highest
-    places = (kv_head * GROUP + group)[:, None] * HEAD_DIM + dims[None, :]
+    places = (kv_head * KIND.group + group)[:, None] * HEAD_DIM + dims[None, :]
     gl.store(out_row + places, (acc / weight_sum[:, None]).to(out_row.dtype.element_ty), mask=in_group[:, None])
     if log_sums is not None:
-        place = (row * NUM_KV_HEADS + kv_head) * GROUP + group
+        place = (row * KIND.num_kv_heads + kv_head) * KIND.group + group
         gl.store(log_sums + place, highest + gl.log2(weight_sum), mask=in_group)

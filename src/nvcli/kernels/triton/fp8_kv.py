@@ -31,51 +31,6 @@ def scale_pointers(
 
 
 @triton.jit
-def load_scales(
-    k_cache,
-    v_cache,
-    table,
-    start,
-    end,
-    kv_head,
-    TILE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr,
-):
-    """Load the scales of keys [start, start + TILE) of a row and of their values: [TILE] bfloat16 each, 0 from `end`
-    on. `table` is the row's block table.
-
-    The attention kernels call it a tile ahead of the scales' use: Triton's pipeline takes keys and values alone, and a
-    load in place would be waited for in every tile. The block ids are loaded once more for it, because a loop whose ids
-    are carried over two tiles is not pipelined at all (seen with Triton 3.6).
-    """
-    keys = start + tl.arange(0, TILE)
-    is_key = keys < end
-    if BLOCK_SIZE % TILE == 0:
-        block = tl.load(table + tl.minimum(start, tl.maximum(end - 1, 0)) // BLOCK_SIZE)
-    else:
-        block = tl.load(table + tl.minimum(keys, tl.maximum(end - 1, 0)) // BLOCK_SIZE)
-    block, offset = block.to(tl.int64), keys % BLOCK_SIZE
-    k_scales = scale_pointers(k_cache, block, offset, kv_head, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE)
-    v_scales = scale_pointers(v_cache, block, offset, kv_head, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE)
-    return tl.load(k_scales, mask=is_key, other=0.0), tl.load(v_scales, mask=is_key, other=0.0)
-
-
-@triton.jit
-def log2_of_scales(scales, ON_GPU: tl.constexpr):
-    """Compute log2 of scales of any shape, in float32; on a GPU by its own instruction, right to 2^-22, instead of the
-    25 instructions of libdevice."""
-    x = scales.to(tl.float32)
-    if ON_GPU:
-        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        y = tl.log2(x)
-    return y
-
-
-@triton.jit
 def numbers_of_words(words, DTYPE: tl.constexpr, ON_GPU: tl.constexpr):
     """Return the numbers of words of four: those of byte 0, of byte 1, 2 and 3, each of the words' shape, in float16 or
     float32. words: [keys, words of a head] int32.

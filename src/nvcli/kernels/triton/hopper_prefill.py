@@ -17,87 +17,34 @@ Lists were then in the order of prompts (`prefill_tiles.py` says what sorting th
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from nvcli.kernels.triton.hopper_cache import CacheDescriptors
+from nvcli.kernels.triton.attention_launch import AttentionShape, LayerInputs
+from nvcli.kernels.triton.hopper_launch import HopperLauncher
 from nvcli.kernels.triton.hopper_prefill_kernel import ROWS, hopper_prefill_kernel
-from nvcli.kernels.triton.kept_kernel import KeptKernel
-from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, TileKey, TileList, TilePart
-
-_LOG2_E = 1.4426950408889634
+from nvcli.kernels.triton.multiprocessors import num_multiprocessors
+from nvcli.kernels.triton.prefill_tiles import TileKey, TileList, TilePart
 
 
 class HopperPrefillAttention:
     """Prefill attention of one geometry without windows; `PrefillAttention` describes the methods."""
 
-    def __init__(
-        self, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, device: torch.device
-    ) -> None:
-        self._num_kv_heads, self._group = num_kv_heads, num_heads // num_kv_heads
-        self._head_dim, self._block_size = head_dim, block_size
-        self._num_programs = torch.cuda.get_device_properties(device).multi_processor_count
-        self._descriptors = CacheDescriptors(num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size)
-        self._kernels: dict[tuple[object, ...], KeptKernel] = {}
+    def __init__(self, shape: AttentionShape) -> None:
+        self._shape, self._launcher = shape, HopperLauncher(shape)
+        self._num_programs = num_multiprocessors(shape.device)
 
     @property
     def tile_key(self) -> TileKey:
         """What its tiles are."""
-        return TileKey(self._group, ROWS.value, is_sorted=True)
+        return TileKey(self._shape.group, ROWS.value, is_sorted=True)
 
-    def run(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_tables: Tensor,
-        tiles: TileList,
-        out: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-        log_sums: Tensor | None = None,
-    ) -> None:
-        """Attend the tiles, which are not of rests, as `PrefillAttention.run` does; `window` is None."""
-        assert window is None
-        assert (log_sums is not None) == (tiles.part is TilePart.PREFIX)
-        assert q.stride()[1:] == (self._head_dim, 1)
+    def run(self, layer: LayerInputs, tiles: TileList, out: Tensor, log_sums: Tensor | None = None) -> None:
+        """Attend the tiles, which are not of rests, as `PrefillAttention.run` does."""
+        is_prefix = tiles.part is TilePart.PREFIX
+        assert (log_sums is not None) == is_prefix
         assert out.is_contiguous()
-        assert k_cache.stride() == v_cache.stride()
-        block_rows = self._descriptors.block_rows(k_cache)
-        constants = (
-            self._num_kv_heads,
-            self._group,
-            self._head_dim,
-            self._block_size,
-            block_rows,
-            0.0 if soft_cap is None else soft_cap * _LOG2_E,
-            sinks is not None,
-            tiles.part is TilePart.PREFIX,
-            TILE_FIELDS,
-        )
-        arguments = (
-            q,
-            self._descriptors.describe(k_cache),
-            self._descriptors.describe(v_cache),
-            v_cache,
-            out,
-            block_tables,
-            tiles.tiles,
-            tiles.num_tiles,
-            out if sinks is None else sinks,
-            log_sums,
-            scale * _LOG2_E,
-            q.stride(0),
-            block_tables.stride(0),
-        )
-        # Beside the constants these may differ between launches: whether addresses and strides are multiples of 16.
-        # Caches and lists are aligned.
-        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in (q, out, sinks, log_sums))
-        kind = q.dtype, q.stride(0) % 16, *(address % 16 for address in addresses), *constants
-        kernel = self._kernels.get(kind)
-        if kernel is None:
-            kernel = self._kernels[kind] = KeptKernel(hopper_prefill_kernel, constants)
-        kernel.launch(min(self._num_kv_heads * tiles.capacity, self._num_programs), *arguments)
+        num_programs = min(self._shape.num_kv_heads * tiles.capacity, self._num_programs)
+        sinks = out if layer.sinks is None else layer.sinks
+        memory = out, layer.block_tables, tiles.items, tiles.num_items, sinks, log_sums
+        has_sinks = layer.sinks is not None
+        self._launcher.launch(hopper_prefill_kernel, num_programs, layer, memory, has_sinks, is_prefix)

@@ -8,20 +8,17 @@ from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 import torch
 
-from nvcli.kernels.fp8_types import FP8
-from nvcli.kernels.triton import invariant_attention, prefill_attention
+from nvcli.kernels.triton.attention_launch import AttentionShape
+from nvcli.kernels.triton.prefill_attention import PrefillAttention
 from nvcli.kernels.triton.triton_version import why_slower
 
 if TYPE_CHECKING:
     from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
-    from nvcli.kernels.triton.scratch_prefill import ScratchPrefillAttention
+    from nvcli.kernels.triton.prefill_scratch import ScratchPrefillAttention
 
-PrefillKernel: TypeAlias = (
-    "prefill_attention.PrefillAttention | invariant_attention.PrefillAttention | HopperPrefillAttention"
-    " | ScratchPrefillAttention"
-)
+PrefillKernel: TypeAlias = "PrefillAttention | HopperPrefillAttention | ScratchPrefillAttention"
 
-PrefixKernel: TypeAlias = "prefill_attention.PrefillAttention | HopperPrefillAttention"
+PrefixKernel: TypeAlias = "PrefillAttention | HopperPrefillAttention"
 """Those of them that attend to prefixes which chunks share."""
 
 HOPPER_NOTE = "prefill attention: the kernel for Hopper GPUs"
@@ -32,32 +29,17 @@ SCRATCH_NOTE = f"{HOPPER_NOTE}, over copies of FP8 keys and values in bfloat16"
 
 def attends_prefixes(kernel: PrefillKernel) -> TypeGuard[PrefixKernel]:
     """Tell whether a kernel attends to prefixes that chunks share."""
-    return kernel.tile_key.scratch_units == 0 and not isinstance(kernel, invariant_attention.PrefillAttention)
+    return kernel.tile_key.scratch_units == 0 and not (isinstance(kernel, PrefillAttention) and kernel.is_invariant)
 
 
 def attends_segments(kernel: PrefillKernel) -> bool:
     """Tell whether `hopper_segments.py` serves a kind of attention whose chunks this kernel attends."""
-    if isinstance(kernel, prefill_attention.PrefillAttention | invariant_attention.PrefillAttention):
-        return False
-    from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
-
     key = kernel.tile_key
-    return isinstance(kernel, HopperPrefillAttention) and key.group <= key.rows
+    return not isinstance(kernel, PrefillAttention) and key.scratch_units == 0 and key.group <= key.rows
 
 
 def prefill_kernel(
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    device: torch.device,
-    has_window: bool,
-    batch_invariant: bool,
-    has_plain_blocks: bool,
-    scratch_tokens: int,
+    shape: AttentionShape, *, has_window: bool, batch_invariant: bool, has_plain_blocks: bool, scratch_tokens: int
 ) -> tuple[PrefillKernel, list[str]]:
     """Make the kernel for one geometry, with windows or without; return it, and notes for the log.
 
@@ -68,44 +50,19 @@ def prefill_kernel(
         not has_window
         and not batch_invariant
         and has_plain_blocks
-        and head_dim in (64, 128)
-        and block_size % 64 == 0
-        and dtype.itemsize == 2
-        and (kv_dtype == dtype or (kv_dtype == FP8 and dtype == torch.bfloat16))
-        and torch.cuda.get_device_capability(device) == (9, 0)
+        and shape.head_dim in (64, 128)
+        and shape.block_size % 64 == 0
+        and shape.dtype.itemsize == 2
+        and (shape.kv_dtype == shape.dtype or (shape.is_fp8 and shape.dtype == torch.bfloat16))
+        and torch.cuda.get_device_capability(shape.device) == (9, 0)
     )
-    notes = []
-    if is_for_hopper and (slower := why_slower()) is not None:
-        is_for_hopper, notes = False, [slower]
-    if is_for_hopper and kv_dtype == FP8:
-        from nvcli.kernels.triton.scratch_prefill import ScratchPrefillAttention
+    slower = why_slower() if is_for_hopper else None
+    if not is_for_hopper or slower is not None:
+        return PrefillAttention(shape, is_invariant=batch_invariant), [] if slower is None else [slower]
+    if shape.is_fp8:
+        from nvcli.kernels.triton.prefill_scratch import ScratchPrefillAttention
 
-        scratch = ScratchPrefillAttention(
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            block_size=block_size,
-            scratch_tokens=scratch_tokens,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            device=device,
-        )
-        return scratch, [SCRATCH_NOTE]
-    if is_for_hopper:
-        from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
+        return ScratchPrefillAttention(shape, scratch_tokens=scratch_tokens), [SCRATCH_NOTE]
+    from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
 
-        hopper = HopperPrefillAttention(
-            num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, device=device
-        )
-        return hopper, [HOPPER_NOTE]
-    kernel = invariant_attention.PrefillAttention if batch_invariant else prefill_attention.PrefillAttention
-    usual = kernel(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        block_size=block_size,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        device=device,
-    )
-    return usual, notes
+    return HopperPrefillAttention(shape), [HOPPER_NOTE]

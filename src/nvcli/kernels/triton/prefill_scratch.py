@@ -14,14 +14,20 @@ keeps 11 bits but has not the range.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.chunk_prefixes import ChunkPrefixes
+from nvcli.kernels.triton.attention_fold import ITEM_FIELDS
+from nvcli.kernels.triton.attention_launch import AttentionShape, LayerInputs, check_layout
 from nvcli.kernels.triton.fp8_kv import scale_pointers
-from nvcli.kernels.triton.prefill_tiles import TILE_FIELDS, PrefillTiles, TileKey, TileList
+from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
+from nvcli.kernels.triton.prefill_attention import PrefillAttention
+from nvcli.kernels.triton.prefill_tiles import PrefillTiles, TileKey, TileList
 
 UNIT = 64
 """Keys of a unit."""
@@ -37,7 +43,7 @@ _PROGRAMS = 2112
 
 @triton.jit
 def plan_scratch_kernel(
-    tiles,  # [capacity, TILE_FIELDS] int32
+    tiles,  # [capacity, ITEM_FIELDS] int32
     num_tiles,  # [1] int32
     copied_tiles,  # the same with the first unit in place of the slot, written for chunks that find room
     num_copied,  # [1] int32, written: the tiles of these chunks
@@ -47,7 +53,6 @@ def plan_scratch_kernel(
     MAX_UNITS: tl.constexpr,
     UNIT: tl.constexpr,
     TILES: tl.constexpr,
-    TILE_FIELDS: tl.constexpr,
 ):
     """One program. The tiles of a chunk stand side by side, its last rows first."""
     end = tl.load(num_tiles)
@@ -57,7 +62,7 @@ def plan_scratch_kernel(
     for first in range(0, end, TILES):
         index = first + tl.arange(0, TILES)
         is_tile = index < end
-        tile = tiles + index * TILE_FIELDS
+        tile = tiles + index * ITEM_FIELDS
         first_row = tl.load(tile + 1, mask=is_tile, other=0)
         first_token = tl.load(tile + 2, mask=is_tile, other=0)
         num_tokens = tl.load(tile + 3, mask=is_tile, other=0)
@@ -66,7 +71,7 @@ def plan_scratch_kernel(
         begins_chunk = is_tile & (first_row + ROWS >= num_tokens * GROUP)
         units_so_far = units + tl.cumsum(tl.where(begins_chunk, own_units, 0), 0)
         finds_room = is_tile & (units_so_far <= MAX_UNITS)
-        copy = copied_tiles + index * TILE_FIELDS
+        copy = copied_tiles + index * ITEM_FIELDS
         # Padding has no units, and must not read behind the table's end.
         tl.store(copy, tl.where(num_keys > 0, units_so_far - own_units, 0), mask=finds_room)
         tl.store(copy + 1, first_row, mask=finds_room)
@@ -82,24 +87,23 @@ def plan_scratch_kernel(
 
 @triton.jit
 def list_units_kernel(
-    tiles,  # [capacity, TILE_FIELDS] int32
-    copied_tiles,  # [capacity, TILE_FIELDS] int32, of `plan_scratch_kernel`
+    tiles,  # [capacity, ITEM_FIELDS] int32
+    copied_tiles,  # [capacity, ITEM_FIELDS] int32, of `plan_scratch_kernel`
     num_copied,  # [1] int32
     units,  # [MAX_UNITS, 2] int32, written: the slot whose keys a unit holds, and which unit of them
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     UNIT: tl.constexpr,
     LANES: tl.constexpr,
-    TILE_FIELDS: tl.constexpr,
 ):
     """Program (tile): the first tile of a chunk lists its units."""
     index = tl.program_id(0)
-    tile = tiles + index * TILE_FIELDS
+    tile = tiles + index * ITEM_FIELDS
     slot = tl.load(tile)
     first_row = tl.load(tile + 1)
     num_tokens = tl.load(tile + 3)
     own_units = tl.cdiv(tl.load(tile + 4), UNIT)
-    first_unit = tl.load(copied_tiles + index * TILE_FIELDS)
+    first_unit = tl.load(copied_tiles + index * ITEM_FIELDS)
     if index < tl.load(num_copied) and first_row + ROWS >= num_tokens * GROUP:
         for first in range(0, own_units, LANES):
             unit = first + tl.arange(0, LANES)
@@ -161,10 +165,10 @@ class ScratchTiles(PrefillTiles):
         self.num_before, self.num_units = counts[:1], counts[1:]
         self.units = torch.zeros(key.scratch_units, 2, dtype=torch.int32, device=device)
         """[scratch_units, 2] int32: the slot whose keys each unit holds, and which unit of them."""
-        self.copied = TileList(torch.zeros_like(self.tiles), counts[:1])
+        self.copied = TileList(torch.zeros_like(self.items), counts[:1])
         """The tiles that attend to copies, with the first unit of the request's keys in place of its slot, those that
         see most keys first."""
-        self._copied_by_chunks = torch.zeros_like(self.tiles)
+        self._copied_by_chunks = torch.zeros_like(self.items)
 
     def plan(
         self,
@@ -180,68 +184,79 @@ class ScratchTiles(PrefillTiles):
         super().plan(query_start_loc, seq_lens, slots, first_chunk=first_chunk, num_tokens=num_tokens)
         self.copied.capacity = self.capacity
         plan_scratch_kernel[(1,)](
-            self.tiles,
-            self.num_tiles,
+            self.items,
+            self.num_items,
             self._copied_by_chunks,
-            self.copied.num_tiles,
+            self.copied.num_items,
             self.num_units,
             GROUP=self._group,
             ROWS=self._rows,
             MAX_UNITS=self._num_units,
             UNIT=UNIT,
             TILES=_TILES,
-            TILE_FIELDS=TILE_FIELDS,
             num_warps=4,
         )
         list_units_kernel[(self.capacity,)](
-            self.tiles,
+            self.items,
             self._copied_by_chunks,
-            self.copied.num_tiles,
+            self.copied.num_items,
             self.units,
             GROUP=self._group,
             ROWS=self._rows,
             UNIT=UNIT,
             LANES=_LANES,
-            TILE_FIELDS=TILE_FIELDS,
             num_warps=1,
         )
         self._sort(self._copied_by_chunks, self.copied)
 
 
-class PrefillScratch:
-    """Room for the keys and values of `num_units` units in one layer of `num_kv_heads` heads."""
+class ScratchPrefillAttention:
+    """Prefill attention of one geometry without windows over an FP8 cache; `PrefillAttention` describes the methods.
 
-    def __init__(
-        self, *, num_units: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        shape = (2, num_units, UNIT, num_kv_heads, head_dim)
+    Each layer copies the keys and values that its chunks see to a scratch with room for `scratch_tokens`, a multiple of
+    64, in the model's type. The kernel for Hopper attends to the copies, and that of `prefill_attention.py`, which
+    reads the cache itself, chunks whose keys find no room.
+    """
+
+    def __init__(self, shape: AttentionShape, *, scratch_tokens: int) -> None:
+        self._shape, self._num_units = shape, scratch_tokens // UNIT
+        assert shape.block_size % UNIT == 0
+        size = (2, self._num_units, UNIT, shape.num_kv_heads, shape.head_dim)
         # Zeros, not empty: a masked value is multiplied by 0, and 0 × NaN is NaN.
-        self.k, self.v = torch.zeros(shape, dtype=dtype, device=device)
-        """[num_units, UNIT, num_kv_heads, head_dim] each."""
-        self.block_table = torch.arange(num_units, dtype=torch.int32, device=device)
-        """[num_units] int32: the block table of a request begins at its first unit."""
+        self._k, self._v = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+        # The block table of a request begins at its first unit.
+        self._block_table = torch.arange(self._num_units, dtype=torch.int32, device=shape.device)
+        self._copies = HopperPrefillAttention(replace(shape, block_size=UNIT, kv_dtype=shape.dtype))
+        self._rest = PrefillAttention(shape)
+        assert self._copies.tile_key[:2] == self._rest.tile_key[:2], "they share tiles"
 
-    def fill(self, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, tiles: ScratchTiles) -> None:
-        """Copy the keys and values of the units that `tiles` lists. k_cache, v_cache: [num_blocks, block_size, KV, D]
-        e4m3, a block size of whole units; block_tables: [slots, ...] int32, of the layer's KV group."""
-        _, block_size, num_kv_heads, head_dim = k_cache.shape
-        assert block_size % UNIT == 0
-        assert k_cache.stride() == v_cache.stride()
-        assert k_cache.stride()[1:] == (num_kv_heads * head_dim, head_dim, 1)
-        fill_scratch_kernel[(min(len(self.k) * num_kv_heads, _PROGRAMS),)](
-            k_cache,
-            v_cache,
-            self.k,
-            self.v,
-            block_tables,
+    @property
+    def tile_key(self) -> TileKey:
+        """What its tiles are, which are `ScratchTiles`."""
+        return self._copies.tile_key._replace(scratch_units=self._num_units)
+
+    def run(self, layer: LayerInputs, tiles: PrefillTiles, out: Tensor) -> None:
+        """Attend the tiles, which are `ScratchTiles`, as `PrefillAttention.run` does; there is no window."""
+        assert isinstance(tiles, ScratchTiles)
+        shape, tables = self._shape, layer.block_tables
+        check_layout(shape, layer)
+        fill_scratch_kernel[(min(self._num_units * shape.num_kv_heads, _PROGRAMS),)](
+            layer.k_cache,
+            layer.v_cache,
+            self._k,
+            self._v,
+            tables,
             tiles.units,
             tiles.num_units,
-            block_tables.stride(0),
-            NUM_KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_SIZE=block_size,
-            BLOCK_STRIDE=k_cache.stride(0),
+            tables.stride(0),
+            NUM_KV_HEADS=shape.num_kv_heads,
+            HEAD_DIM=shape.head_dim,
+            BLOCK_SIZE=shape.block_size,
+            BLOCK_STRIDE=layer.k_cache.stride(0),
             UNIT=UNIT,
             ROWS=_ROWS,
             num_warps=4,
         )
+        copies = layer._replace(k_cache=self._k, v_cache=self._v, block_tables=self._block_table)
+        self._copies.run(copies, tiles.copied, out)
+        self._rest.run(layer, tiles, out)

@@ -28,11 +28,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.chunk_prefixes import ChunkPrefixes
+from nvcli.kernels.triton.attention_fold import ITEM_FIELDS
 
-TILE_FIELDS = 8
-"""int32 of a list entry: the request's slot, the tile's first row in the chunk, the chunk's first token, its number of
-tokens, keys of the request (0: attend to nothing), first key to attend to (in a list of rests); 2 unused, so that an
-entry lies in one sector of memory."""
 _COLUMNS = 256
 """A program of the planning kernel compares its chunk with so many others at a time."""
 _LANES = 128
@@ -66,7 +63,9 @@ def plan_prefill_kernel(
     query_start_loc,  # [R + 1] int32, first token of each row of the batch
     seq_lens,  # [R] int32, keys of each row's request, the chunk's own included
     slots,  # [R] int64
-    tiles,  # [capacity, TILE_FIELDS] int32, written
+    # [capacity, ITEM_FIELDS] int32, written: the request's slot, the tile's first row in the chunk, the chunk's first
+    # token, its number of tokens, keys of the request (0: attend to nothing), first key to attend to (of rests)
+    tiles,
     num_tiles,  # [1] int32, written
     prefix_ends,  # [R] int32, keys of the prefix that each row shares; None: the list is of all chunks
     group_ends,  # [R] int32, `ChunkPrefixes.group_ends`; None: the list is not of prefixes
@@ -78,7 +77,6 @@ def plan_prefill_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     LANES: tl.constexpr,
-    TILE_FIELDS: tl.constexpr,
 ):
     """Program i lists the tiles of chunk i, behind those of all chunks of longer requests, ties by number; the program
     behind the last chunk's lists the padding tokens, in lists of the whole and of others. In a list of prefixes a group
@@ -134,7 +132,7 @@ def plan_prefill_kernel(
     for first in range(0, own_tiles, LANES):
         index = first + tl.arange(0, LANES)
         is_mine = index < own_tiles
-        tile = tiles + (first_tile + index) * TILE_FIELDS
+        tile = tiles + (first_tile + index) * ITEM_FIELDS
         zeros = tl.zeros([LANES], tl.int32)
         tl.store(tile, zeros + slot, mask=is_mine)
         tl.store(tile + 1, (own_tiles - 1 - index) * ROWS, mask=is_mine)
@@ -148,9 +146,9 @@ def plan_prefill_kernel(
 
 
 @triton.jit
-def _work(tiles, index, is_tile, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, FIELDS: tl.constexpr):
+def _work(tiles, index, is_tile, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):
     """Return how many groups of keys the last row of each tile sees; -1 where there is no tile."""
-    tile = tiles + index * FIELDS
+    tile = tiles + index * ITEM_FIELDS
     first_row = tl.load(tile + 1, mask=is_tile, other=0)
     num_tokens = tl.load(tile + 3, mask=is_tile, other=0)
     num_keys = tl.load(tile + 4, mask=is_tile, other=0)
@@ -161,15 +159,14 @@ def _work(tiles, index, is_tile, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: 
 
 @triton.jit
 def sort_tiles_kernel(
-    tiles,  # [capacity, FIELDS] int32
+    tiles,  # [capacity, ITEM_FIELDS] int32
     num_tiles,  # [1] int32
-    sorted_tiles,  # [capacity, FIELDS] int32, written
+    sorted_tiles,  # [capacity, ITEM_FIELDS] int32, written
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     LANES: tl.constexpr,
     COLUMNS: tl.constexpr,
-    FIELDS: tl.constexpr,
 ):
     """Program (LANES tiles): each goes behind those with more work, and those before it with as much."""
     end = tl.load(num_tiles)
@@ -177,17 +174,17 @@ def sort_tiles_kernel(
     if first_index >= end:
         return
     index = first_index + tl.arange(0, LANES)
-    work = _work(tiles, index, index < end, GROUP, ROWS, KEYS, FIELDS)[:, None]
+    work = _work(tiles, index, index < end, GROUP, ROWS, KEYS)[:, None]
     place = tl.zeros([LANES], tl.int32)
     for first in range(0, end, COLUMNS):
         other = first + tl.arange(0, COLUMNS)
-        other_work = _work(tiles, other, other < end, GROUP, ROWS, KEYS, FIELDS)[None, :]
+        other_work = _work(tiles, other, other < end, GROUP, ROWS, KEYS)[None, :]
         is_before = (other_work > work) | ((other_work == work) & (other[None, :] < index[:, None]))
         place += tl.sum(is_before.to(tl.int32), 1)
-    field = tl.arange(0, FIELDS)[None, :]
+    field = tl.arange(0, ITEM_FIELDS)[None, :]
     inside = (index < end)[:, None]
-    entries = tl.load(tiles + index[:, None] * FIELDS + field, mask=inside, other=0)
-    tl.store(sorted_tiles + place[:, None] * FIELDS + field, entries, mask=inside)
+    entries = tl.load(tiles + index[:, None] * ITEM_FIELDS + field, mask=inside, other=0)
+    tl.store(sorted_tiles + place[:, None] * ITEM_FIELDS + field, entries, mask=inside)
 
 
 class TileKey(NamedTuple):
@@ -207,9 +204,9 @@ class TileKey(NamedTuple):
 class TileList:
     """Tiles as kernels read them."""
 
-    tiles: Tensor
-    """[max_tiles, TILE_FIELDS] int32."""
-    num_tiles: Tensor
+    items: Tensor
+    """[max_tiles, ITEM_FIELDS] int32."""
+    num_items: Tensor
     """[1] int32."""
     num_before: Tensor | None = None
     """[1] int32, tiles at the head of the list that a kernel of another kind attends; None: there are none."""
@@ -237,11 +234,11 @@ class PrefillTiles(TileList):
         self._group, self._rows = key.group, key.rows
         max_tiles = self._most_tiles(max_tokens, max_chunks)
         super().__init__(
-            torch.zeros(max_tiles, TILE_FIELDS, dtype=torch.int32, device=device),
+            torch.zeros(max_tiles, ITEM_FIELDS.value, dtype=torch.int32, device=device),
             torch.zeros(1, dtype=torch.int32, device=device),
             part=part,
         )
-        self._by_chunks = torch.zeros_like(self.tiles) if key.is_sorted else self.tiles
+        self._by_chunks = torch.zeros_like(self.items) if key.is_sorted else self.items
 
     def plan(
         self,
@@ -261,13 +258,13 @@ class PrefillTiles(TileList):
         assert (prefixes is None) == (self.part is TilePart.WHOLE)
         num_chunks = seq_lens.shape[0] - first_chunk
         self.capacity = self._most_tiles(num_tokens, num_chunks)
-        assert self.capacity <= self.tiles.shape[0], f"{num_tokens} tokens in {num_chunks} chunks are too many"
+        assert self.capacity <= self.items.shape[0], f"{num_tokens} tokens in {num_chunks} chunks are too many"
         plan_prefill_kernel[(num_chunks + 1,)](
             query_start_loc,
             seq_lens,
             slots,
             self._by_chunks,
-            self.num_tiles,
+            self.num_items,
             None if prefixes is None else prefixes.ends,
             prefixes.group_ends if prefixes is not None and self.part is TilePart.PREFIX else None,
             first_chunk,
@@ -278,24 +275,22 @@ class PrefillTiles(TileList):
             ROWS=self._rows,
             COLUMNS=_COLUMNS,
             LANES=_LANES,
-            TILE_FIELDS=TILE_FIELDS,
             num_warps=4,
         )
-        if self._by_chunks is not self.tiles:
+        if self._by_chunks is not self.items:
             self._sort(self._by_chunks, self)
 
     def _sort(self, unsorted: Tensor, target: TileList) -> None:
         """Write the tiles that `unsorted` has, as many as `target` is to have, in their order."""
         sort_tiles_kernel[(triton.cdiv(self.capacity, _SORT_LANES),)](
             unsorted,
-            target.num_tiles,
-            target.tiles,
+            target.num_items,
+            target.items,
             GROUP=self._group,
             ROWS=self._rows,
             KEYS=_SORT_KEYS,
             LANES=_SORT_LANES,
             COLUMNS=_SORT_COLUMNS,
-            FIELDS=TILE_FIELDS,
             num_warps=4,
         )
 

@@ -18,7 +18,7 @@ _ELEMENTS = 2048
 """Elements of the output that a program merges."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SegmentResults:
     """What rows attended in the segments of keys that they share (`segment_attention.py`)."""
 

@@ -18,14 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.segment_tables import SEGMENT_FIELDS
+from nvcli.kernels.triton.attention_fold import ITEM_FIELDS
 from nvcli.kernels.triton.decode_work_list import cut
+from nvcli.kernels.triton.multiprocessors import num_multiprocessors
 
 LEVELS = 4
 """The most segments of a request that are read once for all; each costs a row a partial result."""
-TILE_FIELDS = 8
-"""The int32 words of an entry: where its level begins in the lists of rows, first of the tile's rows among the members
-of the level, number of rows, first key of the chunk, end of its keys, number of the chunk, slot of the first row; 1
-unused, so that an entry lies in one sector of memory."""
 MIN_SEGMENT_CHUNK = 256
 """The fewest keys of a chunk of a segment that is cut: each chunk more is a partial result more for each row."""
 _TILE_COST = 256
@@ -146,7 +144,10 @@ def plan_segments_kernel(
     members,  # [LEVELS, max_rows] int32, written: the rows with a segment, those of a segment side by side
     first_partials,  # [LEVELS, max_rows] int32, written: place of the row's first partial result of the segment
     num_partials,  # [R] int32, written: partial results of the row, from its place of level 0 on
-    items,  # [capacity, TILE_FIELDS] int32, written
+    # [capacity, ITEM_FIELDS] int32, written: where its level begins in the lists of rows, first of the tile's rows
+    # among the members of the level, number of rows, first key of the chunk, end of its keys, number of the chunk, slot
+    # of the first row
+    items,
     num_items,  # [1] int32, 0 before
     work,  # [2] int32, 0 before, written
     max_rows,
@@ -161,7 +162,6 @@ def plan_segments_kernel(
     MIN_CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    TILE_FIELDS: tl.constexpr,
 ):
     """Program (ROWS rows). The order of the list is that in which programs come; nothing else depends on it."""
     columns = tl.arange(0, COLUMNS)
@@ -215,7 +215,7 @@ def plan_segments_kernel(
         end = tl.load(segments + segment * SEGMENT_FIELDS + 1)
         begin = end - span
         for index in range(tl.max(num_chunks, 0)):
-            item = items + (first_item + index) * TILE_FIELDS
+            item = items + (first_item + index) * ITEM_FIELDS
             is_mine = index < num_chunks
             tl.store(item, tl.full([ROWS], level, tl.int32) * max_rows, mask=is_mine)
             tl.store(item + 1, place, mask=is_mine)
@@ -239,9 +239,7 @@ class SegmentWorkList:
     ) -> None:
         self._window, self._num_kv_heads = window, num_kv_heads
         self._keys, self._tile_rows, self.max_rows = keys, tile_rows, max_rows
-        self.num_processors = (
-            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-        )
+        self.num_processors = num_multiprocessors(device)
         """The multiprocessors of the GPU."""
         self.num_programs = 2 * self.num_processors
         """Into as many parts of about equal size the work is cut."""
@@ -260,8 +258,8 @@ class SegmentWorkList:
         self.num_partials = ints(max_rows)
         """[R] int32, the number of each row's partial results."""
         # A tile has a row at least, and all rows' chunks together are at most `max_partials`.
-        self.items = ints(self.max_partials, TILE_FIELDS)
-        """[capacity, TILE_FIELDS] int32."""
+        self.items = ints(self.max_partials, ITEM_FIELDS.value)
+        """[capacity, ITEM_FIELDS] int32."""
         self.num_items = ints(1)
         """[1] int32, the number of items."""
         self.work = ints(2)
@@ -339,6 +337,5 @@ class SegmentWorkList:
             MIN_CHUNK=MIN_SEGMENT_CHUNK,
             ROWS=_ROWS,
             COLUMNS=_COLUMNS,
-            TILE_FIELDS=TILE_FIELDS,
             num_warps=4,
         )
