@@ -18,14 +18,16 @@ from nvcli.attention import triton_backend
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels.fp8_types import FP8
-from nvcli.kernels.triton import prefill_choice, prefill_scratch
+from nvcli.kernels.triton import hopper_prefill, prefill_choice
 from nvcli.kernels.triton.attention_launch import AttentionShape
 from nvcli.kernels.triton.prefill_attention import PrefillAttention
-from nvcli.kernels.triton.prefill_scratch import UNIT, ScratchPrefillAttention, ScratchTiles
+from nvcli.kernels.triton.prefill_scratch import UNIT as UNIT_KEYS
+from nvcli.kernels.triton.prefill_scratch import ScratchPrefillAttention, ScratchTiles
 from nvcli.kernels.triton.prefill_tiles import TileKey
 
 pytestmark = MARKS
 __all__ = ["exact_conversions"]
+UNIT: int = UNIT_KEYS.value
 DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
 
 
@@ -35,7 +37,7 @@ def scratch_kernel(
     """What a Hopper GPU would take. Elsewhere the usual kernel attends to the copies, as Gluon has no interpreter."""
     if has_window:
         return PrefillAttention(shape), []
-    with nullcontext() if HAS_GPU else patch.object(prefill_scratch, "HopperPrefillAttention", PrefillAttention):
+    with nullcontext() if HAS_GPU else patch.object(hopper_prefill, "HopperPrefillAttention", PrefillAttention):
         return ScratchPrefillAttention(shape, scratch_tokens=scratch_tokens), []
 
 

@@ -79,7 +79,7 @@ def test_requests_with_more_levels_than_are_read_once(backend: type[AttentionBac
     bench = Bench(backend, head_dim=16, block_size=16, num_kv_heads=1, ratio=2)
     tree = SegmentTree(bench)
     segments = [tree.segment(None, 40)]
-    while len(segments) < LEVELS + 2:
+    while len(segments) < LEVELS.value + 2:
         segments.append(tree.segment(segments[-1], 1))
     requests = [tree.request(segment, 5) for segment in segments for _ in range(2)]
     step = tree.share(bench.batch(*((request, 1) for request in requests), shape=BatchShape(decode_rows=16)))

@@ -35,7 +35,7 @@ FEW_ROWS = 8
 _LONE_WARPS = 16
 """Programs of one warp to aim for on each multiprocessor. Attention to 256 rows of 100 to 1,620 keys takes 121 µs with
 8, 118 with 12 and 16, and 122 with 24 (measured on an H200, which has room for 12)."""
-_ROWS, _COLUMNS = 16, 256
+_ROWS, _COLUMNS = tl.constexpr(16), tl.constexpr(256)
 """A program of the planning kernel places _ROWS rows, and compares them with _COLUMNS others at a time."""
 
 
@@ -85,22 +85,20 @@ def plan_decode_kernel(
     TILE: tl.constexpr,
     HAS_SPLITS: tl.constexpr,
     MAX_PARTIALS: tl.constexpr,  # of rows that are cut into splits
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
-    """Program i lists the chunks of ROWS rows: behind those of all rows with longer chunks, and of rows before them
+    """Program i lists the chunks of _ROWS rows: behind those of all rows with longer chunks, and of rows before them
     with chunks of equal length."""
-    columns = tl.arange(0, COLUMNS)
-    tokens = tl.zeros([COLUMNS], tl.int64)
-    for start in range(0, num_rows, COLUMNS):
+    columns = tl.arange(0, _COLUMNS)
+    tokens = tl.zeros([_COLUMNS], tl.int64)
+    for start in range(0, num_rows, _COLUMNS):
         others = start + columns
         lens = tl.load(seq_lens + others, mask=others < num_rows, other=0)
         tokens += lens - _first_keys(lens, others, others < num_rows, own_begins, window, HAS_WINDOW, ALIGN)
     per_program = tl.cdiv(tl.sum(tokens, 0) * NUM_KV_HEADS, target_programs).to(tl.int32)
     chunk = tl.maximum(tl.cdiv(per_program, TILE) * TILE, SPLIT if HAS_SPLITS else _MIN_CHUNK)
     if HAS_SPLITS:
-        partials = tl.zeros([COLUMNS], tl.int64)
-        for start in range(0, num_rows, COLUMNS):
+        partials = tl.zeros([_COLUMNS], tl.int64)
+        for start in range(0, num_rows, _COLUMNS):
             others = start + columns
             lens = tl.load(seq_lens + others, mask=others < num_rows, other=0)
             spans = lens - _first_keys(lens, others, others < num_rows, own_begins, window, HAS_WINDOW, ALIGN)
@@ -108,15 +106,15 @@ def plan_decode_kernel(
         if tl.sum(partials, 0) > MAX_PARTIALS:
             chunk = 2147483647
 
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rows = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)
     lens = tl.load(seq_lens + rows, mask=rows < num_rows, other=0)
     row_slots = tl.load(slots + rows, mask=rows < num_rows, other=0).to(tl.int32)
     first_keys = _first_keys(lens, rows, rows < num_rows, own_begins, window, HAS_WINDOW, ALIGN)
     size, num_chunks = cut(lens - first_keys, chunk, TILE, HAS_SPLITS)
-    first_item = tl.zeros([ROWS], tl.int32)
-    first_partial = tl.zeros([ROWS], tl.int32)
-    total = tl.zeros([COLUMNS], tl.int32)
-    for start in range(0, num_rows, COLUMNS):
+    first_item = tl.zeros([_ROWS], tl.int32)
+    first_partial = tl.zeros([_ROWS], tl.int32)
+    total = tl.zeros([_COLUMNS], tl.int32)
+    for start in range(0, num_rows, _COLUMNS):
         others = start + columns
         other_lens = tl.load(seq_lens + others, mask=others < num_rows, other=0)
         other_first = _first_keys(other_lens, others, others < num_rows, own_begins, window, HAS_WINDOW, ALIGN)
@@ -138,7 +136,7 @@ def plan_decode_kernel(
         tl.store(item + 2, tl.minimum(first_keys + (index + 1) * size, lens), mask=is_mine)
         tl.store(item + 3, num_chunks, mask=is_mine)
         tl.store(item + 4, first_partial, mask=is_mine)
-        tl.store(item + 5, tl.zeros([ROWS], tl.int32) + index, mask=is_mine)
+        tl.store(item + 5, tl.zeros([_ROWS], tl.int32) + index, mask=is_mine)
         tl.store(item + 6, row_slots, mask=is_mine)
         if HAS_WINDOW:
             tl.store(item + 7, tl.maximum(lens - window, 0), mask=is_mine)
@@ -197,7 +195,7 @@ class DecodeWorkList:
         [B] int32, the first key of each row that is not read with other rows' (None: the first one)."""
         num_rows = seq_lens.shape[0]
         assert num_rows <= self._max_rows, f"{num_rows} decode rows, and the backend was made for {self._max_rows}"
-        plan_decode_kernel[(triton.cdiv(num_rows, _ROWS),)](
+        plan_decode_kernel[(triton.cdiv(num_rows, _ROWS.value),)](
             seq_lens,
             slots,
             self.items,
@@ -212,8 +210,6 @@ class DecodeWorkList:
             TILE=self._tile,
             HAS_SPLITS=self._has_splits,
             MAX_PARTIALS=MAX_PARTIALS.value,
-            ROWS=_ROWS,
-            COLUMNS=_COLUMNS,
             num_warps=4,
         )
 

@@ -25,17 +25,16 @@ from nvcli.kernels.chunk_prefixes import ChunkPrefixes
 from nvcli.kernels.triton.attention_fold import ITEM_FIELDS
 from nvcli.kernels.triton.attention_launch import AttentionShape, LayerInputs, check_layout
 from nvcli.kernels.triton.fp8_kv import scale_pointers
-from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
 from nvcli.kernels.triton.prefill_attention import PrefillAttention
 from nvcli.kernels.triton.prefill_tiles import PrefillTiles, TileKey, TileList
 
-UNIT = 64
+UNIT = tl.constexpr(64)
 """Keys of a unit."""
-_TILES = 1024
+_TILES = tl.constexpr(1024)
 """Tiles that the planning kernel adds up at a time."""
-_LANES = 128
+_LANES = tl.constexpr(128)
 """Units that a program lists at a time."""
-_ROWS = 64
+_ROWS = tl.constexpr(64)
 """Heads of tokens that a program copies at a time, keys and values alike."""
 _PROGRAMS = 2112
 """Programs that copy: 16 for each multiprocessor of an H200."""
@@ -51,16 +50,14 @@ def plan_scratch_kernel(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     MAX_UNITS: tl.constexpr,
-    UNIT: tl.constexpr,
-    TILES: tl.constexpr,
 ):
     """One program. The tiles of a chunk stand side by side, its last rows first."""
     end = tl.load(num_tiles)
     units = 0
     copied = 0
     copied_units = 0
-    for first in range(0, end, TILES):
-        index = first + tl.arange(0, TILES)
+    for first in range(0, end, _TILES):
+        index = first + tl.arange(0, _TILES)
         is_tile = index < end
         tile = tiles + index * ITEM_FIELDS
         first_row = tl.load(tile + 1, mask=is_tile, other=0)
@@ -93,8 +90,6 @@ def list_units_kernel(
     units,  # [MAX_UNITS, 2] int32, written: the slot whose keys a unit holds, and which unit of them
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
-    UNIT: tl.constexpr,
-    LANES: tl.constexpr,
 ):
     """Program (tile): the first tile of a chunk lists its units."""
     index = tl.program_id(0)
@@ -105,10 +100,10 @@ def list_units_kernel(
     own_units = tl.cdiv(tl.load(tile + 4), UNIT)
     first_unit = tl.load(copied_tiles + index * ITEM_FIELDS)
     if index < tl.load(num_copied) and first_row + ROWS >= num_tokens * GROUP:
-        for first in range(0, own_units, LANES):
-            unit = first + tl.arange(0, LANES)
+        for first in range(0, own_units, _LANES):
+            unit = first + tl.arange(0, _LANES)
             entry = units + (first_unit + unit) * 2
-            tl.store(entry, tl.zeros([LANES], tl.int32) + slot, mask=unit < own_units)
+            tl.store(entry, tl.zeros([_LANES], tl.int32) + slot, mask=unit < own_units)
             tl.store(entry + 1, unit, mask=unit < own_units)
 
 
@@ -126,19 +121,17 @@ def fill_scratch_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
-    UNIT: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
-    """Programs share out the units, in parts of ROWS heads."""
-    PARTS: tl.constexpr = UNIT * NUM_KV_HEADS // ROWS
-    rows = tl.arange(0, ROWS)
+    """Programs share out the units, in parts of some heads."""
+    PARTS: tl.constexpr = UNIT * NUM_KV_HEADS // _ROWS
+    rows = tl.arange(0, _ROWS)
     dims = tl.arange(0, HEAD_DIM)
     for item in range(tl.program_id(0), tl.load(num_units) * PARTS, tl.num_programs(0)):
         unit = item // PARTS
         slot = tl.load(units + unit * 2).to(tl.int64)
         start = tl.load(units + unit * 2 + 1) * UNIT
         block = tl.load(block_tables + slot * block_table_stride + start // BLOCK_SIZE).to(tl.int64)
-        row = item % PARTS * ROWS + rows
+        row = (item - unit * PARTS) * _ROWS + rows
         place = (block * BLOCK_STRIDE + start % BLOCK_SIZE * (NUM_KV_HEADS * HEAD_DIM)) + row * HEAD_DIM
         places = place[:, None] + dims[None, :]
         keys = tl.load(k_cache + places)
@@ -192,8 +185,6 @@ class ScratchTiles(PrefillTiles):
             GROUP=self._group,
             ROWS=self._rows,
             MAX_UNITS=self._num_units,
-            UNIT=UNIT,
-            TILES=_TILES,
             num_warps=4,
         )
         list_units_kernel[(self.capacity,)](
@@ -203,8 +194,6 @@ class ScratchTiles(PrefillTiles):
             self.units,
             GROUP=self._group,
             ROWS=self._rows,
-            UNIT=UNIT,
-            LANES=_LANES,
             num_warps=1,
         )
         self._sort(self._copied_by_chunks, self.copied)
@@ -219,14 +208,16 @@ class ScratchPrefillAttention:
     """
 
     def __init__(self, shape: AttentionShape, *, scratch_tokens: int) -> None:
-        self._shape, self._num_units = shape, scratch_tokens // UNIT
-        assert shape.block_size % UNIT == 0
-        size = (2, self._num_units, UNIT, shape.num_kv_heads, shape.head_dim)
+        from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
+
+        self._shape, self._num_units = shape, scratch_tokens // UNIT.value
+        assert shape.block_size % UNIT.value == 0
+        size = (2, self._num_units, UNIT.value, shape.num_kv_heads, shape.head_dim)
         # Zeros, not empty: a masked value is multiplied by 0, and 0 × NaN is NaN.
         self._k, self._v = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         # The block table of a request begins at its first unit.
         self._block_table = torch.arange(self._num_units, dtype=torch.int32, device=shape.device)
-        self._copies = HopperPrefillAttention(replace(shape, block_size=UNIT, kv_dtype=shape.dtype))
+        self._copies = HopperPrefillAttention(replace(shape, block_size=UNIT.value, kv_dtype=shape.dtype))
         self._rest = PrefillAttention(shape)
         assert self._copies.tile_key[:2] == self._rest.tile_key[:2], "they share tiles"
 
@@ -253,8 +244,6 @@ class ScratchPrefillAttention:
             HEAD_DIM=shape.head_dim,
             BLOCK_SIZE=shape.block_size,
             BLOCK_STRIDE=layer.k_cache.stride(0),
-            UNIT=UNIT,
-            ROWS=_ROWS,
             num_warps=4,
         )
         copies = layer._replace(k_cache=self._k, v_cache=self._v, block_tables=self._block_table)

@@ -30,15 +30,15 @@ from torch import Tensor
 from nvcli.kernels.chunk_prefixes import ChunkPrefixes
 from nvcli.kernels.triton.attention_fold import ITEM_FIELDS
 
-_COLUMNS = 256
+_COLUMNS = tl.constexpr(256)
 """A program of the planning kernel compares its chunk with so many others at a time."""
-_LANES = 128
+_LANES = tl.constexpr(128)
 """It stores so many tiles at a time."""
-_SORT_KEYS = 128
+_SORT_KEYS = tl.constexpr(128)
 """Tiles whose keys fill equally many groups of this size take equally long, and keep their order."""
-_SORT_LANES = 16
+_SORT_LANES = tl.constexpr(16)
 """Tiles that a program of the sorting kernel places."""
-_SORT_COLUMNS = 1024
+_SORT_COLUMNS = tl.constexpr(1024)
 """It compares them with so many others at a time."""
 
 
@@ -75,8 +75,6 @@ def plan_prefill_kernel(
     IS_REST: tl.constexpr,  # the list is of rests
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    LANES: tl.constexpr,
 ):
     """Program i lists the tiles of chunk i, behind those of all chunks of longer requests, ties by number; the program
     behind the last chunk's lists the padding tokens, in lists of the whole and of others. In a list of prefixes a group
@@ -107,9 +105,9 @@ def plan_prefill_kernel(
         else:
             own_tokens = tl.where((prefix_end > 0) == IS_REST, own_tokens, 0)
 
-    columns = tl.arange(0, COLUMNS)
-    tiles_before = tl.zeros([COLUMNS], tl.int32)
-    for first in range(0, num_chunks, COLUMNS):
+    columns = tl.arange(0, _COLUMNS)
+    tiles_before = tl.zeros([_COLUMNS], tl.int32)
+    for first in range(0, num_chunks, _COLUMNS):
         others = first + columns
         is_other = others < num_chunks
         other_length = tl.load(seq_lens + others, mask=is_other, other=0)
@@ -129,11 +127,11 @@ def plan_prefill_kernel(
     if group_ends is not None:
         num_keys = length
 
-    for first in range(0, own_tiles, LANES):
-        index = first + tl.arange(0, LANES)
+    for first in range(0, own_tiles, _LANES):
+        index = first + tl.arange(0, _LANES)
         is_mine = index < own_tiles
         tile = tiles + (first_tile + index) * ITEM_FIELDS
-        zeros = tl.zeros([LANES], tl.int32)
+        zeros = tl.zeros([_LANES], tl.int32)
         tl.store(tile, zeros + slot, mask=is_mine)
         tl.store(tile + 1, (own_tiles - 1 - index) * ROWS, mask=is_mine)
         tl.store(tile + 2, zeros + start, mask=is_mine)
@@ -146,7 +144,7 @@ def plan_prefill_kernel(
 
 
 @triton.jit
-def _work(tiles, index, is_tile, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):
+def _work(tiles, index, is_tile, GROUP: tl.constexpr, ROWS: tl.constexpr):
     """Return how many groups of keys the last row of each tile sees; -1 where there is no tile."""
     tile = tiles + index * ITEM_FIELDS
     first_row = tl.load(tile + 1, mask=is_tile, other=0)
@@ -154,7 +152,7 @@ def _work(tiles, index, is_tile, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: 
     num_keys = tl.load(tile + 4, mask=is_tile, other=0)
     last_token = tl.minimum((first_row + ROWS - 1) // GROUP, num_tokens - 1)
     num_seen = tl.maximum(num_keys - num_tokens + last_token + 1, 0)
-    return tl.where(is_tile, tl.cdiv(num_seen, KEYS), -1)
+    return tl.where(is_tile, tl.cdiv(num_seen, _SORT_KEYS), -1)
 
 
 @triton.jit
@@ -164,21 +162,18 @@ def sort_tiles_kernel(
     sorted_tiles,  # [capacity, ITEM_FIELDS] int32, written
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    LANES: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
-    """Program (LANES tiles): each goes behind those with more work, and those before it with as much."""
+    """Program (_SORT_LANES tiles): each goes behind those with more work, and those before it with as much."""
     end = tl.load(num_tiles)
-    first_index = tl.program_id(0) * LANES
+    first_index = tl.program_id(0) * _SORT_LANES
     if first_index >= end:
         return
-    index = first_index + tl.arange(0, LANES)
-    work = _work(tiles, index, index < end, GROUP, ROWS, KEYS)[:, None]
-    place = tl.zeros([LANES], tl.int32)
-    for first in range(0, end, COLUMNS):
-        other = first + tl.arange(0, COLUMNS)
-        other_work = _work(tiles, other, other < end, GROUP, ROWS, KEYS)[None, :]
+    index = first_index + tl.arange(0, _SORT_LANES)
+    work = _work(tiles, index, index < end, GROUP, ROWS)[:, None]
+    place = tl.zeros([_SORT_LANES], tl.int32)
+    for first in range(0, end, _SORT_COLUMNS):
+        other = first + tl.arange(0, _SORT_COLUMNS)
+        other_work = _work(tiles, other, other < end, GROUP, ROWS)[None, :]
         is_before = (other_work > work) | ((other_work == work) & (other[None, :] < index[:, None]))
         place += tl.sum(is_before.to(tl.int32), 1)
     field = tl.arange(0, ITEM_FIELDS)[None, :]
@@ -273,8 +268,6 @@ class PrefillTiles(TileList):
             IS_REST=self.part is TilePart.REST,
             GROUP=self._group,
             ROWS=self._rows,
-            COLUMNS=_COLUMNS,
-            LANES=_LANES,
             num_warps=4,
         )
         if self._by_chunks is not self.items:
@@ -282,15 +275,12 @@ class PrefillTiles(TileList):
 
     def _sort(self, unsorted: Tensor, target: TileList) -> None:
         """Write the tiles that `unsorted` has, as many as `target` is to have, in their order."""
-        sort_tiles_kernel[(triton.cdiv(self.capacity, _SORT_LANES),)](
+        sort_tiles_kernel[(triton.cdiv(self.capacity, _SORT_LANES.value),)](
             unsorted,
             target.num_items,
             target.items,
             GROUP=self._group,
             ROWS=self._rows,
-            KEYS=_SORT_KEYS,
-            LANES=_SORT_LANES,
-            COLUMNS=_SORT_COLUMNS,
             num_warps=4,
         )
 

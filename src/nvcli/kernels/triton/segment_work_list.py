@@ -22,14 +22,15 @@ from nvcli.kernels.triton.attention_fold import ITEM_FIELDS
 from nvcli.kernels.triton.decode_work_list import cut
 from nvcli.kernels.triton.multiprocessors import num_multiprocessors
 
-LEVELS = 4
+_FIELDS = tl.constexpr(SEGMENT_FIELDS)
+LEVELS = tl.constexpr(4)
 """The most segments of a request that are read once for all; each costs a row a partial result."""
-MIN_SEGMENT_CHUNK = 256
+_MIN_CHUNK = tl.constexpr(256)
 """The fewest keys of a chunk of a segment that is cut: each chunk more is a partial result more for each row."""
-_TILE_COST = 256
+_TILE_COST = tl.constexpr(256)
 """What a tile takes beside its keys, in keys (`prefill_tiles.py`: about 512), with its rows' partial results, less what
 must be certain."""
-_ROWS, _COLUMNS = 16, 256
+_ROWS, _COLUMNS = tl.constexpr(16), tl.constexpr(256)
 """A program places _ROWS rows, and compares them with _COLUMNS others at a time."""
 
 
@@ -50,28 +51,25 @@ def find_segments_kernel(
     num_rows,
     window,  # keys that a row sees at most, where HAS_WINDOW
     HAS_WINDOW: tl.constexpr,
-    LEVELS: tl.constexpr,
-    SEGMENT_FIELDS: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
-    """Program (ROWS rows)."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """Program (_ROWS rows)."""
+    rows = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)
     is_row = rows < num_rows
     slot = tl.load(slots + rows, mask=is_row, other=0)
     last = tl.load(slot_segments + slot, mask=is_row, other=0)
-    depth = tl.zeros([ROWS], tl.int32)
+    depth = tl.zeros([_ROWS], tl.int32)
     segment = last
     while tl.max(segment, 0) > 0:
         depth += (segment > 0).to(tl.int32)
-        segment = tl.load(segments + segment * SEGMENT_FIELDS + 2)  # that of segment 0 is 0
+        segment = tl.load(segments + segment * _FIELDS + 2)  # that of segment 0 is 0
     levels = tl.arange(0, LEVELS)
-    found = tl.zeros([ROWS, LEVELS], tl.int32)
+    found = tl.zeros([_ROWS, LEVELS], tl.int32)
     segment = last
     while tl.max(segment, 0) > 0:
         depth -= (segment > 0).to(tl.int32)
         found = tl.where((levels[None, :] == depth[:, None]) & (segment > 0)[:, None], segment[:, None], found)
-        segment = tl.load(segments + segment * SEGMENT_FIELDS + 2)
-    end = tl.load(segments + found * SEGMENT_FIELDS + 1)
+        segment = tl.load(segments + segment * _FIELDS + 2)
+    end = tl.load(segments + found * _FIELDS + 1)
     if HAS_WINDOW:
         # The window has left the segment behind; a request that never had its blocks is among these.
         lens = tl.load(seq_lens + rows, mask=is_row, other=0)
@@ -92,38 +90,33 @@ def join_levels_kernel(
     joined_spans,  # [LEVELS, max_rows] int32, written: keys of the segment and of those before it that it took
     max_rows,
     num_rows,
-    LEVELS: tl.constexpr,
-    SEGMENT_FIELDS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
-    TILE_COST: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
-    """Program (ROWS rows). Where the rows of a segment fill their tiles, these take the keys of the one before it as
+    """Program (_ROWS rows). Where the rows of a segment fill their tiles, these take the keys of the one before it as
     well, instead of other tiles with these rows: as many keys for as many tiles, and fewer results. Not with a window,
     which may have left the one before behind for some of the rows."""
-    columns = tl.arange(0, COLUMNS)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, _COLUMNS)
+    rows = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)
     is_row = rows < num_rows
     segment = tl.load(row_segments + rows, mask=is_row, other=0)
-    begin = tl.load(segments + segment * SEGMENT_FIELDS)
+    begin = tl.load(segments + segment * _FIELDS)
     for level in tl.static_range(LEVELS):
-        span = tl.load(segments + segment * SEGMENT_FIELDS + 1) - begin
+        span = tl.load(segments + segment * _FIELDS + 1) - begin
         place = level * max_rows + rows
         if level + 1 < LEVELS:
             child = tl.load(row_segments + place + max_rows, mask=is_row, other=0)
-            num_members = tl.zeros([ROWS], tl.int32)
-            for start in range(0, num_rows, COLUMNS):
+            num_members = tl.zeros([_ROWS], tl.int32)
+            for start in range(0, num_rows, _COLUMNS):
                 others = start + columns
                 other = tl.load(row_segments + (level + 1) * max_rows + others, mask=others < num_rows, other=0)
                 num_members += tl.sum((other[None, :] == child[:, None]).to(tl.int32), 1)
             padding = tl.cdiv(num_members, TILE_ROWS) * TILE_ROWS - num_members
-            pays = padding.to(tl.int64) * span <= num_members.to(tl.int64) * TILE_COST
+            pays = padding.to(tl.int64) * span <= num_members.to(tl.int64) * _TILE_COST
             is_joined = (segment > 0) & (child > 0) & pays & (not HAS_WINDOW)
             tl.store(joined_segments + place, tl.where(is_joined, 0, segment), mask=is_row)
             tl.store(joined_spans + place, tl.where(is_joined, 0, span), mask=is_row)
-            begin = tl.where(is_joined, begin, tl.load(segments + child * SEGMENT_FIELDS))
+            begin = tl.where(is_joined, begin, tl.load(segments + child * _FIELDS))
             segment = child
         else:
             tl.store(joined_segments + place, segment, mask=is_row)
@@ -154,40 +147,34 @@ def plan_segments_kernel(
     num_rows,
     target_programs,
     NUM_KV_HEADS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    SEGMENT_FIELDS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
-    TILE_COST: tl.constexpr,
     KEYS: tl.constexpr,
-    MIN_CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
-    """Program (ROWS rows). The order of the list is that in which programs come; nothing else depends on it."""
-    columns = tl.arange(0, COLUMNS)
-    tokens = tl.zeros([COLUMNS], tl.int64)
+    """Program (_ROWS rows). The order of the list is that in which programs come; nothing else depends on it."""
+    columns = tl.arange(0, _COLUMNS)
+    tokens = tl.zeros([_COLUMNS], tl.int64)
     for level in tl.static_range(LEVELS):
-        for start in range(0, num_rows, COLUMNS):
+        for start in range(0, num_rows, _COLUMNS):
             others = start + columns
             tokens += tl.load(row_spans + level * max_rows + others, mask=others < num_rows, other=0)
     per_program = tl.cdiv(tl.sum(tokens, 0) * NUM_KV_HEADS, target_programs * TILE_ROWS).to(tl.int32)
-    chunk = tl.maximum(tl.cdiv(per_program, KEYS) * KEYS, MIN_CHUNK)
+    chunk = tl.maximum(tl.cdiv(per_program, KEYS) * KEYS, _MIN_CHUNK)
 
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rows = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)
     is_row = rows < num_rows
     row_slots = tl.load(slots + rows, mask=is_row, other=0).to(tl.int32)
     own = tl.load(seq_lens + rows, mask=is_row, other=0) - tl.load(own_begins + rows, mask=is_row, other=0)
     tl.atomic_add(work + 1, tl.sum(tl.maximum(own, 0), 0), sem="relaxed")
-    tile_keys = tl.zeros([ROWS], tl.int32)
-    first_partial = tl.zeros([ROWS], tl.int32)
+    tile_keys = tl.zeros([_ROWS], tl.int32)
+    first_partial = tl.zeros([_ROWS], tl.int32)
     for level in tl.static_range(LEVELS):
-        for start in range(0, num_rows, COLUMNS):
+        for start in range(0, num_rows, _COLUMNS):
             others = start + columns
             other_span = tl.load(row_spans + level * max_rows + others, mask=others < num_rows, other=0)
             _, other_chunks = cut(other_span, chunk, KEYS)
             is_before = (others[None, :] < rows[:, None]) & (other_span > 0)[None, :]
             first_partial += tl.sum(tl.where(is_before, other_chunks[None, :], 0), 1)
-    count = tl.zeros([ROWS], tl.int32)
+    count = tl.zeros([_ROWS], tl.int32)
     for level in tl.static_range(LEVELS):
         segment = tl.load(row_segments + level * max_rows + rows, mask=is_row, other=0)
         span = tl.load(row_spans + level * max_rows + rows, mask=is_row, other=0)
@@ -195,10 +182,10 @@ def plan_segments_kernel(
         num_chunks = tl.where(segment > 0, num_chunks, 0)
         tl.store(first_partials + level * max_rows + rows, first_partial + count, mask=is_row)
         count += num_chunks
-        rank = tl.zeros([ROWS], tl.int32)
-        num_members = tl.zeros([ROWS], tl.int32)
-        place = tl.zeros([ROWS], tl.int32)
-        for start in range(0, num_rows, COLUMNS):
+        rank = tl.zeros([_ROWS], tl.int32)
+        num_members = tl.zeros([_ROWS], tl.int32)
+        place = tl.zeros([_ROWS], tl.int32)
+        for start in range(0, num_rows, _COLUMNS):
             others = start + columns
             other = tl.load(row_segments + level * max_rows + others, mask=others < num_rows, other=0)[None, :]
             is_same = (other == segment[:, None]).to(tl.int32)
@@ -210,19 +197,19 @@ def plan_segments_kernel(
         # The first row of each tile lists its items.
         is_first = (segment > 0) & (rank % TILE_ROWS == 0)
         num_chunks = tl.where(is_first, num_chunks, 0)
-        tile_keys += tl.where(is_first, span + num_chunks * TILE_COST, 0)
-        first_item = tl.atomic_add(num_items + tl.zeros([ROWS], tl.int32), num_chunks, mask=is_first, sem="relaxed")
-        end = tl.load(segments + segment * SEGMENT_FIELDS + 1)
+        tile_keys += tl.where(is_first, span + num_chunks * _TILE_COST, 0)
+        first_item = tl.atomic_add(num_items + tl.zeros([_ROWS], tl.int32), num_chunks, mask=is_first, sem="relaxed")
+        end = tl.load(segments + segment * _FIELDS + 1)
         begin = end - span
         for index in range(tl.max(num_chunks, 0)):
             item = items + (first_item + index) * ITEM_FIELDS
             is_mine = index < num_chunks
-            tl.store(item, tl.full([ROWS], level, tl.int32) * max_rows, mask=is_mine)
+            tl.store(item, tl.full([_ROWS], level, tl.int32) * max_rows, mask=is_mine)
             tl.store(item + 1, place, mask=is_mine)
             tl.store(item + 2, tl.minimum(num_members - rank, TILE_ROWS), mask=is_mine)
             tl.store(item + 3, begin + index * size, mask=is_mine)
             tl.store(item + 4, tl.minimum(begin + (index + 1) * size, end), mask=is_mine)
-            tl.store(item + 5, tl.zeros([ROWS], tl.int32) + index, mask=is_mine)
+            tl.store(item + 5, tl.zeros([_ROWS], tl.int32) + index, mask=is_mine)
             tl.store(item + 6, row_slots, mask=is_mine)
     tl.store(num_partials + rows, count, mask=is_row)
     tl.atomic_add(work, tl.sum(tile_keys, 0), sem="relaxed")
@@ -247,13 +234,13 @@ class SegmentWorkList:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self._row_segments = ints(LEVELS, max_rows)
-        self._joined_segments, self._joined_spans = ints(LEVELS, max_rows), ints(LEVELS, max_rows)
+        self._row_segments = ints(LEVELS.value, max_rows)
+        self._joined_segments, self._joined_spans = ints(LEVELS.value, max_rows), ints(LEVELS.value, max_rows)
         self.own_begins = ints(max_rows)
         """[R] int32, the first key of each row behind its segments."""
-        self.members = ints(LEVELS, max_rows)
+        self.members = ints(LEVELS.value, max_rows)
         """[LEVELS, max_rows] int32, the rows with a segment, those of one segment side by side."""
-        self.first_partials = ints(LEVELS, max_rows)
+        self.first_partials = ints(LEVELS.value, max_rows)
         """[LEVELS, max_rows] int32, the place of each row's first partial result of its segment."""
         self.num_partials = ints(max_rows)
         """[R] int32, the number of each row's partial results."""
@@ -270,14 +257,14 @@ class SegmentWorkList:
     def max_partials(self) -> int:
         """The most partial results of all rows: one for each level, and one for each chunk size of keys, which is at
         least all rows' keys × KV heads / programs / rows of a tile."""
-        return self.max_rows * LEVELS + self._tile_rows * self.num_programs // self._num_kv_heads
+        return self.max_rows * int(LEVELS.value) + self._tile_rows * self.num_programs // self._num_kv_heads
 
     def plan(self, seq_lens: Tensor, slots: Tensor, segments: Tensor, slot_segments: Tensor) -> None:
         """List the step's tiles. seq_lens: [R] int32, keys of each row; slots: [R] int64; segments and slot_segments:
         the KV group's of `SegmentTables`."""
         num_rows = seq_lens.shape[0]
         assert num_rows <= self.max_rows, f"{num_rows} rows, and the list was made for {self.max_rows}"
-        grid = (triton.cdiv(num_rows, _ROWS),)
+        grid = (triton.cdiv(num_rows, _ROWS.value),)
         find_segments_kernel[grid](
             slots,
             seq_lens,
@@ -291,9 +278,6 @@ class SegmentWorkList:
             num_rows,
             self._window or 0,
             HAS_WINDOW=self._window is not None,
-            LEVELS=LEVELS,
-            SEGMENT_FIELDS=SEGMENT_FIELDS,
-            ROWS=_ROWS,
             num_warps=1,
         )
         join_levels_kernel[grid](
@@ -303,13 +287,8 @@ class SegmentWorkList:
             self._joined_spans,
             self.max_rows,
             num_rows,
-            LEVELS=LEVELS,
-            SEGMENT_FIELDS=SEGMENT_FIELDS,
             TILE_ROWS=self._tile_rows,
-            TILE_COST=_TILE_COST,
             HAS_WINDOW=self._window is not None,
-            ROWS=_ROWS,
-            COLUMNS=_COLUMNS,
             num_warps=4,
         )
         plan_segments_kernel[grid](
@@ -329,13 +308,7 @@ class SegmentWorkList:
             num_rows,
             self.num_programs,
             NUM_KV_HEADS=self._num_kv_heads,
-            LEVELS=LEVELS,
-            SEGMENT_FIELDS=SEGMENT_FIELDS,
             TILE_ROWS=self._tile_rows,
-            TILE_COST=_TILE_COST,
             KEYS=self._keys,
-            MIN_CHUNK=MIN_SEGMENT_CHUNK,
-            ROWS=_ROWS,
-            COLUMNS=_COLUMNS,
             num_warps=4,
         )
