@@ -11,7 +11,8 @@ import json
 from unittest.mock import patch
 
 import torch
-from hopper_compile import BLOCK_SIZE, KV_HEADS, FakeDriver, assemble, attention_shape
+from attention_shapes import attention_shape
+from hopper_compile import BLOCK_SIZE, KV_HEADS, FakeDriver, assemble
 from triton.runtime.driver import driver
 
 from nvcli.kernels.triton import decode_attention
@@ -24,7 +25,7 @@ HEADS, HEAD_DIM = 32, 128
 
 def launch(rows: int) -> None:
     with patch.object(decode_attention, "_load_direct_kernel", lambda *args, **kwargs: fp8_decode_attention_kernel):
-        shape = attention_shape(HEADS, HEAD_DIM, torch.device("cpu"), kv_dtype=torch.float8_e4m3fn)
+        shape = attention_shape(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, kv_dtype=torch.float8_e4m3fn)
         attention = DecodeAttention(shape, windows=[None], max_rows=rows)
     cache = torch.zeros(2, 3, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=torch.float8_e4m3fn)
     q = torch.zeros(rows, HEADS, HEAD_DIM, dtype=torch.bfloat16)

@@ -11,20 +11,20 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from attention_shapes import attention_shape
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.driver import driver
 
 from nvcli.kernels.triton import hopper_launch
-from nvcli.kernels.triton.attention_launch import AttentionShape, LayerInputs
+from nvcli.kernels.triton.attention_launch import LayerInputs
 from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
 from nvcli.kernels.triton.hopper_prefill_kernel import hopper_prefill_kernel
 from nvcli.kernels.triton.kept_kernel import KeptKernel
@@ -88,17 +88,13 @@ class ThroughTriton:
         self._kernel[(num_programs, 1, 1)](*arguments, *self._constants, num_warps=4)
 
 
-def attention_shape(num_heads: int, head_dim: int, device: torch.device, **change: Any) -> AttentionShape:
-    shape = AttentionShape(
-        num_heads=num_heads, num_kv_heads=KV_HEADS, head_dim=head_dim, block_size=BLOCK_SIZE, dtype=torch.bfloat16,
-        kv_dtype=torch.bfloat16, device=device,
-    )  # fmt: skip
-    return replace(shape, **change)
-
-
 def make_attention(head_dim: int, group: int) -> HopperPrefillAttention:
     with patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=132)):
-        return HopperPrefillAttention(attention_shape(KV_HEADS * group, head_dim, torch.device("cuda")))
+        return HopperPrefillAttention(
+            attention_shape(
+                num_heads=KV_HEADS * group, num_kv_heads=KV_HEADS, head_dim=head_dim, device=torch.device("cuda")
+            )
+        )
 
 
 def launch(head_dim: int, group: int, soft_cap: float) -> dict[str, list[Any]]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 
 import torch
-from hopper_compile import BLOCK_SIZE, KV_HEADS, FakeDriver, assemble, attention_shape
+from attention_shapes import attention_shape
+from hopper_compile import BLOCK_SIZE, KV_HEADS, FakeDriver, assemble
 from triton import knobs
 from triton.runtime.driver import driver
 
@@ -45,7 +46,7 @@ class Driver(FakeDriver):
 def launch(active: Driver) -> list[str]:
     """Attend two layers, and return the names of the kernels."""
     driver.set_active(active)
-    shape = attention_shape(HEADS, HEAD_DIM, CPU)
+    shape = attention_shape(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
     shared = HopperSegmentAttention(shape, max_rows=ROWS)
     own = DecodeAttention(shape, windows=[None], max_rows=ROWS, is_beside=True)
     shared_list, own_list = shared.work_list(None), own.work_list(None)

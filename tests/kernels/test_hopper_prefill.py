@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import weakref
-from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,14 +18,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from attention_shapes import attention_shape
 from gluon_simulator import Pointer, Simulator
 from torch import Tensor
 
 pytest.importorskip("triton")
 
 from nvcli.kernels.triton import hopper_prefill, hopper_prefill_kernel
-from nvcli.kernels.triton.attention_fold import ITEM_FIELDS
-from nvcli.kernels.triton.attention_launch import AttentionShape, LayerInputs
+from nvcli.kernels.triton.attention_launch import LayerInputs
 from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
 from nvcli.kernels.triton.prefill_choice import HOPPER_NOTE, SCRATCH_NOTE, prefill_kernel
 from nvcli.kernels.triton.prefill_scratch import ScratchPrefillAttention
@@ -103,7 +102,6 @@ def simulate(
         SOFT_CAP=soft_cap * math.log2(math.e),
         HAS_SINKS=sinks is not None,
         IS_PREFIX=part is TilePart.PREFIX,
-        TILE_FIELDS=ITEM_FIELDS.value,
     )
 
 
@@ -233,12 +231,6 @@ class FakeKernel:
         return lambda *arguments: self.launched.append(arguments)
 
 
-SHAPE = AttentionShape(
-    num_heads=8, num_kv_heads=2, head_dim=64, block_size=64, dtype=torch.bfloat16, kv_dtype=torch.bfloat16,
-    device=torch.device("cpu"),
-)  # fmt: skip
-
-
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
     fake = FakeKernel()
@@ -257,7 +249,7 @@ def attend_in(
 
 @pytest.fixture
 def attention() -> HopperPrefillAttention:
-    return HopperPrefillAttention(SHAPE)
+    return HopperPrefillAttention(attention_shape())
 
 
 def test_other_kinds_of_arguments_are_compiled_anew(kernel: FakeKernel, attention: HopperPrefillAttention) -> None:
@@ -316,7 +308,7 @@ def test_choice(change: dict[str, Any], wanted: type | None) -> None:
     changes = change.copy()
     options = {"has_window": False, "batch_invariant": False, "has_plain_blocks": True}
     options |= {name: changes.pop(name) for name in options if name in changes}
-    shape = replace(SHAPE, **{"head_dim": 128, **changes})
+    shape = attention_shape(**{"head_dim": 128, **changes})
     for capability, version, kind in (((9, 0), "3.6.0", wanted), ((9, 0), "4.0.0", None), ((10, 0), "3.6.0", None)):
         with (
             patch.object(torch.cuda, "get_device_capability", return_value=capability),

@@ -9,7 +9,7 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from attention_shapes import attention_shape
 from gluon_simulator import Pointer, Simulator
 from torch import Tensor
 
@@ -25,8 +26,6 @@ pytest.importorskip("triton")
 from kernel_device import INTERPRETED_MARKS
 from nvcli.kernels.segment_tables import SegmentTables
 from nvcli.kernels.triton import hopper_prefill_kernel, hopper_segment_kernel
-from nvcli.kernels.triton.attention_fold import ITEM_FIELDS
-from nvcli.kernels.triton.attention_launch import AttentionShape
 from nvcli.kernels.triton.hopper_segments import HopperSegmentAttention
 from nvcli.kernels.triton.prefill_choice import attends_segments, prefill_kernel
 from nvcli.kernels.triton.segment_work_list import SegmentWorkList
@@ -62,15 +61,9 @@ class Tree:
         planned.plan(lens_tensor, torch.arange(num_rows), tables.segments[0], tables.slot_segments[0])
 
 
-def make_shape(heads: int, kv_heads: int, head_dim: int, block_size: int) -> AttentionShape:
-    return AttentionShape(
-        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=torch.bfloat16,
-        kv_dtype=torch.bfloat16, device=CPU,
-    )  # fmt: skip
-
-
 def make_attention(heads: int, kv_heads: int, head_dim: int, block_size: int, max_rows: int) -> HopperSegmentAttention:
-    return HopperSegmentAttention(make_shape(heads, kv_heads, head_dim, block_size), max_rows=max_rows)
+    shape = attention_shape(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, block_size=block_size)
+    return HopperSegmentAttention(shape, max_rows=max_rows)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +114,6 @@ def test_attention(
         BLOCK_SIZE=block_size,
         BLOCK_ROWS=block_size,
         SOFT_CAP=soft_cap * math.log2(math.e),
-        TILE_FIELDS=ITEM_FIELDS.value,
     )
     lse = lse * math.log(2)
     for row in range(num_rows):
@@ -187,7 +179,7 @@ def test_launches() -> None:
 )
 def test_choice(change: dict[str, Any], serves: bool) -> None:
     has_window = change == {"has_window": True}
-    shape = replace(make_shape(8, 2, 128, 64), **({} if has_window else change))
+    shape = attention_shape(**{"head_dim": 128, **({} if has_window else change)})
     options = {"has_window": has_window, "batch_invariant": False, "has_plain_blocks": True}
     for capability, expected in (((9, 0), serves), ((8, 0), False)):
         with (

@@ -140,8 +140,8 @@ def fold_keys(
     MASKED: tl.constexpr,
     IN_WORDS: tl.constexpr,  # values in FP8 are read as words, and there is nothing in `acc` yet
 ):
-    """Fold keys [begin, end) into the running softmax of the rows. Without masks every row sees all of them, and they
-    are a whole number of tiles; where blocks hold whole tiles, `begin` is then a multiple of KEYS.
+    """Fold keys [begin, end) into the running softmax of the rows. Without masks they are a whole number of tiles, and
+    every row sees all of them from its first one on; where blocks hold whole tiles, `begin` is then a multiple of KEYS.
 
     Of an FP8 cache, `acc_unit` is the largest product of a weight and its value's scale: so weights in float16 are
     numbers up to 1, of whatever size the scales are.
@@ -209,9 +209,11 @@ def fold_keys(
             if firsts is not None:
                 is_seen = is_seen & (keys[None, :] >= firsts[:, None])
             scores = tl.where(is_seen, scores, -float("inf"))
+        elif firsts is not None:
+            scores = tl.where(keys[None, :] >= firsts[:, None], scores, -float("inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1) * row_factor)
         reference = new_highest
-        if MASKED and (firsts is not None or KIND.is_invariant):
+        if firsts is not None or (MASKED and KIND.is_invariant):
             # A row may have seen nothing yet: -inf minus -inf would be NaN.
             reference = tl.where(new_highest == -float("inf"), 0.0, new_highest)
         decay = tl.exp2(highest - reference)

@@ -11,7 +11,6 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nvcli.kernels.triton.attention_fold import ITEM_FIELDS
 from nvcli.kernels.triton.attention_launch import AttentionShape, LayerInputs, check_layout
 from nvcli.kernels.triton.hopper_prefill_kernel import PART
 from nvcli.kernels.triton.kept_kernel import KeptKernel
@@ -45,7 +44,6 @@ class HopperLauncher:
             block_rows,
             layer.soft_cap_log2,
             *constants,
-            ITEM_FIELDS.value,
         )
         # Beside the constants these may differ between launches: whether addresses and strides are multiples of 16.
         addresses = (0 if tensor is None else tensor.data_ptr() % 16 for tensor in (layer.q, *memory))

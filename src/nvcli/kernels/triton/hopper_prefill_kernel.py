@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from nvcli.kernels.triton.attention_fold import ITEM_FIELDS
 from nvcli.kernels.triton.triton_version import reinterpret, tma_load
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
@@ -55,7 +56,6 @@ def _read_tile(
     NUM_KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     IS_PREFIX: gl.constexpr,
-    TILE_FIELDS: gl.constexpr,
 ):
     """Return the slot, the first row, the chunk's first token and its number of tokens, the tokens before the chunk
     (below 0 for tokens that attend to nothing), how many keys are attended without masks, a whole number of tiles, and
@@ -63,7 +63,7 @@ def _read_tile(
 
     Of a segment: the slot of the tile's first row, 0, the place of its first member and their number, 0, the keys that
     count as those of a prefix do, and the first key: that of the segment's chunk, from which the others count."""
-    tile = tiles + item // NUM_KV_HEADS * TILE_FIELDS
+    tile = tiles + item // NUM_KV_HEADS * ITEM_FIELDS
     if members is not None:
         first_member = gl.load(tile) + gl.load(tile + 1)
         num_members = gl.load(tile + 2)
@@ -122,7 +122,6 @@ def _load(
     BLOCK_SIZE: gl.constexpr,
     BLOCK_ROWS: gl.constexpr,
     IS_PREFIX: gl.constexpr,
-    TILE_FIELDS: gl.constexpr,
 ):
     """The group that loads: of each tile of rows the keys from `full` to `end`, and then those up to `full`."""
     PANELS: gl.constexpr = HEAD_DIM // PART
@@ -136,7 +135,7 @@ def _load(
     item = _item(step, num_programs)
     while item < num_items:
         slot, _, _, _, _, full, end, num_keys, first_key = _read_tile(
-            tiles, members, item, NUM_KV_HEADS, GROUP, IS_PREFIX, TILE_FIELDS
+            tiles, members, item, NUM_KV_HEADS, GROUP, IS_PREFIX
         )
         table = block_tables + slot.to(gl.int64) * block_table_stride + first_key // BLOCK_SIZE
         last_key = gl.maximum(num_keys - 1, 0)
@@ -242,7 +241,6 @@ def _attend(
     SOFT_CAP: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     IS_PREFIX: gl.constexpr,
-    TILE_FIELDS: gl.constexpr,
 ):
     """A group that attends its half of each tile of rows."""
     OWN_ROWS: gl.constexpr = ROWS // 2
@@ -261,7 +259,7 @@ def _attend(
     item = _item(step, num_programs)
     while item < num_items:
         _, first_row, first_token, num_tokens, prefix, full, end, num_keys, _ = _read_tile(
-            tiles, members, item, NUM_KV_HEADS, GROUP, IS_PREFIX, TILE_FIELDS
+            tiles, members, item, NUM_KV_HEADS, GROUP, IS_PREFIX
         )
         first_head = item % NUM_KV_HEADS * GROUP
         own_row = first_row + SELF * OWN_ROWS
@@ -358,7 +356,7 @@ def _attend(
         query.store((acc / divisor[:, None]).to(dtype))
         out_row = q_row
         if members is not None:
-            tile = tiles + item // NUM_KV_HEADS * TILE_FIELDS
+            tile = tiles + item // NUM_KV_HEADS * ITEM_FIELDS
             first_partial = gl.load(first_partials + gl.load(tile) + q_row, mask=token < num_tokens, other=0)
             out_row = first_partial + gl.load(tile + 5)
         out_offset = (out_row.to(gl.int64) * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
@@ -382,7 +380,7 @@ def hopper_prefill_kernel(
     v_cache,  # what v_desc describes
     out,  # [T, H, D], contiguous
     block_tables,  # [slots, ...] int32, rows block_table_stride apart
-    tiles,  # [capacity, TILE_FIELDS] int32
+    tiles,  # [capacity, ITEM_FIELDS] int32
     num_tiles,  # [1] int32
     sinks,  # [H] float32, scores that belong to no key, with HAS_SINKS
     log_sums,  # [T, H] float32, log-sum-exp of the scores, base 2, written with IS_PREFIX
@@ -397,7 +395,6 @@ def hopper_prefill_kernel(
     SOFT_CAP: gl.constexpr,  # soft cap × log2(e); 0: none
     HAS_SINKS: gl.constexpr,
     IS_PREFIX: gl.constexpr,  # every row sees all keys
-    TILE_FIELDS: gl.constexpr,
 ):
     num_items = gl.load(num_tiles) * NUM_KV_HEADS
     if gl.program_id(0) >= num_items:
@@ -405,7 +402,7 @@ def hopper_prefill_kernel(
     attend_tiles(
         q, k_desc, v_desc, v_cache, out, block_tables, tiles, None, None, num_items, gl.num_programs(0), sinks,
         log_sums, scale_log2, q_stride, block_table_stride, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE, BLOCK_ROWS,
-        SOFT_CAP, HAS_SINKS, IS_PREFIX, TILE_FIELDS,
+        SOFT_CAP, HAS_SINKS, IS_PREFIX,
     )  # fmt: skip
 
 
@@ -435,7 +432,6 @@ def attend_tiles(
     SOFT_CAP: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     IS_PREFIX: gl.constexpr,
-    TILE_FIELDS: gl.constexpr,
 ):
     """Take this program's share of the items; the arguments are those of the kernel."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -463,7 +459,7 @@ def attend_tiles(
                 (
                     q, out, sinks, log_sums, tiles, members, first_partials, num_items, num_programs, scale_log2,
                     q_stride, q_smem, k_smem, v_smem, k_full, v_full, k_free, v_free, turns, 0, NUM_KV_HEADS, GROUP,
-                    HEAD_DIM, SOFT_CAP, HAS_SINKS, IS_PREFIX, TILE_FIELDS,
+                    HEAD_DIM, SOFT_CAP, HAS_SINKS, IS_PREFIX,
                 ),
             ),
             (
@@ -471,7 +467,7 @@ def attend_tiles(
                 (
                     q, out, sinks, log_sums, tiles, members, first_partials, num_items, num_programs, scale_log2,
                     q_stride, q_smem, k_smem, v_smem, k_full, v_full, k_free, v_free, turns, 1, NUM_KV_HEADS, GROUP,
-                    HEAD_DIM, SOFT_CAP, HAS_SINKS, IS_PREFIX, TILE_FIELDS,
+                    HEAD_DIM, SOFT_CAP, HAS_SINKS, IS_PREFIX,
                 ),
             ),
             (
@@ -479,7 +475,7 @@ def attend_tiles(
                 (
                     k_desc, v_desc, v_cache, block_tables, block_table_stride, tiles, members, num_items, num_programs,
                     k_smem, v_smem, k_full, v_full, k_free, v_free, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE,
-                    BLOCK_ROWS, IS_PREFIX, TILE_FIELDS,
+                    BLOCK_ROWS, IS_PREFIX,
                 ),
             ),
         ],

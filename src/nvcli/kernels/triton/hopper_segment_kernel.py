@@ -34,7 +34,7 @@ def hopper_segment_kernel(
     v_desc,
     v_cache,  # what v_desc describes
     block_tables,  # [slots, ...] int32, rows block_table_stride apart
-    items,  # [capacity, TILE_FIELDS] int32
+    items,  # [capacity, ITEM_FIELDS] int32
     num_items,  # [1] int32
     work,  # [2] int32, keys of all tiles, and keys of the rows' own
     members,  # [LEVELS × max_rows] int32
@@ -50,7 +50,6 @@ def hopper_segment_kernel(
     BLOCK_SIZE: gl.constexpr,
     BLOCK_ROWS: gl.constexpr,
     SOFT_CAP: gl.constexpr,  # soft cap × log2(e); 0: none
-    TILE_FIELDS: gl.constexpr,
 ):
     gdc_launch_dependents()
     # Each program takes an item in each round. As few work as need no more rounds.
@@ -66,5 +65,5 @@ def hopper_segment_kernel(
     attend_tiles(
         q, k_desc, v_desc, v_cache, partial_out, block_tables, items, members, first_partials, num_tiles, num_programs,
         None, partial_lse, scale_log2, q_stride, block_table_stride, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE,
-        BLOCK_ROWS, SOFT_CAP, False, True, TILE_FIELDS,
+        BLOCK_ROWS, SOFT_CAP, False, True,
     )  # fmt: skip

@@ -121,7 +121,7 @@ def _attend_tile(
         diagonal = seen_by_all // KEYS * KEYS
     highest, weight_sum, acc, acc_unit = fold_keys(
         query, unit, highest, weight_sum, acc, acc_unit, k_cache, v_cache, table, kv_head, middle, diagonal, None,
-        first_seen, position, KIND, KEYS, TILE.num_stages, False, False,
+        None, None, KIND, KEYS, TILE.num_stages, False, False,
     )  # fmt: skip
     highest, weight_sum, acc, acc_unit = fold_keys(
         query, unit, highest, weight_sum, acc, acc_unit, k_cache, v_cache, table, kv_head, diagonal, seen_by_any, None,
