@@ -18,7 +18,7 @@ from nvcli.attention import triton_backend
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels.fp8_types import FP8
-from nvcli.kernels.triton import hopper_prefill, prefill_choice
+from nvcli.kernels.triton import prefill_choice, prefill_scratch
 from nvcli.kernels.triton.attention_launch import AttentionShape
 from nvcli.kernels.triton.prefill_attention import PrefillAttention
 from nvcli.kernels.triton.prefill_scratch import UNIT as UNIT_KEYS
@@ -37,7 +37,8 @@ def scratch_kernel(
     """What a Hopper GPU would take. Elsewhere the usual kernel attends to the copies, as Gluon has no interpreter."""
     if has_window:
         return PrefillAttention(shape), []
-    with nullcontext() if HAS_GPU else patch.object(hopper_prefill, "HopperPrefillAttention", PrefillAttention):
+    usual = patch.object(prefill_scratch, "PrefillAttention", lambda shape, kind=None: PrefillAttention(shape))
+    with nullcontext() if HAS_GPU else usual:
         return ScratchPrefillAttention(shape, scratch_tokens=scratch_tokens), []
 
 

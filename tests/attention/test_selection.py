@@ -193,7 +193,7 @@ def test_which_runs_on_hopper_have_a_prefill_kernel_of_their_own(monkeypatch: py
     """The log says so. Layers with windows keep the other, and so do pools whose blocks are not all alike, and runs
     with a version of Triton that the kernel has not run with."""
     triton = pytest.importorskip("triton")
-    from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
+    from nvcli.kernels.triton.prefill_attention import PrefillAttention, PrefillKind
     from nvcli.kernels.triton.prefill_choice import HOPPER_NOTE, SCRATCH_NOTE
 
     monkeypatch.setattr(triton, "__version__", "3.6.0")
@@ -204,7 +204,8 @@ def test_which_runs_on_hopper_have_a_prefill_kernel_of_their_own(monkeypatch: py
     backend = TritonBackend(case)
     assert backend.notes == (HOPPER_NOTE,)
     kernels = [backend._prefills[spec.geometry, spec.window is not None] for spec in case.specs]
-    assert [isinstance(kernel, HopperPrefillAttention) for kernel in kernels] == [True, False]
+    kinds = [kernel.kind if isinstance(kernel, PrefillAttention) else None for kernel in kernels]
+    assert kinds == [PrefillKind.HOPPER, PrefillKind.USUAL]
     others = (
         replace(case, specs=(windowed,)),
         replace(case, specs=(wide, replace(windowed, head_dim=64))),

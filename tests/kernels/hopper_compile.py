@@ -25,9 +25,9 @@ from triton.runtime.driver import driver
 
 from nvcli.kernels.triton import hopper_launch
 from nvcli.kernels.triton.attention_launch import LayerInputs
-from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
 from nvcli.kernels.triton.hopper_prefill_kernel import hopper_prefill_kernel
 from nvcli.kernels.triton.kept_kernel import KeptKernel
+from nvcli.kernels.triton.prefill_attention import PrefillAttention, PrefillKind
 from nvcli.kernels.triton.prefill_tiles import TilePart
 
 KV_HEADS, BLOCK_SIZE = 8, 64
@@ -88,13 +88,11 @@ class ThroughTriton:
         self._kernel[(num_programs, 1, 1)](*arguments, *self._constants, num_warps=4)
 
 
-def make_attention(head_dim: int, group: int) -> HopperPrefillAttention:
+def make_attention(head_dim: int, group: int) -> PrefillAttention:
     with patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(multi_processor_count=132)):
-        return HopperPrefillAttention(
-            attention_shape(
-                num_heads=KV_HEADS * group, num_kv_heads=KV_HEADS, head_dim=head_dim, device=torch.device("cuda")
-            )
-        )
+        cuda = torch.device("cuda")
+        shape = attention_shape(num_heads=KV_HEADS * group, num_kv_heads=KV_HEADS, head_dim=head_dim, device=cuda)
+        return PrefillAttention(shape, PrefillKind.HOPPER)
 
 
 def launch(head_dim: int, group: int, soft_cap: float) -> dict[str, list[Any]]:

@@ -18,7 +18,7 @@ from triton.runtime.driver import driver
 from nvcli.kernels.triton.attention_launch import LayerInputs
 from nvcli.kernels.triton.decode_attention import DecodeAttention
 from nvcli.kernels.triton.hopper_segment_kernel import hopper_segment_kernel
-from nvcli.kernels.triton.hopper_segments import HopperSegmentAttention
+from nvcli.kernels.triton.segment_attention import SegmentAttention
 from nvcli.kernels.triton.segment_merge import merge_segments
 
 HEADS, HEAD_DIM, ROWS = 32, 128, 40
@@ -47,7 +47,7 @@ def launch(active: Driver) -> list[str]:
     """Attend two layers, and return the names of the kernels."""
     driver.set_active(active)
     shape = attention_shape(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
-    shared = HopperSegmentAttention(shape, max_rows=ROWS)
+    shared = SegmentAttention(shape, max_rows=ROWS, on_hopper=True)
     own = DecodeAttention(shape, windows=[None], max_rows=ROWS, is_beside=True)
     shared_list, own_list = shared.work_list(None), own.work_list(None)
     caches = torch.zeros(2, 2, 3, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)

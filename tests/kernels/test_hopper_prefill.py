@@ -24,9 +24,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from nvcli.kernels.triton import hopper_prefill, hopper_prefill_kernel
+from nvcli.kernels.triton import hopper_launch, hopper_prefill_kernel
 from nvcli.kernels.triton.attention_launch import LayerInputs
-from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
+from nvcli.kernels.triton.prefill_attention import PrefillAttention, PrefillKind
 from nvcli.kernels.triton.prefill_choice import HOPPER_NOTE, SCRATCH_NOTE, prefill_kernel
 from nvcli.kernels.triton.prefill_scratch import ScratchPrefillAttention
 from nvcli.kernels.triton.prefill_tiles import TilePart
@@ -234,12 +234,12 @@ class FakeKernel:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
     fake = FakeKernel()
-    monkeypatch.setattr(hopper_prefill, "hopper_prefill_kernel", fake)
+    monkeypatch.setattr(hopper_launch, "hopper_prefill_kernel", fake)
     return fake
 
 
 def attend_in(
-    cache: Tensor, attention: HopperPrefillAttention, q: Tensor, log_sums: Tensor | None = None, **kind: Any
+    cache: Tensor, attention: PrefillAttention, q: Tensor, log_sums: Tensor | None = None, **kind: Any
 ) -> None:
     part = TilePart.WHOLE if log_sums is None else TilePart.PREFIX
     planned: Any = SimpleNamespace(capacity=10, items=torch.zeros(10, 8), num_items=torch.zeros(1), part=part)
@@ -248,11 +248,11 @@ def attend_in(
 
 
 @pytest.fixture
-def attention() -> HopperPrefillAttention:
-    return HopperPrefillAttention(attention_shape())
+def attention() -> PrefillAttention:
+    return PrefillAttention(attention_shape(), PrefillKind.HOPPER)
 
 
-def test_other_kinds_of_arguments_are_compiled_anew(kernel: FakeKernel, attention: HopperPrefillAttention) -> None:
+def test_other_kinds_of_arguments_are_compiled_anew(kernel: FakeKernel, attention: PrefillAttention) -> None:
     """Above all addresses that are not aligned: what is compiled for those that are would read them wrongly."""
     numbers, sinks = torch.zeros(8 * 512 + 8, dtype=torch.bfloat16), torch.zeros(12)
     kinds: list[tuple[int, dict[str, Any]]] = [
@@ -267,9 +267,7 @@ def test_other_kinds_of_arguments_are_compiled_anew(kernel: FakeKernel, attentio
     assert len(kernel.launched) == 2 * len(kinds)
 
 
-def test_what_is_kept_does_not_hold_the_memory_of_a_cache(
-    kernel: FakeKernel, attention: HopperPrefillAttention
-) -> None:
+def test_what_is_kept_does_not_hold_the_memory_of_a_cache(kernel: FakeKernel, attention: PrefillAttention) -> None:
     """The warm-up has a cache of its own, whose memory the run's takes."""
     cache = torch.zeros(1, 64, 2, 64, dtype=torch.bfloat16)
     attend_in(cache, attention, torch.zeros(3, 8, 64, dtype=torch.bfloat16))
@@ -287,10 +285,10 @@ COPIES = ScratchPrefillAttention
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        ({}, HopperPrefillAttention),
+        ({}, PrefillKind.HOPPER),
         (
             {"head_dim": 64, "block_size": 256, "dtype": torch.float16, "kv_dtype": torch.float16},
-            HopperPrefillAttention,
+            PrefillKind.HOPPER,
         ),
         ({"head_dim": 256}, None),
         ({"block_size": 32}, None),
@@ -304,10 +302,11 @@ COPIES = ScratchPrefillAttention
         ({"has_plain_blocks": False}, None),
     ],
 )
-def test_choice(change: dict[str, Any], wanted: type | None) -> None:
+def test_choice(change: dict[str, Any], wanted: PrefillKind | type | None) -> None:
     changes = change.copy()
     options = {"has_window": False, "batch_invariant": False, "has_plain_blocks": True}
     options |= {name: changes.pop(name) for name in options if name in changes}
+    fallback = PrefillKind.INVARIANT if options["batch_invariant"] else PrefillKind.USUAL
     shape = attention_shape(**{"head_dim": 128, **changes})
     for capability, version, kind in (((9, 0), "3.6.0", wanted), ((9, 0), "4.0.0", None), ((10, 0), "3.6.0", None)):
         with (
@@ -316,9 +315,9 @@ def test_choice(change: dict[str, Any], wanted: type | None) -> None:
             patch.object(torch.cuda, "get_device_properties"),
         ):
             kernel, notes = prefill_kernel(shape, scratch_tokens=128, **options)
-        assert (type(kernel) if isinstance(kernel, HopperPrefillAttention | COPIES) else None) == kind
+        assert (kernel.kind if isinstance(kernel, PrefillAttention) else type(kernel)) == (kind or fallback)
         if kind is None and wanted is not None and capability == (9, 0):
             (what_is_slower,) = notes
             assert what_is_slower.startswith("Triton 4.0.0: ")
             continue
-        assert notes == {None: [], HopperPrefillAttention: [HOPPER_NOTE], COPIES: [SCRATCH_NOTE]}[kind]
+        assert notes == {None: [], PrefillKind.HOPPER: [HOPPER_NOTE], COPIES: [SCRATCH_NOTE]}[kind]

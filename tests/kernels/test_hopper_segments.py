@@ -26,8 +26,8 @@ pytest.importorskip("triton")
 from kernel_device import INTERPRETED_MARKS
 from nvcli.kernels.segment_tables import SegmentTables
 from nvcli.kernels.triton import hopper_prefill_kernel, hopper_segment_kernel
-from nvcli.kernels.triton.hopper_segments import HopperSegmentAttention
 from nvcli.kernels.triton.prefill_choice import attends_segments, prefill_kernel
+from nvcli.kernels.triton.segment_attention import SegmentAttention
 from nvcli.kernels.triton.segment_work_list import SegmentWorkList
 
 pytestmark = [*INTERPRETED_MARKS, pytest.mark.skipif(torch.cuda.is_available(), reason="it is a simulation")]
@@ -61,9 +61,9 @@ class Tree:
         planned.plan(lens_tensor, torch.arange(num_rows), tables.segments[0], tables.slot_segments[0])
 
 
-def make_attention(heads: int, kv_heads: int, head_dim: int, block_size: int, max_rows: int) -> HopperSegmentAttention:
+def make_attention(heads: int, kv_heads: int, head_dim: int, block_size: int, max_rows: int) -> SegmentAttention:
     shape = attention_shape(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, block_size=block_size)
-    return HopperSegmentAttention(shape, max_rows=max_rows)
+    return SegmentAttention(shape, max_rows=max_rows, on_hopper=True)
 
 
 @pytest.mark.parametrize(

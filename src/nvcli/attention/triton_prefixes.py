@@ -7,8 +7,6 @@ attention without a window. Like the rest of the backend it plans on the GPU, so
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -16,11 +14,8 @@ from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionCase, AttentionSpec, Geometry
 from nvcli.attention.triton_inputs import attention_shape
 from nvcli.kernels.triton.attention_launch import LayerInputs
-from nvcli.kernels.triton.prefill_attention import PrefillAttention
+from nvcli.kernels.triton.prefill_attention import PrefillAttention, PrefillKind
 from nvcli.kernels.triton.prefill_tiles import PrefillTiles, TileKey, TilePart
-
-if TYPE_CHECKING:
-    from nvcli.kernels.triton.prefill_choice import PrefixKernel
 
 _PARTS = TilePart.PREFIX, TilePart.REST, TilePart.OTHERS
 """In this order: a rest goes on from its prefix."""
@@ -29,15 +24,15 @@ _PARTS = TilePart.PREFIX, TilePart.REST, TilePart.OTHERS
 class PrefixedPrefill:
     """The kernels and work lists for steps whose chunks share prefixes."""
 
-    def __init__(self, case: AttentionCase, prefills: dict[Geometry, PrefixKernel]) -> None:
+    def __init__(self, case: AttentionCase, prefills: dict[Geometry, PrefillAttention]) -> None:
         """`prefills`: the kernel of each geometry that has kinds of attention without a window, at least one."""
         keys = [prefill.tile_key for prefill in prefills.values()]
         self.tile_tokens = min(max(1, key.rows // key.group) for key in keys)
         """The tokens that fill a tile, of the kernel whose tiles hold the fewest."""
-        self._parts: dict[Geometry, list[tuple[PrefixKernel, PrefillTiles]]] = {}
+        self._parts: dict[Geometry, list[tuple[PrefillAttention, PrefillTiles]]] = {}
         self._tiles: dict[tuple[TilePart, TileKey], PrefillTiles] = {}
         for geometry, prefill in prefills.items():
-            for_rests = PrefillAttention(attention_shape(case, geometry), is_for_rests=True)
+            for_rests = PrefillAttention(attention_shape(case, geometry), PrefillKind.REST)
             kernels = (for_rests if part is TilePart.REST else prefill for part in _PARTS)
             self._parts[geometry] = [
                 (kernel, self._tiles_of(case, part, kernel)) for part, kernel in zip(_PARTS, kernels, strict=True)
@@ -45,7 +40,7 @@ class PrefixedPrefill:
         most_heads = max(num_heads for num_heads, _, _ in prefills)
         self._log_sums = torch.empty(case.max_num_batched_tokens * most_heads, dtype=torch.float32, device=case.device)
 
-    def _tiles_of(self, case: AttentionCase, part: TilePart, kernel: PrefixKernel) -> PrefillTiles:
+    def _tiles_of(self, case: AttentionCase, part: TilePart, kernel: PrefillAttention) -> PrefillTiles:
         """Return the list of a part, which kernels with equal tiles have in common."""
         # Tiles of prefixes are sorted by their keys as they are.
         tile_key = kernel.tile_key._replace(is_sorted=kernel.tile_key.is_sorted and part is TilePart.OTHERS)

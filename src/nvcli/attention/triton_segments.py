@@ -8,7 +8,6 @@ the backend it plans on the GPU, so that such steps may be captured.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,22 +15,19 @@ from torch import Tensor
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionCase, AttentionSpec, Geometry
 from nvcli.attention.triton_inputs import attention_shape
-from nvcli.kernels.triton.attention_launch import AttentionShape, LayerInputs
+from nvcli.kernels.triton.attention_launch import LayerInputs
 from nvcli.kernels.triton.decode_attention import DecodeAttention
 from nvcli.kernels.triton.decode_work_list import DecodeWorkList
 from nvcli.kernels.triton.segment_attention import SegmentAttention
 from nvcli.kernels.triton.segment_merge import merge_segments
 from nvcli.kernels.triton.segment_work_list import SegmentWorkList
 
-if TYPE_CHECKING:
-    from nvcli.kernels.triton.hopper_segments import HopperSegmentAttention
-
 
 @dataclass(frozen=True, slots=True)
 class _Kernels:
     """What attends for one geometry, with windows or without."""
 
-    shared: SegmentAttention | HopperSegmentAttention
+    shared: SegmentAttention
     own: DecodeAttention
 
 
@@ -58,17 +54,17 @@ class SegmentedDecode:
         for spec in case.specs:
             geometry, kind = spec.geometry, (spec.geometry, spec.window is not None)
             if kind not in self._kernels:
-                shape = attention_shape(case, geometry)
+                shape, max_rows = attention_shape(case, geometry), case.max_shared_rows
+                own = decodes[geometry]
                 if kind in on_hopper:
-                    self._kernels[kind] = _hopper_kernels(shape, case.max_shared_rows)
-                else:
-                    segments = SegmentAttention(shape, max_rows=case.max_shared_rows)
-                    self._kernels[kind] = _Kernels(segments, decodes[geometry])
+                    own = DecodeAttention(shape, windows=[None], max_rows=max_rows, is_beside=True)
+                shared = SegmentAttention(shape, max_rows=max_rows, on_hopper=kind in on_hopper)
+                self._kernels[kind] = _Kernels(shared, own)
             kernels = self._kernels[kind]
             key = geometry, spec.window, spec.kv_group
             if key not in self._lists:
-                shared, own = kernels.shared.work_list(spec.window), kernels.own.work_list(spec.window)
-                self._lists[key] = _Lists(spec.kv_group, shared, own)
+                lists = kernels.shared.work_list(spec.window), kernels.own.work_list(spec.window)
+                self._lists[key] = _Lists(spec.kv_group, *lists)
         most_heads = max(spec.geometry[0] for spec in case.specs)
         self._log_sums = torch.empty(case.max_shared_rows * most_heads, dtype=torch.float32, device=case.device)
 
@@ -90,10 +86,3 @@ class SegmentedDecode:
         results = kernels.shared.run(inputs, lists.shared, batch.slots[:num_rows], batch.seq_lens[:num_rows])
         kernels.own.run(inputs, out, own=(lists.own, self._log_sums))
         merge_segments(out, self._log_sums, results)
-
-
-def _hopper_kernels(shape: AttentionShape, max_rows: int) -> _Kernels:
-    from nvcli.kernels.triton.hopper_segments import HopperSegmentAttention
-
-    own = DecodeAttention(shape, windows=[None], max_rows=max_rows, is_beside=True)
-    return _Kernels(HopperSegmentAttention(shape, max_rows=max_rows), own)

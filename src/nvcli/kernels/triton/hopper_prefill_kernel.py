@@ -10,7 +10,7 @@ There are as many programs as multiprocessors, and they share out the list, whic
 What a tile's loads, its queries and its result take is hidden behind another tile's work. Of a tile, the keys that not
 all rows see come first, with masks, and then the others without. Of a prefix that chunks share, all rows see all keys.
 
-`hopper_prefill.py` launches it and says what it serves. Gluon has no interpreter: tests simulate it.
+`hopper_launch.py` launches it and says what it serves. Gluon has no interpreter: tests simulate it.
 Shapes: T tokens of all chunks, H query heads, KV heads, G = H / KV, D head_dim.
 """
 

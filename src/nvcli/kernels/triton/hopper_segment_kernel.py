@@ -9,7 +9,7 @@ keys the memory, so both are attended at once: as many programs work as need abo
 and the others leave their multiprocessors to the kernel that is launched next (`decode_attention.py`). That one may
 begin as soon as all programs of this one have (programmatic dependent launch).
 
-`hopper_segments.py` launches it. Shapes: R rows, H query heads, KV heads, G = H / KV, D head_dim.
+`hopper_launch.py` launches it. Shapes: R rows, H query heads, KV heads, G = H / KV, D head_dim.
 """
 
 from __future__ import annotations

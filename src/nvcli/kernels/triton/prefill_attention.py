@@ -18,6 +18,8 @@ G = H / KV, D head_dim.
 
 from __future__ import annotations
 
+from enum import Enum
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,6 +28,20 @@ from nvcli.kernels.triton.attention_fold import ITEM_FIELDS, Tile, fold_keys, lo
 from nvcli.kernels.triton.attention_launch import AttentionShape, LayerInputs, launch_attention
 from nvcli.kernels.triton.invariant_attention import invariant_attention_kernel, invariant_prefill_tile
 from nvcli.kernels.triton.prefill_tiles import TileKey, TileList, TilePart
+
+
+class PrefillKind(Enum):
+    """The kernel that attends, and its tiles."""
+
+    USUAL = 0
+    """That of this file."""
+    REST = 1
+    """The same, for short chunks and few keys, as they are behind prefixes."""
+    INVARIANT = 2
+    """Tokens get the same bits in every batch (`invariant_attention.py`)."""
+    HOPPER = 3
+    """The one for Hopper GPUs, without windows (`hopper_launch.py`)."""
+
 
 _PROGRAMS_FOR_THE_REST = 264
 """Programs that share out the tiles that another kernel has left: two for each multiprocessor of an H200."""
@@ -242,32 +258,35 @@ class PrefillAttention:
 
     Neither waits for the device or allocates anything, so both may be captured in a CUDA graph. Geometries of equal
     `tile_key` may share their tiles.
-
-    is_for_rests: for short chunks and few keys, as they are behind prefixes.
-    is_invariant: tokens get the same bits in every batch (`invariant_attention.py`).
     """
 
-    def __init__(self, shape: AttentionShape, *, is_for_rests: bool = False, is_invariant: bool = False) -> None:
-        assert not is_invariant or shape.kv_dtype == shape.dtype
-        self._shape, self.is_invariant = shape, is_invariant
-        choose = invariant_prefill_tile if is_invariant else _choose_rest_tile if is_for_rests else _choose_tile
-        self._tile = choose(shape)
+    def __init__(self, shape: AttentionShape, kind: PrefillKind = PrefillKind.USUAL) -> None:
+        assert kind is not PrefillKind.INVARIANT or shape.kv_dtype == shape.dtype
+        self._shape, self.kind = shape, kind
+        if kind is PrefillKind.HOPPER:
+            from nvcli.kernels.triton.hopper_launch import TILE_ROWS, HopperLauncher
 
-    @property
-    def tile_key(self) -> TileKey:
-        """What its tiles are."""
-        return TileKey(self._shape.group, self._tile.rows)
+            self._hopper = HopperLauncher(shape)
+            self.tile_key = TileKey(shape.group, TILE_ROWS, is_sorted=True)
+            """What its tiles are."""
+            return
+        choices = {PrefillKind.REST: _choose_rest_tile, PrefillKind.INVARIANT: invariant_prefill_tile}
+        self._tile = choices.get(kind, _choose_tile)(shape)
+        self.tile_key = TileKey(shape.group, self._tile.rows)
 
     def run(self, layer: LayerInputs, tiles: TileList, out: Tensor, log_sums: Tensor | None = None) -> None:
         """Attend the tiles. q, out: [T, H, D], the chunks' tokens; out is contiguous. log_sums: [at least T, H]
         float32, written by tiles of prefixes, beside their results in `out`, and read by those of rests; neither has
         windows."""
         assert (log_sums is not None) == (tiles.part in (TilePart.PREFIX, TilePart.REST))
+        if self.kind is PrefillKind.HOPPER:
+            self._hopper.attend_tiles(layer, tiles, out, log_sums)
+            return
         shape = self._shape
         num_programs = shape.num_kv_heads * tiles.capacity
         assert out.is_contiguous()
         arguments = out, tiles.items, tiles.num_items, log_sums
-        if self.is_invariant:
+        if self.kind is PrefillKind.INVARIANT:
             launch_attention(
                 invariant_attention_kernel, (num_programs,), shape, layer, self._tile, *arguments, *[None] * 4,
                 is_invariant=True, IS_DECODE=False,

@@ -4,22 +4,16 @@ for all GPUs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias, TypeGuard
+from typing import TypeAlias, TypeGuard
 
 import torch
 
 from nvcli.kernels.triton.attention_launch import AttentionShape
-from nvcli.kernels.triton.prefill_attention import PrefillAttention
+from nvcli.kernels.triton.prefill_attention import PrefillAttention, PrefillKind
+from nvcli.kernels.triton.prefill_scratch import ScratchPrefillAttention
 from nvcli.kernels.triton.triton_version import why_slower
 
-if TYPE_CHECKING:
-    from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
-    from nvcli.kernels.triton.prefill_scratch import ScratchPrefillAttention
-
-PrefillKernel: TypeAlias = "PrefillAttention | HopperPrefillAttention | ScratchPrefillAttention"
-
-PrefixKernel: TypeAlias = "PrefillAttention | HopperPrefillAttention"
-"""Those of them that attend to prefixes which chunks share."""
+PrefillKernel: TypeAlias = PrefillAttention | ScratchPrefillAttention
 
 HOPPER_NOTE = "prefill attention: the kernel for Hopper GPUs"
 """What the log says where that kernel was chosen."""
@@ -27,15 +21,16 @@ SCRATCH_NOTE = f"{HOPPER_NOTE}, over copies of FP8 keys and values in bfloat16"
 """What it says where that kernel attends to copies."""
 
 
-def attends_prefixes(kernel: PrefillKernel) -> TypeGuard[PrefixKernel]:
+def attends_prefixes(kernel: PrefillKernel) -> TypeGuard[PrefillAttention]:
     """Tell whether a kernel attends to prefixes that chunks share."""
-    return kernel.tile_key.scratch_units == 0 and not (isinstance(kernel, PrefillAttention) and kernel.is_invariant)
+    return isinstance(kernel, PrefillAttention) and kernel.kind is not PrefillKind.INVARIANT
 
 
 def attends_segments(kernel: PrefillKernel) -> bool:
-    """Tell whether `hopper_segments.py` serves a kind of attention whose chunks this kernel attends."""
-    key = kernel.tile_key
-    return not isinstance(kernel, PrefillAttention) and key.scratch_units == 0 and key.group <= key.rows
+    """Tell whether the kernel for segments on Hopper GPUs serves a kind of attention whose chunks this kernel
+    attends."""
+    is_hopper = isinstance(kernel, PrefillAttention) and kernel.kind is PrefillKind.HOPPER
+    return is_hopper and kernel.tile_key.group <= kernel.tile_key.rows
 
 
 def prefill_kernel(
@@ -57,12 +52,9 @@ def prefill_kernel(
         and torch.cuda.get_device_capability(shape.device) == (9, 0)
     )
     slower = why_slower() if is_for_hopper else None
-    if not is_for_hopper or slower is not None:
-        return PrefillAttention(shape, is_invariant=batch_invariant), [] if slower is None else [slower]
+    if slower is not None or not is_for_hopper:
+        kind = PrefillKind.INVARIANT if batch_invariant else PrefillKind.USUAL
+        return PrefillAttention(shape, kind), [] if slower is None else [slower]
     if shape.is_fp8:
-        from nvcli.kernels.triton.prefill_scratch import ScratchPrefillAttention
-
         return ScratchPrefillAttention(shape, scratch_tokens=scratch_tokens), [SCRATCH_NOTE]
-    from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
-
-    return HopperPrefillAttention(shape), [HOPPER_NOTE]
+    return PrefillAttention(shape, PrefillKind.HOPPER), [HOPPER_NOTE]

@@ -1,11 +1,11 @@
 """Copies of keys and values in 16 bits, made of a cache in FP8 for the prefill chunks of one layer after the other.
 
-A kernel for 16 bits (`hopper_prefill.py`) then attends chunks over an FP8 cache: it reads each key once for every tile
-of queries, and conversion takes longer than its products where every tile does it again. The scratch has a fixed size
-and is divided into units of 64 keys. A request's units stand side by side in it, so its block table is the number of
-its first unit and those behind it. What a unit holds is planned on the GPU once a step, from the list of tiles, and
-depends on no host values: the chunks at the head of the list, those of the longest requests, find room as long as there
-is some. The rest of the list is for a kernel that reads the cache itself.
+A kernel for 16 bits (`hopper_prefill_kernel.py`) then attends chunks over an FP8 cache: it reads each key once for
+every tile of queries, and conversion takes longer than its products where every tile does it again. The scratch has a
+fixed size and is divided into units of 64 keys. A request's units stand side by side in it, so its block table is the
+number of its first unit and those behind it. What a unit holds is planned on the GPU once a step, from the list of
+tiles, and depends on no host values: the chunks at the head of the list, those of the longest requests, find room as
+long as there is some. The rest of the list is for a kernel that reads the cache itself.
 
 A copy is a code times its scale, which has up to 12 significant bits, rounded to bfloat16's 8: it is off by 2^-8 of
 itself at most, as any number that a cache in bfloat16 keeps, and e4m3 has rounded it by up to 2^-4 before. float16
@@ -25,7 +25,7 @@ from nvcli.kernels.chunk_prefixes import ChunkPrefixes
 from nvcli.kernels.triton.attention_fold import ITEM_FIELDS
 from nvcli.kernels.triton.attention_launch import AttentionShape, LayerInputs, check_layout
 from nvcli.kernels.triton.fp8_kv import scale_pointers
-from nvcli.kernels.triton.prefill_attention import PrefillAttention
+from nvcli.kernels.triton.prefill_attention import PrefillAttention, PrefillKind
 from nvcli.kernels.triton.prefill_tiles import PrefillTiles, TileKey, TileList
 
 UNIT = tl.constexpr(64)
@@ -208,8 +208,6 @@ class ScratchPrefillAttention:
     """
 
     def __init__(self, shape: AttentionShape, *, scratch_tokens: int) -> None:
-        from nvcli.kernels.triton.hopper_prefill import HopperPrefillAttention
-
         self._shape, self._num_units = shape, scratch_tokens // UNIT.value
         assert shape.block_size % UNIT.value == 0
         size = (2, self._num_units, UNIT.value, shape.num_kv_heads, shape.head_dim)
@@ -217,7 +215,7 @@ class ScratchPrefillAttention:
         self._k, self._v = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         # The block table of a request begins at its first unit.
         self._block_table = torch.arange(self._num_units, dtype=torch.int32, device=shape.device)
-        self._copies = HopperPrefillAttention(replace(shape, block_size=UNIT.value, kv_dtype=shape.dtype))
+        self._copies = PrefillAttention(replace(shape, block_size=UNIT.value, kv_dtype=shape.dtype), PrefillKind.HOPPER)
         self._rest = PrefillAttention(shape)
         assert self._copies.tile_key[:2] == self._rest.tile_key[:2], "they share tiles"
 

@@ -11,6 +11,8 @@ Shapes: R rows, H query heads, KV heads, G = H / KV, D head_dim.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -129,12 +131,24 @@ class SegmentAttention:
 
     Plan `work_list` each step, then call `run` in each layer. Neither waits for the device or allocates anything, so
     both may be captured in a CUDA graph. The results are those of the last `run`.
+
+    on_hopper: by the kernel for Hopper GPUs (`hopper_launch.py`), beside which the one launched next may run.
     """
 
-    def __init__(self, shape: AttentionShape, *, max_rows: int) -> None:
-        self._shape, self._tile, self._max_rows = shape, _choose_tile(shape), max_rows
+    def __init__(self, shape: AttentionShape, *, max_rows: int, on_hopper: bool = False) -> None:
+        self._shape, self._max_rows, self._hopper = shape, max_rows, None
+        out_dtype = torch.float32
+        if on_hopper:
+            from nvcli.kernels.triton.hopper_launch import TILE_KEYS, TILE_ROWS, HopperLauncher
+
+            self._hopper, out_dtype = HopperLauncher(shape), shape.dtype
+            # Chunks begin with a block and with a tile of keys.
+            self._rows, self._keys = TILE_ROWS, math.lcm(TILE_KEYS, shape.block_size)
+        else:
+            self._tile = _choose_tile(shape)
+            self._rows, self._keys = self._tile.rows, self._tile.keys
         partials = (self.work_list(None).max_partials, shape.num_kv_heads, shape.group)
-        self._partial_out = torch.empty(*partials, shape.head_dim, dtype=torch.float32, device=shape.device)
+        self._partial_out = torch.empty(*partials, shape.head_dim, dtype=out_dtype, device=shape.device)
         self._partial_lse = torch.empty(partials, dtype=torch.float32, device=shape.device)
 
     def work_list(self, window: int | None) -> SegmentWorkList:
@@ -142,17 +156,20 @@ class SegmentAttention:
         return SegmentWorkList(
             window=window,
             num_kv_heads=self._shape.num_kv_heads,
-            keys=self._tile.keys,
-            tile_rows=max(1, self._tile.rows // self._shape.group),
+            keys=self._keys,
+            tile_rows=max(1, self._rows // self._shape.group),
             max_rows=self._max_rows,
             device=self._shape.device,
         )
 
     def run(self, layer: LayerInputs, work_list: SegmentWorkList, slots: Tensor, seq_lens: Tensor) -> SegmentResults:
         """Attend the rows to their segments, as planned. q: [R, H, D]; slots: [R] int64; seq_lens: [R] int32."""
-        launch_attention(
-            segment_attention_kernel, (work_list.num_programs,), self._shape, layer, self._tile, self._partial_out,
-            work_list.items, work_list.num_items, self._partial_lse, slots, seq_lens, work_list.members,
-            work_list.first_partials,
-        )  # fmt: skip
+        if self._hopper is not None:
+            self._hopper.attend_segments(layer, work_list, self._partial_out, self._partial_lse)
+        else:
+            launch_attention(
+                segment_attention_kernel, (work_list.num_programs,), self._shape, layer, self._tile, self._partial_out,
+                work_list.items, work_list.num_items, self._partial_lse, slots, seq_lens, work_list.members,
+                work_list.first_partials,
+            )  # fmt: skip
         return SegmentResults(self._partial_out, self._partial_lse, work_list.first_partials[0], work_list.num_partials)
