@@ -131,6 +131,7 @@ def fold_keys(
     kv_head,
     begin,
     end,
+    last_key,  # no block behind this key's is looked up; None: the last key before `end`
     first_read,  # keys before it are not read; None: all are
     firsts,  # [ROWS], the first key that each row sees; None: the first that is read
     lasts,  # [ROWS], the last one; None: the one before `end`
@@ -151,7 +152,8 @@ def fold_keys(
     HEAD_DIM: tl.constexpr = KIND.head_dim
     lanes = tl.arange(0, KEYS)
     dims = tl.arange(0, HEAD_DIM)
-    last_key = tl.maximum(end - 1, 0)
+    if last_key is None:
+        last_key = tl.maximum(end - 1, 0)
     # The next tile's block id is loaded ahead of its use: a dependent load inside the loop would take the pipeline's
     # stages, and keys and values would be left with one buffer.
     if ONE_BLOCK:
@@ -217,22 +219,22 @@ def fold_keys(
             # A row may have seen nothing yet: -inf minus -inf would be NaN.
             reference = tl.where(new_highest == -float("inf"), 0.0, new_highest)
         decay = tl.exp2(highest - reference)
-        weights = tl.exp2(tl.fma(scores, factor, -reference[:, None]))
-        highest = new_highest
-        if not KIND.is_invariant:
+        if KIND.is_invariant:
+            weights = tl.exp2(tl.fma(scores, factor, -reference[:, None])).to(v_cache.dtype.element_ty)
+            weight_sum = tl.dot(weights, ones, weight_sum * decay[:, None], input_precision="ieee")
+        else:
+            weights = tl.exp2(scores * factor - reference[:, None])
             weight_sum = weight_sum * decay + tl.sum(weights, 1)
+        highest = new_highest
         if IS_FP8:
             weights = weights * value_scale.to(tl.float32)[None, :]
             old_unit = acc_unit * decay
             acc_unit = tl.maximum(tl.maximum(old_unit, tl.max(weights, 1)), 1e-30)
             inverse = 1.0 / acc_unit
             decay = old_unit * inverse
-            weights = (weights * inverse[:, None]).to(query.dtype)
-        else:
-            weights = weights.to(v_cache.dtype.element_ty)
-        if KIND.is_invariant:
-            weight_sum = tl.dot(weights, ones, weight_sum * decay[:, None], input_precision="ieee")
+            weights = weights * inverse[:, None]
         if IN_WORDS:
+            weights = weights.to(query.dtype)
             word_offset = (row_offset // 4)[:, None] + words[None, :]
             value = tl.load(v_cache.to(tl.pointer_type(tl.int32)) + word_offset, mask=is_read[:, None], other=0)
             value0, value1, value2, value3 = numbers_of_words(value, query.dtype, KIND.on_gpu)
@@ -241,11 +243,14 @@ def fold_keys(
             acc2 = tl.dot(weights, value2, acc2 * decay[:, None], input_precision="ieee")
             acc3 = tl.dot(weights, value3, acc3 * decay[:, None], input_precision="ieee")
         else:
+            acc = acc * decay[:, None]
             if MASKED:
                 value = tl.load(v_cache + cache_offset, mask=is_read[:, None], other=0.0)
             else:
                 value = tl.load(v_cache + cache_offset)
-            acc = tl.dot(weights, value.to(weights.dtype), acc * decay[:, None], input_precision="ieee")
+            if IS_FP8:
+                value = value.to(query.dtype)
+            acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
     if IN_WORDS:
         acc = tl.join(tl.join(acc0, acc2), tl.join(acc1, acc3)).reshape(ROWS, HEAD_DIM)
     return highest, weight_sum, acc, acc_unit

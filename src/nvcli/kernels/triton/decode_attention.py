@@ -109,8 +109,8 @@ def decode_attention_kernel(
         weight_sum = tl.where(is_first, 1.0, weight_sum)
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     highest, weight_sum, acc, acc_unit = fold_keys(
-        query, unit, highest, weight_sum, acc, acc_unit, k_cache, v_cache, table, kv_head, begin, end, first_seen, None,
-        None, KIND, TILE.keys, TILE.num_stages, True, IS_FP8,
+        query, unit, highest, weight_sum, acc, acc_unit, k_cache, v_cache, table, kv_head, begin, end, None,
+        first_seen, None, None, KIND, TILE.keys, TILE.num_stages, True, IS_FP8,
     )  # fmt: skip
     acc = weighted_mean(acc, weight_sum, acc_unit, IS_FP8)
 

@@ -60,7 +60,7 @@ def _fold_split(
     highest, sums, acc, _ = fold_keys(
         query, unit, tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS, 16], tl.float32),
         tl.zeros([ROWS, HEAD_DIM], tl.float32), tl.zeros([ROWS], tl.float32), k_cache, v_cache, table, kv_head, begin,
-        end, first_read, firsts, lasts, KIND, TILE.keys, TILE.num_stages, MASKED, False,
+        end, None, first_read, firsts, lasts, KIND, TILE.keys, TILE.num_stages, MASKED, False,
     )  # fmt: skip
     return highest, tl.max(sums, 1), acc
 

@@ -91,7 +91,8 @@ def segment_attention_kernel(
         nothing = tl.zeros([ROWS], tl.float32)
         highest, weight_sum, acc, acc_unit = fold_keys(
             query, unit, highest, nothing, tl.zeros([ROWS, HEAD_DIM], tl.float32), nothing, k_cache, v_cache, table,
-            kv_head, begin, end, None, first_seen, None, KIND, TILE.keys, TILE.num_stages, not ONE_BLOCK, False,
+            kv_head, begin, end, None, None, first_seen, None, KIND, TILE.keys, TILE.num_stages, not ONE_BLOCK,
+            False,
         )  # fmt: skip
         acc = weighted_mean(acc, weight_sum, acc_unit, IS_FP8)
         lse = tl.where(weight_sum > 0, highest + tl.log2(tl.where(weight_sum > 0, weight_sum, 1.0)), _NOTHING_SEEN)
