@@ -1,12 +1,16 @@
 """A step's pairs of token and expert, sorted by expert on the GPU, and the work list of the products over them.
 
-An *item* of the list is up to `row_tile` pairs of one expert: one tile of rows of a product. How many items there are
-is known on the GPU only, so the list has room for the most that there may be, and the entries behind the last item have
-no rows. Nothing has a size that depends on the routes: launches captured in a CUDA graph serve any of them.
+An *item* of the list is up to `row_tile` pairs of one expert: one tile of rows of a product. How many items an expert
+has is known on the GPU only, so the list has room for the most that there may be, and entries without rows are passed
+over. Nothing has a size that depends on the routes: launches captured in a CUDA graph serve any of them.
 
-Pairs are looked at in chunks. A program counts the pairs of each expert in all chunks, from which it knows where those
-of its own chunk go, and the items of its own expert: no program waits for another. Of many pairs the counts of each
-chunk are the work of a kernel of their own.
+A program looks at all pairs, and writes those of its own expert. Where it writes follows from how many pairs have lower
+experts: no program waits for another. Expert e's items begin at entry e + p // row_tile, with p the number of pairs
+before it, which leaves room for an incomplete item of every expert. With few tokens, whose pairs are fewer than the
+experts, the entries belong to pairs instead: the first pair of an expert has the item, the others have none.
+
+Many pairs are looked at in chunks: one kernel counts the pairs of each expert in each chunk, and then a program adds up
+these counts, and writes the pairs of one chunk and the items of one expert.
 
 Where other ranks hold some of the experts, the pairs of those are in no item, and not in the order. The list has room
 for them all the same, as all tokens may choose the experts of one rank.
@@ -16,7 +20,7 @@ Shapes: T tokens, k experts per token.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,14 +31,14 @@ from nvcli.kernels.triton.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
 ITEM_FIELDS = 4
-"""The int32 words of an entry: expert, first place in the order, number of pairs (0: nothing to do), number of items of
-the list."""
-_CHUNKS = (64, 512)
-"""Pairs of a chunk: the first that is enough for all pairs, or the last. There are few, as each is compiled."""
-_MANY_CHUNKS = 32
-"""Chunks are counted by a kernel of their own where there are more."""
-_SUMMED, _COMPARED = 8, 16
-"""Chunks whose counts are added up at a time, and pairs that those of a chunk are compared with."""
+"""The int32 words of an entry: expert, first place in the order, number of pairs (0: nothing to do), unused."""
+_CHUNKS = ((256, 1), (1024, 4), (4096, 8))
+"""How many pairs a program compares at a time, and with how many warps: the first that is enough for all pairs, or the
+last. There are few, as each is compiled."""
+_FEW_PAIRS = 16384
+"""The most pairs that programs look at together."""
+_PLACED, _SUMMED = 512, 8
+"""Pairs of a chunk where there are more; chunks whose counts are added up at a time."""
 
 
 class WorkList(NamedTuple):
@@ -49,9 +53,94 @@ class WorkList(NamedTuple):
     """The most pairs of an item."""
 
 
+@triton.jit(do_not_specialize=["num_pairs"])
+def _group_kernel(
+    experts_ptr,  # [num_pairs] int32
+    order_ptr,  # [num_pairs] int32, written
+    items_ptr,  # [N, ITEM_FIELDS] int32, written
+    num_pairs,
+    ROW_TILE: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+    FIRST_EXPERT: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,  # that are held here, from FIRST_EXPERT on
+    HAS_OTHERS: tl.constexpr,  # whether there are more
+    CHUNK: tl.constexpr,
+    ITEM_FIELDS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (expert), or with BY_PAIR program (pair), which works for its expert if no earlier pair has that one."""
+    await_kernel_before(DEPENDENT)
+    program = tl.program_id(0)
+    columns = tl.arange(0, CHUNK)
+    expert = program + FIRST_EXPERT
+    if BY_PAIR:
+        expert = tl.load(experts_ptr + program)
+    lower = tl.zeros([CHUNK], tl.int32)
+    equal = tl.zeros([CHUNK], tl.int32)
+    earlier = tl.zeros([CHUNK], tl.int32)
+    for start in range(0, num_pairs, CHUNK):
+        pairs = start + columns
+        others = tl.load(experts_ptr + pairs, mask=pairs < num_pairs, other=2147483647)
+        if HAS_OTHERS:
+            lower += ((others >= FIRST_EXPERT) & (others < expert)).to(tl.int32)
+        else:
+            lower += (others < expert).to(tl.int32)
+        equal += (others == expert).to(tl.int32)
+        if BY_PAIR:
+            earlier += ((others == expert) & (pairs < program)).to(tl.int32)
+    first = tl.sum(lower, 0)
+    count = tl.sum(equal, 0)
+    if BY_PAIR:
+        count = tl.where(tl.sum(earlier, 0) > 0, 0, count)
+        if HAS_OTHERS:
+            count = tl.where((expert < FIRST_EXPERT) | (expert >= FIRST_EXPERT + NUM_EXPERTS), 0, count)
+    if count > 0:
+        place = first
+        for start in range(0, num_pairs, CHUNK):
+            pairs = start + columns
+            others = tl.load(experts_ptr + pairs, mask=pairs < num_pairs, other=2147483647)
+            is_mine = (others == expert).to(tl.int32)
+            tl.store(order_ptr + place + tl.cumsum(is_mine, 0) - is_mine, pairs, mask=is_mine > 0)
+            place += tl.sum(is_mine, 0)
+    if BY_PAIR:
+        _write_items(items_ptr, program, program + 1, expert - FIRST_EXPERT, first, count, ROW_TILE, ITEM_FIELDS)
+    else:
+        _write_items_of(items_ptr, program, first, count, num_pairs, ROW_TILE, NUM_EXPERTS, HAS_OTHERS, ITEM_FIELDS)
+
+
+@triton.jit
+def _write_items_of(
+    items_ptr,
+    expert,
+    first,
+    count,
+    num_pairs,
+    ROW_TILE: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    HAS_OTHERS: tl.constexpr,
+    ITEM_FIELDS: tl.constexpr,
+):
+    """Write the items of an expert with `count` pairs from place `first` on."""
+    end = expert + 1 + (first + count) // ROW_TILE
+    if HAS_OTHERS and expert == NUM_EXPERTS - 1:  # the room for pairs that are not here
+        end = NUM_EXPERTS + num_pairs // ROW_TILE
+    _write_items(items_ptr, expert + first // ROW_TILE, end, expert, first, count, ROW_TILE, ITEM_FIELDS)
+
+
+@triton.jit
+def _write_items(items_ptr, entry, end, expert, first, count, ROW_TILE: tl.constexpr, ITEM_FIELDS: tl.constexpr):
+    fields = tl.arange(0, ITEM_FIELDS)
+    done = 0
+    for index in range(entry, end):
+        rows = tl.minimum(tl.maximum(count - done, 0), ROW_TILE)
+        item = tl.where(fields == 0, expert, tl.where(fields == 1, first + done, tl.where(fields == 2, rows, 0)))
+        tl.store(items_ptr + index * ITEM_FIELDS + fields, item)
+        done += ROW_TILE
+
+
 @triton.jit
 def _load_held(experts_ptr, pairs, num_pairs, FIRST_EXPERT: tl.constexpr, NUM_EXPERTS: tl.constexpr):
-    """Load the experts of pairs, as numbers of those that are held; NUM_EXPERTS: it is another, or there is no pair."""
+    """Load the experts of pairs, as numbers of those that are held, or NUM_EXPERTS."""
     held = tl.load(experts_ptr + pairs, mask=pairs < num_pairs, other=FIRST_EXPERT + NUM_EXPERTS) - FIRST_EXPERT
     return tl.where((held >= 0) & (held < NUM_EXPERTS), held, NUM_EXPERTS)
 
@@ -74,45 +163,37 @@ def _count_kernel(
     tl.store(counts_ptr + tl.program_id(0) * BINS + tl.arange(0, BINS), counts)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_chunks", "num_entries"])
-def _group_kernel(
+@triton.jit(do_not_specialize=["num_pairs", "num_chunks"])
+def _place_kernel(
     experts_ptr,  # [num_pairs] int32
-    counts_ptr,  # [num_chunks, BINS] int32, with HAS_COUNTS
+    counts_ptr,  # [num_chunks, BINS] int32
     order_ptr,  # [num_pairs] int32, written
-    items_ptr,  # [num_entries, ITEM_FIELDS] int32, written
+    items_ptr,  # [N, ITEM_FIELDS] int32, written
     num_pairs,
     num_chunks,
-    num_entries,
     ROW_TILE: tl.constexpr,
     FIRST_EXPERT: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,  # that are held here, from FIRST_EXPERT on
+    NUM_EXPERTS: tl.constexpr,
+    HAS_OTHERS: tl.constexpr,
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
-    HAS_COUNTS: tl.constexpr,
     SUMMED: tl.constexpr,
     COMPARED: tl.constexpr,
     ITEM_FIELDS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (chunk and expert), where there are such ones. BINS is a power of two above NUM_EXPERTS."""
+    """Program (chunk and expert), where there are such ones."""
     await_kernel_before(DEPENDENT)
     program = tl.program_id(0)
     bins = tl.arange(0, BINS)
     total = tl.zeros([BINS], tl.int32)
     before = tl.zeros([BINS], tl.int32)
-    if HAS_COUNTS:
-        for start in range(0, num_chunks, SUMMED):
-            chunks = start + tl.arange(0, SUMMED)
-            counts_ptrs = counts_ptr + chunks[:, None] * BINS + bins[None, :]
-            counts = tl.load(counts_ptrs, mask=(chunks < num_chunks)[:, None], other=0)
-            total += tl.sum(counts, 0)
-            before += tl.sum(tl.where((chunks < program)[:, None], counts, 0), 0)
-    else:
-        for chunk in range(num_chunks):
-            pairs = chunk * CHUNK + tl.arange(0, CHUNK)
-            counts = tl.histogram(_load_held(experts_ptr, pairs, num_pairs, FIRST_EXPERT, NUM_EXPERTS), BINS)
-            total += counts
-            before += tl.where(chunk < program, counts, 0)
+    for start in range(0, num_chunks, SUMMED):
+        chunks = start + tl.arange(0, SUMMED)
+        counts_ptrs = counts_ptr + chunks[:, None] * BINS + bins[None, :]
+        counts = tl.load(counts_ptrs, mask=(chunks < num_chunks)[:, None], other=0)
+        total += tl.sum(counts, 0)
+        before += tl.sum(tl.where((chunks < program)[:, None], counts, 0), 0)
     first = tl.cumsum(total, 0) - total
     if program < num_chunks:
         pairs = program * CHUNK + tl.arange(0, CHUNK)
@@ -124,68 +205,64 @@ def _group_kernel(
             is_before = (held[:, None] == experts[None, :]) & (others[None, :] < pairs[:, None])
             places += tl.sum(is_before.to(tl.int32), 1)
         tl.store(order_ptr + places, pairs, mask=held < NUM_EXPERTS)
-    tiles = tl.where(bins < NUM_EXPERTS, (total + (ROW_TILE - 1)) // ROW_TILE, 0)
-    num_items = tl.sum(tiles, 0)
-    fields = tl.arange(0, ITEM_FIELDS)
     if program < NUM_EXPERTS:
-        is_mine = bins == program
-        row = tl.sum(tl.where(is_mine, first, 0), 0)
-        rest = tl.sum(tl.where(is_mine, total, 0), 0)
-        entry = tl.sum(tl.where(bins < program, tiles, 0), 0)
-        while rest > 0:
-            rows = tl.minimum(rest, ROW_TILE)
-            item = tl.where(fields == 0, program, tl.where(fields == 1, row, tl.where(fields == 2, rows, num_items)))
-            tl.store(items_ptr + entry * ITEM_FIELDS + fields, item)
-            entry += 1
-            row += ROW_TILE
-            rest -= ROW_TILE
-    for index in range(num_items + program, num_entries, tl.num_programs(0)):
-        tl.store(items_ptr + index * ITEM_FIELDS + fields, tl.where(fields == 3, num_items, 0))
+        mine = bins == program
+        first_pair, count = tl.sum(tl.where(mine, first, 0), 0), tl.sum(tl.where(mine, total, 0), 0)
+        _write_items_of(
+            items_ptr, program, first_pair, count, num_pairs, ROW_TILE, NUM_EXPERTS, HAS_OTHERS, ITEM_FIELDS
+        )
 
 
-def group_by_expert(experts: Tensor, num_experts: int, row_tile: int, *, first_expert: int = 0) -> WorkList:
+def group_by_expert(
+    experts: Tensor, num_experts: int, row_tile: int, *, first_expert: int = 0, num_others: int = 0
+) -> WorkList:
     """Sort the pairs by expert and list the tiles. experts: [T, k] int32, contiguous, a token's k all different.
 
-    `num_experts` are held here, from `first_expert` on. Items number those from 0.
+    `num_experts` are held here, from `first_expert` on, and `num_others` elsewhere. Items number those that are held
+    from 0.
     """
-    num_pairs = experts.numel()
-    num_entries = min(num_pairs, num_experts + num_pairs // row_tile)
+    num_tokens, experts_per_token = experts.shape
+    num_pairs = num_tokens * experts_per_token
+    # An expert has no more pairs than there are tokens, so one item holds them all.
+    by_pair = num_tokens <= row_tile and num_pairs < num_experts + num_pairs // row_tile
+    num_items = num_pairs if by_pair else num_experts + num_pairs // row_tile
     order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
-    items = torch.empty(num_entries, ITEM_FIELDS, dtype=torch.int32, device=experts.device)
-    chunk = next((size for size in _CHUNKS if num_pairs <= size), _CHUNKS[-1])
-    num_chunks, bins = ceil_div(num_pairs, chunk), next_power_of_2(num_experts + 1)
-    counts, options = order, dependent(experts.device)
-    if num_chunks > _MANY_CHUNKS:
-        counts = torch.empty(num_chunks, bins, dtype=torch.int32, device=experts.device)
-        _count_kernel[(num_chunks,)](
-            experts,
-            counts,
-            num_pairs,
-            FIRST_EXPERT=first_expert,
-            NUM_EXPERTS=num_experts,
-            BINS=bins,
-            CHUNK=chunk,
-            num_warps=4,
-            **options,
-        )
-    _group_kernel[(max(num_chunks, num_experts),)](
+    items = torch.empty(num_items, ITEM_FIELDS, dtype=torch.int32, device=experts.device)
+    constants = {
+        "ROW_TILE": row_tile,
+        "FIRST_EXPERT": first_expert,
+        "NUM_EXPERTS": num_experts,
+        "HAS_OTHERS": num_others > 0,
+        "ITEM_FIELDS": ITEM_FIELDS,
+        **dependent(experts.device),
+    }
+    if num_pairs > _FEW_PAIRS:
+        _group_many(experts, order, items, constants)
+        return WorkList(order, items, row_tile)
+    chunk, num_warps = next((one for one in _CHUNKS if num_pairs <= one[0]), _CHUNKS[-1])
+    _group_kernel[(num_pairs if by_pair else num_experts,)](
+        experts, order, items, num_pairs, BY_PAIR=by_pair, CHUNK=chunk, num_warps=num_warps, **constants
+    )
+    return WorkList(order, items, row_tile)
+
+
+def _group_many(experts: Tensor, order: Tensor, items: Tensor, constants: dict[str, Any]) -> None:
+    num_pairs, num_experts = len(order), constants["NUM_EXPERTS"]
+    num_chunks, bins = ceil_div(num_pairs, _PLACED), next_power_of_2(num_experts + 1)
+    counts = torch.empty(num_chunks, bins, dtype=torch.int32, device=experts.device)
+    counted = {name: constants[name] for name in constants if name not in ("ROW_TILE", "HAS_OTHERS", "ITEM_FIELDS")}
+    _count_kernel[(num_chunks,)](experts, counts, num_pairs, BINS=bins, CHUNK=_PLACED, num_warps=4, **counted)
+    _place_kernel[(max(num_chunks, num_experts),)](
         experts,
         counts,
         order,
         items,
         num_pairs,
         num_chunks,
-        num_entries,
-        ROW_TILE=row_tile,
-        FIRST_EXPERT=first_expert,
-        NUM_EXPERTS=num_experts,
         BINS=bins,
-        CHUNK=chunk,
-        HAS_COUNTS=counts is not order,
+        CHUNK=_PLACED,
         SUMMED=_SUMMED,
-        COMPARED=_COMPARED,
-        ITEM_FIELDS=ITEM_FIELDS,
-        num_warps=4 if num_chunks == 1 else 8,
-        **options,
+        COMPARED=16,
+        num_warps=8,
+        **constants,
     )
-    return WorkList(order, items, row_tile)

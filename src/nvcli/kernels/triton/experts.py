@@ -247,7 +247,9 @@ def apply_experts(
         launch = choose_launch(num_rows, gate_up, down, x, quantises=quantises, batch_invariant=batch_invariant)
     if weights.num_others:
         out.zero_()
-    work = group_by_expert(routes.experts, num_held, launch.row_tile, first_expert=weights.first_expert)
+    work = group_by_expert(
+        routes.experts, num_held, launch.row_tile, first_expert=weights.first_expert, num_others=weights.num_others
+    )
     scaling: FP8Scaling = "block" if gate_up.kind == "block" else "channel"
     rows: Activations = quantise(x, scaling) if quantises else x
     hidden = torch.empty(len(work.order), weights.gate_up.shape[1] // 2, dtype=x.dtype, device=x.device)

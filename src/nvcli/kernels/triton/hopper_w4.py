@@ -125,7 +125,9 @@ def apply_experts(
     """See `nvcli.kernels.experts.apply_experts`, for at least one token. All tensors are contiguous."""
     assert gate_up.row_tile == down.row_tile
     num_held, hidden_size = weights.gate_up.shape[0], x.shape[1]
-    work = group_by_expert(routes.experts, num_held, gate_up.row_tile, first_expert=weights.first_expert)
+    work = group_by_expert(
+        routes.experts, num_held, gate_up.row_tile, first_expert=weights.first_expert, num_others=weights.num_others
+    )
     # The rows of x, sorted by expert, are where the results will be, which are as large.
     rows = _sort_rows(x, work.order, routes.experts.shape[1], out.view(-1, hidden_size))
     hidden = torch.empty(len(rows), weights.gate_up.shape[1] // 2, dtype=x.dtype, device=x.device)
