@@ -21,9 +21,9 @@ highest score so far, found anew in each tile. Here it is raised only when a wei
 threads and leave the sums as they are.
 
 It does not share the fold of `attention_fold.py`, through which 256 rows of about 860 keys took 147 µs on an H200, and
-126 so. The work list and the other arguments are those of `decode_attention.py`, to which tests on a GPU hold it. It serves
-head sizes 64 and 128, up to 8 query heads for each KV head, and work lists whose chunks begin at multiples of a tile
-that does not straddle blocks.
+126 so. The work list and the other arguments are those of `decode_attention.py`, to which tests on a GPU hold it. It
+serves head sizes 64 and 128, up to 8 query heads for each KV head, and work lists whose chunks begin at multiples of a
+tile that does not straddle blocks.
 """
 
 from __future__ import annotations
