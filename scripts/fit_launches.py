@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nvcli.kernels.triton import launch_rule
-from nvcli.kernels.triton.fp8_launches import DecodeLaunch, HopperLaunch, Launch
+from nvcli.kernels.triton.fp8_launches import DecodeLaunch, HopperLaunch
 from nvcli.kernels.triton.launch_rule import (
     Coefficients,
     Counts,
@@ -36,6 +36,7 @@ from nvcli.kernels.triton.launch_rule import (
     read_times,
     rounded,
 )
+from nvcli.kernels.triton.product_launch import ProductLaunch
 
 KEPT = {
     "channel": (
@@ -239,7 +240,7 @@ def report(name: str, points: Sequence[Point], times: Times, gpu: dict[str, Any]
     lost = []
     for point in points:
         us = {read_launch(launch): time for launch, time in point.us.items() if not launch.endswith((",fast", ",0"))}
-        kernels: tuple[type, ...] = (Launch, DecodeLaunch, HopperLaunch)
+        kernels: tuple[type, ...] = (ProductLaunch, DecodeLaunch, HopperLaunch)
         if point.may_take("torch") and (point.kind != "block" or TorchLaunch("block") in us):
             kernels += (TorchLaunch,)
         of_gpu = (gpu["multiprocessors"], times.bandwidth / gpu["bandwidth"])

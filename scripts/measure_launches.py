@@ -29,7 +29,7 @@ from nvcli.kernels import fp8, fp8_block_product
 from nvcli.kernels.fp8_types import FP8, QuantisedRows
 from nvcli.kernels.triton import fp8 as fp8_kernels
 from nvcli.kernels.triton import fp8_linear, hopper_fp8, hopper_fp8_decode, launch_rule
-from nvcli.kernels.triton.fp8_launches import DecodeLaunch, HopperLaunch, Launch
+from nvcli.kernels.triton.fp8_launches import DecodeLaunch, HopperLaunch
 
 MODELS = {
     "qwen3-0.6b": (1024, 16, 8, 128, 3072),
@@ -197,7 +197,7 @@ def product(kind: Kind, name: str, data: Data, num_rows: int, shape: Shape) -> C
     sort, *words = name.split(",")
     multiply: Callable[[Tensor], Any]
     if sort == "linear":
-        launch = Launch(*map(int, words))
+        launch = launch_rule.read_launch(name)
         linear = fp8_linear.fp8_linear_for_sum if kind == "sum" else fp8_linear.fp8_linear
         multiply = partial(_in_place, linear, x, scales, launch)
     elif sort == "decode":

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 
 from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS
 from nvcli.kernels.invariant_linear import invariant_linear
-from nvcli.kernels.triton import invariant_linear as kernels
-from nvcli.kernels.triton.invariant_linear import Launch
+from nvcli.kernels.triton import linear
+from nvcli.kernels.triton.product_launch import ProductLaunch
+from nvcli.kernels.triton.products import multiply
 from ordered_products import products_in_one_order
 
 # [out, in]; some are no multiples of the tiles.
@@ -30,10 +31,10 @@ def inputs(shape: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, to
     return x, weight, torch.randn(shape[0], generator=generator, device=DEVICE).to(dtype)
 
 
-def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Multiply; the result is in float32, in which no bit is rounded away."""
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The result is in float32, in which no bit is rounded away."""
     out = torch.full((len(x), len(weight)), torch.nan, dtype=torch.float32, device=x.device)
-    kernels.invariant_linear(x, weight, bias, out)
+    linear.invariant_linear(x, weight, bias, out)
     return out
 
 
@@ -41,23 +42,26 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_row_has_the_same_bits_among_any_number_of_rows(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x, weight, bias = inputs(shape, dtype)
-    whole = multiply(x, weight, bias)
+    whole = product(x, weight, bias)
     expected = F.linear(x.double(), weight.double(), bias.double())
     torch.testing.assert_close(whole.double(), expected, atol=1e-3, rtol=1e-3)
     for num_rows in ROWS:
         for first in (0, 9):
             rows = slice(first, first + num_rows)
-            assert torch.equal(multiply(x[rows], weight, bias), whole[rows]), f"{num_rows} rows from {first} on"
+            assert torch.equal(product(x[rows], weight, bias), whole[rows]), f"{num_rows} rows from {first} on"
 
 
 @pytest.mark.skipif(not IS_HOPPER, reason="only there the launch follows the number of rows")
 def test_no_launch_shows_in_the_bits() -> None:
     x, weight, _ = inputs(SHAPES[0], torch.bfloat16)
-    whole = multiply(x, weight)
-    for launch in (Launch(64, 32, 128, 4, 4, 2), Launch(128, 64, 64, 4, 4, 2), Launch(128, 256, 64, 3, 8, 1)):
-        out = torch.empty_like(whole)
-        kernels.invariant_linear(x, weight, None, out, launch)
-        assert torch.equal(out, whole), str(launch)
+    whole = product(x, weight)
+    for launch in (
+        ProductLaunch(16, 32, 256, 4, 4, x_by_tma=False),
+        ProductLaunch(64, 32, 128, 4, 4, rows_together=4, num_programs=2),
+        ProductLaunch(128, 64, 64, 4, 4, rows_together=4, num_programs=2),
+        ProductLaunch(128, 256, 64, 3, 8, rows_together=4, num_programs=1),
+    ):
+        assert torch.equal(multiply(x, weight, launch, torch.empty_like(whole)), whole), str(launch)
 
 
 def test_the_result_may_have_another_type_and_a_place_of_its_own() -> None:

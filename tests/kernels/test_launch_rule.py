@@ -15,8 +15,9 @@ pytest.importorskip("triton")
 from nvcli.kernels.fp8 import quantise
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.triton import launch_rule
-from nvcli.kernels.triton.fp8_launches import DecodeLaunch, HopperLaunch, Launch
+from nvcli.kernels.triton.fp8_launches import DecodeLaunch, HopperLaunch
 from nvcli.kernels.triton.launch_rule import Kind, TorchLaunch, choose_for, count, microseconds, read_launch
+from nvcli.kernels.triton.product_launch import ProductLaunch
 
 GPU = torch.device("cuda", 0)
 POINTS = Path(__file__).with_name("fp8_launch_points.jsonl")
@@ -86,7 +87,7 @@ def test_launches_serve_what_they_are_chosen_for(kind: Kind, shape: tuple[int, i
             assert launch is None
         elif launch is not None:
             assert kind == "sum" or launch.num_parts == 1
-            assert kind != "block" or (isinstance(launch, Launch) and launch.out_tile <= launch.in_tile == 128)
+            assert kind != "block" or (isinstance(launch, ProductLaunch) and launch.out_tile <= launch.in_tile == 128)
     assert choose("block", 1000, shape, has_torch=False) is not None
 
 
@@ -96,7 +97,7 @@ def test_few_launches_are_there() -> None:
         own = [launch for launch in ways if not isinstance(launch, TorchLaunch)]
         assert len(own) <= 8, kind
         for launch in own:
-            if isinstance(launch, Launch):
+            if isinstance(launch, ProductLaunch):
                 assert launch.num_stages * (launch.row_tile + launch.out_tile) * launch.in_tile <= 227 << 10
 
 
@@ -147,6 +148,6 @@ def test_rows_and_weights() -> None:
     weight = torch.zeros(256, 512).to(FP8)
     for rows in (1, 300):
         x = quantise(torch.ones(rows, 512, dtype=torch.bfloat16), "channel")
-        assert isinstance(launch_rule.choose("channel", x, weight), Launch)
+        assert isinstance(launch_rule.choose("channel", x, weight), ProductLaunch)
         assert launch_rule.choose_gated(x, weight, "exact") is None
         assert launch_rule.choose_gated(quantise(torch.ones(rows, 512), "block"), weight, "exact") is None

@@ -18,9 +18,9 @@ from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
 from nvcli.kernels.fp8 import quantise_weight
 from nvcli.kernels.fp8_types import FP8, QuantisedRows
 from nvcli.kernels.triton import fp8
-from nvcli.kernels.triton.fp8_launches import Launch
-from nvcli.kernels.triton.fp8_linear import fp8_linear, fp8_linear_for_sum
+from nvcli.kernels.triton.fp8_linear import fp8_linear_for_sum
 from nvcli.kernels.triton.launch_rule import Kind, choose
+from nvcli.kernels.triton.product_launch import ProductLaunch
 from nvcli.kernels.weight_formats import FP8Scaling
 
 HAS_UNITS = HAS_GPU and torch.cuda.get_device_capability() >= (8, 9)
@@ -166,7 +166,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert ((found.cpu().float() - expected.float()).norm(dim=1, keepdim=True) <= tolerance * norm).all()
 
 
-@pytest.mark.parametrize("num_rows", [1, 16, 33, 100, 300] if not HAS_GPU else [1, 7, 64, 65, 256, 1000, 8191])
+@pytest.mark.parametrize("num_rows", [1, 33, 100] if not HAS_GPU else [1, 7, 64, 65, 256, 1000])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 12288), (1024, 3072)] if HAS_GPU else [(256, 128), (80, 400)])
 def test_products(shape: tuple[int, int], kind: Kind, num_rows: int) -> None:
@@ -177,39 +177,10 @@ def test_products(shape: tuple[int, int], kind: Kind, num_rows: int) -> None:
         found = reference.fp8_linear(x, *weight, None, None)
     else:
         launch = choose(kind, x, weight[0])
-        assert isinstance(launch, Launch), "the others have no interpreter"
+        assert isinstance(launch, ProductLaunch), "the others have no interpreter"
         found = fp8_linear_for_sum(x, *weight, launch)
     found = found.sum(0).to(expected.dtype) if found.dim() == 3 else found
     assert found.dtype == expected.dtype
-    assert_near(found, expected)
-
-
-@pytest.mark.parametrize("tiles", [(16, 32), (16, 128), (32, 64), (64, 64), (64, 128), (128, 64), (128, 128)], ids=str)
-def test_launches(tiles: tuple[int, int]) -> None:
-    """Every tile is computed, whichever operand comes first and however the input features are cut."""
-    x, weight, expected = make_product(100, (112, 400), "channel")
-    for in_tile, num_parts in ((128, 1), (128, 3), (256, 2)):
-        launch = Launch(*tiles, in_tile, 3, 4, num_parts=num_parts)
-        found = fp8_linear_for_sum(x, *weight, launch)
-        if num_parts > 1:
-            assert found.shape == (num_parts, 100, 112)
-            assert found.dtype == torch.float32
-            found = found.sum(0)
-        assert_near(found, expected)
-
-
-def test_there_may_be_more_parts_than_the_input_features_have_tiles() -> None:
-    x, weight, expected = make_product(3, (64, 144), "channel")
-    found = fp8_linear_for_sum(x, *weight, Launch(16, 64, 128, 3, 4, num_parts=4))
-    assert_near(found.sum(0), expected)
-
-
-@pytest.mark.parametrize("tiles", [(16, 64), (64, 128), (128, 32), (128, 128)], ids=str)
-def test_launches_with_scales_by_blocks(tiles: tuple[int, int]) -> None:
-    x, weight, expected = make_product(150, (176, 272), "block")
-    out = torch.full(expected.shape, torch.nan, dtype=expected.dtype, device=DEVICE)
-    found = fp8_linear(x, *weight, Launch(*tiles, 128, 3, 4), out)
-    assert found is out
     assert_near(found, expected)
 
 

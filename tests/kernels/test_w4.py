@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS, TOLERANCE
+from kernel_device import DEVICE, HAS_GPU, MARKS
 from nvcli.kernels import w4
-from nvcli.kernels.activation import ACTIVATE_AND_MUL
 from nvcli.kernels.triton import w4_linear as kernels
-from nvcli.kernels.triton.w4_launches import LINEAR, Kind, Launch
+from nvcli.kernels.triton.product_launch import ProductLaunch
+from nvcli.kernels.triton.w4_launches import LINEAR, Kind
 from nvcli.kernels.weight_formats import W4Format
 
 pytestmark = MARKS
@@ -42,28 +41,6 @@ def test_nothing_is_lost(rows: int, columns: int, group: int) -> None:
     assert torch.equal(found.cpu(), values)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_rows", [1, 16, 33, 200] if HAS_GPU else [5, 40])
-@pytest.mark.parametrize(("rows", "columns", "group"), SHAPES)
-def test_products(rows: int, columns: int, group: int, num_rows: int, dtype: torch.dtype) -> None:
-    words, scales, values = make(rows, columns, group)
-    x = torch.randn(num_rows, columns, generator=torch.Generator().manual_seed(1)).to(dtype)
-    expected = F.linear(x.float(), values)
-    on_device = x.to(DEVICE), words.to(DEVICE), scales.to(DEVICE), W4Format("integer", group)
-    tolerance = TOLERANCE[dtype]
-    for num_programs in (0, 64):
-        launch = Launch(16, 64, 3, 4, num_programs)
-        found = kernels.w4_linear(*on_device, launch)
-        assert found.dtype == dtype
-        torch.testing.assert_close(found.cpu().float(), expected, rtol=tolerance, atol=tolerance)
-        parts = kernels.w4_linear_parts(*on_device, launch)
-        assert len(parts) == 1 or num_programs
-        torch.testing.assert_close(parts.sum(0).cpu(), expected, rtol=1e-4, atol=1e-4)
-    gated = kernels.w4_gated_linear(*on_device, launch).cpu().float()
-    two_steps = ACTIVATE_AND_MUL["silu"](expected.to(dtype)).float()
-    torch.testing.assert_close(gated, two_steps, rtol=2 * tolerance, atol=2 * tolerance)
-
-
 @pytest.mark.parametrize("kind", LINEAR)
 @pytest.mark.parametrize("num_rows", [1, 16, 64, 128, 256, 512, 4096])
 def test_launches_of_the_tables(num_rows: int, kind: Kind) -> None:
@@ -76,3 +53,11 @@ def test_launches_of_the_tables(num_rows: int, kind: Kind) -> None:
         word_tiles = launch.out_tile * (2 if kind == "gated" else 1)
         assert launch.num_stages * 2 * part * (word_tiles + launch.row_tile * 4) <= SHARED_MEMORY
     assert [most for most, _ in LINEAR[kind]] == sorted(most for most, _ in LINEAR[kind])
+
+
+def test_parts_give_each_multiprocessor_eight_warps() -> None:
+    launch = ProductLaunch(16, 128, 128, 4, 4)
+    assert kernels.choose_parts(1, 4096, 4096, launch, 132) == 8
+    assert kernels.choose_parts(1, 4096, 4096, launch._replace(num_warps=8), 132) == 4
+    assert kernels.choose_parts(1, 4096, 512, launch, 132) == 2, "two tiles of input features for each"
+    assert kernels.choose_parts(1000, 65536, 4096, launch, 132) == 1

@@ -55,11 +55,11 @@ def gated_linear(x: Tensor, weight: Tensor, activation: Activation = "silu") -> 
     if _is_small(x, weight):
         from nvcli.kernels.triton import linear as kernels
 
-        return kernels.gated_linear(x, weight, is_gelu=activation == "gelu_tanh")
+        return kernels.gated_linear(x, weight, activation)
     if has_many_rows(x, weight):
-        from nvcli.kernels.triton import gated_linear as many_rows
+        from nvcli.kernels.triton import linear as kernels
 
-        return many_rows.gated_linear(x, weight, is_gelu=activation == "gelu_tanh")
+        return kernels.gated_linear_of_many_rows(x, weight, activation)
     return ACTIVATE_AND_MUL[activation](F.linear(x, weight))
 
 

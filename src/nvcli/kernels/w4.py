@@ -110,7 +110,7 @@ def w4_gated_linear(x: Tensor, words: Tensor, scales: Tensor, format: W4Format, 
     if x.is_cuda and len(x):
         from nvcli.kernels.triton import w4_choice
 
-        result = w4_choice.gated_linear(x, words, scales, format, is_gelu=activation == "gelu_tanh")
+        result = w4_choice.gated_linear(x, words, scales, format, activation)
         if result is None:
             result = w4_choice.linear(x, words, scales, format, None)
             result = None if result is None else ACTIVATE_AND_MUL[activation](result)

@@ -5,21 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Launch(NamedTuple):
-    """The tile sizes of a product and how its programs work."""
-
-    row_tile: int
-    out_tile: int
-    """Features of the result. It is at most 128 for scales by blocks, so that the features of a tile share their
-    scales."""
-    in_tile: int
-    """128 for scales by blocks."""
-    num_stages: int
-    num_warps: int
-    num_parts: int = 1
-    """Into how many parts the input features are cut, which are multiplied by programs of their own."""
-
-
 class HopperLaunch(NamedTuple):
     """The tile of a product of many rows on Hopper GPUs (`hopper_fp8.py`)."""
 

@@ -2,7 +2,7 @@
 (`hopper_fp8_decode_kernel.py`).
 
 They serve activations in FP8 and scales by rows of both factors. Everything else, and every other GPU, is for
-`fp8_linear.py`. Shapes: T rows, `in` and `out` features, P parts.
+`products.py`. Shapes: T rows, `in` and `out` features, P parts.
 """
 
 from __future__ import annotations

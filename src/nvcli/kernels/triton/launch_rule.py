@@ -24,8 +24,9 @@ from torch import Tensor
 from nvcli.config_types import FP8Accumulation
 from nvcli.kernels import fp8_block_product
 from nvcli.kernels.fp8_types import QuantisedRows
-from nvcli.kernels.triton.fp8_launches import DecodeLaunch, HopperLaunch, Launch
+from nvcli.kernels.triton.fp8_launches import DecodeLaunch, HopperLaunch
 from nvcli.kernels.triton.multiprocessors import num_multiprocessors
+from nvcli.kernels.triton.product_launch import ProductLaunch
 from nvcli.kernels.triton.triton_version import has_known_gluon
 from nvcli.kernels.weight_formats import FP8_ALIGNMENT, FP8_BLOCK, FP8Scaling
 from nvcli.kernels.whole_numbers import ceil_div
@@ -35,7 +36,7 @@ Kind = FP8Scaling | Literal["sum", "gated"]
 with scales by rows, with their activation."""
 
 _CAPABILITY = (9, 0)
-_OTHER_GPUS = tuple((rows, Launch(rows, 64, FP8_BLOCK, num_stages=3, num_warps=4)) for rows in (16, 32, 64))
+_OTHER_GPUS = tuple((rows, ProductLaunch(rows, 64, FP8_BLOCK, num_stages=3, num_warps=4)) for rows in (16, 32, 64))
 """Launches for up to so many rows on GPUs that were not measured. With more rows products with scales by rows are
 torch's, and those with scales by blocks have the last launch."""
 _NUM_PARTS = (2, 3)
@@ -64,7 +65,7 @@ class TorchLaunch(NamedTuple):
     accumulation: FP8Accumulation | Literal["block"]
 
 
-AnyLaunch = Launch | DecodeLaunch | HopperLaunch | TorchLaunch
+AnyLaunch = ProductLaunch | DecodeLaunch | HopperLaunch | TorchLaunch
 
 
 class Coefficients(NamedTuple):
@@ -128,7 +129,7 @@ def count(launch: AnyLaunch, kind: Kind, num_rows: int, out_features: int, in_fe
         tiles = work.num_items(num_parts)
         programs = rounds = work.cost(num_parts, num_sms)
         steps: float = ceil_div(ceil_div(in_features, _STEP), num_parts)
-    elif isinstance(launch, Launch):
+    elif isinstance(launch, ProductLaunch):
         row_tile, num_parts = launch.row_tile, launch.num_parts
         tiles = ceil_div(num_rows, row_tile) * ceil_div(out_features, launch.out_tile) * num_parts
         programs, rounds = ceil_div(tiles, num_sms), ceil_div(tiles, num_sms * residents(launch))
@@ -151,7 +152,7 @@ def count(launch: AnyLaunch, kind: Kind, num_rows: int, out_features: int, in_fe
 
 
 @lru_cache(maxsize=64)
-def residents(launch: Launch) -> int:
+def residents(launch: ProductLaunch) -> int:
     """Count the programs that share a multiprocessor, for whose tiles it has memory."""
     tiles = launch.num_stages * (launch.row_tile + launch.out_tile) * launch.in_tile
     return max(1, _SHARED_BYTES // (tiles + _PROGRAM_BYTES))
@@ -170,7 +171,7 @@ class Times(NamedTuple):
 
 def choose(
     kind: Kind, x: QuantisedRows, weight: Tensor, accumulation: FP8Accumulation = "exact"
-) -> Launch | DecodeLaunch | HopperLaunch | None:
+) -> ProductLaunch | DecodeLaunch | HopperLaunch | None:
     """Choose the launch of a product with a weight [out, in]. None: torch multiplies."""
     num_rows = len(x.codes)
     has_torch = weight.is_cuda and (kind != "block" or fp8_block_product.takes(x, weight))
@@ -209,12 +210,12 @@ def choose_for(
     has_torch: bool = True,
     is_whole: bool = True,
     has_16_bits: bool = True,
-) -> Launch | DecodeLaunch | HopperLaunch | None:
+) -> ProductLaunch | DecodeLaunch | HopperLaunch | None:
     """Choose as `choose` does. `has_torch` says whether torch has such a product, `is_whole` whether the rows are whole
     tiles of it, and `has_16_bits` whether the result has."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) != _CAPABILITY:
         return None if kind == "gated" else _choose_for_other_gpus(num_rows, has_torch=has_torch)
-    kernels: tuple[type, ...] = (Launch,)
+    kernels: tuple[type, ...] = (ProductLaunch,)
     is_aligned = out_features % FP8_ALIGNMENT == in_features % FP8_ALIGNMENT == 0
     if device.type == "cuda" and is_aligned and has_known_gluon():
         kernels += (DecodeLaunch, HopperLaunch) if has_16_bits else (DecodeLaunch,)
@@ -232,7 +233,7 @@ def choose_for(
     return None if isinstance(launch, TorchLaunch) else launch
 
 
-def _choose_for_other_gpus(num_rows: int, *, has_torch: bool) -> Launch | None:
+def _choose_for_other_gpus(num_rows: int, *, has_torch: bool) -> ProductLaunch | None:
     launch = next((launch for most_rows, launch in _OTHER_GPUS if num_rows <= most_rows), None)
     return launch if launch is not None or has_torch else _OTHER_GPUS[-1][1]
 
@@ -268,8 +269,8 @@ def _ways(
         if not _adds_up(launch, accumulation) or not _was_measured(launch, kind, num_rows):
             continue
         yield launch, of
-        if kind == "sum" and isinstance(launch, Launch | DecodeLaunch):
-            in_tile = launch.in_tile if isinstance(launch, Launch) else _STEP
+        if kind == "sum" and isinstance(launch, ProductLaunch | DecodeLaunch):
+            in_tile = launch.in_tile if isinstance(launch, ProductLaunch) else _STEP
             yield from ((launch._replace(num_parts=n), of) for n in _NUM_PARTS if 2 * n * in_tile <= in_features)
 
 
@@ -282,7 +283,7 @@ def _adds_up(launch: AnyLaunch, accumulation: FP8Accumulation) -> bool:
 
 def _was_measured(launch: AnyLaunch, kind: Kind, num_rows: int) -> bool:
     """Whether a launch was measured with so many rows. Others are not worth a try."""
-    if isinstance(launch, Launch):
+    if isinstance(launch, ProductLaunch):
         most_tiles = (
             math.inf if kind == "block" and launch.out_tile == _STEP else (8 if launch.out_tile == _STEP else 4)
         )
@@ -315,7 +316,10 @@ def read_launch(name: str) -> AnyLaunch:
     if kernel == "hopper":
         groups, blocks, unit_tiles = map(int, words)
         return HopperLaunch(groups, blocks, unit_tiles or None)
-    return Launch(*map(int, words)) if kernel == "linear" else DecodeLaunch(*map(int, words))
+    if kernel == "decode":
+        return DecodeLaunch(*map(int, words))
+    row_tile, out_tile, in_tile, num_stages, num_warps, *parts = map(int, words)
+    return ProductLaunch(row_tile, out_tile, in_tile, num_stages, num_warps, num_parts=parts[0] if parts else 1)
 
 
 @lru_cache(maxsize=64)

@@ -1,147 +1,106 @@
-"""Products of few rows with a small weight: the weight is read once, by as many programs as keep the memory busy.
+"""How products with weights of 16 bits are launched (`products.py`), as measured on an H200.
 
-Each program takes a strip of output features and, where there are too few strips to fill the GPU, a part of the input
-features as well; the parts are added up by the norm that comes next. The gate and the up projection of an MLP are
-multiplied side by side, so that the activation needs no launch and no trip through memory.
+Shapes: T rows, `in` and `out` features, P parts.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.triton.activation import activate
-from nvcli.kernels.triton.dependent_launch import await_kernel_before, dependent
-from nvcli.kernels.whole_numbers import ceil_div
+from nvcli.kernels.triton.product_launch import Gate, ProductLaunch
+from nvcli.kernels.triton.products import multiply
 
 _ROUTER_ROWS = 1024
 """The most rows of which a router's logits are computed in parts. Measured on an H200 (128 experts, H 2048) in
 microseconds, in parts against cuBLAS: 2.7 against 4.9 for 1 row, 4.7 against 5.6 for 1,024 and 31 against 13 for
 8,192."""
-
-
-class _Launch(NamedTuple):
-    """Tile sizes of a product."""
-
-    out_tile: int
-    in_tile: int
-    num_parts: int
-    num_stages: int
-    num_warps: int
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _linear_kernel(
-    x_ptr,
-    weight_ptr,
-    out_ptr,
-    num_rows,
-    OUT_FEATURES: tl.constexpr,
-    IN_FEATURES: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    OUT_TILE: tl.constexpr,
-    IN_TILE: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    GATED: tl.constexpr,
-    GELU: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """Program (strip, row tile, part). OUT_FEATURES: of what is written; with GATED the weight has twice as many."""
-    strip = tl.program_id(0)
-    part = tl.program_id(2)
-    rows = tl.program_id(1) * ROW_TILE + tl.arange(0, ROW_TILE)
-    features = strip * OUT_TILE + tl.arange(0, OUT_TILE)
-    inner = tl.arange(0, IN_TILE)
-    PART: tl.constexpr = IN_FEATURES // NUM_PARTS
-    inside = (rows < num_rows)[:, None]
-    x_ptrs = x_ptr + rows[:, None].to(tl.int64) * IN_FEATURES + part * PART + inner[None, :]
-    weight_ptrs = weight_ptr + features[:, None].to(tl.int64) * IN_FEATURES + part * PART + inner[None, :]
-    await_kernel_before(DEPENDENT)
-    total = tl.zeros([ROW_TILE, OUT_TILE], tl.float32)
-    total_up = tl.zeros([ROW_TILE, OUT_TILE], tl.float32)
-    for start in tl.range(0, PART, IN_TILE, num_stages=NUM_STAGES):
-        x = tl.load(x_ptrs + start, mask=inside, other=0.0)
-        total = tl.dot(x, tl.load(weight_ptrs + start).T, total)
-        if GATED:
-            total_up = tl.dot(x, tl.load(weight_ptrs + OUT_FEATURES * IN_FEATURES + start).T, total_up)
-    if GATED:
-        # Rounded where the two-step version stores: both give the same bits but for the order of the sums.
-        gate = total.to(out_ptr.dtype.element_ty).to(tl.float32)
-        total = activate(gate, GELU) * total_up.to(out_ptr.dtype.element_ty).to(tl.float32)
-    out_rows = part * num_rows + rows
-    out_ptrs = out_ptr + out_rows[:, None].to(tl.int64) * OUT_FEATURES + features[None, :]
-    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=inside)
+_FEW_FEATURES = 2048
+_INVARIANT_FEW_ROWS = 64
+"""Up to so many rows, one tile holds them all. TMA is slow at tiles that lack most of their rows (Qwen3-8B's down
+projection on an H200: 58 us for 16 rows, and 38 us for 64), so these are read by pointers."""
+_NARROW = 4096
+"""Up to so many output features, strips are cut so narrow that all multiprocessors have one."""
+_VERIFIED_CAPABILITY = (9, 0)
+"""GPUs on which all launches were seen to give the same bits; others take one launch for all numbers of rows."""
 
 
 def linear(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """See `nvcli.kernels.linear.linear`, without a bias."""
-    if out is None:
-        out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
-    assert out.is_contiguous()
-    _launch(x, weight, out, _WHOLE, gated=False)
-    return out
+    """See `nvcli.kernels.linear.linear`, for few rows and without a bias."""
+    return multiply(x, weight, _few_rows(len(x), 256), out)
 
 
 def takes_parts(x: Tensor, weight: Tensor) -> bool:
     """Whether `linear_parts` serves these shapes and types, and a router's few features are not better left to
     cuBLAS."""
     num_features, in_features = weight.shape
-    return x.shape[0] <= _ROUTER_ROWS and weight.element_size() == 2 and num_features % 32 == in_features % 512 == 0
+    return len(x) <= _ROUTER_ROWS and weight.element_size() == 2 and num_features % 32 == in_features % 512 == 0
 
 
 def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
-    """See `nvcli.kernels.linear.linear_parts`. [P, T, out] float32."""
-    launch = _parts_launch(weight.shape[1])
-    out = torch.empty(launch.num_parts, x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
-    _launch(x, weight, out, launch, gated=False)
-    return out
-
-
-def gated_linear(x: Tensor, weight: Tensor, *, is_gelu: bool = False) -> Tensor:
-    """See `nvcli.kernels.linear.gated_linear`."""
-    out = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=x.dtype, device=x.device)
-    _launch(x, weight, out, _GATED, gated=True, is_gelu=is_gelu)
-    return out
-
-
-_WHOLE = _Launch(out_tile=32, in_tile=256, num_parts=1, num_stages=4, num_warps=4)
-_GATED = _Launch(out_tile=32, in_tile=128, num_parts=1, num_stages=4, num_warps=4)
-
-
-def _parts_launch(in_features: int) -> _Launch:
-    """Parts of 512 features, as even as the tile allows (measured on an H200: 4 for 2048, 6 for 3072)."""
+    """See `nvcli.kernels.linear.linear_for_sum`, for few rows. [P, T, out] float32, in parts of 512 features, as even
+    as the tiles allow (measured: 4 for 2048, 6 for 3072)."""
+    in_features = weight.shape[1]
     num_parts = max(1, in_features // 512)
     while in_features % (num_parts * 128):
         num_parts -= 1
-    return _Launch(out_tile=32, in_tile=128, num_parts=num_parts, num_stages=4, num_warps=4)
+    return multiply(x, weight, _few_rows(len(x), 128, num_parts), in_parts=True)
 
 
-def _launch(x: Tensor, weight: Tensor, out: Tensor, launch: _Launch, *, gated: bool, is_gelu: bool = False) -> None:
-    num_rows, in_features = x.shape
-    assert x.is_contiguous()
+def gated_linear(x: Tensor, weight: Tensor, gate: Gate) -> Tensor:
+    """See `nvcli.kernels.linear.gated_linear`, for few rows."""
+    return multiply(x, weight, _few_rows(len(x), 128), gate=gate)
+
+
+def _few_rows(num_rows: int, in_tile: int, num_parts: int = 1) -> ProductLaunch:
     row_tile = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
-    out_features = out.shape[-1]
-    grid = (out_features // launch.out_tile, ceil_div(num_rows, row_tile), launch.num_parts)
-    _linear_kernel[grid](
-        x,
-        weight,
-        out,
-        num_rows,
-        OUT_FEATURES=out_features,
-        IN_FEATURES=in_features,
-        ROW_TILE=row_tile,
-        OUT_TILE=launch.out_tile,
-        IN_TILE=launch.in_tile,
-        NUM_PARTS=launch.num_parts,
-        GATED=gated,
-        GELU=is_gelu,
-        NUM_STAGES=launch.num_stages,
-        **dependent(x.device),
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+    return ProductLaunch(
+        row_tile, 32, in_tile, 4, 4, num_parts, has_constants=True, x_by_tma=False, weight_by_tma=False
     )
+
+
+def gated_linear_of_many_rows(x: Tensor, weight: Tensor, gate: Gate) -> Tensor:
+    """See `nvcli.kernels.linear.gated_linear`, for many rows on Hopper. cuBLAS would write both products to memory, and
+    another kernel would read them.
+
+    With 8 tiles of rows together Qwen3-0.6B's layer (1,024 features) takes 188 us for 8,192 rows under sustained load;
+    cuBLAS and the activation take 204. With 16 Qwen3-8B's (4,096 features) takes 2,565 us; cuBLAS and the activation
+    take 2,625, and with 4 tiles the kernel takes 2,677.
+    """
+    rows_together = 8 if weight.shape[1] < _FEW_FEATURES else 16
+    return multiply(x, weight, ProductLaunch(128, 128, 64, 4, 8, 1, rows_together, 1, has_constants=True), gate=gate)
+
+
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """See `nvcli.kernels.invariant_linear.invariant_linear`."""
+    multiply(x, weight, choose_invariant_launch(x, len(weight)), out, bias=bias)
+
+
+def choose_invariant_launch(x: Tensor, out_features: int) -> ProductLaunch:
+    """Choose the launch that was fastest for so many rows. The same bits come of all: input features are never split
+    over programs, and the instructions for few rows and for many add up in the same order (seen on an H200)."""
+    if x.element_size() > 2:  # float32 runs without tensor cores: for tests
+        launch = ProductLaunch(16, 64, 32, 2, 4)
+    elif x.is_cuda and torch.cuda.get_device_capability(x.device) != _VERIFIED_CAPABILITY:
+        launch = ProductLaunch(64, 64, 64, 3, 4)
+    else:
+        launch = _measured_launch(len(x), out_features)
+    if len(x) <= _INVARIANT_FEW_ROWS:
+        return launch._replace(x_by_tma=False)
+    return launch._replace(rows_together=8, num_programs=1)
+
+
+def _measured_launch(num_rows: int, out_features: int) -> ProductLaunch:
+    is_narrow = out_features <= _NARROW
+    if num_rows <= _INVARIANT_FEW_ROWS:
+        row_tile = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+        if is_narrow:
+            return ProductLaunch(row_tile, 32, 256 if row_tile < 64 else 128, 4, 4)
+        return ProductLaunch(row_tile, 64, 128, 4, 4)
+    if num_rows <= 128:
+        return ProductLaunch(128, 32 if is_narrow else 64, 128, 4, 4)
+    if num_rows <= 256 and is_narrow:
+        return ProductLaunch(128, 64, 128, 4, 8)
+    if num_rows <= 512:
+        return ProductLaunch(128, 128, 64, 6, 8)
+    return ProductLaunch(128, 256, 64, 4, 8)

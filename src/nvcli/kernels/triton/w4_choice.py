@@ -14,8 +14,9 @@ from torch import Tensor
 from nvcli.kernels.expert_settings import GatedActivation
 from nvcli.kernels.expert_types import ExpertWeights, Routes, W4Scales
 from nvcli.kernels.triton import experts, w4_linear
+from nvcli.kernels.triton.product_launch import Gate, ProductLaunch
 from nvcli.kernels.triton.triton_version import has_known_gluon
-from nvcli.kernels.triton.w4_launches import HOPPER_EXPERTS, HOPPER_ROWS, HopperLaunch, Kind, Launch
+from nvcli.kernels.triton.w4_launches import HOPPER_EXPERTS, HOPPER_ROWS, HopperLaunch, Kind
 from nvcli.kernels.weight_formats import W4Format
 
 _HOPPER_GROUP = 128
@@ -27,7 +28,7 @@ def linear(x: Tensor, words: Tensor, scales: Tensor, format: W4Format, out: Tens
     launch = choose_launch("plain", x, words, format)
     if launch is None:
         return None
-    if isinstance(launch, Launch):
+    if isinstance(launch, ProductLaunch):
         return w4_linear.w4_linear(x, words, scales, format, launch, out)
     from nvcli.kernels.triton import hopper_w4
 
@@ -40,23 +41,23 @@ def linear_for_sum(x: Tensor, words: Tensor, scales: Tensor, format: W4Format) -
     launch = choose_launch("sum", x, words, format)
     if launch is None:
         return None
-    if isinstance(launch, Launch):
+    if isinstance(launch, ProductLaunch):
         return w4_linear.w4_linear_parts(x, words, scales, format, launch)
     from nvcli.kernels.triton import hopper_w4
 
     return hopper_w4.linear(x, words, scales, format, launch)
 
 
-def gated_linear(x: Tensor, words: Tensor, scales: Tensor, format: W4Format, *, is_gelu: bool) -> Tensor | None:
+def gated_linear(x: Tensor, words: Tensor, scales: Tensor, format: W4Format, gate: Gate) -> Tensor | None:
     """See `nvcli.kernels.w4.w4_gated_linear`. None: a plain product is faster, with the activation behind it."""
     launch = choose_launch("gated", x, words, format)
     if launch is None:
         return None
-    if isinstance(launch, Launch):
-        return w4_linear.w4_gated_linear(x, words, scales, format, launch, is_gelu=is_gelu)
+    if isinstance(launch, ProductLaunch):
+        return w4_linear.w4_gated_linear(x, words, scales, format, launch, gate)
     from nvcli.kernels.triton import hopper_w4
 
-    return hopper_w4.gated_linear(x, words, scales, format, launch, is_gelu=is_gelu)
+    return hopper_w4.gated_linear(x, words, scales, format, launch, is_gelu=gate == "gelu_tanh")
 
 
 def apply_experts(
@@ -74,7 +75,7 @@ def apply_experts(
     experts.apply_experts(x, routes, weights, scales, activation, out)
 
 
-def choose_launch(kind: Kind, x: Tensor, words: Tensor, format: W4Format) -> Launch | HopperLaunch | None:
+def choose_launch(kind: Kind, x: Tensor, words: Tensor, format: W4Format) -> ProductLaunch | HopperLaunch | None:
     """Return the launch of a product; None: the weight is turned into 16 bits in memory, for the library."""
     least, most = HOPPER_ROWS[kind]
     if least < len(x) <= most and _serves(x, format) and len(words) % _HOPPER_ALIGNMENT == 0:
