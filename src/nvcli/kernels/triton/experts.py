@@ -9,9 +9,9 @@ A program takes one item (up to `row_tile` pairs of one expert) and a strip of o
 another share an item's rows, and then the expert's next item its weight, in the L2 cache. With few rows the time is
 that of reading the weights.
 
-Weights are numbers like those of x, or in FP8, with scales of rows or blocks and with rows that are quantised or plain
-(`fp8_linear.py`), or in 4 bits, whose codes become numbers in registers (`w4_codes.py`). The tensor memory accelerator
-fetches weights but those in 4 bits, and fills up what is missing of the last tile with zeros.
+Weights are numbers like those of x, or in FP8, with scales of rows or blocks and with rows that are quantised or plain,
+or in 4 bits (`tile_product.py`). The tensor memory accelerator fetches weights but those in 4 bits, and fills up what
+is missing of the last tile with zeros.
 
 Shapes: T tokens, H hidden, E experts that are held, k experts per token, I intermediate size.
 """
@@ -32,19 +32,9 @@ from nvcli.kernels.triton.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.triton.expert_groups import ITEM_FIELDS, WorkList, group_by_expert
 from nvcli.kernels.triton.expert_launches import ExpertLaunch, Launch, choose_launch
 from nvcli.kernels.triton.fp8 import quantise
-from nvcli.kernels.triton.operands import (
-    codes_for,
-    dot,
-    load_row_scales,
-    load_rows,
-    max_imprecise,
-    per_feature,
-    per_row,
-    scaled_dot,
-    zeros,
-)
-from nvcli.kernels.triton.w4_codes import add_tile
-from nvcli.kernels.weight_formats import W4_PARTS, FP8Scaling
+from nvcli.kernels.triton.operands import codes_for, per_feature, per_row
+from nvcli.kernels.triton.tile_product import load_features, multiply_tile
+from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.kernels.whole_numbers import ceil_div
 
 
@@ -82,15 +72,14 @@ def _experts_kernel(
     GATED: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
+    NUM_SCALES: tl.constexpr,  # of an expert
     QUANTISED: tl.constexpr,
     IN_TILE: tl.constexpr,
     ROWS_FIRST: tl.constexpr,
-    MAX_IMPRECISE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
-    PARTS: tl.constexpr,
     PACKED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -103,39 +92,37 @@ def _experts_kernel(
     expert, first_row, num_rows = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
     feature = tl.program_id(0) % STRIPS * OUT_TILE
     if num_rows > (ROW_TILE // 2 if HAS_HALVES else 0):
-        _multiply_tile(
+        _multiply_item(
             x_ptr, x_tiles, x_scales_ptr, weight, weight_scales_ptr, bias_ptr, order_ptr, pair_weights_ptr, out_ptr,
             expert, first_row, num_rows, feature, num_tokens, ROW_TILE, OUT_TILE, HAS_TILES,
-            OUT_FEATURES, IN_FEATURES, EXPERTS_PER_TOKEN, GATED, KIND, GROUP, QUANTISED, IN_TILE, ROWS_FIRST,
-            MAX_IMPRECISE, HAS_BIAS, ACTIVATION, ALPHA, LIMIT, PARTS, PACKED, NUM_STAGES,
+            OUT_FEATURES, IN_FEATURES, EXPERTS_PER_TOKEN, GATED, KIND, GROUP, NUM_SCALES, QUANTISED, IN_TILE,
+            ROWS_FIRST, HAS_BIAS, ACTIVATION, ALPHA, LIMIT, PACKED, NUM_STAGES,
         )  # fmt: skip
     elif HAS_HALVES:  # noqa: SIM102  # known when the kernel is compiled, unlike the number of rows
         if num_rows > 0:
-            _multiply_tile(
+            _multiply_item(
                 x_ptr, x_tiles, x_scales_ptr, weight, weight_scales_ptr, bias_ptr, order_ptr, pair_weights_ptr,
                 out_ptr, expert, first_row, num_rows, feature, num_tokens, ROW_TILE // 2, OUT_TILE, False,
-                OUT_FEATURES, IN_FEATURES, EXPERTS_PER_TOKEN, GATED, KIND, GROUP, QUANTISED, IN_TILE, ROWS_FIRST,
-                MAX_IMPRECISE, HAS_BIAS, ACTIVATION, ALPHA, LIMIT, PARTS, PACKED, NUM_STAGES,
+                OUT_FEATURES, IN_FEATURES, EXPERTS_PER_TOKEN, GATED, KIND, GROUP, NUM_SCALES, QUANTISED, IN_TILE,
+                ROWS_FIRST, HAS_BIAS, ACTIVATION, ALPHA, LIMIT, PACKED, NUM_STAGES,
             )  # fmt: skip
 
 
 @triton.jit
-def _multiply_tile(
+def _multiply_item(
     x_ptr, x_tiles, x_scales_ptr, weight, weight_scales_ptr, bias_ptr, order_ptr, pair_weights_ptr, out_ptr,
     expert, first_row, num_rows, feature, num_tokens,
     ROW_TILE: tl.constexpr, OUT_TILE: tl.constexpr, HAS_TILES: tl.constexpr,
     OUT_FEATURES: tl.constexpr, IN_FEATURES: tl.constexpr, EXPERTS_PER_TOKEN: tl.constexpr, GATED: tl.constexpr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, QUANTISED: tl.constexpr, IN_TILE: tl.constexpr, ROWS_FIRST: tl.constexpr,
-    MAX_IMPRECISE: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr, NUM_STAGES: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, NUM_SCALES: tl.constexpr, QUANTISED: tl.constexpr, IN_TILE: tl.constexpr,
+    ROWS_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, PACKED: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Multiply an item's rows, up to ROW_TILE from `first_row` on, by OUT_TILE features of its expert. An expert's
-    weight has ROWS rows: `out`, or if GATED 2 `out`, those of the gate first."""
+    weight has ROWS rows: `out`, or if GATED 2 `out`, those of the gate first. Rows behind the item's last are those of
+    other experts, or nobody's; their results are not stored."""
     IN_4_BITS: tl.constexpr = KIND == "integer" or KIND == "mxfp4"
-    IS_WHOLE: tl.constexpr = IN_FEATURES % IN_TILE == 0
     ROWS: tl.constexpr = 2 * OUT_FEATURES if GATED else OUT_FEATURES
-    TILES: tl.constexpr = (IN_FEATURES + IN_TILE - 1) // IN_TILE
-    NUM_GROUPS: tl.constexpr = (IN_FEATURES + GROUP - 1) // GROUP
     features = feature + tl.arange(0, OUT_TILE)
     is_feature = features < OUT_FEATURES
     rows = tl.arange(0, ROW_TILE)
@@ -145,64 +132,17 @@ def _multiply_tile(
     x_rows = sorted_rows
     if GATED:
         x_rows = (tl.load(pair_ptrs, mask=is_row, other=0) // EXPERTS_PER_TOKEN).to(tl.int64)
-    weight_row = expert * ROWS + feature
-    if IN_4_BITS:
-        PART: tl.constexpr = IN_TILE // PARTS
-        inner = tl.arange(0, PART)
-        x_ptrs = x_ptr + x_rows[None, :] * IN_FEATURES + inner[:, None]
-        words_ptrs = weight + (expert.to(tl.int64) * ROWS + features)[:, None] * (TILES * PART) + inner[None, :]
-        NUM_SCALES: tl.constexpr = TILES if KIND == "mxfp4" else NUM_GROUPS
-        scales_ptrs = weight_scales_ptr + expert.to(tl.int64) * (NUM_SCALES * ROWS) + features
-    elif not HAS_TILES:
-        x_ptrs = x_ptr + x_rows[:, None] * IN_FEATURES + tl.arange(0, IN_TILE)[None, :]
-    if KIND == "block":  # the gate's are whole blocks
-        x_scale_ptrs = x_scales_ptr + x_rows * NUM_GROUPS
-        block = expert * ((ROWS + GROUP - 1) // GROUP) + feature // GROUP
-        scale_ptr = weight_scales_ptr + block * NUM_GROUPS
-    total = zeros(ROW_TILE, OUT_TILE, ROWS_FIRST)
-    up = zeros(ROW_TILE, OUT_TILE, ROWS_FIRST)
-    for start in tl.range(0, IN_FEATURES, IN_TILE, num_stages=NUM_STAGES):
-        if IN_4_BITS:
-            total = add_tile(
-                total, words_ptrs, scales_ptrs, x_ptrs, start // IN_TILE, is_row, is_feature,
-                ROWS, IN_FEATURES, KIND, GROUP, PART, PACKED, IS_WHOLE,
-            )  # fmt: skip
-            if GATED:
-                up = add_tile(
-                    up, words_ptrs + OUT_FEATURES * (TILES * PART), scales_ptrs + OUT_FEATURES, x_ptrs,
-                    start // IN_TILE, is_row, is_feature,
-                    ROWS, IN_FEATURES, KIND, GROUP, PART, PACKED, IS_WHOLE,
-                )  # fmt: skip
-        else:
-            if HAS_TILES:
-                # Rows behind the item's last are those of other experts, or nobody's; their results are not stored.
-                x_tile = x_tiles.load([first_row, start])
-            else:
-                x_tile = load_rows(x_ptrs, is_row, start, IN_FEATURES, IN_TILE, IS_WHOLE)
-            weight_tile = weight.load([weight_row, start])
-            if GATED:
-                up_tile = weight.load([weight_row + OUT_FEATURES, start])
-            if KIND == "block":
-                group = start // GROUP
-                row_scales = load_row_scales(x_scale_ptrs + group, is_row, QUANTISED)
-                total = scaled_dot(x_tile, weight_tile, row_scales * tl.load(scale_ptr + group), total, ROWS_FIRST)
-                if GATED:
-                    up_scale = tl.load(scale_ptr + OUT_FEATURES // GROUP * NUM_GROUPS + group)
-                    up = scaled_dot(x_tile, up_tile, row_scales * up_scale, up, ROWS_FIRST)
-            else:
-                total = dot(x_tile, weight_tile, total, ROWS_FIRST, MAX_IMPRECISE)
-                if GATED:
-                    up = dot(x_tile, up_tile, up, ROWS_FIRST, MAX_IMPRECISE)
+    total, up = multiply_tile(
+        x_tiles if HAS_TILES else x_ptr, first_row, x_rows, is_row, x_scales_ptr, weight, expert * ROWS + feature,
+        feature, is_feature, weight_scales_ptr + expert.to(tl.int64) * NUM_SCALES, OUT_FEATURES, IN_FEATURES, 0,
+        IN_FEATURES, KIND, GROUP, QUANTISED, GATED, ROW_TILE, OUT_TILE, IN_TILE, ROWS_FIRST, HAS_TILES, not IN_4_BITS,
+        (HAS_TILES and not IN_4_BITS) or IN_FEATURES % IN_TILE == 0, PACKED, NUM_STAGES,
+    )  # fmt: skip
     row_features = expert * ROWS + features
-    if KIND == "channel":
-        row_scales = per_row(load_row_scales(x_scales_ptr + x_rows, is_row, QUANTISED), ROWS_FIRST)
-        total *= row_scales * _load_features(weight_scales_ptr + row_features, is_feature, ROWS_FIRST)
-        if GATED:
-            up *= row_scales * _load_features(weight_scales_ptr + row_features + OUT_FEATURES, is_feature, ROWS_FIRST)
     if HAS_BIAS:
-        total += _load_features(bias_ptr + row_features, is_feature, ROWS_FIRST)
+        total += load_features(bias_ptr + row_features, is_feature, ROWS_FIRST)
         if GATED:
-            up += _load_features(bias_ptr + row_features + OUT_FEATURES, is_feature, ROWS_FIRST)
+            up += load_features(bias_ptr + row_features + OUT_FEATURES, is_feature, ROWS_FIRST)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if GATED:
         # Rounded where the two-step version stores: both give the same bits but for the order of the sums.
@@ -213,17 +153,8 @@ def _multiply_tile(
         pairs = tl.load(pair_ptrs, mask=is_row, other=0)
         total *= per_row(tl.load(pair_weights_ptr + pairs, mask=is_row, other=0.0), ROWS_FIRST)
         out_rows = (pairs % EXPERTS_PER_TOKEN * num_tokens + pairs // EXPERTS_PER_TOKEN).to(tl.int64)
-    result = total.to(dtype)
-    if not ROWS_FIRST:
-        result = result.T
-    out_ptrs = out_ptr + out_rows[:, None] * OUT_FEATURES + features[None, :]
-    tl.store(out_ptrs, result, mask=is_row[:, None] & is_feature[None, :])
-
-
-@triton.jit
-def _load_features(pointers, is_feature, ROWS_FIRST: tl.constexpr):
-    """Load a number of each feature, in float32 and the shape that a tile of a result takes."""
-    return per_feature(tl.load(pointers, mask=is_feature, other=0.0).to(tl.float32), ROWS_FIRST)
+    out_ptrs = out_ptr + per_row(out_rows, ROWS_FIRST) * OUT_FEATURES + per_feature(features, ROWS_FIRST)
+    tl.store(out_ptrs, total.to(dtype), mask=per_row(is_row, ROWS_FIRST) & per_feature(is_feature, ROWS_FIRST))
 
 
 def apply_experts(
@@ -298,15 +229,14 @@ def _multiply(
         GATED=activation is not None,
         KIND=matrix.kind,
         GROUP=matrix.group,
+        NUM_SCALES=0 if scales is None else scales[0].numel(),
         QUANTISED=isinstance(x, QuantisedRows),
         IN_TILE=launch.in_tile,
         ROWS_FIRST=launch.rows_first,
-        MAX_IMPRECISE=max_imprecise(x),
         HAS_BIAS=bias is not None,
         ACTIVATION=None if activation is None else activation.kind,
         ALPHA=None if activation is None else activation.alpha,
         LIMIT=None if activation is None else activation.limit,
-        PARTS=W4_PARTS,
         PACKED=numbers.is_cuda,
         NUM_STAGES=launch.num_stages,
         num_warps=launch.num_warps,

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.fp8_types import Activations, QuantisedRows
-from nvcli.kernels.weight_formats import FP8_BLOCK
 
 
 @triton.jit
@@ -98,11 +97,6 @@ def per_feature(values, ROWS_FIRST: tl.constexpr):
 def codes_for(x: Activations, weight: Tensor) -> Tensor:
     """Return a weight as products with such activations take it: e4m3, or for plain ones its bits."""
     return weight if isinstance(x, QuantisedRows) else weight.view(torch.uint8)
-
-
-def max_imprecise(x: Activations) -> int | None:
-    """How many products FP8 units add up; None: they are not asked."""
-    return FP8_BLOCK if isinstance(x, QuantisedRows) else None
 
 
 def has_rows_first(row_tile: int, out_tile: int) -> bool:
