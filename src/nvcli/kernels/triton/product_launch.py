@@ -26,8 +26,8 @@ class ProductLaunch(NamedTuple):
     num_programs: int = 0
     """How many programs of each multiprocessor take tile after tile; 0: a program takes one tile."""
     has_constants: bool = False
-    """Whether the numbers of features are constants of the kernel, which is then compiled for each shape. On an H200 that
-    brings up to 8 % with few rows of 16 bits, and 4 to 11 % for the gated product of many."""
+    """Whether the numbers of features are constants of the kernel, which is then compiled for each shape. That brings
+    up to 8 % with few rows of 16 bits, and 4 to 11 % for the gated product of many, on an H200."""
     x_by_tma: bool = True
     weight_by_tma: bool = True
     """Whether TMA fetches these, or pointers do. Words of 4-bit codes and their activations are read by pointers."""
