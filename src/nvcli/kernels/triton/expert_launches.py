@@ -54,6 +54,11 @@ _ANY_BYTES = 1 << 30
 _BESIDE_TILES = 2 << 10
 _LEAST_FEATURES, _LEAST_STAGES = 32, 2
 _FEW_FEATURES = 512
+_LARGE_TILES = (9, 10)
+"""GPUs, by the first number of their compute capability, whose units take tiles of many rows without filling up all
+registers."""
+_MEDIUM_ROWS = 48
+"""The most rows for which tiles have 64 rows or fewer, whatever weights are made of."""
 _MANY_PROGRAMS = 1600
 """With so many programs twice the features are faster, as the last programs are few of all."""
 
@@ -63,6 +68,8 @@ def choose_launch(
 ) -> ExpertLaunch:
     """Choose the launch for so many rows of an expert on average, which is the same for all numbers of rows of runs
     that are `batch_invariant`."""
+    if not _takes_large_tiles(x.device):
+        num_rows = min(num_rows, _MEDIUM_ROWS)
     if gate_up.format is not None:
         launch = _for_4_bits(num_rows, down, is_integer=gate_up.kind == "integer")
     elif quantises:
@@ -79,6 +86,11 @@ def choose_launch(
         gate_up=_fit(launch.gate_up, launch.row_tile, 2, *sizes, most_bytes),
         down=_fit(launch.down, launch.row_tile, 1, *sizes, most_bytes),
     )
+
+
+@lru_cache(maxsize=64)
+def _takes_large_tiles(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in _LARGE_TILES
 
 
 @lru_cache(maxsize=64)
@@ -114,7 +126,7 @@ def _for_plain(num_rows: float, size: int) -> ExpertLaunch:
     if num_rows <= 24:
         down = Launch(256, 64, 3, 8) if has_few_features else Launch(64, 128, 3, 4, has_halves=True)
         return ExpertLaunch(32, Launch(64, 64, 5, 4, has_halves=True), down)
-    if num_rows <= 48:
+    if num_rows <= _MEDIUM_ROWS:
         return ExpertLaunch(64, Launch(64, 64, 4, 4, has_halves=True), Launch(128, 64, 4, 4, has_halves=True))
     gate_up = Launch(64, 64, 3, 4) if num_rows <= 96 else Launch(128, 64, 4, 8, rows_first=True)
     down = Launch(128, 64, 3, 4, rows_first=True, has_tiles=True, has_halves=True)
@@ -152,5 +164,5 @@ def _for_4_bits(num_rows: float, down: ExpertMatrix, *, is_integer: bool) -> Exp
         num_experts, out_features = down.weight.shape[:2]
         num_programs = min(num_rows, 1) * num_experts * out_features / 128
         return ExpertLaunch(16, Launch(64, 128, 3, 4), Launch(128 if num_programs >= _MANY_PROGRAMS else 64, 128, 4, 4))
-    row_tile = 32 if num_rows <= 24 else 64 if num_rows <= 48 or is_integer else 128
+    row_tile = 32 if num_rows <= 24 else 64 if num_rows <= _MEDIUM_ROWS or is_integer else 128
     return ExpertLaunch(row_tile, Launch(64, 128, 3, 4, has_halves=True), Launch(128, 128, 3, 4, has_halves=True))
