@@ -21,7 +21,7 @@ from nvcli.attention.spec import AttentionSpec
 from nvcli.attention.torch_backend import TorchBackend
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels.fp8_types import FP8
-from nvcli.kernels.triton import decode_attention
+from nvcli.kernels.triton import attention_launch, decode_attention
 from nvcli.kernels.triton.triton_version import has_known_gluon
 
 # Compiled kernels are for 16 bits, and most of what is interpreted is in float32.
@@ -89,6 +89,12 @@ def test_groups_of_other_head_sizes(backend: type[AttentionBackend]) -> None:
     )
     assert not bench.kv_cache.spec.is_uniform
     run_all_kinds_of_steps(bench)
+
+
+def test_scales_in_place() -> None:
+    """As they are loaded where Triton cannot load them ahead."""
+    with patch.object(attention_launch, "_loads_ahead", lambda device: False):
+        run_all_kinds_of_steps(Bench(TritonBackend, num_kv_heads=2, ratio=2, windows=(40, None), num_tokens=2000))
 
 
 @pytest.mark.skipif(

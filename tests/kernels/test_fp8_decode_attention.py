@@ -136,6 +136,7 @@ def test_attention(
             soft_cap=soft_cap * math.log2(math.e),
             has_sinks=has_sinks,
             is_invariant=False,
+            loads_ahead=True,
             on_gpu=True,
         ),
         TILE=Tile(rows=8, keys=tile, num_warps=1, num_stages=1),

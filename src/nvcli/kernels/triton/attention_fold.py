@@ -42,6 +42,8 @@ class AttentionKind:
     """Whether heads have a score that belongs to no key."""
     is_invariant: bool
     """Whether sums of weights are products as well, so that tiles of few and of many rows make them in one order."""
+    loads_ahead: bool
+    """Whether the scales of FP8 keys are loaded a tile ahead."""
     on_gpu: bool
     """False in the interpreter, which knows no assembly."""
 
@@ -98,9 +100,9 @@ def load_query(q, k_cache, token, head, is_row, q_stride, scale_log2, HEAD_DIM: 
 def _load_scales(k_cache, v_cache, table, start, end, kv_head, KIND: tl.constexpr, KEYS: tl.constexpr):
     """Load the scales of keys [start, start + KEYS) and of their values: [KEYS] bfloat16 each, 0 from `end` on.
 
-    They are loaded a tile ahead of their use: Triton's pipeline takes keys and values alone, and a load in place would
-    be waited for in every tile. The block ids are loaded once more for it, because a loop whose ids are carried over
-    two tiles is not pipelined at all (seen with Triton 3.6).
+    They are loaded a tile ahead of their use where Triton can do it: its pipeline takes keys and values alone, and a
+    load in place is waited for in every tile. The block ids are loaded once more for it, because a loop whose ids are
+    carried over two tiles is not pipelined at all (seen with Triton 3.6).
     """
     keys = start + tl.arange(0, KEYS)
     if KIND.block_size % KEYS == 0:
@@ -160,7 +162,7 @@ def fold_keys(
         next_block = tl.load(table + tl.minimum(begin, last_key) // KIND.block_size)
     else:
         next_block = tl.load(table + tl.minimum(begin + lanes, last_key) // KIND.block_size)
-    if IS_FP8:
+    if IS_FP8 and KIND.loads_ahead:
         next_key_scale, next_value_scale = _load_scales(k_cache, v_cache, table, begin, end, kv_head, KIND, KEYS)
     if IN_WORDS:
         # A word has four dimensions, whose sums stand apart: byte i of a word goes to sum i.
@@ -182,7 +184,9 @@ def fold_keys(
         else:
             next_block = tl.load(table + tl.minimum(keys + KEYS, last_key) // KIND.block_size)
             offset = keys % KIND.block_size
-        if IS_FP8:
+        if IS_FP8 and not KIND.loads_ahead:
+            key_scale, value_scale = _load_scales(k_cache, v_cache, table, start, end, kv_head, KIND, KEYS)
+        elif IS_FP8:
             key_scale, value_scale = next_key_scale, next_value_scale
             next_key_scale, next_value_scale = _load_scales(
                 k_cache, v_cache, table, start + KEYS, end, kv_head, KIND, KEYS

@@ -4,6 +4,7 @@ arguments that all kernels take, whichever work list they follow."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.triton.attention_fold import LOG2_E, AttentionKind, Tile
+from nvcli.kernels.triton.triton_version import can_load_ahead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,11 @@ def check_layout(shape: AttentionShape, layer: LayerInputs) -> None:
     assert layer.k_cache.stride()[1:] == (shape.num_kv_heads * shape.head_dim, shape.head_dim, 1)
 
 
+@lru_cache(maxsize=64)
+def _loads_ahead(device: torch.device) -> bool:
+    return device.type != "cuda" or can_load_ahead(torch.cuda.get_device_capability(device))
+
+
 def launch_attention(
     kernel: Any,
     grid: tuple[int, ...],
@@ -105,6 +112,7 @@ def launch_attention(
         soft_cap=layer.soft_cap_log2,
         has_sinks=layer.sinks is not None,
         is_invariant=is_invariant,
+        loads_ahead=_loads_ahead(shape.device),
         on_gpu=layer.q.is_cuda,
     )
     kernel[grid](

@@ -21,9 +21,19 @@ GLUON_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 """Versions with which the kernels in Gluon ran on a GPU."""
 
 
+def _version() -> str:
+    return ".".join(triton.__version__.split(".")[:2])
+
+
 def has_known_gluon() -> bool:
     """Tell whether kernels in Gluon may be used."""
-    return ".".join(triton.__version__.split(".")[:2]) in GLUON_VERSIONS
+    return _version() in GLUON_VERSIONS
+
+
+def can_load_ahead(capability: tuple[int, int]) -> bool:
+    """Tell whether a loop of products may load what only its next round uses: for Blackwell GPUs Triton 3.9 ends such a
+    loop's compilation with "Op used before defined"."""
+    return _version() != "3.9" or capability[0] != 10
 
 
 def why_slower() -> str | None:
