@@ -7,6 +7,7 @@ early gives wrong results. Registers and layouts are not simulated.
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 import types
@@ -29,6 +30,16 @@ class Pointer:
 
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.data, self.offset + offset)
+
+
+def described(descriptor: Any) -> Tensor:
+    """Return the tensor that a descriptor describes, also where it knows but the address."""
+    base, shape, strides = descriptor.base, descriptor.shape, descriptor.strides
+    if not isinstance(base, Tensor):
+        size = 1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
+        data = (ctypes.c_ubyte * (size * base.dtype.itemsize)).from_address(base.data_ptr())
+        base = torch.frombuffer(data, dtype=base.dtype)
+    return base.as_strided(shape, strides)
 
 
 class Memory:

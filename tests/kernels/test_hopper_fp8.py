@@ -3,7 +3,6 @@ on such a GPU the kernel itself."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -15,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from gluon_simulator import Pointer, Simulator
+from gluon_simulator import Pointer, Simulator, described
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -47,16 +46,10 @@ CASES: list[tuple[FP8Scaling, HopperLaunch]] = [
 
 
 def simulated_argument(argument: Any) -> Any:
-    """What a kernel gets: for a descriptor what it describes, which are codes if it knows their address alone."""
+    """What a kernel gets: for a descriptor what it describes."""
     if isinstance(argument, Tensor):
         return Pointer(argument.as_strided((argument.numel(),), (1,)))
-    if not hasattr(argument, "base"):
-        return argument
-    if isinstance(argument.base, Tensor):
-        return argument.base
-    rows, columns = argument.shape
-    data = (ctypes.c_ubyte * (rows * columns)).from_address(argument.base.data_ptr())
-    return torch.frombuffer(data, dtype=FP8).view(rows, columns)
+    return described(argument) if hasattr(argument, "base") else argument
 
 
 def exponents(numbers: Tensor) -> Tensor:

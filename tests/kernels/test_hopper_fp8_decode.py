@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from gluon_simulator import Pointer, Simulator
+from gluon_simulator import Pointer, Simulator, described
 
 pytest.importorskip("triton")
 
@@ -42,8 +42,8 @@ class Launcher:
             x, x_scales, weight, weight_scales, out, *numbers = args
             functions = {"_wait_for_kernel_before": lambda: None}
             Simulator(hopper_fp8_decode_kernel, functions=functions).launch(
-                "hopper_fp8_decode_kernel", *grid, x.base, Pointer(x_scales), weight.base, Pointer(weight_scales),
-                Pointer(out.view(-1)), *numbers, **constants,
+                "hopper_fp8_decode_kernel", *grid, described(x), Pointer(x_scales), described(weight),
+                Pointer(weight_scales), Pointer(out.view(-1)), *numbers, **constants,
             )  # fmt: skip
 
         return launch

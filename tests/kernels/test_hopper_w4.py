@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from expert_cases import GPT_OSS, error, share_of
 from expert_cases import make as make_experts
-from gluon_simulator import Pointer, Simulator
+from gluon_simulator import Pointer, Simulator, described
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -59,11 +59,11 @@ class Launcher:
 
     def __getitem__(self, grid: tuple[int]) -> Any:
         def launch(*args: Any, num_warps: int, **constants: Any) -> None:
-            described = [arg.base.as_strided(arg.shape, arg.strides) for arg in args[:3]]
+            tensors = [described(arg) for arg in args[:3]]
             pointers = [Pointer(arg.view(-1)) for arg in args[3:8]]
             functions = {"_factors": factors, "_numbers": numbers}
             simulator = Simulator(hopper_w4_kernel, functions=functions)
-            simulator.launch("hopper_w4_kernel", *grid, *described, *pointers, *args[8:], **constants)
+            simulator.launch("hopper_w4_kernel", *grid, *tensors, *pointers, *args[8:], **constants)
 
         return launch
 

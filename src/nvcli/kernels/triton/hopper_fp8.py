@@ -5,15 +5,13 @@ Shapes: T rows, `in` and `out` features, G = in / 128, rounded up.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nvcli.kernels.fp8_types import FP8, QuantisedRows
+from nvcli.kernels.triton.descriptors import TILE_BYTES, describe, describe_kept
 from nvcli.kernels.triton.fp8 import share_scales
 from nvcli.kernels.triton.fp8_launches import HopperLaunch
 from nvcli.kernels.triton.hopper_fp8_kernel import BLOCK, ROWS, hopper_fp8_kernel
@@ -23,22 +21,16 @@ from nvcli.kernels.whole_numbers import ceil_div
 
 _BLOCK: int = BLOCK.value
 _ROWS: int = ROWS.value
-_SHARED_BYTES = 227 << 10
-_BARRIER_BYTES = 1 << 10
 _MOST_STAGES = 6
 _BAND_ROWS = 2048
 """The rows of a band, in whose tiles the programs work at the same time."""
-_LAYOUTS = {
-    num_bytes: NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * num_bytes, rank=2) for num_bytes in (1, 2)
-}
-"""Tiles of numbers of so many bytes in shared memory."""
 
 
 def num_stages(launch: HopperLaunch) -> int:
     """Count the tiles that shared memory has room for, beside a block of the result of each group, in 16 bits."""
     of_result = launch.groups * _ROWS * _BLOCK * 2
     of_stage = (launch.groups * _ROWS + launch.blocks * _BLOCK) * _BLOCK
-    return min(_MOST_STAGES, (_SHARED_BYTES - _BARRIER_BYTES - of_result) // of_stage)
+    return min(_MOST_STAGES, (TILE_BYTES - of_result) // of_stage)
 
 
 def linear(x: QuantisedRows, weight: Tensor, scales: Tensor, launch: HopperLaunch, out: Tensor | None = None) -> Tensor:
@@ -101,11 +93,11 @@ def _launch(
     )
     kernel.launch(
         min(num_tiles, num_multiprocessors(x.codes.device)),
-        _describe(x.codes, _ROWS),
+        describe(x.codes, (_ROWS, _BLOCK)),
         x.scales,
-        _describe_weight(weight.data_ptr(), *weight.shape),
+        describe_kept(weight, (_BLOCK, _BLOCK)),
         scales,
-        _describe(out, _ROWS),
+        describe(out, (_ROWS, _BLOCK)),
         exponents,
         num_rows,
         num_tiles,
@@ -120,27 +112,3 @@ def _launch(
 def _kernel(device: torch.device, out_dtype: torch.dtype, scales_offset: int, *constants: object) -> KeptKernel:
     """Return the kernel for results of a type, and for scales of weights at multiples of 16 bytes and so many more."""
     return KeptKernel(hopper_fp8_kernel, constants)
-
-
-def _describe(matrix: Tensor, rows: int) -> TensorDescriptor:
-    """Describe a matrix to TMA, in tiles of so many rows and 128 columns."""
-    rows_of_matrix, columns = matrix.shape
-    layout = _LAYOUTS[matrix.element_size()]
-    return TensorDescriptor(matrix, [rows_of_matrix, columns], [columns, 1], [rows, _BLOCK], layout)
-
-
-@lru_cache(maxsize=4096)
-def _describe_weight(address: int, rows: int, columns: int) -> TensorDescriptor:
-    """Describe whatever weight lies there. It would keep a weight's memory, did it know the tensor."""
-    return TensorDescriptor(_Place(address), [rows, columns], [columns, 1], [_BLOCK, _BLOCK], _LAYOUTS[1])
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """It stands for a tensor of codes in a descriptor."""
-
-    address: int
-    dtype: torch.dtype = FP8
-
-    def data_ptr(self) -> int:
-        return self.address

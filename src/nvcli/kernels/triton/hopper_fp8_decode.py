@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nvcli.kernels.fp8_types import QuantisedRows
+from nvcli.kernels.triton.descriptors import TILE_BYTES, describe, describe_kept
 from nvcli.kernels.triton.fp8_launches import DecodeLaunch
 from nvcli.kernels.triton.hopper_fp8_decode_kernel import BLOCK, GROUPS, TILE, halves_rows, hopper_fp8_decode_kernel
 from nvcli.kernels.triton.multiprocessors import num_multiprocessors
@@ -25,9 +24,6 @@ _BLOCK: int = BLOCK.value
 _GROUPS: int = GROUPS.value
 _TILE: int = TILE.value
 _STRIP = _GROUPS * _BLOCK
-_SHARED_BYTES = 227 << 10
-_BARRIER_BYTES = 1 << 10
-_FACTORS = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 _HALF_COST = 0.57
 """What half of an item takes of the time of a whole one, which brings less bytes than two halves do."""
 
@@ -35,7 +31,7 @@ _HALF_COST = 0.57
 def num_stages(row_tile: int) -> int:
     """Count the tiles that shared memory has room for, beside one block of a result of 16 bits."""
     of_result = 2 * row_tile * _BLOCK
-    return (_SHARED_BYTES - _BARRIER_BYTES - of_result) // ((_STRIP + row_tile) * _TILE)
+    return (TILE_BYTES - of_result) // ((_STRIP + row_tile) * _TILE)
 
 
 def linear(x: QuantisedRows, weight: Tensor, scales: Tensor, launch: DecodeLaunch, out: Tensor | None = None) -> Tensor:
@@ -61,11 +57,10 @@ def linear(x: QuantisedRows, weight: Tensor, scales: Tensor, launch: DecodeLaunc
         return out
     programs = num_multiprocessors(weight.device)
     work = share_out(out_features, num_rows, launch.row_tile, num_parts, programs)
-    strides = [in_features, 1]
     hopper_fp8_decode_kernel[(min(work.num_items(num_parts), programs),)](
-        TensorDescriptor(x.codes, list(x.shape), strides, [launch.row_tile // _GROUPS, _TILE], _FACTORS),
+        describe(x.codes, (launch.row_tile // _GROUPS, _TILE)),
         x.scales,
-        TensorDescriptor(weight, list(weight.shape), strides, [_BLOCK, _TILE], _FACTORS),
+        describe_kept(weight, (_BLOCK, _TILE)),
         scales,
         out,
         num_rows,

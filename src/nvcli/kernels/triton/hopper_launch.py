@@ -18,15 +18,13 @@ Lists were then in the order of prompts (`prefill_tiles.py` says what sorting th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
-from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nvcli.kernels.triton.attention_launch import AttentionShape, LayerInputs, check_layout
+from nvcli.kernels.triton.descriptors import describe_kept
 from nvcli.kernels.triton.hopper_prefill_kernel import KEYS, PART, ROWS, hopper_prefill_kernel
 from nvcli.kernels.triton.hopper_segment_kernel import hopper_segment_kernel
 from nvcli.kernels.triton.kept_kernel import KeptKernel
@@ -45,7 +43,6 @@ class HopperLauncher:
     def __init__(self, shape: AttentionShape) -> None:
         self._shape, self._num_programs = shape, num_multiprocessors(shape.device)
         self._row_size = shape.num_kv_heads * shape.head_dim
-        self._described: dict[tuple[int, int], TensorDescriptor] = {}
         self._kernels: dict[tuple[object, ...], KeptKernel] = {}
 
     def attend_tiles(self, layer: LayerInputs, tiles: TileList, out: Tensor, log_sums: Tensor | None) -> None:
@@ -104,29 +101,6 @@ class HopperLauncher:
         )
 
     def _describe(self, cache: Tensor, block_rows: int) -> TensorDescriptor:
-        """Describe a cache for TMA as [rows, KV × D], of which a load brings 64 × 64.
-
-        A descriptor says where a cache lies and how large it is, and holds for whatever cache lies there. One that lies
-        elsewhere gets its own.
-        """
+        """Describe a cache for TMA as [rows, KV × D], of which a load brings 64 × 64."""
         num_rows = (len(cache) - 1) * block_rows + self._shape.block_size
-        key = cache.data_ptr(), num_rows
-        described = self._described.get(key)
-        if described is None:
-            layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-            part = [PART.value, PART.value]
-            base = _Place(key[0], cache.dtype)
-            described = TensorDescriptor(base, [num_rows, self._row_size], [self._row_size, 1], part, layout)
-            self._described[key] = described
-        return described
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """It stands for a tensor in a descriptor, which would else keep the memory of a cache that is gone."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.address
+        return describe_kept(cache, (PART.value, PART.value), view=((num_rows, self._row_size), (self._row_size, 1)))

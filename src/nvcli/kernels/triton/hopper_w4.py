@@ -13,11 +13,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nvcli.kernels.expert_settings import GatedActivation
 from nvcli.kernels.expert_types import ExpertWeights, Routes, W4Scales
+from nvcli.kernels.triton.descriptors import TILE_BYTES, describe, describe_kept
 from nvcli.kernels.triton.expert_groups import ITEM_FIELDS, WorkList, group_by_expert
 from nvcli.kernels.triton.hopper_w4_kernel import BLOCK, GROUPS, PART, hopper_w4_kernel
 from nvcli.kernels.triton.multiprocessors import num_multiprocessors
@@ -28,8 +27,6 @@ from nvcli.kernels.whole_numbers import ceil_div
 _BLOCK: int = BLOCK.value
 _GROUPS: int = GROUPS.value
 _PART: int = PART.value
-_SHARED_BYTES = 227 << 10
-_BARRIER_BYTES = 1 << 10
 _MOST_STAGES = 6
 _TILE = 4 * _PART
 """The input features of a tile."""
@@ -50,7 +47,7 @@ def num_stages(launch: HopperLaunch, out_bytes: int, *, is_gated: bool) -> int:
     features = _BLOCK // 2 if is_gated else _BLOCK
     of_result = _GROUPS * launch.row_tile * features * out_bytes
     of_stage = 2 * _TILE * launch.row_tile + _GROUPS * launch.blocks * _BLOCK * (2 * _PART + 4)
-    return min(_MOST_STAGES, (_SHARED_BYTES - _BARRIER_BYTES - of_result) // of_stage)
+    return min(_MOST_STAGES, (TILE_BYTES - of_result) // of_stage)
 
 
 @lru_cache(maxsize=1024)
@@ -195,29 +192,21 @@ def _launch(
     in_features, out_features = x.shape[1], out.shape[-1]
     features = _GROUPS * launch.blocks * (_BLOCK // 2 if is_gated else _BLOCK)
     strips = ceil_div(out_features, features)
-    panel = NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8 * x.element_size(), rank=2)
-    x_desc = TensorDescriptor(x, list(x.shape), [in_features, 1], [launch.row_tile, _PART], panel)
     rows, size = words.shape[1:]
     half = out_features * size if is_gated else 8 * size
-    words_desc = TensorDescriptor(
-        words,
-        [len(words), rows // 16, 2, 8, size],
-        [rows * size, 8 * size if is_gated else 16 * size, half, size, 1],
-        [1, _BLOCK // 16, 2, 8, _PART],
-        NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=5),
+    words_view = (
+        (len(words), rows // 16, 2, 8, size),
+        (rows * size, 8 * size if is_gated else 16 * size, half, size, 1),
     )
     # A group's words of scales follow the rows of the weight, and are brought in the same order.
-    scales_desc = TensorDescriptor(
-        scales,
-        [scales.numel() // rows, rows // 16, 2, 8],
-        [rows, 8 if is_gated else 16, out_features if is_gated else 8, 1],
-        [1, _BLOCK // 16, 2, 8],
-        NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=32, rank=4),
+    scales_view = (
+        (scales.numel() // rows, rows // 16, 2, 8),
+        (rows, 8 if is_gated else 16, out_features if is_gated else 8, 1),
     )
     hopper_w4_kernel[(min(row_tiles * strips, num_multiprocessors(x.device)),)](
-        x_desc,
-        words_desc,
-        scales_desc,
+        describe(x, (launch.row_tile, _PART), swizzle_bytes=64),
+        describe_kept(words, (1, _BLOCK // 16, 2, 8, _PART), view=words_view, swizzle_bytes=64),
+        describe_kept(scales, (1, _BLOCK // 16, 2, 8), view=scales_view, swizzle_bytes=32),
         x if bias is None else bias,
         x if work is None else work.items,
         x if work is None else work.order,
