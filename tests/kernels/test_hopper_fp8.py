@@ -3,12 +3,7 @@ on such a GPU the kernel itself."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +13,8 @@ from gluon_simulator import Pointer, Simulator, described
 from torch import Tensor
 
 pytest.importorskip("triton")
+
+from hopper_products_compile import reports
 
 from kernel_device import DEVICE, HAS_GPU, INTERPRETED_MARKS
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
@@ -135,11 +132,7 @@ def test_gated_products(activation: Activation, unit_tiles: int | None) -> None:
 
 def test_products_run_beside_sums() -> None:
     """ptxas says so where it waits for each matrix product; registers that are spilled in the loop cost as much."""
-    script = Path(__file__).with_name("hopper_fp8_compile.py")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    for report in json.loads(done.stdout):
+    for report, _ in reports("fp8"):
         assert "Performance Loss" not in report
         assert re.findall(r"(\d+) bytes spill stores", report) == ["0"]
 

@@ -3,12 +3,7 @@ says; on such a GPU the kernel itself."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +12,8 @@ import torch
 from gluon_simulator import Pointer, Simulator, described
 
 pytest.importorskip("triton")
+
+from hopper_products_compile import reports
 
 from kernel_device import DEVICE, HAS_GPU, INTERPRETED_MARKS
 from nvcli.kernels import fp8 as reference
@@ -120,11 +117,7 @@ def test_what_is_compiled() -> None:
     """ptxas says so where it waits for each matrix product, which halves the speed; registers that are spilled in the
     loop cost as much. All loops count tiles but the one that brings the first ones: a loop that lost its count, which
     Triton takes to be constant if it is raised by more than one, would wait for the wrong tiles forever."""
-    script = Path(__file__).with_name("hopper_fp8_decode_compile.py")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    for report, without_count in json.loads(done.stdout):
+    for report, without_count in reports("fp8_decode"):
         assert "Performance Loss" not in report
         (spilled,) = re.findall(r"(\d+) bytes spill stores", report)
         assert int(spilled) <= 100, "next to none"

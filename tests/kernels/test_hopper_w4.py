@@ -3,12 +3,7 @@ turn codes into numbers, and what the assembler says; on such a GPU the kernel i
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +17,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from hopper_products_compile import reports
 from test_w4 import make
 
 from kernel_device import DEVICE, HAS_GPU, INTERPRETED_MARKS, TOLERANCE
@@ -188,11 +184,7 @@ def test_numbers_of_mxfp4_are_exact() -> None:
 def test_products_run_beside_other_work() -> None:
     """ptxas says so where it waits for each matrix product, which halves the speed; registers that are spilled in the
     loop cost as much."""
-    script = Path(__file__).with_name("hopper_w4_compile.py")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    for report in json.loads(done.stdout):
+    for report, _ in reports("w4"):
         assert "Performance Loss" not in report
         (spilled,) = re.findall(r"(\d+) bytes spill stores", report)
         assert int(spilled) <= 400, "some are spilled around the loop, and next to none in it"

@@ -1,0 +1,86 @@
+"""Launches products for Hopper where there is no such GPU, and prints what the assembler says of the kernels
+(`hopper_compile.py`), and how many of their loops carry nothing from one round to the next: a report and a number for
+each launch.
+
+It runs in a process of its own, without Triton's interpreter: `python hopper_products_compile.py KIND`, of `LAUNCH`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from hopper_compile import FakeDriver, assemble
+from triton.runtime.driver import driver
+
+from nvcli.kernels.fp8_types import FP8, QuantisedRows
+from nvcli.kernels.triton import hopper_fp8, hopper_fp8_decode, hopper_w4, w4_launches
+from nvcli.kernels.triton.fp8_launches import DecodeLaunch, HopperLaunch
+from nvcli.kernels.weight_formats import W4Format
+
+ROWS, OUT_FEATURES, IN_FEATURES = 256, 768, 1024
+
+
+def reports(kind: str) -> list[tuple[str, int]]:
+    """Return what is printed of a kind."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, __file__, kind], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[tuple[str, int]] = json.loads(done.stdout)
+    return found
+
+
+def launch_fp8() -> Iterator[Any]:
+    for product, launch in (
+        (hopper_fp8.gated_linear, HopperLaunch(2, 2, 2)),
+        (hopper_fp8.gated_linear, HopperLaunch(2, 2, None)),
+        (hopper_fp8.linear, HopperLaunch(3, 1)),
+    ):
+        product(*fp8_product(), launch)  # type: ignore[operator]
+        yield hopper_fp8.hopper_fp8_kernel
+
+
+def launch_fp8_decode() -> Iterator[Any]:
+    for launch in (DecodeLaunch(256), DecodeLaunch(256, num_parts=2)):
+        hopper_fp8_decode.linear(*fp8_product(), launch)
+        yield hopper_fp8_decode.hopper_fp8_decode_kernel
+
+
+def launch_w4() -> Iterator[Any]:
+    x = torch.zeros(ROWS, IN_FEATURES, dtype=torch.bfloat16)
+    words = torch.zeros(OUT_FEATURES, IN_FEATURES // 4, dtype=torch.int16)
+    scales = torch.zeros(IN_FEATURES // 128, OUT_FEATURES, dtype=torch.int32)
+    for product, blocks in ((hopper_w4.linear, 2), (hopper_w4.gated_linear, 3)):
+        launch = w4_launches.HopperLaunch(128, blocks)
+        product(x, words, scales, W4Format("integer", 128), launch)  # type: ignore[operator]
+        yield hopper_w4.hopper_w4_kernel
+
+
+def fp8_product() -> tuple[QuantisedRows, torch.Tensor, torch.Tensor]:
+    x = QuantisedRows(torch.zeros(ROWS, IN_FEATURES, dtype=FP8), torch.zeros(ROWS), torch.bfloat16)
+    return x, torch.zeros(OUT_FEATURES, IN_FEATURES, dtype=FP8), torch.zeros(OUT_FEATURES)
+
+
+LAUNCH = {"fp8": launch_fp8, "fp8_decode": launch_fp8_decode, "w4": launch_w4}
+
+
+def compile_all(kind: str) -> Iterator[tuple[str, int]]:
+    driver.set_active(FakeDriver())
+    with patch.multiple(f"nvcli.kernels.triton.hopper_{kind}", num_multiprocessors=lambda device: 132):
+        for kernel in LAUNCH[kind]():
+            (compiled,) = kernel.device_caches[0][0].values()
+            loops = [line for line in compiled.asm["ttgir"].splitlines() if "scf.for" in line]
+            yield assemble(kernel), sum("iter_args" not in line for line in loops)
+            kernel.device_caches.clear()
+
+
+if __name__ == "__main__":
+    print(json.dumps(list(compile_all(sys.argv[1]))))
