@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import gc
 import os
 import signal
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,28 @@ def tokenizer(model_folder: Path) -> Tokenizer:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the import of transformers is not what these tests are about
         return Tokenizer.load(model_folder)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-snapshots", action="store_true", help="write tests/snapshots anew, for changes meant")
+
+
+@pytest.fixture(scope="session")
+def snapshot(request: pytest.FixtureRequest) -> Callable[[str, Iterable[str]], None]:
+    """Compares lines with those of a file in tests/snapshots, or writes them there with `--update-snapshots`."""
+
+    def compare(name: str, lines: Iterable[str]) -> None:
+        path = Path(__file__).parent / "snapshots" / name
+        found = [f"{line}\n" for line in lines]
+        if request.config.getoption("--update-snapshots"):
+            path.write_text("".join(found), encoding="utf-8")
+        kept = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        difference = "".join(difflib.unified_diff(kept, found, str(path), "the program", n=1))
+        if difference:
+            advice = "if that is meant, run the test again with --update-snapshots and commit the file"
+            pytest.fail(f"{difference}\n{advice}", pytrace=False)
+
+    return compare
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

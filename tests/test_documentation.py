@@ -85,6 +85,13 @@ def test_flags_stand_beside_the_keys_that_they_set() -> None:
     assert missing == []
 
 
+def test_every_error_type_is_documented_and_no_other() -> None:
+    kept = (ROOT / "tests/snapshots/error_types.txt").read_text(encoding="utf-8").splitlines()
+    (table,) = [text for text in JOBS.read_text(encoding="utf-8").split("\n\n") if text.startswith("| what is wrong |")]
+    documented = [name for line in table.splitlines() for name in re.findall(r"(?:[|,] |also )`(\w+)`", line)]
+    assert sorted(documented) == [line.partition(":")[0] for line in kept]
+
+
 def test_every_command_is_documented_and_no_other() -> None:
     documented = first_column(section(MAIN, "## Commands"))
     assert [name.removeprefix("nvcli ") for name in documented if name.startswith("nvcli ")] == list(COMMANDS)

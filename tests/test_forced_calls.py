@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
+from marked_model import give_marks
 from nvcli import LLM
 from nvcli.demo import demo_path
 from nvcli.job_run.text.model_limits import ModelLimits
@@ -19,11 +18,6 @@ from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import CallRule, Job, JobResult, Place
 from nvcli.sampling_params import SamplingParams
 
-TEMPLATE = """
-{%- if tools %}Call as <tool_call>{"name": …, "arguments": …}</tool_call>: {{ tools | tojson }}{% endif %}
-{%- for message in messages %}{{ message.content }}
-{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"""
-MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 WEATHER = {
     "type": "object",
     "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
@@ -43,21 +37,6 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 
 def chat(**body: Any) -> dict[str, Any]:
     return {"custom_id": str(body), "url": URL, "body": {"messages": MESSAGES, "tools": TOOLS, **body}}
-
-
-def give_marks(folder: Path) -> Path:
-    """Copy the built-in model with marks for the last tokens of its vocabulary."""
-    shutil.copytree(demo_path(), folder)
-    file = folder / "tokenizer.json"
-    content = json.loads(file.read_text())
-    vocab, merges = content["model"]["vocab"], content["model"]["merges"]
-    for token, mark in zip(sorted(vocab, key=vocab.get)[-len(MARKS) :], MARKS, strict=True):
-        added = {"id": vocab.pop(token), "content": mark, "special": False, "normalized": False}
-        content["added_tokens"].append({**dict.fromkeys(("single_word", "lstrip", "rstrip"), False), **added})
-        merges[:] = [pair for pair in merges if "".join(pair) != token]
-    file.write_text(json.dumps(content))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
 
 
 @pytest.fixture(scope="module")
