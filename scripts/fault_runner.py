@@ -17,6 +17,7 @@ from pathlib import Path
 from nvcli.cli import main as cli
 from nvcli.config import EngineConfig
 from nvcli.engine.client import EngineClient
+from nvcli.executor.child_process import ChildProcess
 from nvcli.messages import EngineReady, StepInput
 from nvcli.runner.interface import PendingOutput, RankContext, Runner
 
@@ -56,8 +57,10 @@ class BrakedRunner:
 def main() -> None:
     start = EngineClient.start
 
-    def start_braked(config: EngineConfig, *, name: str) -> EngineClient:
-        return start(config, name=name, runner="fault_runner:BrakedRunner")
+    def start_braked(
+        config: EngineConfig, *, name: str = "engine", process: ChildProcess | None = None
+    ) -> EngineClient:
+        return start(config, name=name, runner="fault_runner:BrakedRunner", process=process)
 
     EngineClient.start = start_braked  # type: ignore[method-assign,assignment]
     cli.main()

@@ -43,6 +43,7 @@ from nvcli.engine.core import EngineCore
 from nvcli.engine.engine_process import scheduler_limits
 from nvcli.engine.request import EngineStats, Request, RequestOutput
 from nvcli.engine.scheduler import Scheduler
+from nvcli.job_run.engine_ahead import EngineAhead
 from nvcli.messages import EngineReady, StepInput, StepOutput
 from nvcli.runner.interface import PendingOutput, RankContext
 
@@ -228,6 +229,7 @@ def prepare() -> None:
     transformers = importlib.import_module("transformers")
     assert all(getattr(transformers, name) for name in ("AutoTokenizer", "PreTrainedTokenizerFast"))  # imported late
     EngineClient.start = classmethod(lambda cls, config, **names: EngineHere(config))  # type: ignore[assignment]
+    EngineAhead.__init__ = lambda self: setattr(self, "_process", None)  # type: ignore[method-assign]
 
 
 def write_bases(folder: Path) -> list[Path]:

@@ -30,5 +30,5 @@ def test_kernels_are_found(problem: str | None) -> None:
     compiled, rest = done.stdout.split("not compiled:")
     for kernel in ("hopper_fp8_kernel", "fp8_decode_attention_kernel", "_sample_row_kernel", "_two_shot_kernel"):
         assert f".{kernel} " in compiled
-    assert "_w4_linear_kernel" in rest
+    assert "w4_linear._dequantise_kernel" in rest
     assert ("hopper_fp8_kernel: is not compiled" in rest) == (problem is not None)
