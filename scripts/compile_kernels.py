@@ -234,24 +234,32 @@ def main() -> int:
     parser.add_argument("--kernel", default="", help="regular expression for the names of kernels; others are left out")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
-    is_well = True
-    for capability in map(int, options.gpu.split(",")):
-        card = CARDS[capability]
-        print(f"Triton {triton.__version__}, torch {torch.__version__}, sm_{capability} ({card.name})", flush=True)
-        with ThreadPoolExecutor(options.threads) as threads, imagined_gpu(capability):
-            compiler = Compiler(threads, card.shared_bytes, options.kernel)
-            token = _async_compile.active_mode.set(compiler)
-            for model in options.model.split(","):
-                before = len(compiler)
-                try:
-                    start(*MODELS[model])
-                except NvcliError as error:
-                    print(f"  {model}: not for this GPU: {error}")
-                else:
-                    print(f"  {model}: {len(compiler) - before} variants more", flush=True)
-            _async_compile.active_mode.reset(token)
-            is_well &= report(compiler.variants())
-    return int(not is_well)
+    capabilities = options.gpu.split(",")
+    if len(capabilities) == 1:
+        return int(not compile_for(int(options.gpu), options))
+    # What is known of a GPU is kept by nvcli and Triton: each has a process of its own.
+    command = [sys.executable, __file__, *sys.argv[1:], "--gpu"]
+    codes = [subprocess.run([*command, capability]).returncode for capability in capabilities]
+    return int(any(codes))
+
+
+def compile_for(capability: int, options: argparse.Namespace) -> bool:
+    """Compile for one GPU, print the table, and return whether all is well."""
+    card = CARDS[capability]
+    print(f"Triton {triton.__version__}, torch {torch.__version__}, sm_{capability} ({card.name})", flush=True)
+    with ThreadPoolExecutor(options.threads) as threads, imagined_gpu(capability):
+        compiler = Compiler(threads, card.shared_bytes, options.kernel)
+        token = _async_compile.active_mode.set(compiler)
+        for model in options.model.split(","):
+            before = len(compiler)
+            try:
+                start(*MODELS[model])
+            except NvcliError as error:
+                print(f"  {model}: not for this GPU: {error}")
+            else:
+                print(f"  {model}: {len(compiler) - before} variants more", flush=True)
+        _async_compile.active_mode.reset(token)
+        return report(compiler.variants())
 
 
 if __name__ == "__main__":
