@@ -1,5 +1,5 @@
-"""The process of an engine, from its beginning: a lone rank is started before anything else, as it takes seconds to
-import torch."""
+"""The process of an engine, from its beginning: a lone rank is started before anything else, as its start takes
+seconds."""
 
 from __future__ import annotations
 

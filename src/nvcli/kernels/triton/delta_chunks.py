@@ -23,6 +23,7 @@ from torch import Tensor
 
 from nvcli.kernels.delta_types import DeltaGates, DeltaHeads
 from nvcli.kernels.state_rows import StateRows
+from nvcli.kernels.triton.multiprocessors import shared_memory_bytes
 from nvcli.kernels.triton.state_rows import row_arguments, row_of, row_span
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
@@ -371,5 +372,4 @@ def _holds_two_chunks(qkv: Tensor, key_tile: int) -> bool:
     """Whether shared memory has room for the chunk that is computed and the next one, 48 KiB each with keys of 128."""
     if not qkv.is_cuda or qkv.element_size() > 2 or key_tile > 128:
         return False
-    properties = triton.runtime.driver.active.utils.get_device_properties(qkv.device.index)
-    return bool(properties["max_shared_mem"] >= 128 << 10)
+    return shared_memory_bytes(qkv.device) >= 128 << 10

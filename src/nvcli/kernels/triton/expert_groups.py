@@ -37,8 +37,9 @@ _CHUNKS = ((256, 1), (1024, 4), (4096, 8))
 last. There are few, as each is compiled."""
 _FEW_PAIRS = 16384
 """The most pairs that programs look at together."""
-_PLACED, _SUMMED = 512, 8
-"""Pairs of a chunk where there are more; chunks whose counts are added up at a time."""
+_PLACED, _SUMMED, _COMPARED = 512, 8, 16
+"""Pairs of a chunk where there are more; chunks whose counts are added up at a time, and pairs that those of a chunk
+are compared with."""
 
 
 class WorkList(NamedTuple):
@@ -262,7 +263,7 @@ def _group_many(experts: Tensor, order: Tensor, items: Tensor, constants: dict[s
         BINS=bins,
         CHUNK=_PLACED,
         SUMMED=_SUMMED,
-        COMPARED=16,
+        COMPARED=_COMPARED,
         num_warps=8,
         **constants,
     )

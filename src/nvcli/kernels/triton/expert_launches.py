@@ -12,10 +12,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from nvcli.kernels.expert_types import ExpertMatrix
+from nvcli.kernels.triton.multiprocessors import shared_memory_bytes
 
 
 class Launch(NamedTuple):
@@ -80,7 +80,7 @@ def choose_launch(
         launch = _FLOAT32
     else:
         launch = _INVARIANT if batch_invariant else _for_plain(num_rows, down.weight.shape[-1])
-    most_bytes = _shared_bytes(x.device)
+    most_bytes = shared_memory_bytes(x.device) - _BESIDE_TILES if x.is_cuda else _ANY_BYTES
     sizes = (1 if quantises else x.element_size(), gate_up.weight.element_size() if gate_up.format is None else 0.5)
     return launch._replace(
         gate_up=_fit(launch.gate_up, launch.row_tile, 2, *sizes, most_bytes),
@@ -91,15 +91,6 @@ def choose_launch(
 @lru_cache(maxsize=64)
 def _takes_large_tiles(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in _LARGE_TILES
-
-
-@lru_cache(maxsize=64)
-def _shared_bytes(device: torch.device) -> int:
-    """Return how much shared memory a program may have, less what it takes beside tiles."""
-    if device.type != "cuda":
-        return _ANY_BYTES
-    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
-    return int(properties["max_shared_mem"]) - _BESIDE_TILES
 
 
 @lru_cache(maxsize=256)

@@ -208,9 +208,11 @@ def _multiply(
     assert matrix.kind != "block" or activation is None or out_features % matrix.group == 0
     _experts_kernel[(ceil_div(out_features, launch.out_tile) * len(work.items),)](
         numbers,
-        _described(numbers, work.row_tile, launch.in_tile) if launch.has_tiles else numbers,
+        TensorDescriptor.from_tensor(numbers, [work.row_tile, launch.in_tile]) if launch.has_tiles else numbers,
         row_scales,
-        weight if matrix.format is not None else _described(_codes(x, matrix), launch.out_tile, launch.in_tile),
+        weight
+        if matrix.format is not None
+        else TensorDescriptor.from_tensor(_codes(x, matrix), [launch.out_tile, launch.in_tile]),
         numbers if scales is None else scales,
         numbers if bias is None else bias,
         work.order,
@@ -249,7 +251,3 @@ def _codes(x: Activations, matrix: ExpertMatrix) -> Tensor:
     """Return the rows of all experts' weights as a product with `x` takes them."""
     rows = matrix.weight.flatten(0, 1)
     return rows if matrix.scales is None else codes_for(x, rows)
-
-
-def _described(matrix: Tensor, row_tile: int, in_tile: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(matrix, [row_tile, in_tile])

@@ -160,9 +160,9 @@ def multiply(
     if launch.has_constants and numbers.is_cuda:  # which the interpreter does not know
         sizes = tuple(map(tl.constexpr, sizes))
     product_kernel[(*grid, launch.num_parts)](
-        _describe(numbers, launch.row_tile, launch.in_tile) if x_by_tma else numbers,
+        TensorDescriptor.from_tensor(numbers, [launch.row_tile, launch.in_tile]) if x_by_tma else numbers,
         row_scales,
-        _describe(weight, launch.out_tile, launch.in_tile) if weight_by_tma else weight,
+        TensorDescriptor.from_tensor(weight, [launch.out_tile, launch.in_tile]) if weight_by_tma else weight,
         scales,
         bias,
         out,
@@ -191,10 +191,6 @@ def multiply(
         **dependent(weight.device),
     )
     return out
-
-
-def _describe(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(matrix, [rows, columns])
 
 
 def _has_rows_first(kind: str, launch: ProductLaunch) -> bool:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.triton.multiprocessors import num_multiprocessors
+from nvcli.kernels.triton.multiprocessors import num_multiprocessors, shared_memory_bytes
 from nvcli.kernels.triton.product_launch import Gate, ProductLaunch
 from nvcli.kernels.triton.products import multiply
 from nvcli.kernels.triton.w4_codes import integers, scales_and_zeros
@@ -37,7 +37,7 @@ def fit(launch: ProductLaunch, x: Tensor, format: W4Format, *, is_gated: bool = 
     """Make the tiles so small that those of all stages are in the shared memory of the GPU that has `x`."""
     if not x.is_cuda:
         return launch
-    most = triton.runtime.driver.active.utils.get_device_properties(x.device.index)["max_shared_mem"]
+    most = shared_memory_bytes(x.device)
     word_bytes = 2 * launch.out_tile * format.part * (2 if is_gated else 1)
     stage_bytes = word_bytes + launch.row_tile * format.tile * x.element_size()
     if launch.num_stages * stage_bytes <= most:
