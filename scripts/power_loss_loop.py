@@ -31,12 +31,12 @@ from crash_states import CallRecorder, CrashPoint, Folder, crash_states
 from nvcli.config_types import Order
 from nvcli.errors import ConfigError, RowError
 from nvcli.jobs.compression import Unpacker, compression_of
-from nvcli.jobs.job import Choice, JobResult, Place, Usage, failed
+from nvcli.jobs.job import Choice, JobResult, RowContext, Usage, failed
 from nvcli.jobs.output.job_output import JobOutput, OutputOptions
 from nvcli.jobs.output.lock_file import this_process
 from nvcli.jobs.output.manifest import Manifest
 from nvcli.jobs.output.open_output import open_output
-from nvcli.jobs.output.output_scan import sound_lines
+from nvcli.jobs.output.output_scan import valid_rows
 from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.writer import ResultWriter
 from nvcli.jobs.own_files import (
@@ -118,7 +118,7 @@ class SmallJob:
 
     def result(self, index: int) -> JobResult:
         own_id, name = self._own_id(index), f"row-{index}"
-        place = Place(
+        place = RowContext(
             id=own_id or name,
             is_named=own_id is None,
             index=index,
@@ -233,7 +233,7 @@ class PowerLosses:
         if rng.random() < 0.5:
             rng.shuffle(rows)
         rows.insert(rng.randrange(len(rows) + 1), "new.a")
-        found = {row.index for row, _ in sound_lines(rows_path(old.path))} if rows_path(old.path).exists() else set()
+        found = {row.index for row, _ in valid_rows(rows_path(old.path))} if rows_path(old.path).exists() else set()
         if is_table(old.path) and old.path.exists():
             found = {index for index, _ in read_answers(old.path)}
         answered = replace(old, failing=old.failing.union(set(range(old.num_rows)) - found))
@@ -374,7 +374,7 @@ def rows_in(data: bytes, job: SmallJob) -> set[int]:
         path.write_bytes(data)
         return {
             row.index
-            for row, line in sound_lines(path)
+            for row, line in valid_rows(path)
             if row.error_type is None and msgspec.json.decode(line)["job"] == job.name
         }
 

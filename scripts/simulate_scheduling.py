@@ -30,7 +30,7 @@ from nvcli.engine.step_recorder import StepRecorder
 from nvcli.job_run.plan import make_planner
 from nvcli.job_run.planning.planner import Planner
 from nvcli.job_run.text.prepare import PreparedRow
-from nvcli.jobs.job import Place
+from nvcli.jobs.job import RowContext
 from nvcli.messages import StepInput, StepOutput, pack, unpack
 from nvcli.sampling_params import SamplingParams
 
@@ -186,7 +186,7 @@ def simulate(
 def prepared(rows: list[Row]) -> Iterator[PreparedRow]:
     for index, row in enumerate(rows):
         yield PreparedRow(
-            place=Place(id=index, index=index, line=f"line {index + 1}"),
+            place=RowContext(id=index, index=index, line=f"line {index + 1}"),
             prompt_ids=pack(row.prompt),
             num_prompt_tokens=len(row.prompt),
             max_tokens=row.max_tokens or MAX_MODEL_LEN - len(row.prompt),

@@ -16,7 +16,7 @@ from nvcli.job_run.counts import Counts
 from nvcli.job_run.planning.planner import Planner
 from nvcli.job_run.progress.run_status import RunStatus, RunView
 from nvcli.job_run.text.prepare import PreparedRow
-from nvcli.jobs.job import ErrorInfo, JobResult, Place, Usage
+from nvcli.jobs.job import ErrorInfo, JobResult, RowContext, Usage
 from nvcli.messages import pack
 from nvcli.sampling_params import SamplingParams
 
@@ -40,7 +40,7 @@ class FakeRow(NamedTuple):
 
     def prepared(self, index: int) -> PreparedRow:
         return PreparedRow(
-            place=Place(id=index, index=index, line=f"line {index + 1}"),
+            place=RowContext(id=index, index=index, line=f"line {index + 1}"),
             prompt_ids=pack([1]),
             num_prompt_tokens=self.prompt,
             max_tokens=self.max_tokens or self.most,

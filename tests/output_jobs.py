@@ -12,7 +12,7 @@ import msgspec
 from nvcli.config_types import Order
 from nvcli.errors import RowError
 from nvcli.jobs.compression import Unpacker, compression_of
-from nvcli.jobs.job import Choice, Job, JobResult, Place, RowForm, Usage, failed
+from nvcli.jobs.job import Choice, Job, JobResult, RowContext, RowForm, Usage, failed
 from nvcli.jobs.output.job_output import JobOutput, OutputOptions
 from nvcli.jobs.output.manifest import Manifest
 from nvcli.jobs.output.open_output import open_output
@@ -24,7 +24,7 @@ FAILING = frozenset((3, 4))
 
 
 def result_of(index: int, *, failing: Iterable[int] = (), form: RowForm = RowForm.NATIVE) -> JobResult:
-    place = Place(id=f"r{index}", index=index, line=f"line {index + 1}", form=form)
+    place = RowContext(id=f"r{index}", index=index, line=f"line {index + 1}", form=form)
     if index in failing:
         return failed(place, RowError("prompt_too_long", "too long"))
     choices = [Choice(index=0, text=f"ünswer {index}\n", finish_reason="stop")]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nvcli.job_run.text.prepare import PreparedRow
-from nvcli.jobs.job import Place
+from nvcli.jobs.job import RowContext
 from nvcli.messages import pack
 from nvcli.sampling_params import SamplingParams
 
@@ -15,7 +15,7 @@ def prepared_row(index: int, prompt: Sequence[int], **fields: Any) -> PreparedRo
     """`max_tokens` is asked for where it is given."""
     max_tokens = fields.pop("max_tokens", None)
     defaults: dict[str, Any] = {
-        "place": Place(id=index, index=index, line=f"line {index + 1}"),
+        "place": RowContext(id=index, index=index, line=f"line {index + 1}"),
         "sampling": SamplingParams(max_tokens=max_tokens),
         "stop_ids": [],
         "num_bytes": 4 * len(prompt),

@@ -15,7 +15,7 @@ from nvcli.demo import demo_path
 from nvcli.job_run.text.model_limits import ModelLimits
 from nvcli.job_run.text.prepare import Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
-from nvcli.jobs.job import CallRule, Job, JobResult, Place
+from nvcli.jobs.job import CallRule, Job, JobResult, RowContext
 from nvcli.sampling_params import SamplingParams
 
 WEATHER = {
@@ -117,7 +117,7 @@ def test_a_model_whose_format_is_not_known_cannot_be_forced() -> None:
 
     def prepare(rule: CallRule) -> Any:
         job = Job(
-            place=Place(id=0, index=0, line="line 1"),
+            place=RowContext(id=0, index=0, line="line 1"),
             messages=MESSAGES, tools=TOOLS, call_rule=rule, sampling=SamplingParams(),
         )  # fmt: skip
         return preparer.prepare([job])[0]

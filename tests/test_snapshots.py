@@ -39,7 +39,7 @@ from nvcli.config import SECTIONS, RunConfig
 from nvcli.doctor.findings import Section
 from nvcli.job_run.progress.run_status import RunStatus
 from nvcli.job_run.report.data import Report
-from nvcli.jobs.job import RETRYABLE_ERRORS, Choice, ErrorInfo, JobResult, Place, RowForm
+from nvcli.jobs.job import RETRYABLE_ERRORS, Choice, ErrorInfo, JobResult, RowContext, RowForm
 from nvcli.jobs.output.manifest import Manifest, save_manifest
 from nvcli.jobs.own_files import manifest_path
 from nvcli.jobs.rows.output_row import OutputForm, output_row
@@ -365,11 +365,11 @@ def task_rows() -> Iterator[tuple[str, list[Any]]]:
     ]
     for name, form, answers in forms:
         error = None if answers[0] else ErrorInfo(type="aborted", message="")
-        place = Place(id="a", index=0, line="line 1", form=form)
+        place = RowContext(id="a", index=0, line="line 1", form=form)
         results = [JobResult(place=place, answer=answer, error=error) for answer in answers]
         yield name, [json.loads(as_json(output_row(result, OutputForm()))) for result in results]
     for name, form in (("all of a choice", RowForm.NATIVE), ("chat: all of a choice", RowForm.CHAT)):
-        place = Place(id="a", index=0, line="line 1", form=form)
+        place = RowContext(id="a", index=0, line="line 1", form=form)
         results = [JobResult(place=place, choices=[choice]) for choice in both(Choice)]
         yield name, [json.loads(as_json(output_row(result, OutputForm(text_field="answer")))) for result in results]
 
@@ -433,7 +433,7 @@ def test_error_types(snapshot: Snapshot) -> None:
     """Each with the status of OpenAI's rows, and whether `--retry-errors` tries again."""
     lines = []
     for kind in sorted(error_types()):
-        place = Place(id="a", index=0, line="line 1", form=RowForm.CHAT)
+        place = RowContext(id="a", index=0, line="line 1", form=RowForm.CHAT)
         row = output_row(JobResult(place=place, error=ErrorInfo(type=kind, message="")), OutputForm())
         lines.append(f"{kind}: {row['response']['status_code']}{', tried again' * (kind in RETRYABLE_ERRORS)}")
     snapshot("error_types.txt", lines)

@@ -21,7 +21,7 @@ from nvcli.job_run.text.grammar_maker import Grammar
 from nvcli.job_run.text.model_limits import ModelLimits
 from nvcli.job_run.text.prepare import PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
-from nvcli.jobs.job import Choice, Job, JobResult, Place, RowForm
+from nvcli.jobs.job import Choice, Job, JobResult, RowContext, RowForm
 from nvcli.jobs.rows.output_row import OutputForm, output_row
 from nvcli.messages import pack
 from nvcli.sampling_params import SamplingParams
@@ -69,7 +69,7 @@ class Model:
         those of the job and of its sampling."""
         own = {key: fields.pop(key) for key in ("tools", "template_arguments", "messages") if key in fields}
         form = fields.pop("form", RowForm.NATIVE)
-        place = Place(id=0, index=0, line="line 1", form=form)
+        place = RowContext(id=0, index=0, line="line 1", form=form)
         given: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
         values = {"prompt": prompt} if fields.pop("raw", False) else {**given, **own}
         job = Job(place=place, sampling=SamplingParams(**fields), **values)

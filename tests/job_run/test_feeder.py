@@ -11,7 +11,7 @@ from nvcli.job_run.feeder import Feeder
 from nvcli.job_run.text.chat_renderer import ChatRenderer
 from nvcli.job_run.text.model_limits import ModelLimits
 from nvcli.job_run.text.tokenizer import Tokenizer
-from nvcli.jobs.job import Job, JobResult, Place
+from nvcli.jobs.job import Job, JobResult, RowContext
 from nvcli.sampling_params import SamplingParams
 
 LIMITS = ModelLimits(max_model_len=64, vocab_size=300, eos_token_ids=(1,))
@@ -35,7 +35,7 @@ def rings(feeder: Feeder, seconds: float = 0.0) -> bool:
 def test_the_doorbell(model_folder: Path, tokenizer: Tokenizer) -> None:
     source = Given()
     feeder = Feeder(source, lambda: tokenizer, LIMITS, ChatRenderer(model_folder))
-    row = Job(place=Place(id=0, index=0, line="line 1"), prompt="x", sampling=SamplingParams())
+    row = Job(place=RowContext(id=0, index=0, line="line 1"), prompt="x", sampling=SamplingParams())
     feeder.start()
     assert not rings(feeder, 0.05)
     for _ in range(2):

@@ -14,7 +14,7 @@ from nvcli.errors import HopelessJob
 from nvcli.job_run.generate import generate
 from nvcli.job_run.leading_errors import LeadingErrors
 from nvcli.job_run.progress.display import Progress
-from nvcli.jobs.job import ErrorInfo, JobResult, Place
+from nvcli.jobs.job import ErrorInfo, JobResult, RowContext
 
 pytestmark = pytest.mark.usefixtures("tokenizer")
 BAD, OTHER, GOOD = {"prompt": 5}, {"prompt_token_ids": []}, {"prompt": "ab"}
@@ -95,7 +95,7 @@ def test_an_empty_input_is_warned_of(tmp_path: Path, model_folder: Path) -> None
 def test_rows_may_be_done_in_any_order() -> None:
     def done(index: int, error: str | None) -> JobResult:
         info = None if error is None else ErrorInfo(type=error, message=str(index))
-        return JobResult(place=Place(id=index, index=index, line=""), error=info)
+        return JobResult(place=RowContext(id=index, index=index, line=""), error=info)
 
     leading = LeadingErrors(3)
     for index in range(10, 16):

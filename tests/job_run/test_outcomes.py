@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nvcli.job_run.answer_lengths import bin_of
 from nvcli.job_run.outcomes import MAX_EXAMPLE_CHARS, MAX_EXAMPLES, Outcomes
-from nvcli.jobs.job import Choice, ErrorInfo, JobResult, Place, Usage
+from nvcli.jobs.job import Choice, ErrorInfo, JobResult, RowContext, Usage
 from nvcli.sampling_params import SamplingParams
 
 DEFAULT = SamplingParams(temperature=0.5)
@@ -12,12 +12,12 @@ DEFAULT = SamplingParams(temperature=0.5)
 
 def answered(index: int, *reasons: str, text: str = "yes") -> JobResult:
     choices = [Choice(index=number, text=text, finish_reason=reason) for number, reason in enumerate(reasons)]
-    place = Place(id=f"r{index}", index=index, line=f"line {index + 1}")
+    place = RowContext(id=f"r{index}", index=index, line=f"line {index + 1}")
     return JobResult(place=place, choices=choices, usage=Usage(prompt_tokens=10 + index))
 
 
 def failed(index: int, kind: str) -> JobResult:
-    place = Place(id=f"r{index}", index=index, line=f"line {index + 1}")
+    place = RowContext(id=f"r{index}", index=index, line=f"line {index + 1}")
     return JobResult(place=place, error=ErrorInfo(type=kind, message=f"line {index + 1}: bad"))
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nvcli.job_run.planning.planner import Planner
 from nvcli.job_run.text.prepare import PreparedRow
-from nvcli.jobs.job import Place
+from nvcli.jobs.job import RowContext
 from nvcli.llm.call import Call
 from prepared_rows import prepared_row
 
@@ -163,7 +163,7 @@ def test_rows_whose_caller_wants_them_in_order_take_their_turn() -> None:
     planner = make_planner()
     in_order, as_done = Call(order="input", max_rows=9), Call(order="completion", max_rows=9)
     for index, max_tokens in enumerate([1, 2000, 1, 500, 100, None]):
-        place = Place(id=index, index=index, line="", caller=as_done if index >= 3 else in_order)
+        place = RowContext(id=index, index=index, line="", caller=as_done if index >= 3 else in_order)
         planner.add(prepared_row(index, [index, 1, 2], max_tokens=max_tokens, place=place))
     assert indexes(take_all(planner)) == [0, 1, 2, 5, 3, 4]
 

@@ -17,7 +17,7 @@ from nvcli.job_run.text.long_text import encode_long
 from nvcli.job_run.text.model_limits import ModelLimits
 from nvcli.job_run.text.prepare import PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
-from nvcli.jobs.job import Job, JobResult, Place, RowForm
+from nvcli.jobs.job import Job, JobResult, RowContext, RowForm
 from nvcli.jobs.rows.nesting import MAX_LEVELS
 from nvcli.jobs.rows.parser import RowParser
 from nvcli.messages import pack
@@ -28,7 +28,7 @@ LIMITS = ModelLimits(max_model_len=64, vocab_size=258, eos_token_ids=(1,))
 
 
 def job(prompt: str = "abc", *, index: int = 0, extra: dict[str, Any] | None = None, **sampling: Any) -> Job:
-    place = Place(
+    place = RowContext(
         id=index,
         index=index,
         line="line",
@@ -103,7 +103,7 @@ def test_the_deepest_row_and_the_largest_numbers_can_be_prepared(tokenizer: Toke
 
 def test_errors_name_keys_as_the_row_has_them(tokenizer: Tokenizer) -> None:
     def message(form: RowForm, prompt_token_ids: list[int] | None = None, **sampling: Any) -> str:
-        place = Place(id="a", index=0, line="line", form=form)
+        place = RowContext(id="a", index=0, line="line", form=form)
         prompt = "abc" if prompt_token_ids is None else None
         row = Job(place=place, prompt=prompt, prompt_token_ids=prompt_token_ids, sampling=SamplingParams(**sampling))
         (result,) = preparer_of(tokenizer, LIMITS).prepare([row])

@@ -12,7 +12,7 @@ from nvcli.job_run.open_rows import OpenRow, results_of
 from nvcli.job_run.text.model_limits import ModelLimits
 from nvcli.job_run.text.prepare import PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
-from nvcli.jobs.job import Choice, ErrorInfo, Job, JobResult, Place
+from nvcli.jobs.job import Choice, ErrorInfo, Job, JobResult, RowContext
 from nvcli.messages import TokenLogprobs, pack, unpack
 from nvcli.sampling_params import SamplingParams
 
@@ -21,7 +21,7 @@ END = 1
 
 
 def prepare(tokenizer: Tokenizer, prompt: str | list[int] = "abc", **sampling: Any) -> PreparedRow | JobResult:
-    place = Place(id=0, index=0, line="line 1")
+    place = RowContext(id=0, index=0, line="line 1")
     key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
     job = Job(place=place, sampling=SamplingParams(**sampling), **{key: prompt})  # type: ignore[arg-type]
     (row,) = Preparer(tokenizer, LIMITS, lambda conversations: []).prepare([job])
@@ -143,7 +143,7 @@ def test_an_echo_is_the_prompt_as_it_was_given(tokenizer: Tokenizer) -> None:
     assert text("a  b<|end|>") == "a  b<|end|>!"
     assert text([0, *ids(tokenizer, "ab")]) == "ab!"
     assert text("abcdef", truncate_prompt_tokens=2) == "ef!"
-    place = Place(id=0, index=0, line="line 1")
+    place = RowContext(id=0, index=0, line="line 1")
     for arguments, expected in (({"continue_final_message": True}, "to be"), ({}, None)):
         job = Job(
             place=place,

@@ -24,7 +24,7 @@ from nvcli.job_run.progress.display import Progress
 from nvcli.job_run.progress.summary import Summary
 from nvcli.job_run.text.prepare import Preparer
 from nvcli.job_run.text.stop_strings import StopStringDetector
-from nvcli.jobs.job import Job, JobResult, Place, failed
+from nvcli.jobs.job import Job, JobResult, RowContext, failed
 from nvcli.jobs.output import writer
 from nvcli.jobs.rows.parser import RowParser
 
@@ -172,7 +172,7 @@ def test_tracebacks_of_rows_are_few_and_small(tmp_path: Path) -> None:
     said: list[str] = []
     output = tmp_path / "out.jsonl"
     tracebacks = RowTracebacks(str(output), said.append)
-    place = Place(id=0, index=0, line="line 1")
+    place = RowContext(id=0, index=0, line="line 1")
     for number in range(20_000):
         traceback = f"Traceback …\n{'x' * 4000}\nKeyError: {number // 2}"
         tracebacks.add(failed(place, RowError("internal_error", "reading failed", traceback)))

@@ -18,7 +18,7 @@ from nvcli.job_run.text.model_limits import ModelLimits
 from nvcli.job_run.text.prepare import PreparedRow, Preparer
 from nvcli.job_run.text.special_tokens import special_token_rule
 from nvcli.job_run.text.tokenizer import Tokenizer
-from nvcli.jobs.job import Job, JobResult, Place
+from nvcli.jobs.job import Job, JobResult, RowContext
 from nvcli.messages import unpack
 from nvcli.sampling_params import SamplingParams
 
@@ -39,7 +39,9 @@ def prepare(tokenizer: Tokenizer, choice: SpecialTokens, **prompt: Any) -> list[
         limits,
         lambda conversations: [tokenizer.render(each.messages, each.variables) for each in conversations],
     )
-    (row,) = preparer.prepare([Job(place=Place(id=0, index=0, line="line 1"), sampling=SamplingParams(), **prompt)])
+    (row,) = preparer.prepare(
+        [Job(place=RowContext(id=0, index=0, line="line 1"), sampling=SamplingParams(), **prompt)]
+    )
     return unpack(row.prompt_ids).tolist() if isinstance(row, PreparedRow) else row
 
 

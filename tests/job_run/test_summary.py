@@ -8,7 +8,7 @@ from nvcli.engine.request import EngineStats
 from nvcli.job_run.counts import Counts
 from nvcli.job_run.progress.summary import RunTimes, Summary, format_summary
 from nvcli.job_run.settings import Setting
-from nvcli.jobs.job import Choice, ErrorInfo, JobResult, Place, Usage
+from nvcli.jobs.job import Choice, ErrorInfo, JobResult, RowContext, Usage
 from nvcli.sampling_params import SamplingParams
 from prepared_rows import prepared_row
 
@@ -26,11 +26,11 @@ def make_summary(**fields: Any) -> Summary:
     """995 rows are answered, 3 of them in this run; 5 failed, 1 of them in this run."""
     counts = Counts(SamplingParams(max_tokens=100))
     for index, reason in enumerate(("stop", "stop", "length")):
-        place = Place(id=f"r{index}", index=index, line=f"line {index + 1}")
+        place = RowContext(id=f"r{index}", index=index, line=f"line {index + 1}")
         choice = Choice(index=0, text="one\ntwo\x1b[31m", finish_reason=reason)
         row = prepared_row(index, [1] * 10, max_tokens=100 if index else 7)
         counts.add(row, JobResult(place=place, choices=[choice], usage=Usage(prompt_tokens=10)))
-    bad = Place(id="bad", index=9, line="line 10")
+    bad = RowContext(id="bad", index=9, line="line 10")
     counts.add(None, JobResult(place=bad, error=ErrorInfo(type="invalid_json", message="line 10: not valid JSON")))
     counts.rows_resumed = 996
     counts.prompt_tokens, counts.cached_tokens, counts.completion_tokens = 12345, 300, 50000

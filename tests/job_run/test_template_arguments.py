@@ -10,7 +10,7 @@ from nvcli.errors import RowError
 from nvcli.job_run.text.model_limits import ModelLimits
 from nvcli.job_run.text.prepare import PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
-from nvcli.jobs.job import Job, JobResult, Place
+from nvcli.jobs.job import Job, JobResult, RowContext
 from nvcli.messages import unpack
 from nvcli.sampling_params import SamplingParams
 
@@ -35,7 +35,7 @@ def prepare(tokenizer: Tokenizer, special_tokens: Any = "allow", **arguments: An
         return [tokenizer.render(each.messages, each.variables) for each in conversations]
 
     limits = ModelLimits(max_model_len=256, vocab_size=258, eos_token_ids=(1,), special_tokens=special_tokens)
-    place = Place(id=0, index=0, line="line 1")
+    place = RowContext(id=0, index=0, line="line 1")
     job = Job(place=place, messages=MESSAGES, template_arguments=arguments, sampling=SamplingParams())
     (row,) = Preparer(tokenizer, limits, render).prepare([job])
     return row

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from nvcli.errors import RowError
-from nvcli.jobs.job import Choice, FunctionCall, JobResult, Logprobs, Place, RowForm, ToolCall, Usage, failed
+from nvcli.jobs.job import Choice, FunctionCall, JobResult, Logprobs, RowContext, RowForm, ToolCall, Usage, failed
 from nvcli.jobs.output.writer import ResultWriter
 from nvcli.jobs.tasks import EmbedAnswer, ScoreAnswer, ScoredChoice
 from output_jobs import errors_of, open_job
@@ -20,9 +20,9 @@ LOGPROBS = Logprobs(tokens=["a", "b"], token_logprobs=[None, -1.5], top_logprobs
 COPIED = {b"topic": b'"sums"', b"weight": b"1.5", b"tags": b'["a",1]', b"missing": b"null"}
 
 
-def place(index: int, form: RowForm = RowForm.NATIVE) -> Place:
+def place(index: int, form: RowForm = RowForm.NATIVE) -> RowContext:
     extra = {key.decode(): msgspec.Raw(value) for key, value in COPIED.items()}
-    return Place(id=f"r{index}", index=index, line=f"line {index + 1}", form=form, extra=extra)
+    return RowContext(id=f"r{index}", index=index, line=f"line {index + 1}", form=form, extra=extra)
 
 
 def failing(form: RowForm) -> JobResult:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from nvcli.jobs.job import Choice, JobResult, Logprobs, Place
+from nvcli.jobs.job import Choice, JobResult, Logprobs, RowContext
 from nvcli.jobs.tasks import EmbedAnswer
 
 TOP = [{"a": -1.0, "b": -2.0}] * 50
 
 
 def test_everything_counts() -> None:
-    plain = JobResult(place=Place(id=1, index=0, line="line 1"))
+    plain = JobResult(place=RowContext(id=1, index=0, line="line 1"))
     choice = Choice(index=0, text="", finish_reason="stop")
     choices = [
         replace(choice, text="a" * 5000),

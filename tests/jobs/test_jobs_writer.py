@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nvcli.errors import OutputError, RowError
-from nvcli.jobs.job import Choice, JobResult, Logprobs, Place, Usage, failed
+from nvcli.jobs.job import Choice, JobResult, Logprobs, RowContext, Usage, failed
 from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.sink import OutputClosed, Sink
 from nvcli.jobs.output.writer import ResultWriter
@@ -22,7 +22,7 @@ from nvcli.jobs.output.writer import ResultWriter
 
 def result(index: int, text: str = "t", **extra: Any) -> JobResult:
     return JobResult(
-        place=Place(id=f"r{index}", index=index, line=f"line {index + 1}", extra=extra),
+        place=RowContext(id=f"r{index}", index=index, line=f"line {index + 1}", extra=extra),
         choices=[Choice(index=0, text=text, finish_reason="stop")],
         usage=Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1),
     )
@@ -50,7 +50,9 @@ def test_a_row_has_the_documented_keys_in_order_and_then_what_was_passed_through
 def test_a_failed_row_has_no_choices_and_a_typed_error(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     writer = ResultWriter(sink_of(path))
-    writer.write([failed(Place(id=7, index=6, line="line 7", extra={"x": 1}), RowError("prompt_too_long", "too long"))])
+    writer.write(
+        [failed(RowContext(id=7, index=6, line="line 7", extra={"x": 1}), RowError("prompt_too_long", "too long"))]
+    )
     writer.close()
     (row,) = rows_of(path)
     assert row["choices"] == []
@@ -62,7 +64,7 @@ def test_foreign_keys_never_override_ours(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     writer = ResultWriter(sink_of(path))
     theirs = {"choices": "theirs", "error": "theirs", "usage": "theirs", "index": "theirs"}
-    writer.write([msgspec.structs.replace(result(0), place=Place(id="a", index=0, line="line 1", extra=theirs))])
+    writer.write([msgspec.structs.replace(result(0), place=RowContext(id="a", index=0, line="line 1", extra=theirs))])
     writer.close()
     (row,) = rows_of(path)
     assert row["error"] is None
@@ -75,7 +77,7 @@ def test_token_ids_and_logprobs_appear_where_asked(tmp_path: Path) -> None:
     logprobs = Logprobs(tokens=["a"], token_logprobs=[-0.5], top_logprobs=[{"a": -0.5, "b": -1.0}])
     choice = Choice(index=0, text="a", finish_reason="length", token_ids=[5], logprobs=logprobs)
     writer = ResultWriter(sink_of(path))
-    writer.write([JobResult(place=Place(id=1, index=0, line="line 1"), choices=[choice])])
+    writer.write([JobResult(place=RowContext(id=1, index=0, line="line 1"), choices=[choice])])
     writer.close()
     assert rows_of(path)[0]["choices"] == [
         {

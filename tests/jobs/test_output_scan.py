@@ -68,9 +68,9 @@ def test_a_table_has_its_long_rows_too(tmp_path: Path) -> None:
 
 def test_the_rows_of_a_table_are_kept_until_it_has_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "out.parquet"
-    sound_lines = table.sound_lines
+    valid_rows = table.valid_rows
     with monkeypatch.context() as patch:
-        patch.setattr(table, "sound_lines", lambda path: list(sound_lines(path))[:3])
+        patch.setattr(table, "valid_rows", lambda path: list(valid_rows(path))[:3])
         with pytest.raises(
             OutputError, match=r"not made: 5 rows were answered, and out\.parquet\.rows\.jsonl holds 3 "
         ):

@@ -8,14 +8,14 @@ import time
 import pytest
 
 from nvcli.errors import RowError
-from nvcli.jobs.job import JobResult, Place, failed
+from nvcli.jobs.job import JobResult, RowContext, failed
 from nvcli.llm import call as call_module
 from nvcli.llm.call import Call
 from nvcli.llm.rows import FIRST_BATCH_ROWS, MAX_QUEUED_ROWS, RowQueue
 
 
 def rows(number: int) -> list[JobResult]:
-    return [failed(Place(id=i, index=i, line="", caller=None), RowError("aborted", "")) for i in range(number)]
+    return [failed(RowContext(id=i, index=i, line="", caller=None), RowError("aborted", "")) for i in range(number)]
 
 
 def test_the_first_batch_after_a_pause_is_small() -> None:

@@ -13,7 +13,7 @@ import msgspec
 
 from nvcli.check.prefixes import SeenKeys, SharedBlocks
 from nvcli.job_run.text.prepare import PreparedRow
-from nvcli.jobs.job import JobResult, Place
+from nvcli.jobs.job import JobResult, RowContext
 from nvcli.sampling_params import SamplingParams
 
 
@@ -59,7 +59,7 @@ class Tally:
         """Rows that are computed, because no earlier row is equal."""
         self.computed_prompt_tokens = 0
         """Prompt tokens of these rows, before the prefix cache."""
-        self._failed_whole: Place | None = None
+        self._failed_whole: RowContext | None = None
         """The last row with several prompts of which one has failed."""
         self.answers: Counter[tuple[int, int]] = Counter()
         """Samples of these rows by the least and the most tokens that they may have."""

@@ -18,8 +18,8 @@ from nvcli.jobs.file_formats import check_input_format, check_output_format, inp
 from nvcli.jobs.own_files import (
     is_parquet,
     is_shard_output,
+    is_sidecar,
     is_table,
-    lies_beside_output,
     own_files,
 )
 from nvcli.jobs.shard import Shard
@@ -325,7 +325,7 @@ def _is_of_output(file: str, output: str | None, own: Collection[str]) -> bool:
 
     `own` holds the real paths of this job's own files.
     """
-    is_other = lies_beside_output(file) or is_shard_output(file)
+    is_other = is_sidecar(file) or is_shard_output(file)
     return is_other or os.path.realpath(file) in own or (output is not None and _is_same(file, output))
 
 

@@ -39,7 +39,7 @@ def is_table(path: Path | str) -> bool:
     return is_parquet(path) or is_csv(path)
 
 
-def lies_beside_output(name: str) -> bool:
+def is_sidecar(name: str) -> bool:
     """Tell whether a file has the name of one that jobs keep beside their outputs."""
     return name.endswith((MANIFEST_SUFFIX, DIGESTS_SUFFIX, WORKING_SUFFIX, TRACEBACK_SUFFIX))
 

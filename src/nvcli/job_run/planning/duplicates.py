@@ -12,7 +12,7 @@ import msgspec
 
 from nvcli.errors import RowError
 from nvcli.job_run.text.prepare import PreparedRow
-from nvcli.jobs.job import Choice, JobResult, Logprobs, Place, Usage, failed
+from nvcli.jobs.job import Choice, JobResult, Logprobs, RowContext, Usage, failed
 from nvcli.jobs.tasks import EmbedAnswer, EmbedAnswers, ScoreAnswer
 
 
@@ -23,7 +23,7 @@ class _Answer(msgspec.Struct, frozen=True):
     answer: ScoreAnswer | EmbedAnswer | EmbedAnswers | None
     prompt_logprobs: Logprobs | None
 
-    def for_row(self, place: Place) -> JobResult:
+    def for_row(self, place: RowContext) -> JobResult:
         # Nothing of the prompt was computed for it.
         usage = msgspec.structs.replace(self.usage, cached_tokens=self.usage.prompt_tokens)
         return JobResult(
@@ -46,7 +46,7 @@ class Duplicates:
         self._max_rows = max_rows
         self._max_bytes = max_bytes
         self._max_kept_bytes = max_kept_bytes
-        self._followers: dict[bytes, list[tuple[Place, int]]] = {}
+        self._followers: dict[bytes, list[tuple[RowContext, int]]] = {}
         """The rows that wait for the one that is computed, with their bytes, by answer key."""
         self._kept: OrderedDict[bytes, _Answer] = OrderedDict()
         """Kept answers by answer key, the least recently used first."""

@@ -31,7 +31,7 @@ from nvcli.job_run.text.reasoning import unknown_marks
 from nvcli.job_run.text.special_tokens import special_token_rule
 from nvcli.job_run.text.token_rules import TokenRules, token_rules
 from nvcli.job_run.text.tokenizer import Tokenizer
-from nvcli.jobs.job import Job, JobResult, Place, RowForm, failed
+from nvcli.jobs.job import Job, JobResult, RowContext, RowForm, failed
 from nvcli.jobs.rows.conversation_options import ARGUMENTS, CONTINUE_FINAL_MESSAGE, TOOLS
 from nvcli.jobs.tasks import EmbedTask, PromptTask, ScoreTask
 from nvcli.messages import pack
@@ -50,7 +50,7 @@ Render = Callable[[Sequence[Conversation]], list[str | RowError]]
 class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
     """A row that the engine can take: at least one prompt token, and room for `max_tokens` more."""
 
-    place: Place
+    place: RowContext
     prompt_ids: bytes
     """The prompt's token ids, packed by `messages.pack`."""
     num_prompt_tokens: int

@@ -11,7 +11,7 @@ from nvcli.errors import ConfigError
 from nvcli.jobs.job import RETRYABLE_ERRORS
 from nvcli.jobs.output.locked_file import LockedFile, in_chunks
 from nvcli.jobs.output.manifest import Manifest, save_manifest
-from nvcli.jobs.output.output_scan import OutputScan, scan_output, sound_lines
+from nvcli.jobs.output.output_scan import OutputScan, scan_output, valid_rows
 from nvcli.jobs.output.row_changes import RowChanges, compare_rows
 from nvcli.jobs.output.update import update_output
 from nvcli.jobs.own_files import digests_path, is_csv, is_table
@@ -108,7 +108,7 @@ class ChangedInput:
     def _lines(self) -> Iterator[tuple[WrittenRow, bytes]]:
         """Yield the sound lines of the output, those of a complete table too."""
         if self._file.size or not is_table(self._output):
-            yield from sound_lines(self._file.path)
+            yield from valid_rows(self._file.path)
         elif self._old.finished is not None and self._output.stat().st_size == self._old.finished.output_bytes:
             from nvcli.jobs.output.parquet_output import read_parquet
 

@@ -25,7 +25,7 @@ from nvcli.jobs.output.job_output import JobOutput, OutputOptions, output_form
 from nvcli.jobs.output.locked_file import LockedFile, in_chunks
 from nvcli.jobs.output.manifest import Finished, Manifest, load_manifest, save_manifest, sync_folder
 from nvcli.jobs.output.output_guard import OutputGuard, check_place
-from nvcli.jobs.output.output_scan import scan_output, sound_lines
+from nvcli.jobs.output.output_scan import scan_output, valid_rows
 from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.sink import Sink
 from nvcli.jobs.output.table import write_table
@@ -227,7 +227,7 @@ class FileOutput(JobOutput):
         if scan.num_damaged or drop_failed:
             if scan.num_damaged:
                 self.notes.append(f"{self._path}: {scan.num_damaged:,} damaged lines were dropped")
-            rows = sound_lines(self._file.path)
+            rows = valid_rows(self._file.path)
             self._replace(line for row, line in rows if not (drop_failed and row.error_type is not None))
         self._needs_sorting = self._options.order == "input" and not scan.is_in_order
         retried = ""
@@ -271,14 +271,14 @@ class FileOutput(JobOutput):
         """
         num_dropped, errors = 0, Counter[str]()
         if self.answered.all.next_present(num_rows) in self.answered.all:
-            for row, _ in sound_lines(self._file.path):
+            for row, _ in valid_rows(self._file.path):
                 if row.index >= num_rows:
                     num_dropped += 1
                     self.answered.all.discard(row.index)
                     if row.error_type is not None:
                         self.answered.failed.discard(row.index)
                         errors[row.error_type] += 1
-            self._replace(line for row, line in sound_lines(self._file.path) if row.index < num_rows)
+            self._replace(line for row, line in valid_rows(self._file.path) if row.index < num_rows)
             self.errors -= errors
             self.notes.append(f"{self._path}: {num_dropped:,} lines of rows that the input does not have were dropped")
         return num_dropped, errors
@@ -302,7 +302,7 @@ def _in_order(path: Path, max_bytes: int) -> Iterator[bytes]:
     rows = scan_output(path).answered.all  # with `--limit` there may be gaps: rows that are still to come
     waiting = ReorderBuffer(rows.next_present, max_bytes=max_bytes, folder=path.parent)
     try:
-        for row, line in sound_lines(path):
+        for row, line in valid_rows(path):
             waiting.add(row.index, line)
             yield from waiting.take()
     finally:

@@ -61,7 +61,7 @@ def scan_output(path: Path, shard: Shard = WHOLE) -> OutputScan:
     return scan
 
 
-def sound_lines(path: Path, seen: RowSet | None = None) -> Iterator[tuple[WrittenRow, bytes]]:
+def valid_rows(path: Path, seen: RowSet | None = None) -> Iterator[tuple[WrittenRow, bytes]]:
     """Yield the lines (without newline) that a scan counts as rows, in the order of the file.
 
     Rows that are in `seen` are left out, and those that are yielded are added to it.

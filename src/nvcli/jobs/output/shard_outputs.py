@@ -21,8 +21,8 @@ import msgspec
 from nvcli.errors import ConfigError, RowsMissing
 from nvcli.jobs.files import is_folder
 from nvcli.jobs.output.manifest import Manifest, load_manifest
-from nvcli.jobs.output.output_scan import sound_lines
-from nvcli.jobs.own_files import digests_path, lies_beside_output, manifest_path, rows_path, whole_name
+from nvcli.jobs.output.output_scan import valid_rows
+from nvcli.jobs.own_files import digests_path, is_sidecar, manifest_path, rows_path, whole_name
 from nvcli.jobs.row_set import AnsweredRows, RowSet
 from nvcli.jobs.rows.output_row import WrittenRow
 from nvcli.jobs.shard import SHARD_FACT, Shard, read_shard
@@ -55,7 +55,7 @@ def expand_outputs(names: Sequence[str]) -> list[Path]:
         found = [name] if os.path.exists(name) else sorted(glob.glob(os.path.expanduser(name)))
         if not found and not os.path.exists(rows_path(Path(name))):
             raise ConfigError(f"there is no file {name} to join")
-        paths += [Path(each) for each in found or [name] if not lies_beside_output(each)]
+        paths += [Path(each) for each in found or [name] if not is_sidecar(each)]
     if not paths:
         raise ConfigError("none of the files is the output of a shard; name those that `nvcli generate --shard` made")
     return paths
@@ -138,7 +138,7 @@ class ShardRows:
             self._read(output)
 
     def _read(self, output: ShardOutput) -> None:
-        for row, _ in sound_lines(output.rows, self.answered.all):
+        for row, _ in valid_rows(output.rows, self.answered.all):
             if row.index not in output.shard:
                 raise ConfigError(
                     f"{output.path} holds row {row.index}, which is not of shard {output.shard}: another program "
@@ -244,4 +244,4 @@ def _read_output(path: Path) -> ShardOutput:
 def lines_by_shard(outputs: Sequence[ShardOutput]) -> dict[int, Iterator[tuple[WrittenRow, bytes]]]:
     """Return the sound lines of each output, by the number of its shard."""
     seen = RowSet()
-    return {output.shard.number: sound_lines(output.rows, seen) for output in outputs}
+    return {output.shard.number: valid_rows(output.rows, seen) for output in outputs}

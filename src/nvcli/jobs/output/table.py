@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from nvcli.errors import OutputError
 from nvcli.jobs.output.manifest import sync_folder
-from nvcli.jobs.output.output_scan import sound_lines
+from nvcli.jobs.output.output_scan import valid_rows
 from nvcli.jobs.own_files import is_csv, real_path, rewrite_path
 from nvcli.regular_file import create_anew
 
@@ -26,7 +26,7 @@ def write_table(path: Path, rows_file: Path, rows: int) -> None:
     mode = (table if table.exists() else rows_file).stat().st_mode & 0o777
     try:
         with create_anew(temporary, mode=0o600) as file:  # nobody else may read it before it has its own mode
-            num_written = write(lambda: (line for _, line in sound_lines(rows_file)), file)
+            num_written = write(lambda: (line for _, line in valid_rows(rows_file)), file)
             if num_written != rows:
                 raise OutputError(
                     f"the table {path} was not made: {rows:,} rows were answered, and {rows_file.name} "

@@ -9,7 +9,7 @@ import msgspec
 
 from nvcli.errors import RowError
 from nvcli.job_config import MESSAGES_KEY, PROMPT_KEY
-from nvcli.jobs.job import Job, JobId, Place
+from nvcli.jobs.job import Job, JobId, RowContext
 from nvcli.jobs.rows.conversation import check_messages
 from nvcli.jobs.rows.conversation_options import conversation_options
 from nvcli.jobs.rows.known_forms import CONVERSATIONS, instruction_prompt
@@ -81,7 +81,7 @@ def native_id(row: dict[str, Any], keys: RowKeys) -> JobId | None:
 
 def native_job(
     row: dict[str, Any],
-    place: Place,
+    place: RowContext,
     keys: RowKeys,
     defaults: RowDefaults,
     rules: PromptRules,

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from nvcli.errors import RowError
-from nvcli.jobs.job import Job, Place, Prompt, RowForm, prompt_fields
+from nvcli.jobs.job import Job, Prompt, RowContext, RowForm, prompt_fields
 from nvcli.jobs.rows.conversation import check_messages
 from nvcli.jobs.rows.conversation_options import CONVERSATION_KEYS, REASONING_EFFORT, conversation_options
 from nvcli.jobs.rows.native_row import RowDefaults
@@ -139,7 +139,7 @@ def check_request(row: dict[str, Any], urls: Collection[str]) -> dict[str, Any]:
     return given
 
 
-def openai_job(row: dict[str, Any], place: Place, defaults: RowDefaults, rules: PromptRules) -> Job:
+def openai_job(row: dict[str, Any], place: RowContext, defaults: RowDefaults, rules: PromptRules) -> Job:
     given = check_request(row, URLS)
     is_chat, key = place.form is RowForm.CHAT, "messages"
     if place.form is RowForm.RESPONSE:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from nvcli.jobs.job import JobResult, Place, RowForm
+from nvcli.jobs.job import JobResult, RowContext, RowForm
 from nvcli.jobs.rows.openai_answer import BATCH_ID, openai_row
 from nvcli.jobs.rows.task_answer import task_row
 from nvcli.validation import is_utf8
@@ -67,7 +67,7 @@ def answer_of(result: JobResult, form: OutputForm) -> dict[str, Any]:
     return row
 
 
-def pass_through(row: dict[str, Any], place: Place) -> dict[str, Any]:
+def pass_through(row: dict[str, Any], place: RowContext) -> dict[str, Any]:
     """Add what the input row passed through to its output row, and return that.
 
     Keys of the input row that have the name of one of the output's go under `input`, together with its own `input`.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from nvcli.errors import RowError
-from nvcli.jobs.job import Caller, Job, JobId, JobResult, Place, RowForm, failed
+from nvcli.jobs.job import Caller, Job, JobId, JobResult, RowContext, RowForm, failed
 from nvcli.jobs.line_splitter import DroppedLine, Line, too_long
 from nvcli.jobs.rows.bad_json import explain_bad_json, explain_bad_utf8, explain_bad_value
 from nvcli.jobs.rows.cells import Cells, values_of_cells
@@ -79,7 +79,7 @@ class RowParser:
     ) -> None:
         """`sampling_defaults` are valid as SamplingParams; a row's own keys go over them.
 
-        `keep` turns a value that is passed through into what `Place.extra` holds. With `keep_input`, keys that say
+        `keep` turns a value that is passed through into what `RowContext.extra` holds. With `keep_input`, keys that say
         something to nvcli are passed through as all others are. `caller` waits for all these rows. `task` is what is
         made of them in place of answers.
         """
@@ -126,7 +126,7 @@ class RowParser:
     def failed(self, error: RowError, *, index: int, where: str) -> JobResult:
         """Return the result of a row that could not be parsed at all. Its id is not known."""
         name = self._seen.name(index)
-        return failed(Place(id=name, is_named=True, index=index, line=where, caller=self._caller), error)
+        return failed(RowContext(id=name, is_named=True, index=index, line=where, caller=self._caller), error)
 
     def _parse(self, row: Row, index: int, where: str, warnings: RowWarnings, defaults: RowDefaults) -> Job | JobResult:
         row_id: JobId | None = None
@@ -172,7 +172,7 @@ class RowParser:
                 raise RowError(
                     "duplicate_id", f"the id {show(row_id)} is the id of an earlier row; ids must differ{way_out}"
                 )
-            place = Place(
+            place = RowContext(
                 id=row_id,
                 is_named=is_named,
                 index=index,
@@ -213,7 +213,7 @@ class RowParser:
             if row_id is None:
                 is_named = True
                 row_id = self._seen.name(index)
-            place = Place(
+            place = RowContext(
                 id=row_id,
                 is_named=is_named,
                 index=index,

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from nvcli.errors import RowError
-from nvcli.jobs.job import Job, Place, RowForm
+from nvcli.jobs.job import Job, RowContext, RowForm
 from nvcli.jobs.rows.nesting import decode_inner
 from nvcli.jobs.rows.openai_row import check_request, job_of, prompts_of
 from nvcli.jobs.rows.raw_values import as_text, decode, is_null
@@ -45,7 +45,7 @@ class TaskRows(Protocol):
         """Make the job of a native row of its prompt. `own` has the decoded values of `keys` that the row has, `row`
         all values as they were read. Raises RowError."""
 
-    def openai_job(self, row: dict[str, Any], place: Place) -> Job:
+    def openai_job(self, row: dict[str, Any], place: RowContext) -> Job:
         """Make the job of a row of an OpenAI batch file. Raises RowError."""
 
 
@@ -97,7 +97,7 @@ class ScoreRows(msgspec.Struct, frozen=True):
         )
         return msgspec.structs.replace(prompt, task=task, sampling=PROMPT_ONLY)
 
-    def openai_job(self, row: dict[str, Any], place: Place) -> Job:
+    def openai_job(self, row: dict[str, Any], place: RowContext) -> Job:
         raise RowError(
             "unsupported_url", "rows of OpenAI batch files cannot be scored; give `prompt` and `choices` or the like"
         )
@@ -131,7 +131,7 @@ class EmbedRows(msgspec.Struct, frozen=True):
     def job(self, prompt: Job, own: Mapping[str, Any], row: Mapping[str, Any]) -> Job:
         return msgspec.structs.replace(prompt, task=self.task, sampling=PROMPT_ONLY)
 
-    def openai_job(self, row: dict[str, Any], place: Place) -> Job:
+    def openai_job(self, row: dict[str, Any], place: RowContext) -> Job:
         given = check_request(row, (_EMBEDDINGS_URL,))
         if unknown := [key for key in given if key not in _EMBEDDING_KEYS]:
             name = unknown[0]
