@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from nvcli.attention import selection
-from nvcli.attention.backend import AttentionBackend
+from nvcli.attention.backend import AttentionBackend, AttentionCase
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
-from nvcli.attention.spec import AttentionCase, AttentionSpec
+from nvcli.attention.spec import AttentionSpec
 from nvcli.errors import ConfigError
 
 DEVICE = torch.device("cuda")

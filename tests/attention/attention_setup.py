@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from batches import Blocks, RequestState, make_batch, shape_of
-from nvcli.attention.backend import AttentionBackend
+from nvcli.attention.backend import AttentionBackend, AttentionCase
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
-from nvcli.attention.spec import AttentionCase, AttentionSpec
+from nvcli.attention.spec import AttentionSpec
 from nvcli.kernels.fp8_kv import dequantise_heads, quantise_heads, store_heads
 from nvcli.kernels.fp8_types import FP8
 

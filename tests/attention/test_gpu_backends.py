@@ -11,10 +11,10 @@ from attention_setup import Bench, History, Step, Work
 from torch import Tensor
 
 from nvcli.attention import selection
-from nvcli.attention.backend import AttentionBackend
+from nvcli.attention.backend import AttentionBackend, AttentionCase
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.selection import select_backend
-from nvcli.attention.spec import AttentionCase, AttentionSpec
+from nvcli.attention.spec import AttentionSpec
 
 pytestmark = pytest.mark.gpu
 

@@ -15,10 +15,9 @@ import torch
 from attention_setup import Bench, History
 
 from kernel_device import DEVICE, HAS_GPU, INTERPRETED_MARKS
-from nvcli.attention.backend import AttentionBackend
+from nvcli.attention.backend import AttentionBackend, AttentionCase
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.row_by_row_backend import RowByRowBackend
-from nvcli.attention.spec import AttentionCase
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels.triton.decode_work_list import SPLIT
 from ordered_products import products_in_one_order

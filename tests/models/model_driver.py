@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from batches import Blocks, RequestState, make_batch
+from nvcli.attention.backend import AttentionCase
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.attention.selection import select_backend
-from nvcli.attention.spec import AttentionCase
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.models.config import load_model_config

@@ -8,7 +8,7 @@ import torch
 from fake_runners import engine_config
 from nvcli.attention.kv_cache import KVCacheSpec
 from nvcli.errors import CapacityError
-from nvcli.runner.memory import check_positions_fit, keep_one_piece, out_of_memory_line, plan_memory
+from nvcli.runner.memory import check_positions_fit, out_of_memory_line, plan_memory, reserve_contiguous
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_start_does_not_fail_for_a_piece_that_only_large_steps_need(monkeypatc
         raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes.")
 
     monkeypatch.setattr(torch, "empty", empty)
-    keep_one_piece(1 << 30, torch.device("cuda"))
+    reserve_contiguous(1 << 30, torch.device("cuda"))
 
 
 def test_more_positions_than_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,16 +23,48 @@ A backend implements two halves, rows of one token and prefill chunks, so that t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
-from nvcli.attention.spec import AttentionCase, AttentionSpec
+from nvcli.attention.spec import AttentionSpec
 
 NewKV = tuple[Tensor, Tensor] | None
 """The rotated keys and the values of the chunks' tokens, [tokens, num_kv_heads, head_dim] each; None for a backend that
 reads them from the cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCase:
+    """The run that a backend is asked to serve."""
+
+    device: torch.device
+    dtype: torch.dtype
+    specs: tuple[AttentionSpec, ...]
+    """The distinct kinds of attention of this rank's layers."""
+    block_size: int
+    kv_dtype: torch.dtype | None = None
+    """The type in which the cache keeps keys and values; None: the model's."""
+    max_num_seqs: int = 256
+    """The most rows of a step, padding included; workspaces are sized by it."""
+    max_num_batched_tokens: int = 8192
+    """The most tokens of a step, padding included."""
+    max_model_len: int = 8192
+    """The most tokens of a request."""
+    batch_invariant: bool = False
+    """Whether a token's result must have the same bits in every batch, decoded or in any chunk."""
+    has_states: bool = False
+    """Whether some layers of this rank keep recurrent states in the pool's blocks."""
+    max_shared_rows: int = 0
+    """The most decode rows, padding included, of a step whose batch has shared segments; 0: there are none, and no
+    shared prefixes of chunks either."""
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """The type of keys and values in the cache."""
+        return self.kv_dtype or self.dtype
 
 
 class AttentionBackend(ABC):
@@ -117,12 +149,12 @@ class AttentionBackend(ABC):
         """
         num_single = batch.num_single_rows
         if batch.shape.num_rows == 0:
-            return new_or(None, q)
+            return output_buffer(None, q)
         if num_single == batch.shape.num_rows:
             return self.decode(spec, layer, q, batch, None, sinks)
         if num_single == 0:
             return self.prefill(spec, layer, q, None if k is None else (k, v), batch, None, sinks)
-        out = new_or(None, q)
+        out = output_buffer(None, q)
         self.decode(spec, layer, q[:num_single], batch, out[:num_single], sinks)
         new = None if k is None else (k[num_single:], v[num_single:])
         self.prefill(spec, layer, q[num_single:], new, batch, out[num_single:], sinks)
@@ -168,7 +200,7 @@ class AttentionBackend(ABC):
         """Attend the chunks. q, new: their tokens' → q's shape, in `out` where it is given."""
 
 
-def new_or(out: Tensor | None, q: Tensor) -> Tensor:
+def output_buffer(out: Tensor | None, q: Tensor) -> Tensor:
     """Return `out`, or a new contiguous tensor of q's shape if `out` is None."""
     return torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
 

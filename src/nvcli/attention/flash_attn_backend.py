@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionBackend, NewKV, copied_to
+from nvcli.attention.backend import AttentionBackend, AttentionCase, NewKV, copied_to
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.requirements import import_failure, unmet_requirements
-from nvcli.attention.spec import AttentionCase, AttentionSpec
+from nvcli.attention.spec import AttentionSpec
 
 _BLOCK_MULTIPLE = 256
 """Block sizes of flash-attn 2 are multiples of it."""

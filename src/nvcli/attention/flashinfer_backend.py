@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionBackend, NewKV, new_or
+from nvcli.attention.backend import AttentionBackend, AttentionCase, NewKV, output_buffer
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.requirements import import_failure, unmet_requirements
-from nvcli.attention.spec import AttentionCase, AttentionSpec
+from nvcli.attention.spec import AttentionSpec
 
 _WORKSPACE_BYTES = 512 << 20
 """Partial results of cut sequences; plans of 1,024 rows with 32 heads of 128 take about half."""
@@ -116,7 +116,7 @@ class FlashInferBackend(AttentionBackend):
         out: Tensor | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        return self._decodes[self._kind_of[spec]].run(q, batch.kv_cache.layer(layer), spec.scale, new_or(out, q))
+        return self._decodes[self._kind_of[spec]].run(q, batch.kv_cache.layer(layer), spec.scale, output_buffer(out, q))
 
     def prefill(
         self,
@@ -128,7 +128,7 @@ class FlashInferBackend(AttentionBackend):
         out: Tensor | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        out = new_or(out, q)
+        out = output_buffer(out, q)
         num_tokens = int(batch.num_tokens_host[batch.num_single_rows :].sum())
         out[num_tokens:].zero_()  # padding, which FlashInfer does not write
         self._prefills[self._kind_of[spec]].run(q, batch.kv_cache.layer(layer), spec.scale, out)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionBackend, NewKV
+from nvcli.attention.backend import AttentionBackend, AttentionCase, NewKV
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
-from nvcli.attention.spec import AttentionCase, AttentionSpec
+from nvcli.attention.spec import AttentionSpec
 
 
 class HybridBackend(AttentionBackend):

@@ -20,9 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nvcli.attention.kv_layout import KVDtype, part_bytes
+from nvcli.attention.kv_layout import STATE_ALIGNMENT, KVDtype, part_bytes
 from nvcli.attention.spec import AttentionSpec, StateSpec
-from nvcli.attention.state_size import STATE_ALIGNMENT
 from nvcli.kernels.fp8_kv import KVScales
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.key_copies import KeyCopies, copy_keys
@@ -127,7 +126,7 @@ class KVCacheSpec:
         if not self.group_states:
             return most
         states = max(
-            len(layers) * state.num_bytes(self.dtype)
+            len(layers) * state.num_bytes(self.dtype.itemsize)
             for layers, state in zip(self.group_layers, self.group_states, strict=True)
             if state is not None
         )
@@ -216,7 +215,7 @@ class KVCache:
         for group, state in zip(spec.group_layers, spec.group_states, strict=True):
             if state is None:
                 continue
-            size = state.num_bytes(spec.dtype)
+            size = state.num_bytes(spec.dtype.itemsize)
             recurrent_size = math.prod(state.recurrent_shape) * 4
             conv_size = math.prod(state.conv_shape) * spec.dtype.itemsize
             for place, layer in enumerate(group):

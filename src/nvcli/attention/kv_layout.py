@@ -1,4 +1,4 @@
-"""How many bytes the keys and values of a block take. Torch-free, as plans ask for it too.
+"""How keys, values and states lie in a block, and how many bytes keys and values take. Torch-free.
 
 A layer has two equal parts of each of its blocks: one for keys, one for values. In FP8 (e4m3) a part ends with the
 scales of its numbers, one for each token and head, so that a block and its scales are one thing.
@@ -17,6 +17,8 @@ SCALE_BYTES = 2
 rounding."""
 _PART_ALIGNMENT = 128
 """Bytes: each part with scales takes a multiple of it, so that keys lie where they can be read fast."""
+STATE_ALIGNMENT = 128
+"""Bytes: each layer's state takes a multiple of it, so that float32 numbers lie where they can be read fast."""
 SCRATCH_UNIT = 64
 """Tokens of a unit of a prefill scratch."""
 _LEAST_SCRATCH_TOKENS = 65_536

@@ -7,7 +7,7 @@ from importlib import import_module
 
 import torch
 
-from nvcli.attention.spec import AttentionCase
+from nvcli.attention.backend import AttentionCase
 from nvcli.kernels.fp8_types import FP8
 
 _FP8_CAPABILITY = (8, 9)

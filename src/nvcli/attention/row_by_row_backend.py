@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionBackend, NewKV, new_or
+from nvcli.attention.backend import AttentionBackend, AttentionCase, NewKV, output_buffer
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import AttentionCase, AttentionSpec, first_seen
+from nvcli.attention.spec import AttentionSpec, first_seen
 from nvcli.attention.torch_backend import TorchBackend, softmax_attention
 
 
@@ -103,7 +103,7 @@ class RowByRowBackend(AttentionBackend):
         out: Tensor | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        out = new_or(out, q)
+        out = output_buffer(out, q)
         heads = q.view(len(q), 1, spec.num_kv_heads, -1, spec.head_dim)  # [T, 1, KV, G, D]
         results = out.view(heads.shape)
         by_head = None if sinks is None else sinks.view(spec.num_kv_heads, -1, 1)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from nvcli.attention.backend import AttentionBackend
+from nvcli.attention.backend import AttentionBackend, AttentionCase
 from nvcli.attention.hybrid import HybridBackend
-from nvcli.attention.spec import AttentionCase
 from nvcli.errors import ConfigError
 
 BACKENDS = {

@@ -1,12 +1,13 @@
-"""The kinds of attention of a model's layers, and the run that a backend is asked to serve."""
+"""What each layer of a rank keeps of a request: keys and values, by its kind of attention, or a recurrent state.
+Torch-free, as plans ask for its size too."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import ClassVar
 
-import torch
-
-from nvcli.attention.state_size import state_bytes
+from nvcli.attention.kv_layout import KV_DTYPE_BYTES, STATE_ALIGNMENT, KVDtype, part_bytes
 
 Geometry = tuple[int, int, int]
 """Query heads, KV heads and head size."""
@@ -16,6 +17,7 @@ Geometry = tuple[int, int, int]
 class AttentionSpec:
     """One kind of attention on this rank. Layers that attend alike have equal specs and share the plans of a step."""
 
+    is_state: ClassVar[bool] = False
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -36,6 +38,10 @@ class AttentionSpec:
         """What the tiles of kernels depend on."""
         return self.num_heads, self.num_kv_heads, self.head_dim
 
+    def block_bytes(self, block_size: int, dtype: KVDtype, kv_dtype: KVDtype) -> int:
+        """The bytes of a layer's keys and values in a block, in a model of type `dtype`."""
+        return 2 * part_bytes(block_size, self.num_kv_heads, self.head_dim, kv_dtype)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpec:
@@ -47,40 +53,22 @@ class StateSpec:
     """(heads, key size, value size), kept in float32."""
     kv_group: int = 0
 
-    def num_bytes(self, dtype: torch.dtype) -> int:
-        """The bytes of the state, in a model of this type."""
-        return state_bytes(self.conv_shape, self.recurrent_shape, dtype.itemsize)
+    is_state: ClassVar[bool] = True
+    window: ClassVar[int] = 2
+    """A token goes on from the state behind the one before it, as with a window of two tokens."""
+
+    def num_bytes(self, element_bytes: int) -> int:
+        """The bytes of the state in a model whose elements take so many, padding included."""
+        size = 4 * math.prod(self.recurrent_shape) + element_bytes * math.prod(self.conv_shape)
+        return -(-size // STATE_ALIGNMENT) * STATE_ALIGNMENT
+
+    def block_bytes(self, block_size: int, dtype: KVDtype, kv_dtype: KVDtype) -> int:
+        """The bytes of a layer's state in a block, of which each has one."""
+        return self.num_bytes(KV_DTYPE_BYTES[dtype])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionCase:
-    """The run that a backend is asked to serve."""
-
-    device: torch.device
-    dtype: torch.dtype
-    specs: tuple[AttentionSpec, ...]
-    """The distinct kinds of attention of this rank's layers."""
-    block_size: int
-    kv_dtype: torch.dtype | None = None
-    """The type in which the cache keeps keys and values; None: the model's."""
-    max_num_seqs: int = 256
-    """The most rows of a step, padding included; workspaces are sized by it."""
-    max_num_batched_tokens: int = 8192
-    """The most tokens of a step, padding included."""
-    max_model_len: int = 8192
-    """The most tokens of a request."""
-    batch_invariant: bool = False
-    """Whether a token's result must have the same bits in every batch, decoded or in any chunk."""
-    has_states: bool = False
-    """Whether some layers of this rank keep recurrent states in the pool's blocks."""
-    max_shared_rows: int = 0
-    """The most decode rows, padding included, of a step whose batch has shared segments; 0: there are none, and no
-    shared prefixes of chunks either."""
-
-    @property
-    def cache_dtype(self) -> torch.dtype:
-        """The type of keys and values in the cache."""
-        return self.kv_dtype or self.dtype
+CacheSpec = AttentionSpec | StateSpec
+"""What a layer keeps in the KV cache."""
 
 
 def first_seen(position: int, window: int | None) -> int:

@@ -29,10 +29,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nvcli.attention import written_softmax
-from nvcli.attention.backend import AttentionBackend, NewKV, new_or
+from nvcli.attention.backend import AttentionBackend, AttentionCase, NewKV, output_buffer
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.kv_cache import NULL_BLOCK, KVCache
-from nvcli.attention.spec import AttentionCase, AttentionSpec, first_seen
+from nvcli.attention.spec import AttentionSpec, first_seen
 from nvcli.attention.torch_segments import SharedRead, plan_prefix_reads, plan_shared_reads
 from nvcli.kernels.fp8_kv import gather_blocks
 
@@ -178,8 +178,8 @@ class TorchBackend(AttentionBackend):
                 whole[read.rows], log_sums[read.rows] = written_softmax.join_parts(
                     own, read.attend(spec, grouped_q, keys, values)
                 )
-            return new_or(out, q).copy_(whole.flatten(1, 2))
-        return torch.index_select(sorted_out.flatten(1, 2), 0, decodes.rank, out=new_or(out, q))
+            return output_buffer(out, q).copy_(whole.flatten(1, 2))
+        return torch.index_select(sorted_out.flatten(1, 2), 0, decodes.rank, out=output_buffer(out, q))
 
     def prefill(
         self,
@@ -192,7 +192,7 @@ class TorchBackend(AttentionBackend):
         sinks: Tensor | None,
     ) -> Tensor:
         assert (new is not None) == self.reads_new_keys
-        out = new_or(out, q)
+        out = output_buffer(out, q)
         chunks = self._chunks[spec.window, spec.kv_group]
         for chunk in chunks:
             rows = slice(chunk.start, chunk.end)

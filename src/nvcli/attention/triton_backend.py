@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionBackend, NewKV, new_or
+from nvcli.attention.backend import AttentionBackend, AttentionCase, NewKV, output_buffer
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.kv_layout import scratch_tokens
 from nvcli.attention.requirements import import_failure, unmet_requirements
-from nvcli.attention.spec import AttentionCase, AttentionSpec, Geometry
+from nvcli.attention.spec import AttentionSpec, Geometry
 
 _MAX_ROWS = 64_000
 """A launch grid has at most 65,535 rows, and each sequence makes at least one."""
@@ -141,7 +141,7 @@ class TritonBackend(AttentionBackend):
         out: Tensor | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        out = new_or(out, q)
+        out = output_buffer(out, q)
         inputs = self._inputs(spec, layer, q, batch, sinks)
         if batch.segments is not None:
             assert self._segmented is not None
@@ -160,7 +160,7 @@ class TritonBackend(AttentionBackend):
         out: Tensor | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        out = new_or(out, q)
+        out = output_buffer(out, q)
         inputs = self._inputs(spec, layer, q, batch, sinks)
         if batch.prefixes is not None and spec.window is None:
             assert self._prefixed is not None

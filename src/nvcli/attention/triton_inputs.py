@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from nvcli.attention.backend import AttentionCase
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import AttentionCase, AttentionSpec, Geometry
+from nvcli.attention.spec import AttentionSpec, Geometry
 from nvcli.kernels.triton.attention_launch import AttentionShape, LayerInputs
 
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nvcli.attention.backend import AttentionCase
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import AttentionCase, AttentionSpec, Geometry
+from nvcli.attention.spec import AttentionSpec, Geometry
 from nvcli.attention.triton_inputs import attention_shape
 from nvcli.kernels.triton.attention_launch import LayerInputs
 from nvcli.kernels.triton.decode_attention import DecodeAttention

@@ -48,9 +48,10 @@ def probe(task: AttentionTask) -> list[Finding]:
     """Ask every backend. Imports torch and the backends' packages."""
     import torch
 
+    from nvcli.attention.backend import AttentionCase
     from nvcli.attention.kv_cache import torch_kv_dtype
     from nvcli.attention.selection import BACKENDS, NOT_ASKED, select_backend, why_not
-    from nvcli.attention.spec import AttentionCase, AttentionSpec
+    from nvcli.attention.spec import AttentionSpec
     from nvcli.errors import ConfigError
 
     case = AttentionCase(

@@ -13,8 +13,8 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from nvcli.attention.kv_layout import KVDtype, part_bytes
-from nvcli.attention.state_size import STATE_ALIGNMENT, state_bytes
+from nvcli.attention.kv_layout import STATE_ALIGNMENT, KVDtype, part_bytes
+from nvcli.attention.spec import StateSpec
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.messages import MAX_KV_GROUPS
 from nvcli.models.config import ModelConfig
@@ -106,8 +106,11 @@ def group_bytes(
     for (_, numbers), group in zip(_whole_groups(config), kv_groups(config, stage), strict=True):
         attention = layers[numbers[0]].attention
         if isinstance(attention, DeltaNetConfig):
-            shapes = attention.conv_shape(tensor_parallel_size), attention.recurrent_shape(tensor_parallel_size)
-            states = max(states, len(group.layers) * state_bytes(*shapes, DTYPE_BYTES[dtype]))
+            spec = StateSpec(
+                conv_shape=attention.conv_shape(tensor_parallel_size),
+                recurrent_shape=attention.recurrent_shape(tensor_parallel_size),
+            )
+            states = max(states, len(group.layers) * spec.num_bytes(DTYPE_BYTES[dtype]))
             continue
         heads = attention.kv_heads_per_rank(tensor_parallel_size)
         part = part_bytes(block_size, heads, attention.head_dim, kv_dtype or dtype)

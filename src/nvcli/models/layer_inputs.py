@@ -20,7 +20,7 @@ from nvcli.models.parallel import BuildContext, VocabParallelEmbedding
 from nvcli.models.weights import WeightModule, WeightSource, empty_parameter
 
 
-class Whole(WeightModule):
+class ReplicatedLinear(WeightModule):
     """A projection that every rank has whole: [T, in] → [T, out]."""
 
     def __init__(self, build: BuildContext, path: str) -> None:
@@ -48,7 +48,7 @@ class LayerInputs(nn.Module):
         ).item()  # rounded as the embedding's own scale is
         self.projection_scale = hidden_size**-0.5
         self.embed = VocabParallelEmbedding(build, LAYER_EMBEDDING)
-        self.projection = Whole(build, "model.per_layer_model_projection")
+        self.projection = ReplicatedLinear(build, "model.per_layer_model_projection")
         self.norm = Norm(build, "model.per_layer_projection_norm", norm)
 
     def forward(self, ids: Tensor, embeddings: Tensor) -> Tensor:
@@ -63,8 +63,8 @@ class LayerInput(nn.Module):
 
     def __init__(self, build: BuildContext, path: str, norm: NormConfig) -> None:
         super().__init__()
-        self.gate = Whole(build, f"{path}.per_layer_input_gate")
-        self.projection = Whole(build, f"{path}.per_layer_projection")
+        self.gate = ReplicatedLinear(build, f"{path}.per_layer_input_gate")
+        self.projection = ReplicatedLinear(build, f"{path}.per_layer_projection")
         self.norm = Norm(build, f"{path}.post_per_layer_input_norm", norm)
 
     def forward(self, residual: Tensor, own: Tensor) -> Tensor:

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nvcli.attention.backend import AttentionCase
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec, torch_kv_dtype
 from nvcli.attention.selection import select_backend
-from nvcli.attention.spec import AttentionCase, StateSpec
 from nvcli.config import EngineConfig
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.models.config import load_model_config
@@ -67,7 +67,7 @@ class PassageReader:
             max_num_batched_tokens=CHUNK_TOKENS,
             max_model_len=config.max_model_len,
             batch_invariant=config.batch_invariant,
-            has_states=any(isinstance(layer, StateSpec) for layer in self.model.cache_layers),
+            has_states=any(layer.is_state for layer in self.model.cache_layers),
         )
         self.backend, notes = select_backend(config.attention_backend, case)
         for note in notes:

@@ -117,7 +117,7 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
-def keep_one_piece(num_bytes: int, device: torch.device) -> None:
+def reserve_contiguous(num_bytes: int, device: torch.device) -> None:
     """Make torch's allocator hold free memory of a GPU in one piece, from which it then takes what steps need.
 
     Without it, steps that are launched kernel by kernel take a new piece for each number of logits that is larger than

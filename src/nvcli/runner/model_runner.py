@@ -14,10 +14,10 @@ from dataclasses import replace
 
 import torch
 
+from nvcli.attention.backend import AttentionCase
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec, torch_kv_dtype
 from nvcli.attention.selection import select_backend
-from nvcli.attention.spec import AttentionCase, StateSpec
 from nvcli.config import EngineConfig
 from nvcli.distributed.peer_memory import share_memory
 from nvcli.distributed.process_group import divide_ranks, join_process_group
@@ -42,13 +42,13 @@ from nvcli.runner.memory import (
     check_positions_fit,
     check_weights_fit,
     free_bytes,
-    keep_one_piece,
     oom_as_limits_error,
     other_bytes,
     out_of_memory_line,
     peak_allocated,
     peak_bytes,
     plan_memory,
+    reserve_contiguous,
 )
 from nvcli.runner.prompt_reader import PromptReader
 from nvcli.runner.sampler import Sampler
@@ -99,7 +99,7 @@ class ModelRunner:
             self._size_kv_cache()
             self._allocate_kv_cache()
             self._capture_graphs()
-            keep_one_piece(self._activation_bytes, self.device)
+            reserve_contiguous(self._activation_bytes, self.device)
             self._measure_memory()
         self.ready = EngineReady(
             num_blocks=self.kv_cache.num_blocks - 1,  # the null block is not for use
@@ -217,7 +217,7 @@ class ModelRunner:
             max_num_batched_tokens=config.max_padded_tokens,
             max_model_len=config.max_model_len,
             batch_invariant=config.batch_invariant,
-            has_states=any(isinstance(layer, StateSpec) for layer in self.model.cache_layers),
+            has_states=any(layer.is_state for layer in self.model.cache_layers),
             max_shared_rows=config.max_shared_rows,
         )
         self.backend, notes = select_backend(config.attention_backend, case)

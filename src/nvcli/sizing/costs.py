@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from nvcli.attention.kv_layout import KVDtype, token_bytes
-from nvcli.attention.state_size import state_bytes
+from nvcli.attention.spec import StateSpec
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import DTYPE_BYTES, EMBEDDING, HEAD, StoredDtype, TensorSpec, model_tensors
@@ -175,7 +175,8 @@ def _state_costs(
     for one in attentions:
         if isinstance(one, DeltaNetConfig):
             recurrent = one.recurrent_shape(tensor_parallel_size)
-            num_bytes += state_bytes(one.conv_shape(tensor_parallel_size), recurrent, DTYPE_BYTES[dtype])
+            spec = StateSpec(conv_shape=one.conv_shape(tensor_parallel_size), recurrent_shape=recurrent)
+            num_bytes += spec.num_bytes(DTYPE_BYTES[dtype])
             flops += 3 * 2 * math.prod(recurrent)
     return StateCosts(num_bytes=num_bytes, flops_per_token=flops) if num_bytes else None
 
