@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 
 from nvcli.runner import constraints, mask_processes, mask_worker, mask_workers
-from nvcli.runner.compiled_grammars import GrammarAnswer
 from nvcli.runner.mask_messages import WantMask
+from nvcli.runner.mask_worker import GrammarAnswer
 
 VARIABLE = "LATE_MASKS"
 

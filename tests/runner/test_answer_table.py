@@ -14,7 +14,7 @@ from nvcli.messages import NOT_FINITE, SlotConstraint
 from nvcli.runner.answer_table import AnswerTable
 from nvcli.runner.followed_answer import FollowedAnswer
 from nvcli.runner.mask_messages import WantMask
-from nvcli.runner.row_places import RowPlaces, num_places
+from nvcli.runner.mask_rows import MaskRowAllocator, num_mask_rows
 
 END_IDS = [0, 2]
 MARK, OPENING = [7, 8], [5]
@@ -132,29 +132,29 @@ def test_an_answer_that_begins_anew_tells_all_tokens_of_its_grammar_once_more(se
 
 
 def test_the_rows_of_one_grammar_are_those_of_different_processes() -> None:
-    places = RowPlaces(10, 4)
-    rows = [places.take("a") for _ in range(4)]
+    places = MaskRowAllocator(10, 4)
+    rows = [places.take("a").row for _ in range(4)]
     assert {row % 4 for row in rows} == {0, 1, 2, 3}
     places.give_back(rows[0])
-    others = [places.take("b") for _ in range(3)]
+    others = [places.take("b").row for _ in range(3)]
     assert others[0] % 4 == rows[0] % 4, "the process with the fewest answers"
-    others.append(places.take("a"))
+    others.append(places.take("a").row)
     assert others[-1] % 4 == rows[0] % 4, "none of its grammar"
-    rest = [places.take("b") for _ in range(3)]
+    rest = [places.take("b").row for _ in range(3)]
     assert sorted([*rows[1:], *others, *rest]) == list(range(10))
 
 
 def test_most_answers_find_their_grammar_compiled() -> None:
     """And no process has many more answers than others, with fewer running answers than twice the grammars."""
     rng, num_found, num_begun = random.Random(1), 0, 2000
-    places, grammars = RowPlaces(num_places(64), 8), [str(number) for number in range(40)]
+    places, grammars = MaskRowAllocator(num_mask_rows(64), 8), [str(number) for number in range(40)]
     compiled: set[tuple[str, int]] = set()
     rows: list[int] = []
     for number in range(num_begun):
         if len(rows) == 64:
             places.give_back(rows.pop(rng.randrange(64)))
         grammar = grammars[number % len(grammars)]
-        rows.append(places.take(grammar))
+        rows.append(places.take(grammar).row)
         found = (grammar, rows[-1] % 8)
         num_found += found in compiled
         compiled.add(found)

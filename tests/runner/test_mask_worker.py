@@ -17,10 +17,9 @@ from constrained_requests import END_IDS, load_vocabulary, run_here
 
 from nvcli import grammars
 from nvcli.grammars import Vocabulary, grammar_of
-from nvcli.runner import compiled_grammars, mask_worker
-from nvcli.runner.compiled_grammars import CompiledGrammars, GrammarAnswer
+from nvcli.runner import mask_worker
 from nvcli.runner.mask_messages import FollowGrammar, MaskOrders, MaskTable, WantMask, answered, next_token
-from nvcli.runner.mask_worker import MaskWorker, OrderReader, serve
+from nvcli.runner.mask_worker import CompiledGrammars, GrammarAnswer, MaskWorker, OrderReader, serve
 from nvcli.runner.mask_workers import Patience
 from nvcli.sampling_params import SamplingParams
 from nvcli.structured import Constraint, Structured
@@ -156,54 +155,6 @@ def test_answers_whose_last_mask_was_slow_come_last_and_wait_for_two_orders_at_t
     assert order == [(0, 1), (2, 1), (0, 2), (1, 2), (0, 3), (2, 2)]
 
 
-def test_a_second_thread_goes_on_where_a_mask_is_slow(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with what is asked for meanwhile. The answer whose mask is slow may end: only its row is waited for."""
-    own = Worker(vocabulary)
-    begun, gate = threading.Event(), threading.Event()
-    make = own.worker._make
-
-    def make_slowly(mask: WantMask, answer: GrammarAnswer) -> None:
-        if mask.row == 0:
-            begun.set()
-            gate.wait(60)
-        make(mask, answer)
-
-    monkeypatch.setattr(own.worker, "_make", make_slowly)
-    read_fd, write_fd = os.pipe()
-    orders = OrderReader(read_fd, stays_awake=False)
-
-    def send(order: MaskOrders) -> None:
-        message = msgspec.msgpack.encode(order)
-        os.write(write_fd, struct.pack("I", len(message)) + message)
-
-    def wait_for(*numbers: int) -> None:
-        expected = [answered(number, has_failed=False) for number in numbers]
-        deadline = time.monotonic() + 60
-        while own.numbers[: len(numbers)].tolist() != expected and time.monotonic() < deadline:
-            time.sleep(0.001)
-        assert own.numbers[: len(numbers)].tolist() == expected
-
-    send(MaskOrders([], [FollowGrammar(row, CHOICE) for row in range(5)], [want(row) for row in range(3)]))
-    threads = [
-        threading.Thread(target=serve, args=(own.worker, orders), daemon=True),
-        threading.Thread(target=own.worker.help_for_ever, args=(orders,), daemon=True),
-    ]
-    for thread in threads:
-        thread.start()
-    assert begun.wait(60)
-    wait_for(0, 1, 1)
-    send(MaskOrders([4], [FollowGrammar(4, CHOICE)], [want(3), want(4)]))
-    wait_for(0, 1, 1, 1, 1)
-    send(MaskOrders([0], [FollowGrammar(0, CHOICE)], [want(0, 2)]))
-    time.sleep(0.01)
-    gate.set()
-    wait_for(2, 1, 1, 1, 1)
-    os.close(write_fd)
-    threads[0].join()
-    os.close(read_fd)
-    assert own.worker.is_idle
-
-
 def test_a_worker_looks_at_the_memory_by_itself_and_says_when_it_does_not(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,22 +178,19 @@ def test_a_worker_looks_at_the_memory_by_itself_and_says_when_it_does_not(
 
     def ask(number: int, token: int) -> None:
         own.table.next_tokens[0] = next_token(np.array(number), np.array(token))
-        own.table.calls[0] += 1
 
     ask(2, nine)
     wait_until(lambda: own.numbers[0] == 4)
-    own.table.next_tokens[0] = next_token(np.array(3), np.array(0))  # without a call
-    wait_until(lambda: own.numbers[0] // 2 == 3)
     assert not own.table.is_asleep[0]
     monkeypatch.setattr(mask_worker, "_NAP_MILLISECONDS", 3_600_000.0)
     orders._awake_seconds = 0.0
-    ask(4, 0)
-    wait_until(lambda: own.numbers[0] // 2 == 4 and own.table.is_asleep[0])
+    ask(3, 0)
+    wait_until(lambda: own.numbers[0] // 2 == 3 and own.table.is_asleep[0])
     time.sleep(0.01)  # it looks once more
-    ask(5, 0)
+    ask(4, 0)
     message = msgspec.msgpack.encode(MaskOrders([], [], []))
     os.write(write_fd, struct.pack("I", len(message)) + message)
-    wait_until(lambda: own.numbers[0] // 2 == 5)
+    wait_until(lambda: own.numbers[0] // 2 == 4)
     os.close(write_fd)
     thread.join()
     os.close(read_fd)
@@ -269,32 +217,16 @@ def test_waiting_ends_when_it_costs_what_leaving_rows_out_does() -> None:
 
 def test_grammars_are_compiled_once_in_a_while(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last ones are kept, and none for ever."""
-    monkeypatch.setattr(compiled_grammars, "MAX_COMPILED", 2)
-    monkeypatch.setattr(compiled_grammars, "_MOST_SERVED", 3)
+    monkeypatch.setattr(mask_worker, "MAX_COMPILED", 2)
+    monkeypatch.setattr(mask_worker, "_MOST_SERVED", 3)
     compiled: list[str] = []
     make = vocabulary.matcher
     monkeypatch.setattr(vocabulary, "matcher", lambda grammar: (compiled.append(grammar), make(grammar))[1])
     known = CompiledGrammars(vocabulary)
     a, b, c = (grammar_of(Structured(choice=[word])) for word in ("a", "b", "c"))
     for grammar in (a, b, a, a, a, c, a, b):
-        GrammarAnswer(grammar, known).end()
+        GrammarAnswer(grammar, known)
     assert compiled == [a, b, a, c, b]
-
-
-def test_running_answers_have_copies_of_what_is_quickly_compiled(
-    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Matchers of one copy wait for each other."""
-    monkeypatch.setattr(compiled_grammars, "_MOST_COPIES", 3)
-    known = CompiledGrammars(vocabulary)
-    answers = [known.begin(CHOICE) for _ in range(6)]
-    assert [answers.index(answer) for answer in answers] == [0, 1, 2, 0, 1, 2]
-    for answer in (answers[1], answers[4]):
-        known.end(answer)
-    assert known.begin(CHOICE) is answers[1]
-    monkeypatch.setattr(compiled_grammars, "_QUICK_SECONDS", 0.0)
-    other = grammar_of(Structured(choice=["96"]))
-    assert known.begin(other) is known.begin(other)
 
 
 def test_no_answer_fails_because_others_have_filled_the_memory(

@@ -20,8 +20,8 @@ from nvcli.grammars import grammar_of
 from nvcli.job_run.text.grammar_maker import GrammarMaker
 from nvcli.runner import mask_workers
 from nvcli.runner.mask_messages import FollowGrammar, WantMask, answered
+from nvcli.runner.mask_rows import MaskRowAllocator
 from nvcli.runner.mask_workers import MaskWorkers, Patience
-from nvcli.runner.suspects import Suspects
 from nvcli.structured import Structured
 
 FAILING = """
@@ -235,23 +235,28 @@ def test_the_first_process_is_not_replaced() -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in others)
 
 
-def test_suspects() -> None:
-    """An answer fails at the second end of a process, and others by its grammar only if it could not be compiled."""
-    suspects = Suspects()
-    grammars = {3: "deadly", 5: "innocent", 7: "slow"}
-    assert suspects.begin(3, "deadly") == FollowGrammar(3, "deadly")
-    assert suspects.blame(set(), -1, grammars)
-    assert not suspects.blame({3, 5}, 3, grammars)
-    assert suspects.begin(3, "deadly") == FollowGrammar(3, "deadly", is_suspect=True)
-    assert suspects.begin(5, "innocent") == FollowGrammar(5, "innocent", is_suspect=True)
-    assert not suspects.blame({3}, 3, grammars)
-    assert suspects.begin(3, "deadly") == FollowGrammar(3, None, is_suspect=True)
-    assert suspects.begin(5, "innocent") == FollowGrammar(5, "innocent", is_suspect=True)
-    assert suspects.begin(4, "deadly") == FollowGrammar(4, None)
+def test_answers_fail_at_the_second_end_of_their_process() -> None:
+    """And others by the same grammar only if it could not be compiled."""
+    rows = MaskRowAllocator(9, 1)
+
+    def end_at(at_work: int) -> tuple[dict[int, str | None], bool]:
+        begun, was_idle = rows.begin_anew(0, at_work)
+        return {follow.row: follow.grammar for follow in begun}, was_idle
+
+    for row, grammar in enumerate(("deadly", "innocent", "slow")):
+        assert rows.take(grammar) == FollowGrammar(row, grammar)
+    everyone: dict[int, str | None] = {0: "deadly", 1: "innocent", 2: "slow"}
+    assert end_at(0) == (everyone, True)
+    assert end_at(-1) == (everyone, False)
+    assert end_at(-1) == (everyone | {0: None}, False)
+    assert end_at(-1)[1], "it has failed already"
+    assert rows.take("deadly") == FollowGrammar(3, None)
     for _ in range(2):
-        suspects.blame({7}, -1, grammars)
-    assert suspects.begin(7, "slow").grammar is None
-    assert suspects.begin(8, "slow") == FollowGrammar(8, "slow")
-    suspects.end(7)
-    assert suspects.begin(7, "other") == FollowGrammar(7, "other")
-    assert suspects.blame({9}, -1, grammars)  # its answer has ended since
+        begun, was_idle = end_at(3)
+    assert begun == {0: None, 1: "innocent", 2: None, 3: None}
+    assert not was_idle
+    assert rows.take("slow") == FollowGrammar(4, "slow")
+    rows.give_back(2)
+    assert rows.take("other") == FollowGrammar(2, "other")
+    rows.give_back(2)
+    assert end_at(3)[1], "its answer has ended since"

@@ -36,8 +36,8 @@ from nvcli.runner.followed_answer import FollowedAnswer
 from nvcli.runner.forward_timer import ForwardTimer, LaunchTimer
 from nvcli.runner.mask_memory import MaskMemory
 from nvcli.runner.mask_messages import answered
+from nvcli.runner.mask_rows import num_mask_rows
 from nvcli.runner.mask_workers import MaskWorkers, Patience
-from nvcli.runner.row_places import num_places
 from nvcli.runner.sampler import TokenMasks
 from nvcli.runner.slot_table import unpack_ids
 from nvcli.runner.step_masks import MaskOutcome, StepMasks
@@ -95,7 +95,7 @@ class Constraints:
         self._max_answers = max_answers
         self._follows = follows
         self._token_ids = token_ids
-        self._answers = AnswerTable(max_answers, num_places(max_answers))
+        self._answers = AnswerTable(max_answers, num_mask_rows(max_answers))
         self._chosen: deque[_Chosen] = deque()
         self._timer = ForwardTimer(device)
         self._free_since = 0.0
@@ -274,7 +274,7 @@ class Constraints:
         num_words = self._workers.wait_ready()
         if num_words:
             assert self._workers.memory is not None
-            num_rows = num_places(self._max_answers)
+            num_rows = num_mask_rows(self._max_answers)
             self._memory = MaskMemory(
                 self._workers.memory, num_rows, num_words, self._device, num_logits=self._vocab_size
             )
@@ -323,7 +323,7 @@ def start_workers(
         model_path,
         vocab_size=vocab_size,
         end_ids=end_ids,
-        num_rows=num_places(max_answers),
+        num_rows=num_mask_rows(max_answers),
         num_workers=num_workers,
         stays_awake=num_workers <= num_free,
     )

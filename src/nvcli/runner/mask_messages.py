@@ -20,10 +20,8 @@ N = TypeVar("N", int, np.ndarray)
 _PAGE = 4096
 _TOKEN_BITS = 24
 """Of an entry of `MaskTable.next_tokens`; the bits above are the number of the mask."""
-_NUM_NUMBERS = 7
+_NUM_NUMBERS = 4
 """The numbers that the memory has for each row beside its mask."""
-FIRST_THREAD, SECOND_THREAD, BEGINS = range(3)
-"""What a process is at (`MaskTable.at_work`): its threads make masks, and one of them may begin an answer."""
 
 
 class MaskStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,8 +81,6 @@ class FollowGrammar(msgspec.Struct, frozen=True, array_like=True):
     row: int
     grammar: str | None
     """None: the answer has failed already, and so do all of its masks."""
-    is_suspect: bool = False
-    """Whether a process has ended while it was at this answer: nothing else is done meanwhile."""
 
 
 class WantMask(msgspec.Struct, frozen=True, array_like=True):
@@ -122,13 +118,11 @@ class MaskTable:
     """[rows] int64, the last mask that is there (`answered`). The processes write it."""
     next_tokens: np.ndarray
     """[rows] int64, the last mask that was asked for so (`next_token`); 0: none. The rank writes it."""
-    calls: np.ndarray
-    """[rows] int64, with an entry for each process, of which there are no more than rows: it changes when there is
-    something new for the process, in the memory or as a message. The rank writes it."""
     is_asleep: np.ndarray
-    """[rows] int64, likewise: whether the process may not look before it gets a message. The processes write it."""
+    """[rows] int64, with an entry for each process, of which there are no more than rows: whether it may not look
+    before it gets a message. The processes write it."""
     at_work: np.ndarray
-    """[3, rows] int64, likewise: the row, plus 1, that each thread of the process makes a mask of, and that of the
+    """[rows] int64, likewise: the row, plus 1, that the process makes a mask of, or as a negative number that of the
     answer that it begins; 0: none. The processes write it, so that the rank knows what one was at when it ended."""
     masks: np.ndarray
     """[rows, W] uint32, a bit for each token."""
@@ -137,7 +131,8 @@ class MaskTable:
     def empty(cls, num_rows: int, num_words: int) -> MaskTable:
         """Make one that nobody shares."""
         numbers = np.zeros((_NUM_NUMBERS, num_rows), dtype=np.int64)
-        return cls._of_parts(numbers, np.zeros((num_rows, num_words), dtype=np.uint32))
+        masks = np.zeros((num_rows, num_words), dtype=np.uint32)
+        return cls(numbers[0], numbers[1], numbers[2], numbers[3], masks)
 
     @classmethod
     def of(cls, memory: mmap.mmap, num_rows: int, num_words: int) -> MaskTable:
@@ -145,11 +140,7 @@ class MaskTable:
         numbers = np.frombuffer(memory, dtype=np.int64, count=_NUM_NUMBERS * num_rows).reshape(_NUM_NUMBERS, num_rows)
         count = num_rows * num_words
         masks = np.frombuffer(memory, dtype=np.uint32, count=count, offset=masks_offset(num_rows))
-        return cls._of_parts(numbers, masks.reshape(num_rows, num_words))
-
-    @classmethod
-    def _of_parts(cls, numbers: np.ndarray, masks: np.ndarray) -> MaskTable:
-        return cls(numbers[0], numbers[1], numbers[2], numbers[3], numbers[4:], masks)
+        return cls(numbers[0], numbers[1], numbers[2], numbers[3], masks.reshape(num_rows, num_words))
 
 
 def masks_offset(num_rows: int) -> int:

@@ -125,10 +125,9 @@ def _work(
         orders = OrderReader(order_fd, stays_awake=start.stays_awake)
         limit_more_memory(max_memory)
         threading.stack_size(FOLLOW_STACK_BYTES)
-        threading.Thread(target=run, args=(worker.help_for_ever, orders), daemon=True).start()
-        first = threading.Thread(target=run, args=(serve, worker, orders), daemon=True)
-        first.start()
-        first.join()
+        thread = threading.Thread(target=run, args=(serve, worker, orders), daemon=True)
+        thread.start()
+        thread.join()
 
     run(begin)
 

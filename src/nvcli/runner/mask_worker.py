@@ -1,58 +1,45 @@
 """A process that makes masks for a rank: it follows the answers of some rows, takes their tokens in, makes their masks
 one by one, and writes them into memory that the rank sees. `mask_processes.py` starts it.
 
-Masks that are likely to be slow, because the last one of the answer was, come behind the others. While one is slow, a
-second thread goes on with the others, those included that are asked for meanwhile: llguidance lets it. A process may
-end in the middle of an answer whose grammar takes too much stack or memory. So it writes down what its threads are at,
-and what it is asked for of an answer at which another process has ended, it does while both threads do nothing else.
-This module knows no torch.
+Masks that are likely to be slow, because the last one of the answer was, come behind the others. A process may end in
+the middle of an answer whose grammar takes too much stack or memory, so it writes down which answer it is at. This
+module knows no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import select
 import struct
-import threading
 import time
-from collections import deque
+from array import array
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from nvcli.grammars import Vocabulary
-from nvcli.runner.compiled_grammars import CompiledGrammars, GrammarAnswer
-from nvcli.runner.mask_messages import (
-    BEGINS,
-    FIRST_THREAD,
-    SECOND_THREAD,
-    FollowGrammar,
-    MaskOrders,
-    MaskTable,
-    WantMask,
-    answered,
-    read_next_token,
-)
+from nvcli.grammars import GrammarError, Vocabulary
+from nvcli.runner.mask_messages import FollowGrammar, MaskOrders, MaskTable, WantMask, answered, read_next_token
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+MAX_COMPILED = 64
+"""Compiled grammars that a process keeps, those that were used last."""
+_MOST_SERVED = 256
+"""Answers after which a grammar is compiled anew, so that its memory does not grow for as long as the run lasts."""
 _ALL = np.uint32(0xFFFFFFFF)
 """A word of a mask that forbids nothing."""
 _SLOW_SECONDS = 200e-6
 _MOST_PASSED = 2
 """A slow mask is put off for this many orders at the most."""
-_HELP_SECONDS = 150e-6
-"""The time after which the second thread looks whether the first one is at a slow mask."""
-_STUCK_SECONDS = 100e-6
-"""The time that a mask takes when the second thread goes on with those behind it; 98 of 100 take less."""
 _LOOK_SECONDS = 100e-6
 """How often a process looks for orders at first. To be woken by a timer so often takes some of a core: a third with 50
 µs in a virtual machine."""
-_LOOKS_AT_CALLS = 16
-"""Of so many looks but one are at `MaskTable.calls` alone. The one is for processors that show the rank's writes in
-another order."""
 _AWAKE_SECONDS = 6e-3
 """The time after which it falls asleep. Steps that take longer lose little while the processes are woken."""
 _NAP_MILLISECONDS = 200.0
@@ -61,14 +48,96 @@ it awake at the very moment at which it fell asleep."""
 
 
 @dataclass(slots=True)
-class _Lane:
-    """What one of the threads does."""
+class _CompiledGrammar:
+    """A grammar as it was compiled once, for some answers."""
 
-    number: int
-    row: int | None = None
-    """The row whose mask it makes; None: it makes none."""
-    begun_at: float = 0.0
-    """The `time.perf_counter()` at which it began that."""
+    beginning: LLMatcher | None
+    """A matcher at the beginning of an answer, to be copied; None: the grammar cannot be compiled."""
+    num_served: int = 0
+
+
+class CompiledGrammars:
+    """The grammars that were used last.
+
+    A compiled grammar remembers the states that answers came through, and all answers that begin with it share that
+    memory, which has a limit (`grammars.Vocabulary`).
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._compiled: OrderedDict[str, _CompiledGrammar] = OrderedDict()
+
+    def begin(self, grammar: str) -> LLMatcher | None:
+        """Return what a new answer is to follow; None: the grammar cannot be compiled."""
+        known = self._compiled.get(grammar)
+        if known is None or known.num_served >= _MOST_SERVED:
+            known = self._compiled[grammar] = _CompiledGrammar(self.compile(grammar))
+        self._compiled.move_to_end(grammar)
+        if len(self._compiled) > MAX_COMPILED:
+            self._compiled.popitem(last=False)
+        known.num_served += 1
+        return None if known.beginning is None else known.beginning.deep_copy()
+
+    def compile(self, grammar: str) -> LLMatcher | None:
+        """Compile a grammar for one answer alone; None: it cannot be compiled."""
+        with contextlib.suppress(GrammarError):  # the parent has compiled it
+            return self._vocabulary.matcher(grammar)
+        return None
+
+    def forget(self, grammar: str) -> None:
+        """Compile a grammar anew for the answers that begin from now on."""
+        self._compiled.pop(grammar, None)
+
+
+class GrammarAnswer:
+    """An answer that follows a grammar.
+
+    Where the memory that it shares with other answers is full, it goes on with a grammar that is compiled for it alone,
+    so that no answer fails because of others.
+    """
+
+    def __init__(self, grammar: str | None, grammars: CompiledGrammars) -> None:
+        """With `grammar` None the answer has failed."""
+        self._grammar, self._grammars = grammar or "", grammars
+        self._matcher = None if grammar is None else grammars.begin(grammar)
+        self._is_alone = False
+        """Whether its compiled grammar has no other answers."""
+        self._tokens = array("i")
+        """The tokens that the matcher has taken in."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the grammar cannot be followed any further."""
+        return self._matcher is None
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the grammar allows the answer to be over."""
+        return self._matcher is not None and bool(self._matcher.is_accepting())
+
+    def write_mask(self, tokens: list[int], address: int, num_bytes: int) -> None:
+        """Go on with tokens, and write the mask of the next one to an address, unless the answer has failed."""
+        self._tokens.extend(tokens)
+        if self._matcher is not None and tokens and not self._matcher.consume_tokens(tokens):
+            self._begin_anew()
+        if self._matcher is not None:
+            self._matcher.unsafe_compute_mask_ptr(address, num_bytes)
+            if self._matcher.is_error():
+                self._begin_anew()
+                if self._matcher is not None:
+                    self._matcher.unsafe_compute_mask_ptr(address, num_bytes)
+                    if self._matcher.is_error():
+                        self._matcher = None
+
+    def _begin_anew(self) -> None:
+        """Compile the grammar for this answer alone, and follow it to where it was, unless that was done."""
+        self._matcher = None
+        if not self._is_alone:
+            self._is_alone = True
+            self._grammars.forget(self._grammar)
+            matcher = self._grammars.compile(self._grammar)
+            if matcher is not None and matcher.consume_tokens(self._tokens.tolist()):
+                self._matcher = matcher
 
 
 class MaskWorker:
@@ -83,8 +152,7 @@ class MaskWorker:
         self._first, self._step = first, step
         self.is_asleep = table.is_asleep[first : first + 1]
         """[1], as in `MaskTable`."""
-        self._calls = table.calls[first : first + 1]
-        self._calls_seen = 0
+        self._at_work = table.at_work[first : first + 1]
         self._next_tokens = table.next_tokens[first::step]
         self._read_tokens = np.zeros_like(self._next_tokens)
         """What was read of them last."""
@@ -94,22 +162,9 @@ class MaskWorker:
         self._slow: deque[WantMask] = deque()
         self._num_passed = 0
         """Orders that have come since the first of the slow masks."""
-        self._first_lane, self._second_lane = _Lane(FIRST_THREAD), _Lane(SECOND_THREAD)
-        self._at_work = [memoryview(part) for part in table.at_work]
-        self._suspects: set[int] = set()
-        """Rows whose answers are worked on alone."""
-        self._has_work = threading.Event()
-        self._picking = threading.Lock()
-        """Held while a thread picks a mask to make, and while masks are dropped."""
-
-    def was_called(self) -> bool:
-        """Tell whether `MaskTable.calls` says that there is something new, once for each time."""
-        calls = int(self._calls[0])
-        was_called, self._calls_seen = calls != self._calls_seen, calls
-        return was_called
 
     def take(self, orders: MaskOrders) -> None:
-        """Note what is to be done. One thread at a time may call this and `take_next_tokens`."""
+        """Note what is to be done."""
         has_tokens = self.take_next_tokens()  # of answers that these orders may end
         if orders.ended or orders.begun:
             self._change_answers(orders)
@@ -117,7 +172,6 @@ class MaskWorker:
             self._put_off_slow_ones()
         for want in orders.wanted:
             self._queue(want)
-        self._has_work.set()
 
     def take_next_tokens(self) -> bool:
         """Note what is to be done by `MaskTable.next_tokens`, and return whether something is new there."""
@@ -131,7 +185,6 @@ class MaskWorker:
             row = self._first + place * self._step
             self._queue(WantMask(row, number, [token], is_free=False, held_back=[], opening=None, is_opened=False))
         self._read_tokens = next_tokens
-        self._has_work.set()
         return True
 
     def _put_off_slow_ones(self) -> None:
@@ -143,32 +196,18 @@ class MaskWorker:
 
     def _change_answers(self, orders: MaskOrders) -> None:
         gone = {*orders.ended, *(new.row for new in orders.begun)}
-        with self._picking:
-            self._fast = deque(want for want in self._fast if want.row not in gone)
-            self._slow = deque(want for want in self._slow if want.row not in gone)
-        while {self._first_lane.row, self._second_lane.row} & gone:  # a mask of one that has ended
-            time.sleep(_HELP_SECONDS)
+        self._fast = deque(want for want in self._fast if want.row not in gone)
+        self._slow = deque(want for want in self._slow if want.row not in gone)
         for row in gone & self._answers.keys():
-            self._answers.pop(row).end()
+            del self._answers[row]
         for new in {new.row: new for new in orders.begun}.values():  # the last of a row's: others began and ended
             self._begin(new)
 
     def _begin(self, new: FollowGrammar) -> None:
         self._slow_rows.discard(new.row)
-        self._suspects.discard(new.row)
-        with contextlib.ExitStack() as stack:
-            if new.is_suspect:
-                self._suspects.add(new.row)
-                stack.enter_context(self._picking)
-                self._wait_for_others(None)
-            self._at_work[BEGINS][self._first] = new.row + 1
-            self._answers[new.row] = GrammarAnswer(new.grammar, self._grammars)
-            self._at_work[BEGINS][self._first] = 0
-
-    def _wait_for_others(self, own: _Lane | None) -> None:
-        """Wait until no thread makes a mask, but for the one that calls this. It holds `_picking`."""
-        while any(lane.row is not None for lane in (self._first_lane, self._second_lane) if lane is not own):
-            time.sleep(_HELP_SECONDS)
+        self._at_work[0] = -(new.row + 1)
+        self._answers[new.row] = GrammarAnswer(new.grammar, self._grammars)
+        self._at_work[0] = 0
 
     def next_is_urgent(self) -> bool:
         """Whether the next mask is to be made before new orders are looked for."""
@@ -179,58 +218,19 @@ class MaskWorker:
         return not self._fast and not self._slow
 
     def make_next(self) -> None:
-        """Make one mask, if there is one to be made."""
-        self._make_one(self._first_lane, may_be_slow=True)
-
-    def help_for_ever(self, orders: OrderReader) -> None:
-        """Be the second thread."""
-        while True:
-            self._has_work.wait()
-            time.sleep(_HELP_SECONDS)
-            while self._is_stuck():
-                if not self._help() and not orders.take_some(self):
-                    time.sleep(_LOOK_SECONDS)
-            if self.is_idle and self._first_lane.row is None:
-                self._has_work.clear()
-                if not self.is_idle:  # there are new orders
-                    self._has_work.set()
-
-    def _is_stuck(self) -> bool:
-        """Whether the first thread is at a slow mask."""
-        lane = self._first_lane
-        return lane.row is not None and time.perf_counter() - lane.begun_at > _STUCK_SECONDS
-
-    def _help(self) -> bool:
-        """Make one mask of those that are likely to be fast, and return whether there was one."""
-        return self._make_one(self._second_lane, may_be_slow=False)
-
-    def _make_one(self, lane: _Lane, *, may_be_slow: bool) -> bool:
-        with self._picking:
-            if may_be_slow and self._slow and (not self._fast or self._num_passed >= _MOST_PASSED):
-                want = self._slow.popleft()
-                self._num_passed = 0
-            elif self._fast:
-                want = self._fast.popleft()
-            else:
-                return False
-            lane.begun_at = time.perf_counter()
-            lane.row = want.row
-            is_suspect = want.row in self._suspects
-            if is_suspect:
-                self._wait_for_others(lane)
-                self._answer(want, lane)
-        if not is_suspect:
-            self._answer(want, lane)
-        lane.row = None
-        return True
-
-    def _answer(self, want: WantMask, lane: _Lane) -> None:
-        answer, at_work = self._answers[want.row], self._at_work[lane.number]
-        at_work[self._first] = want.row + 1
+        """Make one mask, of those that are to be made."""
+        if self._slow and (not self._fast or self._num_passed >= _MOST_PASSED):
+            want = self._slow.popleft()
+            self._num_passed = 0
+        else:
+            want = self._fast.popleft()
+        began_at = time.perf_counter()
+        answer = self._answers[want.row]
+        self._at_work[0] = want.row + 1
         self._make(want, answer)
         self._numbers[want.row] = answered(want.number, has_failed=answer.has_failed)
-        at_work[self._first] = 0
-        if time.perf_counter() - lane.begun_at > _SLOW_SECONDS:
+        self._at_work[0] = 0
+        if time.perf_counter() - began_at > _SLOW_SECONDS:
             self._slow_rows.add(want.row)
         else:
             self._slow_rows.discard(want.row)
@@ -281,43 +281,28 @@ class OrderReader:
         self._decoder = msgspec.msgpack.Decoder(MaskOrders)
         self._poll = select.poll()
         self._poll.register(fd, select.POLLIN)
-        self._lock = threading.Lock()
-        """Held by the thread that reads, until the worker has taken the orders."""
 
     def take_next(self, worker: MaskWorker) -> bool:
-        """Wait for orders, unless the worker has got some from the other thread. Returns False when the rank is
-        gone."""
-        with self._lock:
-            return not worker.is_idle or self._wait(worker)
-
-    def take_some(self, worker: MaskWorker) -> bool:
-        """Take orders if there are some and no other thread is at it, and return whether there were any."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
-            return worker.take_next_tokens() or (bool(self._poll.poll(0)) and self._take(worker))
-        finally:
-            self._lock.release()
-
-    def _wait(self, worker: MaskWorker) -> bool:
         """Wait for orders, at first with many looks at the memory: messages to all processes, one after the other, take
-        the rank longer than a look takes to come."""
+        the rank longer than a look takes to come. Returns False when the rank is gone."""
         awake_until = time.perf_counter() + self._awake_seconds
         try:
-            for count in itertools.count():
+            while True:
                 is_asleep = bool(worker.is_asleep[0])
-                if worker.was_called() or is_asleep or count % _LOOKS_AT_CALLS == 0:
-                    if worker.take_next_tokens():
-                        return True
-                    if self._poll.poll(_NAP_MILLISECONDS if is_asleep else 0):
-                        return self._take(worker)
+                if worker.take_next_tokens():
+                    return True
+                if self._poll.poll(_NAP_MILLISECONDS if is_asleep else 0):
+                    return self._take(worker)
                 if time.perf_counter() < awake_until:
                     time.sleep(_LOOK_SECONDS)
                 else:
                     worker.is_asleep[0] = True  # and look once more: the rank may not have seen it
         finally:
             worker.is_asleep[0] = False
-        raise AssertionError("it looks for ever")
+
+    def take_some(self, worker: MaskWorker) -> bool:
+        """Take orders if there are some, and return whether there were any."""
+        return worker.take_next_tokens() or (bool(self._poll.poll(0)) and self._take(worker))
 
     def _take(self, worker: MaskWorker) -> bool:
         size = _read(self._fd, 4)

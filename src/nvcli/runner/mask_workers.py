@@ -2,11 +2,11 @@
 
 A mask takes some ten microseconds; one in a hundred takes a millisecond or more, and nobody knows which before. A step
 asks for the masks of its rows, and waits for them as long as that costs less than to leave the late rows out of it
-(`Patience`). Answers keep to their process (`RowPlaces`). A process does what it is asked for in order, so that nothing
-need be waited for where another answer gets a row.
+(`Patience`). Answers keep to their process (`MaskRowAllocator`). A process does what it is asked for in order, so that
+nothing need be waited for where another answer gets a row.
 
-A process that ends is replaced, and its answers are followed anew. Those that it was at when it ended are suspects: the
-next process works on each of them alone, and the one at which it ends too has failed (`Suspects`).
+A process that ends is replaced, and its answers are followed anew. The one that it was at when it ended has failed if
+the next process ends at it, too.
 
 The processes end when the rank does, because what they read from comes to its end.
 """
@@ -34,7 +34,6 @@ import numpy as np
 from nvcli.errors import WorkerError
 from nvcli.process_control import sleep_exactly
 from nvcli.runner.mask_messages import (
-    BEGINS,
     Ended,
     Failed,
     Loaded,
@@ -47,8 +46,7 @@ from nvcli.runner.mask_messages import (
     memory_bytes,
     next_token,
 )
-from nvcli.runner.row_places import RowPlaces
-from nvcli.runner.suspects import Suspects
+from nvcli.runner.mask_rows import MaskRowAllocator
 
 _MODULE = "nvcli.runner.mask_processes"
 _PIPE_BYTES = 1 << 20
@@ -141,10 +139,9 @@ class MaskWorkers:
         """Of each process, how often it has ended at no answer since it last made a mask."""
         self._num_made = [0] * num_workers
         """Of each process, the sum of its `MaskTable.numbers` when it last ended."""
-        self._suspects = Suspects()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
-        self._places = RowPlaces(num_rows, num_workers)
+        self._rows = MaskRowAllocator(num_rows, num_workers)
         self._num_words: int | None = None
         self.memory: mmap.mmap | None = None
         """The memory, once `wait_ready` has returned."""
@@ -168,17 +165,16 @@ class MaskWorkers:
 
     def begin(self, grammar: str) -> int:
         """Begin an answer, and return its row. What is asked for goes out with `send`."""
-        row = self._places.take(grammar)
+        follow = self._rows.take(grammar)
         if self.memory is not None:
-            self._of(row).begun.append(self._suspects.begin(row, grammar))
-        return row
+            self._of(follow.row).begun.append(follow)
+        return follow.row
 
     def end(self, row: int) -> None:
         """End the answer in a row."""
         if self.memory is not None:
             self._of(row).ended.append(row)
-        self._places.give_back(row)
-        self._suspects.end(row)
+        self._rows.give_back(row)
 
     def want(self, mask: WantMask) -> None:
         """Ask for a mask."""
@@ -192,16 +188,13 @@ class MaskWorkers:
 
     def send(self) -> None:
         """Send what was asked for. Raises WorkerError."""
-        calls, is_asleep = self._table.calls, self._table.is_asleep
         if self._has_tokens.any():
-            calls[: len(self._orders)] += self._has_tokens
-            self._has_orders |= self._has_tokens & (is_asleep[: len(self._orders)] != 0)
+            self._has_orders |= self._has_tokens & (self._table.is_asleep[: len(self._orders)] != 0)
             self._has_tokens[:] = False
         for number in np.flatnonzero(self._has_orders).tolist():
             message = self._encoder.encode(self._orders[number])
             self._orders[number] = MaskOrders([], [], [])
             self._write(number, struct.pack("I", len(message)) + message)
-            calls[number] += 1
         self._has_orders[:] = False
 
     def wait(self, rows: np.ndarray, wanted: np.ndarray, num_rows: int, patience: Patience | None) -> None:
@@ -234,9 +227,7 @@ class MaskWorkers:
         if traceback:
             how = f"failed: {traceback.strip().rpartition(chr(10))[2]}"
         num_workers = len(self._orders)
-        at_work = self._table.at_work[:, number]
-        grammars = self._places.grammars_of(number)
-        was_idle = self._suspects.blame({int(row) - 1 for row in at_work if row}, int(at_work[BEGINS]) - 1, grammars)
+        begun, was_idle = self._rows.begin_anew(number, int(self._table.at_work[number]))
         num_made = int(self._table.numbers[number::num_workers].sum())
         if num_made != self._num_made[number] or not was_idle:
             self._num_idle_ends[number] = 0
@@ -244,14 +235,13 @@ class MaskWorkers:
         self._num_idle_ends[number] += was_idle
         if self._num_idle_ends[number] >= _MOST_IDLE_ENDS:
             raise WorkerError(f"{_FAILED} {how}, {_MOST_IDLE_ENDS} times in a row", traceback)
-        at_work[:] = 0
+        self._table.at_work[number] = 0
         self._table.next_tokens[number::num_workers] = 0
         os.close(self._order_fds[number])
         self._order_fds[number] = self._start(number)
-        begun = [self._suspects.begin(row, grammar) for row, grammar in grammars.items()]
         self._orders[number] = MaskOrders([], begun, [])
         self._has_orders[number] = True
-        return [*grammars], how
+        return [follow.row for follow in begun], how
 
     def _start(self, number: int) -> int:
         """Have the first process start another one. Returns where its orders are to be written."""
