@@ -16,6 +16,7 @@ from nvcli.config import EngineConfig
 from nvcli.errors import LoadError
 from nvcli.messages import (
     EngineReady,
+    KVGroup,
     PromptRead,
     PromptReading,
     SlotSampling,
@@ -148,9 +149,9 @@ class HashingRunner(CountingRunner):
     def __init__(self, config: EngineConfig, context: RankContext) -> None:
         super().__init__(config, context)
         self.block_size = config.block_size
-        self.windows = self.ready.group_windows
+        self.windows = [group.window for group in self.ready.kv_groups]
         """The window of each KV group: at least 2 tokens, or None."""
-        self.state_groups = self.ready.state_groups
+        self.state_groups = [number for number, group in enumerate(self.ready.kv_groups) if group.is_state]
         """The KV groups in which a block holds one state, and rows of a step run side by side."""
         self.states_read: dict[int, set[int]] = {}
         """By block with a state, the slots whose rows have read it in this step."""
@@ -374,8 +375,8 @@ class WindowedRunner(HashingRunner):
 
     def __init__(self, config: EngineConfig, context: RankContext) -> None:
         super().__init__(config, context)
-        self.ready = msgspec.structs.replace(self.ready, num_blocks=40, group_windows=[None, 6])
-        self.windows = self.ready.group_windows
+        self.ready = msgspec.structs.replace(self.ready, num_blocks=40, kv_groups=[KVGroup(), KVGroup(6)])
+        self.windows = [None, 6]
 
 
 class OutOfMemoryRunner(HashingRunner):

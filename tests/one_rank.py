@@ -8,7 +8,6 @@ from typing import Any
 
 from fake_runners import engine_config
 from nvcli.engine.block_manager import BlockManager
-from nvcli.engine.block_tables import KVGroup
 from nvcli.engine.chunk_groups import PrefixCosts
 from nvcli.engine.request import Request, RequestOutput
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
@@ -48,10 +47,7 @@ def make_scheduler(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
         block_size=config.block_size,
-        kv_groups=tuple(
-            KVGroup(window, number in runner.ready.state_groups)
-            for number, window in enumerate(runner.ready.group_windows)
-        ),
+        kv_groups=tuple(runner.ready.kv_groups),
         segment_costs=segment_costs,
         prefix_costs=prefix_costs,
     )

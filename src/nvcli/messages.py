@@ -292,6 +292,37 @@ class MemoryUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         return sum(size for name, size in self.planned.items() if name != "KV cache")
 
 
+class KVGroup(msgspec.Struct, frozen=True, array_like=True):
+    """A group of layers that keep the same KV blocks."""
+
+    window: int | None = None
+    """A token attends to itself and the `window - 1` tokens before it; None: to all tokens before it."""
+    is_state: bool = False
+    """Whether a block holds the recurrent state behind the last token of its column, and not keys. Its window is of two
+    tokens: a token goes on from the state behind the one before it."""
+    token_bytes: int = 0
+    """The bytes that a token's keys and values take in the layers: on one rank in its report, and on all ranks of a
+    replica for its scheduler."""
+    layers: tuple[int, ...] = ()
+    """The layers' numbers in a stage, from 0, in ascending order. A stage may have none of a group. Layers that read
+    the keys and values of others are in none."""
+
+    def first_column(self, position: int, block_size: int) -> int:
+        """The first column of a block table that a token at `position`, or one behind it, attends to."""
+        return 0 if self.window is None else max(0, position - self.window + 1) // block_size
+
+    def most_blocks(self, num_tokens: int, block_size: int, chunk: int = 1) -> int:
+        """The most blocks that are needed at a time when `num_tokens` tokens are computed, up to `chunk` in a step.
+        Blocks behind a window are freed between steps."""
+        if self.is_state:  # it goes along from column to column
+            return 1
+        blocks = -(-num_tokens // block_size)
+        if self.window is None:
+            return blocks
+        seen = min(num_tokens, self.window - 1 + chunk)
+        return min(blocks, -(-(seen - 1) // block_size) + 1)  # the first of them may begin before the window
+
+
 class EngineReady(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The report of an engine whose ranks can run."""
 
@@ -304,18 +335,13 @@ class EngineReady(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     weight_bytes: int
     """The bytes of rank 0's weights."""
     attention_backend: str
-    group_windows: list[int | None] = msgspec.field(default_factory=lambda: [None])
-    """The window of each KV group's layers, in tokens; None: they attend to all tokens before them. At most
-    `MAX_KV_GROUPS`."""
-    state_groups: list[int] = []
-    """The numbers of the KV groups whose blocks hold recurrent states."""
+    kv_groups: list[KVGroup] = msgspec.field(default_factory=lambda: [KVGroup()])
+    """The KV groups of rank 0. At most `MAX_KV_GROUPS`."""
     reads_segments: bool = False
     """Whether the ranks read blocks that decoding requests share once for all of them."""
     prefix_tile_tokens: int = 0
     """`AttentionBackend.prefix_tile_tokens`, where the ranks attend prefill chunks that share prefixes together; 0:
     they do not."""
-    group_token_bytes: list[int] = []
-    """The bytes that a token's keys and values take in the layers of each KV group, on one rank."""
     seconds: dict[str, float]
     """The seconds that each part of rank 0's start took: imports, process group, loading weights, warm-up and so on."""
     notes: list[str] = []

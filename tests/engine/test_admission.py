@@ -9,14 +9,14 @@ import pytest
 
 from nvcli.engine.admission import Admission
 from nvcli.engine.block_manager import BlockManager
-from nvcli.engine.block_tables import BlockTables, KVGroup
+from nvcli.engine.block_tables import BlockTables
 from nvcli.engine.core import EngineCore
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.prompt import Prompt
 from nvcli.engine.request import Request
 from nvcli.engine.scheduler import Scheduler
 from nvcli.engine.state import RequestState
-from nvcli.messages import StepInput, StepOutput, pack, unpack
+from nvcli.messages import KVGroup, StepInput, StepOutput, pack, unpack
 from requests_factory import make_request
 
 STOP_ID = 9

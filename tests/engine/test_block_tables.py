@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvcli.engine.block_manager import BlockManager
-from nvcli.engine.block_tables import BlockTables, KVGroup
+from nvcli.engine.block_tables import BlockTables
 from nvcli.engine.prompt import Prompt
 from nvcli.engine.state import RequestState
 from nvcli.engine.step_draft import StepDraft
+from nvcli.messages import KVGroup
 from requests_factory import make_request
 
 BLOCK_SIZE = 4

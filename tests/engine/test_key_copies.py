@@ -7,12 +7,11 @@ import pytest
 
 from nvcli.engine.admission import Admission
 from nvcli.engine.block_manager import BlockManager
-from nvcli.engine.block_tables import KVGroup
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import PromptScoring, Request
 from nvcli.engine.scheduler import Scheduler
 from nvcli.engine.step_draft import ScheduledStep
-from nvcli.messages import MOST_KEY_COPIES, StepInput, StepOutput, pack, unpack
+from nvcli.messages import MOST_KEY_COPIES, KVGroup, StepInput, StepOutput, pack, unpack
 from requests_factory import make_request
 
 BLOCK_SIZE = 64

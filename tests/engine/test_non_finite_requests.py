@@ -8,11 +8,10 @@ import msgspec
 import pytest
 
 from fake_runners import HashingRunner, engine_config
-from nvcli.engine.block_tables import KVGroup
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import Request, RequestOutput
 from nvcli.errors import ModelError
-from nvcli.messages import NOT_FINITE, unpack
+from nvcli.messages import NOT_FINITE, KVGroup, unpack
 from nvcli.runner.interface import RankContext
 from nvcli.sampling_params import SamplingParams
 from nvcli.structured import Constraint

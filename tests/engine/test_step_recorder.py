@@ -8,11 +8,10 @@ from collections.abc import Container
 import pytest
 
 from nvcli.engine.block_manager import BlockManager
-from nvcli.engine.block_tables import KVGroup
 from nvcli.engine.core import EngineCore
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
 from nvcli.engine.step_recorder import StepRecorder
-from nvcli.messages import ForwardMode, StepInput, StepOutput, pack, unpack
+from nvcli.messages import ForwardMode, KVGroup, StepInput, StepOutput, pack, unpack
 from requests_factory import make_request
 
 

@@ -15,10 +15,10 @@ from family_shapes import SHAPES
 from model_facts import windows_of
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.distributed.stage import Stage
-from nvcli.messages import MAX_KV_GROUPS
+from nvcli.messages import MAX_KV_GROUPS, KVGroup
 from nvcli.models.attention_specs import layer_specs
 from nvcli.models.config import ModelConfig, load_model_config
-from nvcli.models.kv_groups import KVGroup, block_bytes, blocks_needed, kv_groups
+from nvcli.models.kv_groups import block_bytes, blocks_needed, kv_groups
 
 
 def model_of(path: Path, windows: list[int | None], **overrides: Any) -> ModelConfig:
@@ -39,9 +39,9 @@ def model_of(path: Path, windows: list[int | None], **overrides: Any) -> ModelCo
 
 
 def test_layers_that_attend_alike_are_one_group(tmp_path: Path) -> None:
-    assert kv_groups(model_of(tmp_path, [None] * 5)) == (KVGroup(None, (0, 1, 2, 3, 4)),)
-    assert kv_groups(model_of(tmp_path, [16] * 3)) == (KVGroup(16, (0, 1, 2)),)
-    assert kv_groups(model_of(tmp_path, [16, None] * 2)) == (KVGroup(16, (0, 2)), KVGroup(None, (1, 3)))
+    assert kv_groups(model_of(tmp_path, [None] * 5)) == (KVGroup(None, layers=(0, 1, 2, 3, 4)),)
+    assert kv_groups(model_of(tmp_path, [16] * 3)) == (KVGroup(16, layers=(0, 1, 2)),)
+    assert kv_groups(model_of(tmp_path, [16, None] * 2)) == (KVGroup(16, layers=(0, 2)), KVGroup(None, layers=(1, 3)))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_every_layer_is_in_one_group_of_its_stage(tmp_path: Path) -> None:
 
 def test_a_stage_without_layers_of_a_kind_has_the_group_all_the_same(tmp_path: Path) -> None:
     model = model_of(tmp_path, [None, None, 16, 16])
-    assert kv_groups(model, Stage(0, 2)) == (KVGroup(None, (0, 1)), KVGroup(16, ()))
+    assert kv_groups(model, Stage(0, 2)) == (KVGroup(None, layers=(0, 1)), KVGroup(16, layers=()))
 
 
 def test_blocks_hold_the_layers_of_one_group(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_states_have_blocks_of_their_own(tp: int, tmp_path: Path) -> None:
     family, overrides = SHAPES["qwen 3.5"]
     config = load_model_config(write_tiny_model(tmp_path, family, **overrides))
     groups = kv_groups(config)
-    assert [group for group in groups if not group.is_state] == [KVGroup(None, (2, 4))]
+    assert [group for group in groups if not group.is_state] == [KVGroup(None, layers=(2, 4))]
     states = [group for group in groups if group.is_state]
     assert sorted(layer for group in states for layer in group.layers) == [0, 1, 3]
     assert all(group.window == 2 for group in states)

@@ -224,7 +224,7 @@ def test_windows_give_the_cpus_answers(tmp_path: Path, settings: dict[str, Any])
     gpu = make_runner(path, dtype="float32", attention_backend="triton", **options)
     assert gpu.steps._graphs is not None
     cpu = make_runner(path, device="cpu", **options)
-    assert any(window is not None for window in gpu.ready.group_windows)
+    assert any(group.window is not None for group in gpu.ready.kv_groups)
     some = prompts(8, vocab_size=97)
     assert generate(gpu, some, 60) == generate(cpu, some, 60)
 

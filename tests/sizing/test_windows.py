@@ -95,7 +95,6 @@ def test_gemma_3_at_32k_tokens_holds_a_fifth_of_what_full_attention_would(tmp_pa
     room = 80 << 30
     assert 5.0 < tokens_in(room, config, model) / (room / full_bytes * 32768) < 5.3
 
-    windows = [group.window for group in kv_groups(model)]
     ready = EngineReady(
         num_blocks=held,
         block_size=config.block_size,
@@ -103,7 +102,7 @@ def test_gemma_3_at_32k_tokens_holds_a_fifth_of_what_full_attention_would(tmp_pa
         kv_cache_tokens=0,
         weight_bytes=0,
         attention_backend="",
-        group_windows=windows,
+        kv_groups=list(kv_groups(model)),
         seconds={},
     )
     scheduler = Scheduler(scheduler_limits(config, ready), BlockManager(held))
@@ -114,7 +113,7 @@ def test_gemma_3_at_32k_tokens_holds_a_fifth_of_what_full_attention_would(tmp_pa
         core.step()
         most = max(most, scheduler.block_manager.num_used) if core.stats.generated_tokens else 0
     assert core.stats.generated_tokens == 768, "what the plan says is enough"
-    assert held - len(windows) <= most <= held, "and it is needed"
+    assert held - len(kv_groups(model)) <= most <= held, "and it is needed"
 
 
 def test_attention_reads_the_window_alone(mixed: ModelConfig) -> None:

@@ -16,7 +16,6 @@ with recurrent states have rules of their own (`state_blocks.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from nvcli.engine.block_manager import BlockHash, BlockManager
 from nvcli.engine.chunk_groups import ChunkGroups, PrefixCosts
@@ -27,31 +26,7 @@ from nvcli.engine.shared_segments import SharedSegments
 from nvcli.engine.state import RequestState
 from nvcli.engine.state_blocks import StateBlocks, different
 from nvcli.engine.step_draft import StepDraft
-
-
-@dataclass(frozen=True, slots=True)
-class KVGroup:
-    """A group of layers that keep the same blocks."""
-
-    window: int | None = None
-    """A token attends to itself and the `window - 1` tokens before it; None: to all tokens before it."""
-    is_state: bool = False
-    """Whether a block holds the recurrent state behind the last token of its column, and not keys. Its window is of two
-    tokens: a token goes on from the state behind the one before it."""
-
-    token_bytes: int = 0
-    """The bytes that a token's keys and values take in the layers, on all ranks of a replica."""
-
-    def first_column(self, position: int, block_size: int) -> int:
-        """The first column of a block table that a token at `position`, or one behind it, attends to."""
-        return 0 if self.window is None else max(0, position - self.window + 1) // block_size
-
-    def most_blocks(self, num_tokens: int, block_size: int) -> int:
-        """The most blocks that are needed at a time when `num_tokens` tokens are computed one by one."""
-        if self.is_state:
-            return 1
-        blocks = -(-num_tokens // block_size)
-        return blocks if self.window is None else min(blocks, -(-(self.window - 1) // block_size) + 1)
+from nvcli.messages import KVGroup
 
 
 class BlockTables:

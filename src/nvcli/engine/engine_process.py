@@ -19,7 +19,6 @@ import msgspec
 
 from nvcli.config import EngineConfig
 from nvcli.engine.block_manager import BlockManager
-from nvcli.engine.block_tables import KVGroup
 from nvcli.engine.chunk_groups import PrefixCosts
 from nvcli.engine.core import EngineCore
 from nvcli.engine.limits import SchedulerLimits
@@ -84,7 +83,6 @@ def main(start: EngineStart, control: Connection, ahead: RankAhead | None = None
 def scheduler_limits(config: EngineConfig, ready: EngineReady) -> SchedulerLimits:
     """Return the limits that a configuration sets, with what the ranks report: their KV groups, and what they read once
     for several requests."""
-    token_bytes = dict(enumerate(ready.group_token_bytes))
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -92,8 +90,8 @@ def scheduler_limits(config: EngineConfig, ready: EngineReady) -> SchedulerLimit
         block_size=config.block_size,
         num_micro_batches=config.pipeline_parallel_size,
         kv_groups=tuple(
-            KVGroup(window, number in ready.state_groups, token_bytes.get(number, 0) * config.num_ranks)
-            for number, window in enumerate(ready.group_windows)
+            msgspec.structs.replace(group, token_bytes=group.token_bytes * config.num_ranks)
+            for group in ready.kv_groups
         ),
         segment_costs=SegmentCosts() if ready.reads_segments else None,
         prefix_costs=PrefixCosts(tile_tokens=ready.prefix_tile_tokens) if ready.prefix_tile_tokens else None,

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from nvcli.engine.block_tables import KVGroup
-from nvcli.messages import StepInput
+from nvcli.messages import KVGroup, StepInput
 
 _Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 

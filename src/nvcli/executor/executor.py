@@ -124,7 +124,7 @@ class Executor:
                     message = self._receive(rank)
                     if isinstance(message, EngineReady):
                         ready[rank] = message
-        assert len(ready[0].group_windows) <= MAX_KV_GROUPS, "steps may not fit the channel"
+        assert len(ready[0].kv_groups) <= MAX_KV_GROUPS, "steps may not fit the channel"
         memory = [use for rank in range(len(self._ranks)) for use in ready[rank].memory]
         self._num_blocks = ready[0].num_blocks
         return msgspec.structs.replace(ready[0], memory=memory)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from nvcli.attention.kv_layout import STATE_ALIGNMENT, KVDtype, part_bytes
 from nvcli.attention.spec import StateSpec
 from nvcli.distributed.stage import WHOLE, Stage
-from nvcli.messages import MAX_KV_GROUPS
+from nvcli.messages import MAX_KV_GROUPS, KVGroup
 from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import DTYPE_BYTES, StoredDtype
 from nvcli.models.layer_config import DeltaNetConfig
@@ -24,18 +24,6 @@ from nvcli.models.layer_config import DeltaNetConfig
 _FULL_PADDING_COST = 8
 """A place without a layer in a group of full attention wastes memory of every block that a sequence has ever filled; in
 a group with a window only of those that the window covers. The cost of the latter, and of one more group, is 1."""
-
-
-class KVGroup(NamedTuple):
-    """The layers of one stage that keep the same blocks."""
-
-    window: int | None
-    """How many tokens each token attends to, itself included; None: all before it."""
-    layers: tuple[int, ...]
-    """Their numbers in the stage, from 0, in ascending order. A stage may have none of a group. Layers that read the
-    keys and values of others are in none."""
-    is_state: bool = False
-    """Whether its blocks hold recurrent states: each the state behind the last token of the block that is computed."""
 
 
 class _Kind(NamedTuple):
@@ -61,7 +49,11 @@ def kv_groups(config: ModelConfig, stage: Stage = WHOLE) -> tuple[KVGroup, ...]:
     """The KV groups of a stage. Every stage has the same groups in the same order, each with the layers it holds."""
     held = stage.layers(config.num_layers)
     return tuple(
-        KVGroup(kind.window, tuple(number - held.start for number in numbers if number in held), kind.is_state)
+        KVGroup(
+            window=kind.window,
+            is_state=kind.is_state,
+            layers=tuple(number - held.start for number in numbers if number in held),
+        )
         for kind, numbers in _whole_groups(config)
     )
 
@@ -123,17 +115,7 @@ def blocks_needed(config: ModelConfig, num_tokens: int, *, block_size: int, chun
 
     `chunk` is the most tokens that one step computes for it: blocks behind a window are freed between steps.
     """
-    total = 0
-    for group in kv_groups(config):
-        if group.is_state:  # it goes along from column to column
-            total += 1
-            continue
-        blocks = -(-num_tokens // block_size)
-        if group.window is not None:
-            seen = min(num_tokens, group.window - 1 + chunk)
-            blocks = min(blocks, -(-(seen - 1) // block_size) + 1)  # the first of them may begin before the window
-        total += blocks
-    return total
+    return sum(group.most_blocks(num_tokens, block_size, chunk) for group in kv_groups(config))
 
 
 @lru_cache(maxsize=64)

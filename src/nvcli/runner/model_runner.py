@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
+import msgspec
 import torch
 
 from nvcli.attention.backend import AttentionCase
@@ -108,11 +109,12 @@ class ModelRunner:
             kv_cache_tokens=tokens_in_blocks(self.kv_cache.num_blocks - 1, config, self.model_config),
             weight_bytes=self._weight_bytes,
             attention_backend=self.backend.name,
-            group_windows=[group.window for group in self._kv_groups],
-            state_groups=[number for number, group in enumerate(self._kv_groups) if group.is_state],
+            kv_groups=[
+                msgspec.structs.replace(group, token_bytes=self._kv_spec.token_bytes(number))
+                for number, group in enumerate(self._kv_groups)
+            ],
             reads_segments=self._max_shared_rows > 0,
             prefix_tile_tokens=self._prefix_tile_tokens,
-            group_token_bytes=[self._kv_spec.token_bytes(group) for group in range(self._kv_spec.num_groups)],
             seconds=self._seconds,
             notes=self._notes,
             memory=[self._memory_use],
