@@ -1,28 +1,29 @@
-#!/usr/bin/env python3
-"""Time the attention backends on this GPU: decode by lengths and rows, prefill by shapes; a table at the end.
+"""Times the attention backends on this GPU: decode by lengths and rows, prompts by shapes.
 
-    python3 scripts/bench_attention.py [--only decode|prefill] [--backends triton,flash-attn,…] [--rows 1,16,64,…]
-                                       [--window N]
+    python scripts/bench_attention.py [--only decode|prompts] [--backends triton,flash-attn,…] [--rows 1,16,64,…]
+                                      [--window N]
 
-bf16 on random data, KV heads 8 × 128. Decode lengths are uniform in 100 to 1,620. Each figure is the median of several
-replays of a CUDA graph over several layers' caches, so that no layer finds its keys in the L2 cache. With a window,
-bytes and operations count the keys that are seen alone.
+bf16 on random data, KV heads 8 × 128. Decode lengths are uniform in 100 to 1,620. A time is that of a layer: the median
+of several replays of a CUDA graph over several layers' caches, so that no layer finds its keys in the L2 cache. With a
+window, bytes and operations count the keys that are seen alone. Plans are those of a step, on the host and on the GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import time
-from collections.abc import Callable
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from benchmark import Case, Figures, gpu_microseconds, run_benchmark, wall_seconds
 from nvcli.attention import selection
 from nvcli.attention.backend import AttentionBackend, AttentionCase
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
@@ -124,51 +125,6 @@ def make_batch(
     )
 
 
-def time_graph(run: Callable[[], None], repeats: int = 9) -> float:
-    """Seconds of one replay, the median."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return sorted(times)[repeats // 2]
-
-
-def time_host_plan(batch: ForwardBatch) -> float:
-    """Seconds of `plan`, the median, with an idle GPU."""
-    times = []
-    for _ in range(9):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        batch.backend.plan(batch)
-        times.append(time.perf_counter() - start)
-    return sorted(times)[4]
-
-
-def time_device_plan(batch: ForwardBatch, repeats: int = 20) -> float:
-    """Seconds of `plan_on_device`; where it launches nothing, nothing can be captured."""
-
-    def run() -> None:
-        nothing.zero_()
-        for _ in range(repeats):
-            batch.backend.plan_on_device(batch)
-
-    nothing = torch.zeros(1, device=DEVICE)
-    return time_graph(run) / repeats
-
-
 @dataclass
 class Layers:
     """One call of `forward` for each layer of a batch."""
@@ -187,44 +143,45 @@ class Layers:
         for layer in range(self.count):
             self.batch.backend.forward(self.spec, layer, self.q, self.k, self.v, self.batch)
 
-    def seconds(self) -> float:
-        return time_graph(self) / self.count
+    def microseconds(self) -> float:
+        return gpu_microseconds(self, 1) / self.count
 
 
 def block_size_of(name: str) -> int:
     return 256 if name == "flash-attn" else 64
 
 
-def plan_times(batch: ForwardBatch) -> str:
-    """µs on the host + on the GPU."""
-    return f"{time_host_plan(batch) * 1e6:.0f}+{time_device_plan(batch) * 1e6:.0f}"
+def plan_times(batch: ForwardBatch) -> Figures:
+    """Return the times of a plan on the host, while the GPU is idle, and on the GPU."""
+
+    def plan() -> float:
+        torch.cuda.synchronize()
+        return wall_seconds(lambda: batch.backend.plan(batch))
+
+    def plan_on_device() -> None:
+        nothing.zero_()  # where a plan launches nothing, there would be nothing to capture
+        for _ in range(20):
+            batch.backend.plan_on_device(batch)
+
+    nothing = torch.zeros(1, device=DEVICE)
+    return {
+        "host plan, µs": statistics.median(plan() for _ in range(9)) * 1e6,
+        "GPU plan, µs": gpu_microseconds(plan_on_device, 1) / 20,
+    }
 
 
-def decode_table(names: list[str], heads: list[int], rows: list[int], window: int | None) -> list[str]:
-    lines = [
-        "decode: µs per layer (GB/s of K and V); last, plan of a step: µs on the host + on the GPU",
-        "heads  rows " + "".join(f"{name:>20}" for name in names),
-    ]
-    for num_heads in heads:
-        for num_rows in rows:
-            lens = np.random.default_rng(1).integers(100, 1620, num_rows)
-            num_keys = int(np.minimum(lens, window or lens.max()).sum())
-            num_bytes = num_keys * 2 * NUM_KV_HEADS * HEAD_DIM * DTYPE.itemsize
-            cells, plans = [], []
-            for name in names:
-                case = make_case(num_heads, block_size_of(name), window)
-                backend = selection._load(name)(case)
-                batch = make_batch([], lens, case.block_size, backend)
-                backend.prepare_capture(batch)
-                backend.plan(batch)
-                backend.plan_on_device(batch)
-                seconds = Layers(batch, case.specs[0]).seconds()
-                cells.append(f"{seconds * 1e6:12.1f} ({num_bytes / seconds / 1e9:5.0f})")
-                plans.append(plan_times(batch))
-            lines.append(f"{num_heads:>3}/{NUM_KV_HEADS} {num_rows:>5} " + "".join(f"{cell:>20}" for cell in cells))
-            lines[-1] += "   " + " ".join(plans)
-            print(lines[-1], flush=True)
-    return lines
+def measure_decode(name: str, num_heads: int, num_rows: int, window: int | None, number: int) -> Figures:
+    lens = np.random.default_rng(1).integers(100, 1620, num_rows)
+    num_keys = int(np.minimum(lens, window or lens.max()).sum())
+    case = make_case(num_heads, block_size_of(name), window)
+    backend = selection._load(name, case)(case)
+    batch = make_batch([], lens, case.block_size, backend)
+    backend.prepare_capture(batch)
+    backend.plan(batch)
+    backend.plan_on_device(batch)
+    microseconds = Layers(batch, case.specs[0]).microseconds()
+    num_bytes = num_keys * 2 * NUM_KV_HEADS * HEAD_DIM * DTYPE.itemsize
+    return {"µs": microseconds, "GB/s of K and V": num_bytes / microseconds / 1e3, **plan_times(batch)}
 
 
 PROMPTS = {
@@ -236,81 +193,65 @@ PROMPTS = {
 
 
 def count_pairs(num_tokens: int, length: int, window: int | None) -> int:
-    """Pairs of a token and a key that it sees, of the last `num_tokens` of a request."""
+    """Count the pairs of a token and a key that it sees, of the last `num_tokens` of a request."""
     seen = np.arange(length - num_tokens + 1, length + 1)
     return int(np.minimum(seen, window or length).sum())
 
 
-def prefill_table(names: list[str], heads: list[int], window: int | None) -> list[str]:
-    lines = [
-        "prefill: µs per layer (TFLOP/s); last, plan of a step: µs on the host + on the GPU",
-        f"{'heads':5} {'prompts':20}" + "".join(f"{n:>20}" for n in names),
-    ]
-    for num_heads in heads:
-        for title, (chunk_lens, seq_lens) in PROMPTS.items():
-            pairs = sum(count_pairs(n, length, window) for n, length in zip(chunk_lens, seq_lens, strict=True))
-            flops = 4 * num_heads * HEAD_DIM * pairs
-            cells, plans = [], []
-            for name in names:
-                if name == "torch-varlen":
-                    cells.append(_torch_varlen(num_heads, chunk_lens, seq_lens, flops))
-                    continue
-                case = make_case(num_heads, block_size_of(name), window)
-                backend = selection._load(name)(case)
-                batch = make_batch(chunk_lens, np.array(seq_lens), case.block_size, backend)
-                backend.plan(batch)
-                backend.plan_on_device(batch)
-                layers = Layers(batch, case.specs[0])
-                layers.count = min(layers.count, 4)
-                seconds = layers.seconds()
-                cells.append(f"{seconds * 1e6:12.1f} ({flops / seconds / 1e12:5.0f})")
-                plans.append(plan_times(batch))
-            lines.append(f"{num_heads:>3}/{NUM_KV_HEADS} {title:20}" + "".join(f"{cell:>20}" for cell in cells))
-            lines[-1] += "   " + " ".join(plans)
-            print(lines[-1], flush=True)
-    return lines
+def measure_prompts(name: str, num_heads: int, title: str, window: int | None, number: int) -> Figures:
+    chunk_lens, seq_lens = PROMPTS[title]
+    pairs = sum(count_pairs(n, length, window) for n, length in zip(chunk_lens, seq_lens, strict=True))
+    case = make_case(num_heads, block_size_of(name), window)
+    backend = selection._load(name, case)(case)
+    batch = make_batch(chunk_lens, np.array(seq_lens), case.block_size, backend)
+    backend.plan(batch)
+    backend.plan_on_device(batch)
+    layers = Layers(batch, case.specs[0])
+    layers.count = min(layers.count, 4)
+    microseconds = layers.microseconds()
+    flops = 4 * num_heads * HEAD_DIM * pairs
+    return {"µs": microseconds, "TFLOP/s": flops / microseconds / 1e6, **plan_times(batch)}
 
 
-def _torch_varlen(num_heads: int, chunk_lens: list[int], seq_lens: list[int], flops: int) -> str:
-    """Torch's own FlashAttention 2, for fresh prompts only."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    if chunk_lens != seq_lens:
-        return "-"
-    q = torch.randn(sum(chunk_lens), num_heads, HEAD_DIM, device=DEVICE).to(DTYPE)
-    k, v = torch.randn(2, sum(chunk_lens), NUM_KV_HEADS, HEAD_DIM, device=DEVICE).to(DTYPE)
-    starts = torch.tensor([0, *accumulate(chunk_lens)], dtype=torch.int32, device=DEVICE)
-    longest = max(chunk_lens)
-    seconds = time_graph(lambda: varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0)))
-    return f"{seconds * 1e6:12.1f} ({flops / seconds / 1e12:5.0f})"
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--only", choices=["decode", "prefill"])
-    parser.add_argument("--backends", default="triton,flash-attn,flashinfer")
-    parser.add_argument("--rows", default="1,16,64,256,1024")
-    parser.add_argument("--heads", default="16,32")
-    parser.add_argument("--window", type=int)
-    args = parser.parse_args()
-    heads = [int(text) for text in args.heads.split(",")]
-    names = []
-    for name in args.backends.split(","):
+def usable(names: Sequence[str], num_heads: int, window: int | None) -> list[str]:
+    """Return the backends that work here, and say why others do not."""
+    found = []
+    for name in names:
         try:
-            selection._choose(name, make_case(heads[0], block_size_of(name), args.window), [])
-            names.append(name)
+            selection._choose(name, make_case(num_heads, block_size_of(name), window), [])
+            found.append(name)
         except ConfigError as error:
             print(error)
-    lines: list[str] = []
-    with torch.inference_mode():
-        if args.only != "prefill":
-            lines += decode_table(names, heads, [int(text) for text in args.rows.split(",")], args.window)
-        if args.only != "decode":
-            others = [] if args.window else ["torch-varlen"]
-            lines += prefill_table([*names, *others], heads, args.window)
-    print("\n" + torch.cuda.get_device_name(), "torch", torch.__version__)
-    print("\n".join(lines))
+    return found
+
+
+def cases(options: argparse.Namespace, stack: ExitStack) -> Iterator[Case]:
+    stack.enter_context(torch.inference_mode())
+    print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    window = options.window
+    names = usable(options.backends.split(","), options.heads[0], window)
+    for num_heads in options.heads:
+        heads = f"{num_heads}/{NUM_KV_HEADS} heads"
+        for num_rows in options.rows:
+            for name in names:
+                measure = partial(measure_decode, name, num_heads, num_rows, window)
+                yield Case(f"decode, {heads}, {num_rows} rows: {name}", measure)
+        for title in PROMPTS:
+            for name in names:
+                measure = partial(measure_prompts, name, num_heads, title, window)
+                yield Case(f"prompts, {heads}, {title}: {name}", measure)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backends", default="triton,flash-attn,flashinfer")
+    parser.add_argument("--rows", type=numbers, default="1,16,64,256,1024")
+    parser.add_argument("--heads", type=numbers, default="16,32")
+    parser.add_argument("--window", type=int)
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, cases, add_options)

@@ -1,7 +1,8 @@
 """Times sums over GPUs, by NCCL and through the memory that they share: `python scripts/bench_collectives.py`.
 
-Takes all GPUs that can be seen (`--ranks N`: the first N). Each call is one of 20 in a CUDA graph; a time is that of
-the slowest rank. `keys` is the choice of tokens: NCCL's all-reduce of a maximum against the exchange of words.
+Takes all GPUs that can be seen (`--ranks N`: the first N). Each call is one of many in a CUDA graph; a time is that of
+the slowest rank, in microseconds. `keys` is the choice of tokens: NCCL's all-reduce of a maximum against the exchange
+of words.
 """
 
 from __future__ import annotations
@@ -13,45 +14,26 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from benchmark import Case, Figures, gpu_microseconds, measure_cases
 from nvcli.distributed.peer_memory import open_peer_memory
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.kernels.norm import add_rms_norm
-from nvcli.kernels.peer_memory import PeerLayout
+from nvcli.kernels.peer_memory import PeerLayout, PeerMemory
 
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-COLUMNS = ("NCCL", "NCCL + norm", "one shot", "two shots", "NCCL keys", "keys")
-CALLS = 20
+CALLS = 200
 NEVER = 1 << 30
 
 
 def microseconds(function: Callable[[], object], device: torch.device) -> float:
-    """Of one call, the median of seven replays, on the slowest rank."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(CALLS):
-            function()
-    torch.cuda.synchronize()
+    """Return the time of one call on the slowest rank."""
     dist.barrier()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    times = []
-    for _ in range(9):
-        start.record()
-        for _ in range(10):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / CALLS / 10)
-    slowest = torch.tensor(sorted(times[2:])[3], device=device)
+    slowest = torch.tensor(gpu_microseconds(function, CALLS, repeats=7), device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.item()
 
@@ -70,40 +52,40 @@ def run_rank(rank: int, size: int, store_path: str, hidden_size: int, rows: list
     if rank == 0:
         print(f"{size} × {torch.cuda.get_device_name()}, hidden size {hidden_size}, bf16; µs in a CUDA graph")
         print(f"two shots are taken from {memory.two_shot_rows} rows on")
-        print("| rows |", " | ".join(f"{name:>11}" for name in COLUMNS), "|", flush=True)
-    weight = torch.ones(hidden_size, dtype=torch.bfloat16, device=device)
-    for num_rows in rows:
-        x = torch.zeros(num_rows, hidden_size, dtype=torch.bfloat16, device=device)
-        residual = torch.randn_like(x)
-        keys = torch.arange(num_rows, device=device)
-
-        def nccl(x=x):  # type: ignore[no-untyped-def]
-            dist.all_reduce(x)
-
-        def nccl_and_norm(x=x, residual=residual):  # type: ignore[no-untyped-def]
-            dist.all_reduce(x)
-            add_rms_norm(x, residual, weight, 1e-6)
-
-        def fused(num_rows=num_rows, residual=residual):  # type: ignore[no-untyped-def]
-            memory.add_rms_norm(memory.part(num_rows), residual, weight, 1e-6)
-
-        def nccl_keys(keys=keys):  # type: ignore[no-untyped-def]
-            dist.all_reduce(keys, op=dist.ReduceOp.MAX)
-
-        def exchange(num_rows=num_rows, residual=residual, keys=keys):  # type: ignore[no-untyped-def]
-            # Keys need a sum between one exchange and the next: its time is taken away again.
-            fused(num_rows, residual)
-            memory.max(keys)
-
-        times = [microseconds(nccl, device), microseconds(nccl_and_norm, device)]
-        for two_shot_rows in (NEVER, 1):
-            memory.two_shot_rows = two_shot_rows
-            times.append(microseconds(fused, device))
-        times += [microseconds(nccl_keys, device), microseconds(exchange, device) - times[-1]]
-        if rank == 0:
-            print(f"| {num_rows:4d} |", " | ".join(f"{time:11.1f}" for time in times), "|", flush=True)
+    cases = [Case(f"{num_rows} rows", partial(measure, memory, num_rows, hidden_size, device)) for num_rows in rows]
+    measure_cases(cases, is_shown=rank == 0)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def measure(memory: PeerMemory, num_rows: int, hidden_size: int, device: torch.device, number: int) -> Figures:
+    weight = torch.ones(hidden_size, dtype=torch.bfloat16, device=device)
+    x = torch.zeros(num_rows, hidden_size, dtype=torch.bfloat16, device=device)
+    residual = torch.randn_like(x)
+    keys = torch.arange(num_rows, device=device)
+
+    def nccl_and_norm() -> None:
+        dist.all_reduce(x)
+        add_rms_norm(x, residual, weight, 1e-6)
+
+    def fused() -> None:
+        memory.add_rms_norm(memory.part(num_rows), residual, weight, 1e-6)
+
+    def exchange() -> None:
+        # Keys need a sum between one exchange and the next: its time is taken away again.
+        fused()
+        memory.max(keys)
+
+    found = {
+        "NCCL": microseconds(lambda: dist.all_reduce(x), device),
+        "NCCL + norm": microseconds(nccl_and_norm, device),
+    }
+    for name, two_shot_rows in (("one shot", NEVER), ("two shots", 1)):
+        memory.two_shot_rows = two_shot_rows
+        found[name] = microseconds(fused, device)
+    found["NCCL keys"] = microseconds(lambda: dist.all_reduce(keys, op=dist.ReduceOp.MAX), device)
+    found["keys"] = microseconds(exchange, device) - found["two shots"]
+    return found
 
 
 def main() -> None:

@@ -8,9 +8,14 @@ wait. The all-reduce behind them is the same for both, and is left out.
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import cache, partial
+
 import torch
 
-from bench_kernels import microseconds
+from benchmark import Case, Figures, gpu_microseconds, run_benchmark
 from nvcli.kernels.expert_settings import GatedActivation, Routing
 from nvcli.kernels.expert_types import ExpertWeights, Routes
 from nvcli.kernels.experts import apply_experts
@@ -26,47 +31,48 @@ ROWS = (1, 16, 64, 256, 1024, 8192)
 SILU = GatedActivation()
 
 
-def bench(name: str) -> None:
-    """Print a line for each number of ranks and of tokens."""
-    num_experts, per_token, hidden, intermediate = SHAPES[name]
-    gate_up = random_weights(num_experts, 2 * intermediate, hidden)
-    down = random_weights(num_experts, hidden, intermediate)
-    for size in SIZES:
-        parts = ExpertWeights(
-            gate_up[:, : 2 * intermediate // size].contiguous(), down[:, :, : intermediate // size].contiguous()
-        )
-        held = num_experts // size
-        shares = [
-            ExpertWeights(
-                gate_up[first : first + held],
-                down[first : first + held],
-                first_expert=first,
-                num_others=num_experts - held,
-            )
-            for first in range(0, num_experts, held)
-        ]
-        for rows in ROWS:
-            x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
-            routing = Routing(num_experts=num_experts, experts_per_token=per_token, renormalise=True)
-            routes = route(torch.randn(1, rows, num_experts, device="cuda"), routing)
-            of_parts = time_of(x, routes, parts)
-            of_shares = [time_of(x, routes, share) for share in shares]
-            mean, slowest = sum(of_shares) / size, max(of_shares)
-            print(f"{name:14s} {size:5d} {rows:6d} | {of_parts:8.1f} | {mean:8.1f} {slowest:8.1f}", flush=True)
-
-
+@cache
 def random_weights(*shape: int) -> torch.Tensor:
     return torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(0.0, 0.02)
 
 
-def time_of(x: torch.Tensor, routes: Routes, weights: ExpertWeights) -> float:
-    """The microseconds of one rank."""
-    return microseconds(lambda: apply_experts(x, routes, weights, SILU).sum(dim=0))
+def measure(name: str, size: int, rows: int, number: int) -> Figures:
+    """Measure so many ranks with so many tokens."""
+    num_experts, per_token, hidden, intermediate = SHAPES[name]
+    gate_up = random_weights(num_experts, 2 * intermediate, hidden)
+    down = random_weights(num_experts, hidden, intermediate)
+    parts = ExpertWeights(
+        gate_up[:, : 2 * intermediate // size].contiguous(), down[:, :, : intermediate // size].contiguous()
+    )
+    held = num_experts // size
+    shares = [
+        ExpertWeights(
+            gate_up[first : first + held], down[first : first + held], first_expert=first, num_others=num_experts - held
+        )
+        for first in range(0, num_experts, held)
+    ]
+    x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
+    routing = Routing(num_experts=num_experts, experts_per_token=per_token, renormalise=True)
+    routes = route(torch.randn(1, rows, num_experts, device="cuda"), routing)
+    times = [rank_microseconds(x, routes, share) for share in shares]
+    return {
+        "parts, µs": rank_microseconds(x, routes, parts),
+        "whole, µs": sum(times) / size,
+        "slowest whole, µs": max(times),
+    }
+
+
+def rank_microseconds(x: torch.Tensor, routes: Routes, weights: ExpertWeights) -> float:
+    return gpu_microseconds(lambda: apply_experts(x, routes, weights, SILU).sum(dim=0))
+
+
+def cases(options: argparse.Namespace, stack: ExitStack) -> Iterator[Case]:
+    print(torch.cuda.get_device_name(), torch.__version__)
+    for shape in SHAPES:
+        for size in SIZES:
+            for rows in ROWS:
+                yield Case(f"{shape}, {size} ranks, {rows} tokens", partial(measure, shape, size, rows))
 
 
 if __name__ == "__main__":
-    print(torch.cuda.get_device_name(), torch.__version__)
-    print("                             | µs: parts | whole experts: mean, slowest rank")
-    print("shape          ranks tokens")
-    for shape in SHAPES:
-        bench(shape)
+    run_benchmark(__doc__, cases)

@@ -16,12 +16,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from benchmark import Case, Figures, run_benchmark
 from nvcli.bench.workload import PrefixLevel, Workload
 from nvcli.config import EngineConfig
 from nvcli.engine.block_manager import BlockManager
@@ -92,8 +95,8 @@ def make_config(*, max_num_seqs: int, max_num_batched_tokens: int, record_steps:
     )
 
 
-def measure(num_running: int, num_steps: int) -> dict[str, float]:
-    """Median milliseconds of each part of a decode step with `num_running` requests."""
+def measure(num_running: int, num_steps: int, number: int) -> Figures:
+    """Return the median milliseconds of a decode step with `num_running` requests, and of each of its parts."""
     config = make_config(max_num_seqs=num_running, max_num_batched_tokens=8192)
     limits = scheduler_limits(config, NullRunner.ready)
     scheduler = Scheduler(limits, BlockManager(num_running * (config.max_blocks_per_seq + 1)))
@@ -138,11 +141,13 @@ def measure(num_running: int, num_steps: int) -> dict[str, float]:
             timed("outputs", lambda: encoder.encode(OutputBatch(scheduler.take_outputs(), scheduler.stats)))
     finally:
         executor.close()
-    return {part: statistics.median(values) * 1e3 for part, values in samples.items()}
+    parts = {part: statistics.median(values) * 1e3 for part, values in samples.items()}
+    step = sum(parts[part] for part in ("schedule", "round trip", "process", "outputs"))
+    return {"a step, ms": step, **parts}
 
 
-def measure_start(num_requests: int, num_shared: int, *, num_passes: int = 9) -> tuple[float, float]:
-    """Median milliseconds until the rank gets the first step, and the step that admits the last of the requests."""
+def measure_start(num_requests: int, num_shared: int, number: int, *, num_passes: int = 9) -> Figures:
+    """Return the median milliseconds until the rank gets the first step, and the step that admits the last request."""
     config = make_config(max_num_seqs=num_requests, max_num_batched_tokens=16_384, record_steps=True)
     client = EngineClient.start(config, runner="bench_host:create_null_runner")
     workload = Workload(
@@ -170,27 +175,23 @@ def measure_start(num_requests: int, num_shared: int, *, num_passes: int = 9) ->
     finally:
         client.close()
     first, last = (statistics.median(times) * 1e3 for times in zip(*samples, strict=True))
-    return first, last
+    return {"first step, ms": first, "last admitted, ms": last}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def cases(options: argparse.Namespace, stack: ExitStack) -> Iterator[Case]:
+    for num_shared in options.start or ():
+        name = f"{options.requests} requests, {num_shared} tokens shared"
+        yield Case(name, partial(measure_start, options.requests, num_shared))
+    for num_running in () if options.start else options.running:
+        yield Case(f"{num_running} running", partial(measure, num_running, options.steps))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--running", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--start", type=int, nargs="+", metavar="SHARED", help="time the start of a job instead")
     parser.add_argument("--requests", type=int, default=1024, help="requests that the job of --start sends")
-    args = parser.parse_args()
-    for num_shared in args.start or ():
-        first, last = measure_start(args.requests, num_shared)
-        print(f"{args.requests} requests, {num_shared} tokens shared: steps from {first:.1f} to {last:.1f} ms")
-    if args.start:
-        return
-    for num_running in args.running:
-        parts = measure(num_running, args.steps)
-        total = sum(parts[part] for part in ("schedule", "round trip", "process", "outputs"))
-        shown = ", ".join(f"{part} {ms:.3f}" for part, ms in parts.items())
-        print(f"{num_running} running: {total:.3f} ms a step ({shown})")
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, cases, add_options)

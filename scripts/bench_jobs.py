@@ -2,22 +2,24 @@
 
     python scripts/bench_jobs.py --rows 1000000
 
-The rows come from a process that writes them as they are read (a pipe), so that there is no file to hold. Each figure
-is of a process of its own: `stream` answers every row, `scan` reads that output, and `resume` scans an output that
-lacks the last row, passes over the others and answers it.
+The rows come through a pipe as they are read, so that there is no file to hold. Each figure is of a process of its own:
+`stream` answers every row, `scan` reads that output, and `resume` scans an output that lacks the last row, passes over
+the others and answers it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import resource
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
+from benchmark import Case, measure_in_child, peak_mebibytes, run_benchmark
 from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Choice, Job, JobResult, Usage
 from nvcli.jobs.output.job_output import OutputOptions
@@ -28,19 +30,18 @@ from nvcli.jobs.output.writer import ResultWriter
 from nvcli.jobs.rows.parser import RowParser
 
 JOB = Manifest(created=0, model="m", facts={}, inputs=[])
-GENERATOR = """
-import sys
-for start in range(0, {rows}, 1000):
-    sys.stdout.write("".join(
-        '{{"id": "request-%d", "prompt": "What is %d + %d, and why? Answer in one sentence.", "topic": "sums"}}\\n'
-        % (i, i, 7 * i) for i in range(start, min(start + 1000, {rows}))))
-"""
+ROW = '{"id": "request-%d", "prompt": "What is %d + %d, and why? Answer in one sentence.", "topic": "sums"}\n'
 
 
-def answer(source: str, output: Path, limit: int) -> int:
-    """Rows of `source`, each answered with a fixed text, into `output`; the number of rows read."""
+def lines(num_rows: int) -> Iterator[bytes]:
+    for start in range(0, num_rows, 1000):
+        yield "".join(ROW % (i, i, 7 * i) for i in range(start, min(start + 1000, num_rows))).encode()
+
+
+def answer(output: Path, limit: int) -> int:
+    """Answer each row of standard input with a fixed text, and return the number of rows read."""
     opened = open_output(str(output), JOB, OutputOptions())
-    reader = RowReader([source], RowParser({}), limit=limit, answered=opened.answered)
+    reader = RowReader(["-"], RowParser({}), limit=limit, answered=opened.answered)
     writer = ResultWriter(opened.sink, opened.form)
     choice = Choice(index=0, text="That is a sum, and I have added it up for you.", finish_reason="stop")
     for batch in reader.batches():
@@ -56,37 +57,37 @@ def answer(source: str, output: Path, limit: int) -> int:
     return reader.rows_read
 
 
-def measure(mode: str, num_rows: int, output: Path) -> None:
-    """In this process: standard input is the generator."""
+def run_child(mode: str, output: Path, num_rows: int) -> None:
+    """Measure in this process, whose standard input has the rows."""
     started = time.perf_counter()
-    rows = scan_output(output).num_rows if mode == "scan" else answer("-", output, num_rows)
+    rows = scan_output(output).num_rows if mode == "scan" else answer(output, num_rows)
     seconds = time.perf_counter() - started
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"{mode:<8}{rows:>12,} rows  {rows / seconds:>10,.0f} rows/s  {seconds:>7.2f} s  peak {peak:>6.0f} MiB")
+    print(json.dumps({"rows": rows, "rows/s": rows / seconds, "seconds": seconds, "peak MiB": peak_mebibytes()}))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure the job layer.")
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--only", help=argparse.SUPPRESS)
-    parser.add_argument("--output", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.only:
-        measure(options.only, options.rows, options.output)
+def cases(options: argparse.Namespace, stack: ExitStack) -> Iterator[Case]:
+    if options.child:
+        mode, output = options.child
+        run_child(mode, Path(output), options.rows)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "out.jsonl"
-        for mode in ("stream", "scan", "resume"):
-            if mode == "resume":
-                os.truncate(output, output.stat().st_size - 1)
-            source = subprocess.Popen(
-                [sys.executable, "-c", GENERATOR.format(rows=options.rows)], stdout=subprocess.PIPE
-            )
-            command = [sys.executable, __file__, "--only", mode, "--rows", str(options.rows), "--output", str(output)]
-            subprocess.run(command, stdin=source.stdout, check=True)
-            source.kill()
-            source.wait()
+    output = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "out.jsonl"
+
+    def measure(mode: str, number: int) -> dict[str, float]:
+        if mode == "stream":
+            output.unlink(missing_ok=True)
+        elif mode == "resume":
+            os.truncate(output, output.stat().st_size - 1)
+        arguments = ["--rows", str(options.rows), "--child", mode, str(output)]
+        return measure_in_child(__file__, arguments, lines(0 if mode == "scan" else options.rows))
+
+    for mode in ("stream", "scan", "resume"):
+        yield Case(mode, partial(measure, mode))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, cases, add_options)

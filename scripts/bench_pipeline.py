@@ -15,18 +15,20 @@ import argparse
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from benchmark import Case, Figures, measure_in_child, peak_mebibytes, run_benchmark
 from nvcli.config import EngineConfig, RunConfig
 from nvcli.demo import demo_path
 from nvcli.engine.protocol import AddRequests
@@ -176,105 +178,105 @@ def run_all(
     return summary, engines[0]
 
 
-def measure_stages(path: Path, num_rows: int, model: Path, max_num_seqs: int, rate: float) -> None:
-    size = path.stat().st_size
-    print(f"{num_rows:,} rows, {size / num_rows:.0f} bytes each; rows/s (microseconds of processor time a row)")
+class Stages:
+    """The parent's stages, each of which works on what the stage before has made."""
 
-    def show(stage: str, function: Callable[[], Any]) -> Any:
-        started, cpu = time.perf_counter(), time.process_time()
-        result = function()
-        seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
-        print(f"  {stage:<12} {num_rows / seconds:>10,.0f}  ({cpu / num_rows * 1e6:.1f})")
-        return result
+    def __init__(self, path: Path, options: argparse.Namespace) -> None:
+        self._path, self._options = path, options
+        self._tokenizer = Tokenizer.load(options.model)
+        facts = load_model_config(options.model)
+        limits = ModelLimits(max_model_len=2048, vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids)
+        self._renderer = ChatRenderer(options.model)
+        self._preparer = Preparer(self._tokenizer, limits, self._renderer.render)
 
-    def reader() -> RowReader:
-        return RowReader([str(path)], RowParser({"max_tokens": 8, "temperature": 0}))
+    def close(self) -> None:
+        self._renderer.close()
 
-    tokenizer = Tokenizer.load(model)
-    facts = load_model_config(model)
-    limits = ModelLimits(max_model_len=2048, vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids)
-    chat_renderer = ChatRenderer(model)
-    preparer = Preparer(tokenizer, limits, chat_renderer.render)
-    batches = show("read", lambda: list(reader().batches()))
-    prepared = show("tokenize", lambda: [row for rows in batches for row in preparer.prepare(rows)])
-    chat_renderer.close()
-    rows = [row for row in prepared if isinstance(row, PreparedRow)]
-    assert len(rows) == num_rows
-    print(f"               {sum(row.num_prompt_tokens for row in rows) / num_rows:.0f} tokens a row")
-    answers = [list(range(20, 28)) for _ in rows]
-    texts = show(
-        "detokenize",
-        lambda: [text for at in range(0, num_rows, 512) for text in tokenizer.decode(answers[at : at + 512])],
-    )
+    def read(self) -> Figures:
+        reader = RowReader([str(self._path)], RowParser({"max_tokens": 8, "temperature": 0}))
+        self._batches = list(reader.batches())
+        return {}
 
-    def write() -> None:
+    def tokenize(self) -> Figures:
+        prepared = [row for rows in self._batches for row in self._preparer.prepare(rows)]
+        self._rows = [row for row in prepared if isinstance(row, PreparedRow)]
+        assert len(self._rows) == self._options.rows
+        return {"tokens a row": sum(row.num_prompt_tokens for row in self._rows) / len(self._rows)}
+
+    def detokenize(self) -> Figures:
+        answers = [list(range(20, 28)) for _ in self._rows]
+        self._texts = [
+            text for at in range(0, len(answers), 512) for text in self._tokenizer.decode(answers[at : at + 512])
+        ]
+        return {}
+
+    def write(self) -> Figures:
         writer = ResultWriter(Sink(os.open(os.devnull, os.O_WRONLY), "null"))
-        for at in range(0, num_rows, 512):
+        for at in range(0, len(self._rows), 512):
             writer.write(
                 JobResult(
                     place=row.place,
                     choices=[Choice(index=0, text=text, finish_reason="length")],
                     usage=Usage(prompt_tokens=row.num_prompt_tokens, completion_tokens=8),
                 )
-                for row, text in zip(rows[at : at + 512], texts[at : at + 512], strict=True)
+                for row, text in zip(self._rows[at : at + 512], self._texts[at : at + 512], strict=True)
             )
         writer.close()
+        return {}
 
-    show("write", write)
-    summary, engine = show("all", lambda: run_all([str(path)], model, os.devnull, max_num_seqs, rate))
-    assert summary.rows == num_rows
-    assert not summary.errors, summary.errors
-    seconds = summary.times.generating
-    starved = engine.starved_seconds / seconds
-    print(f"  generating   {num_rows / seconds:>10,.0f}, engine starved {starved:.1%} of the time")
+    def all(self) -> Figures:
+        options = self._options
+        summary, engine = run_all([str(self._path)], options.model, os.devnull, options.running, options.rate)
+        assert summary.rows == options.rows
+        assert not summary.errors, summary.errors
+        seconds = summary.times.generating
+        return {
+            "generating, rows/s": summary.rows / seconds,
+            "engine starved, %": 100 * engine.starved_seconds / seconds,
+        }
 
 
-def measure_memory(num_rows: int, form: str, model: Path, max_num_seqs: int) -> None:
-    """In a process of its own, from a pipe that a thread of this one fills."""
+def measure_stage(stage: Callable[[], Figures], num_rows: int, number: int) -> Figures:
+    started, cpu = time.perf_counter(), time.process_time()
+    figures = stage()
+    seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+    return {"rows/s": num_rows / seconds, "core µs a row": cpu / num_rows * 1e6, **figures}
+
+
+def measure_memory(num_rows: int, options: argparse.Namespace, number: int) -> Figures:
+    """Measure in a process of its own, which reads a pipe."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "out.jsonl"
-        child = subprocess.Popen(
-            [sys.executable, __file__, "--child", str(output), "--model", str(model), "--running", str(max_num_seqs)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-
-        def feed() -> None:
-            assert child.stdin is not None
-            with child.stdin:
-                for line in lines(num_rows, form):
-                    child.stdin.write(line)
-
-        feeder = threading.Thread(target=feed)
-        feeder.start()
-        assert child.stdout is not None
-        report = json.loads(child.stdout.read())
-        feeder.join()
-        assert child.wait() == 0
-        assert report["rows"] == num_rows
-        print(
-            f"  {num_rows:>10,} rows: peak {report['peak'] / 2**20:,.0f} MiB, "
-            f"{report['ready'] / 2**20:,.0f} MiB before the first row; {num_rows / report['seconds']:,.0f} rows/s; "
-            f"output {output.stat().st_size / 2**20:,.0f} MiB"
-        )
+        arguments = ["--child", str(output), "--model", str(options.model), "--running", str(options.running)]
+        figures = measure_in_child(__file__, arguments, lines(num_rows, options.form))
+        return {**figures, "output MiB": output.stat().st_size / 2**20}
 
 
-def run_child(output: str, model: Path, max_num_seqs: int) -> None:
-    Tokenizer.load(model)  # what is imported counts as before the first row
-    ready = _peak_bytes()
-    summary, _ = run_all(["-"], model, output, max_num_seqs)
-    report = {"rows": summary.rows, "seconds": summary.times.generating, "ready": ready, "peak": _peak_bytes()}
-    print(json.dumps(report))
+def run_child(output: str, options: argparse.Namespace) -> None:
+    Tokenizer.load(options.model)  # what is imported counts as before the first row
+    ready = peak_mebibytes()
+    summary, _ = run_all(["-"], options.model, output, options.running)
+    rate = summary.rows / summary.times.generating
+    print(json.dumps({"rows/s": rate, "MiB before the first row": ready, "peak MiB": peak_mebibytes()}))
 
 
-def _peak_bytes() -> int:
-    """Of this process alone: `ru_maxrss` starts with what the parent had."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+def cases(options: argparse.Namespace, stack: ExitStack) -> Iterator[Case]:
+    if options.child:
+        run_child(options.child, options)
+        return
+    if options.memory:
+        for num_rows in options.memory:
+            yield Case(f"{num_rows:,} rows", partial(measure_memory, num_rows, options))
+        return
+    path = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "in.jsonl"
+    with path.open("wb") as file:
+        file.writelines(lines(options.rows, options.form))
+    stages = stack.enter_context(contextlib.closing(Stages(path, options)))
+    for stage in (stages.read, stages.tokenize, stages.detokenize, stages.write, stages.all):
+        yield Case(stage.__name__, partial(measure_stage, stage, options.rows))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--form", choices=FORMS, default="prompt")
     parser.add_argument("--model", type=Path, default=demo_path())
@@ -282,19 +284,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=0, help="rows/s that the engine answers; 0: as they come")
     parser.add_argument("--memory", type=int, nargs="+", metavar="ROWS", help="measure peak memory instead")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.child:
-        run_child(args.child, args.model, args.running)
-    elif args.memory:
-        for num_rows in args.memory:
-            measure_memory(num_rows, args.form, args.model, args.running)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "in.jsonl"
-            with path.open("wb") as file:
-                file.writelines(lines(args.rows, args.form))
-            measure_stages(path, args.rows, args.model, args.running, args.rate)
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, cases, add_options)

@@ -4,8 +4,7 @@
     python scripts/bench_sampling.py --rows 64 --tokens 32         # the built-in model
 
 Plain rows are sampled with temperature 0.7, top_k 20 and top_p 0.8; the others ask for one thing more. Prompts have 50
-to 400 random tokens, answers have `--tokens` tokens whatever comes, and all kinds take turns, `--repeat` times. A short
-job of each kind comes before.
+to 400 random tokens, answers have `--tokens` tokens whatever comes. A short job of each kind comes before.
 """
 
 from __future__ import annotations
@@ -13,8 +12,12 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
+from benchmark import Case, run_benchmark
 from nvcli import LLM
 
 PLAIN = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "ignore_eos": True}
@@ -29,18 +32,18 @@ FIRST_TOKEN = 5
 WARM_UP_ROWS = 16
 
 
-def make_rows(kind: str, num_rows: int, num_tokens: int, vocab_size: int, seed: int) -> list[dict[str, Any]]:
+def make_rows(kind: str, num_rows: int, seed: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Make rows of a kind, with prompts of their own."""
     rng = random.Random(seed)
     rows = []
     for number in range(num_rows):
         asked = KINDS[kind] if "every fifth" not in kind or number % 5 == 0 else {}
-        prompt = [rng.randrange(FIRST_TOKEN, vocab_size) for _ in range(rng.randrange(50, 400))]
-        rows.append({"prompt_token_ids": prompt, "sampling": {**PLAIN, **asked, "max_tokens": num_tokens}})
+        prompt = [rng.randrange(FIRST_TOKEN, options.vocab) for _ in range(rng.randrange(50, 400))]
+        rows.append({"prompt_token_ids": prompt, "sampling": {**PLAIN, **asked, "max_tokens": options.tokens}})
     return rows
 
 
-def answer(llm: LLM, rows: list[dict[str, Any]]) -> float:
+def answer(llm: LLM, rows: list[dict[str, Any]]) -> dict[str, float]:
     """Answer rows, and return the output tokens per second."""
     started = time.perf_counter()
     answers: list[dict[str, Any]] = list(llm.generate(rows))
@@ -48,31 +51,27 @@ def answer(llm: LLM, rows: list[dict[str, Any]]) -> float:
     faults = [each["error"] for each in answers if each["error"] is not None]
     if faults:
         raise SystemExit(f"{len(faults)} rows have errors; the first: {faults[0]}")
-    return float(sum(each["usage"]["completion_tokens"] for each in answers) / seconds)
+    return {"tokens/s": sum(each["usage"]["completion_tokens"] for each in answers) / seconds}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def cases(options: argparse.Namespace, stack: ExitStack) -> Iterator[Case]:
+    llm = stack.enter_context(LLM(options.model, max_num_seqs=options.max_num_seqs, job={"plan": False}))
+
+    def measure(kind: str, number: int) -> dict[str, float]:
+        return answer(llm, make_rows(kind, options.rows, f"{kind} {number}", options))
+
+    for kind in KINDS:
+        warm_up = partial(answer, llm, make_rows(kind, WARM_UP_ROWS, f"{kind} before", options))
+        yield Case(kind, partial(measure, kind), warm_up)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rows", type=int, default=768)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--vocab", type=int, default=600, help="prompts are of the tokens below this one")
-    parser.add_argument("--repeat", type=int, default=2)
-    options = parser.parse_args()
-    rows_of = {"num_tokens": options.tokens, "vocab_size": options.vocab}
-    speeds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    with LLM(options.model, max_num_seqs=options.max_num_seqs, job={"plan": False}) as llm:
-        for kind in KINDS:
-            answer(llm, make_rows(kind, WARM_UP_ROWS, seed=-1, **rows_of))
-        for repeat in range(options.repeat):
-            for number, kind in enumerate(KINDS):
-                rows = make_rows(kind, options.rows, seed=repeat * len(KINDS) + number, **rows_of)
-                speeds[kind].append(answer(llm, rows))
-    for kind, found in speeds.items():
-        share = max(found) / max(speeds["plain"])
-        print(f"{kind:44} {max(found):10,.0f} tokens/s {share:5.0%}  (passes: {', '.join(f'{x:,.0f}' for x in found)})")
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, cases, add_options, repeat=2, compared="tokens/s")

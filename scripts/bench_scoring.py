@@ -5,8 +5,8 @@
 
 A row has a context of about `--context-tokens` tokens and four choices of several tokens. Both sides have the model
 loaded before the clock starts, and get the same texts; lm-eval is `HFLM.loglikelihood` as its tasks call it, with
-`--batch-size` texts at a time. The sides take turns, `--repeat` times. The log-probabilities are compared too. On a GPU
-the time is also given as a share of the least that the matrix products of the layers and the LM head need there.
+`--batch-size` texts at a time. The largest difference of their log-probabilities is shown too. On a GPU also the share
+of the limit: of the least time that the matrix products of the layers and the LM head need there.
 """
 
 from __future__ import annotations
@@ -14,10 +14,15 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from benchmark import Case, Figures, run_benchmark
 from demo_tasks import WORDS
 from nvcli import LLM
 from nvcli.bench.ceilings import measure_ceilings
@@ -48,9 +53,10 @@ def make_rows(count: int, context_tokens: int, seed: int = 0) -> list[dict[str, 
     ]
 
 
-def lm_eval_scorer(
-    model_path: str, device: str, batch_size: int
-) -> Callable[[Sequence[dict[str, Any]]], list[list[float]]]:
+Scorer = Callable[[Sequence[dict[str, Any]]], list[list[float]]]
+
+
+def lm_eval_scorer(model_path: str, device: str, batch_size: int) -> Scorer:
     """Load the model as lm-eval does, and return what scores rows with it."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
@@ -96,44 +102,36 @@ class NvcliScorer:
         return operations / measure_ceilings(config).flops_per_second
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def cases(options: argparse.Namespace, stack: ExitStack) -> Iterator[Case]:
+    nvcli_scorer = NvcliScorer(stack.enter_context(LLM(options.model, device=options.device)))
+    scorers: dict[str, Scorer] = {"nvcli": nvcli_scorer}
+    if not options.no_lm_eval:
+        scorers["lm-eval"] = lm_eval_scorer(options.model, options.device, options.batch_size)
+    found: dict[str, list[list[float]]] = {}
+
+    def measure(name: str, number: int) -> Figures:
+        rows = make_rows(options.rows, options.context_tokens, seed=number)  # others than before: no cache
+        started = time.perf_counter()
+        found[name] = scorers[name](rows)
+        seconds = time.perf_counter() - started
+        differences = np.abs(np.array(found["nvcli"]) - np.array(found[name]))
+        figures = {"rows/s": options.rows / seconds, "seconds": seconds}
+        if options.device == "cuda" and name == "nvcli":
+            figures["% of the limit"] = 100 * nvcli_scorer.least_seconds(options.model, options.device) / seconds
+        return {**figures, "difference": float(differences.max())}
+
+    for name, scorer in scorers.items():
+        yield Case(name, partial(measure, name), partial(scorer, make_rows(2, options.context_tokens, seed=-1)))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=200)
     parser.add_argument("--context-tokens", type=int, default=500)
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--model", default=str(demo_path()), help="a folder; for nvcli alone also a Hugging Face id")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--no-lm-eval", action="store_true")
-    arguments = parser.parse_args()
-    with LLM(arguments.model, device=arguments.device) as llm:
-        nvcli_scorer = NvcliScorer(llm)
-        scorers: dict[str, Callable[[Sequence[dict[str, Any]]], list[list[float]]]] = {"nvcli": nvcli_scorer}
-        if not arguments.no_lm_eval:
-            scorers["lm-eval"] = lm_eval_scorer(arguments.model, arguments.device, arguments.batch_size)
-        for scorer in scorers.values():
-            scorer(make_rows(2, arguments.context_tokens, seed=-1))
-        seconds: dict[str, list[float]] = {name: [] for name in scorers}
-        found: dict[str, list[list[float]]] = {}
-        for repeat in range(arguments.repeat):
-            rows = make_rows(arguments.rows, arguments.context_tokens, seed=repeat)  # others than before: no cache
-            for name, scorer in scorers.items():
-                started = time.perf_counter()
-                found[name] = scorer(rows)
-                seconds[name].append(time.perf_counter() - started)
-            if len(found) > 1:
-                pairs = zip(found["nvcli"], found["lm-eval"], strict=True)
-                differences = [abs(a - b) for one, other in pairs for a, b in zip(one, other, strict=True)]
-                print(f"largest difference of a log-probability: {max(differences):.1e}")
-    for name, times in seconds.items():
-        shown = ", ".join(f"{one:.1f}" for one in times)
-        print(f"{name:8} {arguments.rows / min(times):8.2f} rows/s (seconds: {shown})")
-    if arguments.device == "cuda":
-        least = nvcli_scorer.least_seconds(arguments.model, arguments.device)
-        print(f"nvcli    {least / min(seconds['nvcli']):8.0%} of the limit")
-    if len(seconds) > 1:
-        print(f"ratio    {min(seconds['lm-eval']) / min(seconds['nvcli']):8.2f}")
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, cases, add_options, repeat=2, compared="rows/s")

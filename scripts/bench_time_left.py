@@ -1,11 +1,9 @@
 """How far the shown time left is from the truth, in kinds of jobs whose answers are of unlike lengths.
 
     python scripts/bench_time_left.py [--kinds uniform ...] [--machine gpu|cpu] [--slots 256] [--trace]
-    python scripts/bench_time_left.py --real [--kinds count ...]
 
 Runs are simulated on a clock of their own (`simulated_run`), so that the figures are those of the estimate and not of a
-busy machine; with `--real` they are runs of `nvcli generate` with the built-in model, whose `--progress-file` is read.
-Of each kind is printed:
+busy machine. Of each kind is printed:
 
     error   the median error from 20 % of the time on, in parts of the truth
     third   the share of the looks there that are within a third of the truth, or within 2 % of the whole time
@@ -19,22 +17,14 @@ Of each kind is printed:
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
-import msgspec
-
-from demo_tasks import sample
-from nvcli.job_run.progress.run_status import RunStatus
+from benchmark import Case, Figures, run_benchmark
 from simulated_run import FakeRow, Look, Machine, simulate
 
 MACHINES = {
@@ -43,7 +33,6 @@ MACHINES = {
 }
 SLACK = 0.02
 """Errors of this share of the whole time are none."""
-POLL_SECONDS = 0.2
 
 
 class Kinds:
@@ -144,66 +133,6 @@ class Kinds:
         return [FakeRow(int(most * self._rng.uniform(0.3, 0.9)), max_tokens=most) for most in mosts]
 
 
-class RealKinds:
-    """The kinds of jobs for the built-in model; each method returns rows."""
-
-    def __init__(self, seed: int) -> None:
-        self._rng = random.Random(seed)
-
-    def _rows(self, tasks: Sequence[str], count: int, **fields: Any) -> list[dict[str, Any]]:
-        examples = [sample(self._rng, self._rng.choice(tasks)) for _ in range(count)]
-        return [{"messages": [{"role": "user", "content": each.prompt}], **fields} for each in examples]
-
-    def count(self) -> list[dict[str, Any]]:
-        """Answers of about 240 tokens."""
-        return [{"prompt": f"Count from {number} to {number + 60}.\n"} for number in range(400)]
-
-    def rambling(self) -> list[dict[str, Any]]:
-        """Prompts that the model does not know: answers of 1 to 400 tokens, of which many are cut."""
-        return [
-            {"prompt": f"Count from {number} to {number + 60}", "sampling": {"max_tokens": 400}}
-            for number in range(400)
-        ]
-
-    def tasks(self) -> list[dict[str, Any]]:
-        """All that the model knows."""
-        return self._rows(("add", "subtract", "multiply", "compare", "reverse", "repeat", "count", "lookup"), 1500)
-
-    def tasks_capped(self) -> list[dict[str, Any]]:
-        """The same with `max_tokens`."""
-        return [{**row, "sampling": {"max_tokens": 512}} for row in self.tasks()]
-
-    def short_first(self) -> list[dict[str, Any]]:
-        """Words to repeat, few first."""
-        return sorted(self._rows(("repeat",), 600), key=lambda row: len(row["messages"][0]["content"]))
-
-    def long_first(self) -> list[dict[str, Any]]:
-        """Many words first."""
-        return self.short_first()[::-1]
-
-    def two_groups(self) -> list[dict[str, Any]]:
-        """Sums, and one count in ten."""
-        return self._rows(("add",) * 9 + ("count",), 2000)
-
-    def all_cut(self) -> list[dict[str, Any]]:
-        """All answers come to their `max_tokens`."""
-        return [{**row, "sampling": {"max_tokens": 100, "ignore_eos": True}} for row in self._rows(("add",), 800)]
-
-    def lookups(self) -> list[dict[str, Any]]:
-        """Long prompts and short answers."""
-        return self._rows(("lookup",), 1500)
-
-    def samples(self) -> list[dict[str, Any]]:
-        """4 answers to each prompt."""
-        fields = {"sampling": {"n": 4, "temperature": 1.0, "max_tokens": 256}}
-        return self._rows(("count", "repeat", "reverse"), 300, **fields)
-
-    def failures(self) -> list[dict[str, Any]]:
-        """One row in four is refused."""
-        rows = self._rows(("count", "reverse"), 900)
-        return [row if self._rng.random() < 0.75 else {"text": "no prompt"} for row in rows]
-
-
 def run_simulated(kind: str, machine: Machine, *, slots: int, looks: int, seed: int) -> list[Look]:
     """Simulate a job of a kind, and look about so many times."""
     rows: list[FakeRow] = getattr(Kinds(seed), kind)()
@@ -211,29 +140,6 @@ def run_simulated(kind: str, machine: Machine, *, slots: int, looks: int, seed: 
     seconds = machine.seconds(max(1, tokens // slots), slots, slots * 100)
     seconds += machine.prompt * sum(row.prompt - row.cached for row in rows)
     return simulate(rows, machine, slots=slots, look_seconds=seconds / looks)
-
-
-def run_real(kind: str, *, seed: int) -> list[Look]:
-    """Answer a job of a kind with the built-in model, and look at its progress file."""
-    rows: list[dict[str, Any]] = getattr(RealKinds(seed), kind)()
-    with tempfile.TemporaryDirectory() as folder:
-        source, progress = Path(folder) / "in.jsonl", Path(folder) / "progress.json"
-        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        command = [sys.executable, "-m", "nvcli", "generate", str(source), "-m", "demo"]
-        command += ["--temperature", "0", "--progress-file", str(progress), "--progress", "none", "-q"]
-        process = subprocess.Popen(command)
-        seen: dict[float, RunStatus] = {}
-        while process.poll() is None:
-            time.sleep(POLL_SECONDS)
-            if progress.exists():
-                status = msgspec.json.decode(progress.read_bytes(), type=RunStatus)
-                seen.setdefault(status.elapsed_seconds, status)
-        end = msgspec.json.decode(progress.read_bytes(), type=RunStatus)
-    if end.state != "done":
-        raise SystemExit(f"{kind}: the run has ended as {end.state}: {end.message}")
-    running = [(at, status) for at, status in seen.items() if status.state == "running"]
-    start = running[0][0] if running else 0.0
-    return [Look(at - start, end.elapsed_seconds - at, status) for at, status in running]
 
 
 def judge(looks: Sequence[Look]) -> dict[str, float]:
@@ -266,44 +172,39 @@ def judge(looks: Sequence[Look]) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="+")
-    parser.add_argument("--real", action="store_true", help="run the built-in model")
+def trace(looks: Sequence[Look]) -> None:
+    """Print what was shown at twenty moments."""
+    for look in looks[:: max(1, len(looks) // 20)]:
+        status = look.status
+        eta, low, high = (each or 0 for each in (status.eta_seconds, status.eta_low_seconds, status.eta_high_seconds))
+        print(
+            f"  {look.done:4.0%}  left {look.left:.1f}  shown {eta:.1f} ({low:.1f} to {high:.1f})  "
+            f"bar {status.share_done or 0:.0%}  {status.rows.done} rows done, {status.running} running"
+        )
+
+
+def measure(kind: str, options: argparse.Namespace, number: int) -> Figures:
+    machine = MACHINES[options.machine]
+    looks = run_simulated(kind, machine, slots=options.slots, looks=options.looks, seed=options.seed + number)
+    if options.trace:
+        trace(looks)
+    return {"seconds": looks[0].at + looks[0].left, **judge(looks)}
+
+
+def cases(options: argparse.Namespace, stack: ExitStack) -> Iterator[Case]:
+    for kind in options.kinds:
+        yield Case(kind, partial(measure, kind, options))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    kinds = [name for name in vars(Kinds) if not name.startswith("_")]
+    parser.add_argument("--kinds", nargs="+", default=kinds, choices=kinds)
     parser.add_argument("--machine", choices=MACHINES, default="gpu")
     parser.add_argument("--slots", type=int, default=256)
     parser.add_argument("--looks", type=int, default=100)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--trace", action="store_true", help="print what was shown, too")
-    args = parser.parse_args()
-    kinds = [name for name in vars(RealKinds if args.real else Kinds) if not name.startswith("_")]
-    if unknown := {*(args.kinds or ())} - {*kinds}:
-        parser.error(f"no kinds: {', '.join(sorted(unknown))}; there are {', '.join(kinds)}")
-    results = []
-    for kind in args.kinds or kinds:
-        if args.real:
-            looks = run_real(kind, seed=args.seed)
-        else:
-            machine = MACHINES[args.machine]
-            looks = run_simulated(kind, machine, slots=args.slots, looks=args.looks, seed=args.seed)
-        for look in looks[:: max(1, len(looks) // 20)] if args.trace else ():
-            status = look.status
-            shown = [
-                f"{each or 0:.1f}" for each in (status.eta_seconds, status.eta_low_seconds, status.eta_high_seconds)
-            ]
-            print(
-                f"  {look.done:4.0%}  left {look.left:.1f}  shown {shown[0]} ({shown[1]} to {shown[2]})  "
-                f"bar {status.share_done or 0:.0%}  {status.rows.done} rows done, {status.running} running"
-            )
-        results.append(judge(looks))
-        print(_line(f"{kind:<16}{looks[0].at + looks[0].left:6.0f} s", results[-1]), flush=True)
-    medians = {name: statistics.median(result[name] for result in results) for name in results[0]}
-    print(_line(f"{'median':<16}        ", medians))
-
-
-def _line(head: str, figures: dict[str, float]) -> str:
-    return f"{head}  " + "  ".join(f"{name} {figure:5.2f}" for name, figure in figures.items())
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, cases, add_options, shows_median=True)

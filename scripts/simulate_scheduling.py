@@ -7,8 +7,8 @@ Planner, scheduler and block manager are the real ones; the model is not there. 
 the simulation knows: it ends with a stop id. Steps take the time that they would take Qwen3-8B in bfloat16 on an H200:
 matrix products as measured (microseconds by number of rows), keys and values at the memory's speed, the attention of
 prompts at the speed of its kernel. So figures of one model can be compared with each other, and with nothing else.
-`slots` and `KV` are the shares of slots and of KV blocks that are in use, over the modelled time; `again` are tokens
-that were computed again after a preemption; `late` is the most finished rows that wait for an earlier one.
+`slots` and `KV` are the percentages of slots and of KV blocks that are in use, over the modelled time; `again` are
+tokens that were computed again after a preemption; `late` is the most finished rows that wait for an earlier one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ import random
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
+from benchmark import Case, Figures, run_benchmark
 from nvcli.config import JobConfig, RunConfig
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
@@ -285,9 +288,39 @@ class Jobs:
         return first + [self._row(self._tokens(50, 300), self._around(800), 2000) for _ in range(1200)]
 
 
-def main() -> None:
+def measure(kind: str, options: argparse.Namespace, number: int) -> Figures:
+    make: Callable[[], list[Row]] = getattr(Jobs(0, known=options.known), kind)
+    outcome = simulate(
+        make(),
+        seqs=options.seqs,
+        kv_tokens=options.kv_tokens,
+        batched_tokens=options.batched_tokens,
+        order=options.order,
+        reads_once=options.read_once,
+        plans_admission=not options.greedy,
+    )
+    least = outcome.prompt_tokens - outcome.cached_tokens
+    return {
+        "seconds": outcome.seconds,
+        "tokens/s": outcome.output_tokens / outcome.seconds,
+        "steps": outcome.steps,
+        "preemptions": outcome.preemptions,
+        "again": outcome.computed_tokens - least,
+        "slots": 100 * outcome.slot_seconds / outcome.seconds,
+        "KV": 100 * outcome.kv_seconds / outcome.seconds,
+        "computed": least,
+        "prompt tokens": outcome.prompt_tokens,
+        "late": outcome.finished_out_of_order,
+    }
+
+
+def cases(options: argparse.Namespace, stack: ExitStack) -> Iterator[Case]:
+    for kind in options.jobs:
+        yield Case(kind, partial(measure, kind, options))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     kinds = [name for name in vars(Jobs) if not name.startswith("_")]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", nargs="+", default=kinds, choices=kinds)
     parser.add_argument("--seqs", type=int, default=256)
     parser.add_argument("--kv-tokens", type=int, default=745_000)
@@ -296,29 +329,7 @@ def main() -> None:
     parser.add_argument("--known", action="store_true", help="each row's max_tokens is the length of its answer")
     parser.add_argument("--read-once", action="store_true", help="shared keys are read once for a step")
     parser.add_argument("--greedy", action="store_true", help="admit requests as long as blocks are free")
-    args = parser.parse_args()
-    for kind in args.jobs:
-        make: Callable[[], list[Row]] = getattr(Jobs(0, known=args.known), kind)
-        rows = make()
-        outcome = simulate(
-            rows,
-            seqs=args.seqs,
-            kv_tokens=args.kv_tokens,
-            batched_tokens=args.batched_tokens,
-            order=args.order,
-            reads_once=args.read_once,
-            plans_admission=not args.greedy,
-        )
-        least = outcome.prompt_tokens - outcome.cached_tokens
-        again = outcome.computed_tokens - least
-        print(
-            f"{kind:<9} {outcome.seconds:8.1f} s  {outcome.output_tokens / outcome.seconds:7,.0f} tok/s  "
-            f"{outcome.steps:>6} steps  {outcome.preemptions:>5} preemptions ({again:>9,} again)  "
-            f"slots {outcome.slot_seconds / outcome.seconds:4.0%}  KV {outcome.kv_seconds / outcome.seconds:4.0%}  "
-            f"prompts {least:>9,} of {outcome.prompt_tokens:>10,}  late {outcome.finished_out_of_order:>5}",
-            flush=True,
-        )
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(__doc__, cases, add_options)

@@ -2,8 +2,8 @@
 
 llguidance makes a grammar ready in about a millisecond and finds the allowed tokens while the answer grows, within
 limits on its work, so that every row may bring a schema of its own. (xgrammar works out the tokens of all states of a
-grammar before the first answer; `scripts/bench_grammars.py` measures both.) It is a small native library without
-dependencies, and is imported with the first constrained row.
+grammar before the first answer.) It is a small native library without dependencies, and is imported with the first
+constrained row.
 
 Both sides of a run use this module: the parent, to refuse what cannot be a grammar, and the processes that make masks
 for the rank that chooses tokens.
