@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from nvcli.engine.request import EngineStats
-from nvcli.job_run.answer_lengths import ReadTotals
-from nvcli.job_run.counts import Counts
+from nvcli.job_run.counts import Counts, ReadTotals
 from nvcli.job_run.planning.planner import Planner
 from nvcli.job_run.progress.run_status import RunStatus, RunView
 from nvcli.job_run.text.prepare import PreparedRow

@@ -15,7 +15,7 @@ from nvcli.errors import ConfigError
 from nvcli.executor.channel import ChannelSpec
 from nvcli.executor.status_board import StatusBoard
 from nvcli.file_limits import explain_failed_write, why_not_writable
-from nvcli.job_run.progress.side_file import SideFile
+from nvcli.job_run.progress.status_file import SideFile
 from nvcli.jobs.files import check_output
 
 

@@ -69,7 +69,7 @@ def descendants(pid: int) -> list[int]:
         int(child)
         for task in Path(f"/proc/{pid}/task").iterdir()
         for child in (task / "children").read_text().split()
-        if b"render_process" not in Path(f"/proc/{child}/cmdline").read_bytes()
+        if b"chat_renderer" not in Path(f"/proc/{child}/cmdline").read_bytes()
     ]
     return children + [pid for child in children for pid in descendants(child)]
 

@@ -16,9 +16,8 @@ from nvcli.demo import demo_path
 from nvcli.errors import ConfigError
 from nvcli.job_run.generate import generate
 from nvcli.job_run.progress.display import Progress
-from nvcli.job_run.text.conversation import Conversation
-from nvcli.job_run.text.tokenizer import Tokenizer
-from nvcli.job_run.text.tokenizer_files import has_chat_template
+from nvcli.job_run.text.chat_renderer import Conversation
+from nvcli.job_run.text.tokenizer import Tokenizer, has_chat_template
 from nvcli.jobs.output.manifest import load_manifest, save_manifest
 
 USER = [{"role": "user", "content": "hi"}]

@@ -16,8 +16,7 @@ import pytest
 
 from nvcli.demo import demo_path
 from nvcli.errors import LoadError, RowError
-from nvcli.job_run.text.chat_renderer import ChatRenderer
-from nvcli.job_run.text.conversation import Conversation
+from nvcli.job_run.text.chat_renderer import ChatRenderer, Conversation
 
 TEMPLATE = """
 {%- set text = messages[0].content -%}

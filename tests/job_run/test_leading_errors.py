@@ -11,8 +11,8 @@ import pytest
 from fake_engine import FakeEngine
 from nvcli.config import JobConfig, RunConfig
 from nvcli.errors import HopelessJob
+from nvcli.job_run.counts import LeadingErrors
 from nvcli.job_run.generate import generate
-from nvcli.job_run.leading_errors import LeadingErrors
 from nvcli.job_run.progress.display import Progress
 from nvcli.jobs.job import ErrorInfo, JobResult, RowContext
 

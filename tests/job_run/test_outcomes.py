@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from nvcli.job_run.answer_lengths import bin_of
-from nvcli.job_run.outcomes import MAX_EXAMPLE_CHARS, MAX_EXAMPLES, Outcomes
+from nvcli.job_run.counts import MAX_EXAMPLE_CHARS, MAX_EXAMPLES, Outcomes, bin_of
 from nvcli.jobs.job import Choice, ErrorInfo, JobResult, RowContext, Usage
 from nvcli.sampling_params import SamplingParams
 

@@ -13,8 +13,7 @@ from nvcli.config_types import OnTooLong
 from nvcli.demo import demo_path
 from nvcli.errors import RowError
 from nvcli.job_run.text.grammar_maker import GrammarMaker
-from nvcli.job_run.text.long_text import encode_long
-from nvcli.job_run.text.model_limits import ModelLimits
+from nvcli.job_run.text.model_limits import ModelLimits, encode_long
 from nvcli.job_run.text.prepare import PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Job, JobResult, RowContext, RowForm

@@ -14,8 +14,7 @@ import pytest
 
 from nvcli.engine.request import EngineStats
 from nvcli.errors import ConfigError, WorkerError
-from nvcli.job_run.answer_lengths import ReadTotals
-from nvcli.job_run.counts import Counts
+from nvcli.job_run.counts import Counts, ReadTotals
 from nvcli.job_run.progress.display import (
     BarProgress,
     PlainProgress,
@@ -25,8 +24,7 @@ from nvcli.job_run.progress.display import (
     make_progress,
 )
 from nvcli.job_run.progress.run_status import RunView
-from nvcli.job_run.progress.side_file import SideFile
-from nvcli.job_run.progress.status_file import StatusFile
+from nvcli.job_run.progress.status_file import SideFile, StatusFile
 from nvcli.jobs.job import ErrorInfo, JobResult, Usage
 from nvcli.messages import pack
 from prepared_rows import prepared_row

@@ -15,14 +15,21 @@ import pytest
 
 from nvcli.engine.request import EngineStats
 from nvcli.errors import ConfigError
-from nvcli.job_run.answer_lengths import bin_of, bin_start
-from nvcli.job_run.counts import Counts
-from nvcli.job_run.outcomes import Example
-from nvcli.job_run.report import charts
-from nvcli.job_run.report.data import Engine, Outcome, OutputRows, Rates, Report, RunRows, Tokens
-from nvcli.job_run.report.html import render_html
-from nvcli.job_run.report.lengths import MAX_BARS, describe_lengths
-from nvcli.job_run.report.report_file import ReportFile
+from nvcli.job_run.counts import Counts, Example, bin_of, bin_start
+from nvcli.job_run.report import page
+from nvcli.job_run.report.build import ReportFile
+from nvcli.job_run.report.data import (
+    MAX_BARS,
+    Engine,
+    Outcome,
+    OutputRows,
+    Rates,
+    Report,
+    RunRows,
+    Tokens,
+    describe_lengths,
+)
+from nvcli.job_run.report.page import render_html
 from nvcli.job_run.report.timeline import SAMPLE_SECONDS, Timeline
 from nvcli.job_run.settings import Setting
 
@@ -176,11 +183,11 @@ def test_charts_have_axes_units_and_words_for_those_who_cannot_see_them() -> Non
         assert len(texts) >= 6
         for element in root.iter():
             for name in ("x", "y", "x1", "x2", "y1", "y2"):
-                assert 0 <= float(element.attrib.get(name, 0)) <= charts.WIDTH
+                assert 0 <= float(element.attrib.get(name, 0)) <= page.WIDTH
             for point in element.attrib.get("points", "").split():
                 x, y = map(float, point.split(","))
-                assert charts.LEFT <= x <= charts.WIDTH - charts.RIGHT
-                assert charts.TOP <= y <= charts.HEIGHT - charts.BOTTOM
+                assert page.LEFT <= x <= page.WIDTH - page.RIGHT
+                assert page.TOP <= y <= page.HEIGHT - page.BOTTOM
     assert "90 %" in Page(html).text
     assert "1 to" in html or ": 3 prompts" in html
 
@@ -251,6 +258,6 @@ def test_names_that_a_report_cannot_have(tmp_path: Path) -> None:
     ],
 )
 def test_times_along_an_axis_are_round(end: float, texts: list[str]) -> None:
-    chart = charts.over_time("x", "X", [end / 2, end], [("x", [0.0, 3.0])], unit="u", form=charts.count)
+    chart = page.over_time("x", "X", [end / 2, end], [("x", [0.0, 3.0])], unit="u", form=page.count)
     assert [tick.text for tick in chart.x_ticks] == texts
     assert [tick.text for tick in chart.y_ticks] == ["0", "1", "2", "3"]

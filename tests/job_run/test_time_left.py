@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bench_time_left import MACHINES, Kinds, judge, run_simulated
-from nvcli.job_run.answer_lengths import AnswerLengths, ReadTotals, bin_middle, bin_of
+from nvcli.job_run.counts import AnswerLengths, ReadTotals, bin_middle, bin_of
 from nvcli.job_run.progress.display import rates_text
 from nvcli.job_run.progress.forecast import RunningSample, forecast
 from nvcli.job_run.progress.run_status import RunStatus

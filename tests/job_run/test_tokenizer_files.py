@@ -18,8 +18,7 @@ import pytest
 from fake_command import ENVIRON
 from nvcli.demo import demo_path
 from nvcli.errors import LoadError, RowError
-from nvcli.job_run.text.tokenizer import Tokenizer
-from nvcli.job_run.text.tokenizer_files import check_tokenizer_files
+from nvcli.job_run.text.tokenizer import Tokenizer, check_tokenizer_files
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries
 

@@ -20,8 +20,7 @@ from nvcli.job_run.several_prompts import split_rows
 from nvcli.job_run.text.chat_renderer import ChatRenderer
 from nvcli.job_run.text.model_limits import ModelLimits
 from nvcli.job_run.text.prepare import PreparedRow, Preparer
-from nvcli.job_run.text.tokenizer import Tokenizer
-from nvcli.job_run.text.tokenizer_files import check_tokenizer_files, has_chat_template
+from nvcli.job_run.text.tokenizer import Tokenizer, check_tokenizer_files, has_chat_template
 from nvcli.jobs.files import STREAM, check_inputs, expand_inputs
 from nvcli.jobs.input.fetch import fetch_inputs
 from nvcli.jobs.input.reader import RowReader

@@ -27,7 +27,7 @@ from nvcli.config import RunConfig
 from nvcli.config_source import ConfigSource
 from nvcli.end_signals import handle_end_signals
 from nvcli.errors import ConfigError, InputChanged, NvcliError
-from nvcli.job_run.leading_errors import LeadingErrors
+from nvcli.job_run.counts import LeadingErrors
 from nvcli.job_run.resolve import ResolvedJob, resolve_job
 from nvcli.job_run.settings import Setting, is_telling, sampling_settings
 from nvcli.job_run.several_prompts import split_rows

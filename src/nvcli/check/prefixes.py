@@ -11,7 +11,7 @@ from __future__ import annotations
 from hashlib import blake2b
 
 from nvcli.hash_set import HashSet
-from nvcli.job_run.planning.prefix_tree import TOKEN_BYTES
+from nvcli.job_run.planning.planner import TOKEN_BYTES
 
 _MAX_BLOCKS = 1 << 20
 """The most hashes of blocks that are kept, in 11 to 22 bytes each. Half as many leave an error of about 0.1 %."""

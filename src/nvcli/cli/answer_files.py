@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nvcli.job_run.engines import EngineSet
     from nvcli.job_run.progress.display import Progress, Verbosity
     from nvcli.job_run.progress.summary import Summary
-    from nvcli.job_run.report.report_file import ReportFile
+    from nvcli.job_run.report.build import ReportFile
     from nvcli.job_run.resolve import ResolvedJob
     from nvcli.jobs.shard import Shard
 
@@ -194,9 +194,8 @@ def _open_displays(
     None of these files may be one that the jobs have.
     """
     from nvcli.job_run.progress.display import make_progress
-    from nvcli.job_run.progress.side_file import SideFile
-    from nvcli.job_run.progress.status_file import StatusFile
-    from nvcli.job_run.report.report_file import ReportFile
+    from nvcli.job_run.progress.status_file import SideFile, StatusFile
+    from nvcli.job_run.report.build import ReportFile
     from nvcli.jobs.files import is_terminal, job_files
 
     beside_answers = is_terminal(files.output, files.inputs)

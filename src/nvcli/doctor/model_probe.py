@@ -14,8 +14,7 @@ import msgspec
 
 from nvcli.doctor.findings import Finding, note, ok, problem, warning
 from nvcli.errors import ConfigError, LoadError, RowError
-from nvcli.job_run.text.tokenizer import Tokenizer
-from nvcli.job_run.text.tokenizer_files import check_tokenizer_files
+from nvcli.job_run.text.tokenizer import Tokenizer, check_tokenizer_files
 from nvcli.models import checkpoint_check
 from nvcli.models.config import load_model_config
 from nvcli.models.config_overrides import NO_OVERRIDES

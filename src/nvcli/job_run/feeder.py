@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from nvcli.job_run.answer_lengths import ReadTotals
+from nvcli.job_run.counts import ReadTotals
 from nvcli.job_run.several_prompts import split_rows
 from nvcli.job_run.text.chat_renderer import ChatRenderer
 from nvcli.job_run.text.grammar_maker import GrammarMaker

@@ -18,18 +18,16 @@ from nvcli.byte_sizes import parse_size
 from nvcli.chat_template import unknown_variables
 from nvcli.config import JobConfig, RunConfig
 from nvcli.errors import ConfigError, HopelessJob, NvcliError, TooManyErrors, WorkerError
-from nvcli.job_run.counts import Counts
+from nvcli.job_run.counts import Counts, LeadingErrors
 from nvcli.job_run.early_end import Interrupts, RowTracebacks, keep_traceback
 from nvcli.job_run.engines import EngineSet, StartEngine, describe_ready, start_engine
 from nvcli.job_run.feeder import Feeder
-from nvcli.job_run.leading_errors import LeadingErrors
 from nvcli.job_run.loop import Engine, JobLoop
 from nvcli.job_run.plan import RunPlan, make_duplicates, make_planner, plan_replicas, plan_run
 from nvcli.job_run.progress.display import Progress
 from nvcli.job_run.progress.run_status import RunView
 from nvcli.job_run.progress.summary import RunTimes, Summary, summary_of_complete_job
-from nvcli.job_run.report.build import build_report
-from nvcli.job_run.report.report_file import ReportFile
+from nvcli.job_run.report.build import ReportFile, build_report
 from nvcli.job_run.report.timeline import Timeline
 from nvcli.job_run.resolve import ResolvedJob, resolve_job
 from nvcli.job_run.settings import SetterOf, sampling_settings, unknown_setter

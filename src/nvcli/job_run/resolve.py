@@ -29,8 +29,7 @@ from nvcli.job_run.planning.layout import Layout, choose_layout
 from nvcli.job_run.settings import SetterOf, unknown_setter
 from nvcli.job_run.task import task_rows
 from nvcli.job_run.text.model_limits import ModelLimits
-from nvcli.job_run.text.tokenizer import Tokenizer
-from nvcli.job_run.text.tokenizer_files import check_tokenizer_files, has_chat_template
+from nvcli.job_run.text.tokenizer import Tokenizer, check_tokenizer_files, has_chat_template
 from nvcli.jobs.files import STREAM, check_inputs, check_output, choose_output, expand_inputs
 from nvcli.jobs.input.digests import is_repeatable
 from nvcli.jobs.input.fetch import fetch_inputs

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from nvcli.job_run.answer_lengths import AnswerLengths, ClassTotals, LengthClass, ReadTotals, bin_of, length_class
+from nvcli.job_run.counts import AnswerLengths, ClassTotals, LengthClass, ReadTotals, bin_of, length_class
 from nvcli.job_run.progress.speed import Work
 from nvcli.job_run.progress.survival import Belief, Known, Outlooks, Survival
 

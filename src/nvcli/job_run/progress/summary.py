@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nvcli.byte_sizes import format_bytes
-from nvcli.job_run.counts import Counts
-from nvcli.job_run.outcomes import Example
+from nvcli.job_run.counts import Counts, Example
 from nvcli.job_run.progress.display import Verbosity, format_seconds
 from nvcli.job_run.settings import DEFAULT, Setting, is_telling, sampling_name
 from nvcli.jobs.output.manifest import Finished

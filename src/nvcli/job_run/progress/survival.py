@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from nvcli.job_run.answer_lengths import bin_middle, bin_of, bin_start
+from nvcli.job_run.counts import bin_middle, bin_of, bin_start
 
 _USUAL = 250.0
 """The usual length of long answers, in tokens: that which one in twenty passes."""
@@ -62,7 +62,7 @@ class Known(NamedTuple):
     prompt: float
     """The tokens of their prompts, on average."""
     stopped: Mapping[int, int]
-    """Numbers of samples that ended by themselves, by the bin of their length (`answer_lengths.bin_of`)."""
+    """Numbers of samples that ended by themselves, by the bin of their length (`counts.bin_of`)."""
     cut: Mapping[int, int]
     """The same of samples that came to their `max_tokens`."""
     running: Mapping[int, float]

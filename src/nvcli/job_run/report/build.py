@@ -7,15 +7,28 @@ import os
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from nvcli.job_run.outcomes import Example
+import msgspec
+
+from nvcli.errors import ConfigError
+from nvcli.job_run.counts import Example
 from nvcli.job_run.plan import RunPlan
 from nvcli.job_run.progress.run_status import how_it_ended, iso_time
+from nvcli.job_run.progress.status_file import SideFile
 from nvcli.job_run.progress.summary import Summary
-from nvcli.job_run.report.data import Engine, Outcome, OutputRows, Rates, Report, RunRows, Tokens
-from nvcli.job_run.report.lengths import Lengths, describe_lengths
+from nvcli.job_run.report.data import (
+    Engine,
+    Lengths,
+    Outcome,
+    OutputRows,
+    Rates,
+    Report,
+    RunRows,
+    Tokens,
+    describe_lengths,
+)
 from nvcli.job_run.report.timeline import TimePoint
 from nvcli.job_run.resolve import ResolvedJob
 from nvcli.job_run.settings import SetterOf, config_settings, sampling_settings
@@ -159,3 +172,30 @@ def _as_text(name: str) -> str:
 def _size(output: str) -> int | None:
     path = Path(output)
     return path.stat().st_size if output != STREAM and path.is_file() else None
+
+
+SUFFIXES = (".html", ".json")
+
+
+class ReportFile:
+    """The file that `--report` names: a page (`.html`) or JSON (`.json`), written once the run is over."""
+
+    def __init__(self, path: Path, *, taken: Collection[str] = ()) -> None:
+        """`taken` are files that `path` must not replace. Raises ConfigError for a bad `path`."""
+        if path.suffix.lower() not in SUFFIXES:
+            raise ConfigError(f"--report {path}: allowed: a name that ends in {' or '.join(SUFFIXES)}")
+        self._file = SideFile("--report", path, taken=taken)
+
+    def write(self, report: Report, warn: Callable[[str], None]) -> None:
+        """Replace the file. Where that fails, `warn` is told: the rows matter more."""
+        try:
+            self._file.replace(self._encode(report))
+        except OSError as error:
+            warn(f"warning: {self._file} cannot be written: {error.strerror}")
+
+    def _encode(self, report: Report) -> bytes:
+        if self._file.path.suffix.lower() == ".json":
+            return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+        from nvcli.job_run.report.page import render_html  # late: jinja2 is for this alone
+
+        return render_html(report).encode(errors="backslashreplace")

@@ -2,19 +2,23 @@
 
 Many conversations go to the process at a time. When they are not rendered within the limit of one conversation, or when
 the process dies, a new process takes them one by one, so that the one at fault is known and the others are rendered.
+How much memory the process may take is limited too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from nvcli.errors import RowError
-from nvcli.job_run.text.conversation import Conversation
+from nvcli.errors import LoadError, RowError
+from nvcli.host_memory import limit_more_memory
 from nvcli.job_run.text.guarded_process import GuardedProcess, NoAnswer
-from nvcli.job_run.text.render_process import Rendered
+from nvcli.job_run.text.tokenizer import Tokenizer
+from nvcli.validation import describe_surrogate
 
 MAX_SECONDS = 10.0
 """The most seconds for one conversation. Ordinary ones take well under a millisecond."""
@@ -29,7 +33,7 @@ class ChatRenderer:
     def __init__(self, model_path: Path, *, chat_template: str | None = None, max_seconds: float = MAX_SECONDS) -> None:
         """`chat_template` is the text of a template that takes the place of the checkpoint's own."""
         self.worker = GuardedProcess(
-            "nvcli.job_run.text.render_process:main",
+            "nvcli.job_run.text.chat_renderer:main",
             (model_path, chat_template),
             name="chat template process",
             max_seconds=max_seconds,
@@ -63,3 +67,64 @@ def _error_of(missing: NoAnswer) -> RowError:
     if not missing.reason:
         return RowError("aborted", "the run ends")
     return RowError("chat_template_error", f"the chat template cannot render `messages`: its process {missing.reason}")
+
+
+class Conversation(msgspec.Struct, frozen=True):
+    """The messages of a row, and what else its template is told."""
+
+    messages: list[dict[str, Any]]
+    variables: dict[str, Any] = {}
+    """Variables of the chat template by name (`chat_template_kwargs`)."""
+
+
+MAX_CHARS = 512 * 1024 * 1024
+"""The most characters of a rendered conversation, as many as a line of the input may have bytes."""
+
+_MAX_BYTES = 4 * 1024 * 1024 * 1024
+"""The most memory that rendering may take."""
+
+
+class Rendered(msgspec.Struct, frozen=True, array_like=True):
+    """A rendered conversation: its text, or the type and message of its error."""
+
+    text: str
+    error_type: str = ""
+    error: str = ""
+
+
+def main(model: tuple[Path, str | None], control: Connection) -> None:
+    """Load a chat template, say so with an empty message, and answer lists of conversations.
+
+    `model` is the checkpoint's folder, and the text of a template that takes the place of the checkpoint's own.
+
+    Where it cannot be loaded, the only message is the reason.
+    """
+    model_path, chat_template = model
+    try:
+        tokenizer = Tokenizer.load(model_path, chat_template=chat_template)
+    except LoadError as error:
+        control.send_bytes(str(error).encode())
+        return
+    limit_more_memory(_MAX_BYTES)
+    encode = msgspec.msgpack.Encoder().encode
+    control.send_bytes(b"")
+    while True:
+        conversations: list[Conversation] = control.recv()
+        control.send_bytes(encode([_render(tokenizer, conversation) for conversation in conversations]))
+
+
+def _render(tokenizer: Tokenizer, conversation: Conversation) -> Rendered:
+    try:
+        text = tokenizer.render(conversation.messages, conversation.variables)
+    except RowError as error:
+        return Rendered("", error.type, error.message.encode(errors="replace").decode())
+    except MemoryError:
+        return _refused(f"it takes more than {_MAX_BYTES >> 30} GiB of memory")
+    if len(text) > MAX_CHARS:
+        return _refused(f"it gave more than {MAX_CHARS:,} characters")
+    surrogate = describe_surrogate(text)
+    return Rendered(text) if surrogate is None else _refused(f"its text cannot be used: {surrogate}")
+
+
+def _refused(reason: str) -> Rendered:
+    return Rendered("", "chat_template_error", f"the chat template cannot render `messages`: {reason}")

@@ -1,20 +1,26 @@
 """GrammarMaker: what rows ask their answers to look like, to grammars, in a process that can be ended.
 
-Equal ones are made once; the latest are kept, refusals too, within a bound of bytes.
+Equal ones are made once; the latest are kept, refusals too, within a bound of bytes. A schema comes with a row, from
+people one does not know. llguidance limits its own work; should a schema get past that, its process is ended.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
 
 from nvcli.errors import RowError
-from nvcli.job_run.text.grammar_process import MadeGrammar
+from nvcli.grammars import CHECK_STACK_BYTES, GrammarError, Vocabulary
+from nvcli.grammars import check_structured as check_grammar
+from nvcli.host_memory import limit_more_memory
 from nvcli.job_run.text.guarded_process import GuardedProcess, NoAnswer
 from nvcli.structured import MAX_END_IDS, MAX_GRAMMAR_BYTES, Structured
 
@@ -68,7 +74,7 @@ class GrammarMaker:
         self._encode = msgspec.json.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(MadeGrammar).decode
         self.worker = GuardedProcess(
-            "nvcli.job_run.text.grammar_process:main",
+            "nvcli.job_run.text.grammar_maker:main",
             # Which ids end an answer is all the same for whether a grammar can be made, but there must be one.
             (model_path, vocab_size, list(end_ids[:MAX_END_IDS]) or [vocab_size - 1]),
             name="grammar process",
@@ -123,7 +129,7 @@ def check_structured(wanted: Structured) -> None:
     """Raise RowError with the end of a sentence where what is asked for is no grammar; whether the tokens of a model
     can follow it is not known. Raises WorkerError if no process can be started."""
     worker = GuardedProcess(
-        "nvcli.job_run.text.grammar_process:check", None, name="grammar process", max_seconds=MAX_SECONDS
+        "nvcli.job_run.text.grammar_maker:check", None, name="grammar process", max_seconds=MAX_SECONDS
     )
     with closing(worker):
         answer = worker.ask(msgspec.json.encode(wanted))
@@ -152,3 +158,68 @@ def _not_made(answer: NoAnswer) -> RowError:
 
 def _num_bytes(key: bytes, made: Grammar | RowError) -> int:
     return len(key) + (made.num_bytes if isinstance(made, Grammar) else _ENTRY_BYTES + len(made.message))
+
+
+_MAX_PROCESS_BYTES = 2 * 1024 * 1024 * 1024
+"""The most memory that grammars may take."""
+
+
+class MadeGrammar(msgspec.Struct, frozen=True, array_like=True):
+    """The grammar of what a row asks for, or why there is none."""
+
+    grammar: str
+    error: str = ""
+
+
+def main(model: tuple[Path, int, list[int]], control: Connection) -> None:
+    """Load a model's tokens, say so with an empty message, and answer each `Structured`, written as JSON.
+
+    `model` is the checkpoint's folder, the number of its logits, and its end-of-sequence ids. Where the tokens cannot
+    be loaded, every answer is the reason: rows without a grammar need none.
+    """
+    path, vocab_size, end_ids = model
+    refusal = ""
+    vocabulary: Vocabulary | None = None
+    try:
+        vocabulary = Vocabulary.load(path, vocab_size=vocab_size, end_ids=end_ids)
+    except GrammarError as error:
+        refusal = str(error)
+
+    encode = msgspec.msgpack.Encoder().encode
+
+    def make(wanted: Structured) -> bytes:
+        return encode(MadeGrammar("", refusal) if vocabulary is None else _compile(vocabulary, wanted))
+
+    _answer(control, make)
+
+
+def check(argument: None, control: Connection) -> None:
+    """Say that it can work with an empty message, and answer each `Structured`, written as JSON, with the reason why it
+    is no grammar, whatever the model; empty: it is one."""
+
+    def explain(wanted: Structured) -> bytes:
+        try:
+            check_grammar(wanted)
+        except GrammarError as error:
+            return str(error).encode()
+        return b""
+
+    _answer(control, explain)
+
+
+def _answer(control: Connection, answer: Callable[[Structured], bytes]) -> None:
+    """Answer questions within limits of memory and stack, until the parent is gone."""
+    decode = msgspec.json.Decoder(Structured).decode
+    threading.stack_size(CHECK_STACK_BYTES)
+    limit_more_memory(_MAX_PROCESS_BYTES)
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        control.send_bytes(b"")
+        while True:
+            control.send_bytes(thread.submit(answer, decode(control.recv())).result())
+
+
+def _compile(vocabulary: Vocabulary, wanted: Structured) -> MadeGrammar:
+    try:
+        return MadeGrammar(vocabulary.compile(wanted))
+    except GrammarError as error:
+        return MadeGrammar("", str(error))

@@ -14,13 +14,12 @@ from nvcli.config_types import OnTooLong
 from nvcli.engine.request import ThoughtLimit
 from nvcli.errors import RowError, unexpected
 from nvcli.job_run.text.answer_reader import AnswerReader, Reading
-from nvcli.job_run.text.call_constraints import CallConstraints
-from nvcli.job_run.text.continuations import Continuations
-from nvcli.job_run.text.conversation import Conversation
+from nvcli.job_run.text.call_grammars import CallConstraints
+from nvcli.job_run.text.chat_renderer import Conversation
 from nvcli.job_run.text.grammar_maker import Grammar, GrammarMaker
-from nvcli.job_run.text.long_text import encode_long, is_long
-from nvcli.job_run.text.model_limits import ModelLimits, check_vocabulary, end_ids, fit_prompt
+from nvcli.job_run.text.model_limits import ModelLimits, check_vocabulary, encode_long, end_ids, fit_prompt, is_long
 from nvcli.job_run.text.prompt_tasks import (
+    Continuations,
     PreparedTask,
     ScoredText,
     check_dimensions,
