@@ -1,14 +1,19 @@
-"""A run of the real command with `fault_runner`'s brake, and what it leaves behind: `scripts/fault_loop.py`."""
+"""Runs of the real command as `faults.py` treats them: their processes, their memory, and what they leave behind."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from nvcli.nvidia_smi import ask_for_gpus, visible_gpus
@@ -18,10 +23,12 @@ RUNNING = "run"
 END_SECONDS = 5.0
 """In which a run must have ended once a fault is noticed, and all that it held must be gone."""
 WAIT_SECONDS = 120.0
-MARK = "NVCLI_FAULT_LOOP"
+MARK = "NVCLI_FAULTS"
 """Environment variable by which a run's processes are found, whoever their parent is."""
 GPU_SLACK = 64 << 20
 """Bytes; what the driver itself takes and gives back between two looks."""
+MEMORY_SLACK = 16 << 20
+"""Bytes that a rank is left with: enough for what is small, and for no step of thousands of tokens."""
 
 
 class FaultNotReached(Exception):
@@ -29,7 +36,7 @@ class FaultNotReached(Exception):
 
 
 class Job:
-    """A command in a folder of its own, and the processes of its run."""
+    """A command in a folder of its own, with the brake of `fault_runner`, and the processes of its run."""
 
     def __init__(self, folder: Path, rows: Sequence[str] | None, settings: Sequence[str]) -> None:
         """`rows`: None: they come through a pipe, with `send`."""
@@ -92,8 +99,7 @@ class Job:
         return self._log.read_text()
 
     def processes(self) -> list[int]:
-        mark = f"{MARK}={self.folder}".encode()
-        return [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if mark in _environment(pid)]
+        return marked_processes(str(self.folder))
 
     def end(self) -> None:
         """Whatever is left of the run."""
@@ -105,8 +111,28 @@ class Job:
             self._process.stdin.close()
 
 
+def marked_processes(mark: str) -> list[int]:
+    """Return the processes whose environment has this value of `MARK`."""
+    entry = f"{MARK}={mark}".encode()
+    return [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if entry in _environment(pid)]
+
+
+def descendants(pid: int) -> list[int]:
+    """Return engines before their ranks. The process that renders chat templates is left out: no run ends with it."""
+    try:
+        children = [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()
+            if b"chat_renderer" not in Path(f"/proc/{child}/cmdline").read_bytes()
+        ]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return children + [grandchild for child in children for grandchild in descendants(child)]
+
+
 def _environment(pid: int) -> list[bytes]:
-    """Empty for one that is gone, a zombie, or another user's."""
+    """Return the variables of a process; none of one that is gone, a zombie, or another user's."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -142,3 +168,56 @@ def _used_gpu_bytes() -> dict[int, int]:
     """Of the GPUs that a run sees, by the driver's numbers; empty where there are none."""
     gpus = visible_gpus(ask_for_gpus(), os.environ)
     return {} if isinstance(gpus, str) else {gpu.index: gpu.used_bytes for gpu in gpus}
+
+
+@contextmanager
+def exhaust_memory(device: str, gpu: int) -> Iterator[Callable[[int], None]]:
+    """Give a function that takes the memory of a rank, given its process id. What it took is given back in the end.
+
+    On a GPU another process takes what is free on `gpu`, the rank's by the numbers that a process sees. On a CPU the
+    kernel is told to give the rank's process no more.
+    """
+    if device == "cpu":
+        yield _limit_memory
+        return
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    taker = spawn.Process(target=_take_gpu_memory, args=(gpu, there), daemon=True)
+    taker.start()
+
+    def take(pid: int) -> None:
+        here.send("take")
+        assert here.recv() == "taken"
+
+    try:
+        assert here.recv() == "ready"  # this takes seconds, so that taking the memory takes none
+        yield take
+    finally:
+        taker.kill()
+
+
+def _limit_memory(pid: int) -> None:
+    used = re.search(r"VmData:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert used is not None
+    limit = int(used[1]) * 1024 + MEMORY_SLACK
+    resource.prlimit(pid, resource.RLIMIT_DATA, (limit, limit))
+
+
+def _take_gpu_memory(gpu: int, control: Connection) -> None:
+    """Take what is free once a message comes, and keep it until this process ends."""
+    import torch
+
+    device = torch.device("cuda", gpu)
+    torch.zeros(1, device=device)
+    control.send("ready")
+    control.recv()
+    taken = []
+    size = 1 << 40
+    while size >= 2 << 20:
+        size = min(size, torch.cuda.mem_get_info(device)[0] - MEMORY_SLACK)
+        try:
+            taken.append(torch.empty(max(size, 0), dtype=torch.uint8, device=device))
+        except torch.OutOfMemoryError:
+            size //= 2
+    control.send("taken")
+    control.recv()

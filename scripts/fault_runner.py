@@ -1,4 +1,4 @@
-"""`nvcli` with the real runner and a brake, so that a fault can strike where it is meant to: `scripts/fault_loop.py`.
+"""`nvcli` with the real runner and a brake, so that a fault can strike where it is meant to (`fault_strikes.py`).
 
     FAULT_FOLDER=/tmp/x FAULT_PHASE="warm up" FAULT_STEP_SECONDS=0.02 python scripts/fault_runner.py generate …
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fake_command import ENVIRON, nvcli_command
+from fault_kills import comparable
 from half_finished_jobs import FOLDER, INPUTS, OUTPUTS, command, half_finished_copy
-from kill_loop import comparable
 
 MUST = "this version does not continue jobs of earlier ones; users count on that (tests/half_finished_jobs.py)"
 BESIDE = (".digests", ".manifest.json")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fake_command import ENVIRON, nvcli_command
-from kill_loop import VICTIMS, KilledJob, change_rows, comparable, unpacked, write_rows
+from fault_kills import VICTIMS, KilledJob, change_rows, comparable, unpacked, write_rows
 from weightless_model import write_weightless_model
 
 SETTINGS = ["--set", "device=cpu", "--set", "job.sync_seconds=0.1", "--progress", "none"]

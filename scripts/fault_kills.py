@@ -1,11 +1,9 @@
 """Kills the processes of a job, each in its turn, at random moments, and continues it, until it is done.
 
-    python scripts/kill_loop.py --kills 200 --seed 7
-
 Every job is then compared with one that was never touched: the same lines, and the same file for `--order input`. After
 that, rows of its input are mended, removed and added at the end, the same is done to the same command with `--update`,
 and the output is compared with that of a new job on the changed input.
-Now and then the end of the file is torn off or garbled between two runs, as a power loss would. Linux only.
+Now and then the end of the file is torn off or garbled between two runs, as a power loss would.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from fault_job import MARK, descendants, marked_processes
 from nvcli.jobs.compression import Unpacker, compression_of
 
 VICTIMS = ("parent", "engine", "rank 0", "Ctrl-C")
@@ -87,7 +86,7 @@ class KilledJob:
         self._rng = rng
         self._start_seconds = start_seconds
         self._run_seconds = run_seconds
-        self._popen = popen
+        self._popen = popen | {"env": {**popen.get("env", os.environ), MARK: str(output)}}
         self.kills: Counter[str] = Counter()
         self.num_torn = 0
 
@@ -111,8 +110,8 @@ class KilledJob:
             if victim is not None:
                 self._wait(process, size)
             while True:  # an early victim may not have started yet
-                processes = [process.pid, *descendants(process.pid)]
-                names = dict(zip(("parent", "engine", "rank 0"), processes, strict=False)) | {"Ctrl-C": process.pid}
+                pids = [process.pid, *descendants(process.pid)]
+                names = dict(zip(("parent", "engine", "rank 0"), pids, strict=False)) | {"Ctrl-C": process.pid}
                 if victim is None or victim in names or process.poll() is not None:
                     break
                 time.sleep(0.005)
@@ -122,7 +121,7 @@ class KilledJob:
             code = process.wait(120)
             log.seek(0)
             text = log.read().decode()
-        _wait_gone(processes)
+        self._wait_gone()
         if code not in (0, 1):
             expected = {"parent": -signal.SIGKILL, "Ctrl-C": 130}.get(victim or "", 3)
             # Ctrl-C before the command is so far that it listens ends it as it ends any Python.
@@ -145,6 +144,12 @@ class KilledJob:
                 return
             time.sleep(0.005)
         time.sleep(rng.uniform(0, self._run_seconds))
+
+    def _wait_gone(self) -> None:
+        deadline = time.monotonic() + 10
+        while alive := marked_processes(str(self._output)):
+            assert time.monotonic() < deadline, f"still running: {alive}"
+            time.sleep(0.02)
 
     def _tear(self) -> None:
         """What a power loss may do to rows that were not synced."""
@@ -177,40 +182,14 @@ def unpacked(path: Path) -> bytes:
     return b"".join(Unpacker(compression).feed(data)) if compression else data
 
 
-def descendants(pid: int) -> list[int]:
-    """Engines before their ranks. The process that renders chat templates is left out: no run ends with it."""
-    try:
-        children = [
-            int(child)
-            for task in Path(f"/proc/{pid}/task").iterdir()
-            for child in (task / "children").read_text().split()
-            if b"chat_renderer" not in Path(f"/proc/{child}/cmdline").read_bytes()
-        ]
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-    return children + [grandchild for child in children for grandchild in descendants(child)]
-
-
-def _wait_gone(pids: Sequence[int]) -> None:
-    deadline = time.monotonic() + 10
-    while alive := [pid for pid in pids if _is_running(pid)]:
-        assert time.monotonic() < deadline, f"still running: {alive}"
-        time.sleep(0.02)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Kill and continue jobs until so many kills are survived.")
-    parser.add_argument("--kills", type=int, default=100)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--kills", type=int, default=100, help="so many must be survived")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", type=int, default=600)
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> int:
+    """Kill and continue jobs. Raises AssertionError where one does not come out as it should."""
     rng = random.Random(options.seed)
     survived: Counter[str] = Counter()
     torn = num_updates = 0
@@ -247,7 +226,4 @@ def main() -> None:
             )
             for path in folder.iterdir():
                 path.unlink()
-
-
-if __name__ == "__main__":
-    main()
+    return 0

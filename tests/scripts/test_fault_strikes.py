@@ -1,4 +1,4 @@
-"""`scripts/fault_loop.py`: memory that is really short, and what it takes for a run's end to be as it should."""
+"""`scripts/faults.py strike`: memory that is really short, and what it takes for a run's end to be as it should."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from demo_tasks import sample_lookups
 from fault_job import Job
-from fault_loop import faults, make_long_rows, make_rows, run_out_of_memory, wrong_lines
+from fault_strikes import faults, make_long_rows, make_rows, run_out_of_memory, wrong_lines
 
 
 def test_two_ranks_go_on_when_the_kernel_gives_one_no_more_memory(

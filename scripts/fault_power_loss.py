@@ -1,7 +1,5 @@
 """Simulates a power loss at each system call of a job's output, and continues from what it may leave.
 
-    python scripts/power_loss_loop.py --states 100000 --seed 7
-
 A job begins, continues, retries its failed rows, overwrites another one's output, or follows its input, in which rows
 were mended, moved, added and removed; in all kinds of files and both orders. Every call that changes its files is
 recorded. For each of them the folders that a power loss may leave are made (`crash_states`), and the same command is
@@ -16,7 +14,6 @@ from __future__ import annotations
 import argparse
 import csv
 import random
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -396,11 +393,13 @@ def lose_power_everywhere(
                     PowerLosses(Path(folder), name, order, rng, findings).run(action, num_random=num_random)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Lose the power at each system call, until so many states were tried.")
-    parser.add_argument("--states", type=int, default=10_000)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--states", type=int, default=10_000, help="so many are tried, at least")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> int:
+    """Lose the power at each system call, until so many states were tried; return the exit code."""
     rng, findings, started_at = random.Random(options.seed), Findings(), time.monotonic()
     memory = Path("/dev/shm")  # nothing here is meant to last, and syncing costs nothing there
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as work:
@@ -414,8 +413,4 @@ def main() -> None:
             )
     for failure in findings.failures[:20]:
         print(f"FAILED: {failure}")
-    sys.exit(1 if findings.failures else 0)
-
-
-if __name__ == "__main__":
-    main()
+    return 1 if findings.failures else 0

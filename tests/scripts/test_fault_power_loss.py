@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from crash_states import CallRecorder, crash_states
+from fault_power_loss import ACTIONS, Findings, lose_power_everywhere
 from nvcli.config_types import Order
 from nvcli.jobs.output import locked_file, manifest
-from power_loss_loop import ACTIONS, Findings, lose_power_everywhere
 
 
 def lose_power(tmp_path: Path, name: str, order: Order, *, num_random: int) -> Findings:

@@ -1,14 +1,10 @@
 """Every fault that a run must survive or end well with, by real signals, each in a run of its own.
 
-    python scripts/fault_loop.py                                  # built-in model, two CPU ranks
-    python scripts/fault_loop.py --device cuda --tp 2             # on two GPUs
-    python scripts/fault_loop.py --only "kill rank" "out of memory"
-
 A rank is killed, stopped, raises an exception, runs out of memory; the engine is killed and stopped; the command is
 killed and interrupted: in the phases of a start, and while rows are answered. After each fault: the run ended in time,
 with the exit code and the one line that names process, phase and cause; what was answered is what an untouched run
 answers; and no process, /dev/shm entry or GPU memory is left. In the end the same commands finish all jobs, and every
-answer is that of the untouched run. A row for each fault; exit code 1 where one did not end as it should. Linux only.
+answer is that of the untouched run. A row is printed for each fault.
 """
 
 from __future__ import annotations
@@ -20,7 +16,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,9 +25,16 @@ from functools import partial
 from pathlib import Path
 
 from demo_tasks import raw_prompt, sample_lookups
-from fault_job import END_SECONDS, RUNNING, WAIT_SECONDS, FaultNotReached, Job, Resources
-from fault_memory import exhaust_memory
-from kill_loop import descendants
+from fault_job import (
+    END_SECONDS,
+    RUNNING,
+    WAIT_SECONDS,
+    FaultNotReached,
+    Job,
+    Resources,
+    descendants,
+    exhaust_memory,
+)
 
 STEP_TIMEOUT = 5
 """Seconds: a stopped process ends the run after so many."""
@@ -268,28 +270,24 @@ class Loop:
             self.failures.append(f"{name}: {what}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Every fault, one after the other, in runs of the real command.")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", "-m", default="demo")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--only", nargs="+", metavar="FAULT", help="Such as `kill rank`, `Ctrl-C`, `out of memory`.")
-    options = parser.parse_args()
+    names = (*FAULT_NAMES, OUT_OF_MEMORY)
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="FAULT", help=", ".join(names))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the faults, and return the exit code."""
     started_at = time.monotonic()
-    is_wanted = {name: not options.only or name in options.only for name in (*FAULT_NAMES, OUT_OF_MEMORY)}
-    if unknown := set(options.only or ()) - set(is_wanted):
-        parser.error(f"no such fault: {', '.join(sorted(unknown))}; there are {', '.join(is_wanted)}")
     on_gpu = options.device == "cuda"
     with tempfile.TemporaryDirectory(prefix="nvcli-faults-") as folder:
         loop = Loop(Path(folder), options)
-        if chosen := [fault for fault in faults(graphs=on_gpu) if is_wanted[fault.name]]:
+        if chosen := [fault for fault in faults(graphs=on_gpu) if fault.name in options.only]:
             loop.run(chosen)
-        if is_wanted[OUT_OF_MEMORY]:
+        if OUT_OF_MEMORY in options.only:
             loop.run_out_of_memory()
         loop.finish(num_at_once=max(2, (os.cpu_count() or 1) // 4))
     print(f"{len(loop.failures)} failures in {time.monotonic() - started_at:.0f} s")
-    sys.exit(1 if loop.failures else 0)
-
-
-if __name__ == "__main__":
-    main()
+    return 1 if loop.failures else 0
