@@ -6,14 +6,15 @@ import dataclasses
 from collections.abc import Sequence
 
 from nvcli.models.config import ModelConfig
-from nvcli.models.layer_config import AttentionConfig, index_kinds
+from nvcli.models.layer_config import index_kinds
+from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.rope_config import RopeConfig
 
 
 def attention_of(config: ModelConfig, layer: int = 0) -> AttentionConfig:
     """The attention of one layer."""
-    attention = config.layers[layer].attends
-    assert attention is not None
+    attention = config.layers[layer].mixer
+    assert isinstance(attention, AttentionConfig)
     return attention
 
 
@@ -32,7 +33,7 @@ def windows_of(config: ModelConfig) -> tuple[int | None, ...]:
 def with_windows(config: ModelConfig, windows: Sequence[int | None]) -> ModelConfig:
     """The same model with other windows."""
     layers = (
-        dataclasses.replace(layer, attention=dataclasses.replace(attention_of(config, number), window=window))
+        dataclasses.replace(layer, mixer=dataclasses.replace(attention_of(config, number), window=window))
         for number, (layer, window) in enumerate(zip(config.layers, windows, strict=True))
     )
     kinds, kind_of_layer = index_kinds(layers)

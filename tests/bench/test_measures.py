@@ -12,13 +12,14 @@ from nvcli.bench.plot import start_times
 from nvcli.bench.roofline import Ceilings, Roofline
 from nvcli.engine.request import StepRecord
 from nvcli.messages import ForwardMode
-from nvcli.sizing.costs import AttentionCosts, MatrixCosts, ModelCosts
+from nvcli.models.mixers.mixer import MixerCosts
+from nvcli.sizing.costs import MatrixCosts, ModelCosts
 from requests_factory import make_request
 
 COSTS = ModelCosts(
     layers=MatrixCosts(num_weights=1000, num_bytes=2000),
     lm_head=MatrixCosts(num_weights=300, num_bytes=600),
-    attention=(AttentionCosts(kv_bytes_per_token=16, flops_per_pair=16),),
+    mixers=(MixerCosts(kv_bytes_per_token=16, flops_per_pair=16),),
 )
 CEILINGS = Ceilings(bytes_per_second=1000, flops_per_second=1e12)
 """Bytes alone count: matrices 2 s and LM head 0.6 s a step, 0.016 s for each token of keys and values."""

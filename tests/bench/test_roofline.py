@@ -13,12 +13,13 @@ from nvcli.distributed.stage import Stage
 from nvcli.engine.request import StepRecord
 from nvcli.messages import ForwardMode
 from nvcli.models.config import load_model_config
-from nvcli.sizing.costs import AttentionCosts, ExpertCosts, MatrixCosts, ModelCosts, StateCosts, model_costs
+from nvcli.models.mixers.mixer import MixerCosts
+from nvcli.sizing.costs import MatrixCosts, ModelCosts, model_costs
 
 COSTS = ModelCosts(
     layers=MatrixCosts(num_weights=1000, num_bytes=2000),
     lm_head=MatrixCosts(num_weights=300, num_bytes=600),
-    attention=(AttentionCosts(kv_bytes_per_token=16, flops_per_pair=16),),
+    mixers=(MixerCosts(kv_bytes_per_token=16, flops_per_pair=16),),
 )
 
 
@@ -34,7 +35,7 @@ def test_of_stages_the_last_one_counts(tmp_path: Path) -> None:
     whole = model_costs(model, "bfloat16")
     last = model_costs(model, "bfloat16", stage=Stage(2, 3))
     assert 3 * last.layers.num_weights == whole.layers.num_weights
-    assert 3 * last.attention[0].kv_bytes_per_token == whole.attention[0].kv_bytes_per_token
+    assert 3 * last.mixers[0].kv_bytes_per_token == whole.mixers[0].kv_bytes_per_token
     assert last.lm_head == whole.lm_head
     assert model_costs(model, "bfloat16", stage=Stage(0, 3)).lm_head == MatrixCosts(num_weights=0, num_bytes=0)
 
@@ -55,7 +56,7 @@ def test_keys_that_several_rows_share_are_read_once() -> None:
     assert work_of(step, COSTS)["decode attention"] == Work((26 + 3) * 16, 50 * 16)
     step = record(num_prefill_tokens=4, prefill_keys=40, prefill_pairs=90, repeated_prefill_keys=16)
     assert work_of(step, COSTS)["prompt attention"] == Work((24 + 4) * 16, 90 * 16)
-    windowed = replace(COSTS, attention=(replace(COSTS.attention[0], window=6),))
+    windowed = replace(COSTS, mixers=(replace(COSTS.mixers[0], window=6),))
     step = record(num_decodes=3, num_sampled=3, decode_keys=50, repeated_decode_keys=24)
     assert work_of(step, windowed)["decode attention"] == Work((18 + 3) * 16, 18 * 16)
 
@@ -85,7 +86,7 @@ def test_each_part_takes_the_longer_of_its_two_times() -> None:
 
 
 def test_a_step_reads_the_experts_that_its_tokens_have() -> None:
-    experts = ExpertCosts(num_experts=4, experts_per_token=2, num_weights=400, num_bytes=800)
+    experts = MatrixCosts(num_experts=4, experts_per_token=2, num_weights=400, num_bytes=800)
     costs = replace(COSTS, experts=experts)
     one = work_of(record(num_decodes=1, num_sampled=1, decode_keys=9), costs)["experts"]
     assert one == Work(400, 2 * 200), "two of four"
@@ -97,7 +98,7 @@ def test_a_step_reads_the_experts_that_its_tokens_have() -> None:
 
 def test_a_row_reads_and_writes_its_states() -> None:
     """However long its request is; a chunk does so once for all of its tokens."""
-    costs = replace(COSTS, states=StateCosts(num_bytes=100, flops_per_token=7))
+    costs = replace(COSTS, mixers=(*COSTS.mixers, MixerCosts(state_bytes=100, flops_per_token=7)))
     parts = work_of(record(num_decodes=3, num_prefill_tokens=10, num_chunks=2, decode_keys=50), costs)
     assert parts["decode states"] == Work(3 * 200, 3 * 7)
     assert parts["prompt states"] == Work(2 * 200, 10 * 7)
@@ -113,8 +114,10 @@ def test_qwen3_5_35b_a3b(tmp_path: Path) -> None:
     model = load_model_config(write_shape("qwen3.5-35b-a3b", tmp_path))
     costs = model_costs(model, "bfloat16")
     state = 32 * 128 * 128
-    assert costs.states == StateCosts(num_bytes=30 * (4 * state + 2 * 3 * 8192), flops_per_token=30 * 6 * state)
-    assert costs.attention[0].kv_bytes_per_token == 10 * 2 * 2 * 256 * 2
+    delta_nets, full = costs.mixers
+    assert delta_nets.state_bytes == 30 * (4 * state + 2 * 3 * 8192)
+    assert delta_nets.flops_per_token == 30 * 6 * state
+    assert full.kv_bytes_per_token == 10 * 2 * 2 * 256 * 2
     delta_net = 2048 * (8192 + 4096 + 2 * 32) + 4096 * 2048
     attention = 2048 * (2 * 4096 + 2 * 512) + 4096 * 2048
     each_mlp = 2048 * (256 + 1) + 3 * 512 * 2048
@@ -126,15 +129,14 @@ def test_qwen3_5_35b_a3b(tmp_path: Path) -> None:
         model_costs(model, "bfloat16", stage=Stage(1, 2)),
     )
     for share in (half, last):
-        assert share.states is not None
-        assert 2 * share.states.num_bytes == costs.states.num_bytes
+        assert 2 * share.state_bytes_per_row == costs.state_bytes_per_row
 
 
 def test_qwen3_30b_a3b(tmp_path: Path) -> None:
     model = load_model_config(write_shape("qwen3-30b-a3b", tmp_path))
     costs = model_costs(model, "bfloat16")
     expert = 3 * 768 * 2048
-    assert costs.experts == ExpertCosts(
+    assert costs.experts == MatrixCosts(
         num_experts=128, experts_per_token=8, num_weights=48 * 128 * expert, num_bytes=2 * 48 * 128 * expert
     )
     router = 128 * 2048
@@ -142,7 +144,6 @@ def test_qwen3_30b_a3b(tmp_path: Path) -> None:
     active = costs.weights_per_token + costs.lm_head.num_weights + 151936 * 2048
     assert active / 1e9 == pytest.approx(3.35, abs=0.01), "A3B"
     half = model_costs(model, "bfloat16", tensor_parallel_size=2)
-    assert half.experts is not None
     assert 2 * half.experts.num_bytes == costs.experts.num_bytes
     assert half.layers.num_weights - 48 * router == (costs.layers.num_weights - 48 * router) // 2
 
@@ -150,12 +151,11 @@ def test_qwen3_30b_a3b(tmp_path: Path) -> None:
 def test_gpt_oss_20b(tmp_path: Path) -> None:
     model = load_model_config(write_shape("gpt-oss-20b", tmp_path))
     costs = model_costs(model, "bfloat16")
-    assert costs.experts is not None
     assert costs.experts.num_weights == 24 * 32 * 3 * 2880 * 2880
     active = costs.weights_per_token + costs.lm_head.num_weights + 201088 * 2880
     assert active / 1e9 == pytest.approx(3.61 + 0.58, abs=0.01), "the published number leaves the embedding out"
     # Half of the layers read no more than their window.
-    windowed, full = sorted(costs.attention, key=lambda one: one.window is None)
+    windowed, full = sorted(costs.mixers, key=lambda one: one.window is None)
     assert (windowed.window, full.window) == (128, None)
     assert windowed.kv_bytes_per_token == full.kv_bytes_per_token == 12 * 2 * 8 * 64 * 2
     for size in (2, 4, 8):
@@ -168,9 +168,9 @@ def test_qwen3_8b(tmp_path_factory: pytest.TempPathFactory) -> None:
     layer = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 12288
     assert costs.layers == MatrixCosts(num_weights=36 * layer, num_bytes=2 * 36 * layer)
     assert costs.lm_head.num_weights == 151936 * 4096
-    (attention,) = costs.attention
+    (attention,) = costs.mixers
     assert attention.kv_bytes_per_token == 36 * 2 * 8 * 128 * 2  # 147,456 bytes a token
     assert attention.flops_per_pair == 36 * 4 * 32 * 128
     half = model_costs(model, "bfloat16", tensor_parallel_size=2)
     assert half.layers.num_weights * 2 == costs.layers.num_weights
-    assert half.attention[0].kv_bytes_per_token * 2 == attention.kv_bytes_per_token
+    assert half.mixers[0].kv_bytes_per_token * 2 == attention.kv_bytes_per_token

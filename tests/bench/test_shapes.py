@@ -15,7 +15,7 @@ from nvcli.job_run.planning.layout import choose_layout
 from nvcli.job_run.resolve import resolve_engine_config
 from nvcli.messages import ForwardMode
 from nvcli.models.config import load_model_config
-from nvcli.models.layer_config import ExpertsConfig
+from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.nvidia_smi import SmiGpu
 from nvcli.profile.profile import profile_from_config
 from nvcli.sizing.costs import model_costs
@@ -54,7 +54,7 @@ def test_a_shape_is_planned(name: str, tmp_path: Path) -> None:
     beside = weights.get("experts", 0) + weights["norms"] + weights["embeddings"]
     if model.tie_word_embeddings:
         beside -= weights["embeddings"]
-    of_experts = costs.experts.read_bytes(1) if costs.experts is not None else 0
+    of_experts = costs.experts.read_bytes(1)
     assert read == pytest.approx(sum(weights.values()) - beside + of_experts, rel=1e-3)
     assert name in shapes(name[:4])
 

@@ -48,7 +48,6 @@ class ModelDriver:
         )
         self.notes: list[str] = []
         self.num_bytes = load_weights(self.model, path, device, say=self.notes.append)
-        layers = self.model.attention_layers
         group_layers = tuple(group.layers for group in kv_groups(config, stage))
         cache_spec = KVCacheSpec.of_layers(
             self.model.cache_layers, group_layers, block_size=block_size, dtype=dtype, kv_dtype=kv_dtype
@@ -58,7 +57,7 @@ class ModelDriver:
         case = AttentionCase(
             device=device,
             dtype=dtype,
-            specs=tuple(dict.fromkeys(layers)),
+            specs=self.model.attention_kinds,
             block_size=block_size,
             kv_dtype=kv_dtype,
         )

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from checkpoints import edit_json, edit_weights, write_tiny_model
 from expert_shapes import GPT_OSS
+from model_facts import attention_of
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.config import load_model_config
 from nvcli.models.geometry import model_tensors
-from nvcli.models.layer_config import ExpertsConfig
 from nvcli.models.loader import init_random_weights, load_weights
+from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.registry import build_model
 
 EXPERTS = "model.layers.{}.mlp.experts."
@@ -102,8 +103,8 @@ def test_with_expert_parallelism_a_rank_has_whole_experts(original: Path, tmp_pa
 def test_experts_that_cannot_be_dealt_out(original: Path, tmp_path: Path) -> None:
     config = load_model_config(original, expert_parallel=True)
     config.check_tensor_parallel(2)
-    eight_heads = replace(config.layers[0].attends, num_heads=8, num_kv_heads=8)
-    layer = replace(config.layers[0], attention=eight_heads)
+    eight_heads = replace(attention_of(config), num_heads=8, num_kv_heads=8)
+    layer = replace(config.layers[0], mixer=eight_heads)
     wide = replace(config, decoder=replace(config.decoder, layer_kinds=(layer,)))
     with pytest.raises(
         ConfigError, match=r"tensor_parallel_size 8 .*: 4 experts do not divide by 8 \(enable_expert_parallel, --ep\)"

@@ -20,7 +20,7 @@ from family_shapes import LONGEST_SHORT_RUN, SHAPES
 from nvcli.distributed.stage import Stage
 from nvcli.distributed.tensor_parallel import StageState, TensorParallelGroup
 from nvcli.models.config import load_model_config
-from nvcli.models.layer_config import ExpertsConfig
+from nvcli.models.mixers.experts import ExpertsConfig
 from tensor_parallel_ranks import run_ranks
 
 LENGTH = LONGEST_SHORT_RUN

@@ -16,9 +16,8 @@ from model_facts import windows_of
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.distributed.stage import Stage
 from nvcli.messages import MAX_KV_GROUPS, KVGroup
-from nvcli.models.attention_specs import layer_specs
 from nvcli.models.config import ModelConfig, load_model_config
-from nvcli.models.kv_groups import block_bytes, blocks_needed, kv_groups
+from nvcli.models.kv_groups import block_bytes, blocks_needed, kv_groups, layer_specs
 
 
 def model_of(path: Path, windows: list[int | None], **overrides: Any) -> ModelConfig:

@@ -232,7 +232,7 @@ def test_families_differ_by_their_biases_norms_and_windows(tmp_path: Path) -> No
     def traits(family: str) -> tuple[Any, ...]:
         config = read(tmp_path, architectures=[f"{family}ForCausalLM"], **keys)
         layer = config.layers[0]
-        attention = layer.attention
+        attention = layer.mixer
         return attention.qk_norm, attention.qkv_bias, attention.o_bias, layer.mlp.bias, attention.window
 
     assert traits("Llama") == (None, True, True, True, None)

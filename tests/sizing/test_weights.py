@@ -10,6 +10,7 @@ import torch
 
 from checkpoints import FAMILIES, write_tiny_model
 from fake_runners import engine_config
+from nvcli.attention.spec import AttentionSpec
 from nvcli.bench.shapes import write_shape
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
@@ -40,7 +41,7 @@ def assert_same(path: Path, tp: int, rank: int, stage: Stage = WHOLE, dtype: tor
     for key, part in by_name.items():
         found = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if f".{key}." in f".{n}")
         assert planned.get(part, 0) + (experts if part == "MLP" else 0) == found, part
-    specs = model.attention_layers
+    specs = [spec for spec in model.cache_layers if isinstance(spec, AttentionSpec)]
     kv_bytes = sum(2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize for spec in specs)
     assert block_bytes(config, name, block_size=16, tensor_parallel_size=tp, stage=stage) == 16 * kv_bytes
 

@@ -21,7 +21,8 @@ from nvcli.engine.scheduler import Scheduler
 from nvcli.messages import EngineReady, ForwardMode
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.kv_groups import kv_groups
-from nvcli.sizing.costs import AttentionCosts, model_costs
+from nvcli.models.mixers.mixer import MixerCosts
+from nvcli.sizing.costs import model_costs
 from nvcli.sizing.kv_cache import block_bytes, blocks_held, blocks_of_request, max_blocks, tokens_in
 from nvcli.sizing.memory import estimate
 from requests_factory import make_request
@@ -119,9 +120,9 @@ def test_gemma_3_at_32k_tokens_holds_a_fifth_of_what_full_attention_would(tmp_pa
 def test_attention_reads_the_window_alone(mixed: ModelConfig) -> None:
     costs = model_costs(mixed, "float32")
     token_bytes, pair_flops = 2 * 2 * 2 * 16 * 4, 2 * 4 * 4 * 16  # of two layers
-    assert costs.attention == (
-        AttentionCosts(window=None, kv_bytes_per_token=token_bytes, flops_per_pair=pair_flops),
-        AttentionCosts(window=WINDOW, kv_bytes_per_token=token_bytes, flops_per_pair=pair_flops),
+    assert costs.mixers == (
+        MixerCosts(window=None, kv_bytes_per_token=token_bytes, flops_per_pair=pair_flops),
+        MixerCosts(window=WINDOW, kv_bytes_per_token=token_bytes, flops_per_pair=pair_flops),
     )
     assert costs.kv_read_bytes(20) == 2 * 20 * token_bytes
     assert costs.kv_read_bytes(100) == (100 + WINDOW) * token_bytes

@@ -4,10 +4,11 @@ Torch-free, as plans ask for its size too."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from nvcli.attention.kv_layout import KV_DTYPE_BYTES, STATE_ALIGNMENT, KVDtype, part_bytes
+from nvcli.attention.kv_layout import KV_DTYPE_BYTES, STATE_ALIGNMENT, KVDtype, part_bytes, token_bytes
 
 Geometry = tuple[int, int, int]
 """Query heads, KV heads and head size."""
@@ -42,6 +43,10 @@ class AttentionSpec:
         """The bytes of a layer's keys and values in a block, in a model of type `dtype`."""
         return 2 * part_bytes(block_size, self.num_kv_heads, self.head_dim, kv_dtype)
 
+    def token_bytes(self, kv_dtype: KVDtype) -> int:
+        """The bytes of a token's keys and values in one layer."""
+        return 2 * token_bytes(self.num_kv_heads, self.head_dim, kv_dtype)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpec:
@@ -69,6 +74,11 @@ class StateSpec:
 
 CacheSpec = AttentionSpec | StateSpec
 """What a layer keeps in the KV cache."""
+
+
+def attention_kinds(specs: Iterable[CacheSpec]) -> tuple[AttentionSpec, ...]:
+    """Return the kinds of attention among what layers keep, each once."""
+    return tuple(dict.fromkeys(spec for spec in specs if isinstance(spec, AttentionSpec)))
 
 
 def first_seen(position: int, window: int | None) -> int:

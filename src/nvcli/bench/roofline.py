@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from nvcli.engine.request import StepRecord
-from nvcli.sizing.costs import ExpertCosts, MatrixCosts, ModelCosts
+from nvcli.sizing.costs import MatrixCosts, ModelCosts
 
 Phase = Literal["prefill", "decode"]
 
@@ -65,7 +65,7 @@ def work_of(step: StepRecord, costs: ModelCosts) -> dict[str, Work]:
     """
     num_tokens = step.num_decodes + step.num_prefill_tokens
     decode, prefill = Work(), Work()
-    for kind in costs.attention:
+    for kind in costs.mixers:
         keys, pairs = step.decode_keys, step.prefill_pairs
         if kind.window is not None:
             keys, pairs = min(keys, step.num_decodes * kind.window), min(pairs, step.num_prefill_tokens * kind.window)
@@ -74,10 +74,9 @@ def work_of(step: StepRecord, costs: ModelCosts) -> dict[str, Work]:
         kv_bytes, flops = kind.kv_bytes_per_token, kind.flops_per_pair
         decode += Work((decode_reads + step.num_decodes) * kv_bytes, keys * flops)
         prefill += Work((prefill_reads + step.num_prefill_tokens) * kv_bytes, pairs * flops)
-    experts = {} if costs.experts is None else {"experts": _expert_work(costs.experts, num_tokens)}
-    states = {}
-    if costs.states is not None:
-        row_bytes, flops = costs.state_bytes_per_row, costs.states.flops_per_token
+    experts = {"experts": _matrix_work(costs.experts, num_tokens)} if costs.experts.num_bytes else {}
+    states, row_bytes, flops = {}, costs.state_bytes_per_row, costs.state_flops_per_token
+    if row_bytes:
         states = {
             "decode states": Work(step.num_decodes * row_bytes, step.num_decodes * flops),
             "prompt states": Work(step.num_chunks * row_bytes, step.num_prefill_tokens * flops),
@@ -93,11 +92,7 @@ def work_of(step: StepRecord, costs: ModelCosts) -> dict[str, Work]:
 
 
 def _matrix_work(costs: MatrixCosts, rows: int) -> Work:
-    return Work(costs.num_bytes, costs.operations_per_row * rows) if rows else Work()
-
-
-def _expert_work(costs: ExpertCosts, rows: int) -> Work:
-    return Work(round(costs.read_bytes(rows)), costs.operations_per_token * rows)
+    return Work(round(costs.read_bytes(rows)), costs.operations_per_row * rows)
 
 
 def _prefill_shares(step: StepRecord) -> dict[str, float]:

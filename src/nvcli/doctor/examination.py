@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from nvcli.attention.kv_layout import KVDtype
+from nvcli.attention.spec import attention_kinds
 from nvcli.config import EngineConfig, RunConfig
 from nvcli.doctor.all_reduce import check_all_reduce
 from nvcli.doctor.attention_probe import AttentionKind, AttentionTask
@@ -188,19 +189,18 @@ def _attention_task(
 
 def _attention_kinds(model: ModelConfig, tensor_parallel_size: int) -> tuple[AttentionKind, ...]:
     """Return the kinds of attention that one rank of the run computes, each once."""
-    kinds = (
+    specs = (layer.mixer.kv_spec(tensor_parallel_size) for layer in model.decoder.layer_kinds)
+    return tuple(
         AttentionKind(
-            num_heads=attention.num_heads // tensor_parallel_size,
-            num_kv_heads=attention.kv_heads_per_rank(tensor_parallel_size),
-            head_dim=attention.head_dim,
-            window=attention.window,
-            soft_cap=attention.soft_cap,
-            has_sinks=attention.has_sinks,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            window=spec.window,
+            soft_cap=spec.soft_cap,
+            has_sinks=spec.has_sinks,
         )
-        for attention in (layer.attends for layer in model.decoder.layer_kinds)
-        if attention is not None
+        for spec in attention_kinds(specs)
     )
-    return tuple(dict.fromkeys(kinds))
 
 
 def _model_task(path: Path, files: ModelFiles, run: RunConfig) -> ModelTask:

@@ -7,12 +7,10 @@ from abc import ABC, abstractmethod
 from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import AttentionSpec
+from nvcli.attention.spec import AttentionSpec, CacheSpec, attention_kinds
 from nvcli.distributed.tensor_parallel import StageState
-from nvcli.models.attention_specs import LayerSpec
 from nvcli.models.config import ModelConfig
-from nvcli.models.delta_net import GatedDeltaNet
-from nvcli.models.layers import Attention
+from nvcli.models.layers import TokenMixer
 from nvcli.models.parallel import BuildContext
 from nvcli.models.weights import WeightModule
 
@@ -46,14 +44,19 @@ class CausalLM(nn.Module, ABC):
         """
 
     @property
-    def cache_layers(self) -> tuple[LayerSpec, ...]:
-        """What each layer of this rank keeps in the KV cache, in the order of the layers."""
-        return tuple(module.spec for module in self.modules() if isinstance(module, Attention | GatedDeltaNet))
+    def mixers(self) -> tuple[TokenMixer, ...]:
+        """What mixes the tokens in each layer of this rank."""
+        return tuple(module for module in self.modules() if isinstance(module, TokenMixer))
 
     @property
-    def attention_layers(self) -> tuple[AttentionSpec, ...]:
-        """The attention kind of each layer of this rank that attends, in the order of the layers."""
-        return tuple(module.spec for module in self.modules() if isinstance(module, Attention))
+    def cache_layers(self) -> tuple[CacheSpec, ...]:
+        """What each layer of this rank keeps in the KV cache, in the order of the layers."""
+        return tuple(mixer.spec for mixer in self.mixers)
+
+    @property
+    def attention_kinds(self) -> tuple[AttentionSpec, ...]:
+        """The kinds of attention of this rank, each once."""
+        return attention_kinds(self.cache_layers)
 
     def weight_bytes(self) -> dict[str, int]:
         """Bytes of this rank's parameters by what they belong to. One that is shared counts where it is first."""

@@ -10,9 +10,10 @@ from nvcli.errors import LoadError
 from nvcli.models.checkpoint import read_tensors
 from nvcli.models.checkpoint_layout import LocatedTensors, locate_tensors
 from nvcli.models.config import ModelConfig
-from nvcli.models.geometry import EMBEDDING, HEAD, TensorSpec, model_tensors, unused_tensors
+from nvcli.models.geometry import EMBEDDING, HEAD, model_tensors, unused_tensors
 from nvcli.models.kv_scales import is_kv_scale
 from nvcli.models.safetensors_header import TensorInfo
+from nvcli.models.tensor_spec import TensorSpec
 
 TIED_HEAD, TIED_TO = f"{HEAD}.weight", f"{EMBEDDING}.weight"
 """A tied LM head, which some tools write too, and the tensor whose values it must have."""

@@ -17,12 +17,8 @@ from nvcli.models.interleaved_experts import split_interleaved
 from nvcli.models.quantisation.description import Quantisation
 from nvcli.models.quantisation.stored_weights import join_parts
 from nvcli.models.safetensors_header import TensorInfo
+from nvcli.models.tensor_spec import EXPERTS, FUSED
 
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Projections that files may hold as one tensor, whose rows are those of the projections one after the other."""
-
-EXPERTS = "experts"
-"""The name of a layer's experts in its MLP; behind it stands the number of one of them."""
 STACKED = {
     "gate_up_proj": ("gate_proj.weight", "up_proj.weight"),
     "down_proj": ("down_proj.weight",),

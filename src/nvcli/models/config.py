@@ -14,15 +14,15 @@ from typing import Any, Literal, get_args
 from nvcli.config_types import KeptWeights
 from nvcli.distributed.stage import Stage
 from nvcli.errors import ConfigError
-from nvcli.kernels.expert_settings import EXPERT_ALIGNMENT
 from nvcli.kernels.weight_formats import FP8_ALIGNMENT, FP8_BLOCK, FP8Scaling, StoredGroups
 from nvcli.models.config_overrides import NO_OVERRIDES, check_overrides, with_overrides
 from nvcli.models.families.catalogue import find_family
 from nvcli.models.families.family import Family
 from nvcli.models.json_file import MAX_INT, JsonFile
-from nvcli.models.layer_config import DecoderConfig, DeltaNetConfig, ExpertsConfig, LayerConfig
+from nvcli.models.layer_config import DecoderConfig, LayerConfig
+from nvcli.models.mixers.mixer import Piece, Ranks
 from nvcli.models.quantisation.description import Quantisation, read_quantisation
-from nvcli.models.quantisation.kept_groups import EXPERTS_DOWN, problems_of_cut_groups, stored_groups
+from nvcli.models.quantisation.kept_groups import problems_of_cut_groups, stored_groups
 from nvcli.models.quantisation.module_names import name_patterns
 from nvcli.models.unsupported import describe_unsupported
 from nvcli.validation import show
@@ -89,7 +89,11 @@ class ModelConfig:
 
     @property
     def has_experts(self) -> bool:
-        return any(isinstance(layer.mlp, ExpertsConfig) for layer in self.decoder.layer_kinds)
+        return any(layer.mlp.routing is not None for layer in self.decoder.layer_kinds)
+
+    def ranks(self, size: int) -> Ranks:
+        """Return how `size` ranks share a layer."""
+        return Ranks(size=size, expert_parallel=self.expert_parallel)
 
     def keeping(self, quantization: KeptWeights) -> ModelConfig:
         """Return the model with its weights kept so. Raises ConfigError where the checkpoint names layers that it left
@@ -130,9 +134,7 @@ class ModelConfig:
                 f"pipeline_parallel_size (--pp) is {size}, and each layer of this model has an input of its own, which "
                 "the first stage alone could compute: leave it out, or use --tp"
             )
-        if size > 1 and any(
-            layer.attends is not None and layer.attends.shares_kv for layer in self.decoder.layer_kinds
-        ):
+        if size > 1 and any(layer.mixer.reads_kv_of is not None for layer in self.decoder.layer_kinds):
             raise ConfigError(
                 f"pipeline_parallel_size (--pp) is {size}, and later layers of this model read the keys and values of "
                 "earlier ones, which are in another stage: leave it out, or use --tp"
@@ -144,7 +146,7 @@ class ModelConfig:
             )
         for index in range(size):
             numbers = Stage(index, size).layers(self.num_layers)
-            if all(self.layers[number].attends is None for number in numbers):
+            if all(self.layers[number].mixer.kv_spec().is_state for number in numbers):
                 raise ConfigError(
                     f"pipeline_parallel_size (--pp) is {size}, and stage {index + 1} would have layers {numbers.start} "
                     f"to {numbers.stop - 1} of this model, none of which has full attention: lower it, or use --tp"
@@ -152,12 +154,8 @@ class ModelConfig:
 
     def check_batch_invariant(self) -> None:
         """Raise ConfigError where a token's results cannot be had with the same bits in every batch."""
-        problems = []
-        for layer in self.decoder.layer_kinds:
-            if layer.attends is None:
-                problems.append("layers with a recurrent state, which prompts and decode steps compute in other orders")
-            elif layer.attends.qk_norm == "row" or layer.attends.norms_values:
-                problems.append("norms of whole rows of queries or of values, whose sums depend on the number of rows")
+        blocks = (block for layer in self.decoder.layer_kinds for block in layer.blocks)
+        problems = [block.batch_dependence for block in blocks if block.batch_dependence is not None]
         if self.quantization != "none":
             problems.append(
                 f"weights kept in {self.quantization}, whose products depend on the batch (`quantization`: none keeps "
@@ -175,74 +173,26 @@ class ModelConfig:
 
     def _problems_of_cut(self, size: int) -> list[str]:
         """Say why the model cannot be cut over `size` ranks; nothing if it can."""
-        problems = []
+        problems: list[str] = []
+        ranks = self.ranks(size)
         for layer in self.decoder.layer_kinds:
-            attention = layer.attention
-            if isinstance(attention, DeltaNetConfig):
-                if attention.num_key_heads % size:
-                    problems.append(f"{attention.num_key_heads} key heads of linear attention do not divide by {size}")
-            elif attention.num_heads % size:
-                problems.append(f"{attention.num_heads} attention heads do not divide by {size}")
-            elif attention.num_kv_heads % size and size % attention.num_kv_heads:
-                problems.append(f"{attention.num_kv_heads} KV heads neither divide by {size} nor divide it")
-            if layer.dense_mlp is not None and layer.dense_mlp.intermediate_size % size:
-                problems.append(f"intermediate size {layer.dense_mlp.intermediate_size} does not divide by {size}")
-            if isinstance(layer.mlp, ExpertsConfig):
-                problems += self._problems_of_experts(layer.mlp, size)
+            for block in layer.blocks:
+                problems += block.check(ranks)
+            pieces = [piece for block in layer.blocks if not problems for piece in block.pieces(ranks)]
             if self.quantization == "fp8" and not problems:
-                problems += self._problems_of_fp8(layer, size)
+                problems += self._problems_of_fp8(pieces)
             elif self.quantization == "w4a16" and not problems:
-                problems += problems_of_cut_groups(self.stored_groups, self._cut_inputs(layer, size), size)
+                problems += problems_of_cut_groups(self.stored_groups, self.hidden_size, pieces, size)
         return list(dict.fromkeys(problems))
 
-    def _problems_of_experts(self, experts: ExpertsConfig, size: int) -> list[str]:
-        """Say why a layer's experts cannot be dealt out to `size` ranks; nothing if they can."""
-        problems = []
-        num_experts, parts = experts.routing.num_experts, 1 if self.expert_parallel else size
-        if self.expert_parallel and num_experts % size:
-            problems.append(f"{num_experts} experts do not divide by {size} (enable_expert_parallel, --ep)")
-        if experts.intermediate_size % (parts * EXPERT_ALIGNMENT):
-            problem = (
-                f"the experts' intermediate size {experts.intermediate_size} does not divide by {parts} into multiples "
-                f"of {EXPERT_ALIGNMENT}"
-            )
-            has_way = parts > 1 and num_experts % size == 0 and experts.intermediate_size % EXPERT_ALIGNMENT == 0
-            problems.append(f"{problem} (--ep deals out whole experts)" if has_way else problem)
-        return problems
-
-    def _cut_inputs(self, layer: LayerConfig, size: int) -> dict[str, int]:
-        """Return how many input features each rank has of the layers that may be cut by them, and of all others."""
-        lengths = {"the hidden size": self.hidden_size}
-        if layer.attends is not None:
-            lengths["o_proj"] = layer.attends.num_heads // size * layer.attends.head_dim
-        elif isinstance(layer.attention, DeltaNetConfig):
-            lengths["out_proj"] = layer.attention.value_size // size
-        if layer.dense_mlp is not None:
-            lengths["down_proj"] = layer.dense_mlp.intermediate_size // size
-        if isinstance(layer.mlp, ExpertsConfig):
-            parts = 1 if self.expert_parallel else size
-            lengths[EXPERTS_DOWN] = layer.mlp.intermediate_size // parts
-        return lengths
-
-    def _problems_of_fp8(self, layer: LayerConfig, size: int) -> Iterator[str]:
+    def _problems_of_fp8(self, pieces: list[Piece]) -> Iterator[str]:
         """Say which pieces of FP8 weights would not be whole blocks, or too narrow for FP8 units."""
-        lengths = {}
-        if layer.attends is not None:
-            lengths["q_proj and o_proj"] = layer.attends.num_heads // size * layer.attends.head_dim
-            lengths["k_proj and v_proj"] = layer.attends.kv_heads_per_rank(size) * layer.attends.head_dim
-        elif isinstance(layer.attention, DeltaNetConfig):
-            lengths["out_proj"] = layer.attention.value_size // size
-        if layer.dense_mlp is not None:
-            lengths["gate_proj, up_proj and down_proj"] = layer.dense_mlp.intermediate_size // size
-        if isinstance(layer.mlp, ExpertsConfig):
-            parts = 1 if self.expert_parallel else size
-            lengths["the experts' gate_proj, up_proj and down_proj"] = layer.mlp.intermediate_size // parts
         unit, what = FP8_ALIGNMENT, f"multiples of {FP8_ALIGNMENT}"
         if self.fp8_scaling == "block":
             unit, what = FP8_BLOCK, f"blocks of {FP8_BLOCK} × {FP8_BLOCK}"
-        for name, length in lengths.items():
-            if length % unit:
-                yield f"each rank's {length:,} of {name} are not {what} in FP8"
+        for piece in pieces:
+            if piece.length % unit:
+                yield f"each rank's {piece.length:,} of {piece.projections} are not {what} in FP8"
         if self.hidden_size % FP8_ALIGNMENT:  # its last block may be incomplete
             yield f"each rank's {self.hidden_size:,} of the hidden size are not multiples of {FP8_ALIGNMENT} in FP8"
 

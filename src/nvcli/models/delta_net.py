@@ -10,22 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import StateSpec
 from nvcli.kernels.causal_conv import causal_conv
 from nvcli.kernels.delta_net import delta_rule
 from nvcli.kernels.delta_types import DeltaGates, DeltaHeads
+from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.norm import gated_rms_norm
 from nvcli.kernels.state_rows import StateRows
-from nvcli.models.layer_config import DeltaNetConfig, NormConfig
-from nvcli.models.layers import Norm
+from nvcli.models.layers import Angles, Norm, TokenMixer
+from nvcli.models.mixers.delta_net import DeltaNetConfig
+from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.parallel import BuildContext, ColumnParallelLinear, LinearPiece, RowParallelLinear, linear_piece
 from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, length
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(TokenMixer):
     """[T, H] → [T, Hv × Dv], the input of `o_proj`."""
 
     def __init__(
@@ -37,7 +39,6 @@ class GatedDeltaNet(nn.Module):
         spec: StateSpec,
         cache_layer: int,
     ) -> None:
-        """`cache_layer` is the layer's number in the KV cache of this rank."""
         super().__init__()
         self.spec = spec
         self.cache_layer = cache_layer
@@ -53,8 +54,9 @@ class GatedDeltaNet(nn.Module):
         self.norm = Norm(build, f"{path}.norm", replace(norm, weight_offset=0.0))
         self.o_proj = RowParallelLinear(build, f"{path}.out_proj")
 
-    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+    def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
         """Compute the tokens' results, and store the states behind them."""
+        assert isinstance(x, Tensor), "its input is not quantised"
         conv_pool, pool = batch.kv_cache.state(self.cache_layer)
         rows = _state_rows(batch, self.spec.kv_group)
         heads, num_heads = self.heads, self.heads.num_value_heads

@@ -11,20 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import AttentionSpec, StateSpec
+from nvcli.attention.spec import CacheSpec
 from nvcli.distributed.tensor_parallel import StageState
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.invariant_linear import row_by_row
-from nvcli.models.attention_specs import LayerSpec, layer_specs
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import ModelConfig
-from nvcli.models.delta_net import GatedDeltaNet
-from nvcli.models.experts import MixtureOfExperts
-from nvcli.models.experts_beside_mlp import ExpertsBesideMLP
 from nvcli.models.geometry import EMBEDDING, HEAD
-from nvcli.models.layer_config import DeltaNetConfig, ExpertsConfig, LayerConfig, NormConfig
+from nvcli.models.kv_groups import layer_specs
+from nvcli.models.layer_config import LayerConfig
 from nvcli.models.layer_inputs import LayerInput, LayerInputs
-from nvcli.models.layers import Angles, Attention, GatedMLP, InputNorm, ResultNorm, RotaryTables
+from nvcli.models.layers import Angles, FeedForward, InputNorm, ResultNorm, RotaryTables, TokenMixer
+from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.parallel import BuildContext, ParallelLMHead, VocabParallelEmbedding
 from nvcli.models.weights import WeightModule, WeightSource, empty_parameter
 
@@ -38,7 +36,7 @@ class DenseLayer(nn.Module):
         path: str,
         config: LayerConfig,
         norm: NormConfig,
-        spec: LayerSpec,
+        spec: CacheSpec,
         cache_layer: int,
         *,
         has_input: bool,
@@ -57,26 +55,16 @@ class DenseLayer(nn.Module):
 
         norms = config.norms
         self.before_attention = before(norms.before_attention, norms.after_mlp)
-        self.mixer: Attention | GatedDeltaNet
-        if isinstance(config.attention, DeltaNetConfig):
-            assert isinstance(spec, StateSpec)
-            self.mixer = GatedDeltaNet(build, f"{path}.linear_attn", config.attention, norm, spec, cache_layer)
-        else:
-            assert isinstance(spec, AttentionSpec)
-            self.mixer = Attention(build, f"{path}.self_attn", config.attention, norm, spec, cache_layer)
+        self.mixer: TokenMixer = config.mixer.build(build, path, norm, spec, cache_layer)
         self.after_attention = after(norms.after_attention)
         self.before_mlp = before(norms.before_mlp, norms.after_attention)
-        self.mlp: GatedMLP | MixtureOfExperts | ExpertsBesideMLP
-        if not isinstance(config.mlp, ExpertsConfig):
-            self.mlp = GatedMLP(build, f"{path}.mlp", config.mlp)
-        elif config.mlp.has_norms:
-            self.mlp = ExpertsBesideMLP(build, f"{path}.mlp", config.mlp, norm)
-        else:
-            self.mlp = MixtureOfExperts(build, f"{path}.mlp", config.mlp)
-        self.after_mlp = after(norms.after_mlp, is_summed=isinstance(self.mlp, ExpertsBesideMLP))
-        self.gives_stream = self.after_mlp is None or isinstance(self.mlp, ExpertsBesideMLP)
-        if not self.is_parallel:
-            _quantise_inputs(self.before_attention, self.mixer, self.before_mlp, self.mlp)
+        self.mlp: FeedForward = config.mlp.build(build, path, norm)
+        self.after_mlp = after(norms.after_mlp, is_summed=self.mlp.is_summed)
+        self.gives_stream = self.after_mlp is None or self.mlp.is_summed
+        if not self.is_parallel:  # norms quantise for the projections behind them, where nothing else reads the result
+            for input_norm, block in ((self.before_attention, self.mixer), (self.before_mlp, self.mlp)):
+                if input_norm is not None and block.input_proj is not None:
+                    input_norm.quantise_for(block.input_proj)
         self.input = LayerInput(build, path, norm) if has_input else None
         self.scalar = Scalar(build, f"{path}.layer_scalar") if config.has_scalar else None
 
@@ -92,7 +80,7 @@ class DenseLayer(nn.Module):
         """Give the next `delta` and `residual`: [T, H] each, or [N, H] where only the tokens `rows` [N] go on behind
         the attention. `own` is the layer's input beside the stream [T, P]."""
         x = _input(self.before_attention, delta, residual)
-        mixed = self.mixer(x, batch) if isinstance(self.mixer, GatedDeltaNet) else self.mixer(x, angles, batch)
+        mixed = self.mixer(x, angles, batch)
         if rows is not None:
             if len(rows) == 0:
                 return None, residual[rows]
@@ -148,9 +136,7 @@ class DenseModel(nn.Module):
         inputs = decoder.layer_inputs
         self.inputs = None if inputs is None else LayerInputs(build, inputs, decoder.norm, config.hidden_size)
         numbers, owners = stage.layers(config.num_layers), decoder.kv_owners
-        self.rotary = RotaryTables(
-            (attends for number in numbers if (attends := layers[number].attends) is not None), build.max_positions
-        )
+        self.rotary = RotaryTables((layers[number].mixer.rotation for number in numbers), build.max_positions)
         specs = layer_specs(config, build.group.size, stage)
         self.layers = nn.ModuleDict(
             {
@@ -226,17 +212,6 @@ class DenseForCausalLM(CausalLM):
         logits.div_(cap)
         logits = row_by_row(torch.tanh_, logits) if self.batch_invariant else logits.tanh_()
         return logits.mul_(cap)
-
-
-def _quantise_inputs(
-    before_attention: InputNorm | None, mixer: nn.Module, before_mlp: InputNorm | None, mlp: nn.Module
-) -> None:
-    """Have norms quantise for the projections behind them, where these read quantised rows and nothing else does."""
-    if before_attention is not None and isinstance(mixer, Attention):
-        before_attention.quantise_for(mixer.qkv_proj)
-    mlp = mlp.shared_expert if isinstance(mlp, ExpertsBesideMLP) else mlp
-    if before_mlp is not None and isinstance(mlp, GatedMLP):
-        before_mlp.quantise_for(mlp.gate_up_proj)
 
 
 def _input(norm: InputNorm | None, delta: Tensor | None, residual: Tensor) -> Activations:

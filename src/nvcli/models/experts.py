@@ -19,22 +19,25 @@ from torch import Tensor, nn
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.kernels.expert_types import ExpertScales, ExpertWeights, Routes, W4Scales
 from nvcli.kernels.experts import apply_experts
+from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.gates import gate_rows
 from nvcli.kernels.norm import sum_in_order
 from nvcli.kernels.routing import route, route_row_by_row, router_logits
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, W4Format, scale_shape
-from nvcli.models.checkpoint_layout import EXPERTS
-from nvcli.models.geometry import TensorSpec
-from nvcli.models.layer_config import ExpertsConfig, MLPConfig
+from nvcli.models.layers import FeedForward
+from nvcli.models.mixers.experts import ExpertsConfig
+from nvcli.models.mixers.mixer import NormConfig
+from nvcli.models.mixers.mlp import MLPConfig
 from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear
+from nvcli.models.tensor_spec import EXPERTS, TensorSpec
 from nvcli.models.weights import ScaleTarget, WeightModule, WeightSource, empty_parameter, length
 
 
-class MixtureOfExperts(nn.Module):
+class MixtureOfExperts(FeedForward):
     """[T, H] → `delta` for the residual sum: parts [k, T, H] of a lone rank, with a shared expert [k + 1, T, H], or
     [T, H], this rank's part of the sum over several ranks."""
 
-    def __init__(self, build: BuildContext, path: str, config: ExpertsConfig) -> None:
+    def __init__(self, build: BuildContext, path: str, config: ExpertsConfig, norm: NormConfig) -> None:
         super().__init__()
         self.group = build.group
         self.batch_invariant = build.batch_invariant
@@ -46,8 +49,9 @@ class MixtureOfExperts(nn.Module):
             self.shared_expert = SharedExpert(build, f"{path}.shared_expert", config.shared, gate)
         self.num_parts = config.routing.experts_per_token + (self.shared_expert is not None)
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
+    def forward(self, x: Activations, residual: Tensor | None) -> Tensor:
         """`residual` is for blocks that add themselves to the stream, which this one does not."""
+        assert isinstance(x, Tensor), "experts quantise what they read by themselves"
         parts = torch.empty(self.num_parts, *x.shape, dtype=x.dtype, device=x.device)
         routes = self.gate(x)
         self.experts(x, routes, parts[: routes.experts.shape[1]])

@@ -9,18 +9,21 @@ they are normed, so the result is alike on all ranks, and nothing sums it any mo
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nvcli.kernels.fp8_types import Activations
-from nvcli.models.checkpoint_layout import EXPERTS
 from nvcli.models.experts import Experts, Router, part_of_sum
-from nvcli.models.layer_config import ExpertsConfig, NormConfig
-from nvcli.models.layers import GatedMLP, InputNorm, ResultNorm
-from nvcli.models.parallel import BuildContext
+from nvcli.models.layers import FeedForward, GatedMLP, InputNorm, ResultNorm
+from nvcli.models.mixers.experts import ExpertsConfig
+from nvcli.models.mixers.mixer import NormConfig
+from nvcli.models.parallel import BuildContext, ColumnParallelLinear
+from nvcli.models.tensor_spec import EXPERTS
 
 
-class ExpertsBesideMLP(nn.Module):
+class ExpertsBesideMLP(FeedForward):
     """([T, H], the residual stream [T, H], which is only read) → [T, H], the block's whole result."""
+
+    is_summed = True
 
     def __init__(self, build: BuildContext, path: str, config: ExpertsConfig, norm: NormConfig) -> None:
         super().__init__()
@@ -29,7 +32,7 @@ class ExpertsBesideMLP(nn.Module):
         self.group = build.group
         self.batch_invariant = build.batch_invariant
         self.experts_per_token = config.routing.experts_per_token
-        self.shared_expert = GatedMLP(build, f"{path}.shared_expert", config.shared)
+        self.shared_expert = GatedMLP(build, f"{path}.shared_expert", config.shared, norm)
         self.shared_expert_norm = ResultNorm(build, f"{path}.shared_expert_norm", norm)
         self.gate_norm = InputNorm(build, f"{path}.gate_norm", norm)
         self.gate = Router(build, f"{path}.gate", config)
@@ -37,8 +40,13 @@ class ExpertsBesideMLP(nn.Module):
         self.experts = Experts(build, f"{path}.{EXPERTS}", config)
         self.experts_norm = ResultNorm(build, f"{path}.experts_norm", norm)
 
-    def forward(self, x: Activations, residual: Tensor) -> Tensor:
+    @property
+    def input_proj(self) -> ColumnParallelLinear:
+        return self.shared_expert.gate_up_proj
+
+    def forward(self, x: Activations, residual: Tensor | None) -> Tensor:
         """The stream is up to date in all rows: what was added to it last was alike on all ranks."""
+        assert residual is not None
         result: Tensor = self.shared_expert_norm(self.shared_expert(x, None), residual)
         if self.group.size > 1:
             result = result.clone()  # it holds until the next sum

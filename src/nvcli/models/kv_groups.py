@@ -13,13 +13,12 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from nvcli.attention.kv_layout import STATE_ALIGNMENT, KVDtype, part_bytes
-from nvcli.attention.spec import StateSpec
+from nvcli.attention.kv_layout import STATE_ALIGNMENT, KVDtype
+from nvcli.attention.spec import CacheSpec, StateSpec
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.messages import MAX_KV_GROUPS, KVGroup
 from nvcli.models.config import ModelConfig
-from nvcli.models.geometry import DTYPE_BYTES, StoredDtype
-from nvcli.models.layer_config import DeltaNetConfig
+from nvcli.models.tensor_spec import StoredDtype
 
 _FULL_PADDING_COST = 8
 """A place without a layer in a group of full attention wastes memory of every block that a sequence has ever filled; in
@@ -32,7 +31,6 @@ class _Kind(NamedTuple):
     window: int | None
     num_kv_heads: int
     head_dim: int
-    is_state: bool = False
 
     @property
     def elements(self) -> int:
@@ -40,21 +38,26 @@ class _Kind(NamedTuple):
         return 2 * self.num_kv_heads * self.head_dim
 
 
-_STATE = _Kind(window=2, num_kv_heads=0, head_dim=0, is_state=True)
-"""A token goes on from the state behind the one before it, as with a window of two tokens."""
-
-
 @lru_cache(maxsize=64)  # plans ask for the same few stages many times
 def kv_groups(config: ModelConfig, stage: Stage = WHOLE) -> tuple[KVGroup, ...]:
     """The KV groups of a stage. Every stage has the same groups in the same order, each with the layers it holds."""
     held = stage.layers(config.num_layers)
+    groups = []
+    for numbers in _whole_groups(config):
+        spec = config.layers[numbers[0]].mixer.kv_spec()
+        layers = tuple(number - held.start for number in numbers if number in held)
+        groups.append(KVGroup(window=spec.window, is_state=spec.is_state, layers=layers))
+    return tuple(groups)
+
+
+def layer_specs(config: ModelConfig, tensor_parallel_size: int, stage: Stage = WHOLE) -> tuple[CacheSpec, ...]:
+    """Return what each layer of a stage keeps in the KV cache, on one of its ranks. Layers that attend alike and are in
+    one KV group have equal ones."""
+    numbers, layers, owners = stage.layers(config.num_layers), config.layers, config.decoder.kv_owners
+    group_of = {layer: number for number, group in enumerate(kv_groups(config, stage)) for layer in group.layers}
     return tuple(
-        KVGroup(
-            window=kind.window,
-            is_state=kind.is_state,
-            layers=tuple(number - held.start for number in numbers if number in held),
-        )
-        for kind, numbers in _whole_groups(config)
+        layers[number].mixer.kv_spec(tensor_parallel_size, group_of[owners[number] - numbers.start])
+        for number in numbers
     )
 
 
@@ -93,20 +96,14 @@ def group_bytes(
 ) -> tuple[int, int]:
     """What the layers of a KV group take on one rank, of the group that needs most: the bytes of the keys and values of
     `block_size` tokens, and those of a recurrent state (0: no layer has one)."""
-    layers = config.layers
     most, states = 0, 0
-    for (_, numbers), group in zip(_whole_groups(config), kv_groups(config, stage), strict=True):
-        attention = layers[numbers[0]].attention
-        if isinstance(attention, DeltaNetConfig):
-            spec = StateSpec(
-                conv_shape=attention.conv_shape(tensor_parallel_size),
-                recurrent_shape=attention.recurrent_shape(tensor_parallel_size),
-            )
-            states = max(states, len(group.layers) * spec.num_bytes(DTYPE_BYTES[dtype]))
-            continue
-        heads = attention.kv_heads_per_rank(tensor_parallel_size)
-        part = part_bytes(block_size, heads, attention.head_dim, kv_dtype or dtype)
-        most = max(most, len(group.layers) * 2 * part)
+    for numbers, group in zip(_whole_groups(config), kv_groups(config, stage), strict=True):
+        spec = config.layers[numbers[0]].mixer.kv_spec(tensor_parallel_size)
+        num_bytes = len(group.layers) * spec.block_bytes(block_size, dtype, kv_dtype or dtype)
+        if group.is_state:
+            states = max(states, num_bytes)
+        else:
+            most = max(most, num_bytes)
     return most, states
 
 
@@ -119,30 +116,28 @@ def blocks_needed(config: ModelConfig, num_tokens: int, *, block_size: int, chun
 
 
 @lru_cache(maxsize=64)
-def _whole_groups(config: ModelConfig) -> tuple[tuple[_Kind, tuple[int, ...]], ...]:
-    """(kind, layers) of each group of the whole model, kinds in the order of their first layers."""
+def _whole_groups(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
+    """The layers of each group of the whole model, kinds in the order of their first layers."""
     kinds: dict[_Kind, list[int]] = {}
-    with_states: dict[DeltaNetConfig, list[int]] = {}
+    with_states: dict[StateSpec, list[int]] = {}
     for number, layer in enumerate(config.layers):
-        attention = layer.attention
-        if isinstance(attention, DeltaNetConfig):
-            with_states.setdefault(attention, []).append(number)
-            continue
-        if attention.shares_kv:
-            continue
-        kinds.setdefault(_Kind(attention.window, attention.num_kv_heads, attention.head_dim), []).append(number)
+        spec = layer.mixer.kv_spec()
+        if isinstance(spec, StateSpec):
+            with_states.setdefault(spec, []).append(number)
+        elif layer.mixer.reads_kv_of is None:
+            kinds.setdefault(_Kind(spec.window, spec.num_kv_heads, spec.head_dim), []).append(number)
     size = _block_elements({kind: len(numbers) for kind, numbers in kinds.items()})
-    groups = []
+    groups: list[tuple[int, ...]] = []
     for kind, numbers in kinds.items():
         count = -(-len(numbers) // (size // kind.elements))
         # Every count-th layer: so each stage of a pipeline has about as many layers of each group.
-        groups += [(kind, tuple(numbers[first::count])) for first in range(count)]
+        groups += [tuple(numbers[first::count]) for first in range(count)]
     for index, numbers in enumerate(with_states.values()):
         # A state is as large as the keys of many tokens, so the fewest layers of a group make the smallest blocks.
         count = (MAX_KV_GROUPS - len(groups)) // (len(with_states) - index)
         per_group = -(-len(numbers) // count)
         count = -(-len(numbers) // per_group)
-        groups += [(_STATE, tuple(numbers[first::count])) for first in range(count)]
+        groups += [tuple(numbers[first::count]) for first in range(count)]
     return tuple(groups)
 
 

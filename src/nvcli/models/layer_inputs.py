@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from nvcli.kernels.norm import rms_norm
 from nvcli.models.geometry import LAYER_EMBEDDING
-from nvcli.models.layer_config import LayerInputsConfig, NormConfig
+from nvcli.models.layer_config import LayerInputsConfig
 from nvcli.models.layers import Norm
+from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.parallel import BuildContext, VocabParallelEmbedding
 from nvcli.models.weights import WeightModule, WeightSource, empty_parameter
 

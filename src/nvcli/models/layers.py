@@ -10,13 +10,14 @@ the ranks' parts, and `delta` is its result, alike on all ranks. Shapes: T token
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import AttentionSpec
+from nvcli.attention.spec import AttentionSpec, CacheSpec
 from nvcli.kernels.fp8 import norm_and_quantise
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.gates import gate_values
@@ -24,11 +25,12 @@ from nvcli.kernels.key_copies import copy_keys
 from nvcli.kernels.norm import add_rms_norm, rms_norm
 from nvcli.kernels.rotary import apply_rope, qk_norm_rope_store
 from nvcli.kernels.weight_formats import FP8Scaling
-from nvcli.models.layer_config import AttentionConfig, MLPConfig, NormConfig
+from nvcli.models.mixers.attention import AttentionConfig
+from nvcli.models.mixers.mixer import NormConfig, Rotation
+from nvcli.models.mixers.mlp import MLPConfig
 from nvcli.models.parallel import BuildContext, ColumnParallelLinear, LinearPiece, RowParallelLinear, linear_piece
 from nvcli.models.qkv import QKVPreparation, QueryScaleTable
 from nvcli.models.rope import RotaryTable
-from nvcli.models.rope_config import RopeConfig
 from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, length
 
 
@@ -90,15 +92,55 @@ class ResultNorm(Norm):
         return self.group.sum_rms_norm(part, self.weight, self.eps, x.dtype)
 
 
-class GatedMLP(nn.Module):
+class TokenMixer(nn.Module, ABC):
+    """What mixes the tokens of a layer: [T, H] → [T, this rank's features], the input of `o_proj`."""
+
+    spec: CacheSpec
+    cache_layer: int
+    """The layer's number in the KV cache of this rank."""
+    o_proj: RowParallelLinear
+    static_kv_scales: Tensor | None = None
+    """[2] float32, the checkpoint's scales of all keys and all values in an FP8 cache, set when they are loaded; None:
+    each token and head gets its own."""
+
+    @property
+    def input_proj(self) -> ColumnParallelLinear | None:
+        """The one product that reads the block's input, where that may be quantised for it."""
+        return None
+
+    @abstractmethod
+    def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor: ...
+
+
+class FeedForward(nn.Module, ABC):
+    """What computes each token of a layer by itself: [T, H] → `delta` for `residual` [T, H]."""
+
+    is_summed: bool = False
+    """Whether it reads the residual stream itself, and gives its whole result, alike on all ranks; else it gives this
+    rank's part of a sum, and a `residual` of None is one that nothing may be added to yet."""
+
+    @property
+    def input_proj(self) -> ColumnParallelLinear | None:
+        """The one product that reads the block's input, where that may be quantised for it."""
+        return None
+
+    @abstractmethod
+    def forward(self, x: Activations, residual: Tensor | None) -> Tensor | None: ...
+
+
+class GatedMLP(FeedForward):
     """down(activation(gate(x)) × up(x)), cut over the ranks by intermediate size. [T, H] → `delta` for `residual`
     [T, H], which is None where it is not to be added yet."""
 
-    def __init__(self, build: BuildContext, path: str, config: MLPConfig) -> None:
+    def __init__(self, build: BuildContext, path: str, config: MLPConfig, norm: NormConfig) -> None:
         super().__init__()
         self.activation = config.activation
         self.gate_up_proj = ColumnParallelLinear(build, f"{path}.gate_up_proj", ("gate_proj", "up_proj"))
         self.down_proj = RowParallelLinear(build, f"{path}.down_proj")
+
+    @property
+    def input_proj(self) -> ColumnParallelLinear:
+        return self.gate_up_proj
 
     def forward(self, x: Activations, residual: Tensor | None) -> Tensor | None:
         hidden = self.gate_up_proj.gated(x, self.activation, self.down_proj.method.input_scaling)
@@ -106,29 +148,24 @@ class GatedMLP(nn.Module):
         return delta
 
 
-RopeKey = tuple[RopeConfig, int]
-"""The settings of a rotation and the head size, on which a table of angles depends."""
-
-
 class Angles:
     """The cosines and sines of a step's tokens, for each rotation of the model."""
 
-    def __init__(self, by_rope: Mapping[RopeKey, Tensor]) -> None:
+    def __init__(self, by_rope: Mapping[Rotation, Tensor]) -> None:
         self._by_rope = by_rope
 
-    def of(self, attention: AttentionConfig) -> Tensor | None:
+    def of(self, rotation: Rotation | None) -> Tensor | None:
         """Return those of one kind of attention, [T, D] float32; None where it does not rotate."""
-        return None if attention.rope is None else self._by_rope[attention.rope, attention.head_dim]
+        return None if rotation is None else self._by_rope[rotation]
 
 
 class RotaryTables(nn.Module):
     """The tables of angles of a stage, one for each rotation of its layers."""
 
-    def __init__(self, kinds: Iterator[AttentionConfig], max_positions: int) -> None:
+    def __init__(self, rotations: Iterator[Rotation | None], max_positions: int) -> None:
         super().__init__()
-        keys: dict[RopeKey, None] = {(kind.rope, kind.head_dim): None for kind in kinds if kind.rope is not None}
-        self.keys = tuple(keys)
-        self.tables = nn.ModuleList(RotaryTable(rope, head_dim, max_positions) for rope, head_dim in keys)
+        self.keys = tuple(dict.fromkeys(rotation for rotation in rotations if rotation is not None))
+        self.tables = nn.ModuleList(RotaryTable(rope, head_dim, max_positions) for rope, head_dim in self.keys)
 
     def forward(self, positions: Tensor) -> Angles:
         return Angles({key: table(positions) for key, table in zip(self.keys, self.tables, strict=True)})
@@ -148,11 +185,13 @@ class Sinks(WeightModule):
         yield WeightSource(tensor=self.tensor, read=self.read, parameter="weight", write=write)
 
 
-class Attention(nn.Module):
+class Attention(TokenMixer):
     """Grouped-query attention, cut over the ranks by heads. [T, H] → [T, this rank's heads × D].
 
     With fewer KV heads than ranks, neighbouring ranks hold the same KV head.
     """
+
+    spec: AttentionSpec
 
     def __init__(
         self,
@@ -163,9 +202,9 @@ class Attention(nn.Module):
         spec: AttentionSpec,
         cache_layer: int,
     ) -> None:
-        """`cache_layer` is the layer's number in the KV cache of this rank."""
         super().__init__()
         self.config = config
+        self.rotation = config.rotation
         self.spec = spec
         self.cache_layer = cache_layer
         self.eps = norm.eps
@@ -181,12 +220,13 @@ class Attention(nn.Module):
         self.k_norm = Norm(build, f"{path}.k_norm", norm) if norms_heads and not config.shares_kv else None
         self.sinks = Sinks(build, f"{path}.sinks") if config.has_sinks else None
         self.prepare = QKVPreparation(build, path, config, norm.eps) if QKVPreparation.is_needed(config) else None
-        self.static_kv_scales: Tensor | None = None
-        """[2] float32, the checkpoint's scales of all keys and all values in an FP8 cache, set when they are loaded;
-        None: each token and head gets its own."""
         scaling = config.query_scaling
         scales = scaling is not None and build.max_positions > scaling.length
         self.query_scales = QueryScaleTable(scaling, build.max_positions) if scaling is not None and scales else None
+
+    @property
+    def input_proj(self) -> ColumnParallelLinear:
+        return self.qkv_proj
 
     def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
         """Store the tokens' keys and values, and attend: [T, H] → [T, this rank's heads × D], the input of `o_proj`."""
@@ -201,7 +241,7 @@ class Attention(nn.Module):
         scales = batch.kv_cache.scales(self.cache_layer)
         q, k, v = qk_norm_rope_store(
             qkv if self.prepare is None else self.prepare(qkv),
-            angles.of(self.config),
+            angles.of(self.rotation),
             k_cache,
             v_cache,
             batch.slot_mapping[self.spec.kv_group],
@@ -230,7 +270,7 @@ class Attention(nn.Module):
         """Attend to what another layer has stored. [T, this rank's heads × D] → the same shape."""
         q = queries.view(len(queries), self.spec.num_heads, self.spec.head_dim)
         q = q if self.q_norm is None else rms_norm(q, self.q_norm.weight, self.eps)
-        cos_sin = angles.of(self.config)
+        cos_sin = angles.of(self.rotation)
         q = q if cos_sin is None else apply_rope(q, cos_sin)
         k, v = None, q  # a backend that takes no keys takes no values either
         if batch.backend.reads_new_keys:

@@ -23,11 +23,10 @@ from nvcli.kernels.weight_formats import FP8_BLOCK, W4Format
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO, check_tensors, read_model_tensors
 from nvcli.models.fp8_values import has_kept_codes, read_fp8, reorder_rows
-from nvcli.models.geometry import TensorSpec
 from nvcli.models.kv_scales import find_kv_scales
-from nvcli.models.layers import Attention
 from nvcli.models.safetensors_header import TensorInfo
 from nvcli.models.stored_values import OpenFiles
+from nvcli.models.tensor_spec import TensorSpec
 from nvcli.models.w4_values import read_w4
 from nvcli.models.weights import DerivedModule, ScaleTarget, WeightModule, WeightSource
 
@@ -130,19 +129,21 @@ def load_kv_scales(model: CausalLM, path: Path, device: torch.device) -> str | N
     numbers, or more than one for a layer, and for files that cannot be read.
     """
     found = find_kv_scales(read_model_tensors(model.config, path).tensors)
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
-    numbers = [number for number in model.stage.layers(model.config.num_layers) if model.config.layers[number].attends]
-    num_scaled = 0
-    for number, layer in zip(numbers, layers, strict=True):
+    num_layers = num_scaled = 0
+    for number, mixer in zip(model.stage.layers(model.config.num_layers), model.mixers, strict=True):
+        if mixer.spec.is_state:
+            continue
+        num_layers += 1
         scales = found.get(number)
-        if layer.config.shares_kv or scales is None or scales.k is None or scales.v is None:
+        reads_others = model.config.layers[number].mixer.reads_kv_of is not None
+        if reads_others or scales is None or scales.k is None or scales.v is None:
             continue
         values = [_read_scale(info) for info in (scales.k, scales.v)]
-        layer.static_kv_scales = torch.tensor(values, dtype=torch.float32, device=device)
+        mixer.static_kv_scales = torch.tensor(values, dtype=torch.float32, device=device)
         num_scaled += 1
     if not num_scaled:
         return None
-    return f"the FP8 KV cache takes the checkpoint's scales in {num_scaled:,} of {len(layers):,} layers"
+    return f"the FP8 KV cache takes the checkpoint's scales in {num_scaled:,} of {num_layers:,} layers"
 
 
 def _read_scale(info: TensorInfo) -> float:

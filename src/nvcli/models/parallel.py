@@ -26,7 +26,7 @@ from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.invariant_linear import invariant_linear
 from nvcli.kernels.linear import gated_linear, linear, linear_for_sum
 from nvcli.kernels.weight_formats import FP8Scaling
-from nvcli.models.geometry import StoredDtype, TensorSpec
+from nvcli.models.tensor_spec import StoredDtype, TensorSpec
 from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, length
 
 

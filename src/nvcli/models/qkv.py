@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from nvcli.models.layer_config import AttentionConfig, QueryScaling
+from nvcli.models.mixers.attention import AttentionConfig, QueryScaling
 from nvcli.models.parallel import BuildContext
 from nvcli.models.weights import DerivedModule, WeightModule, WeightSource, empty_parameter, length
 

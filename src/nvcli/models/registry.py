@@ -6,7 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING, get_args
 
 from nvcli.distributed.stage import WHOLE, Stage
-from nvcli.models.geometry import StoredDtype, model_tensors
+from nvcli.models.geometry import model_tensors
+from nvcli.models.tensor_spec import StoredDtype
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nvcli.kernels.weight_formats import FP8Scaling, W4Format
-from nvcli.models.geometry import TensorSpec
+from nvcli.models.tensor_spec import TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

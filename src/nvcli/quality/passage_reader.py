@@ -61,7 +61,7 @@ class PassageReader:
             device=device,
             dtype=dtype,
             kv_dtype=kv_dtype,
-            specs=tuple(dict.fromkeys(self.model.attention_layers)),
+            specs=self.model.attention_kinds,
             block_size=block_size,
             max_num_seqs=1,
             max_num_batched_tokens=CHUNK_TOKENS,

@@ -208,11 +208,11 @@ class ModelRunner:
 
     def _select_attention(self) -> None:
         """Select the backend that serves all kinds of attention in the model, and define the shape of the KV cache."""
-        config, layers = self.config, self.model.attention_layers
+        config = self.config
         case = AttentionCase(
             device=self.device,
             dtype=self.dtype,
-            specs=tuple(dict.fromkeys(layers)),
+            specs=self.model.attention_kinds,
             block_size=config.block_size,
             kv_dtype=self.kv_dtype,
             max_num_seqs=config.max_padded_rows,

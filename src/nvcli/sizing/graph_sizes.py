@@ -7,19 +7,15 @@ from typing import Literal
 
 from nvcli.config import EngineConfig
 from nvcli.models.config import ModelConfig
-from nvcli.models.layer_config import ExpertsConfig
 from nvcli.sizing.costs import model_costs
 
 _PREFILL_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 """Prompt tokens of captured steps for models of every size, each beside as many decode rows as there can be."""
 _MORE_PREFILL_TOKENS = (3072, 4096, 6144, 8192, 12288, 16384)
 """For models whose launches take longer than their computation even so; the largest that a step can hold is added."""
-_LAUNCH_SECONDS = 0.65e-3
-"""What launching the kernels of one layer with an MLP takes the host (measured on an H200 machine, torch 2.11)."""
-_EXPERTS_LAUNCH_SECONDS = 2e-3
-"""The same for a layer with experts."""
 _MATRIX_RATE = 550e12
-"""Floating-point operations per second of such a model's matrix products (the same machine)."""
+"""Floating-point operations per second of such a model's matrix products (measured on an H200
+machine)."""
 _BATCHED_TOKENS = 8192
 """The most tokens of a step, if nothing else is set."""
 _SMALL_MODEL_BATCHED_TOKENS = 16_384
@@ -57,9 +53,7 @@ def default_batched_tokens(model: ModelConfig, device: Literal["cpu", "cuda"]) -
 def launch_bound_tokens(model: ModelConfig, tensor_parallel_size: int = 1) -> int:
     """Return the tokens of a step that takes the GPU as long as launching its kernels one by one takes the host."""
     costs = model_costs(model, model.dtype, tensor_parallel_size=tensor_parallel_size)
-    seconds = sum(
-        _EXPERTS_LAUNCH_SECONDS if isinstance(layer.mlp, ExpertsConfig) else _LAUNCH_SECONDS for layer in model.layers
-    )
+    seconds = sum(block.launch_seconds for layer in model.layers for block in layer.blocks)
     return int(seconds * _MATRIX_RATE / (2 * max(1, costs.weights_per_token)))
 
 

@@ -11,7 +11,7 @@ from nvcli.config_types import MAX_BLOCK_SIZE
 from nvcli.distributed.stage import Stage
 from nvcli.models import kv_groups
 from nvcli.models.config import ModelConfig
-from nvcli.models.geometry import StoredDtype
+from nvcli.models.tensor_spec import StoredDtype
 
 DEFAULT_BLOCK_SIZE = 64
 """Kernels read keys in tiles of up to so many tokens, which are found fastest where no tile straddles two blocks."""

@@ -7,13 +7,14 @@ Weights and the KV cache's blocks are exact. The other items follow formulas who
 from __future__ import annotations
 
 from nvcli.attention.kv_layout import SCRATCH_UNIT, scratch_tokens
+from nvcli.attention.spec import attention_kinds
 from nvcli.config import EngineConfig
 from nvcli.distributed.stage import Stage
 from nvcli.messages import MemoryUse
 from nvcli.models.config import ModelConfig
-from nvcli.models.geometry import DTYPE_BYTES
 from nvcli.models.kv_groups import kv_groups
-from nvcli.models.layer_config import AttentionConfig, DeltaNetConfig, ExpertsConfig, MLPConfig
+from nvcli.models.mixers.mixer import code_elements
+from nvcli.models.tensor_spec import DTYPE_BYTES
 from nvcli.sizing.graph_sizes import launch_bound_tokens, may_share, may_share_prefixes, step_graph_sizes
 from nvcli.sizing.kv_cache import block_bytes, max_blocks
 from nvcli.sizing.weights import largest_stage, weight_bytes
@@ -73,17 +74,11 @@ def shared_sum_rows(max_num_batched_tokens: int, row_bytes: int) -> int:
 def _activations(config: EngineConfig, model: ModelConfig, num_tokens: int) -> int:
     """The peak of a batch, in attention or in the MLP. Gate and up are multiplied in one kernel; without it they take
     three times as much."""
-    size = config.tensor_parallel_size
-    most = 0
-    for layer in model.decoder.layer_kinds:
-        attention = 3 * model.hidden_size + _attention_elements(layer.attention, size)
-        mlp = _mlp_elements(layer.mlp, model, size)
-        if model.quantization == "fp8":
-            attention += _code_elements(model.hidden_size)
-            mlp += _fp8_elements(layer.mlp, model, size)
-        elif model.quantization == "w4a16":
-            mlp += _w4_elements(layer.mlp, size)
-        most = max(most, attention, mlp)
+    ranks, hidden = model.ranks(config.tensor_parallel_size), model.hidden_size
+    blocks = [block for layer in model.decoder.layer_kinds for block in layer.blocks]
+    most = max(block.activation_elements(hidden, ranks, model.quantization) for block in blocks)
+    if model.quantization == "fp8":
+        most += code_elements(hidden)
     inputs = model.decoder.layer_inputs
     if inputs is not None:  # those of all layers live through the pass; making them takes four times as much
         width = model.num_layers * inputs.size
@@ -92,61 +87,14 @@ def _activations(config: EngineConfig, model: ModelConfig, num_tokens: int) -> i
     return num_tokens * (most * DTYPE_BYTES[config.dtype] + angles) + _widened_bytes(config, model)
 
 
-def _attention_elements(attention: AttentionConfig | DeltaNetConfig, tensor_parallel_size: int) -> int:
-    """The elements that attention takes for one token beside those of the residual stream."""
-    if isinstance(attention, DeltaNetConfig):
-        return (2 * attention.num_channels + 3 * attention.value_size) // tensor_parallel_size
-    queries = attention.num_heads * attention.head_dim // tensor_parallel_size
-    keys = attention.kv_heads_per_rank(tensor_parallel_size) * attention.head_dim
-    return (4 if attention.has_gate else 2) * queries + 4 * keys
-
-
-def _mlp_elements(mlp: MLPConfig | ExpertsConfig, model: ModelConfig, tensor_parallel_size: int) -> int:
-    """The elements that an MLP takes for one token. Each of a token's experts has a result of its own, and all of them
-    may be whole on one rank."""
-    hidden_size = model.hidden_size
-    if isinstance(mlp, MLPConfig):
-        return 2 * hidden_size + mlp.intermediate_size // tensor_parallel_size
-    experts = mlp.routing.experts_per_token
-    results = experts + (mlp.shared is not None) + mlp.has_norms  # and what the experts read
-    parts = 1 if model.expert_parallel else tensor_parallel_size
-    return (2 + results) * hidden_size + experts * mlp.intermediate_size // parts
-
-
-def _code_elements(size: int) -> int:
-    """The elements of 16 bits that take as much as `size` FP8 codes of one token."""
-    return -(-size // 2)
-
-
-def _fp8_elements(mlp: MLPConfig | ExpertsConfig, model: ModelConfig, tensor_parallel_size: int) -> int:
-    """The elements that an MLP of FP8 weights takes for one token beside those of a plain one: codes of its input and
-    of what gate and up make, and in a dense one gate and up, which are not computed in one kernel with that."""
-    codes = _code_elements(model.hidden_size)
-    if isinstance(mlp, MLPConfig):
-        size = mlp.intermediate_size // tensor_parallel_size
-        return codes + size + _code_elements(size)
-    parts = 1 if model.expert_parallel else tensor_parallel_size
-    return codes + _code_elements(mlp.routing.experts_per_token * mlp.intermediate_size // parts)
-
-
-def _w4_elements(mlp: MLPConfig | ExpertsConfig, tensor_parallel_size: int) -> int:
-    """The elements that an MLP of weights in 4 bits takes for one token beside those of a plain one: gate and up, which
-    of many tokens are not computed in one kernel with the activation."""
-    return mlp.intermediate_size // tensor_parallel_size if isinstance(mlp, MLPConfig) else 0
-
-
 def _widened_bytes(config: EngineConfig, model: ModelConfig) -> int:
     """The bytes of the largest layer's weight in 4 bits as numbers of the model's type, in which it is multiplied with
     many tokens."""
     if model.quantization != "w4a16" or model.stored_groups.kind == "mxfp4":
         return 0
-    size, most = config.tensor_parallel_size, 0
-    for layer in model.decoder.layer_kinds:
-        if layer.attends is not None:
-            heads = layer.attends.num_heads // size * (2 if layer.attends.has_gate else 1)
-            most = max(most, (heads + 2 * layer.attends.kv_heads_per_rank(size)) * layer.attends.head_dim)
-        if layer.dense_mlp is not None:
-            most = max(most, 2 * layer.dense_mlp.intermediate_size // size)
+    ranks = model.ranks(config.tensor_parallel_size)
+    blocks = [block for layer in model.decoder.layer_kinds for block in layer.blocks]
+    most = max(sum(piece.fused_rows for piece in block.pieces(ranks)) for block in blocks)
     return most * model.hidden_size * DTYPE_BYTES[config.dtype]
 
 
@@ -195,9 +143,12 @@ def _prefill_scratch(config: EngineConfig, model: ModelConfig) -> int:
     takes = config.kv_dtype == "fp8" and config.dtype == "bfloat16" and backend in ("auto", "triton")
     if not takes or config.batch_invariant or config.block_size % SCRATCH_UNIT:
         return 0
-    kinds = [layer.attends for layer in model.decoder.layer_kinds]
-    shapes = {(kind.kv_heads_per_rank(config.tensor_parallel_size), kind.head_dim) if kind else None for kind in kinds}
-    if len(shapes) > 1 or not any(kind and kind.window is None and kind.head_dim in (64, 128) for kind in kinds):
+    specs = [layer.mixer.kv_spec(config.tensor_parallel_size) for layer in model.decoder.layer_kinds]
+    kinds = attention_kinds(specs)
+    shapes = {spec.geometry[1:] for spec in kinds}
+    if len(shapes) > 1 or any(spec.is_state for spec in specs):
         return 0
-    elements = max(num_heads * head_dim for num_heads, head_dim in filter(None, shapes))
+    if not any(spec.window is None and spec.head_dim in (64, 128) for spec in kinds):
+        return 0
+    elements = max(num_heads * head_dim for num_heads, head_dim in shapes)
     return 2 * scratch_tokens(config.max_model_len, config.max_padded_rows) * elements * DTYPE_BYTES[config.dtype]

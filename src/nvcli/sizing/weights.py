@@ -12,7 +12,8 @@ from typing import get_args
 
 from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.models.config import ModelConfig
-from nvcli.models.geometry import Part, StoredDtype, model_tensors
+from nvcli.models.geometry import model_tensors
+from nvcli.models.tensor_spec import Part, StoredDtype
 
 
 @lru_cache(maxsize=512)  # a layout is chosen from the same few sizes, asked for many times

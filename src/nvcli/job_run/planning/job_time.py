@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from nvcli.config import EngineConfig
 from nvcli.distributed.stage import Stage
 from nvcli.models.config import ModelConfig
-from nvcli.models.geometry import DTYPE_BYTES
+from nvcli.models.tensor_spec import DTYPE_BYTES
 from nvcli.sizing.costs import model_costs
 from nvcli.sizing.kv_cache import requests_held
 from nvcli.sizing.weights import largest_stage
@@ -123,11 +123,10 @@ def replica_seconds(
     steps = lengths.answer * (num_requests / running - 1) * step(max(1.0, running / pp))
     steps += 2 * lengths.answer / len(_LEFT) * sum(step(max(1.0, left * running / pp)) for left in _LEFT)
     prompt_tokens = num_requests * lengths.computed
-    state_flops = 0 if costs.states is None else costs.states.flops_per_token
-    prompts = (costs.operations_per_token + state_flops) * prompt_tokens / flops
+    prompts = (costs.operations_per_token + costs.state_flops_per_token) * prompt_tokens / flops
     prompts += sum(
         kind.flops_per_pair * prompt_tokens * min(lengths.prompt / 2, kind.window or math.inf) / flops
-        for kind in costs.attention
+        for kind in costs.mixers
     )
     prompts += 2 * num_layers * speed.all_reduce_seconds(tp, prompt_tokens * row_bytes)
     return pp * steps + prompts

@@ -16,7 +16,8 @@ from nvcli.models.families.reading import (
     read_window,
 )
 from nvcli.models.json_file import JsonFile
-from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms, NormConfig
+from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
+from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.rope_config import read_rope
 
 
@@ -32,8 +33,8 @@ def read(config: JsonFile) -> DecoderConfig:
         qkv_bias=bias,
         o_bias=bias,
     )
-    local = LayerConfig(attention=attention, mlp=read_mlp(config), norms=LayerNorms(before_mlp=None))
-    full = replace(local, attention=replace(attention, window=None, rope=None))
+    local = LayerConfig(mixer=attention, mlp=read_mlp(config), norms=LayerNorms(before_mlp=None))
+    full = replace(local, mixer=replace(attention, window=None, rope=None))
     kinds = every_nth_full(config, 4)
     return read_decoder(
         config,

@@ -35,7 +35,7 @@ def read_gemma_layer(
     bias = config.get("attention_bias", bool, False)
     attention = read_attention(config, default_theta=10_000.0, rope=rope, qkv_bias=bias, o_bias=bias, **traits)
     mlp = read_mlp(config, key="hidden_activation", default="gelu_pytorch_tanh")
-    return LayerConfig(attention=attention, mlp=mlp, norms=norms)
+    return LayerConfig(mixer=attention, mlp=mlp, norms=norms)
 
 
 def read_gemma_decoder(

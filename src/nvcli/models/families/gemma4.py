@@ -30,14 +30,10 @@ from nvcli.models.families.reading import (
 )
 from nvcli.models.families.reading_experts import read_experts, read_routing
 from nvcli.models.json_file import JsonFile
-from nvcli.models.layer_config import (
-    AttentionConfig,
-    DecoderConfig,
-    ExpertsConfig,
-    LayerConfig,
-    LayerInputsConfig,
-    MLPConfig,
-)
+from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerInputsConfig
+from nvcli.models.mixers.attention import AttentionConfig
+from nvcli.models.mixers.experts import ExpertsConfig
+from nvcli.models.mixers.mlp import MLPConfig
 from nvcli.models.rope_config import RopeConfig, read_rope
 from nvcli.validation import show
 
@@ -99,7 +95,7 @@ def _layers(config: JsonFile) -> Iterator[LayerConfig]:
             attention = replace(attention, reads_kv_of=last[kind])
         dense = wide if shares and is_wide else mlp
         yield LayerConfig(
-            attention=attention,
+            mixer=attention,
             mlp=dense if experts is None else replace(experts, shared=dense),
             norms=NORMS_ON_BOTH_SIDES,
             has_scalar=True,

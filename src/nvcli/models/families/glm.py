@@ -31,7 +31,7 @@ def _read(config: JsonFile, norms: LayerNorms) -> DecoderConfig:
         ),
         qkv_bias=config.get("attention_bias", bool, True),
     )
-    layer = LayerConfig(attention=attention, mlp=read_mlp(config), norms=norms)
+    layer = LayerConfig(mixer=attention, mlp=read_mlp(config), norms=norms)
     return read_decoder(config, [layer] * num_layers(config))
 
 

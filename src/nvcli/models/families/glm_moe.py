@@ -42,7 +42,7 @@ def read(config: JsonFile) -> DecoderConfig:
     layers = num_layers(config)
     decoder = read_decoder(
         config,
-        (LayerConfig(attention=attention, mlp=dense if number < first else experts) for number in range(layers)),
+        (LayerConfig(mixer=attention, mlp=dense if number < first else experts) for number in range(layers)),
     )
     left = tuple(f"model.layers.{layers + i}." for i in range(min(config.get("num_nextn_predict_layers", int, 0), 8)))
     return replace(decoder, layout=CheckpointLayout(renamed=((".shared_experts.", ".shared_expert."),), left=left))

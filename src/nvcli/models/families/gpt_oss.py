@@ -45,7 +45,7 @@ def read(config: JsonFile) -> DecoderConfig:
         bias=True,
     )
     kinds = every_nth_full(config, 2)
-    return read_decoder(config, (LayerConfig(attention=attention[kind], mlp=experts) for kind in kinds), layout=_LAYOUT)
+    return read_decoder(config, (LayerConfig(mixer=attention[kind], mlp=experts) for kind in kinds), layout=_LAYOUT)
 
 
 GPT_OSS = Family(

@@ -10,7 +10,10 @@ from nvcli.models.checkpoint_layout import PLAIN_LAYOUT, CheckpointLayout
 from nvcli.models.families.family import Family
 from nvcli.models.families.reading import FULL, num_layers, read_attention, read_decoder, read_layer_types, read_mlp
 from nvcli.models.json_file import JsonFile
-from nvcli.models.layer_config import AttentionConfig, DecoderConfig, LayerConfig, MLPConfig, NormConfig
+from nvcli.models.layer_config import DecoderConfig, LayerConfig
+from nvcli.models.mixers.attention import AttentionConfig
+from nvcli.models.mixers.mixer import NormConfig
+from nvcli.models.mixers.mlp import MLPConfig
 from nvcli.validation import show
 
 _HYBRID_LAYOUT = CheckpointLayout(
@@ -50,7 +53,7 @@ def _read(config: JsonFile, attention: AttentionConfig, mlp: MLPConfig, layout: 
     residual = config.positive_number("residual_multiplier", 1.0)
     return read_decoder(
         config,
-        [LayerConfig(attention=attention, mlp=mlp)] * num_layers(config),
+        [LayerConfig(mixer=attention, mlp=mlp)] * num_layers(config),
         norm=NormConfig(eps=config.positive_number("rms_norm_eps") / residual**2),
         embedding_scale=config.positive_number("embedding_multiplier", 1.0) / residual,
         logit_scale=1 / config.positive_number("logits_scaling", 1.0),

@@ -13,7 +13,7 @@ def read(config: JsonFile) -> DecoderConfig:
     read_layer_types(config, supported=(FULL,))
     bias = config.get("attention_bias", bool, False)
     layer = LayerConfig(
-        attention=read_attention(config, default_theta=10_000.0, qkv_bias=bias, o_bias=bias),
+        mixer=read_attention(config, default_theta=10_000.0, qkv_bias=bias, o_bias=bias),
         mlp=read_mlp(config, bias=config.get("mlp_bias", bool, False)),
     )
     return read_decoder(config, [layer] * num_layers(config))
@@ -22,7 +22,7 @@ def read(config: JsonFile) -> DecoderConfig:
 def read_internlm3(config: JsonFile) -> DecoderConfig:
     """Read InternLM3, whose keys of biases have other names."""
     layer = LayerConfig(
-        attention=read_attention(
+        mixer=read_attention(
             config,
             default_theta=10_000.0,
             qkv_bias=config.get("qkv_bias", bool, False),

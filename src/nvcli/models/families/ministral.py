@@ -18,7 +18,8 @@ from nvcli.models.families.reading import (
     read_window,
 )
 from nvcli.models.json_file import JsonFile
-from nvcli.models.layer_config import DecoderConfig, LayerConfig, QueryScaling
+from nvcli.models.layer_config import DecoderConfig, LayerConfig
+from nvcli.models.mixers.attention import QueryScaling
 from nvcli.models.rope_config import rope_section
 
 
@@ -28,7 +29,7 @@ def read_ministral(config: JsonFile) -> DecoderConfig:
     kinds = read_layer_types(config) or [FULL if window is None else SLIDING] * num_layers(config)
     attention, mlp = read_attention(config, default_theta=10_000.0), read_mlp(config)
     windows = (bounded(window, config) if kind == SLIDING else None for kind in kinds)
-    return read_decoder(config, (LayerConfig(attention=replace(attention, window=one), mlp=mlp) for one in windows))
+    return read_decoder(config, (LayerConfig(mixer=replace(attention, window=one), mlp=mlp) for one in windows))
 
 
 def read_ministral3(config: JsonFile) -> DecoderConfig:
@@ -42,7 +43,7 @@ def read_ministral3(config: JsonFile) -> DecoderConfig:
         )
     window = bounded(read_window(config), config)
     layer = LayerConfig(
-        attention=read_attention(config, default_theta=1_000_000.0, window=window, query_scaling=scaling),
+        mixer=read_attention(config, default_theta=1_000_000.0, window=window, query_scaling=scaling),
         mlp=read_mlp(config),
     )
     return read_decoder(config, [layer] * num_layers(config))

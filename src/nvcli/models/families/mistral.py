@@ -26,7 +26,7 @@ def read(config: JsonFile) -> DecoderConfig:
     window = read_window(config, DEFAULT_WINDOW)
     read_layer_types(config, supported=(FULL if window is None else SLIDING,))
     layer = LayerConfig(
-        attention=read_attention(config, default_theta=None, window=bounded(window, config)), mlp=read_mlp(config)
+        mixer=read_attention(config, default_theta=None, window=bounded(window, config)), mlp=read_mlp(config)
     )
     return read_decoder(config, [layer] * num_layers(config))
 

@@ -25,7 +25,7 @@ def read(config: JsonFile) -> DecoderConfig:
     """Read one window for all layers, or none. The weights of a token's experts add up to 1."""
     attention = read_attention(config, default_theta=1_000_000.0, window=bounded(read_window(config), config))
     experts = read_experts(config, read_routing(config, renormalise=True), size_key="intermediate_size")
-    decoder = read_decoder(config, [LayerConfig(attention=attention, mlp=experts)] * num_layers(config))
+    decoder = read_decoder(config, [LayerConfig(mixer=attention, mlp=experts)] * num_layers(config))
     return replace(decoder, layout=_LAYOUT)
 
 

@@ -53,7 +53,7 @@ def _layer(config: JsonFile, kind: str, default_theta: float) -> LayerConfig:
         qkv_bias=bias,
         o_bias=bias,
     )
-    return LayerConfig(attention=attention, mlp=read_mlp(config), norms=_NORMS)
+    return LayerConfig(mixer=attention, mlp=read_mlp(config), norms=_NORMS)
 
 
 OLMO2 = Family(

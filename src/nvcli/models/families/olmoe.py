@@ -17,7 +17,7 @@ def read(config: JsonFile) -> DecoderConfig:
     bias = config.get("attention_bias", bool, False)
     routing = read_routing(config, renormalise=config.get("norm_topk_prob", bool, False))
     layer = LayerConfig(
-        attention=read_attention(config, default_theta=10_000.0, qk_norm="row", qkv_bias=bias, o_bias=bias),
+        mixer=read_attention(config, default_theta=10_000.0, qk_norm="row", qkv_bias=bias, o_bias=bias),
         mlp=read_experts(config, routing, size_key="intermediate_size"),
     )
     return read_decoder(config, [layer] * num_layers(config))

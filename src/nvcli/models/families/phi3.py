@@ -12,7 +12,7 @@ def read(config: JsonFile) -> DecoderConfig:
     """Read one window for all layers, or none. Runs of up to `original_max_position_embeddings` tokens rotate by
     longrope's short factors, and runs of longer ones (`max_model_len`) by its long factors."""
     layer = LayerConfig(
-        attention=read_attention(config, default_theta=10_000.0, window=bounded(read_window(config), config)),
+        mixer=read_attention(config, default_theta=10_000.0, window=bounded(read_window(config), config)),
         mlp=read_mlp(config),
     )
     return read_decoder(config, [layer] * num_layers(config))

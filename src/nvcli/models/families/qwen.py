@@ -19,7 +19,8 @@ from nvcli.models.families.reading import (
     read_window,
 )
 from nvcli.models.json_file import JsonFile
-from nvcli.models.layer_config import AttentionConfig, DecoderConfig, LayerConfig
+from nvcli.models.layer_config import DecoderConfig, LayerConfig
+from nvcli.models.mixers.attention import AttentionConfig
 
 _DEFAULT_MAX_WINDOW_LAYERS = 28
 """What transformers takes for an absent `max_window_layers`."""
@@ -41,9 +42,7 @@ def read_qwen3(config: JsonFile) -> DecoderConfig:
 def _read(config: JsonFile, attention: AttentionConfig) -> DecoderConfig:
     mlp = read_mlp(config)
     windows = read_windows(config)
-    return read_decoder(
-        config, (LayerConfig(attention=replace(attention, window=window), mlp=mlp) for window in windows)
-    )
+    return read_decoder(config, (LayerConfig(mixer=replace(attention, window=window), mlp=mlp) for window in windows))
 
 
 def read_windows(config: JsonFile) -> Windows:

@@ -21,14 +21,11 @@ from nvcli.models.families.reading import (
 )
 from nvcli.models.families.reading_experts import read_experts, read_routing
 from nvcli.models.json_file import JsonFile
-from nvcli.models.layer_config import (
-    AttentionConfig,
-    DecoderConfig,
-    DeltaNetConfig,
-    ExpertsConfig,
-    LayerConfig,
-    MLPConfig,
-)
+from nvcli.models.layer_config import DecoderConfig, LayerConfig
+from nvcli.models.mixers.attention import AttentionConfig
+from nvcli.models.mixers.delta_net import DeltaNetConfig
+from nvcli.models.mixers.experts import ExpertsConfig
+from nvcli.models.mixers.mlp import MLPConfig
 from nvcli.models.rope_config import read_rope
 from nvcli.validation import show
 
@@ -73,7 +70,7 @@ def _read(
     )
     kinds: dict[str, AttentionConfig | DeltaNetConfig] = {FULL: attention}
     kinds[LINEAR] = _delta_net(config, is_fused_by_head=is_fused_by_head)
-    layers = (LayerConfig(attention=kinds[kind], mlp=mlp) for kind, mlp in zip(_layer_types(config), mlps, strict=True))
+    layers = (LayerConfig(mixer=kinds[kind], mlp=mlp) for kind, mlp in zip(_layer_types(config), mlps, strict=True))
     return read_decoder(config, layers, norm=read_rms_norm(config, weight_offset=1.0), layout=_LAYOUT)
 
 

@@ -11,7 +11,9 @@ from nvcli.models.families.qwen import read_qwen2
 from nvcli.models.families.reading import bounded, num_layers, read_attention, read_decoder, read_mlp, read_window
 from nvcli.models.families.reading_experts import read_experts, read_routing, with_mlps
 from nvcli.models.json_file import JsonFile
-from nvcli.models.layer_config import DecoderConfig, ExpertsConfig, LayerConfig, MLPConfig
+from nvcli.models.layer_config import DecoderConfig, LayerConfig
+from nvcli.models.mixers.experts import ExpertsConfig
+from nvcli.models.mixers.mlp import MLPConfig
 from nvcli.validation import show
 
 
@@ -28,7 +30,7 @@ def read_qwen3_moe(config: JsonFile) -> DecoderConfig:
     attention = read_attention(
         config, default_theta=None, qk_norm="head", qkv_bias=bias, o_bias=bias, window=bounded(window, config)
     )
-    return read_decoder(config, (LayerConfig(attention=attention, mlp=mlp) for mlp in read_mlps(config)))
+    return read_decoder(config, (LayerConfig(mixer=attention, mlp=mlp) for mlp in read_mlps(config)))
 
 
 def read_mlps(

@@ -6,15 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from nvcli.models.json_file import JsonFile
-from nvcli.models.layer_config import (
-    Activation,
-    AttentionConfig,
-    DecoderConfig,
-    LayerConfig,
-    MLPConfig,
-    NormConfig,
-    index_kinds,
-)
+from nvcli.models.layer_config import DecoderConfig, LayerConfig, index_kinds
+from nvcli.models.mixers.attention import AttentionConfig
+from nvcli.models.mixers.mixer import NormConfig
+from nvcli.models.mixers.mlp import Activation, MLPConfig
 from nvcli.models.rope_config import RopeConfig, read_rope
 from nvcli.validation import show
 

@@ -9,7 +9,9 @@ from typing import Any
 from nvcli.kernels.expert_settings import GatedActivation, Routing
 from nvcli.models.families.reading import read_activation
 from nvcli.models.json_file import JsonFile
-from nvcli.models.layer_config import DecoderConfig, ExpertsConfig, MLPConfig, index_kinds
+from nvcli.models.layer_config import DecoderConfig, index_kinds
+from nvcli.models.mixers.experts import ExpertsConfig
+from nvcli.models.mixers.mlp import MLPConfig
 
 MAX_EXPERTS = 1024
 """The most experts of a layer; more than any has."""

@@ -16,7 +16,7 @@ def read(config: JsonFile) -> DecoderConfig:
         qkv_bias=config.get("attention_bias", bool, True),
         o_bias=config.get("attention_out_bias", bool, False),
     )
-    layer = LayerConfig(attention=attention, mlp=read_mlp(config, bias=config.get("mlp_bias", bool, False)))
+    layer = LayerConfig(mixer=attention, mlp=read_mlp(config, bias=config.get("mlp_bias", bool, False)))
     return read_decoder(config, [layer] * num_layers(config))
 
 

@@ -33,7 +33,7 @@ def read(config: JsonFile) -> DecoderConfig:
     types = read_layer_types(config) or [FULL if has_rope else SLIDING for has_rope in rotates]
     layers = (
         LayerConfig(
-            attention=replace(
+            mixer=replace(
                 attention,
                 rope=attention.rope if has_rope else None,
                 window=bounded(window, config) if kind == SLIDING else None,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from nvcli.errors import ConfigError
 from nvcli.kernels.weight_formats import W4_GROUPS, StoredGroups
+from nvcli.models.mixers.mixer import Piece
 from nvcli.models.quantisation.description import Quantisation
 
-EXPERTS_DOWN = "the experts' down_proj"
-"""The name of what is cut by its input features in a mixture of experts, for people."""
 _LEAST_GROUP = W4_GROUPS[-1]
 _WAY_OUT = "use quantization: none, or fp8"
 
@@ -39,11 +38,14 @@ def stored_groups(quantisation: Quantisation | None, *, has_experts: bool) -> St
     return StoredGroups(kind="integer", size=size, has_order=has_order)
 
 
-def problems_of_cut_groups(groups: StoredGroups, lengths: Mapping[str, int], size: int) -> Iterator[str]:
+def problems_of_cut_groups(groups: StoredGroups, hidden_size: int, pieces: Iterable[Piece], size: int) -> Iterator[str]:
     """Say which weights in 4 bits cannot be cut over `size` ranks, by how many input features a rank has of each."""
+    lengths = {"the hidden size": hidden_size}
+    for piece in pieces:
+        if piece.cut_by_inputs is not None and (piece.is_of_experts or groups.kind == "integer"):
+            lengths[piece.cut_by_inputs] = piece.length
     for name, length in lengths.items():
-        is_kept = groups.kind == "integer" or name in (EXPERTS_DOWN, "the hidden size")
-        if is_kept and groups.kept(length) is None:
+        if groups.kept(length) is None:
             yield f"each rank's {length:,} input features of {name} are not groups of {_LEAST_GROUP} in 4 bits"
     if groups.has_order and size > 1:
         yield "weights whose columns have an order of their own (desc_act) are not cut in 4 bits"

@@ -1,0 +1,148 @@
+"""AttentionConfig: attention to the keys and values of the tokens before. `models/layers.py` computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from nvcli.attention.kv_layout import KVDtype
+from nvcli.attention.spec import AttentionSpec
+from nvcli.config_types import KeptWeights
+from nvcli.models.mixers.mixer import LayerContext, Mixer, MixerCosts, Piece, Ranks, Rotation
+from nvcli.models.rope_config import RopeConfig
+from nvcli.models.tensor_spec import FUSED, Sharding, StoredDtype, TensorSpec, matrix, vector, with_bias
+
+QKNorm = Literal["head", "row"]
+"""How queries and keys are normed before they are rotated: each head by itself, with one weight for all heads, or all
+heads of a token together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryScaling:
+    """Queries that grow with their position p: they are multiplied by 1 + beta × log(1 + floor(p / length))."""
+
+    beta: float
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfig(Mixer):
+    """The attention of one layer."""
+
+    name: ClassVar[str] = "self_attn"
+    module: ClassVar[str] = "nvcli.models.layers:Attention"
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """Scores are multiplied by it before the softmax; positive."""
+    rope: RopeConfig | None
+    """None: queries and keys are not rotated (NoPE)."""
+    window: int | None = None
+    """How many tokens a token attends to: itself and those right before it; None: all before it."""
+    soft_cap: float | None = None
+    """Scores are taken through soft_cap × tanh(score / soft_cap); None: they are not."""
+    has_sinks: bool = False
+    """Whether each head has a score of the checkpoint in every softmax that belongs to no key."""
+    qk_norm: QKNorm | None = None
+    norms_values: bool = False
+    """Whether each head of the values is normed, without a weight."""
+    keys_are_values: bool = False
+    """Whether the projection of the keys is also that of the values."""
+    reads_kv_of: int | None = None
+    """The number of an earlier layer of the same heads and window, whose keys and values it reads; None: it has its
+    own."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    query_scaling: QueryScaling | None = None
+    has_gate: bool = False
+    """Whether each head's result is multiplied by the sigmoid of a gate, whose rows stand behind those of each query
+    head in the projection of the queries."""
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether it has no keys and values of its own."""
+        return self.reads_kv_of is not None
+
+    def kv_heads_per_rank(self, tensor_parallel_size: int) -> int:
+        """How many KV heads each rank has. With fewer KV heads than ranks, neighbouring ranks hold the same one."""
+        return max(1, self.num_kv_heads // tensor_parallel_size)
+
+    @property
+    def rotation(self) -> Rotation | None:
+        return None if self.rope is None else (self.rope, self.head_dim)
+
+    @property
+    def batch_dependence(self) -> str | None:
+        if self.qk_norm != "row" and not self.norms_values:
+            return None
+        return "norms of whole rows of queries or of values, whose sums depend on the number of rows"
+
+    def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> AttentionSpec:
+        return AttentionSpec(
+            num_heads=self.num_heads // tensor_parallel_size,
+            num_kv_heads=self.kv_heads_per_rank(tensor_parallel_size),
+            head_dim=self.head_dim,
+            scale=self.scale,
+            window=self.window,
+            soft_cap=self.soft_cap,
+            has_sinks=self.has_sinks,
+            kv_group=kv_group,
+        )
+
+    def costs(self, num_layers: int, dtype: StoredDtype, kv_dtype: KVDtype, tensor_parallel_size: int) -> MixerCosts:
+        spec = self.kv_spec(tensor_parallel_size)
+        return MixerCosts(
+            window=self.window,
+            kv_bytes_per_token=num_layers * spec.token_bytes(kv_dtype),
+            flops_per_pair=num_layers * 4 * spec.num_heads * spec.head_dim,
+        )
+
+    def check(self, ranks: Ranks) -> Iterator[str]:
+        size = ranks.size
+        if self.num_heads % size:
+            yield f"{self.num_heads} attention heads do not divide by {size}"
+        elif self.num_kv_heads % size and size % self.num_kv_heads:
+            yield f"{self.num_kv_heads} KV heads neither divide by {size} nor divide it"
+
+    def pieces(self, ranks: Ranks) -> Iterator[Piece]:
+        queries = self.num_heads // ranks.size * self.head_dim
+        keys = self.kv_heads_per_rank(ranks.size) * self.head_dim
+        yield Piece("q_proj and o_proj", queries, "o_proj", 2 * queries if self.has_gate else queries)
+        yield Piece("k_proj and v_proj", keys, None, 2 * keys)
+
+    def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
+        queries = self.num_heads * self.head_dim // ranks.size
+        keys = self.kv_heads_per_rank(ranks.size) * self.head_dim
+        return 3 * hidden_size + (4 if self.has_gate else 2) * queries + 4 * keys
+
+    def unused_tensors(self, path: str) -> Iterator[str]:
+        names = ("k_proj", "v_proj", "k_norm") if self.shares_kv else ()
+        return (f"{path}.{name}.weight" for name in names)
+
+    def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
+        hidden, dtype = context.hidden_size, context.dtype
+        query_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        order = None if self.rope is None else self.rope.row_order(self.head_dim)
+        assert order is None or not self.keys_are_values, "values keep the order that o_proj was trained with"
+        rows = {"q_proj": 2 * query_size if self.has_gate else query_size, "k_proj": kv_size, "v_proj": kv_size}
+        names = ("q_proj",) if self.shares_kv else ("q_proj", "k_proj") if self.keys_are_values else tuple(rows)
+        for name in names:
+            shape = rows[name], hidden
+            weight = matrix(f"{path}.{name}", shape, Sharding.ROWS, dtype, "attention", FUSED["qkv_proj"])
+            max_shards = None if name == "q_proj" else self.num_kv_heads
+            weight = replace(weight, max_shards=max_shards, row_order=None if name == "v_proj" else order)
+            yield from with_bias(weight, bias=self.qkv_bias)
+        o_proj = matrix(f"{path}.o_proj", (hidden, query_size), Sharding.COLUMNS, dtype, "attention", ("o_proj",))
+        yield from with_bias(o_proj, bias=self.o_bias)
+        if self.has_sinks:  # in float32, as kernels take them
+            yield vector(f"{path}.sinks", self.num_heads, Sharding.ROWS, "attention")
+        if self.qk_norm == "head":
+            for name in ("q_norm",) if self.shares_kv else ("q_norm", "k_norm"):
+                yield replace(context.norm_weight(f"{path}.{name}", self.head_dim, "attention"), row_order=order)
+        elif self.qk_norm == "row":
+            q_norm = context.norm_weight(f"{path}.q_norm", query_size, "attention")
+            k_norm = context.norm_weight(f"{path}.k_norm", kv_size, "attention")
+            yield replace(q_norm, sharding=Sharding.ROWS, row_order=order)
+            yield replace(k_norm, sharding=Sharding.ROWS, row_order=order, max_shards=self.num_kv_heads)

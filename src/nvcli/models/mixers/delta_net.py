@@ -1,0 +1,92 @@
+"""DeltaNetConfig: a gated delta net (https://arxiv.org/abs/2412.06464). `models/delta_net.py` computes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from nvcli.attention.kv_layout import KVDtype
+from nvcli.attention.spec import StateSpec
+from nvcli.config_types import KeptWeights
+from nvcli.models.mixers.mixer import LayerContext, Mixer, MixerCosts, Piece, Ranks
+from nvcli.models.tensor_spec import DTYPE_BYTES, Sharding, StoredDtype, TensorSpec, matrix, vector
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNetConfig(Mixer):
+    """A gated delta net in attention's place: it keeps a state of fixed size, and no keys and values."""
+
+    name: ClassVar[str] = "linear_attn"
+    module: ClassVar[str] = "nvcli.models.delta_net:GatedDeltaNet"
+    num_key_heads: int
+    key_dim: int
+    num_value_heads: int
+    """A multiple of the key heads, each of which belongs to as many value heads."""
+    value_dim: int
+    conv_taps: int
+    """The tokens that the convolution reads: the token's own, and those right before it."""
+    is_fused_by_head: bool
+    """Whether files hold the projections fused key head by key head, or each of them whole."""
+
+    @property
+    def key_size(self) -> int:
+        """The size of all keys of a token, which is that of its queries too."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """The channels of the convolution: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def batch_dependence(self) -> str | None:
+        return "layers with a recurrent state, which prompts and decode steps compute in other orders"
+
+    def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> StateSpec:
+        return StateSpec(
+            conv_shape=(self.conv_taps - 1, self.num_channels // tensor_parallel_size),
+            recurrent_shape=(self.num_value_heads // tensor_parallel_size, self.key_dim, self.value_dim),
+            kv_group=kv_group,
+        )
+
+    def costs(self, num_layers: int, dtype: StoredDtype, kv_dtype: KVDtype, tensor_parallel_size: int) -> MixerCosts:
+        spec = self.kv_spec(tensor_parallel_size)
+        return MixerCosts(
+            state_bytes=num_layers * spec.num_bytes(DTYPE_BYTES[dtype]),
+            flops_per_token=num_layers * 3 * 2 * math.prod(spec.recurrent_shape),
+        )
+
+    def check(self, ranks: Ranks) -> Iterator[str]:
+        if self.num_key_heads % ranks.size:
+            yield f"{self.num_key_heads} key heads of linear attention do not divide by {ranks.size}"
+
+    def pieces(self, ranks: Ranks) -> Iterator[Piece]:
+        yield Piece("out_proj", self.value_size // ranks.size, "out_proj")
+
+    def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
+        return 3 * hidden_size + (2 * self.num_channels + 3 * self.value_size) // ranks.size
+
+    def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
+        """What makes the decay is kept in float32, in which it is computed, and the norm of the heads is not that of
+        the decoder: its weights are as they are. The input fuses small projections, which make decays, with the others,
+        and is never quantised."""
+        hidden, dtype, num_heads = context.hidden_size, context.dtype, self.num_value_heads
+        if self.is_fused_by_head:
+            rows = {"in_proj_qkvz": self.num_channels + self.value_size, "in_proj_ba": 2 * num_heads}
+        else:
+            rows = {"in_proj_qkv": self.num_channels, "in_proj_z": self.value_size}
+            rows |= {"in_proj_b": num_heads, "in_proj_a": num_heads}
+        for name, count in rows.items():
+            yield matrix(f"{path}.{name}", (count, hidden), Sharding.ROWS, dtype, "attention")
+        shape = self.num_channels, 1, self.conv_taps
+        yield matrix(f"{path}.conv1d", shape, Sharding.ROWS, dtype, "attention")
+        for name in ("A_log", "dt_bias"):
+            yield vector(f"{path}.{name}", num_heads, Sharding.ROWS, "attention")
+        yield context.norm_weight(f"{path}.norm", self.value_dim, "attention", weight_offset=0.0)
+        yield matrix(f"{path}.out_proj", (hidden, self.value_size), Sharding.COLUMNS, dtype, "attention", ("out_proj",))

@@ -1,0 +1,107 @@
+"""ExpertsConfig: a mixture of experts in an MLP's place. `models/experts.py` computes it, and
+`models/experts_beside_mlp.py` where it stands beside an MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from nvcli.config_types import KeptWeights
+from nvcli.kernels.expert_settings import EXPERT_ALIGNMENT, GatedActivation, Routing
+from nvcli.models.mixers.mixer import LayerContext, Mixer, Piece, Ranks, code_elements
+from nvcli.models.mixers.mlp import MLPConfig
+from nvcli.models.tensor_spec import EXPERTS, Sharding, TensorSpec, matrix, vector, with_bias
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""The projections of an expert, which are kept in FP8 or 4 bits together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig(Mixer):
+    """A mixture of experts in an MLP's place: gated MLPs of which a router chooses some for each token, and maybe one
+    that all tokens share."""
+
+    name: ClassVar[str] = "mlp"
+    launch_seconds: ClassVar[float] = 2e-3
+    """Measured on an H200 machine, torch 2.11."""
+    routing: Routing
+    intermediate_size: int
+    """Of each expert that is chosen."""
+    activation: GatedActivation
+    bias: bool = False
+    """Whether the router's and the experts' projections have biases."""
+    has_correction: bool = False
+    """Whether numbers of the checkpoint are added to the scores for the choice of experts; see `route`."""
+    has_factors: bool = False
+    """Whether each expert has a number of the checkpoint that its weight of a token is multiplied by; see `route`."""
+    shared: MLPConfig | None = None
+    """The expert of all tokens; several of them are one with their sizes added up."""
+    gates_shared: bool = False
+    """Whether each token's result of the shared expert is multiplied by a gate."""
+    has_norms: bool = False
+    """Whether the router, the experts that it chooses and the shared expert have norms of their own
+    (`experts_beside_mlp.py`); there is a shared expert then, without a gate."""
+
+    @property
+    def module(self) -> str:
+        if self.has_norms:
+            return "nvcli.models.experts_beside_mlp:ExpertsBesideMLP"
+        return "nvcli.models.experts:MixtureOfExperts"
+
+    def check(self, ranks: Ranks) -> Iterator[str]:
+        if self.shared is not None:
+            yield from self.shared.check(ranks)
+        num_experts, parts = self.routing.num_experts, ranks.parts_of_expert
+        if ranks.expert_parallel and num_experts % ranks.size:
+            yield f"{num_experts} experts do not divide by {ranks.size} (enable_expert_parallel, --ep)"
+        if self.intermediate_size % (parts * EXPERT_ALIGNMENT):
+            problem = (
+                f"the experts' intermediate size {self.intermediate_size} does not divide by {parts} into multiples of "
+                f"{EXPERT_ALIGNMENT}"
+            )
+            has_way = parts > 1 and num_experts % ranks.size == 0 and self.intermediate_size % EXPERT_ALIGNMENT == 0
+            yield f"{problem} (--ep deals out whole experts)" if has_way else problem
+
+    def pieces(self, ranks: Ranks) -> Iterator[Piece]:
+        if self.shared is not None:
+            yield from self.shared.pieces(ranks)
+        size = self.intermediate_size // ranks.parts_of_expert
+        projections = "the experts' gate_proj, up_proj and down_proj"
+        yield Piece(projections, size, "the experts' down_proj", is_of_experts=True)
+
+    def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
+        """Each of a token's experts has a result of its own, and all of them may be whole on one rank."""
+        experts = self.routing.experts_per_token
+        results = experts + (self.shared is not None) + self.has_norms  # and what the experts read
+        inner = experts * self.intermediate_size // ranks.parts_of_expert
+        return (2 + results) * hidden_size + inner + (code_elements(inner) if quantization == "fp8" else 0)
+
+    def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
+        """The router's bias, correction and factors are kept in float32, in which routes are computed."""
+        hidden, dtype = context.hidden_size, context.dtype
+        num_experts, size = self.routing.num_experts, self.intermediate_size
+        yield matrix(f"{path}.gate", (num_experts, hidden), Sharding.REPLICATED, dtype, "MLP")
+        vectors = {
+            "bias": self.bias,
+            "e_score_correction_bias": self.has_correction,
+            "per_expert_scale": self.has_factors,
+        }
+        for name in (name for name, is_there in vectors.items() if is_there):
+            yield vector(f"{path}.gate.{name}", num_experts, Sharding.REPLICATED, "MLP")
+        for name in _PROJECTIONS:
+            is_down = name == "down_proj"
+            shape = (num_experts, hidden, size) if is_down else (num_experts, size, hidden)
+            sharding = Sharding.COLUMNS if is_down else Sharding.ROWS
+            sharding = Sharding.EXPERTS if context.expert_parallel else sharding
+            weight = matrix(f"{path}.{EXPERTS}.{name}", shape, sharding, dtype, "experts", _PROJECTIONS)
+            yield from with_bias(replace(weight, is_of_experts=True), bias=self.bias)
+        if self.shared is not None:
+            yield from self.shared.tensors(f"{path}.shared_expert", context)
+            if self.gates_shared:
+                yield matrix(f"{path}.shared_expert_gate", (1, hidden), Sharding.REPLICATED, dtype, "MLP")
+        if self.has_norms:
+            # What the router reads has been normed without a weight, and is divided by the root of its size.
+            yield context.norm_weight(f"{path}.gate_norm", hidden, "MLP", weight_offset=0.0, factor=hidden**-0.5)
+            for name in ("experts_input_norm", "experts_norm", "shared_expert_norm"):
+                yield context.norm_weight(f"{path}.{name}", hidden, "MLP")

@@ -1,0 +1,172 @@
+"""TensorSpec: one tensor of a model, how ranks share it and what they keep of it. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Literal
+
+from nvcli.kernels.weight_formats import FP8Scaling, StoredGroups, W4Format, scale_shape
+
+StoredDtype = Literal["float32", "bfloat16", "float16"]
+KeptDtype = StoredDtype | Literal["float8_e4m3fn"]
+DTYPE_BYTES: dict[KeptDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+"""Bytes of one element."""
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Projections that files may hold as one tensor, whose rows are those of the projections one after the other."""
+
+EXPERTS = "experts"
+"""The name of a layer's experts in its MLP; behind it stands the number of one of them."""
+
+Part = Literal["embeddings", "attention", "MLP", "experts", "norms", "LM head"]
+"""The items of a memory report that weights are counted under. Experts are those that a router chooses; the router
+itself and an expert of all tokens belong to the MLP."""
+
+
+class Sharding(Enum):
+    """How the ranks of a tensor-parallel group share a tensor."""
+
+    REPLICATED = "replicated"
+    """Every rank holds all of it."""
+    ROWS = "rows"
+    """Each rank holds some of the rows of [out, in], or of a bias [out]."""
+    COLUMNS = "columns"
+    """Each rank holds some of the columns of [out, in]."""
+    EXPERTS = "experts"
+    """Each rank holds some of the experts of [experts, …], all of each."""
+    VOCAB = "vocab"
+    """Each rank holds some of the rows of [vocabulary, hidden], padded so that all hold equally many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One tensor of a checkpoint, or one for each expert of a layer, and what each rank keeps of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    """With `is_of_experts` [experts, out, in], or for biases [experts, out]."""
+    sharding: Sharding
+    dtype: KeptDtype
+    """The type in which ranks keep it. The checkpoint may have another one."""
+    part: Part
+    max_shards: int | None = None
+    """The most pieces that it can be cut into: with more ranks, neighbours hold the same piece. None: no limit."""
+    row_order: tuple[int, ...] | None = None
+    """The order in which ranks keep the rows of each head (`RopeConfig.row_order`); None: that of the checkpoint."""
+    offset: float = 0.0
+    factor: float = 1.0
+    """Ranks keep (the checkpoint's values + offset) × factor."""
+    scaling: FP8Scaling | None = None
+    """What shares a scale, in float32, where ranks keep the weight in FP8; None: they keep it in another type."""
+    w4: StoredGroups | None = None
+    """How the checkpoint has it in 4 bits, where ranks keep it so; None: they keep it in another type. `dtype` is then
+    that of the values."""
+    is_of_experts: bool = False
+    """Whether a checkpoint has it for each expert by itself; `stored_name` says under which names."""
+    kept_with: tuple[str, ...] = ()
+    """The projections, by the last parts of their names, that ranks keep alike in FP8 or 4 bits, itself among them,
+    where they keep weights so; none: it is never kept so."""
+
+    def stored_name(self, expert: int | None) -> str:
+        """The name in a checkpoint, of one expert's tensor where it is of experts."""
+        assert self.is_of_experts == (expert is not None)
+        return self.name if expert is None else self.name.replace(f".{EXPERTS}.", f".{EXPERTS}.{expert}.")
+
+    @property
+    def stored_names(self) -> Iterator[str]:
+        """All its names in a checkpoint."""
+        experts = range(self.shape[0]) if self.is_of_experts else (None,)
+        return (self.stored_name(expert) for expert in experts)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of what stands under each of the names."""
+        return self.shape[1:] if self.is_of_experts else self.shape
+
+    def shard(self, rank: int, size: int) -> tuple[slice, ...]:
+        """Which part rank `rank` of `size` has. It may be empty where a vocabulary is smaller than its padding."""
+        whole = tuple(slice(0, length) for length in self.shape)
+        if self.sharding is Sharding.REPLICATED:
+            return whole
+        if self.sharding is Sharding.VOCAB:
+            num_rows = self.shape[0]
+            rows = -(-num_rows // size)
+            return slice(min(rank * rows, num_rows), min((rank + 1) * rows, num_rows)), *whole[1:]
+        shard = rank * self._num_shards(size) // size
+        length = self.kept_shape(size)[self._axis]
+        part = slice(shard * length, (shard + 1) * length)
+        return *whole[: self._axis], part, *whole[self._axis + 1 :]
+
+    def kept_shape(self, size: int) -> tuple[int, ...]:
+        """The shape of what each of `size` ranks keeps, padding included."""
+        if self.sharding is Sharding.REPLICATED:
+            return self.shape
+        if self.sharding is Sharding.VOCAB:
+            return -(-self.shape[0] // size), *self.shape[1:]
+        length = self.shape[self._axis] // self._num_shards(size)
+        return *self.shape[: self._axis], length, *self.shape[self._axis + 1 :]
+
+    def kept_bytes(self, size: int) -> int:
+        """The bytes of what each of `size` ranks keeps, padding and scales included."""
+        shape = self.kept_shape(size)
+        if (w4 := self.w4_format(size)) is not None:
+            *outer, rows, columns = shape
+            order_bytes = 4 * columns if self.w4 is not None and self.w4.has_order else 0
+            return math.prod(outer) * w4.num_bytes(rows, columns) + order_bytes
+        num_bytes = math.prod(shape) * DTYPE_BYTES[self.dtype]
+        if self.scaling is None:
+            return num_bytes
+        *outer, rows, columns = shape
+        num_scales = math.prod((*outer, *scale_shape(rows, columns, self.scaling)))
+        return num_bytes + num_scales * DTYPE_BYTES["float32"]
+
+    def w4_format(self, size: int) -> W4Format | None:
+        """How each of `size` ranks keeps it in 4 bits; None: they keep it in another type."""
+        if self.w4 is None:
+            return None
+        kept = self.w4.kept(self.kept_shape(size)[-1])
+        assert kept is not None, "ModelConfig.check_tensor_parallel comes first"
+        return kept
+
+    @property
+    def _axis(self) -> int:
+        """The dimension that is cut."""
+        if self.sharding is Sharding.EXPERTS:
+            return 0
+        return (self.sharding is Sharding.COLUMNS) + self.is_of_experts
+
+    def _num_shards(self, size: int) -> int:
+        num_shards = size if self.max_shards is None else min(size, self.max_shards)
+        assert self.shape[self._axis] % num_shards == 0, "ModelConfig.check_tensor_parallel comes first"
+        return num_shards
+
+
+def matrix(
+    name: str,
+    shape: tuple[int, ...],
+    sharding: Sharding,
+    dtype: StoredDtype,
+    part: Part,
+    kept_with: tuple[str, ...] = (),
+) -> TensorSpec:
+    """A weight [out, in], or another of several dimensions."""
+    return TensorSpec(
+        name=f"{name}.weight", shape=shape, sharding=sharding, dtype=dtype, part=part, kept_with=kept_with
+    )
+
+
+def vector(name: str, size: int, sharding: Sharding, part: Part, dtype: StoredDtype = "float32") -> TensorSpec:
+    """Numbers [size] that are kept in the type in which they are used."""
+    return TensorSpec(name=name, shape=(size,), sharding=sharding, dtype=dtype, part=part)
+
+
+def with_bias(weight: TensorSpec, *, bias: bool) -> Iterator[TensorSpec]:
+    """A projection's weight, and its bias [out], or [experts, out], where it has one."""
+    yield weight
+    if bias:
+        sharding = Sharding.REPLICATED if weight.sharding is Sharding.COLUMNS else weight.sharding
+        name = weight.name.replace(".weight", ".bias")
+        yield replace(weight, name=name, shape=weight.shape[:-1], sharding=sharding)
