@@ -7,17 +7,18 @@ from typing import Any
 import pytest
 
 from nvcli.attention.selection import BACKENDS
-from nvcli.doctor.attention_probe import AttentionKind, AttentionTask, probe
+from nvcli.attention.spec import AttentionSpec
+from nvcli.doctor.attention_probe import AttentionTask, probe
 from nvcli.doctor.findings import Finding, Level
 
-HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "scale": 128**-0.5}
 
 
 def check(device: Any, **changes: Any) -> dict[str, Finding]:
     fields = {
         "device": device,
         "dtype": "float32" if device == "cpu" else "bfloat16",
-        "kinds": (AttentionKind(**HEADS),),
+        "specs": (AttentionSpec(**HEADS),),
         "block_size": 64,
         "max_num_seqs": 256,
         "choice": "auto",
@@ -34,8 +35,8 @@ def test_on_a_cpu() -> None:
 
 
 def test_the_model_s_windows_are_asked_for() -> None:
-    kinds = (AttentionKind(**HEADS), AttentionKind(**HEADS, window=64, has_sinks=True))
-    assert check("cpu", kinds=kinds)["choice"].level == Level.OK
+    specs = (AttentionSpec(**HEADS), AttentionSpec(**HEADS, window=64, has_sinks=True))
+    assert check("cpu", specs=specs)["choice"].level == Level.OK
 
 
 def test_the_type_of_the_cache_is_asked_for() -> None:
@@ -54,5 +55,5 @@ def test_on_a_gpu() -> None:
     findings = check("cuda")
     assert findings["triton"] == Finding(name="triton", level=Level.OK, found="works")
     assert "auto is triton" in findings["choice"].found
-    assert "sinks" in check("cuda", kinds=(AttentionKind(**HEADS, has_sinks=True),))["flash-attn"].found
-    assert "head size 80" in check("cuda", kinds=(AttentionKind(**{**HEADS, "head_dim": 80}),))["triton"].found
+    assert "sinks" in check("cuda", specs=(AttentionSpec(**HEADS, has_sinks=True),))["flash-attn"].found
+    assert "head size 80" in check("cuda", specs=(AttentionSpec(**{**HEADS, "head_dim": 80}),))["triton"].found

@@ -239,7 +239,7 @@ def test_what_is_set_for_b_goes_over_the_flags(
 @pytest.mark.parametrize(
     ("in_b", "input_file", "words"),
     [
-        ({}, "x.jsonl", "same configuration; say what is different in B"),
+        ({}, "x.jsonl", "same configuration; change B with --set-b"),
         ({"pipeline_parallel_size": 2}, "x.jsonl", "`pipeline_parallel_size` of B is 2"),
         ({"tensor_parallel_size": 2}, "x.jsonl", "`tensor_parallel_size` is 1 for A and 2 for B"),
         ({"seed": 1}, "nowhere.txt", "nowhere.txt: cannot be read: No such file"),

@@ -26,7 +26,7 @@ from nvcli.sizing.costs import model_costs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchLayout:
-    """What a benchmark ran on, and how the model was spread over it."""
+    """The device and the layout of a benchmark."""
 
     device: str
     """The name of the GPU, or CPU."""

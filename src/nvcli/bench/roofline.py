@@ -32,17 +32,17 @@ Phase = Literal["prefill", "decode"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
-    """What a device gives, as measured (`nvcli.bench.ceilings`)."""
+    """The measured rates of a device (`nvcli.bench.ceilings`)."""
 
     bytes_per_second: float
-    """How fast memory is read."""
+    """Read from memory."""
     flops_per_second: float
     """Dense matrix products in the model's dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one part of a step has to move and to compute."""
+    """The bytes and operations of one part of a step."""
 
     num_bytes: int = 0
     flops: int = 0
@@ -96,7 +96,7 @@ def _matrix_work(costs: MatrixCosts, rows: int) -> Work:
 
 
 def _prefill_shares(step: StepRecord) -> dict[str, float]:
-    """How much of each part belongs to the prompts; the rest is the decode rows'."""
+    """Return the share of each part that belongs to prompts; the rest belongs to decode rows."""
     num_tokens = step.num_decodes + step.num_prefill_tokens
     return {
         "layer matrices": step.num_prefill_tokens / max(1, num_tokens),
@@ -111,7 +111,7 @@ def _prefill_shares(step: StepRecord) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """What steps took, against the limit."""
+    """The time of some steps, against the limit."""
 
     seconds: float
     """The device's time for the steps, as measured."""
@@ -127,7 +127,7 @@ class Roofline:
         return self.limit_seconds / self.seconds if self.seconds else 0.0
 
     def divided(self, count: int) -> Roofline:
-        """The same for one of `count` devices, on average."""
+        """Return the same for one of `count` devices, on average."""
         return replace(
             self,
             seconds=self.seconds / count,

@@ -20,7 +20,7 @@ class PrefixLevel:
     num_tokens: int
     """Tokens that this level adds to a prefix."""
     num_groups: int = 1
-    """How many different prefixes of this level follow each prefix of the level before."""
+    """Different prefixes of this level behind each prefix of the level before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

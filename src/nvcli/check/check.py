@@ -45,19 +45,19 @@ from nvcli.sampling_params import SamplingParams
 from nvcli.validation import convert
 
 USUAL_ANSWER_TOKENS = 256
-"""What is generated is told for answers of this length, where the user expects no other one."""
+"""The length of an answer that forecasts assume, unless the user gives one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOptions:
-    """What a check is asked for beside the job itself."""
+    """The options of a check beside the job itself."""
 
     limit: int | None = None
-    """Only so many rows of the inputs are read; None: all."""
+    """Rows of the inputs to read; None: all."""
     shard: Shard | None = None
     """Only the rows of this shard are checked; None: all."""
     num_prompts: int = 3
-    """How many prompts are shown."""
+    """Number of prompts to show."""
     answer_tokens: int | None = None
     """The expected length of an answer; None: `USUAL_ANSWER_TOKENS`."""
     gpus: Sequence[SmiGpu] | None = None
@@ -65,7 +65,7 @@ class CheckOptions:
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
-    """All that was found out about a job. Numbers are of the rows that were read."""
+    """The findings about a job. Numbers are of the rows that were read."""
 
     inputs: list[str]
     model: str
@@ -87,14 +87,14 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_to_compute: int
     """The tokens of prompts without those of equal rows, before the prefix cache."""
     cached_tokens: int
-    """How many of these the prefix cache saves at most."""
+    """The most of these that the prefix cache saves."""
     cached_tokens_are_exact: bool
     """Whether they were counted; otherwise they are scaled up from a sample."""
     notes: list[str]
-    """How prompts of rows become prompts of the model."""
+    """Notes on how rows become prompts."""
     warnings: list[str]
     sampling: list[Setting]
-    """The sampling of rows that bring none: what somebody has set, and the most important others."""
+    """The sampling of rows that bring none: settings that somebody has changed, and the most important others."""
     rows_with_own_sampling: int
     answers: int
     """Answers that are computed: `n` for each row that is not equal to another one."""
@@ -121,10 +121,10 @@ def check_job(
     options: CheckOptions,
     progress: CheckProgress,
 ) -> Check:
-    """Check the rows of `inputs`. `source` knows who has set which key of `run`. Raises ConfigError and LoadError.
+    """Check the rows of `inputs`. `source` knows the origin of each key of `run`. Raises ConfigError and LoadError.
 
-    `output` is what a run would be told of its output, and is checked too; `-` leaves it open. An input that cannot be
-    read to its end, and a signal that asks for the end, leave the report of the rows before that.
+    `output` is the output of the run, and is checked too; `-` leaves it open. Where an input cannot be read to its end,
+    or a signal asks for the end, the report is about the rows before that.
     """
     job = resolve_job(
         run,
@@ -146,7 +146,7 @@ def check_job(
 
 
 class _Reading:
-    """The rows of a job as they are read, and what they come to."""
+    """The rows of a job as they are read, and their totals."""
 
     def __init__(self, job: ResolvedJob) -> None:
         run = job.run

@@ -34,22 +34,22 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """Whether and how the model runs on the GPUs."""
 
     gpus: list[str]
-    """The names of the GPUs; empty: a CPU, or GPUs of which nothing can be told."""
+    """The names of the GPUs; empty: a CPU, or GPUs that are not known."""
     fits: bool | None
-    """None: cannot be told."""
+    """None: not known."""
     note: str
-    """The layout and its reason, or why the model does not fit, or why nothing can be told."""
+    """The layout and its reason, or why the model does not fit, or why that is not known."""
     kv_tokens: int = 0
     """Tokens that the KV cache of each copy of the model holds; 0: not known."""
     speed_is_guessed: bool = False
-    """Nothing is known of the speed of one of these GPUs."""
+    """Whether the speed of one of these GPUs is not known."""
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job generates, if answers are as long as is said."""
+    """The tokens and the time of a job, for an expected length of answers."""
 
     answer_tokens: int | None
-    """The length of an answer that is not cut; None: all are as long as they may."""
+    """The expected length of an answer; None: every answer runs to its limit."""
     generated_tokens: int
     seconds: float | None
     """The time once the model is loaded; None: not known."""
@@ -136,7 +136,7 @@ def estimate_job(
 
 
 def _machine_without_gpus(job: ResolvedJob, note: str) -> Machine:
-    """Tell whether a CPU holds the model. Where `device` is auto, one that does not may not be where the job runs."""
+    """Tell whether the model fits into RAM. Where `device` is auto, the job may run on another machine."""
     if job.config.device != "cpu":
         return Machine(gpus=[], fits=None, note=note)
     try:

@@ -14,7 +14,7 @@ from nvcli.messages import unpack
 
 _HEAD_TOKENS = 300
 _TAIL_TOKENS = 100
-"""Of a longer prompt these tokens at its beginning and its end are shown."""
+"""A longer prompt is shown by these tokens of its beginning and its end."""
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -32,7 +32,7 @@ class ShownPrompt(msgspec.Struct, frozen=True, kw_only=True):
     id: JobId
     index: int
     place: str
-    """Where the row stands, as in `line 7`."""
+    """The place of the row, such as `line 7`."""
     tokens: int
     max_answer_tokens: int
     pieces: list[Piece]

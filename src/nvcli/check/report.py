@@ -81,7 +81,7 @@ def _lines(report: CheckReport) -> Iterator[tuple[str, str]]:
         yield "" if number else "to generate", _forecast(forecast, report)
     rate = report.rows / report.seconds if report.seconds else 0.0
     took = format_seconds(report.seconds)
-    yield "checked", f"in {took}, {rate:,.0f} rows/s; a run here reads and tokenizes no faster"
+    yield "checked", f"in {took}, {rate:,.0f} rows/s: the fastest rate at which a run here can read its input"
 
 
 def _length_lines(lengths: PromptLengths) -> Iterator[tuple[str, str]]:
@@ -121,14 +121,17 @@ def _machine_lines(report: CheckReport) -> Iterator[tuple[str, str]]:
     if machine.fits is False:
         yield "", f"the model does not fit: {machine.note}"
         return
-    fits = "the model fits" if machine.fits else "whether the model fits cannot be told"
+    fits = "the model fits" if machine.fits else "cannot tell whether the model fits"
     yield "", f"{fits}; {machine.note}" if machine.note else fits
 
 
 def _forecast(forecast: Forecast, report: CheckReport) -> str:
     length = forecast.answer_tokens
-    text = f"{_count(forecast.generated_tokens, 'token')} in {_count(report.answers, 'answer')}, "
-    text += "if none ends before it must" if length is None else f"with {length:,} each where they may be so long"
+    tokens, answers = _count(forecast.generated_tokens, "token"), _count(report.answers, "answer")
+    if length is None:
+        text = f"at most {tokens}, if {'the answer runs' if report.answers == 1 else f'all {answers} run'} to the limit"
+    else:
+        text = f"{tokens} in {answers} of {length:,} tokens, or fewer where the limit is lower"
     if forecast.seconds is None:
         return text
     guessed = " (a guess: the speed of these GPUs is not known)" if report.machine.speed_is_guessed else ""

@@ -1,4 +1,4 @@
-"""Tally: what the rows of a job come to, added up row by row in bounded memory.
+"""Tally: the totals of a job's rows, added up row by row in bounded memory.
 
 Lengths are counted exactly, as there are no more different ones than `max_model_len`. Equal rows and shared beginnings
 are known by hashes (`check.prefixes`).
@@ -25,11 +25,11 @@ class ErrorExample(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     """The first row's number over all inputs, from 0."""
     message: str
-    """What is wrong with the first row; it names the line."""
+    """The error of the first row; it names the line."""
 
 
 class Tally:
-    """The totals of the rows that were prepared so far."""
+    """The totals of the rows so far."""
 
     def __init__(self, *, defaults: SamplingParams, block_size: int | None, finds_equal_rows: bool) -> None:
         """`defaults` are the sampling of a row that says nothing itself.

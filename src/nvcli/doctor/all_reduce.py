@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from multiprocessing.connection import Connection, wait
 from typing import Literal
 
 from nvcli.distributed.rendezvous import create_store
-from nvcli.doctor.all_reduce_rank import (
-    LARGE_BYTES,
-    SMALL_BYTES,
-    AllReduceResult,
-    AllReduceTask,
-    Phase,
-)
+from nvcli.doctor.all_reduce_rank import LARGE_BYTES, SMALL_BYTES, AllReduceResult, AllReduceTask, Phase
 from nvcli.doctor.findings import Finding, note, ok, problem
 from nvcli.doctor.probe import Probe
+from nvcli.executor.children import ChildDied, NoAnswer, collect_answers
 
 _TARGET = "nvcli.doctor.all_reduce_rank:main"
 _WITHOUT_PEERS = {"NCCL_P2P_DISABLE": "1"}
@@ -123,27 +116,19 @@ def _collect(ranks: list[Probe], timeout: float) -> list[AllReduceResult]:
 
     Raises _Failed where a rank ends early or not all have answered within `timeout` seconds.
     """
-    deadline = time.monotonic() + timeout
     phases = ["starting"] * len(ranks)
-    results: dict[int, AllReduceResult] = {}
-    by_control: dict[object, int] = {probe.child.control: rank for rank, probe in enumerate(ranks)}
-    while len(results) < len(ranks):
-        waiting = [probe.child.control for rank, probe in enumerate(ranks) if rank not in results]
-        ready = wait(waiting, max(0.0, deadline - time.monotonic()))
-        if not ready:
-            states = ", ".join(f"rank {rank} at {phase}" for rank, phase in enumerate(phases) if rank not in results)
-            raise _Failed(f"no answer within {timeout:g} s: {states}")
-        for control in ready:
-            assert isinstance(control, Connection)
-            rank = by_control[control]
-            try:
-                message = control.recv()
-            except (EOFError, ConnectionResetError):
-                probe = ranks[rank]
-                how = probe.child.describe_exit()
-                raise _Failed(f"rank {rank} {how} at {phases[rank]}{probe.last_words()}") from None
-            if isinstance(message, Phase):
-                phases[rank] = message.name
-            else:
-                results[rank] = message
-    return [results[rank] for rank in range(len(ranks))]
+
+    def is_answer(rank: int, message: Phase | AllReduceResult) -> bool:
+        if isinstance(message, Phase):
+            phases[rank] = message.name
+        return not isinstance(message, Phase)
+
+    try:
+        return collect_answers([probe.child for probe in ranks], timeout=timeout, is_answer=is_answer)
+    except NoAnswer as error:
+        states = ", ".join(f"rank {rank} at {phases[rank]}" for rank in error.missing)
+        raise _Failed(f"no answer within {timeout:g} s: {states}") from None
+    except ChildDied as error:
+        probe = ranks[error.number]
+        how = probe.child.describe_exit()
+        raise _Failed(f"rank {error.number} {how} at {phases[error.number]}{probe.last_words()}") from None

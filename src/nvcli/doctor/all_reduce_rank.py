@@ -47,7 +47,7 @@ class AllReduceResult(msgspec.Struct, frozen=True, kw_only=True):
     """The findings of one rank."""
 
     wrong: str
-    """How the sums differ from the right ones; empty where they do not."""
+    """A message about sums that differ from the right ones; empty: none do."""
     small_seconds: float
     large_seconds: float
 

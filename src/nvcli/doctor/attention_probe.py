@@ -12,26 +12,16 @@ from typing import Literal
 import msgspec
 
 from nvcli.attention.kv_layout import KVDtype
+from nvcli.attention.spec import AttentionSpec
 from nvcli.doctor.findings import Finding, note, ok, problem
 
 
-class AttentionKind(msgspec.Struct, frozen=True, kw_only=True):
-    """An `attention.spec.AttentionSpec` in plain values."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    window: int | None = None
-    soft_cap: float | None = None
-    has_sinks: bool = False
-
-
 class AttentionTask(msgspec.Struct, frozen=True, kw_only=True):
-    """An `attention.spec.AttentionCase` in plain values, and the backend that the configuration chooses."""
+    """An `AttentionCase` without torch, and the backend that the configuration chooses."""
 
     device: Literal["cpu", "cuda"]
     dtype: str
-    kinds: tuple[AttentionKind, ...]
+    specs: tuple[AttentionSpec, ...]
     """The kinds of attention of the model's layers, each once."""
     block_size: int
     max_num_seqs: int
@@ -51,24 +41,12 @@ def probe(task: AttentionTask) -> list[Finding]:
     from nvcli.attention.backend import AttentionCase
     from nvcli.attention.kv_cache import torch_kv_dtype
     from nvcli.attention.selection import BACKENDS, NOT_ASKED, select_backend, why_not
-    from nvcli.attention.spec import AttentionSpec
     from nvcli.errors import ConfigError
 
     case = AttentionCase(
         device=torch.device(task.device, 0) if task.device == "cuda" else torch.device("cpu"),
         dtype=getattr(torch, task.dtype),
-        specs=tuple(
-            AttentionSpec(
-                num_heads=kind.num_heads,
-                num_kv_heads=kind.num_kv_heads,
-                head_dim=kind.head_dim,
-                scale=kind.head_dim**-0.5,
-                window=kind.window,
-                soft_cap=kind.soft_cap,
-                has_sinks=kind.has_sinks,
-            )
-            for kind in task.kinds
-        ),
+        specs=task.specs,
         block_size=task.block_size,
         kv_dtype=None if task.kv_dtype is None else torch_kv_dtype(task.kv_dtype),
         max_num_seqs=task.max_num_seqs,
@@ -80,7 +58,7 @@ def probe(task: AttentionTask) -> list[Finding]:
             findings.append(note(name, "; ".join(reasons)))
         else:
             findings.append(ok(name, f"works; auto leaves it out: {passed_over}" if passed_over else "works"))
-    shapes = [f"{kind.num_heads} heads, {kind.num_kv_heads} KV heads of {kind.head_dim}" for kind in task.kinds]
+    shapes = [f"{spec.num_heads} heads, {spec.num_kv_heads} KV heads of {spec.head_dim}" for spec in task.specs]
     shape = f"{' and '.join(dict.fromkeys(shapes))}, {task.dtype}"
     if task.kv_dtype not in (None, task.dtype):
         shape += f", keys and values in {task.kv_dtype}"

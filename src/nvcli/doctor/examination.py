@@ -10,10 +10,10 @@ from typing import Literal
 import msgspec
 
 from nvcli.attention.kv_layout import KVDtype
-from nvcli.attention.spec import attention_kinds
+from nvcli.attention.spec import AttentionSpec, attention_kinds
 from nvcli.config import EngineConfig, RunConfig
 from nvcli.doctor.all_reduce import check_all_reduce
-from nvcli.doctor.attention_probe import AttentionKind, AttentionTask
+from nvcli.doctor.attention_probe import AttentionTask
 from nvcli.doctor.device_probe import DeviceReport, GpuReport
 from nvcli.doctor.findings import Finding, Section, note, ok, problem
 from nvcli.doctor.fit import check_fit
@@ -36,11 +36,10 @@ from nvcli.job_run.resolve import (
     resolve_layout,
     sampling_defaults,
 )
-from nvcli.models.config import ModelConfig
 from nvcli.nvidia_smi import SmiReport, ask_nvidia_smi
 from nvcli.sizing.kv_cache import DEFAULT_BLOCK_SIZE
 
-_EXAMPLE = AttentionKind(num_heads=32, num_kv_heads=8, head_dim=128)
+_EXAMPLE = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5)
 """The heads that attention backends are asked about where no model is given: those of Qwen3-8B."""
 
 
@@ -97,7 +96,9 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
                 findings += _findings(model_probe, "tokenizer")
             if config is not None and files.config is not None and files.tensors is not None:
                 gpus = [] if isinstance(report, str) else _free_gpus(report, smi, layout)
-                findings.append(_fit(config, files.config.keeping(config.quantization), layout, gpus))
+                model = files.config.keeping(config.quantization)
+                copies, ram = layout.data_parallel_size, available_ram()
+                findings.append(check_fit(config, model, num_replicas=copies, gpus=gpus, ram=ram))
             yield Section(title=f"Model {run.model}", findings=findings)
 
 
@@ -123,11 +124,6 @@ def _free_gpus(report: DeviceReport, smi: SmiReport, layout: Layout) -> list[Gpu
         for gpu in report.gpus
         if not layout.gpus or gpu.index in layout.gpus
     ]
-
-
-def _fit(config: EngineConfig, model: ModelConfig, layout: Layout, gpus: list[GpuReport]) -> Finding:
-    ram = available_ram()
-    return check_fit(config, model, num_replicas=layout.data_parallel_size, gpus=gpus, ram=ram)
 
 
 def _layout(
@@ -169,12 +165,13 @@ def _attention_task(
 ) -> AttentionTask:
     """Make the question that a rank of the run would ask."""
     model = files.config if files is not None else None
-    kinds: tuple[AttentionKind, ...] = (_EXAMPLE,)
+    specs: tuple[AttentionSpec, ...] = (_EXAMPLE,)
     kv_dtype: KVDtype | None = None
     dtype = run.dtype if run.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
     block_size = run.block_size or DEFAULT_BLOCK_SIZE
     if model is not None and config is not None:
-        kinds = _attention_kinds(model, config.tensor_parallel_size)
+        size = config.tensor_parallel_size
+        specs = attention_kinds(layer.mixer.kv_spec(size) for layer in model.decoder.layer_kinds)
         dtype, kv_dtype, block_size = config.dtype, config.kv_dtype, config.block_size
     return AttentionTask(
         device=device,
@@ -183,23 +180,7 @@ def _attention_task(
         kv_dtype=kv_dtype,
         max_num_seqs=run.max_num_seqs,
         choice=attention_choice(run.attention_backend),
-        kinds=kinds,
-    )
-
-
-def _attention_kinds(model: ModelConfig, tensor_parallel_size: int) -> tuple[AttentionKind, ...]:
-    """Return the kinds of attention that one rank of the run computes, each once."""
-    specs = (layer.mixer.kv_spec(tensor_parallel_size) for layer in model.decoder.layer_kinds)
-    return tuple(
-        AttentionKind(
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            window=spec.window,
-            soft_cap=spec.soft_cap,
-            has_sinks=spec.has_sinks,
-        )
-        for spec in attention_kinds(specs)
+        specs=specs,
     )
 
 

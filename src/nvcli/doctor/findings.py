@@ -1,4 +1,4 @@
-"""Findings, which the checks return. A check never raises for what it finds: that is its answer."""
+"""Findings, which the checks return. A check never raises for what it finds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """The advice on what to do; every warning and problem has one."""
 
     def __post_init__(self) -> None:
-        assert self.advice or self.level in (Level.OK, Level.NOTE), f"{self.name}: nothing said of what to do"
+        assert self.advice or self.level in (Level.OK, Level.NOTE), f"{self.name}: no advice"
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):

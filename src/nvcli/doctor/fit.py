@@ -1,4 +1,4 @@
-"""Tells roughly whether a model's weights fit; `nvcli profile-memory` knows it exactly."""
+"""Estimates whether a model's weights fit; `nvcli profile-memory` knows it exactly."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def check_folders(device: Literal["cpu", "cuda"], output: Path) -> list[Finding]
 
 def check_output(folder: Path) -> Finding:
     if not os.path.isdir(folder):  # Path's own raises where a folder above cannot be entered
-        return problem("output", f"{folder} is no folder", f"mkdir -p {folder}, or name another with --output")
+        return problem("output", f"{folder} is not a folder", f"mkdir -p {folder}, or name another with --output")
     if (reason := why_not_writable(folder)) is not None:
         return problem("output", f"{folder} cannot be written to: {reason}", "name another folder with --output")
     return _space("output", folder, "free some space, or name a folder on another disk with --output")

@@ -38,7 +38,7 @@ def check_python() -> Finding:
     found = f"{platform.python_version()} ({sys.executable}), {platform.system()} {platform.machine()}"
     first, end = (".".join(map(str, version)) for version in _PYTHONS)
     if sys.platform != "linux":
-        return problem("Python", found, "nvcli runs on Linux alone")
+        return problem("Python", found, "nvcli runs on Linux only")
     if not _PYTHONS[0] <= sys.version_info[:2] < _PYTHONS[1]:
         return problem("Python", found, f"install nvcli with a Python from {first} up to, not including, {end}")
     return ok("Python", found)
@@ -100,7 +100,7 @@ def check_compiler() -> list[Finding]:
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     findings = []
     if compiler is None or shutil.which(compiler) is None:
-        found = f"CC is {compiler}, which is no program" if compiler else "neither gcc nor clang, and CC is not set"
+        found = f"CC is {compiler}, which is not a program" if compiler else "neither gcc nor clang, and CC is not set"
         findings.append(
             problem("C compiler", f"{found}; Triton needs one", "apt-get install gcc, or set CC to a C compiler")
         )

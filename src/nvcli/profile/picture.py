@@ -31,7 +31,7 @@ _MARKS = {
     "KV cache": "K",
     "free": ".",
 }
-"""What fills an item's part of a bar where there are no colours: in pipes, dumb terminals and with NO_COLOR."""
+"""Fills an item's part of a bar where there are no colours: in pipes, dumb terminals and with NO_COLOR."""
 _WIDTH = 79
 """The characters of a bar with its name."""
 

@@ -45,7 +45,7 @@ class MemoryProfile:
     num_blocks: int
     """KV blocks that requests can use (the null block is not counted), the fewest of all ranks."""
     num_tokens: int
-    """How many tokens the KV cache holds, of requests of full length."""
+    """Tokens that the KV cache holds, in requests of full length."""
     full_length_requests: float
     """Requests of `max_model_len` that the KV cache holds."""
     longest_request: int

@@ -107,7 +107,9 @@ def _states_line(profile: MemoryProfile) -> str:
 def _advice_lines(profile: MemoryProfile) -> list[str]:
     if not profile.advice:
         return [
-            "nothing single would fit more requests" if profile.problem is None else "no single setting makes it fit"
+            "no single setting makes room for more requests"
+            if profile.problem is None
+            else "no single setting makes it fit"
         ]
     lines = ["to make it fit:" if profile.problem is not None else "to run more requests at a time:"]
     return lines + [

@@ -1,4 +1,4 @@
-"""Greedy answers of both configurations to the same prompts, and how far they agree. Torch-free."""
+"""Greedy answers of both configurations to the same prompts, and their agreement. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nvcli.quality.passages import Passage
 
 
 class AnswerAgreement(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the answers of A and B agree."""
+    """The agreement of A's and B's answers."""
 
     rows: int
     """The rows that both have answered."""

@@ -26,7 +26,7 @@ _SAY_SECONDS = 15.0
 
 
 class Predictions(msgspec.Struct, frozen=True, kw_only=True):
-    """How both models predict the next tokens of some positions."""
+    """A comparison of both models' predictions at some positions."""
 
     tokens: int
     """Positions whose next tokens both models have predicted."""
@@ -53,7 +53,7 @@ class Predictions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QualityReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the comparison found. A is the reference."""
+    """The result of a comparison. A is the reference."""
 
     input: str
     model_a: str
@@ -62,8 +62,8 @@ class QualityReport(msgspec.Struct, frozen=True, kw_only=True):
     """The keys of the configuration in which A and B differ, with both values."""
     passages: int
     predictions: dict[str, Predictions]
-    """The predictions of all tokens (`all`); of rows that were answered also those within the prompts (`prompts`) and
-    those of A's answers (`answers`)."""
+    """By part: all tokens (`all`); for rows that were answered also the prompts (`prompts`) and A's answers
+    (`answers`)."""
     answers: AnswerAgreement | None
     """None: no answers were asked for."""
 
@@ -85,7 +85,7 @@ def compare_quality(
     """
     differences = _differences(run_a, run_b)
     if not differences:
-        raise ConfigError("A and B are the same configuration; say what is different in B with --set-b or --config-b")
+        raise ConfigError("A and B are the same configuration; change B with --set-b or --config-b")
     a, b = resolve_settings(run_a), _resolve_b(run_b)
     configs = _engine_configs(a, b, say)
     passages = read_passages(
@@ -140,7 +140,7 @@ def compare_quality(
 
 
 def _resolve_b(run: RunConfig) -> ResolvedModel:
-    """Resolve B. Raises ConfigError and LoadError that say that B is at fault."""
+    """Resolve B. Raises ConfigError and LoadError that name B."""
     try:
         return resolve_settings(run)
     except NvcliError as error:

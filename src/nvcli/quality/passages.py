@@ -1,4 +1,4 @@
-"""Passages: what both models read, from a file of rows or of text. Torch-free."""
+"""Passages: the tokens that both models read, from a file of rows or of text. Torch-free."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Passage:
     prompt: array[int]
     max_answer_tokens: int
     rest: array[int]
-    """What follows the prompt in the text; empty for a row, where A's answer follows."""
+    """The text behind the prompt; empty for a row, where A's answer follows."""
 
 
 def read_passages(
@@ -80,7 +80,9 @@ def _of_rows(
             reasons.append(row.error.message)
     if not passages:
         reason = reasons[0] if reasons else "it has no rows"
-        raise ConfigError(f"{input_file} has no row that can be answered: {reason}; name a text *.txt or *.md")
+        raise ConfigError(
+            f"{input_file} has no row that can be answered: {reason}; give a text file (*.txt, *.md) instead"
+        )
     if reasons:
         say(f"{input_file}: {len(reasons)} rows left out, as they cannot be answered; the first: {reasons[0]}")
     return passages
@@ -94,7 +96,7 @@ def _pieces(run: RunConfig, model_path: Path, input_file: str, size: int) -> lis
         raise ConfigError(f"{input_file}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{input_file}: is no UTF-8 text (byte {error.start}); convert it, such as with iconv"
+            f"{input_file}: is not UTF-8 (byte {error.start}); convert it, for example with iconv"
         ) from None
     tokenizer = Tokenizer.load(model_path, chat_template=own_chat_template(run.job))
     (ids,) = tokenizer.encode([text], add_special_tokens=True)

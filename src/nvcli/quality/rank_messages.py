@@ -1,4 +1,4 @@
-"""What the command and a comparing rank say to each other. Torch-free."""
+"""The messages between the command and a comparing rank. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class CompareTask:
     """The argument of a rank."""
 
     configs: tuple[EngineConfig, EngineConfig]
-    """Those of A and B, which have equally many ranks and one stage."""
+    """The configurations of A and B, with equally many ranks and one stage."""
     rank: int
     store_fd: int
     """The store over which the ranks meet (`distributed.rendezvous`)."""
@@ -40,7 +40,7 @@ class PassageTask:
 
 @dataclass(frozen=True, slots=True)
 class PassageSums:
-    """What the models' predictions of a passage come to."""
+    """The sums over the predictions of a passage."""
 
     prompt: TokenSums
     answer: TokenSums

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -12,6 +11,7 @@ from nvcli.config import EngineConfig
 from nvcli.distributed.rendezvous import create_store
 from nvcli.errors import WorkerError
 from nvcli.executor.child_process import ChildProcess
+from nvcli.executor.children import ChildDied, NoAnswer, collect_answers
 from nvcli.executor.ranks import RANK_ENVIRONMENT
 from nvcli.quality.rank_messages import CompareFailed, CompareReady, CompareTask, PassageSums, PassageTask
 
@@ -65,26 +65,20 @@ class ComparingRanks:
 
     def _collect(self, timeout: float | None) -> list[Any]:
         """Return one message of each rank."""
-        found: dict[int, Any] = {}
-        by_control = {child.control: rank for rank, child in enumerate(self._ranks)}
-        while len(found) < len(self._ranks):
-            waiting = [child.control for rank, child in enumerate(self._ranks) if rank not in found]
-            ready = wait(waiting, timeout)
-            if not ready:
-                missing = ", ".join(self._name(rank) for rank in range(len(self._ranks)) if rank not in found)
-                raise WorkerError(f"{missing} did not answer within {timeout:g} s (step_timeout)")
-            for control in ready:
-                assert isinstance(control, Connection)
-                rank = by_control[control]
-                try:
-                    message = control.recv()
-                except (EOFError, ConnectionResetError):
-                    self._raise_dead(rank)
-                if isinstance(message, CompareFailed):
-                    raise errors.named(message.kind, message.message, message.traceback)
-                found[rank] = message
-        return [found[rank] for rank in range(len(self._ranks))]
+        try:
+            return collect_answers(self._ranks, timeout=timeout, is_answer=_is_answer)
+        except NoAnswer as error:
+            missing = ", ".join(map(self._name, error.missing))
+            raise WorkerError(f"{missing} did not answer within {timeout:g} s (step_timeout)") from None
+        except ChildDied as error:
+            self._raise_dead(error.number)
 
     def _raise_dead(self, rank: int) -> NoReturn:
         child = self._ranks[rank]
         raise WorkerError(f"{self._name(rank)} (pid {child.pid}) {child.describe_exit()} while it compared")
+
+
+def _is_answer(rank: int, message: object) -> bool:
+    if isinstance(message, CompareFailed):
+        raise errors.named(message.kind, message.message, message.traceback)
+    return True

@@ -1,4 +1,4 @@
-"""TokenSums: what two models' predictions of the same tokens come to, added up. Torch-free."""
+"""TokenSums: sums over two models' predictions of the same tokens. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""`nvcli show`: looks at the answers of an output, in the terminal."""
+"""`nvcli show` shows the answers of an output in the terminal."""

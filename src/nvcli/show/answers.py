@@ -12,9 +12,9 @@ from nvcli.jobs.rows.raw_values import is_null
 
 _OWN_KEYS = frozenset(("id", "index", "custom_id", "choices", "usage", "error", "response", "embedding"))
 _NESTED_KEYS = frozenset(("index", "choices", "usage", "error", "response"))
-"""Keys whose values are no texts."""
+"""Keys whose values are not texts."""
 _EMBEDDING_CHARS = 100
-"""So much of an embedding is shown."""
+"""Longer embeddings are cut here."""
 
 _decode_row = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -25,9 +25,9 @@ class ShownChoice(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     finish_reason: str
     reasoning: str = ""
-    """Its thought, where that is told apart."""
+    """Its reasoning, where that is separate."""
     calls: list[str] = []
-    """The tools that it calls, such as `look({"at": 1})`."""
+    """Its tool calls, such as `look({"at": 1})`."""
 
 
 class ShownRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +41,7 @@ class ShownRow(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     others: dict[str, msgspec.Raw]
-    """What was copied from the input row, as JSON by key."""
+    """Values copied from the input row, as JSON by key."""
 
     @property
     def is_cut(self) -> bool:

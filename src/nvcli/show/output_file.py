@@ -27,9 +27,9 @@ from nvcli.regular_file import open_regular
 from nvcli.show.answers import ShownRow, line_of, read_shown_row
 
 _DRAWN_BYTES = 64 << 20
-"""Of larger files, rows at random are found at random places. Smaller ones are read."""
+"""Larger files are sampled at random places; smaller ones are read whole."""
 _DRAWS = 4
-"""Places are drawn for so many times the rows that are wanted: a long row is found more often, and chosen less."""
+"""Places drawn for each row that is wanted: a long row is found more often, and chosen less."""
 _MOST_TRIES = 50
 
 

@@ -13,7 +13,7 @@ from nvcli.show.answers import ShownRow
 from nvcli.terminal_text import harmless, one_line
 
 _PROMPT_CHARS = 2000
-"""Of a longer prompt, and of a longer value that was copied from the input, only the beginning is shown."""
+"""Longer prompts, and longer values that were copied from the input, are cut here."""
 _VALUE_CHARS = 200
 
 

@@ -1,4 +1,4 @@
-"""`nvcli show`: which rows of an output are shown, in which order."""
+"""`nvcli show` selects rows of an output."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _FIRST_LINES = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The rows that are wanted. `id` and `index` stand alone."""
+    """The rows to show. `id` and `index` stand alone."""
 
     errors: bool = False
     """Rows with errors; together with `cut`, rows of either kind."""
     cut: bool = False
     """Rows with an answer that was ended by its length."""
     random: int | None = None
-    """So many of these at random; None: all of them."""
+    """Number of rows to draw at random; None: all of them."""
     limit: int | None = None
     id: str | None = None
     """The row with this id, as it is typed."""
@@ -120,6 +120,6 @@ def _check_output(path: Path, file: OutputFile) -> None:
     beside = path.with_name(f"{path.name.partition('.')[0]}.out.jsonl")
     hint = f"; its answers may be in {beside}" if beside != path and beside.exists() else ""
     raise ConfigError(
-        f"{path} is no output of nvcli: it begins with {first[:60].decode(errors='replace')!r}, and a row of an output "
-        f"has `index` and `choices`, or `custom_id` and `response`{hint}"
+        f"{path} is not an output of nvcli: it begins with {first[:60].decode(errors='replace')!r}, and a row of an "
+        f"output has `index` and `choices`, or `custom_id` and `response`{hint}"
     )
