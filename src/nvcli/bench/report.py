@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -11,6 +12,7 @@ from nvcli.bench.ablation import AblationResult
 from nvcli.bench.bench import BenchResult
 from nvcli.bench.measures import Run
 from nvcli.bench.roofline import Roofline
+from nvcli.messages import EngineReady, KVGroup
 from nvcli.versions import installed_versions
 
 _GIB = 2**30
@@ -20,15 +22,24 @@ def format_json(result: BenchResult) -> str:
     """Return all that was measured but the single steps, as JSON on one line of ASCII."""
     fields = msgspec.to_builtins(result)
     del fields["timelines"]
-    # Their wire forms are lists.
-    memory = [msgspec.structs.asdict(use) for use in result.ready.memory]
-    fields["ready"] = {**msgspec.structs.asdict(result.ready), "memory": memory}
+    fields["ready"] = _ready_fields(result.ready)
     fields["versions"] = installed_versions()
     fields["ready_parts"] = result.ready_parts
     fields["output_tokens_per_second"] = result.median.output_rate
     fields["total_tokens_per_second"] = result.median.total_rate
     fields["requests_per_second"] = result.median.request_rate
     return json.dumps(fields)
+
+
+def _ready_fields(ready: EngineReady) -> dict[str, Any]:
+    """Return the report of an engine by name; its wire form, and those of its parts, are lists."""
+    fields = msgspec.structs.asdict(ready)
+    groups: list[KVGroup] = fields.pop("kv_groups")
+    fields["group_windows"] = [group.window for group in groups]
+    fields["state_groups"] = [number for number, group in enumerate(groups) if group.is_state]
+    fields["group_token_bytes"] = [group.token_bytes for group in groups]
+    fields["memory"] = [msgspec.structs.asdict(use) for use in ready.memory]
+    return fields
 
 
 def format_result(result: BenchResult) -> str:
