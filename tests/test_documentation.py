@@ -10,7 +10,7 @@ import pytest
 import typer.main
 
 from nvcli.cli.main import app
-from nvcli.config import FLAG_KEYS, JobConfig, RunConfig
+from nvcli.config import JobConfig, RunConfig, flag_keys
 from nvcli.sampling_params import SamplingParams
 from nvcli.task_config import EmbedConfig, ScoreConfig
 
@@ -79,7 +79,7 @@ def test_flags_stand_beside_the_keys_that_they_set() -> None:
     sampling = section(JOBS, "### The `sampling` object")
     missing = [
         flag
-        for flag, key in FLAG_KEYS.items()
+        for flag, key in flag_keys().items()
         if flag != "--device" and f"`{flag}`" not in (sampling if key.startswith("sampling.") else keys[key])
     ]
     assert missing == []

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from fake_command import ENVIRON, nvcli_command
+from nvcli.cli.answer_files import JobOptions
 from nvcli.cli.prompt import check_prompt_options
 from nvcli.errors import ConfigError
 
@@ -147,15 +148,16 @@ def test_a_prompt_at_a_terminal_can_be_interrupted(tmp_path: Path) -> None:
         assert terminal.end() == 130
 
 
-def check(inputs: list[str], prompts: list[str], *, raw: bool = False, **given: Any) -> None:
-    files = {"--limit": given.get("limit"), "--overwrite": given.get("overwrite", False)}
-    check_prompt_options(inputs, prompts, raw=raw, for_files=files, for_chats={"--system": given.get("system")})
+def check(
+    inputs: list[str], prompts: list[str], *, raw: bool = False, flags: dict[str, Any] | None = None, **job: Any
+) -> None:
+    check_prompt_options(inputs, prompts, raw=raw, job=JobOptions(**job), flags=flags or {})
 
 
 def test_what_goes_with_a_prompt() -> None:
-    check(["a"], [], limit="3", overwrite=True, system="s")
-    check([], ["p"], system="s")
-    check([], ["p"], raw=True)
+    check(["a"], [], limit=3, overwrite=True, flags={"--system": "s", "--id-field": "key"})
+    check([], ["p"], flags={"--system": "s", "--temperature": 0}, verbose=True)
+    check([], ["p"], raw=True, flags={"--no-chat": "never"})
 
 
 @pytest.mark.parametrize(
@@ -164,9 +166,15 @@ def test_what_goes_with_a_prompt() -> None:
         ({"inputs": [], "prompts": []}, "no INPUT: name a file of rows, or - for standard input, or ask with -p TEXT"),
         ({"inputs": ["a.jsonl"], "prompts": ["p"]}, r"INPUT a\.jsonl and -p exclude each other"),
         ({"inputs": ["a"], "prompts": [], "raw": True}, "--raw is for -p"),
-        ({"inputs": [], "prompts": ["p"], "limit": "3"}, "--limit has no effect with -p"),
+        ({"inputs": [], "prompts": ["p"], "limit": 3}, "--limit has no effect with -p"),
         ({"inputs": [], "prompts": ["p"], "overwrite": True}, "--overwrite has no effect with -p"),
-        ({"inputs": [], "prompts": ["p"], "raw": True, "system": "s"}, "--system has no effect with --raw"),
+        ({"inputs": [], "prompts": ["p"], "update": True}, "--update has no effect with -p"),
+        ({"inputs": [], "prompts": ["p"], "report": Path("r")}, "--report has no effect with -p"),
+        ({"inputs": [], "prompts": ["p"], "flags": {"--id-field": "k"}}, "--id-field has no effect with -p"),
+        (
+            {"inputs": [], "prompts": ["p"], "raw": True, "flags": {"--system": "s"}},
+            "--system has no effect with --raw",
+        ),
     ],
 )
 def test_what_does_not_go_with_a_prompt(given: dict[str, Any], message: str) -> None:

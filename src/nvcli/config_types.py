@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 PositiveInt = Annotated[int, Meta(ge=1)]
+Name = Annotated[str, Meta(min_length=1)]
 MAX_PROCESSES = 1024
 """The largest number of copies, of stages, or of ranks that share a layer; no machine has so many GPUs."""
 NumProcesses = Annotated[int, Meta(ge=1, le=MAX_PROCESSES)]
@@ -19,7 +20,7 @@ Quantization = Literal["auto"] | KeptWeights
 Device = Literal["auto", "cpu", "cuda"]
 KVCacheDtype = Literal["auto", "bf16", "fp8"]
 FP8Accumulation = Literal["exact", "fast"]
-Order = Literal["completion", "input"]
+Order = Literal["input", "completion"]
 ChatChoice = Literal["auto", "always", "never"]
 AttentionName = Literal["auto", "torch", "triton", "flash-attn", "flashinfer"]
 OnTooLong = Literal["error", "truncate-left", "truncate-right"]

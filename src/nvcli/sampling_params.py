@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from nvcli.flags import SAMPLING, Flag
 from nvcli.structured import Structured
 
 MAX_LOGPROBS = 20
@@ -50,34 +51,91 @@ class StopRepetition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The `sampling` object of a row, and of the config's defaults."""
 
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    """Most tokens to generate; null: what `max_model_len` leaves."""
-    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
-    """0 is greedy."""
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=-1)] = 0
-    """0 or -1: off."""
-    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    max_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Flag("--max-tokens", SAMPLING, "Maximum tokens of an answer [default: what --max-model-len leaves]", "N"),
+    ] = None
+    temperature: Annotated[
+        float,
+        Meta(ge=0, le=100),
+        Flag("--temperature", SAMPLING, "0: always the likeliest token [default: the checkpoint's, else 1]", "T"),
+    ] = 1.0
+    top_p: Annotated[
+        float,
+        Meta(gt=0, le=1),
+        Flag(
+            "--top-p",
+            SAMPLING,
+            "Choose among the likeliest tokens of this probability together; 1: off "
+            "[default: the checkpoint's, else 1]",
+            "P",
+        ),
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        Meta(ge=-1),
+        Flag(
+            "--top-k",
+            SAMPLING,
+            "Choose among the K likeliest tokens; 0: off [default: the checkpoint's, else 0]",
+            "K",
+        ),
+    ] = 0
+    """-1: off, too."""
+    min_p: Annotated[
+        float,
+        Meta(ge=0, le=1),
+        Flag(
+            "--min-p",
+            SAMPLING,
+            "Leave out tokens below this share of the likeliest one's probability; 0: off "
+            "[default: the checkpoint's, else 0]",
+            "P",
+        ),
+    ] = 0.0
     seed: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
     """With a seed a row's tokens depend on nothing but the row; without, on the run's seed and the row's index."""
-    n: Annotated[int, Meta(ge=1, le=1024)] = 1
+    n: Annotated[int, Meta(ge=1, le=1024), Flag("-n", SAMPLING, "Answers to each row.", "N")] = 1
     best_of: Annotated[int, Meta(ge=1, le=1024)] | None = None
     """Answers that are computed, of which the `n` best by log-probability are returned; null: `n`, as they come."""
     rank_by: Literal["mean", "sum"] = "mean"
     """What `best_of` compares: the mean log-probability of an answer's tokens, or their sum."""
-    stop: str | list[str] = []
+    stop: Annotated[
+        str | list[str], Flag("--stop", SAMPLING, "Text that ends an answer; may be repeated.", "TEXT")
+    ] = []
     stop_token_ids: list[Annotated[int, Meta(ge=0)]] = []
     min_tokens: Annotated[int, Meta(ge=0)] = 0
     thinking_budget: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
     """Most tokens of an answer's thought, which is then ended; null: as many as it takes."""
-    ignore_eos: bool = False
+    ignore_eos: Annotated[
+        bool,
+        Flag("--ignore-eos", SAMPLING, "Answers go on behind end-of-sequence tokens, to --max-tokens."),
+    ] = False
     include_stop_str_in_output: bool = False
     """The stop string, or the stop token's text, that ended an answer is part of it."""
     stop_repetition: bool | StopRepetition = False
     """An answer that has become a loop ends with the finish reason `repetition`."""
-    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
-    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+    presence_penalty: Annotated[
+        float,
+        Meta(ge=-2, le=2),
+        Flag("--presence-penalty", SAMPLING, "Taken from the logits of tokens that the answer has, -2 to 2.", "X"),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        Meta(ge=-2, le=2),
+        Flag("--frequency-penalty", SAMPLING, "The same, times how often the answer has them, -2 to 2.", "X"),
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        Meta(ge=0.01, le=100),
+        Flag(
+            "--repetition-penalty",
+            SAMPLING,
+            "Above 1: tokens of the prompt and the answer become less likely; 1: off "
+            "[default: the checkpoint's, else 1]",
+            "X",
+        ),
+    ] = 1.0
     """Logits are divided by it and by the temperature, in float32, which neither may make infinite."""
     logit_bias: dict[Annotated[int, Meta(ge=0)] | str, Annotated[float, Meta(ge=-100, le=100)]] = {}
     """By token id, or by a text that is one token. A text of digits alone, as JSON has ids, becomes the id."""
@@ -85,7 +143,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The only tokens that may be chosen; null: all."""
     bad_words: list[Annotated[str, Meta(min_length=1)]] = []
     """Texts that no answer holds, as far as they are spelled with the tokens that they have alone or behind a space."""
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[
+        Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None,
+        Flag(
+            "--logprobs",
+            SAMPLING,
+            "Log-probability of each token of an answer, and of the N likeliest in its place.",
+            "N",
+        ),
+    ] = None
     """Log-probability of each chosen token, with `echo` of each token of the prompt too, and of this many alternatives;
     null: none."""
     return_token_ids: bool = False

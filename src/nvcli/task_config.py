@@ -8,40 +8,61 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+
+from nvcli.config_types import Name, PositiveInt
+from nvcli.flags import PROMPTS, RESULT, Flag
 
 Task = Literal["generate", "score", "embed"]
 Normalization = Literal["none", "tokens", "bytes"]
 PoolingName = Literal["last", "mean", "cls"]
 EmbeddingEncoding = Literal["float", "base64"]
-_Key = Annotated[str, Meta(min_length=1)]
 
 
 class ScoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The `score:` section: what `nvcli score` reads and writes."""
 
-    normalize: Normalization = "none"
-    """What the log-probability of a choice is divided by before choices are compared: nothing, the number of its
-    tokens, or the number of its bytes."""
-    token_logprobs: bool = False
-    """Add the tokens of each choice and their log-probabilities to the output."""
-    continuation_field: _Key = "continuation"
-    """The key of a row's continuation."""
-    choices_field: _Key = "choices"
-    """The key of a row's choices."""
-    answer_field: _Key = "answer"
-    """The key that says which of a row's choices is right."""
+    normalize: Annotated[
+        Normalization,
+        Flag(
+            "--normalize",
+            RESULT,
+            "What log-probabilities are divided by before choices are compared.",
+            "none|tokens|bytes",
+        ),
+    ] = "none"
+    """tokens, bytes: their number in the choice."""
+    token_logprobs: Annotated[bool, Flag("--token-logprobs", RESULT, "Add each token and its log-probability.")] = False
+    continuation_field: Annotated[
+        Name, Flag("--continuation-field", PROMPTS, "Key (column) of the continuation.", "COLUMN")
+    ] = "continuation"
+    choices_field: Annotated[Name, Flag("--choices-field", PROMPTS, "Key (column) of the choices.", "COLUMN")] = (
+        "choices"
+    )
+    answer_field: Annotated[
+        Name, Flag("--answer-field", PROMPTS, "Key (column) that says which choice is right.", "COLUMN")
+    ] = "answer"
 
 
 class EmbedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The `embed:` section: how `nvcli embed` makes a vector of a text."""
 
-    pooling: Literal["auto"] | PoolingName = "auto"
-    """Which hidden states become the vector: that of the last token, the mean of all, or that of the first token
-    (`cls`). auto: as the checkpoint says; the last token's where it says nothing."""
+    pooling: Annotated[
+        Literal["auto"] | PoolingName,
+        Flag(
+            "--pooling",
+            RESULT,
+            "Which hidden states become the embedding; auto: as the checkpoint says.",
+            "auto|last|mean|cls",
+        ),
+    ] = "auto"
+    """last, cls: that of the last or first token; mean: of all. auto: last where the checkpoint says nothing."""
     normalize: bool | Literal["auto"] = "auto"
     """Whether vectors have length 1. auto: as the checkpoint says; yes where it says nothing."""
-    dimensions: Annotated[int, Meta(ge=1)] | None = None
-    """Keep so many leading numbers of each vector, for models that were trained for it (Matryoshka); null: all."""
-    encoding: EmbeddingEncoding = "float"
-    """How a vector is written: as numbers, or as base64 of little-endian float32."""
+    dimensions: Annotated[
+        PositiveInt | None, Flag("--dimensions", RESULT, "Keep the first N numbers of each embedding.", "N")
+    ] = None
+    """For models that were trained for it (Matryoshka)."""
+    encoding: Annotated[
+        EmbeddingEncoding,
+        Flag("--encoding", RESULT, "Numbers, or base64 of little-endian float32.", "float|base64"),
+    ] = "float"

@@ -14,9 +14,8 @@ from pathlib import Path
 import typer.main
 
 from fake_command import ENVIRON, nvcli_command
-from nvcli.cli.job_options import job_flags
 from nvcli.cli.main import app
-from nvcli.config import FLAG_KEYS
+from nvcli.config import flag_keys
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
@@ -75,38 +74,4 @@ def test_every_option_of_generate_that_sets_a_key_is_an_option_of_check() -> Non
         name: {option for parameter in COMMANDS[name].params for option in parameter.opts}
         for name in ("generate", "check")
     }
-    assert shown["generate"] & set(FLAG_KEYS) - shown["check"] == set()
-
-
-def test_options_become_values_of_keys() -> None:
-    flags = job_flags(
-        {
-            "model": "5",
-            "max_tokens": "7",
-            "system": "5",
-            "prompt_template": "",
-            "chat_template_kwargs": '{"a": 1}',
-            "stop": [],
-            "tp": "auto",
-            "revision": "2",
-            "hf_overrides": '{"vocab_size": 8}',
-            "min_p": "0.1",
-            "presence_penalty": "-1",
-            "ignore_eos": True,
-            "logprobs": "2",
-        }
-    )
-    assert {flag: value for flag, value in flags.items() if value is not None} == {
-        "--model": "5",
-        "--max-tokens": 7,
-        "--system": "5",
-        "--prompt-template": "",
-        "--chat-template-kwargs": {"a": 1},
-        "--tp": "auto",
-        "--revision": "2",
-        "--hf-overrides": {"vocab_size": 8},
-        "--min-p": 0.1,
-        "--presence-penalty": -1,
-        "--ignore-eos": True,
-        "--logprobs": 2,
-    }
+    assert shown["generate"] & set(flag_keys()) - shown["check"] == set()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
 from nvcli.bench.ablation import parse_ablations
 from nvcli.bench.bench import BenchResult, bench
 from nvcli.bench.file_workload import FileWorkload
+from nvcli.bench.options import BenchOptions
 from nvcli.bench.plot import check_plot, draw_run
 from nvcli.bench.shapes import model_folder
 from nvcli.bench.workload import PrefixLevel, Workload
@@ -24,26 +23,6 @@ from nvcli.messages import unpack
 from nvcli.sizing.ram import check_ram
 
 _USUAL_MODEL_LEN = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions:
-    """The options of the command line as they were given; None: not given."""
-
-    shape: str | None = None
-    input: str | None = None
-    num_requests: int | None = None
-    input_len: str | None = None
-    output_len: str | None = None
-    shared_prefix: str | None = None
-    samples: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
-    repeat: int = 1
-    ablate: str | None = None
-    plot: Path | None = None
 
 
 def parse_range(option: str, text: str) -> tuple[int, int]:

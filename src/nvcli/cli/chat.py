@@ -6,73 +6,20 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from nvcli.cli.key_flags import key_flags
 from nvcli.cli.loading import load_for_person
-from nvcli.cli.messages import Interrupted, choose_config_file, say, say_error
-from nvcli.cli.options import (
-    ConfigOption,
-    DtypeOption,
-    EpOption,
-    GpuMemoryUtilizationOption,
-    HfOverridesOption,
-    MaxModelLenOption,
-    ModelOption,
-    PpOption,
-    QuantizationOption,
-    RevisionOption,
-    SetOption,
-    TpOption,
-)
-from nvcli.cli.sampling_options import (
-    ChatTemplateKwargsOption,
-    ChatTemplateOption,
-    FrequencyPenaltyOption,
-    IgnoreEosOption,
-    MaxTokensOption,
-    MinPOption,
-    PresencePenaltyOption,
-    RepetitionPenaltyOption,
-    SeedOption,
-    StopOption,
-    SystemOption,
-    TemperatureOption,
-    TopKOption,
-    TopPOption,
-)
+from nvcli.cli.messages import Interrupted, say, say_error
+from nvcli.cli.options import Settings, keys_of, with_options
 
 if TYPE_CHECKING:
     from nvcli.llm.answer import Answer
     from nvcli.llm.llm import AnswerStream
 
+_OF_MANY = ("device", "max_num_seqs", "data_parallel_size", "sampling.n", "sampling.logprobs")
+"""Keys without an option: they are for many rows or answers."""
 
-def chat(
-    model: ModelOption = None,
-    revision: RevisionOption = None,
-    hf_overrides: HfOverridesOption = None,
-    dtype: DtypeOption = None,
-    quantization: QuantizationOption = None,
-    max_model_len: MaxModelLenOption = None,
-    gpu_memory_utilization: GpuMemoryUtilizationOption = None,
-    tp: TpOption = None,
-    ep: EpOption = False,
-    pp: PpOption = None,
-    system: SystemOption = None,
-    chat_template: ChatTemplateOption = None,
-    chat_template_kwargs: ChatTemplateKwargsOption = None,
-    max_tokens: MaxTokensOption = None,
-    temperature: TemperatureOption = None,
-    top_p: TopPOption = None,
-    top_k: TopKOption = None,
-    min_p: MinPOption = None,
-    repetition_penalty: RepetitionPenaltyOption = None,
-    presence_penalty: PresencePenaltyOption = None,
-    frequency_penalty: FrequencyPenaltyOption = None,
-    stop: StopOption = None,
-    ignore_eos: IgnoreEosOption = False,
-    seed: SeedOption = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-) -> None:
+
+@with_options(*keys_of("", "sampling", without=_OF_MANY), "job.system", "job.chat_template", "job.chat_template_kwargs")
+def chat(*, settings: Settings) -> None:
     """Chat with a model, to see what it is like before hours are spent on it.
 
     Each line is a message, and the answer shows as it comes. /help shows the commands. Ctrl-C stops an answer, Ctrl-D
@@ -83,14 +30,9 @@ def chat(
       nvcli chat -m demo
       nvcli chat -m Qwen/Qwen3-8B --system 'Be brief.' --chat-template-kwargs '{"enable_thinking": false}'
     """
-    given = dict(locals())  # the options by name
     import msgspec
 
-    from nvcli.config import load_run_config
-
-    config_file = choose_config_file(config)
-    flags = key_flags(chat, given)
-    run = load_run_config(config_file, overrides or (), flags)
+    run = settings.load()
 
     from nvcli.end_signals import at_safe_place
     from nvcli.llm.chat import Chat, run_chat

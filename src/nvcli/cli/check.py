@@ -3,60 +3,41 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from msgspec import Meta
 
-from nvcli.cli import completion
 from nvcli.cli.check_report import run_check
-from nvcli.cli.help import MODEL, RESULT, WORKLOAD
-from nvcli.cli.job_options import job_flags, with_job_options
-from nvcli.cli.messages import choose_config_file
-from nvcli.cli.options import ConfigOption, JsonOption, LimitOption, NumRows, SetOption, ShardOption
-from nvcli.cli.values import optional_value
-
-_NumPrompts = Annotated[int, Meta(ge=0, le=1000)]
-_NumTokens = Annotated[int, Meta(ge=1)]
-_NumGpus = Annotated[int, Meta(ge=1, le=1024)]
+from nvcli.cli.options import AsJson, Limit, Settings, ShardName, keys_of, with_options
+from nvcli.config_types import PositiveInt
+from nvcli.flags import MODEL, RESULT, WORKLOAD, Flag
 
 
-@with_job_options
+@with_options(*keys_of("", "job", "sampling", without=("device",)))
 def check(
     inputs: Annotated[list[str], typer.Argument(metavar="INPUT", help="Input files, or - for standard input.")],
-    limit: LimitOption = None,
-    shard: ShardOption = None,
-    prompts: Annotated[
-        str | None,
-        typer.Option("--prompts", metavar="N", help="How many prompts to show [default: 3]", rich_help_panel=RESULT),
-    ] = None,
-    as_json: JsonOption = False,
+    *,
+    limit: Limit = None,
+    shard: ShardName = None,
+    settings: Settings,
+    prompts: Annotated[int, Meta(ge=0, le=1000), Flag("--prompts", RESULT, "How many prompts to show.", "N")] = 3,
+    as_json: AsJson = False,
     answer_tokens: Annotated[
-        str | None,
-        typer.Option(
-            "--answer-tokens",
-            metavar="N",
-            help="Expected tokens of an answer, for the estimate [default: 256]",
-            rich_help_panel=WORKLOAD,
-        ),
+        PositiveInt | None,
+        Flag("--answer-tokens", WORKLOAD, "Expected tokens of an answer, for the estimate [default: 256]", "N"),
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(
-            "--gpu",
-            metavar="KIND",
-            help="Estimate for GPUs of this kind, such as h200 [default: those that are here]",
-            autocompletion=completion.gpus,
-            rich_help_panel=MODEL,
+        Flag(
+            *("--gpu", MODEL, "Estimate for GPUs of this kind, such as h200 [default: those that are here]", "KIND"),
+            completes="gpus",
         ),
     ] = None,
     num_gpus: Annotated[
-        str | None,
-        typer.Option("--gpus", metavar="N", help="How many GPUs of that kind [default: 1]", rich_help_panel=MODEL),
+        Annotated[int, Meta(ge=1, le=1024)] | None,
+        Flag("--gpus", MODEL, "How many GPUs of that kind [default: 1]", "N"),
     ] = None,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
-    **options: Any,
 ) -> None:
     """Say what a job will do with the rows of INPUT, before it takes hours: no GPU is used, no weights are read.
 
@@ -71,19 +52,14 @@ def check(
     """
     from nvcli.check.check import CheckOptions
     from nvcli.check.machine import named_gpus
-    from nvcli.config import load_sourced_config
     from nvcli.jobs.shard import choose_shard
 
-    check_options = CheckOptions(
-        limit=optional_value("--limit", limit, NumRows, int),
+    options = CheckOptions(
+        limit=limit,
         shard=None if shard is None else choose_shard(shard, os.environ),
-        num_prompts=_or_default(optional_value("--prompts", prompts, _NumPrompts, int), 3),
-        answer_tokens=optional_value("--answer-tokens", answer_tokens, _NumTokens, int),
-        gpus=named_gpus(gpu, optional_value("--gpus", num_gpus, _NumGpus, int)),
+        num_prompts=prompts,
+        answer_tokens=answer_tokens,
+        gpus=named_gpus(gpu, num_gpus),
     )
-    run, source = load_sourced_config(choose_config_file(config), overrides or (), job_flags(options))
-    run_check(run, source, inputs=inputs, options=check_options, as_json=as_json)
-
-
-def _or_default(value: int | None, default: int) -> int:
-    return default if value is None else value
+    run, source = settings.load_sourced()
+    run_check(run, source, inputs=inputs, options=options, as_json=as_json)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import typer
@@ -20,7 +21,7 @@ def run_check(
     run: RunConfig,
     source: ConfigSource,
     *,
-    inputs: list[str],
+    inputs: Sequence[str],
     output: str | None = "-",
     options: CheckOptions,
     as_json: bool = False,
@@ -45,7 +46,7 @@ def _check(
     run: RunConfig,
     source: ConfigSource,
     *,
-    inputs: list[str],
+    inputs: Sequence[str],
     output: str | None,
     options: CheckOptions,
     as_json: bool,

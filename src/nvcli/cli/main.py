@@ -17,14 +17,13 @@ from nvcli.cli.chat import chat
 from nvcli.cli.check import check
 from nvcli.cli.compare_quality import compare_quality
 from nvcli.cli.doctor import doctor
-from nvcli.cli.embed import embed
 from nvcli.cli.generate import generate
-from nvcli.cli.help import GroupedCommand
 from nvcli.cli.merge import merge
 from nvcli.cli.messages import Interrupted, OutputGone, say, say_error, say_failure
 from nvcli.cli.models import models
+from nvcli.cli.options import GroupedCommand
 from nvcli.cli.profile_memory import profile_memory
-from nvcli.cli.score import score
+from nvcli.cli.score import embed, score
 from nvcli.cli.show import show
 from nvcli.cli.usage_hints import usage_message
 from nvcli.end_signals import handle_end_signals, watch_main_thread
@@ -54,38 +53,21 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(cls=GroupedCommand, short_help="Answer every row of files with a model.", epilog=_GENERATE_EXIT_CODES)(
-    generate
-)
-app.command(cls=GroupedCommand, short_help="Chat with a model.")(chat)
-app.command(cls=GroupedCommand, short_help="Say how likely given texts are to a model.", epilog=_GENERATE_EXIT_CODES)(
-    score
-)
-app.command(cls=GroupedCommand, short_help="Make an embedding of every row.", epilog=_GENERATE_EXIT_CODES)(embed)
-app.command(
-    cls=GroupedCommand,
-    short_help="Say what a job will do, before it takes hours.",
-    epilog=_CHECK_EXIT_CODES,
-)(check)
-app.command(cls=GroupedCommand, short_help="Show the answers of an output, a page at a time.")(show)
-app.command(cls=GroupedCommand, short_help="Join the outputs of a job's shards into one.", epilog=_MERGE_EXIT_CODES)(
-    merge
-)
-app.command(cls=GroupedCommand, short_help="Measure how fast a model runs here.")(bench)
-app.command(
-    name="profile-memory",
-    cls=GroupedCommand,
-    short_help="Show where the memory of each GPU goes, and what to change.",
-)(profile_memory)
-app.command(
-    name="compare-quality",
-    cls=GroupedCommand,
-    short_help="Say how far one configuration's answers are from another's.",
-)(compare_quality)
-app.command(
-    cls=GroupedCommand, short_help="Find out whether this machine is fit for a run.", epilog=_DOCTOR_EXIT_CODES
-)(doctor)
-app.command(cls=GroupedCommand, short_help="List the families of models that are supported.")(models)
+for _command, _short_help, _exit_codes in (
+    (generate, "Answer every row of files with a model.", _GENERATE_EXIT_CODES),
+    (chat, "Chat with a model.", None),
+    (score, "Say how likely given texts are to a model.", _GENERATE_EXIT_CODES),
+    (embed, "Make an embedding of every row.", _GENERATE_EXIT_CODES),
+    (check, "Say what a job will do, before it takes hours.", _CHECK_EXIT_CODES),
+    (show, "Show the answers of an output, a page at a time.", None),
+    (merge, "Join the outputs of a job's shards into one.", _MERGE_EXIT_CODES),
+    (bench, "Measure how fast a model runs here.", None),
+    (profile_memory, "Show where the memory of each GPU goes, and what to change.", None),
+    (compare_quality, "Say how far one configuration's answers are from another's.", None),
+    (doctor, "Find out whether this machine is fit for a run.", _DOCTOR_EXIT_CODES),
+    (models, "List the families of models that are supported.", None),
+):
+    app.command(cls=GroupedCommand, short_help=_short_help, epilog=_exit_codes)(_command)
 
 
 def _print_version(wanted: bool) -> None:

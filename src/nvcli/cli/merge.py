@@ -7,32 +7,20 @@ from typing import Annotated
 
 import typer
 
-from nvcli.cli.help import ROWS
 from nvcli.cli.messages import OutputGone, say
+from nvcli.cli.options import Overwrite, with_options
+from nvcli.flags import ROWS, Flag
 
 
+@with_options()
 def merge(
     outputs: Annotated[list[str], typer.Argument(metavar="OUTPUT", help="The outputs of all shards, in any order.")],
-    output: Annotated[
-        str,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="The joined output, or -; FOLDER/: one for each job.",
-            rich_help_panel=ROWS,
-        ),
-    ],
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Start an existing output anew.", rich_help_panel=ROWS)
-    ] = False,
+    *,
+    output: Annotated[str, Flag("--output -o", ROWS, "The joined output, or -; FOLDER/: one for each job.", "FILE")],
+    overwrite: Overwrite = False,
     allow_missing: Annotated[
         bool,
-        typer.Option(
-            "--allow-missing",
-            help="Join the rows that are there; the command of the job can compute the others.",
-            rich_help_panel=ROWS,
-        ),
+        Flag("--allow-missing", ROWS, "Join the rows that are there; the command of the job can compute the others."),
     ] = False,
 ) -> None:
     """Join the outputs of a job's shards (`nvcli generate --shard I/N`), in the order of the input.

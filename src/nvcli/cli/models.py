@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import typer
 
-from nvcli.cli.options import JsonOption
+from nvcli.cli.options import AsJson, with_options
 
 
-def models(as_json: JsonOption = False) -> None:
+@with_options()
+def models(*, as_json: AsJson = False) -> None:
     """List the families of models that are supported: what sets each apart, the names in `architectures` of its
     config.json, and models of it on the Hugging Face hub. Looks at no file and no network.
 

@@ -1,176 +1,255 @@
-"""Options that several commands have, and the keys of the configuration that they set."""
+"""Options, made from what they set: keys of the configuration, fields of structs, parameters of a command.
+
+Each has its `Flag` beside it and is declared once, for all commands. Values are read here or by the configuration and
+not by typer, so that what is wrong with one is said in the words of the configuration.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import msgspec
 import typer
 from msgspec import Meta
+from msgspec.inspect import type_info
+from typer.core import TyperCommand
 
 from nvcli.cli import completion
-from nvcli.cli.help import MODEL, OTHER, RESULT, ROWS
+from nvcli.cli.messages import choose_config_file
+from nvcli.config import RunConfig, key_fields, load_sourced_config
 from nvcli.errors import ConfigError
+from nvcli.flags import GROUPS, OTHER, RESULT, ROWS, Flag, FlaggedField, flag_of, flagged_fields
+from nvcli.process_limits import check_process
+from nvcli.validation import InvalidValue, convert, describe
 
-NumRows = Annotated[int, Meta(ge=1)]
-"""The values of `LimitOption`."""
-LimitOption = Annotated[
-    str | None, typer.Option("--limit", metavar="N", help="Only the first N rows.", rich_help_panel=ROWS)
-]
-ShardOption = Annotated[
+if TYPE_CHECKING:
+    from nvcli.config_source import ConfigSource
+
+Limit = Annotated[Annotated[int, Meta(ge=1)] | None, Flag("--limit", ROWS, "Only the first N rows.", "N")]
+ShardName = Annotated[
     str | None,
-    typer.Option(
-        "--shard",
-        metavar="I/N|auto",
-        help="Only every N-th row, from row I (0 to N-1) on; `nvcli merge` joins the outputs.",
-        rich_help_panel=ROWS,
+    Flag(
+        "--shard", ROWS, "Only every N-th row, from row I (0 to N-1) on; `nvcli merge` joins the outputs.", "I/N|auto"
     ),
 ]
-ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        "-m",
-        metavar="PATH|NAME",
-        help="Folder, Hugging Face id, or `demo`.",
-        autocompletion=completion.models,
-        rich_help_panel=MODEL,
-    ),
-]
-RevisionOption = Annotated[
-    str | None,
-    typer.Option(
-        "--revision",
-        metavar="NAME",
-        help="Branch, tag or commit of a model on the Hugging Face hub [default: main]",
-        rich_help_panel=MODEL,
-    ),
-]
-HfOverridesOption = Annotated[
-    str | None,
-    typer.Option(
-        "--hf-overrides",
-        metavar="JSON",
-        help="Keys that take the place of those in the model's config.json, such as "
-        "'{\"max_position_embeddings\": 131072}'.",
-        rich_help_panel=MODEL,
-    ),
-]
-ShapeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--shape",
-        metavar="NAME",
-        help="Made-up weights of a known shape, such as qwen3-0.6b; no files.",
-        autocompletion=completion.shapes,
-        rich_help_panel=MODEL,
-    ),
-]
-DtypeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--dtype",
-        metavar="TYPE",
-        help="bfloat16, float16 or float32; auto: the checkpoint's own, float32 on a CPU.",
-        autocompletion=completion.words("auto", "bfloat16", "float16", "float32"),
-        rich_help_panel=MODEL,
-    ),
-]
-QuantizationOption = Annotated[
-    str | None,
-    typer.Option(
-        "--quantization",
-        metavar="TYPE",
-        help="How weights are kept: none: in --dtype; fp8: linear layers in 8 bits; w4a16: in a checkpoint's 4 bits; "
-        "auto: what suits checkpoint and GPU.",
-        autocompletion=completion.words("auto", "none", "fp8", "w4a16"),
-        rich_help_panel=MODEL,
-    ),
-]
-MaxModelLenOption = Annotated[
-    str | None,
-    typer.Option(
-        "--max-model-len",
-        metavar="N",
-        help="Maximum prompt + answer tokens [default: the model's limit]",
-        rich_help_panel=MODEL,
-    ),
-]
-MaxNumSeqsOption = Annotated[
-    str | None,
-    typer.Option("--max-num-seqs", metavar="N", help="Maximum requests at a time in each copy.", rich_help_panel=MODEL),
-]
-GpuMemoryUtilizationOption = Annotated[
-    str | None,
-    typer.Option(
-        "--gpu-memory-utilization",
-        metavar="SHARE",
-        help="Share of each GPU's memory that the run may use.",
-        rich_help_panel=MODEL,
-    ),
-]
-TpOption = Annotated[
-    str | None,
-    typer.Option(
-        "--tp",
-        metavar="N|auto",
-        help="GPUs (processes) for each copy; auto: what is fastest here.",
-        rich_help_panel=MODEL,
-    ),
-]
-EpOption = Annotated[
-    bool,
-    typer.Option(
-        "--ep",
-        help="Whole experts on each of the --tp GPUs, not a part of every expert.",
-        rich_help_panel=MODEL,
-    ),
-]
-PpOption = Annotated[
-    str | None,
-    typer.Option(
-        "--pp",
-        metavar="N",
-        help="Stages of layers in each copy, each on --tp GPUs of its own.",
-        rich_help_panel=MODEL,
-    ),
-]
-DpOption = Annotated[
-    str | None,
-    typer.Option(
-        "--dp", metavar="N|auto", help="Copies of the model; auto: what is fastest here.", rich_help_panel=MODEL
-    ),
-]
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        "-c",
-        metavar="FILE",
-        help="YAML file, or `none` [default: ./nvcli.yaml, if there is one]",
-        rich_help_panel=OTHER,
-    ),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Any key of the configuration; may be repeated.",
-        autocompletion=completion.keys,
-        rich_help_panel=OTHER,
-    ),
-]
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="The result as JSON, on standard output.", rich_help_panel=RESULT)
-]
+Overwrite = Annotated[bool, Flag("--overwrite", ROWS, "Start an existing output anew.")]
+AsJson = Annotated[bool, Flag("--json", RESULT, "The result as JSON, on standard output.")]
 
 
-def model_or_shape(model: str | None, shape: str | None) -> str | None:
-    """Return the name of what is measured. Raises ConfigError where `--model` and `--shape` are both given."""
-    if model is not None and shape is not None:
-        raise ConfigError(
-            f"--shape {shape} and --model {model} exclude each other: --shape makes up weights, --model reads them; "
-            "leave one out"
-        )
-    return model or shape
+class Settings(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """What a command line says of the configuration."""
+
+    config: Annotated[
+        Path | None,
+        Flag("--config -c", OTHER, "YAML file, or `none` [default: ./nvcli.yaml, if there is one]", "FILE"),
+    ] = None
+    overrides: Annotated[
+        list[str], Flag("--set", OTHER, "Any key of the configuration; may be repeated.", "KEY=VALUE", completes="keys")
+    ] = []
+    flags: dict[str, Any] = {}
+    """The values of keys whose options were given, by flag."""
+
+    @functools.cached_property
+    def file(self) -> Path | None:
+        """The configuration file to read."""
+        return choose_config_file(self.config)
+
+    def load(self, *, shape: str | None = None, needs_model: bool = True) -> RunConfig:
+        """Return the configuration, whose model may be a known shape. Raises ConfigError."""
+        flags = dict(self.flags)
+        if shape is not None and "--model" in flags:
+            raise ConfigError(
+                f"--shape {shape} and --model {flags['--model']} exclude each other: --shape makes up weights, --model "
+                "reads them; leave one out"
+            )
+        if shape is not None:
+            flags["--model"] = shape
+        check_process()
+        return load_sourced_config(self.file, self.overrides, flags, needs_model=needs_model)[0]
+
+    def load_sourced(self, settings: Mapping[str, Any] | None = None) -> tuple[RunConfig, ConfigSource]:
+        """Return the configuration, with `settings` over it, and the origin of each key. Raises ConfigError."""
+        check_process()
+        return load_sourced_config(self.file, self.overrides, self.flags, settings=settings)
+
+
+def keys_of(*sections: str, without: Collection[str] = ()) -> list[str]:
+    """Return the keys that have a flag, of these sections of the configuration; "" is the top level."""
+    return [key for key in key_fields() if key.rpartition(".")[0] in sections and key not in without]
+
+
+def with_options(*keys: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command its options.
+
+    A parameter with a `Flag` becomes an option, and a struct an option for each field that has one. `Settings` have
+    those for `keys` of the configuration too. All other parameters are as typer wants them.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(command, include_extras=True)
+        parameters: list[inspect.Parameter] = []
+        options: list[FlaggedField] = []
+        readers: dict[str, Callable[[Mapping[str, Any]], Any]] = {}
+        for name, parameter in inspect.signature(command).parameters.items():
+            kind = hints[name]
+            if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+                fields = flagged_fields(kind)
+                of_keys = [key_fields()[key] for key in keys] if kind is Settings else []
+                options += [*of_keys, *fields.values()]
+                readers[name] = functools.partial(_read_struct, kind, fields, of_keys)
+            elif (flag := flag_of(kind)) is not None:
+                field = FlaggedField(flag, kind, parameter.default)
+                options.append(field)
+                readers[name] = functools.partial(_read, field)
+            else:
+                parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=kind))
+                readers[name] = functools.partial(_take, name)
+        options.sort(key=lambda option: GROUPS.index(option.flag.group))
+        parameters += map(_typer_option, options)
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            command(**{name: read(given) for name, read in readers.items()})
+
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
+        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        return run
+
+    return decorate
+
+
+def _typer_option(field: FlaggedField) -> inspect.Parameter:
+    """Return the parameter of which typer makes the option: a switch, a text, or texts."""
+    flag, kinds = field.flag, _kinds(field.kind)
+    default: Any = ... if field.default is inspect.Parameter.empty else None
+    kind: Any = str | None
+    if flag.switch is not None:
+        kind = bool | None
+    elif bool in kinds:
+        kind, default = bool, False
+    elif any(get_origin(each) in (list, Sequence) for each in kinds):
+        kind = list[str] | None
+    words = [word for each in kinds if get_origin(each) is Literal for word in get_args(each)]
+    complete = getattr(completion, flag.completes) if flag.completes else completion.words(*words) if words else None
+    option = typer.Option(
+        default,
+        *flag.names.split(),
+        metavar=flag.metavar,
+        help=_help(field),
+        autocompletion=complete,
+        rich_help_panel=flag.group,
+        show_default=False,
+    )
+    return inspect.Parameter(_name(flag), inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
+
+
+def _help(field: FlaggedField) -> str:
+    """Return an option's help, with its default at the end."""
+    text, default = field.flag.help, field.default
+    if field.flag.example is not None:
+        return f"{text}, such as '{field.flag.example}'."
+    if "[default: " in text or isinstance(default, bool) or not isinstance(default, int | float | str | Path):
+        return text
+    shown = f"{default:g}" if isinstance(default, float) else str(default)
+    return f"{text.removesuffix('.')} [default: {shown}]" if shown else text
+
+
+def _name(flag: Flag) -> str:
+    """Return the name of an option's parameter."""
+    return flag.name.lstrip("-").replace("-", "_")
+
+
+def _kinds(kind: Any) -> list[Any]:
+    """Return the members of a union, without what annotates them."""
+    if get_origin(kind) is Annotated:
+        return _kinds(get_args(kind)[0])
+    if get_origin(kind) in (Union, UnionType):
+        return [part for each in get_args(kind) for part in _kinds(each)]
+    return [kind]
+
+
+def _take(name: str, given: Mapping[str, Any]) -> Any:
+    return given[name]
+
+
+def _read_struct(
+    kind: type[msgspec.Struct],
+    fields: Mapping[str, FlaggedField],
+    of_keys: Collection[FlaggedField],
+    given: Mapping[str, Any],
+) -> msgspec.Struct:
+    """Return a struct with the values of its options. Those of keys are left to the configuration to check."""
+    values = {name: _read(field, given) for name, field in fields.items()}
+    if of_keys:
+        values["flags"] = {}
+    for field in of_keys:
+        flag, value = field.flag, given[_name(field.flag)]
+        if flag.switch is not None and value is not None:
+            off = flag.names.partition("/")[2]
+            values["flags"] |= {flag.name: flag.switch[0]} if value else {off: flag.switch[1]}
+        elif isinstance(value, str):
+            values["flags"][flag.name] = _plain(field, value)
+        elif value:  # a switch that is off and an empty list were not given
+            values["flags"][flag.name] = value
+    return kind(**values)
+
+
+def _read(field: FlaggedField, given: Mapping[str, Any]) -> Any:
+    """Return the value of an option that is no key. Raises ConfigError that says what is allowed."""
+    value = given[_name(field.flag)]
+    if value is None:
+        return field.default
+    if not isinstance(value, str) or Path in _kinds(field.kind):
+        return Path(value) if isinstance(value, str) else value
+    try:
+        return convert(_plain(field, value), field.kind)
+    except InvalidValue:
+        allowed = describe(type_info(field.kind)).removesuffix(" or null")
+        raise ConfigError(f"{field.flag.name} {value}: allowed: {allowed}") from None
+
+
+def _plain(field: FlaggedField, text: str) -> Any:
+    """Return a JSON object, or the number that a text spells where numbers are allowed, or else the text."""
+    if field.flag.example is not None:
+        from nvcli.config_source import json_object
+
+        return json_object(field.flag.name, text, example=field.flag.example)
+    if {int, float}.isdisjoint(_kinds(field.kind)):
+        return text
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose help shows each group of options under a heading, as plain text."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words of the usage line, without the braces that typer sets around arguments."""
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, then the options group by group. `ctx` and `formatter` are typer's."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is None:
+                continue
+            if parameter.param_type_name == "argument":
+                names, text = parameter.metavar or str(parameter.name), record[1].partition("  [")[0]
+                groups.setdefault("Arguments", []).append((names, text))
+            else:
+                group = getattr(parameter, "rich_help_panel", None) or OTHER
+                groups.setdefault(group, []).append((record[0], re.sub(r"\.?\s+\[required", " [required", record[1])))
+        for title, records in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(records)

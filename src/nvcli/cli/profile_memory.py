@@ -7,70 +7,28 @@ from typing import Annotated
 
 import typer
 
-from nvcli.cli.help import MODEL, RESULT, WORKLOAD
-from nvcli.cli.key_flags import key_flags
-from nvcli.cli.messages import choose_config_file, say
-from nvcli.cli.options import (
-    ConfigOption,
-    DtypeOption,
-    EpOption,
-    GpuMemoryUtilizationOption,
-    HfOverridesOption,
-    JsonOption,
-    MaxModelLenOption,
-    MaxNumSeqsOption,
-    ModelOption,
-    PpOption,
-    QuantizationOption,
-    RevisionOption,
-    SetOption,
-    ShapeOption,
-    TpOption,
-    model_or_shape,
-)
+from nvcli.bench.options import Shape
+from nvcli.cli.messages import say
+from nvcli.cli.options import AsJson, Settings, keys_of, with_options
+from nvcli.flags import MODEL, RESULT, WORKLOAD, Flag
 
 
+@with_options(*keys_of("", without=("device", "seed", "data_parallel_size")))
 def profile_memory(
-    model: ModelOption = None,
-    revision: RevisionOption = None,
-    hf_overrides: HfOverridesOption = None,
-    shape: ShapeOption = None,
-    dtype: DtypeOption = None,
-    quantization: QuantizationOption = None,
-    max_model_len: MaxModelLenOption = None,
-    max_num_seqs: MaxNumSeqsOption = None,
-    gpu_memory_utilization: GpuMemoryUtilizationOption = None,
-    tp: TpOption = None,
-    ep: EpOption = False,
-    pp: PpOption = None,
+    *,
+    settings: Settings,
+    shape: Shape = None,
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Plan from the configuration alone: no GPU, nothing loaded.", rich_help_panel=MODEL
-        ),
+        bool, Flag("--dry-run", MODEL, "Plan from the configuration alone: no GPU, nothing loaded.")
     ] = False,
     gpu_memory: Annotated[
-        str | None,
-        typer.Option(
-            "--gpu-memory",
-            metavar="SIZE",
-            help="Memory of each GPU for --dry-run: 80GiB, 80G or 80.",
-            rich_help_panel=MODEL,
-        ),
+        str | None, Flag("--gpu-memory", MODEL, "Memory of each GPU for --dry-run: 80GiB, 80G or 80.", "SIZE")
     ] = None,
     input_file: Annotated[
-        str | None,
-        typer.Option(
-            "--input", metavar="FILE", help="Show how many of this file's requests fit.", rich_help_panel=WORKLOAD
-        ),
+        str | None, Flag("--input", WORKLOAD, "Show how many of this file's requests fit.", "FILE")
     ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE.svg|.png", help="Draw a bar for each rank.", rich_help_panel=RESULT),
-    ] = None,
-    as_json: JsonOption = False,
-    config: ConfigOption = None,
-    overrides: SetOption = None,
+    plot: Annotated[Path | None, Flag("--plot", RESULT, "Draw a bar for each rank.", "FILE.svg|.png")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show where the memory of each GPU goes, how many requests fit, and which settings would change that.
 
@@ -82,20 +40,14 @@ def profile_memory(
       nvcli profile-memory -m Qwen/Qwen3-32B --dry-run --gpu-memory 80GiB --tp 4
       nvcli profile-memory --shape qwen3-8b --plot memory.svg
     """
-    given = dict(locals())  # the options by name
     from nvcli.bench.plot import check_plot
-    from nvcli.config import load_run_config
-    from nvcli.process_limits import check_process
     from nvcli.profile.command import run_profile
     from nvcli.profile.picture import print_bars, write_plot
     from nvcli.profile.report import format_json, format_profile
 
     if plot is not None:
         check_plot(plot)
-    check_process()
-    flags = key_flags(profile_memory, given)
-    flags["--model"] = model_or_shape(model, shape)
-    run = load_run_config(choose_config_file(config), overrides or (), flags)
+    run = settings.load(shape=shape)
     profile = run_profile(run, shape=shape, input_file=input_file, dry_run=dry_run, gpu_memory=gpu_memory, say=say)
     if plot is not None:
         write_plot(profile, plot)

@@ -5,26 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from nvcli.cli.answer_files import JobOptions
 from nvcli.cli.loading import load_for_person
 from nvcli.cli.messages import Interrupted, say, say_error
+from nvcli.config import flag_keys
 from nvcli.errors import ConfigError
+from nvcli.flags import flagged_fields
 
 if TYPE_CHECKING:
     from nvcli.config import RunConfig
 
 
+_OF_CHATS = ("--chat", "--system", "--chat-template", "--chat-template-kwargs")
+"""Options that make no sense with `--raw`."""
+_ALSO_FOR_PROMPTS = {*_OF_CHATS, "--no-chat", "--progress", "--verbose", "--quiet"}
+"""Options of jobs that make sense with prompts too."""
+
+
 def check_prompt_options(
-    inputs: Sequence[str],
-    prompts: Sequence[str],
-    *,
-    raw: bool,
-    for_files: Mapping[str, Any],
-    for_chats: Mapping[str, Any],
+    inputs: Sequence[str], prompts: Sequence[str], *, raw: bool, job: JobOptions, flags: Mapping[str, Any]
 ) -> None:
     """Check that there are inputs or prompts, and not both. Raises ConfigError.
 
-    `for_files` are options that make no sense with prompts, and `for_chats` those that make none with --raw, by flag;
-    a value that is None, False or empty was not given.
+    `flags` are the values of the options that set keys.
     """
     if not inputs and not prompts:
         raise ConfigError(
@@ -34,11 +37,13 @@ def check_prompt_options(
         raise ConfigError(f"INPUT {inputs[0]} and -p exclude each other: give the rows of files, or a prompt")
     if raw and not prompts:
         raise ConfigError("--raw is for -p; the rows of INPUT say themselves whether they are conversations")
-    for flag, value in for_files.items():
-        if prompts and value:
+    fields = flagged_fields(type(job))
+    given = [field.flag.name for name, field in fields.items() if getattr(job, name) != field.default]
+    given += [flag for flag in flags if flag_keys()[flag].startswith("job.")]
+    for flag in given:
+        if prompts and flag not in _ALSO_FOR_PROMPTS:
             raise ConfigError(f"{flag} has no effect with -p, whose answer goes to standard output; leave it out")
-    for flag, value in for_chats.items():
-        if raw and value:
+        if raw and flag in _OF_CHATS:
             raise ConfigError(f"{flag} has no effect with --raw, which passes by the chat template; leave one out")
 
 

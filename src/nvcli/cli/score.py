@@ -1,59 +1,22 @@
-"""`nvcli score`: says how likely given texts are to a model, for the rows of files."""
+"""`nvcli score` and `nvcli embed`: jobs whose rows are scored or become embeddings, and nothing is generated."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from nvcli.cli import completion
-from nvcli.cli.help import PROMPTS, RESULT
-from nvcli.cli.task_command import run_task, with_task_options
+from nvcli.cli.answer_files import JobOptions, run_job
+from nvcli.cli.options import Settings, keys_of, with_options
+
+_Inputs = Annotated[
+    list[str], typer.Argument(metavar="INPUT", help="Files, folders, datasets or URLs; - is standard input.")
+]
+_WITHOUT = ("device", "seed", "job.text_field")
 
 
-@with_task_options
-def score(
-    inputs: Annotated[
-        list[str], typer.Argument(metavar="INPUT", help="Files, folders, datasets or URLs; - is standard input.")
-    ],
-    normalize: Annotated[
-        str | None,
-        typer.Option(
-            "--normalize",
-            metavar="none|tokens|bytes",
-            help="What log-probabilities are divided by before choices are compared.",
-            autocompletion=completion.words("none", "tokens", "bytes"),
-            rich_help_panel=RESULT,
-        ),
-    ] = None,
-    token_logprobs: Annotated[
-        bool,
-        typer.Option("--token-logprobs", help="Add each token and its log-probability.", rich_help_panel=RESULT),
-    ] = False,
-    continuation_field: Annotated[
-        str | None,
-        typer.Option(
-            "--continuation-field",
-            metavar="COLUMN",
-            help="Key (column) of the continuation.",
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None,
-    choices_field: Annotated[
-        str | None,
-        typer.Option("--choices-field", metavar="COLUMN", help="Key (column) of the choices.", rich_help_panel=PROMPTS),
-    ] = None,
-    answer_field: Annotated[
-        str | None,
-        typer.Option(
-            "--answer-field",
-            metavar="COLUMN",
-            help="Key (column) that says which choice is right.",
-            rich_help_panel=PROMPTS,
-        ),
-    ] = None,
-    **options: Any,
-) -> None:
+@with_options(*keys_of("", "job", "score", without=_WITHOUT))
+def score(inputs: _Inputs, *, job: JobOptions, settings: Settings) -> None:
     """Say how likely texts are to the model, for every row of INPUT: prompts are computed, and nothing is generated.
 
     A row has a prompt as for `generate`, and a `continuation` or several `choices`, whose log-probabilities behind the
@@ -68,11 +31,22 @@ def score(
       nvcli score hf://cais/mmlu/abstract_algebra:test --prompt-field question -m demo -o scores.jsonl
       nvcli score texts.txt -m demo -o - | jq '.choices[0].perplexity'
     """
-    flags = {
-        "--normalize": normalize,
-        "--token-logprobs": token_logprobs or None,
-        "--continuation-field": continuation_field,
-        "--choices-field": choices_field,
-        "--answer-field": answer_field,
-    }
-    run_task("score", inputs, options, flags)
+    run_job(inputs, job, settings, "score")
+
+
+@with_options(*keys_of("", "job", "embed", without=_WITHOUT))
+def embed(inputs: _Inputs, *, job: JobOptions, settings: Settings) -> None:
+    """Make an embedding (a vector) of every row of INPUT, with an embedding model that is a decoder.
+
+    A row has a prompt as for `generate`. Which hidden states become the embedding, and whether its length is 1, the
+    checkpoint says (modules.json). An instruction such as "Instruct: …" is part of the prompt; --prompt-template adds
+    it. Rows of OpenAI batch files for /v1/embeddings are answered in OpenAI's form.
+
+    INPUT, the output, and how a job is continued are those of `generate`. In Parquet an embedding is a list of floats.
+
+    \b
+    Examples:
+      nvcli embed texts.jsonl -m Qwen/Qwen3-Embedding-0.6B -o vectors.parquet
+      nvcli embed texts.csv -m Qwen/Qwen3-Embedding-8B --dimensions 256 --prompt-template 'Query: {text}'
+    """
+    run_job(inputs, job, settings, "embed")

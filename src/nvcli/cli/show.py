@@ -12,46 +12,33 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from msgspec import Meta
 
-from nvcli.cli.help import RESULT, ROWS
 from nvcli.cli.messages import say
+from nvcli.cli.options import with_options
 from nvcli.cli.pager import print_pages
-from nvcli.cli.values import optional_value
+from nvcli.config_types import PositiveInt
 from nvcli.errors import ConfigError
+from nvcli.flags import RESULT, ROWS, Flag
 
 if TYPE_CHECKING:
     from nvcli.show.show import Selection
 
-_Count = Annotated[int, Meta(ge=1)]
-_Index = Annotated[int, Meta(ge=0)]
 
-
+@with_options()
 def show(
     output: Annotated[str, typer.Argument(metavar="OUTPUT", help="An output of `nvcli generate`, `score` or `embed`.")],
-    errors: Annotated[bool, typer.Option("--errors", help="Only rows with errors.", rich_help_panel=ROWS)] = False,
+    *,
+    errors: Annotated[bool, Flag("--errors", ROWS, "Only rows with errors.")] = False,
     length: Annotated[
-        bool,
-        typer.Option(
-            "--length", help="Only rows whose answer was cut at its length; with --errors both.", rich_help_panel=ROWS
-        ),
+        bool, Flag("--length", ROWS, "Only rows whose answer was cut at its length; with --errors both.")
     ] = False,
-    at_random: Annotated[
-        str | None, typer.Option("--random", metavar="N", help="N of these rows, at random.", rich_help_panel=ROWS)
-    ] = None,
-    row_id: Annotated[
-        str | None, typer.Option("--id", metavar="ID", help="The row with this id.", rich_help_panel=ROWS)
-    ] = None,
+    at_random: Annotated[PositiveInt | None, Flag("--random", ROWS, "N of these rows, at random.", "N")] = None,
+    row_id: Annotated[str | None, Flag("--id", ROWS, "The row with this id.", "ID")] = None,
     index: Annotated[
-        str | None,
-        typer.Option(
-            "--index", metavar="N", help="The row with this number of the input, from 0.", rich_help_panel=ROWS
-        ),
+        Annotated[int, Meta(ge=0)] | None,
+        Flag("--index", ROWS, "The row with this number of the input, from 0.", "N"),
     ] = None,
-    limit: Annotated[
-        str | None, typer.Option("--limit", "-n", metavar="N", help="At most N rows.", rich_help_panel=ROWS)
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The rows as they are, a line of JSON each.", rich_help_panel=RESULT)
-    ] = False,
+    limit: Annotated[PositiveInt | None, Flag("--limit -n", ROWS, "At most N rows.", "N")] = None,
+    as_json: Annotated[bool, Flag("--json", RESULT, "The rows as they are, a line of JSON each.")] = False,
 ) -> None:
     """Show the rows of OUTPUT with their answers, a page at a time on a terminal, in the order of the file.
 
@@ -66,14 +53,7 @@ def show(
     """
     from nvcli.show.show import Selection, choose_file
 
-    selection = Selection(
-        errors=errors,
-        cut=length,
-        random=optional_value("--random", at_random, _Count, int),
-        limit=optional_value("--limit", limit, _Count, int),
-        id=row_id,
-        index=optional_value("--index", index, _Index, int),
-    )
+    selection = Selection(errors=errors, cut=length, random=at_random, limit=limit, id=row_id, index=index)
     alone = [flag for flag, value in (("--id", row_id), ("--index", index)) if value is not None]
     others = [flag for flag, value in (("--errors", errors), ("--length", length), ("--random", at_random)) if value]
     if len(alone) > 1 or (alone and others):

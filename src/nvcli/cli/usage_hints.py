@@ -6,7 +6,7 @@ import re
 
 import typer
 
-from nvcli.config import FLAG_KEYS, all_keys
+from nvcli.config import all_keys, flag_keys
 from nvcli.other_names import COMMANDS, OWN_KEYS, REMARKS, name_of_option
 
 _MARKS = {"sampling": "--max-tokens", "job": "--system", "score": "--normalize", "embed": "--pooling"}
@@ -46,7 +46,7 @@ def _keys(name: str) -> tuple[str, ...]:
 
 def _spelled(key: str, options: set[str]) -> str | None:
     """Return how a command with these options sets a key: by a flag, or by `--set`; None where it cannot."""
-    flag = next((flag for flag, own in FLAG_KEYS.items() if own == key), None)
+    flag = next((flag for flag, own in flag_keys().items() if own == key), None)
     if flag in options:
         return flag
     is_read = _MARKS.get(key.partition(".")[0]) in (None, *options)

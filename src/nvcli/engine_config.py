@@ -1,0 +1,146 @@
+"""EngineConfig: the configuration of one replica's engine and ranks, which is derived from a `RunConfig`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from nvcli.config_types import FP8Accumulation, KeptWeights, KVCacheDtype, KVDtype, ModelDtype
+
+
+def kv_dtype(kv_cache_dtype: KVCacheDtype, dtype: ModelDtype) -> KVDtype:
+    """Return the type in which a model whose weights are of `dtype` keeps keys and values."""
+    if kv_cache_dtype == "auto":
+        return dtype
+    return "bfloat16" if kv_cache_dtype == "bf16" else "fp8"
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The configuration of one replica's engine and ranks, with every `auto` resolved."""
+
+    model_path: Path
+    """A local folder in Hugging Face layout."""
+    hf_overrides: dict[str, Any] = {}
+    """As in RunConfig."""
+    device: Literal["cpu", "cuda"]
+    dtype: ModelDtype
+    tensor_parallel_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    gpu_memory_utilization: float
+    kv_cache_memory: int | None
+    """Bytes for each rank; None: decided by the rank."""
+    block_size: int
+    attention_backend: str
+    """A name or `auto`; `prefill:decode`, each side one of those, where they differ."""
+    enable_prefix_caching: bool
+    enforce_eager: bool
+    step_timeout: float
+    enable_expert_parallel: bool = False
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """As in RunConfig; `kv_dtype` is what it comes to."""
+    pipeline_parallel_size: int = 1
+    """Stages; rank = stage × `tensor_parallel_size` + the rank within the stage."""
+    replica: int = 0
+    """The number of this replica."""
+    gpus: tuple[int, ...] = ()
+    """The GPUs of all replicas, replica after replica, by the numbers that a process sees; empty: the first ones."""
+    load_format: Literal["checkpoint", "random"] = "checkpoint"
+    """random: `model_path` holds a config.json alone, and the weights are made up; for benchmarks."""
+    record_steps: bool = False
+    """Report the times of every step to the parent, and at the end the memory that each rank held at most."""
+    measure_memory: bool = False
+    """Once all is allocated, run the largest batches again and report what each item then took."""
+    quantization: KeptWeights = "none"
+    """How ranks keep the weights of linear layers."""
+    fp8_accumulation: FP8Accumulation = "exact"
+    """As in RunConfig."""
+    batch_invariant: bool = False
+    """As in RunConfig."""
+    kv_blocks_before: int | None = None
+    """Where ranks follow others that ran out of memory: how many KV blocks those had. They take no more, and no more
+    than what is free now leaves them."""
+    prepare_grammars: bool = False
+    """Load beside the weights what constrained answers need, because rows at the beginning of the job want some."""
+    enable_cascade_attention: bool = True
+    """As in RunConfig."""
+    plan_admission: bool = True
+    """Admit as many requests as will fit into the KV cache until they end, by what the answers so far tell; false: as
+    many as fit now, and take some back when there is too little room."""
+    overlap_steps: bool = True
+    """Schedule a step while the one before it runs; false: to measure what that is worth."""
+    embedding_size: int = 0
+    """The size of the model's hidden states, where requests ask for these instead of tokens: the model then needs no LM
+    head. 0: requests ask for tokens and their probabilities."""
+
+    @property
+    def kv_dtype(self) -> KVDtype:
+        """The type in which keys and values are kept."""
+        return kv_dtype(self.kv_cache_dtype, self.dtype)
+
+    @property
+    def weights_type(self) -> str:
+        """The type of the weights, for people."""
+        return (
+            self.dtype
+            + {"none": "", "fp8": ", linear layers in FP8", "w4a16": ", linear layers in 4 bits"}[self.quantization]
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of one replica."""
+        return self.pipeline_parallel_size * self.tensor_parallel_size
+
+    @property
+    def output_rank(self) -> int:
+        """The rank that posts what was sampled: the first one of the last stage."""
+        return self.num_ranks - self.tensor_parallel_size
+
+    def stage_of(self, rank: int) -> int:
+        """Return the stage of a rank, from 0."""
+        return rank // self.tensor_parallel_size
+
+    def rank_name(self, rank: int) -> str:
+        """Return a rank's name for messages: `rank 2`, or with several stages `rank 2 of stage 1`."""
+        return f"rank {rank}" if self.pipeline_parallel_size == 1 else f"rank {rank} of stage {self.stage_of(rank)}"
+
+    def gpu_index(self, rank: int) -> int:
+        """Return the number of the GPU that a rank has, among those that the process sees."""
+        number = self.replica * self.num_ranks + rank
+        return self.gpus[number] if self.gpus else number
+
+    @property
+    def max_num_decodes(self) -> int:
+        """Most requests that get one more token in one step: with stages, a share of those that run."""
+        return -(-self.max_num_seqs // self.pipeline_parallel_size)
+
+    @property
+    def max_padded_rows(self) -> int:
+        """Most rows of a step that is padded to the shape of a CUDA graph."""
+        return self.max_num_seqs + self.max_num_decodes
+
+    @property
+    def max_padded_tokens(self) -> int:
+        """Most tokens of a step that is padded to the shape of a CUDA graph."""
+        return self.max_num_batched_tokens + self.max_num_decodes
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """One that runs and one that waits behind it, so that the device goes from step to step without waiting for us;
+        with stages, one for each."""
+        return max(2, self.pipeline_parallel_size) if self.overlap_steps else 1
+
+    @property
+    def max_shared_rows(self) -> int:
+        """Most rows of a step that reads what requests share once for all of them; 0: no step does, as what is shared
+        depends on the batch where `batch_invariant` is on."""
+        shares = self.enable_cascade_attention and self.enable_prefix_caching and not self.batch_invariant
+        shares = shares and self.max_num_decodes > 1
+        return self.max_num_decodes if shares else 0
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        return -(-self.max_model_len // self.block_size)
