@@ -164,6 +164,36 @@ def test_keys_of_the_configuration(snapshot: Snapshot) -> None:
     snapshot("keys.txt", key_lines(RunConfig, components))
 
 
+# Arguments of Python programs
+
+
+def signature_lines(path: Path, names: Sequence[str]) -> Iterator[str]:
+    """Describe functions and the public methods of classes as they are written; Ray need not be there."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name in names:
+            for each in node.body:
+                if isinstance(each, ast.FunctionDef) and (not each.name.startswith("_") or each.name == "__init__"):
+                    yield f"{node.name}.{signature(each)}"
+        elif isinstance(node, ast.FunctionDef) and node.name in names:
+            yield signature(node)
+
+
+def signature(function: ast.FunctionDef) -> str:
+    returned = "" if function.returns is None else f" -> {ast.unparse(function.returns)}"
+    return f"{function.name}({ast.unparse(function.args)}){returned}"
+
+
+def test_arguments_of_python_programs(snapshot: Snapshot) -> None:
+    files = {
+        "llm/llm.py": ("LLM", "Answers", "AnswerStream"),
+        "llm/answer.py": ("Answer",),
+        "ray/stage.py": ("generate",),
+    }
+    snapshot(
+        "signatures.txt", (line for file, names in files.items() for line in signature_lines(SOURCES / file, names))
+    )
+
+
 # Fields of JSON
 
 
