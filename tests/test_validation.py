@@ -10,7 +10,7 @@ from nvcli.jobs.job import RowContext, RowForm
 from nvcli.jobs.rows.native_row import RowDefaults
 from nvcli.jobs.rows.openai_row import openai_job
 from nvcli.jobs.rows.prompt_rules import PromptRules
-from nvcli.other_names import OWN_KEYS, REMARKS
+from nvcli.other_names import own_keys, remarks
 from nvcli.sampling_params import SamplingParams
 from nvcli.structured import Structured
 from nvcli.validation import suggest
@@ -64,9 +64,9 @@ def test_what_there_is_not_says_so(names: tuple[str, ...]) -> None:
 
 def test_names_of_other_tools_lead_to_keys_that_there_are() -> None:
     known = [*all_keys(), *SECTIONS, *(f"sampling.structured.{form}" for form in Structured.__struct_fields__)]
-    assert [(name, key) for name, keys in OWN_KEYS.items() for key in keys if key not in known] == []
+    assert [(name, key) for name, keys in own_keys().items() for key in keys if key not in known] == []
     own = {key.rpartition(".")[2] for key in all_keys()}
-    assert own & (OWN_KEYS.keys() | REMARKS.keys()) == set(), "a name of ours is no other's"
+    assert own & (own_keys().keys() | remarks().keys()) == set(), "a name of ours is no other's"
 
 
 def test_a_batch_row_is_offered_what_works() -> None:

@@ -34,7 +34,7 @@ from nvcli.engine_config import EngineConfig, kv_dtype
 from nvcli.errors import ConfigError
 from nvcli.flags import MODEL, SAMPLING, Flag, FlaggedField, flagged_fields
 from nvcli.job_config import MESSAGES_KEY, JobConfig, MessageTemplate
-from nvcli.other_names import OWN_KEYS
+from nvcli.other_names import own_keys
 from nvcli.sampling_params import MAX_INT, SamplingParams
 from nvcli.task_config import EmbedConfig, ScoreConfig, Task
 from nvcli.text_template import TextTemplate
@@ -254,7 +254,7 @@ def _in_its_section(error: InvalidValue) -> str | None:
     if not error.unknown_key or len(error.path) != 1:
         return None
     key = str(error.path[0])
-    own = next((path for path in OWN_KEYS.get(key, ()) if path.partition(".")[0] in SECTIONS), None)
+    own = next((path for path in own_keys().get(key, ()) if path.partition(".")[0] in SECTIONS), None)
     if own is None:
         section = next((name for name, kind in SECTIONS.items() if key in kind.__struct_fields__), None)
         own = section and f"{section}.{key}"

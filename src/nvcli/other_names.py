@@ -1,271 +1,46 @@
 """Names that other tools use, and what nvcli calls the same: for options, commands and keys that nvcli does not know.
 
-The names are those of vLLM, SGLang, transformers, llama.cpp and OpenAI. `name_of_option` gives the form in which they
-stand here. A remark goes behind the message that the name is unknown.
+The names are in `other_names.toml`, which is read when one is asked for.
 """
 
 from __future__ import annotations
 
-OWN_KEYS: dict[str, tuple[str, ...]] = {
-    # the answer
-    "max_new_tokens": ("sampling.max_tokens",),
-    "max_output_tokens": ("sampling.max_tokens",),
-    "max_completion_tokens": ("sampling.max_tokens",),
-    "max_gen_toks": ("sampling.max_tokens",),
-    "n_predict": ("sampling.max_tokens",),
-    "predict": ("sampling.max_tokens",),
-    "output_len": ("sampling.max_tokens",),
-    "min_new_tokens": ("sampling.min_tokens",),
-    "max_length": ("sampling.max_tokens", "max_model_len"),
-    "temp": ("sampling.temperature",),
-    "num_return_sequences": ("sampling.n",),
-    "num_samples": ("sampling.n",),
-    "stop_sequences": ("sampling.stop",),
-    "stop_words": ("sampling.stop",),
-    "reverse_prompt": ("sampling.stop",),
-    "stop_token": ("sampling.stop_token_ids",),
-    "eos_token_id": ("sampling.stop_token_ids",),
-    "repeat_penalty": ("sampling.repetition_penalty",),
-    "top_logprobs": ("sampling.logprobs",),
-    "bad_words_ids": ("sampling.bad_words",),
-    "no_stop_trim": ("sampling.include_stop_str_in_output",),
-    "guided_json": ("sampling.structured.json_schema",),
-    "guided_regex": ("sampling.structured.regex",),
-    "guided_choice": ("sampling.structured.choice",),
-    "guided_grammar": ("sampling.structured.grammar",),
-    "guided_decoding": ("sampling.structured",),
-    "structured_outputs": ("sampling.structured",),
-    "response_format": ("sampling.structured",),
-    "json_schema": ("sampling.structured.json_schema",),
-    "grammar": ("sampling.structured.grammar",),
-    "grammar_file": ("sampling.structured.grammar",),
-    "ebnf": ("sampling.structured.grammar",),
-    "regex": ("sampling.structured.regex",),
-    "thinking_token_budget": ("sampling.thinking_budget",),
-    "reasoning_budget": ("sampling.thinking_budget",),
-    "random_seed": ("seed",),
-    # the model and its limits
-    "model_path": ("model",),
-    "model_name": ("model",),
-    "model_name_or_path": ("model",),
-    "pretrained_model_name_or_path": ("model",),
-    "checkpoint": ("model",),
-    "hf_repo": ("model",),
-    "model_revision": ("revision",),
-    "tokenizer_revision": ("revision",),
-    "code_revision": ("revision",),
-    "torch_dtype": ("dtype",),
-    "precision": ("dtype",),
-    "load_in_8bit": ("quantization",),
-    "load_in_4bit": ("quantization",),
-    "context_length": ("max_model_len",),
-    "max_seq_len": ("max_model_len",),
-    "max_seq_length": ("max_model_len",),
-    "ctx_size": ("max_model_len",),
-    "n_ctx": ("max_model_len",),
-    "max_seqs": ("max_num_seqs",),
-    "batch_size": ("max_num_seqs",),
-    "max_batch_size": ("max_num_seqs",),
-    "max_running_requests": ("max_num_seqs",),
-    "max_concurrency": ("max_num_seqs",),
-    "chunked_prefill_size": ("max_num_batched_tokens",),
-    "max_prefill_tokens": ("max_num_batched_tokens",),
-    "json_model_override_args": ("hf_overrides",),
-    "override_kv": ("hf_overrides",),
-    "rope_scaling": ("hf_overrides",),
-    "rope_theta": ("hf_overrides",),
-    "rope_parameters": ("hf_overrides",),
-    "model_loader_extra_config": ("hf_overrides",),
-    "override_generation_config": ("sampling",),
-    "default_sampling_params": ("sampling",),
-    "override_pooler_config": ("embed",),
-    "pooler_config": ("embed",),
-    # GPUs
-    "tp_size": ("tensor_parallel_size",),
-    "tp": ("tensor_parallel_size",),
-    "num_gpus": ("tensor_parallel_size", "data_parallel_size"),
-    "ep_size": ("enable_expert_parallel",),
-    "ep": ("enable_expert_parallel",),
-    "expert_parallel_size": ("enable_expert_parallel",),
-    "pp_size": ("pipeline_parallel_size",),
-    "pp": ("pipeline_parallel_size",),
-    "dp_size": ("data_parallel_size",),
-    "dp": ("data_parallel_size",),
-    "mem_fraction_static": ("gpu_memory_utilization",),
-    "kv_cache_memory_bytes": ("kv_cache_memory",),
-    "page_size": ("block_size",),
-    "disable_radix_cache": ("enable_prefix_caching",),
-    "no_enable_prefix_caching": ("enable_prefix_caching",),
-    "disable_cuda_graph": ("enforce_eager",),
-    "disable_cascade_attn": ("enable_cascade_attention",),
-    "enable_deterministic_inference": ("batch_invariant",),
-    "flash_attn": ("attention_backend",),
-    "attn_implementation": ("attention_backend",),
-    # prompts and rows
-    "system_prompt": ("job.system",),
-    "system_message": ("job.system",),
-    "tool_call_parser": ("job.tool_parser",),
-    "prompt_column": ("job.prompt_field",),
-    "text_column": ("job.prompt_field",),
-    "default_chat_template_kwargs": ("job.chat_template_kwargs",),
-}
-"""The keys of the configuration that a name may stand for."""
+import functools
+from pathlib import Path
+from typing import Any
 
-_NO_BEAMS = "nvcli samples and has no beam search; `best_of` in `sampling` returns the likeliest of several answers"
-_NO_SUCH_RULE = "nvcli has no such rule for choosing tokens; it has temperature, top_p, top_k, min_p and penalties"
-_NO_SERVER = "nvcli serves nothing: it answers the rows of files"
-_NO_CODE = "leave it out: nvcli never runs code of a checkpoint; `nvcli models` lists what is supported"
-_NO_LORA = (
-    "nvcli loads no LoRA adapters: merge one into its base model with peft's `merge_and_unload`, save that with "
-    "`save_pretrained`, and give the folder as --model"
-)
-_NO_DRAFT = "nvcli has no speculative decoding: leave it out"
-_NO_OFFLOAD = (
-    "nvcli keeps all weights on the GPUs; several of them (--tp), `--quantization fp8` or a quantised checkpoint "
-    "take less of each"
-)
-_NO_IMAGES = "nvcli reads texts alone, no images"
-_ONE_MACHINE = "a run is on one machine: each of several takes a share of the rows with --shard I/N"
-_INPUT = "name INPUT files without an option, such as `nvcli generate questions.jsonl`"
-_OUTPUT = "nvcli calls it -o (--output)"
-_THINKING = "nvcli calls it --chat-template-kwargs '{\"enable_thinking\": false}'"
-_CACHE = "set HF_HUB_CACHE to the folder of downloads"
-_TOKENIZER = "the tokenizer is read from the model's folder"
 
-REMARKS = {
-    "do_sample": "leave it out: temperature 0 is greedy, and anything above it samples",
-    "num_beams": _NO_BEAMS,
-    "beam_width": _NO_BEAMS,
-    "use_beam_search": _NO_BEAMS,
-    "length_penalty": _NO_BEAMS,
-    "early_stopping": _NO_BEAMS,
-    "typical": _NO_SUCH_RULE,
-    "typical_p": _NO_SUCH_RULE,
-    "mirostat": _NO_SUCH_RULE,
-    "tfs": _NO_SUCH_RULE,
-    "top_a": _NO_SUCH_RULE,
-    "top_n_sigma": _NO_SUCH_RULE,
-    "epsilon_cutoff": _NO_SUCH_RULE,
-    "eta_cutoff": _NO_SUCH_RULE,
-    "dynatemp_range": _NO_SUCH_RULE,
-    "dry_multiplier": _NO_SUCH_RULE,
-    "xtc_probability": _NO_SUCH_RULE,
-    "penalty_alpha": _NO_SUCH_RULE,
-    "guidance_scale": _NO_SUCH_RULE,
-    "no_repeat_ngram_size": "nvcli has none; `stop_repetition` in `sampling` ends answers that have become a loop",
-    "logits_processors": "nvcli runs no code of yours between tokens; see `logit_bias`, `bad_words` and `structured`",
-    "pad_token_id": "leave it out: nothing is padded",
-    "runner": 'embeddings are made by `nvcli embed`, from Python with task="embed"',
-    "use_cache": "leave it out: there always is a KV cache",
-    "stream": "leave it out: answered rows are in the output within about two seconds",
-    "trust_remote_code": _NO_CODE,
-    "lora": _NO_LORA,
-    "lora_path": _NO_LORA,
-    "lora_paths": _NO_LORA,
-    "lora_modules": _NO_LORA,
-    "lora_request": _NO_LORA,
-    "enable_lora": _NO_LORA,
-    "max_loras": _NO_LORA,
-    "max_lora_rank": _NO_LORA,
-    "adapter": _NO_LORA,
-    "adapter_name_or_path": _NO_LORA,
-    "peft": _NO_LORA,
-    "speculative_config": _NO_DRAFT,
-    "speculative_model": _NO_DRAFT,
-    "speculative_algorithm": _NO_DRAFT,
-    "speculative_draft_model_path": _NO_DRAFT,
-    "num_speculative_tokens": _NO_DRAFT,
-    "model_draft": _NO_DRAFT,
-    "cpu_offload_gb": _NO_OFFLOAD,
-    "swap_space": _NO_OFFLOAD,
-    "gpu_layers": _NO_OFFLOAD,
-    "n_gpu_layers": _NO_OFFLOAD,
-    "device_map": "nvcli chooses the GPUs: --tp and --dp say how many, CUDA_VISIBLE_DEVICES says which",
-    "load_format": "leave it out: weights are read from safetensors files",
-    "tokenizer": _TOKENIZER,
-    "tokenizer_path": _TOKENIZER,
-    "tokenizer_name": _TOKENIZER,
-    "tokenizer_mode": _TOKENIZER,
-    "skip_tokenizer_init": _TOKENIZER,
-    "download_dir": _CACHE,
-    "cache_dir": _CACHE,
-    "hf_token": "set HF_TOKEN, or run `hf auth login`",
-    "token": "set HF_TOKEN, or run `hf auth login`",
-    "host": _NO_SERVER,
-    "port": _NO_SERVER,
-    "api_key": _NO_SERVER,
-    "base_url": _NO_SERVER,
-    "served_model_name": _NO_SERVER,
-    "image": _NO_IMAGES,
-    "mmproj": _NO_IMAGES,
-    "limit_mm_per_prompt": _NO_IMAGES,
-    "nnodes": _ONE_MACHINE,
-    "node_rank": _ONE_MACHINE,
-    "dist_init_addr": _ONE_MACHINE,
-    "distributed_executor_backend": "leave it out: nvcli starts a process for each GPU itself",
-    "input_file": _INPUT,
-    "input": _INPUT,
-    "inputs": _INPUT,
-    "file": _INPUT,
-    "dataset": _INPUT,
-    "dataset_path": _INPUT,
-    "prompts_file": _INPUT,
-    "output_file": _OUTPUT,
-    "output_path": _OUTPUT,
-    "output_dir": _OUTPUT,
-    "out": _OUTPUT,
-    "enable_thinking": _THINKING,
-    "enable_reasoning": _THINKING,
-    "guided_decoding_backend": "leave it out: there is one way for structured answers, and nothing to choose",
-    "structured_outputs_config": "leave it out: there is one way for structured answers, and nothing to choose",
-    "grammar_backend": "leave it out: there is one way for structured answers, and nothing to choose",
-    "enable_chunked_prefill": "leave it out: long prompts are always computed in chunks of max_num_batched_tokens",
-    "log_level": "-v shows more, -q only warnings and errors",
-    "resume": "leave it out: the same command continues a job",
-    "continue": "leave it out: the same command continues a job",
-    "force": "nvcli calls it --overwrite",
-    "yes": "leave it out: nvcli asks no questions",
-    "interactive": "`nvcli chat` is a conversation at the terminal",
-    "conversation": "`nvcli chat` is a conversation at the terminal",
-    "num_prompts": "nvcli calls it --limit; in `bench` --num-requests",
-    "max_samples": "nvcli calls it --limit",
-}
-"""Names without a key of their own here, and what to do instead."""
+@functools.cache
+def own_keys() -> dict[str, tuple[str, ...]]:
+    """Return the keys of the configuration that each name may stand for."""
+    keys: dict[str, tuple[str, ...]] = {}
+    for key, names in _tables()["keys"].items():
+        for name in names:
+            keys[name] = (*keys.get(name, ()), key)
+    return keys
 
-COMMANDS = {
-    "serve": f"{_NO_SERVER} (`nvcli generate`), or a person's messages (`nvcli chat`)",
-    "server": f"{_NO_SERVER} (`nvcli generate`), or a person's messages (`nvcli chat`)",
-    "launch": f"{_NO_SERVER} (`nvcli generate`), or a person's messages (`nvcli chat`)",
-    "run-batch": "`nvcli generate` answers OpenAI batch files as they are",
-    "batch": "`nvcli generate` answers the rows of files",
-    "run": "`nvcli generate` answers the rows of files, `nvcli chat` is a conversation",
-    "infer": "`nvcli generate` answers the rows of files",
-    "complete": "`nvcli generate -p TEXT` answers a prompt",
-    "completion": "`nvcli generate -p TEXT` answers a prompt; `nvcli --install-completion` is for the shell",
-    "eval": "`nvcli score` says how likely given texts are",
-    "perplexity": "`nvcli score` says how likely given texts are",
-    "encode": "`nvcli embed` makes embeddings",
-    "embedding": "`nvcli embed` makes embeddings",
-    "embeddings": "`nvcli embed` makes embeddings",
-    "tokenize": "`nvcli check` shows prompts as the model will see them, and counts their tokens",
-    "validate": "`nvcli check` says what a job will do with its rows",
-    "benchmark": "nvcli calls it bench",
-    "perf": "nvcli calls it bench",
-    "profile": "nvcli calls it profile-memory",
-    "collect-env": "`nvcli doctor` looks at the machine",
-    "env": "`nvcli doctor` looks at the machine",
-    "list": "`nvcli models` lists what is supported",
-    "ls": "`nvcli models` lists what is supported",
-    "download": "`hf download OWNER/NAME` does; a run downloads what is missing by itself",
-    "pull": "`hf download OWNER/NAME` does; a run downloads what is missing by itself",
-    "resume": "the same command continues a job",
-    "continue": "the same command continues a job",
-    "convert": "nvcli reads safetensors files as they are; models in other formats are saved anew with transformers",
-    "quantize": "`--quantization fp8` keeps the weights of any checkpoint in 8 bits while it runs",
-    "help": "see `nvcli --help`, `nvcli COMMAND --help`",
-    "version": "nvcli calls it --version",
-}
-"""Commands of other tools."""
+
+@functools.cache
+def remarks() -> dict[str, str]:
+    """Return what to do instead, by name, where there is no key."""
+    return _said("remarks")
+
+
+@functools.cache
+def commands() -> dict[str, str]:
+    """Return what to do instead, by command."""
+    return _said("commands")
+
+
+def _said(table: str) -> dict[str, str]:
+    return {name: group["say"] for group in _tables()[table] for name in group["names"]}
+
+
+@functools.cache
+def _tables() -> dict[str, Any]:
+    import tomllib
+
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def name_of_option(option: str) -> str:

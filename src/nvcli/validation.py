@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import inspect
 
-from nvcli.other_names import OWN_KEYS, REMARKS
+from nvcli.other_names import own_keys, remarks
 
 T = TypeVar("T")
 Path = tuple[str | int, ...]
@@ -131,9 +131,9 @@ def suggest(name: str, known: Iterable[str]) -> str:
     """
     names = list(known)
     name = name[:_LONGEST_NAME]
-    meant = [own for key in OWN_KEYS.get(name, ()) if (own := _below(key, names))]
-    if not meant and name in REMARKS:
-        return REMARKS[name]
+    meant = [own for key in own_keys().get(name, ()) if (own := _below(key, names))]
+    if not meant and name in remarks():
+        return remarks()[name]
     meant = meant or difflib.get_close_matches(name, names, n=1, cutoff=_NEAR)
     if not meant and len(name) >= _SHORTEST_BEGINNING:
         longer = [each for each in names if each.startswith(name)]

@@ -7,7 +7,7 @@ import re
 import typer
 
 from nvcli.config import all_keys, flag_keys
-from nvcli.other_names import COMMANDS, OWN_KEYS, REMARKS, name_of_option
+from nvcli.other_names import commands, name_of_option, own_keys, remarks
 
 _MARKS = {"sampling": "--max-tokens", "job": "--system", "score": "--normalize", "embed": "--pooling"}
 """The option by which a command is known to read a section of the configuration."""
@@ -21,7 +21,7 @@ def usage_message(error: typer.TyperException) -> str:
     command = _UNKNOWN_COMMAND.match(error.message)
     hint = None
     if command is not None:
-        hint = COMMANDS.get(command[1].lower().replace("_", "-"))
+        hint = commands().get(command[1].lower().replace("_", "-"))
     elif option is not None and error.message.startswith("No such option") and context is not None:
         hint = _option_hint(option, {name for parameter in context.command.params for name in parameter.opts})
     shown = command[0] if command is not None else error.message
@@ -34,13 +34,13 @@ def _option_hint(option: str, options: set[str]) -> str | None:
     meant = [shown for key in _keys(name) if (shown := _spelled(key, options))]
     if meant:
         return f"nvcli calls it {' or '.join(meant)}"
-    return REMARKS.get(name)
+    return remarks().get(name)
 
 
 def _keys(name: str) -> tuple[str, ...]:
     """Return the keys that an option's name may stand for."""
-    if name in OWN_KEYS:
-        return OWN_KEYS[name]
+    if name in own_keys():
+        return own_keys()[name]
     return tuple(key for key in all_keys() if name in (key, key.rpartition(".")[2]))[:1]
 
 

@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from nvcli.config import JobConfig, RunConfig
 from nvcli.errors import ConfigError
-from nvcli.other_names import OWN_KEYS, REMARKS
+from nvcli.other_names import own_keys, remarks
 from nvcli.sampling_params import SamplingParams
 from nvcli.task_config import EmbedConfig, ScoreConfig
 from nvcli.validation import show, suggest
@@ -57,15 +57,15 @@ CALL: dict[str, tuple[tuple[Any, ...], str]] = {
         (None, False),
         "no bar is shown; put one around the answers: tqdm(llm.generate(rows), total=len(rows))",
     ),
-    "lora_request": ((None, []), REMARKS["lora_request"]),
-    "prompt_adapter_request": ((None,), REMARKS["lora_request"]),
+    "lora_request": ((None, []), remarks()["lora_request"]),
+    "prompt_adapter_request": ((None,), remarks()["lora_request"]),
     "priority": ((None, 0), "rows are begun in the order in which they come"),
     "guided_options_request": ((None,), 'use sampling_params={"structured": {"json_schema": …}}'),
     "prompt_token_ids": ((None,), "a list of token ids is a row: llm.generate([[1, 2, 3]])"),
     "messages": ((), "use llm.chat(messages)"),
     "chat_template": ((None,), _FOR_ALL % "chat_template"),
     "chat_template_content_format": ((None, "auto", "string"), "contents are texts"),
-    "mm_processor_kwargs": ((None, {}), REMARKS["image"]),
+    "mm_processor_kwargs": ((None, {}), remarks()["image"]),
     "tokenization_kwargs": ((None, {}), 'use sampling_params={"truncate_prompt_tokens": …}'),
     "pooling_params": ((None,), 'use LLM(model, task="embed", embed={"dimensions": …})'),
     "stream": ((None, False), "use llm.stream(row)"),
@@ -77,7 +77,7 @@ METHODS = {
     "get_tokenizer": "use transformers.AutoTokenizer.from_pretrained(model); llm.chat renders the chat template itself",
     "encode": 'use llm.embed(rows), of an LLM that is made with task="embed"',
     "classify": 'use llm.score(rows), whose rows hold "choices"',
-    "beam_search": REMARKS["use_beam_search"],
+    "beam_search": remarks()["use_beam_search"],
     "llm_engine": "the engines are processes of their own; llm.config says what they were started with",
     "shutdown": "use llm.close()",
     "sleep": "use llm.close(), and make a new LLM",
@@ -174,7 +174,7 @@ def _understood(given: Mapping[str, Any], known: tuple[str, ...], method: str, *
 
 def _sampling_path(name: str) -> list[str] | None:
     """Return where a name stands in the sampling, itself or as what it means elsewhere; None: it is no part of it."""
-    paths = [f"sampling.{name}"] if name in SamplingParams.__struct_fields__ else OWN_KEYS.get(name, ())
+    paths = [f"sampling.{name}"] if name in SamplingParams.__struct_fields__ else own_keys().get(name, ())
     return next((path.split(".")[1:] for path in paths if path.startswith("sampling.")), None)
 
 
