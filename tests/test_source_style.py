@@ -1,8 +1,10 @@
-"""How the source reads: no function is long."""
+"""How the source reads: no function is long, and docstrings begin with a verb or a noun."""
 
 from __future__ import annotations
 
 import ast
+import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,13 +20,25 @@ LONGER = {
 """Functions that are still longer than `MAX_LINES`, and how long they may be. The list only becomes shorter."""
 
 
+FRAGMENTS = Path(__file__).with_name("docstring_fragments.txt")
+"""The first lines of the docstrings that still begin as fragments do. The list only becomes shorter."""
+FRAGMENT = re.compile(r"(Of|By|Those|What|Whom|Where|Which|That|As|In so)\b")
+
+
+@functools.cache
+def parsed() -> dict[str, ast.Module]:
+    """Return the syntax tree of each source file, by path."""
+    paths = sorted(SOURCES.rglob("*.py"))
+    return {str(path.relative_to(SOURCES)): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+
+
 def functions() -> Iterator[tuple[str, int]]:
     """Yield each function's file and name, and its lines, with its signature and docstring. Kernels do not count."""
-    for path in sorted(SOURCES.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, tree in parsed().items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_kernel(node):
                 assert node.end_lineno is not None
-                yield f"{path.relative_to(SOURCES)} {node.name}", node.end_lineno - node.lineno + 1
+                yield f"{path} {node.name}", node.end_lineno - node.lineno + 1
 
 
 def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -38,3 +52,20 @@ def test_no_function_is_long() -> None:
     assert too_long == {}, f"split these functions, of more than {MAX_LINES} lines"
     short_by_now = [name for name in LONGER if lengths.get(name, 0) <= MAX_LINES]
     assert short_by_now == [], "take these out of LONGER"
+
+
+def docstrings(tree: ast.Module) -> Iterator[str]:
+    """Yield the docstrings of a file, those of fields and constants too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for each in node.body:
+                if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant):
+                    yield str(each.value.value).strip()
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    """A fragment ("Of so many looks but one …") makes sense to nobody who has not read the code."""
+    allowed = set(FRAGMENTS.read_text(encoding="utf-8").splitlines())
+    found = {path: [text for text in docstrings(tree) if FRAGMENT.match(text)] for path, tree in parsed().items()}
+    new = {path: new for path, texts in found.items() if (new := {text.partition("\n")[0] for text in texts} - allowed)}
+    assert new == {}, "begin these with a verb or a noun, in the field's words"

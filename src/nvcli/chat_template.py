@@ -1,4 +1,4 @@
-"""What a job says to a chat template: the file of another template, and the variables that a template is given.
+"""Chat templates of a job: the file of another template, and the variables that a template is given.
 
 Knows no tokenizer and renders nothing; errors come before a model is loaded.
 """

@@ -164,7 +164,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Defaults of every row's `sampling` object; holds the keys that were set and no others."""
     job: JobConfig = JobConfig()
     task: Task = "generate"
-    """What is made of the rows; a command sets its own."""
+    """The kind of result that rows get; a command sets its own."""
     score: ScoreConfig = ScoreConfig()
     embed: EmbedConfig = EmbedConfig()
 

@@ -23,7 +23,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_path: Path
     """A local folder in Hugging Face layout."""
     hf_overrides: dict[str, Any] = {}
-    """As in RunConfig."""
+    """See `RunConfig`."""
     device: Literal["cpu", "cuda"]
     dtype: ModelDtype
     tensor_parallel_size: int
@@ -41,7 +41,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout: float
     enable_expert_parallel: bool = False
     kv_cache_dtype: KVCacheDtype = "auto"
-    """As in RunConfig; `kv_dtype` is what it comes to."""
+    """See `RunConfig`; `kv_dtype` is what it comes to."""
     pipeline_parallel_size: int = 1
     """Stages; rank = stage × `tensor_parallel_size` + the rank within the stage."""
     replica: int = 0
@@ -57,16 +57,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantization: KeptWeights = "none"
     """How ranks keep the weights of linear layers."""
     fp8_accumulation: FP8Accumulation = "exact"
-    """As in RunConfig."""
+    """See `RunConfig`."""
     batch_invariant: bool = False
-    """As in RunConfig."""
+    """See `RunConfig`."""
     kv_blocks_before: int | None = None
-    """Where ranks follow others that ran out of memory: how many KV blocks those had. They take no more, and no more
-    than what is free now leaves them."""
+    """KV blocks of the ranks before, which ran out of memory; None: there were none. These ranks take no more, and no
+    more than fits into what is free now."""
     prepare_grammars: bool = False
     """Load beside the weights what constrained answers need, because rows at the beginning of the job want some."""
     enable_cascade_attention: bool = True
-    """As in RunConfig."""
+    """See `RunConfig`."""
     plan_admission: bool = True
     """Admit as many requests as will fit into the KV cache until they end, by what the answers so far tell; false: as
     many as fit now, and take some back when there is too little room."""

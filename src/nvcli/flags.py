@@ -36,13 +36,13 @@ class Flag:
     """The group of options, one of `GROUPS`."""
     help: str
     metavar: str | None = None
-    """What the help calls the value; None for a switch."""
+    """The value in the help; None for a switch."""
     example: str | None = None
     """A JSON object; the value is one, and the help names this."""
     switch: tuple[str, str] | None = None
     """The values for on and off, where the field is no `bool`."""
     completes: Literal["models", "shapes", "gpus", "keys"] | None = None
-    """What the shell completes (`cli.completion`); None: the words that the field takes."""
+    """The values that the shell offers (`cli.completion`); None: the words that the field takes."""
 
     @property
     def name(self) -> str:

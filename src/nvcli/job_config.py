@@ -118,7 +118,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             example='{"enable_thinking": false}',
         ),
     ] = {}
-    """Those of a row go over them."""
+    """A row's own go over them."""
     plan: bool = True
     """Choose the order in which the rows that were read ahead are computed (prompts that begin alike together, long
     answers first, equal rows once), and how many run at a time, by how long answers will be. Changes no answer. false:

@@ -99,7 +99,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     best_of: Annotated[int, Meta(ge=1, le=1024)] | None = None
     """Answers that are computed, of which the `n` best by log-probability are returned; null: `n`, as they come."""
     rank_by: Literal["mean", "sum"] = "mean"
-    """What `best_of` compares: the mean log-probability of an answer's tokens, or their sum."""
+    """The measure by which `best_of` ranks answers: the mean log-probability of their tokens, or the sum."""
     stop: Annotated[
         str | list[str], Flag("--stop", SAMPLING, "Text that ends an answer; may be repeated.", "TEXT")
     ] = []
@@ -138,7 +138,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = 1.0
     """Logits are divided by it and by the temperature, in float32, which neither may make infinite."""
     logit_bias: dict[Annotated[int, Meta(ge=0)] | str, Annotated[float, Meta(ge=-100, le=100)]] = {}
-    """By token id, or by a text that is one token. A text of digits alone, as JSON has ids, becomes the id."""
+    """Token → what is added to its logit. Tokens are ids, in JSON as a text of digits, or texts that are one token."""
     allowed_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1)] | None = None
     """The only tokens that may be chosen; null: all."""
     bad_words: list[Annotated[str, Meta(min_length=1)]] = []
@@ -156,7 +156,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     null: none."""
     return_token_ids: bool = False
     structured: Structured | None = None
-    """What the answer must look like; null: anything."""
+    """The form that the answer must have; null: any."""
     echo: bool = False
     """The text of the answer begins with the prompt."""
     skip_special_tokens: bool = True

@@ -1,4 +1,4 @@
-"""What a run computes of its rows: answers, log-probabilities of given texts, or embeddings; and the settings of each.
+"""Tasks: a run computes answers, log-probabilities of given texts, or embeddings; and the settings of each.
 
 The task is set by the command (`nvcli score`, `nvcli embed`); a Python program may set it too.
 """

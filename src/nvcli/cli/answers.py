@@ -1,13 +1,39 @@
-"""How the answer to a person is shown: as it comes, and what there is to say of its end."""
+"""Answers to a person who waits at a terminal: the model is loaded for them, and an answer is shown as it comes."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from typing import TYPE_CHECKING
 
 from nvcli.cli.messages import output_gone, say
-from nvcli.llm.answer import Answer
-from nvcli.llm.llm import AnswerStream
 from nvcli.terminal_text import harmless
+
+if TYPE_CHECKING:
+    from nvcli.config import RunConfig
+    from nvcli.llm.answer import Answer
+    from nvcli.llm.llm import LLM, AnswerStream
+
+
+def load_for_person(run: RunConfig, *, num_requests: int, needs_chat_template: bool = False) -> LLM:
+    """Load the model, and say so where it is a terminal that waits. Of the notes only warnings are shown.
+
+    The keywords are those of `LLM.from_config`.
+    """
+    from nvcli.job_run.engine_ahead import EngineAhead
+
+    if sys.stderr.isatty():
+        say(f"loading {run.model} …")
+    with contextlib.closing(EngineAhead()) as ahead:
+        from nvcli.llm.llm import LLM
+
+        return LLM.from_config(
+            run,
+            note=lambda line: say(line) if line.startswith("warning: ") else None,
+            start=ahead.start_engine,
+            num_requests=num_requests,
+            needs_chat_template=needs_chat_template,
+        )
 
 
 def write(text: str) -> None:

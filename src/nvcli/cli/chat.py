@@ -6,7 +6,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from nvcli.cli.loading import load_for_person
+from nvcli.cli.answers import load_for_person, say_if_cut, show_stream, write
 from nvcli.cli.messages import Interrupted, say, say_error
 from nvcli.cli.options import Settings, keys_of, with_options
 
@@ -88,8 +88,6 @@ class _Terminal(_Pipe):
     def read_line(self, *, goes_on: bool) -> str | None:
         import readline  # noqa: F401 - `input` edits lines with it
 
-        from nvcli.cli.answers import write
-
         try:
             return input("… " if goes_on else "> ")
         except EOFError:
@@ -104,8 +102,6 @@ class _Terminal(_Pipe):
             raise
 
     def show(self, stream: AnswerStream) -> Answer:
-        from nvcli.cli.answers import write
-
         try:
             return _show(stream)
         except KeyboardInterrupt:
@@ -115,8 +111,6 @@ class _Terminal(_Pipe):
 
 
 def _show(stream: AnswerStream) -> Answer:
-    from nvcli.cli.answers import say_if_cut, show_stream
-
     answer = show_stream(stream)
     say_if_cut(answer)
     return answer

@@ -43,7 +43,7 @@ AsJson = Annotated[bool, Flag("--json", RESULT, "The result as JSON, on standard
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """What a command line says of the configuration."""
+    """The part of a command line that is about the configuration."""
 
     config: Annotated[
         Path | None,

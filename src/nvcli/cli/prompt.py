@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nvcli.cli.answer_files import JobOptions
-from nvcli.cli.loading import load_for_person
+from nvcli.cli.answers import load_for_person, say_if_cut, show_stream, write
 from nvcli.cli.messages import Interrupted, say, say_error
 from nvcli.config import flag_keys
 from nvcli.errors import ConfigError
@@ -49,7 +49,6 @@ def check_prompt_options(
 
 def answer_prompts(run: RunConfig, prompts: Sequence[str], *, raw: bool) -> int:
     """Print the answers to prompts, in their order, with an empty line between two. Return the exit code."""
-    from nvcli.cli.answers import say_if_cut, show_stream, write
     from nvcli.llm.prompts import ask, config_for_prompts, num_requests
 
     num_failed = 0

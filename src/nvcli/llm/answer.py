@@ -138,7 +138,7 @@ class Answer(dict[str, Any]):
 
     @property
     def _body(self) -> Mapping[str, Any]:
-        """What holds the answers: the body of OpenAI's response, or the row itself."""
+        """The mapping that holds the answers: the body of OpenAI's response, or the row itself."""
         response = self.get("response")
         body: Mapping[str, Any] = self if response is None else response["body"]
         return body

@@ -11,13 +11,14 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from nvcli.config import JobConfig, RunConfig
+from nvcli.config import SECTIONS, RunConfig, flag_keys, load_run_config
 from nvcli.errors import ConfigError
+from nvcli.llm.rows import plain_setting
 from nvcli.other_names import own_keys, remarks
 from nvcli.sampling_params import SamplingParams
-from nvcli.task_config import EmbedConfig, ScoreConfig
 from nvcli.validation import show, suggest
 
 P = ParamSpec("P")
@@ -96,6 +97,22 @@ _VALUES: dict[str, dict[str, str]] = {
 """Values that mean the same as one of nvcli's, by key."""
 
 
+def read_config(
+    model: str | Path | None, config: str | Path | None, flags: Mapping[str, Any], settings: Mapping[str, Any]
+) -> RunConfig:
+    """Return the configuration of a constructor's arguments. Raises ConfigError.
+
+    `config` is a file. `flags` are values of keys by the names of their options, None where one is not given, and
+    `settings` those that are called otherwise by nvcli or by another engine.
+    """
+    given = {flag_keys()[flag]: value for flag, value in flags.items() if value is not None}
+    if model is not None:
+        given["model"] = str(model)
+    given |= understood_settings(model, settings)
+    plain = {key: plain_setting(key, value) for key, value in given.items()}
+    return load_run_config(None if config is None else Path(config), settings=plain)
+
+
 def understood_settings(model: object, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a constructor by nvcli's keys. Raises ConfigError for a key of one of their sections.
 
@@ -113,17 +130,11 @@ def understood_settings(model: object, settings: Mapping[str, Any]) -> dict[str,
             logging.getLogger("nvcli").warning("LLM: `%s` has no effect here and is left out", name)
         elif name == "order":
             raise ConfigError('LLM takes no `order`; say it in each call: llm.generate(rows, order="completion")')
-        elif (section := _section_of(name)) is not None:
+        elif section := next((section for section, kind in SECTIONS.items() if name in kind.__struct_fields__), None):
             raise ConfigError(f'LLM takes no `{name}`; it belongs into {section}={{"{name}": {show(value)}}}')
         else:
             ours[name] = value
     return ours
-
-
-def _section_of(name: str) -> str | None:
-    """Return the section of the configuration that has a key."""
-    sections = {"sampling": SamplingParams, "job": JobConfig, "embed": EmbedConfig, "score": ScoreConfig}
-    return next((section for section, kind in sections.items() if name in kind.__struct_fields__), None)
 
 
 def _our_value(name: str, value: Any) -> Any:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from nvcli.config import RunConfig, load_run_config
+from nvcli.config import RunConfig, flag_keys
 from nvcli.config_types import Order, ParallelSize
 from nvcli.errors import ClosedError, ConfigError
 from nvcli.job_run.engines import StartEngine, start_engine
@@ -33,8 +33,8 @@ from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.task_rows import ScoreRows
 from nvcli.llm.answer import Answer, make_answer
 from nvcli.llm.call import Call
-from nvcli.llm.keywords import METHODS, says_what_to_use, understood_settings
-from nvcli.llm.rows import ReadRow, Row, as_conversation, as_row, check_rows, plain_setting
+from nvcli.llm.keywords import METHODS, read_config, says_what_to_use
+from nvcli.llm.rows import ReadRow, Row, as_conversation, as_row, check_rows
 from nvcli.llm.sampling import read_samplings
 from nvcli.llm.session import Session
 from nvcli.process_limits import check_process
@@ -76,19 +76,11 @@ class LLM:
 
         Raises ConfigError, LoadError, CapacityError or WorkerError. Messages for the user go to the logger `nvcli`.
         """
-        named: dict[str, Any] = {
-            "model": None if model is None else str(model),
-            "tensor_parallel_size": tp,
-            "pipeline_parallel_size": pp,
-            "data_parallel_size": dp,
-            "sampling": sampling,
-        }
-        given = {key: value for key, value in named.items() if value is not None}
-        if twice := sorted(given.keys() & settings.keys()):
-            raise ConfigError(f"`{twice[0]}` and its short name `{twice[0][0]}p` are given; leave one out")
-        given |= understood_settings(model, settings)
-        given = {key: plain_setting(key, value) for key, value in given.items()}
-        run = load_run_config(None if config is None else Path(config), settings=given)
+        flags = {"--tp": tp, "--pp": pp, "--dp": dp}
+        for flag, value in flags.items():
+            if value is not None and (key := flag_keys()[flag]) in settings:
+                raise ConfigError(f"`{key}` and its short name `{flag.lstrip('-')}` are given; leave one out")
+        run = read_config(model, config, flags, settings | ({} if sampling is None else {"sampling": sampling}))
         self._open(run, log_note, start_engine, None, False)
 
     @classmethod

@@ -21,7 +21,7 @@ Row = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """One row: a prompt, its token ids, a conversation, or a whole row with keys."""
 
 ReadRow = Callable[[Row, RowKeys], dict[str, Any] | str]
-"""What gives a row its keys, or returns a text. It raises RowError, or whatever an object of the program raises."""
+"""Gives a row its keys, or returns a text. It raises RowError, or whatever an object of the program raises."""
 
 FIRST_BATCH_ROWS = 8
 """The first batch after a pause is small, so that engines soon have work; batches double from here."""

@@ -113,7 +113,7 @@ class Session:
 
     @property
     def task(self) -> TaskRows | None:
-        """What the configuration makes of rows in place of answers; None: answers."""
+        """The task that rows are for in place of answers; None: answers."""
         return self._resolved.task
 
     @property

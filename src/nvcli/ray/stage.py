@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import ray.data
 
-from nvcli.config import RunConfig, load_run_config
+from nvcli.config import RunConfig, flag_keys
 from nvcli.errors import ConfigError
-from nvcli.llm.keywords import understood_settings
-from nvcli.llm.rows import plain_setting
+from nvcli.llm.keywords import read_config
 from nvcli.ray.replica import Replica
 from nvcli.validation import show
 
@@ -61,13 +60,10 @@ def generate(
     `Dataset.map_batches`, such as `{"num_cpus": 4, "accelerator_type": "H100"}`. Raises ConfigError. An actor that
     cannot load the model fails the computation.
     """
-    named: dict[str, Any] = {"model": None if model is None else str(model), "sampling": sampling}
-    given = {key: value for key, value in named.items() if value is not None}
-    given |= {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "data_parallel_size": 1}
-    if taken := sorted(settings.keys() & {*given, "dp"}):
+    flags = {"--tp": tp, "--pp": pp, "--dp": 1}
+    if taken := sorted(settings.keys() & {*map(flag_keys().__getitem__, flags), "dp"}):
         raise ConfigError(f"`{taken[0]}` cannot be set beside `tp`, `pp` and `concurrency`; leave it out")
-    given = {key: plain_setting(key, value) for key, value in (given | understood_settings(model, settings)).items()}
-    run = load_run_config(None if config is None else Path(config), settings=given)
+    run = read_config(model, config, flags, settings | ({} if sampling is None else {"sampling": sampling}))
     options = {
         "batch_size": _at_least_one("batch_size", batch_size),
         "compute": _pool(concurrency),
