@@ -96,7 +96,7 @@ def run_job(inputs: Sequence[str], options: JobOptions, settings: Settings, task
     from nvcli.jobs.shard import choose_shard
 
     shard = None if options.shard is None else choose_shard(options.shard, os.environ)
-    run, source = settings.load_sourced({} if task is None else {"task": task})
+    run, source = settings.load_sourced(task=task)
     if options.dry_run:
         from nvcli.check.check import CheckOptions
         from nvcli.cli.check_report import run_check

@@ -6,13 +6,25 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from nvcli.cli.messages import output_gone, say
+from nvcli.config import JobConfig, RunConfig
 from nvcli.terminal_text import harmless
 
 if TYPE_CHECKING:
-    from nvcli.config import RunConfig
     from nvcli.llm.answer import Answer
     from nvcli.llm.llm import LLM, AnswerStream
+
+_OF_FILES = ("prompt_field", "messages_field", "id_field", "prompt_template", "messages_template")
+_OF_CONVERSATIONS = ("system", "chat_template", "chat_template_kwargs")
+
+
+def config_for_person(run: RunConfig, *, raw: bool = False) -> RunConfig:
+    """Return a configuration without what its `job` says about columns of files, and of conversations if `raw`."""
+    defaults = {key: getattr(JobConfig(), key) for key in (*_OF_FILES, *(_OF_CONVERSATIONS if raw else ()))}
+    job = msgspec.structs.replace(run.job, **defaults, chat="never" if raw else run.job.chat)
+    return msgspec.structs.replace(run, job=job)
 
 
 def load_for_person(run: RunConfig, *, num_requests: int, needs_chat_template: bool = False) -> LLM:

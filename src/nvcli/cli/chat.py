@@ -6,7 +6,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from nvcli.cli.answers import load_for_person, say_if_cut, show_stream, write
+from nvcli.cli.answers import config_for_person, load_for_person, say_if_cut, show_stream, write
 from nvcli.cli.messages import Interrupted, say, say_error
 from nvcli.cli.options import Settings, keys_of, with_options
 
@@ -36,9 +36,8 @@ def chat(*, settings: Settings) -> None:
 
     from nvcli.end_signals import at_safe_place
     from nvcli.llm.chat import Chat, run_chat
-    from nvcli.llm.prompts import config_for_prompts
 
-    run = config_for_prompts(run, raw=False)
+    run = config_for_person(run)
     own_system = run.job.system
     run = msgspec.structs.replace(
         run, data_parallel_size=1, job=msgspec.structs.replace(run.job, system=None, on_too_long="error")

@@ -26,6 +26,7 @@ from nvcli.config import RunConfig, key_fields, load_sourced_config
 from nvcli.errors import ConfigError
 from nvcli.flags import GROUPS, OTHER, RESULT, ROWS, Flag, FlaggedField, flag_of, flagged_fields
 from nvcli.process_limits import check_process
+from nvcli.task_config import Task
 from nvcli.validation import InvalidValue, convert, describe
 
 if TYPE_CHECKING:
@@ -61,7 +62,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return choose_config_file(self.config)
 
     def load(self, *, shape: str | None = None, needs_model: bool = True) -> RunConfig:
-        """Return the configuration, whose model may be a known shape. Raises ConfigError."""
+        """Return the configuration, as `load_sourced` does."""
+        return self.load_sourced(shape=shape, needs_model=needs_model)[0]
+
+    def load_sourced(
+        self, *, task: Task | None = None, shape: str | None = None, needs_model: bool = True
+    ) -> tuple[RunConfig, ConfigSource]:
+        """Return the configuration and the origin of each key. Raises ConfigError.
+
+        `task` goes over it, and the known shape takes the place of its model. Without `needs_model` it may have none.
+        """
         flags = dict(self.flags)
         if shape is not None and "--model" in flags:
             raise ConfigError(
@@ -70,13 +80,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             )
         if shape is not None:
             flags["--model"] = shape
+        settings = None if task is None else {"task": task}
         check_process()
-        return load_sourced_config(self.file, self.overrides, flags, needs_model=needs_model)[0]
-
-    def load_sourced(self, settings: Mapping[str, Any] | None = None) -> tuple[RunConfig, ConfigSource]:
-        """Return the configuration, with `settings` over it, and the origin of each key. Raises ConfigError."""
-        check_process()
-        return load_sourced_config(self.file, self.overrides, self.flags, settings=settings)
+        return load_sourced_config(self.file, self.overrides, flags, settings=settings, needs_model=needs_model)
 
 
 def keys_of(*sections: str, without: Collection[str] = ()) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nvcli.cli.answer_files import JobOptions
-from nvcli.cli.answers import load_for_person, say_if_cut, show_stream, write
+from nvcli.cli.answers import config_for_person, load_for_person, say_if_cut, show_stream, write
 from nvcli.cli.messages import Interrupted, say, say_error
 from nvcli.config import flag_keys
 from nvcli.errors import ConfigError
@@ -14,6 +14,7 @@ from nvcli.flags import flagged_fields
 
 if TYPE_CHECKING:
     from nvcli.config import RunConfig
+    from nvcli.llm.rows import Row
 
 
 _OF_CHATS = ("--chat", "--system", "--chat-template", "--chat-template-kwargs")
@@ -49,16 +50,16 @@ def check_prompt_options(
 
 def answer_prompts(run: RunConfig, prompts: Sequence[str], *, raw: bool) -> int:
     """Print the answers to prompts, in their order, with an empty line between two. Return the exit code."""
-    from nvcli.llm.prompts import ask, config_for_prompts, num_requests
-
     num_failed = 0
     raw = raw or run.job.chat == "never"
     try:
-        with load_for_person(config_for_prompts(run, raw=raw), num_requests=num_requests(run, len(prompts))) as llm:
+        num_answers = len(prompts) * run.sampling.get("n", 1)
+        with load_for_person(config_for_person(run, raw=raw), num_requests=num_answers) as llm:
             if not raw and not llm.has_chat_template:
                 raw = True
                 say(f"{run.model} has no chat template, so it continues the prompt as it is")
-            for number, stream in enumerate(ask(llm, prompts, raw=raw)):
+            rows: Sequence[Row] = prompts if raw else [[{"role": "user", "content": text}] for text in prompts]
+            for number, stream in enumerate([llm.stream(row) for row in rows]):  # all at the same time
                 if number:
                     write("\n")
                 answer = show_stream(stream)
