@@ -632,7 +632,7 @@ def _is_structured(value: Any) -> bool:
     if not isinstance(value, dict) or len(value) != 1:
         return False
     ((name, form),) = value.items()
-    return isinstance(form, _FORMS[name]) and (name != "choice" or all(isinstance(text, str) for text in form))
+    return isinstance(form, _FORMS.get(name, ())) and (name != "choice" or all(isinstance(text, str) for text in form))
 
 
 def _is_sound(sampling: Mapping[str, Any]) -> bool:
