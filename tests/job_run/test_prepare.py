@@ -17,8 +17,8 @@ from nvcli.job_run.text.model_limits import ModelLimits, encode_long
 from nvcli.job_run.text.prepare import PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Job, JobResult, RowContext, RowForm
-from nvcli.jobs.rows.nesting import MAX_LEVELS
 from nvcli.jobs.rows.parser import RowParser
+from nvcli.jobs.rows.raw_values import MAX_LEVELS
 from nvcli.messages import pack
 from nvcli.sampling_params import MAX_INT, SamplingParams
 from nvcli.structured import Structured

@@ -11,8 +11,7 @@ from nvcli.jobs.job import Job, JobResult
 from nvcli.jobs.rows.cells import Cells
 from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.parser import RowParser
-from nvcli.jobs.rows.prompt_forms import ChatForms
-from nvcli.jobs.rows.prompt_rules import PromptRules
+from nvcli.jobs.rows.prompt_rules import ChatForms, PromptRules
 
 TURNS = [
     {"from": "system", "value": "s"},

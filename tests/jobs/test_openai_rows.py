@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from nvcli.jobs.job import Choice, Job, JobResult, Logprobs, RowForm, Usage
-from nvcli.jobs.rows.moved_row import moved_row
-from nvcli.jobs.rows.output_row import OutputForm, output_row, read_output_row
+from nvcli.jobs.rows.output_row import OutputForm, moved_row, output_row, read_output_row
 from nvcli.llm.answer import Answer
 from nvcli.sampling_params import SamplingParams, StopRepetition
 from nvcli.show.answers import read_shown_row

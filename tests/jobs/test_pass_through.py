@@ -21,10 +21,10 @@ from nvcli.jobs.output import parquet_output
 from nvcli.jobs.output.parquet_output import write_parquet
 from nvcli.jobs.row_set import AnsweredRows
 from nvcli.jobs.rows.native_row import RowKeys
-from nvcli.jobs.rows.nesting import is_deeper
 from nvcli.jobs.rows.output_row import OutputForm, output_row
 from nvcli.jobs.rows.parser import RowParser
 from nvcli.jobs.rows.prompt_rules import PromptRules
+from nvcli.jobs.rows.raw_values import is_deeper
 from nvcli.text_template import TextTemplate
 from output_jobs import make_table
 

@@ -23,7 +23,7 @@ from nvcli.jobs.line_splitter import BlankLines, DroppedLine, LineSplitter
 from nvcli.jobs.row_set import AnsweredRows, RowSet
 from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.parser import RowParser
-from nvcli.jobs.rows.seen_ids import SeenIds
+from nvcli.jobs.rows.row_ids import SeenIds
 from output_jobs import extra_of
 
 ReadRows = Callable[..., list[Job | JobResult]]

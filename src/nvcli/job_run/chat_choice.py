@@ -16,7 +16,7 @@ from nvcli.errors import ConfigError
 from nvcli.job_config import PROMPT_KEY
 from nvcli.job_run.settings import SetterOf, unknown_setter
 from nvcli.jobs.output.manifest import CHAT_FACT
-from nvcli.jobs.rows.prompt_forms import ChatForms
+from nvcli.jobs.rows.prompt_rules import ChatForms
 
 _ALWAYS = ChatForms(prompts=True, other_texts=True, instructions=True)
 _FACTS = {

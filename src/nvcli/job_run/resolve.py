@@ -40,8 +40,7 @@ from nvcli.jobs.output.manifest import Manifest, load_manifest
 from nvcli.jobs.row_set import AnsweredRows
 from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.parser import RowParser
-from nvcli.jobs.rows.prompt_forms import ChatForms, PromptKind, describe_kind
-from nvcli.jobs.rows.prompt_rules import PromptRules
+from nvcli.jobs.rows.prompt_rules import ChatForms, PromptKind, PromptRules, describe_kind
 from nvcli.jobs.rows.raw_values import as_json
 from nvcli.jobs.rows.row_digest import InputRows
 from nvcli.jobs.rows.task_rows import TaskRows

@@ -28,7 +28,7 @@ from nvcli.config_types import Order, ParallelSize
 from nvcli.errors import ClosedError, ConfigError
 from nvcli.job_run.engines import StartEngine, start_engine
 from nvcli.jobs.job import JobResult
-from nvcli.jobs.rows.conversation_options import CONVERSATION_KEYS
+from nvcli.jobs.rows.conversation import CONVERSATION_KEYS
 from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.task_rows import ScoreRows
 from nvcli.llm.answer import Answer, make_answer

@@ -18,7 +18,7 @@ from nvcli.job_run.text.lark import GemmaNotation, LarkWriter, PythonNotation
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.job_run.text.tool_calls import HARMONY
 from nvcli.jobs.job import CallRule, Job, RowForm
-from nvcli.jobs.rows.conversation_options import TOOL_CHOICE, TOOLS
+from nvcli.jobs.rows.conversation import TOOL_CHOICE, TOOLS
 from nvcli.structured import Structured
 
 _SHARED = ("$defs", "definitions")

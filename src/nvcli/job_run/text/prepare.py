@@ -31,7 +31,7 @@ from nvcli.job_run.text.special_tokens import special_token_rule
 from nvcli.job_run.text.token_rules import TokenRules, token_rules
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Job, JobResult, RowContext, RowForm, failed
-from nvcli.jobs.rows.conversation_options import ARGUMENTS, CONTINUE_FINAL_MESSAGE, TOOLS
+from nvcli.jobs.rows.conversation import ARGUMENTS, CONTINUE_FINAL_MESSAGE, TOOLS
 from nvcli.jobs.tasks import EmbedTask, PromptTask, ScoreTask
 from nvcli.messages import pack
 from nvcli.sampling_params import SamplingParams

@@ -24,7 +24,7 @@ from nvcli.jobs.line_splitter import BlankLines
 from nvcli.jobs.row_set import AnsweredRows
 from nvcli.jobs.rows.cells import Cells
 from nvcli.jobs.rows.parser import Row, RowParser
-from nvcli.jobs.rows.prompt_forms import PromptKind
+from nvcli.jobs.rows.prompt_rules import PromptKind
 from nvcli.jobs.rows.row_digest import InputRows, row_digest
 from nvcli.jobs.rows.row_warnings import RowWarnings
 from nvcli.jobs.shard import WHOLE, Shard

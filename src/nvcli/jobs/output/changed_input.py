@@ -15,8 +15,7 @@ from nvcli.jobs.output.output_scan import OutputScan, scan_output, valid_rows
 from nvcli.jobs.output.row_changes import RowChanges, compare_rows
 from nvcli.jobs.output.update import update_output
 from nvcli.jobs.own_files import digests_path, is_csv, is_table
-from nvcli.jobs.rows.moved_row import moved_row
-from nvcli.jobs.rows.output_row import WrittenRow, read_output_row
+from nvcli.jobs.rows.output_row import WrittenRow, moved_row, read_output_row
 from nvcli.jobs.rows.row_digest import DIGEST_BYTES, InputRows
 from nvcli.jobs.shard import WHOLE, Shard
 from nvcli.regular_file import read_regular

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nvcli.jobs.rows.nesting import MAX_LEVELS
+from nvcli.jobs.rows.raw_values import MAX_LEVELS
 from nvcli.validation import describe_surrogate
 
 _EXPLAINED_BYTES = 1 << 20

@@ -8,13 +8,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from nvcli.errors import RowError
-from nvcli.jobs.rows.conversation_options import CONVERSATION_KEYS
+from nvcli.jobs.rows.conversation import CONVERSATION_KEYS
 from nvcli.jobs.rows.native_row import RowKeys
-from nvcli.jobs.rows.nesting import is_deeper
 from nvcli.jobs.rows.openai_row import looks_like_openai
+from nvcli.jobs.rows.raw_values import NestedTooDeep, check_json, decode_within
 from nvcli.validation import show
-
-_check_json = msgspec.json.Decoder(msgspec.Raw).decode
 
 
 class Cells(NamedTuple):
@@ -25,10 +23,10 @@ class Cells(NamedTuple):
     """Bytes of the row in its file."""
 
 
-def values_of_cells(cells: Cells, keys: RowKeys, *, max_levels: int) -> dict[str, Any]:
+def values_of_cells(cells: Cells, keys: RowKeys) -> dict[str, Any]:
     """Return the values of a row: JSON where nvcli's own keys hold lists and objects, and texts elsewhere.
 
-    Raises RowError for a cell that should hold JSON and does not, or JSON of more than `max_levels` levels.
+    Raises RowError for a cell that should hold JSON and does not.
     """
     texts = cells.texts
     values: dict[str, Any] = dict(texts)
@@ -37,21 +35,16 @@ def values_of_cells(cells: Cells, keys: RowKeys, *, max_levels: int) -> dict[str
         json_keys += CONVERSATION_KEYS
     for key in ["body"] if looks_like_openai(texts) else json_keys:
         if key in texts:
-            values[key] = _json_of(texts[key], key, max_levels)
+            values[key] = _json_of(texts[key], key)
     return values
 
 
-def _json_of(text: str, key: str, max_levels: int) -> msgspec.Raw:
-    data = text.strip().encode()
+def _json_of(text: str, key: str) -> msgspec.Raw:
     try:
-        raw = _check_json(data)
-        is_deep = is_deeper(data, max_levels)
-    except RecursionError:
-        is_deep = True
+        return decode_within(text.strip().encode(), check_json)
+    except NestedTooDeep as error:
+        raise RowError("invalid_json", f"`{key}` is {error}") from None
     except msgspec.DecodeError:
         raise RowError(
             "invalid_json", f"the cell of `{key}` is {show(text)}, which is not JSON, as this column must be"
         ) from None
-    if is_deep:
-        raise RowError("invalid_json", f"`{key}` is nested too deep; allowed: {max_levels} levels of objects and lists")
-    return raw

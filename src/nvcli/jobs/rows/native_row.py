@@ -1,4 +1,7 @@
-"""Makes a `Job` of a row in nvcli's own form. Raises RowError."""
+"""Reads rows in nvcli's own form, and those of well-known data sets without `prompt` and `messages`: ShareGPT, Alpaca.
+
+Raises RowError.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,26 @@ import msgspec
 
 from nvcli.errors import RowError
 from nvcli.job_config import MESSAGES_KEY, PROMPT_KEY
-from nvcli.jobs.job import Job, JobId, RowContext
-from nvcli.jobs.rows.conversation import check_messages
-from nvcli.jobs.rows.conversation_options import conversation_options
-from nvcli.jobs.rows.known_forms import CONVERSATIONS, instruction_prompt
-from nvcli.jobs.rows.prompt_forms import PromptKind
-from nvcli.jobs.rows.prompt_rules import PromptRules
-from nvcli.jobs.rows.raw_values import is_null
+from nvcli.jobs.job import JobId
+from nvcli.jobs.rows.conversation import check_messages, conversation_options
+from nvcli.jobs.rows.prompt_rules import PromptKind, PromptRules
+from nvcli.jobs.rows.raw_values import decode, decode_list, is_null
 from nvcli.sampling_params import MAX_INT, SamplingParams
 from nvcli.validation import InvalidValue, convert, show
+
+_CONVERSATIONS = "conversations"
+"""ShareGPT's key of a conversation."""
+_INSTRUCTION, _INPUT = "instruction", "input"
+"""Alpaca's keys of a task and of what it is about, which may be empty."""
+_OUTPUT = "output"
+"""Alpaca's key of the answer that the data set has, which is copied."""
+
+KEYS_OF_KIND = {
+    PromptKind.CONVERSATIONS: frozenset((_CONVERSATIONS,)),
+    PromptKind.INSTRUCTION: frozenset((_INSTRUCTION, _INPUT)),
+}
+"""The keys that make a prompt in the forms of well-known data sets."""
+KNOWN_KEYS = frozenset().union(*KEYS_OF_KIND.values())
 
 
 class RowKeys(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,8 +73,10 @@ class RowDefaults:
         self._values = dict(defaults)
         self._sampling = convert(self._values, SamplingParams)
 
-    def sampling(self, own: Mapping[str, Any], *, under: str) -> SamplingParams:
+    def sampling(self, own: Any, *, under: str) -> SamplingParams:
         """Return the sampling of a row. `under` is where its keys stand in the row. Raises RowError."""
+        if not isinstance(own, dict):
+            raise RowError("invalid_sampling", f"`{under}` is {show(own)}; expected an object with keys")
         if not own:
             return self._sampling
         try:
@@ -69,33 +85,29 @@ class RowDefaults:
             raise RowError("invalid_sampling", error.message) from None
 
 
-def native_id(row: dict[str, Any], keys: RowKeys) -> JobId | None:
-    """Return the id that a row brings; None if it brings none."""
-    value = row.get(keys.id)
+def native_id(value: Any, key: str) -> JobId | None:
+    """Return the id that a row has under `key`; None if it has none."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, int) and not isinstance(value, bool) and -MAX_INT - 1 <= value <= MAX_INT:
         return value
-    raise RowError("invalid_id", f"`{keys.id}` is {show(value)}; allowed: text or an integer of 64 bits")
+    raise RowError("invalid_id", f"`{key}` is {show(value)}; allowed: text or an integer of 64 bits")
 
 
-def native_job(
+def native_prompt(
     row: dict[str, Any],
-    place: RowContext,
-    keys: RowKeys,
-    defaults: RowDefaults,
-    rules: PromptRules,
     columns: Mapping[str, Any],
+    keys: RowKeys,
+    rules: PromptRules,
     kind: PromptKind | None,
     *,
     becomes_message: bool,
-) -> Job:
-    """Make the job of a row. `columns` are all values of the row as they were read, for the job's template, `kind` is
-    that of its prompt, and `becomes_message` says whether a text of this kind becomes a conversation."""
-    own = row.get(keys.sampling, {})
-    if not isinstance(own, dict):
-        raise RowError("invalid_sampling", f"`{keys.sampling}` is {show(own)}; expected an object with keys")
-    sampling = defaults.sampling(own, under=keys.sampling)
+) -> dict[str, Any]:
+    """Return the fields of a Job that hold the prompt of a row and what belongs to it.
+
+    `columns` are all values of the row as they were read, for the job's template, `kind` is that of its prompt, and
+    `becomes_message` says whether a text of this kind becomes a conversation.
+    """
     variables = row.get(keys.chat_template_kwargs)
     prompt = row.get(keys.prompt)
     if (
@@ -105,48 +117,33 @@ def native_job(
         and variables is None
         and not becomes_message
     ):
-        return Job(place=place, prompt=prompt, sampling=sampling)  # most rows
+        return {"prompt": prompt}  # most rows
     try:
         given = _templated(columns, keys, rules) if rules.has_template else _given_prompt(row, keys, rules, kind)
-        if given.text is not None and becomes_message:
-            given = _Prompt(messages=rules.conversation(given.text))
-        if given.messages is None and variables is not None:
-            raise RowError(
-                "invalid_value",
-                f"`{keys.chat_template_kwargs}` is given, and this prompt is not made by the chat template; leave it "
-                f"out, or give `{keys.messages}` or --chat",
-            )
-        if given.messages is None:
-            return Job(place=place, prompt=given.text, prompt_token_ids=given.token_ids, sampling=sampling)
-        options = conversation_options(row)
-        return Job(
-            place=place,
-            messages=given.messages,
-            chat_template_kwargs=rules.variables(variables, under=(keys.chat_template_kwargs,)),
-            template_arguments=options.arguments,
-            tools=options.tools,
-            call_rule=options.call_rule,
-            sampling=sampling,
-        )
+        if becomes_message and "prompt" in given:
+            given = {"messages": rules.conversation(given["prompt"])}
+        if "messages" in given:
+            given["chat_template_kwargs"] = rules.variables(variables, under=(keys.chat_template_kwargs,))
+            return given | conversation_options(row)
     except InvalidValue as error:
         raise RowError("invalid_value", error.message) from None
+    if variables is not None:
+        raise RowError(
+            "invalid_value",
+            f"`{keys.chat_template_kwargs}` is given, and this prompt is not made by the chat template; leave it "
+            f"out, or give `{keys.messages}` or --chat",
+        )
+    return given
 
 
-class _Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt in one of its three forms."""
-
-    text: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    token_ids: list[int] | None = None
-
-
-def _given_prompt(row: dict[str, Any], keys: RowKeys, rules: PromptRules, kind: PromptKind | None) -> _Prompt:
+def _given_prompt(row: dict[str, Any], keys: RowKeys, rules: PromptRules, kind: PromptKind | None) -> dict[str, Any]:
     """Return the prompt that a row holds. Raises RowError and InvalidValue."""
     given = [key for key in keys.prompts if key in row]
     if kind is PromptKind.INSTRUCTION:
-        return _Prompt(text=instruction_prompt(row))
+        about = row.get(_INPUT)
+        return {"prompt": f"{row[_INSTRUCTION]}\n\n{about}" if about else str(row[_INSTRUCTION])}
     if kind is PromptKind.CONVERSATIONS:
-        return _Prompt(messages=rules.with_system(check_messages(row[CONVERSATIONS], under=(CONVERSATIONS,))))
+        given = [_CONVERSATIONS]
     if not given:
         names = "`{}`, `{}` and `{}`".format(*keys.prompts)
         raise RowError("missing_prompt", f"none of {names} is given; give one")
@@ -155,13 +152,13 @@ def _given_prompt(row: dict[str, Any], keys: RowKeys, rules: PromptRules, kind: 
         raise RowError("conflicting_prompts", f"{names} are given; give one of them")
     (key,) = given
     if key == keys.prompt:
-        return _Prompt(text=convert(row[key], str, under=(key,)))
-    if key == keys.messages:
-        return _Prompt(messages=rules.with_system(check_messages(row[key], under=(key,))))
-    return _Prompt(token_ids=convert(row[key], list[int], under=(key,)))
+        return {"prompt": convert(row[key], str, under=(key,))}
+    if key == keys.prompt_token_ids:
+        return {"prompt_token_ids": convert(row[key], list[int], under=(key,))}
+    return {"messages": rules.with_system(check_messages(row[key], under=(key,)))}
 
 
-def _templated(columns: Mapping[str, Any], keys: RowKeys, rules: PromptRules) -> _Prompt:
+def _templated(columns: Mapping[str, Any], keys: RowKeys, rules: PromptRules) -> dict[str, Any]:
     """Return the prompt that the job's template makes of a row. Raises RowError."""
     unused = [key for key in keys.prompts if key not in rules.columns and not is_null(columns.get(key))]
     if unused:
@@ -171,4 +168,35 @@ def _templated(columns: Mapping[str, Any], keys: RowKeys, rules: PromptRules) ->
             f"name it in the template: {{{unused[0]}}}",
         )
     filled = rules.fill(columns)
-    return _Prompt(text=filled) if isinstance(filled, str) else _Prompt(messages=filled)
+    return {"prompt" if isinstance(filled, str) else "messages": filled}
+
+
+def known_form(row: Mapping[str, Any]) -> PromptKind | None:
+    """Return the kind of prompt that a row without `prompt` and `messages` has; None: it has none that is known."""
+    if _CONVERSATIONS in row and _is_conversation(row[_CONVERSATIONS]):
+        return PromptKind.CONVERSATIONS
+    # Without its other keys, `instruction` may be one part of a prompt whose other parts nobody knows.
+    if _INSTRUCTION in row and (_INPUT in row or _OUTPUT in row):
+        texts = [_decoded(row.get(key)) for key in (_INSTRUCTION, _INPUT)]
+        if isinstance(texts[0], str) and texts[0] and isinstance(texts[1], str | None):
+            return PromptKind.INSTRUCTION
+    return None
+
+
+def _is_conversation(value: Any) -> bool:
+    try:
+        messages = decode_list(_decoded(value))
+    except (msgspec.DecodeError, UnicodeEncodeError):
+        return True  # the row's error says what is the matter
+    first = messages[0] if isinstance(messages, list) and messages else None
+    return isinstance(first, dict) and ("from" in first or "role" in first)
+
+
+def _decoded(value: Any) -> Any:
+    """Return a value as an object; None for JSON that cannot be held."""
+    if not isinstance(value, msgspec.Raw):
+        return None if is_null(value) else value
+    try:
+        return decode(value)
+    except (msgspec.DecodeError, RecursionError):
+        return None

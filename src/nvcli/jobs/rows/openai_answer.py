@@ -6,9 +6,11 @@ answer and the job: a job that was interrupted and continued gives the same rows
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from nvcli.jobs.job import Choice, ErrorInfo, JobResult, Logprobs, RowForm, Usage
 from nvcli.jobs.rows.openai_responses import response_body
@@ -22,56 +24,50 @@ _OURS = ("aborted", "kv_cache_too_small", "non_finite_logits", "tokenizer_error"
 
 
 def openai_row(result: JobResult, *, created: int, model: str) -> dict[str, Any]:
-    place, index = result.place, result.place.index
-    body: dict[str, Any]
-    if result.error is not None:
-        status, body = 500 if result.error.type in _OURS else 400, {"error": _error_object(result.error)}
-    elif place.form is RowForm.OPENAI_EMBEDDING:
-        assert isinstance(result.answer, EmbedAnswer | EmbedAnswers)
-        vectors = result.answer.vectors if isinstance(result.answer, EmbedAnswers) else [result.answer]
-        data = [
-            {"object": "embedding", "index": index, "embedding": vector.embedding}
-            for index, vector in enumerate(vectors)
-        ]
-        tokens = result.usage.prompt_tokens
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        status, body = 200, {"object": "list", "data": data, "model": model, "usage": usage}
-    elif place.form is RowForm.RESPONSE:
-        (choice,) = result.choices
-        logprobs = None if choice.logprobs is None else _chat_logprobs(choice.logprobs)["content"]
-        status, body = 200, response_body(result, logprobs, created=created, model=model)
-    elif place.form is RowForm.CHAT:
-        status, body = (
-            200,
-            {
-                "id": f"chatcmpl-{index}",
-                "object": "chat.completion",
-                "created": created,
-                "model": model,
-                "choices": [_chat_choice(choice) for choice in result.choices],
-                "usage": _usage(result.usage),
-            },
-        )
+    """Return the row of a result; `created` and `model` are those of its objects."""
+    index, error = result.place.index, result.error
+    if error is None:
+        status, body = 200, _body(result, created, model)
     else:
-        status, body = (
-            200,
-            {
-                "id": f"cmpl-{index}",
-                "object": "text_completion",
-                "created": created,
-                "model": model,
-                "choices": [_completion_choice(choice) for choice in result.choices],
-                "usage": _usage(result.usage),
-            },
-        )
+        status, body = 500 if error.type in _OURS else 400, {"error": _error_object(error)}
     if result.prompt_logprobs is not None:
         body["prompt_logprobs"] = result.prompt_logprobs
     return {
         "id": f"{BATCH_ID}{index}",
-        "custom_id": place.id,
+        "custom_id": result.place.id,
         "response": {"status_code": status, "request_id": f"req_{index}", "body": body},
-        "error": None if result.error is None else {"code": result.error.type, "message": result.error.message},
+        "error": None if error is None else {"code": error.type, "message": error.message},
     }
+
+
+def _body(result: JobResult, created: int, model: str) -> dict[str, Any]:
+    """Return the body of the response to an answered row."""
+    form, index = result.place.form, result.place.index
+    if form is RowForm.OPENAI_EMBEDDING:
+        return _embeddings(result, model)
+    if form is RowForm.RESPONSE:
+        (choice,) = result.choices
+        logprobs = None if choice.logprobs is None else _chat_logprobs(choice.logprobs)["content"]
+        return response_body(result, logprobs, created=created, model=model)
+    is_chat = form is RowForm.CHAT
+    return {
+        "id": f"chatcmpl-{index}" if is_chat else f"cmpl-{index}",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": created,
+        "model": model,
+        "choices": [*map(_chat_choice if is_chat else _completion_choice, result.choices)],
+        "usage": _usage(result.usage),
+    }
+
+
+def _embeddings(result: JobResult, model: str) -> dict[str, Any]:
+    assert isinstance(result.answer, EmbedAnswer | EmbedAnswers)
+    vectors = result.answer.vectors if isinstance(result.answer, EmbedAnswers) else [result.answer]
+    data = [
+        {"object": "embedding", "index": number, "embedding": vector.embedding} for number, vector in enumerate(vectors)
+    ]
+    tokens = result.usage.prompt_tokens
+    return {"object": "list", "data": data, "model": model, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
 
 
 def _error_object(error: ErrorInfo) -> dict[str, Any]:
@@ -130,22 +126,11 @@ def _completion_choice(choice: Choice) -> dict[str, Any]:
         "index": choice.index,
         "text": choice.text,
         **thought,  # of a prompt that became the message of a user
-        "logprobs": None
-        if logprobs is None
-        else {
-            "tokens": logprobs.tokens,
-            "token_logprobs": logprobs.token_logprobs,
-            "top_logprobs": logprobs.top_logprobs,
-            "text_offset": _offsets(logprobs.tokens),
-        },
+        "logprobs": logprobs and {**structs.asdict(logprobs), "text_offset": _offsets(logprobs.tokens)},
         "finish_reason": choice.finish_reason,
     }
 
 
 def _offsets(tokens: list[str]) -> list[int]:
     """Return where each token begins in the text that the tokens make."""
-    offsets, at = [], 0
-    for token in tokens:
-        offsets.append(at)
-        at += len(token)
-    return offsets
+    return [*accumulate(map(len, tokens[:-1]), initial=0)] if tokens else []

@@ -13,7 +13,8 @@ import msgspec
 
 from nvcli.errors import RowError
 from nvcli.jobs.job import Choice, JobResult
-from nvcli.validation import shorten, show, suggest
+from nvcli.jobs.rows.openai_structured import unsupported_key, unsupported_value
+from nvcli.validation import show
 
 _SAME = (
     *("model", "temperature", "top_p", "user", "metadata", "store", "service_tier", "prompt_cache_key"),
@@ -38,9 +39,9 @@ def chat_body(given: Mapping[str, Any]) -> dict[str, Any]:
                 "/v1/chat/completions with calls of tools too"
             )
         if key in _HARMLESS and value not in _HARMLESS[key]:
-            raise _unsupported(f"`body.{key}` is {show(value)}, which is not supported; leave it out")
+            raise unsupported_value(key, value)
         if key not in (*_SAME, *_OWN, *_HARMLESS):
-            raise _unsupported(f"`body.{shorten(key)}` is not supported; {suggest(key, (*_OWN, *_SAME))}")
+            raise unsupported_key(key, (*_OWN, *_SAME))
     body = {key: given[key] for key in _SAME if key in given and key not in ("tools", "tool_choice")}
     body["messages"] = _messages(given)
     if "max_output_tokens" in given:

@@ -1,4 +1,4 @@
-"""Makes a `Job` of a row of an OpenAI batch file. Raises RowError that names the key.
+"""Reads a row of an OpenAI batch file. Raises RowError that names the key.
 
 Parameters of the request body are those of the API's reference (platform.openai.com/docs/api-reference: chat,
 completions, batch), as far as they say how tokens are chosen, and the additions that vLLM's server takes. A parameter
@@ -11,17 +11,15 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from nvcli.errors import RowError
-from nvcli.jobs.job import Job, Prompt, RowContext, RowForm, prompt_fields
-from nvcli.jobs.rows.conversation import check_messages
-from nvcli.jobs.rows.conversation_options import CONVERSATION_KEYS, REASONING_EFFORT, conversation_options
+from nvcli.jobs.job import Prompt, RowForm, prompt_fields
+from nvcli.jobs.rows.conversation import CONVERSATION_KEYS, REASONING_EFFORT, check_messages, conversation_options
 from nvcli.jobs.rows.native_row import RowDefaults
 from nvcli.jobs.rows.openai_responses import chat_body
-from nvcli.jobs.rows.openai_structured import STRUCTURED_KEYS, structured_of
-from nvcli.jobs.rows.prompt_forms import PromptKind
-from nvcli.jobs.rows.prompt_rules import PromptRules
+from nvcli.jobs.rows.openai_structured import STRUCTURED_KEYS, structured_of, unsupported_key, unsupported_value
+from nvcli.jobs.rows.prompt_rules import PromptKind, PromptRules
 from nvcli.jobs.rows.raw_values import is_null
-from nvcli.sampling_params import MAX_LOGPROBS
-from nvcli.validation import InvalidValue, Path, convert, shorten, show, suggest
+from nvcli.sampling_params import MAX_LOGPROBS, SamplingParams
+from nvcli.validation import InvalidValue, Path, convert, show
 
 URLS = {
     "/v1/chat/completions": RowForm.CHAT,
@@ -89,7 +87,9 @@ _CHAT_KEYS = (
     *("messages", "max_completion_tokens", "thinking_token_budget", "logprobs", "top_logprobs", "chat_template_kwargs"),
     *(*CONVERSATION_KEYS, REASONING_EFFORT),
 )
-_COMPLETION_KEYS = ("prompt", "logprobs", "best_of", "rank_by")
+_IN_COMPLETIONS = ("logprobs", "best_of", "rank_by")
+"""Parameters that `sampling` knows by the same name, of completions alone."""
+_COMPLETION_KEYS = ("prompt", *_IN_COMPLETIONS)
 
 
 def looks_like_openai(row: Mapping[str, Any]) -> bool:
@@ -139,60 +139,61 @@ def check_request(row: dict[str, Any], urls: Collection[str]) -> dict[str, Any]:
     return given
 
 
-def openai_job(row: dict[str, Any], place: RowContext, defaults: RowDefaults, rules: PromptRules) -> Job:
+def openai_fields(row: dict[str, Any], form: RowForm, defaults: RowDefaults, rules: PromptRules) -> dict[str, Any]:
+    """Return the fields of the Job that a row of a `form` asks for."""
     given = check_request(row, URLS)
-    is_chat, key = place.form is RowForm.CHAT, "messages"
-    if place.form is RowForm.RESPONSE:
+    is_chat, key = form is RowForm.CHAT, "messages"
+    if form is RowForm.RESPONSE:
         given, is_chat, key = chat_body(given), True, "input"
     _check_keys(given, is_chat)
-    own = {key: given[key] for key in _SAME if key in given}
-    own |= _chat_parameters(given) if is_chat else _completion_parameters(given)
+    own = {key: given[key] for key in (_SAME if is_chat else (*_SAME, *_IN_COMPLETIONS)) if key in given}
+    if is_chat:
+        own |= _chat_parameters(given)
     if (structured := structured_of(given)) is not None:
         own["structured"] = structured
-    if place.form is RowForm.RESPONSE:
+    if form is RowForm.RESPONSE:
         own |= {"n": 1, "best_of": None}  # whatever the job has for others
     sampling = defaults.sampling(own, under="body")
     try:
-        if is_chat:
-            if "messages" not in given:
-                raise RowError("missing_prompt", "`body.messages` is not given")
-            messages = check_messages(given["messages"], under=("body", key))
-            under = ("body", "chat_template_kwargs")
-            options = conversation_options(given, under=("body",))
-            return Job(
-                place=place,
-                messages=rules.with_system(messages),
-                chat_template_kwargs=rules.variables(given.get("chat_template_kwargs"), under=under),
-                template_arguments=options.arguments,
-                tools=options.tools,
-                call_rule=options.call_rule,
-                sampling=sampling,
-            )
-        prompts = prompts_of(given, "prompt")
-        if len(prompts) > 1 and sampling.prompt_logprobs is not None:
-            raise RowError(
-                "unsupported_parameter",
-                "`body.prompt_logprobs` is given beside several prompts; leave it out, or give one prompt a row",
-            )
-        if rules.chat.includes(PromptKind.OTHER_TEXT):
-            sent = [rules.conversation(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-            variables = rules.variables(None, under=())
-            return job_of(sent, place=place, chat_template_kwargs=variables, sampling=sampling)
-        return job_of(prompts, place=place, sampling=sampling)
+        fields = _conversation(given, key, rules) if is_chat else _texts(given, sampling, rules)
     except InvalidValue as error:
         raise RowError("invalid_value", error.message) from None
+    return {**fields, "sampling": sampling}
+
+
+def _conversation(given: dict[str, Any], key: str, rules: PromptRules) -> dict[str, Any]:
+    """Return the fields of a chat request, whose messages stand under a key of the row's body."""
+    if "messages" not in given:
+        raise RowError("missing_prompt", "`body.messages` is not given")
+    messages = check_messages(given["messages"], under=("body", key))
+    options = conversation_options(given, under=("body",))
+    variables = rules.variables(given.get("chat_template_kwargs"), under=("body", "chat_template_kwargs"))
+    return {"messages": rules.with_system(messages), "chat_template_kwargs": variables, **options}
+
+
+def _texts(given: dict[str, Any], sampling: SamplingParams, rules: PromptRules) -> dict[str, Any]:
+    """Return the fields of a completion request."""
+    prompts: Sequence[Prompt] = prompts_of(given, "prompt")
+    if len(prompts) > 1 and sampling.prompt_logprobs is not None:
+        raise RowError(
+            "unsupported_parameter",
+            "`body.prompt_logprobs` is given beside several prompts; leave it out, or give one prompt a row",
+        )
+    if not rules.chat.includes(PromptKind.OTHER_TEXT):
+        return fields_of_prompts(prompts)
+    sent = [rules.conversation(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    return {**fields_of_prompts(sent), "chat_template_kwargs": rules.variables(None, under=())}
 
 
 def _check_keys(given: dict[str, Any], is_chat: bool) -> None:
-    known = (*_SAME, *STRUCTURED_KEYS, *_IGNORED, *_HARMLESS_VALUES, *(_CHAT_KEYS if is_chat else _COMPLETION_KEYS))
+    working = (*_SAME, *STRUCTURED_KEYS, *(_CHAT_KEYS if is_chat else _COMPLETION_KEYS))
     for key, value in given.items():
         if key == "chat_template":
             raise RowError(
                 "unsupported_parameter", "`body.chat_template` is not supported: give --chat-template for all rows"
             )
-        if key not in known:
-            working = (*_SAME, *STRUCTURED_KEYS, *(_CHAT_KEYS if is_chat else _COMPLETION_KEYS))
-            raise RowError("unsupported_parameter", f"`body.{shorten(key)}` is not supported; {suggest(key, working)}")
+        if key not in (*working, *_IGNORED, *_HARMLESS_VALUES):
+            raise unsupported_key(key, working)
         if key == "suffix" and value != "":
             raise RowError(
                 "unsupported_parameter",
@@ -202,9 +203,7 @@ def _check_keys(given: dict[str, Any], is_chat: bool) -> None:
         if is_chat and key in _CHAT_KEYS:
             continue
         if key in _HARMLESS_VALUES and value not in _HARMLESS_VALUES[key]:
-            raise RowError(
-                "unsupported_parameter", f"`body.{key}` is {show(value)}, which is not supported; leave it out"
-            )
+            raise unsupported_value(key, value)
 
 
 def _chat_parameters(given: dict[str, Any]) -> dict[str, Any]:
@@ -232,10 +231,6 @@ def _chat_parameters(given: dict[str, Any]) -> dict[str, Any]:
     return own
 
 
-def _completion_parameters(given: dict[str, Any]) -> dict[str, Any]:
-    return {key: given[key] for key in ("logprobs", "best_of", "rank_by") if key in given}
-
-
 def prompts_of(given: dict[str, Any], key: str) -> list[str | list[int]]:
     """Return the texts, or lists of token ids, that a request has under a key: one by itself, or a list of them.
 
@@ -261,6 +256,6 @@ def _prompt_of(value: Any, path: Path) -> str | list[int]:
     return value if isinstance(value, str) else convert(value, list[int], under=path)
 
 
-def job_of(prompts: Sequence[Prompt], **rest: Any) -> Job:
-    """Return the job of one prompt or several. `rest` are its other fields."""
-    return Job(**(prompt_fields(prompts[0]) if len(prompts) == 1 else {"prompts": prompts}), **rest)
+def fields_of_prompts(prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Return the field of a Job that holds one prompt or several, by name."""
+    return prompt_fields(prompts[0]) if len(prompts) == 1 else {"prompts": prompts}

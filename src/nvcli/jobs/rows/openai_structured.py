@@ -6,13 +6,13 @@ releases, `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar` ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from nvcli.errors import RowError
-from nvcli.jobs.rows.nesting import decode_inner
+from nvcli.jobs.rows.raw_values import decode_inner
 from nvcli.validation import shorten, show, suggest
 
 STRUCTURED_KEYS = (
@@ -33,6 +33,16 @@ _FORMS = {
     "grammar": "grammar",
 }
 """vLLM's names, and those of `structured`."""
+
+
+def unsupported_key(key: str, known: Iterable[str], where: str = "body") -> RowError:
+    """Return the error of a parameter that is not known."""
+    return RowError("unsupported_parameter", f"`{where}.{shorten(key)}` is not supported; {suggest(key, known)}")
+
+
+def unsupported_value(key: str, value: Any) -> RowError:
+    """Return the error of a parameter of the body that is known with other values."""
+    return RowError("unsupported_parameter", f"`body.{key}` is {show(value)}, which is not supported; leave it out")
 
 
 def structured_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -60,25 +70,24 @@ def _of_response_format(value: Any) -> dict[str, Any]:
     if kind == "json_object":
         return {"json_object": True}
     if kind != "json_schema":
-        allowed = 'an object whose `type` is "text", "json_object" or "json_schema"'
-        raise RowError("invalid_structured", f"`body.response_format` is {show(value)}; allowed: {allowed}")
+        raise _invalid(
+            "body.response_format", value, 'allowed: an object whose `type` is "text", "json_object" or "json_schema"'
+        )
     where = "body.response_format.json_schema"
     inner = value.get("json_schema")
     if not isinstance(inner, dict) or inner.get("schema") is None:
-        raise RowError("invalid_structured", f"`{where}` is {show(inner)}; expected an object with a `schema`")
+        raise _invalid(where, inner, "expected an object with a `schema`")
     return {"json_schema": _checked("json", inner["schema"], f"{where}.schema")}
 
 
 def _of_structured_outputs(value: Any) -> dict[str, Any]:
     where = "body.structured_outputs"
     if not isinstance(value, dict):
-        raise RowError("invalid_structured", f"`{where}` is {show(value)}; expected an object")
+        raise _invalid(where, value, "expected an object")
     given = {name: each for name, each in value.items() if each is not None and each is not False}
     for name in given:
         if name not in _FORMS:
-            raise RowError(
-                "unsupported_parameter", f"`{where}.{shorten(name)}` is not supported; {suggest(name, _FORMS)}"
-            )
+            raise unsupported_key(name, _FORMS, where)
     if len(given) != 1:
         raise RowError("invalid_structured", f"`{where}` holds {len(given)} of {', '.join(_FORMS)}; give one of them")
     ((name, each),) = given.items()
@@ -87,22 +96,25 @@ def _of_structured_outputs(value: Any) -> dict[str, Any]:
 
 def _checked(name: str, value: Any, where: str) -> Any:
     """Return the value of one of vLLM's names in the type that `structured` wants. Raises RowError."""
-    if name == "json":
-        if isinstance(value, str):
-            try:
-                value = decode_inner(value)
-            except msgspec.DecodeError as error:
-                raise RowError(
-                    "invalid_structured", f"`{where}` is {show(value)}, which is not JSON: {error}"
-                ) from None
-        fits, allowed = isinstance(value, dict | bool), "a JSON schema"
-    elif name == "json_object":
-        fits, allowed = value is True, "true or false"
-    elif name == "choice":
-        fits = isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
-        allowed = "a list of texts"
-    else:
-        fits, allowed = isinstance(value, str), "text"
+    if name == "json" and isinstance(value, str):
+        try:
+            value = decode_inner(value)
+        except msgspec.DecodeError as error:
+            raise RowError("invalid_structured", f"`{where}` is {show(value)}, which is not JSON: {error}") from None
+    match name:
+        case "json":
+            fits, allowed = isinstance(value, dict | bool), "a JSON schema"
+        case "json_object":
+            fits, allowed = value is True, "true or false"
+        case "choice":
+            fits = isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
+            allowed = "a list of texts"
+        case _:
+            fits, allowed = isinstance(value, str), "text"
     if not fits:
-        raise RowError("invalid_structured", f"`{where}` is {show(value)}; allowed: {allowed}")
+        raise _invalid(where, value, f"allowed: {allowed}")
     return value
+
+
+def _invalid(where: str, value: Any, way_out: str) -> RowError:
+    return RowError("invalid_structured", f"`{where}` is {show(value)}; {way_out}")

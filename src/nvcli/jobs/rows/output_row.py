@@ -1,4 +1,4 @@
-"""Makes the output row of a result, in the form of its input row, and reads back what a later run must know."""
+"""Makes the output row of a result, in the form of its input row, and reads or renumbers rows that were written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 from nvcli.jobs.job import JobResult, RowContext, RowForm
 from nvcli.jobs.rows.openai_answer import BATCH_ID, openai_row
-from nvcli.jobs.rows.task_answer import task_row
+from nvcli.jobs.tasks import EmbedAnswer, ScoreAnswer
 from nvcli.validation import is_utf8
 
 CSV_TEXT_FIELD = "generated_text"
@@ -50,21 +50,32 @@ def answer_of(result: JobResult, form: OutputForm) -> dict[str, Any]:
     place = result.place
     if place.form.is_openai:
         row = openai_row(result, created=form.created, model=place.model or form.model)
-    elif place.form is not RowForm.NATIVE:
-        return task_row(result)
     else:
         row = {
             "id": place.id,
             "index": place.index,
-            "choices": result.choices,
+            **({"choices": result.choices} if place.form is RowForm.NATIVE else _task_answer(result)),
             "usage": result.usage,
             "error": result.error,
         }
         if result.prompt_logprobs is not None:
             row["prompt_logprobs"] = result.prompt_logprobs
+        if place.form is not RowForm.NATIVE:
+            return row
     if form.text_field is not None:
         row[form.text_field] = result.choices[0].text if result.choices else None
     return row
+
+
+def _task_answer(result: JobResult) -> dict[str, Any]:
+    """Return the keys of an answer that is scores or a vector. A failed row has the same keys."""
+    answer = result.answer
+    if result.place.form is RowForm.EMBEDDING:
+        return {"embedding": answer.embedding if isinstance(answer, EmbedAnswer) else None}
+    if not isinstance(answer, ScoreAnswer):
+        return {"choices": [], "best": None}
+    correct = {} if answer.correct is None else {"correct": answer.correct}
+    return {"choices": answer.choices, "best": answer.best, **correct}
 
 
 def pass_through(row: dict[str, Any], place: RowContext) -> dict[str, Any]:
@@ -120,3 +131,43 @@ def _error_type(error: Any) -> str:
     except msgspec.ValidationError:
         return "unknown"
     return known.type or known.code or "unknown"
+
+
+_Values = dict[str, msgspec.Raw]
+
+_split = msgspec.json.Decoder(_Values).decode
+_join = msgspec.json.Encoder().encode
+
+
+def moved_row(line: bytes, index: int, name: str | None) -> bytes:
+    """Return a valid line of an output for another index.
+
+    `name` is the name of a row without an id of its own, which follows from its index.
+    """
+    row = _split(line)
+    if "index" in row:
+        row["index"] = _raw(index)
+        if name is not None:
+            row["id"] = _raw(name)
+        return _join(row)
+    row["id"] = _raw(f"{BATCH_ID}{index}")
+    response = _split(row["response"])
+    response["request_id"] = _raw(f"req_{index}")
+    body = _split(response["body"])
+    if "id" in body:  # an answer, and no error
+        body["id"] = _moved_id(body["id"], index)
+    if "output" in body:  # of /v1/responses
+        items = [_split(item) for item in msgspec.json.decode(body["output"], type=list[msgspec.Raw])]
+        body["output"] = msgspec.Raw(_join([{**item, "id": _moved_id(item["id"], index)} for item in items]))
+    response["body"] = msgspec.Raw(_join(body))
+    row["response"] = msgspec.Raw(_join(response))
+    return _join(row)
+
+
+def _moved_id(raw: msgspec.Raw, index: int) -> msgspec.Raw:
+    kind = str(msgspec.json.decode(raw)).rpartition("-")[0]
+    return _raw(f"{kind}-{index}")
+
+
+def _raw(value: str | int) -> msgspec.Raw:
+    return msgspec.Raw(_join(value))

@@ -7,7 +7,7 @@ made of it could take thirty times the memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -16,20 +16,36 @@ from nvcli.jobs.job import Caller, Job, JobId, JobResult, RowContext, RowForm, f
 from nvcli.jobs.line_splitter import DroppedLine, Line, too_long
 from nvcli.jobs.rows.bad_json import explain_bad_json, explain_bad_utf8, explain_bad_value
 from nvcli.jobs.rows.cells import Cells, values_of_cells
-from nvcli.jobs.rows.conversation_options import CONVERSATION_KEYS
-from nvcli.jobs.rows.known_forms import KEYS_OF_KIND, KNOWN_KEYS, known_form
-from nvcli.jobs.rows.native_row import RowDefaults, RowKeys, native_id, native_job
-from nvcli.jobs.rows.nesting import MAX_LEVELS, is_deeper
-from nvcli.jobs.rows.nonfinite import MarkedLine, became_null, mark_nonfinite
+from nvcli.jobs.rows.conversation import CONVERSATION_KEYS
+from nvcli.jobs.rows.native_row import (
+    KEYS_OF_KIND,
+    KNOWN_KEYS,
+    RowDefaults,
+    RowKeys,
+    known_form,
+    native_id,
+    native_prompt,
+)
 from nvcli.jobs.rows.openai_row import OWN_KEYS as OPENAI_KEYS
-from nvcli.jobs.rows.openai_row import looks_like_openai, openai_form, openai_id, openai_job, openai_model
+from nvcli.jobs.rows.openai_row import looks_like_openai, openai_fields, openai_form, openai_id, openai_model
 from nvcli.jobs.rows.plain_values import plain_value
-from nvcli.jobs.rows.prompt_forms import PromptKind
-from nvcli.jobs.rows.prompt_rules import PromptRules
-from nvcli.jobs.rows.raw_values import as_json, decode, is_null
-from nvcli.jobs.rows.row_warnings import RowWarnings
-from nvcli.jobs.rows.seen_ids import SeenIds
-from nvcli.jobs.rows.task_rows import TaskRows
+from nvcli.jobs.rows.prompt_rules import PromptKind, PromptRules
+from nvcli.jobs.rows.raw_values import (
+    MAX_LEVELS,
+    MarkedLine,
+    NestedTooDeep,
+    as_json,
+    became_null,
+    check_json,
+    decode,
+    decode_within,
+    is_deeper,
+    is_null,
+    mark_nonfinite,
+)
+from nvcli.jobs.rows.row_ids import RowIdentity, SeenIds, id_decoder
+from nvcli.jobs.rows.row_warnings import RowRemark, RowWarnings
+from nvcli.jobs.rows.task_rows import PROMPT_ONLY, TaskRows
 from nvcli.validation import show
 
 Row = Line | str | Cells | dict[str, Any] | RowError
@@ -38,29 +54,6 @@ error of what cannot be read as a row."""
 
 _SHOWN_BYTES = 60
 """A message shows so much of a line."""
-
-
-_USUAL_KIND = PromptKind.PROMPT
-
-
-class RowIdentity(NamedTuple):
-    """The id of a row and where it is from."""
-
-    id: JobId
-    is_named: bool
-    """Whether the id is a name that the row was given, because it brought none."""
-    is_repeated: bool
-    """Whether an earlier row has the id."""
-
-    @property
-    def name(self) -> str | None:
-        """The name that the row was given; None if it brought an id."""
-        return str(self.id) if self.is_named else None
-
-    @property
-    def own_id(self) -> JobId | None:
-        """The id that the row brought; None if it brought none."""
-        return None if self.is_named else self.id
 
 
 class RowParser:
@@ -109,9 +102,10 @@ class RowParser:
         """The kinds of prompts that rows had so far."""
         self._defaults = RowDefaults(sampling_defaults)
         self._seen = SeenIds()
-        self._decode_ids = _ids_decoder(self.keys.id).decode
-        own_keys = self._conversation_keys | KNOWN_KEYS if self._knows_forms else self._conversation_keys
-        self._decode_own = _own_decoder(self.keys.id, own_keys).decode
+        self._decode_id = self._decode_own = None
+        if self.keys.id not in OPENAI_KEYS:
+            own_keys = self._conversation_keys | KNOWN_KEYS if self._knows_forms else self._conversation_keys
+            self._decode_id, self._decode_own = id_decoder(self.keys.id), id_decoder(self.keys.id, own_keys)
 
     def has_prompt(self, columns: Collection[str]) -> bool:
         """Tell whether a row with these keys is one whose prompt this job reads, as far as the keys tell."""
@@ -130,23 +124,14 @@ class RowParser:
 
     def _parse(self, row: Row, index: int, where: str, warnings: RowWarnings, defaults: RowDefaults) -> Job | JobResult:
         row_id: JobId | None = None
-        is_named = False
         form = RowForm.NATIVE if self._task is None else self._task.form
-        model = None
-        extra: dict[str, msgspec.Raw] = {}
+        model: str | None = None
+        extra: dict[str, Any] = {}
+        problem: RowError | None = None
         try:
             given, marked = self._values_of(row)
             is_native = not looks_like_openai(given) or any(not is_null(given.get(key)) for key in self.keys.prompts)
-            prompt_key = self._prompt_key
-            own_of = _own_objects if isinstance(row, (dict, str)) else _own_values
-            kind: PromptKind | None
-            own_keys, kind = self._own_keys, _USUAL_KIND
-            is_usual = is_native and self._is_plain and prompt_key in given and self._messages_key not in given
-            values = own_of(given, own_keys) if is_usual else {}
-            if not is_usual or prompt_key not in values:
-                kind = self._kind_of(row, given) if is_native else None
-                own_keys = self._keys_of_native(given, kind) if is_native else OPENAI_KEYS
-                values = own_of(given, own_keys)
+            kind, own_keys, values = self._own_part(row, given, is_native)
             if marked is not None:
                 given = marked.with_nulls(given)
             left_out = own_keys if not self._keep_input else own_keys & {"id" if is_native else "custom_id"}
@@ -155,75 +140,88 @@ class RowParser:
             if marked is not None or (
                 isinstance(row, dict) and any(became_null(row[key], extra[key]) for key in extra)
             ):
-                warnings.add_nonfinite(where)
+                warnings.add(RowRemark.NONFINITE, where)
             if is_native:
-                row_id = native_id(values, self.keys)
+                row_id = native_id(values.get(self.keys.id), self.keys.id)
                 if extra and self._task is None:
                     warnings.add_keys(extra.keys() - own_keys if self._keep_input else extra, where)
             else:
                 form = openai_form(values) if self._task is None else self._task.openai_form
                 model = openai_model(values)
                 row_id = openai_id(values)
-            is_named = row_id is None
-            if row_id is None:
-                row_id = self._seen.name(index)
-            elif not self._seen.add(row_id):
+            if row_id is not None and not self._seen.add(row_id):
                 way_out = "; to have no ids read: --id-field none, with --overwrite" if is_native else ""
                 raise RowError(
                     "duplicate_id", f"the id {show(row_id)} is the id of an earlier row; ids must differ{way_out}"
                 )
-            place = RowContext(
-                id=row_id,
-                is_named=is_named,
-                index=index,
-                line=where,
-                extra=extra,
-                form=form,
-                model=model,
-                caller=self._caller,
-            )
-            if is_native:
-                job = native_job(
-                    values,
-                    place,
-                    self.keys,
-                    defaults,
-                    self.rules,
-                    given,
-                    kind,
-                    becomes_message=bool(self._sent_as_messages) and kind in self._sent_as_messages,
-                )
-                if self._task is not None:
-                    job = self._task.job(job, values, given)
-            elif self._task is not None:
-                job = self._task.openai_job(values, place)
-            else:
-                job = openai_job(values, place, defaults, self.rules)
-                if form is RowForm.COMPLETION and job.prompt_token_ids is None:
-                    kind = PromptKind.OTHER_TEXT
-            if kind is not None:
-                self.kinds.add(kind)
-            if job.messages is None:
-                if self.rules.is_for_conversations:
-                    warnings.add_prompt(where)
-            elif self._task is None and job.messages[-1]["role"] == "assistant" and not job.says_what_follows:
-                warnings.add_answered(where)
-            return job
         except RowError as error:
-            if row_id is None:
-                is_named = True
-                row_id = self._seen.name(index)
-            place = RowContext(
-                id=row_id,
-                is_named=is_named,
-                index=index,
-                line=where,
-                extra=extra,
-                form=form,
-                model=model,
-                caller=self._caller,
-            )
-            return failed(place, error)
+            problem = error
+        context = RowContext(
+            id=self._seen.name(index) if row_id is None else row_id,
+            is_named=row_id is None,
+            index=index,
+            line=where,
+            extra=extra,
+            form=form,
+            model=model,
+            caller=self._caller,
+        )
+        if problem is None:
+            try:
+                return self._job(context, given, values, kind, is_native, warnings, defaults)
+            except RowError as error:
+                problem = error
+        return failed(context, problem)
+
+    def _own_part(
+        self, row: Row, given: Mapping[str, Any], is_native: bool
+    ) -> tuple[PromptKind | None, frozenset[str], dict[str, Any]]:
+        """Return the kind of a row's prompt, the keys under which the row says something to nvcli, and their values.
+
+        Raises RowError.
+        """
+        own_of = _own_objects if isinstance(row, dict | str) else _own_values
+        if not is_native:
+            return None, OPENAI_KEYS, own_of(given, OPENAI_KEYS)
+        if self._is_plain and self._prompt_key in given and self._messages_key not in given:
+            values = own_of(given, self._own_keys)
+            if self._prompt_key in values:  # as in most rows
+                return PromptKind.PROMPT, self._own_keys, values
+        kind = self._kind_of(row, given)
+        own_keys = self._keys_of_native(given, kind)
+        return kind, own_keys, own_of(given, own_keys)
+
+    def _job(
+        self,
+        context: RowContext,
+        given: Mapping[str, Any],
+        values: dict[str, Any],
+        kind: PromptKind | None,
+        is_native: bool,
+        warnings: RowWarnings,
+        defaults: RowDefaults,
+    ) -> Job:
+        """Make the job of a row by its values, and those of nvcli's own keys. Raises RowError."""
+        task, keys, rules = self._task, self.keys, self.rules
+        if not is_native:
+            fields = task.openai_fields(values) if task else openai_fields(values, context.form, defaults, rules)
+            if context.form is RowForm.COMPLETION and "prompt_token_ids" not in fields:
+                kind = PromptKind.OTHER_TEXT
+            job = Job(place=context, **fields)
+        else:
+            sampling = PROMPT_ONLY if task else defaults.sampling(values.get(keys.sampling, {}), under=keys.sampling)
+            becomes_message = bool(self._sent_as_messages) and kind in self._sent_as_messages
+            fields = native_prompt(values, given, keys, rules, kind, becomes_message=becomes_message)
+            own_task = None if task is None else task.task_of(values, given)
+            job = Job(place=context, sampling=sampling, task=own_task, **fields)
+        if kind is not None:
+            self.kinds.add(kind)
+        if job.messages is None:
+            if rules.is_for_conversations:
+                warnings.add(RowRemark.NO_CONVERSATION, context.line)
+        elif task is None and job.messages[-1]["role"] == "assistant" and not job.says_what_follows:
+            warnings.add(RowRemark.ANSWERED, context.line)
+        return job
 
     def _kind_of(self, row: Row, given: Mapping[str, Any]) -> PromptKind | None:
         """Return the kind of a native row's prompt; None for other prompts than texts, and where there is none."""
@@ -257,34 +255,43 @@ class RowParser:
         The id is the one that `parse` would take: rows after it get the same ids and errors as in the whole job.
         `is_good` says that the row's answer is no error, which makes it quicker.
         """
-        row_id = self._id_of(row) if is_good else self._own_id(row)
+        row_id = self._quick_id(row, is_good)
         if row_id is msgspec.UNSET:
             return RowIdentity(self._seen.name(index), is_named=True, is_repeated=False)
-        if isinstance(row_id, str | int) and not isinstance(row_id, bool):
+        if isinstance(row_id, str | int):
             return RowIdentity(row_id, is_named=False, is_repeated=not self._seen.add(row_id))
-        parsed = self._parse(
-            row, index, "", RowWarnings(), self._defaults
-        )  # the run that answers the row tells the user of it
+        # The run that answers the row tells the user of it.
+        parsed = self._parse(row, index, "", RowWarnings(), self._defaults)
         is_repeated = isinstance(parsed, JobResult) and parsed.error is not None and parsed.error.type == "duplicate_id"
         return RowIdentity(parsed.place.id, is_named=parsed.place.is_named, is_repeated=is_repeated)
 
-    def _own_id(self, row: Row) -> JobId | msgspec.UnsetType | None:
+    def _quick_id(self, row: Row, is_good: bool) -> JobId | msgspec.UnsetType | None:
         """Return the id that a native row brings, or UNSET where it brings none; None where it takes parsing to know.
 
-        All values of nvcli's own keys are decoded: where one cannot be, the row loses its id.
+        Of a row that may be at fault, all values of nvcli's own keys are decoded: where one cannot be, it loses its id.
         """
-        if not isinstance(row, bytes) or self.keys.id in OPENAI_KEYS:
+        key, value = self.keys.id, None
+        if isinstance(row, bytes) and self._decode_id is not None and self._decode_own is not None:
+            try:
+                if not (is_good or row.isascii()):
+                    row.decode()
+                own = self._decode_id(row) if is_good else self._decode_own(row)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                return None
+            if own.custom_id is not msgspec.UNSET:
+                return None
+            if not is_good and (own.body is not msgspec.UNSET or is_deeper(row, MAX_LEVELS)):
+                return None
+            value = None if own.id is msgspec.UNSET else own.id
+        elif is_good and isinstance(row, str | dict | Cells):
+            given = row if isinstance(row, dict) else {} if isinstance(row, str) else row.texts
+            if "custom_id" in given:
+                return None
+            value = given.get(key)
+        else:
             return None
         try:
-            if not row.isascii():
-                row.decode()
-            own = self._decode_own(row)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return None
-        if own.custom_id is not msgspec.UNSET or own.body is not msgspec.UNSET or is_deeper(row, MAX_LEVELS):
-            return None
-        try:
-            row_id = None if own.id is msgspec.UNSET else native_id({self.keys.id: own.id}, self.keys)
+            row_id = native_id(value, key)
         except RowError:
             row_id = None
         return msgspec.UNSET if row_id is None else row_id
@@ -300,57 +307,10 @@ class RowParser:
             return {self.keys.prompt: row}, None
         if isinstance(row, RowError):
             raise row
-        return values_of_cells(row, self.keys, max_levels=MAX_LEVELS), None
-
-    def _id_of(self, row: Row) -> Any:
-        """Return the id of a good row, or UNSET for a native row without one; None where it takes parsing to know."""
-        if isinstance(row, Cells):
-            row = dict(row.texts)
-        elif isinstance(row, str):
-            return msgspec.UNSET
-        if isinstance(row, dict):
-            return None if "custom_id" in row else row.get(self.keys.id, msgspec.UNSET)
-        try:
-            ids = self._decode_ids(row) if isinstance(row, bytes) else None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return None  # another row than the one that was answered
-        if ids is None or ids.custom_id is not msgspec.UNSET:
-            return None
-        return msgspec.UNSET if self.keys.id == "custom_id" or ids.id is None else ids.id
-
-
-class _Ids(msgspec.Struct):
-    """The keys of a row that may hold its id. Unlike the text of the row, they tell whatever way they are escaped."""
-
-    id: Any = msgspec.UNSET
-    custom_id: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-
-
-def _ids_decoder(id_key: str) -> msgspec.json.Decoder[Any]:
-    """Return a decoder of `_Ids` with `id` under another key."""
-    if id_key == "custom_id":  # a row that has it is parsed
-        return msgspec.json.Decoder(_Ids)
-    fields = [("id", Any, msgspec.UNSET), ("custom_id", msgspec.Raw | msgspec.UnsetType, msgspec.UNSET)]
-    return msgspec.json.Decoder(msgspec.defstruct("_IdsUnder", fields, rename={"id": id_key}))
-
-
-def _own_decoder(id_key: str, own_keys: frozenset[str]) -> msgspec.json.Decoder[Any]:
-    """Return a decoder of all of nvcli's own keys, and of two that tell OpenAI rows.
-
-    Its objects have the row's `id`, `custom_id` and `body`, unless the id's key is one of the latter; UNSET stands for
-    keys that a row does not have.
-    """
-    names = {"custom_id": "custom_id", "body": "body", "id": id_key}
-    if id_key in OPENAI_KEYS:
-        del names["id"]
-    names |= {f"own_{number}": key for number, key in enumerate(own_keys.difference(names.values()))}
-    return msgspec.json.Decoder(
-        msgspec.defstruct("_OwnValues", [(name, Any, msgspec.UNSET) for name in names], rename=names)
-    )
+        return values_of_cells(row, self.keys), None
 
 
 _decode_raws = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_check_json = msgspec.json.Decoder(msgspec.Raw).decode
 
 
 def _split_line(line: Line) -> tuple[dict[str, msgspec.Raw], MarkedLine | None]:
@@ -363,11 +323,11 @@ def _split_line(line: Line) -> tuple[dict[str, msgspec.Raw], MarkedLine | None]:
     try:
         if not line.isascii():
             line.decode()  # texts that stay JSON are not decoded
-        raws = _decode_raws(line)
+        raws = decode_within(line, _decode_raws)
     except UnicodeDecodeError as error:
         raise RowError("invalid_json", explain_bad_utf8(line, error.reason)) from None
-    except RecursionError:
-        raise _nested_too_deep() from None
+    except NestedTooDeep as error:
+        raise RowError("invalid_json", str(error)) from None
     except msgspec.ValidationError:
         raise _no_object(line) from None
     except msgspec.DecodeError as error:
@@ -375,8 +335,6 @@ def _split_line(line: Line) -> tuple[dict[str, msgspec.Raw], MarkedLine | None]:
         if marked is None:
             raise RowError("invalid_json", explain_bad_json(line, str(error))) from None
         return _split_line(marked.line)[0], marked
-    if is_deeper(line, MAX_LEVELS):
-        raise _nested_too_deep()
     if b"\n" in line:  # an item of an array: copied, its values stand on one line of the output
         raws = {key: msgspec.Raw(bytes(value).replace(b"\n", b" ")) for key, value in raws.items()}
     return raws, None
@@ -405,20 +363,11 @@ def _own_objects(given: Mapping[str, Any], own_keys: frozenset[str]) -> dict[str
 def _no_object(line: bytes) -> RowError:
     """Return the error of a line that is some other JSON than an object, or no JSON after its beginning."""
     try:
-        _check_json(line)
-    except RecursionError:
-        return _nested_too_deep()
+        decode_within(line, check_json)
+    except NestedTooDeep as error:
+        return RowError("invalid_json", str(error))
     except msgspec.DecodeError as error:
         return RowError("invalid_json", explain_bad_json(line, str(error)))
-    if is_deeper(line, MAX_LEVELS):
-        return _nested_too_deep()
-    return RowError("not_an_object", f'expected an object with keys, such as {{"prompt": …}}, got {_show_json(line)}')
-
-
-def _show_json(line: bytes) -> str:
     text = line.strip()[:_SHOWN_BYTES].decode(errors="ignore")
-    return text if len(text) < _SHOWN_BYTES else f"{text[:-1]}…"
-
-
-def _nested_too_deep() -> RowError:
-    return RowError("invalid_json", f"nested too deep; allowed: {MAX_LEVELS} levels of objects and lists")
+    shown = text if len(text) < _SHOWN_BYTES else f"{text[:-1]}…"
+    return RowError("not_an_object", f'expected an object with keys, such as {{"prompt": …}}, got {shown}')

@@ -18,8 +18,7 @@ import msgspec
 
 from nvcli.errors import RowError, first_line
 from nvcli.jobs.rows.bad_json import explain_surrogate, find_no_json
-from nvcli.jobs.rows.nesting import MAX_LEVELS, is_deeper
-from nvcli.jobs.rows.raw_values import decode
+from nvcli.jobs.rows.raw_values import MAX_LEVELS, NestedTooDeep, decode, is_deeper
 from nvcli.validation import is_text
 
 _encode = msgspec.json.Encoder().encode
@@ -83,9 +82,7 @@ def _through_json(value: Any, key: str) -> Any:
                 "invalid_value", find_no_json(value, key, _as_builtin) or f"`{key}`: {first_line(error)}"
             ) from None
     if is_deeper(data, MAX_LEVELS - 1):  # the row is a level too
-        raise RowError(
-            "invalid_value", f"`{key}` is nested too deep; allowed: {MAX_LEVELS} levels of objects and lists"
-        )
+        raise RowError("invalid_value", f"`{key}` is {NestedTooDeep()}")
     return plain
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from enum import Enum
 
-from nvcli.jobs.rows.conversation_options import CONVERSATION_KEYS, REASONING_EFFORT
+from nvcli.jobs.rows.conversation import CONVERSATION_KEYS, REASONING_EFFORT
 from nvcli.jobs.rows.openai_structured import STRUCTURED_KEYS
 from nvcli.sampling_params import SamplingParams
 from nvcli.validation import shorten
@@ -28,6 +29,27 @@ _ELSEWHERE = {
 _KEYS = frozenset(_ELSEWHERE)
 
 
+class RowRemark(Enum):
+    """A remark about a row: what is said of the first such row, and in the end of their number."""
+
+    NO_CONVERSATION = (
+        "{} is no conversation, so neither --system nor --chat-template-kwargs has an effect on it; give `messages`, "
+        "or make conversations of prompts with --chat",
+        "{} without a conversation, and so without the job's system message and chat template variables",
+    )
+    """A row is no conversation, where the job says something to conversations."""
+    NONFINITE = (
+        "{} has NaN or Infinity in what is copied, which JSON does not have; null stands for it",
+        "NaN or Infinity became null in {}",
+    )
+    ANSWERED = (
+        "{} ends with a message of the assistant, behind which the model writes another one; leave that message out "
+        "to have it answered anew, or give `continue_final_message`: true",
+        "{} with a conversation that ends with a message of the assistant",
+    )
+    """A conversation's last message is the assistant's, and it does not say what follows."""
+
+
 class RowWarnings:
     """The warnings of one job. A row is added by one thread, and warnings are taken by another."""
 
@@ -35,9 +57,7 @@ class RowWarnings:
         """`columns` are keys that a template of the job names: they are where they belong."""
         self._keys = _KEYS.difference(columns)
         self._new: deque[str] = deque()
-        self._without_conversation = 0
-        self._with_nonfinite = 0
-        self._answered = 0
+        self._remarks = dict.fromkeys(RowRemark, 0)
         self._counts: Counter[str] = Counter()
 
     def add_keys(self, keys: Iterable[str], where: str) -> None:
@@ -50,31 +70,11 @@ class RowWarnings:
                     f"if it is a setting, {_ELSEWHERE[key]}"
                 )
 
-    def add_prompt(self, where: str) -> None:
-        """Take note of a row that is no conversation, where the job says something to conversations."""
-        self._without_conversation += 1
-        if self._without_conversation == 1:
-            self._new.append(
-                f"warning: {where} is no conversation, so neither --system nor --chat-template-kwargs has an effect on "
-                "it; give `messages`, or make conversations of prompts with --chat"
-            )
-
-    def add_nonfinite(self, where: str) -> None:
-        """Take note of a row that passes NaN or Infinity through."""
-        self._with_nonfinite += 1
-        if self._with_nonfinite == 1:
-            self._new.append(
-                f"warning: {where} has NaN or Infinity in what is copied, which JSON does not have; null stands for it"
-            )
-
-    def add_answered(self, where: str) -> None:
-        """Take note of a conversation whose last message is the assistant's, and that does not say what follows."""
-        self._answered += 1
-        if self._answered == 1:
-            self._new.append(
-                f"warning: {where} ends with a message of the assistant, behind which the model writes another one; "
-                "leave that message out to have it answered anew, or give `continue_final_message`: true"
-            )
+    def add(self, remark: RowRemark, where: str) -> None:
+        """Take note of a row that a remark is true of."""
+        self._remarks[remark] += 1
+        if self._remarks[remark] == 1:
+            self._new.append(f"warning: {remark.value[0].format(where)}")
 
     def add_empty(self, name: str) -> None:
         """Take note of an input that has no rows."""
@@ -92,20 +92,12 @@ class RowWarnings:
 
     def totals(self) -> list[str]:
         """Return a line for each warning with the number of its rows."""
-        lines = [
+        keys = [
             f"`{key}` stood at the top level of {_rows(count)} and had no effect there"
             for key, count in self._counts.most_common()
         ]
-        if self._without_conversation:
-            lines.append(
-                f"{_rows(self._without_conversation)} without a conversation, and so without the job's system "
-                "message and chat template variables"
-            )
-        if self._with_nonfinite:
-            lines.append(f"NaN or Infinity became null in {_rows(self._with_nonfinite)}")
-        if self._answered:
-            lines.append(f"{_rows(self._answered)} with a conversation that ends with a message of the assistant")
-        return lines
+        remarks = [remark.value[1].format(_rows(count)) for remark, count in self._remarks.items() if count]
+        return keys + remarks
 
 
 def _rows(count: int) -> str:

@@ -1,10 +1,14 @@
-"""The set of row ids that were taken, in little memory."""
+"""The ids of rows: which ones were taken, in little memory, and how to find a row's id without parsing it."""
 
 from __future__ import annotations
 
 import re
 from array import array
 from bisect import bisect_right
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import msgspec
 
 from nvcli.hash_set import HashSet
 from nvcli.jobs.job import JobId
@@ -12,6 +16,26 @@ from nvcli.jobs.job import JobId
 _MASK = (1 << 64) - 1
 _NAME = re.compile(r"row-(0|[1-9][0-9]{0,17})")
 """The form of the names that rows without an id get."""
+
+
+class RowIdentity(NamedTuple):
+    """The id of a row and where it is from."""
+
+    id: JobId
+    is_named: bool
+    """Whether the id is a name that the row was given, because it brought none."""
+    is_repeated: bool
+    """Whether an earlier row has the id."""
+
+    @property
+    def name(self) -> str | None:
+        """The name that the row was given; None if it brought an id."""
+        return str(self.id) if self.is_named else None
+
+    @property
+    def own_id(self) -> JobId | None:
+        """The id that the row brought; None if it brought none."""
+        return None if self.is_named else self.id
 
 
 class SeenIds:
@@ -62,3 +86,15 @@ class SeenIds:
     def _is_named(self, index: int) -> bool:
         at = bisect_right(self._range_starts, index) - 1
         return at >= 0 and index < self._range_ends[at]
+
+
+def id_decoder(id_key: str, keys: Collection[str] = ()) -> Callable[[bytes], Any]:
+    """Return a decoder of a row's id, of the two keys that tell OpenAI rows, and of other `keys`.
+
+    Its objects have the row's `id`, `custom_id` and `body`; UNSET stands for keys that a row does not have. Unlike the
+    text of the row, they tell whatever way keys are escaped.
+    """
+    names = {name: name for name in ("custom_id", "body") if name != id_key} | {"id": id_key}
+    names |= {f"own_{number}": key for number, key in enumerate(set(keys).difference(names.values()))}
+    fields = [(name, msgspec.Raw if name in ("custom_id", "body") else Any, msgspec.UNSET) for name in names]
+    return msgspec.json.Decoder(msgspec.defstruct("_Id", fields, rename=names)).decode
