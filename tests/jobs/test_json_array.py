@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from nvcli.errors import ConfigError
 from nvcli.jobs import compression, line_splitter
 from nvcli.jobs.input.column_check import ColumnsError
-from nvcli.jobs.input.json_array import ArraySplitter
-from nvcli.jobs.input.json_source import JsonSplitter
+from nvcli.jobs.input.json_source import ArraySplitter, JsonSplitter
 from nvcli.jobs.input.line_source import DamagedInput
 from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Job, JobResult

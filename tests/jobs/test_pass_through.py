@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvcli.jobs.input import table_rows
+from nvcli.jobs.input import table_source
 from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Job, JobResult
 from nvcli.jobs.output import parquet_output
@@ -174,9 +174,9 @@ def test_batches_of_tables_are_bounded_by_bytes(tmp_path: Path, monkeypatch: pyt
     rows = [{"prompt": "p" * 1000, "same": "s" * 1000} for _ in range(50)]
     path = tmp_path / "in.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    monkeypatch.setattr(table_rows, "_BATCH_BYTES", 10_000)
+    monkeypatch.setattr(table_source, "_BATCH_BYTES", 10_000)
     (batch,) = pyarrow.Table.from_pylist(rows).to_batches()
-    sizes = [len(part) for part, _ in table_rows.rows_of(batch)]
+    sizes = [len(part) for part, _ in table_source.rows_of(batch)]
     assert sum(sizes) == 50
     assert max(sizes) <= 5
     read = [row for batch in RowReader([str(path)], RowParser({})).batches() for row in batch]

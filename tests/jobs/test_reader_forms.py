@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from nvcli.errors import ConfigError
 from nvcli.jobs import line_splitter
 from nvcli.jobs.compression import PIECE_BYTES, CompressionError, Unpacker, make_packer
-from nvcli.jobs.input.digests import SAMPLE_BYTES, WHOLE_BYTES, digest_file
+from nvcli.jobs.input.known_input import SAMPLE_BYTES, WHOLE_BYTES, digest_file
 from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Job, JobResult
 from nvcli.jobs.line_splitter import BlankLines, DroppedLine, LineSplitter

@@ -22,8 +22,8 @@ from hub_process import run_with_hub
 from nvcli import hub_access
 from nvcli.errors import ConfigError
 from nvcli.jobs.files import check_inputs, choose_output, expand_inputs
-from nvcli.jobs.input import fetch, remote_files
-from nvcli.jobs.input.remote_files import fetch_files
+from nvcli.jobs.input import fetch
+from nvcli.jobs.input.fetch import fetch_files
 from nvcli.jobs.own_files import manifest_path
 
 ROW = b'{"prompt": "p"}\n'
@@ -99,7 +99,7 @@ def test_a_file_that_changes_while_it_is_fetched_is_not_taken(
 def test_the_job_names_its_output_and_reads_local_files(
     tmp_path: Path, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_files, "_default_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr(fetch, "_default_cache", lambda: tmp_path / "cache")
     local = tmp_path / "a.jsonl"
     local.write_bytes(ROW)
     store.pipe("/bucket/x.csv", b"prompt\np\n")

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from nvcli.jobs.input.digests import describe_inputs
+from nvcli.jobs.input.known_input import describe_inputs
 from nvcli.jobs.output.manifest import Manifest, save_manifest
 from nvcli.show import prompts as module
 from nvcli.show.answers import ShownRow, read_shown_row

@@ -16,7 +16,7 @@ import msgspec
 from nvcli.config import EngineConfig, JobConfig, RunConfig
 from nvcli.errors import LoadError
 from nvcli.job_config import MESSAGES_KEY
-from nvcli.jobs.input.digests import digest_file
+from nvcli.jobs.input.known_input import digest_file
 from nvcli.jobs.output.manifest import CHAT_FACT
 from nvcli.jobs.rows.task_rows import TaskRows
 from nvcli.jobs.shard import SHARD_FACT, Shard

@@ -31,9 +31,8 @@ from nvcli.job_run.task import task_rows
 from nvcli.job_run.text.model_limits import ModelLimits
 from nvcli.job_run.text.tokenizer import Tokenizer, check_tokenizer_files, has_chat_template
 from nvcli.jobs.files import STREAM, check_inputs, check_output, choose_output, expand_inputs
-from nvcli.jobs.input.digests import is_repeatable
 from nvcli.jobs.input.fetch import fetch_inputs
-from nvcli.jobs.input.known_input import KnownInput, know_inputs
+from nvcli.jobs.input.known_input import KnownInput, is_repeatable, know_inputs
 from nvcli.jobs.input.reader import RowDigests, RowReader, check_first_rows
 from nvcli.jobs.job import Caller, Job
 from nvcli.jobs.output.manifest import Manifest, load_manifest

@@ -16,7 +16,7 @@ import msgspec
 from nvcli.errors import ConfigError
 from nvcli.jobs.compression import compression_of
 from nvcli.jobs.file_formats import input_format
-from nvcli.jobs.input.digests import describe_inputs
+from nvcli.jobs.input.known_input import describe_inputs
 from nvcli.jobs.output.manifest import Manifest, load_manifest
 from nvcli.show.answers import ShownRow
 

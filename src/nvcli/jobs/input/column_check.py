@@ -48,33 +48,31 @@ _CONTROLS = bytes({*range(32)} - {*b"\t\n\r\f"})
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
-class FaultyRow(NamedTuple):
-    """A row with a fault, as the reader holds it back."""
+class ReadRow(NamedTuple):
+    """A row that was read. Where faults are not looked for, it has none."""
 
     row: Job | JobResult
     num_bytes: int
-    fault: Fault
-    start: bytes
+    fault: Fault | None = None
+    start: bytes = b""
     """The first bytes of a line that is no JSON; empty for other faults."""
-    is_binary: bool
+    is_binary: bool = False
 
 
-def fault_of(row: Job | JobResult, line: Row, num_bytes: int, rules: PromptRules) -> FaultyRow | None:
-    """Return a row that has a fault, and None for another one. `line` is what was read, and takes `num_bytes`."""
+def judged(row: Job | JobResult, line: Row, num_bytes: int, rules: PromptRules) -> ReadRow:
+    """Return a row with its fault. `line` is what was read, and takes `num_bytes`."""
     fault: Fault | None = None
     if isinstance(row, Job):
         if row.messages is not None and not rules.has_chat_template:
             fault = Fault.NO_CHAT_TEMPLATE
     elif row.error is not None:
         fault = _FAULTS.get(row.error.type)
-    if fault is None or (fault is Fault.NO_JSON and not isinstance(line, bytes | DroppedLine)):
-        return None
-    if fault is not Fault.NO_JSON or not isinstance(line, bytes):
-        return FaultyRow(row, num_bytes, fault, b"", is_binary=False)
-    return FaultyRow(row, num_bytes, fault, line[:8], len(line) != len(line.translate(None, _CONTROLS)))
+    if fault is Fault.NO_JSON and isinstance(line, bytes):
+        return ReadRow(row, num_bytes, fault, line[:8], len(line) != len(line.translate(None, _CONTROLS)))
+    return ReadRow(row, num_bytes, fault if fault is not Fault.NO_JSON or isinstance(line, DroppedLine) else None)
 
 
-def refusal(name: str, held: Sequence[FaultyRow], parser: RowParser) -> ColumnsError | None:
+def refusal(name: str, held: Sequence[ReadRow], parser: RowParser) -> ColumnsError | None:
     """Return the error of the input `name`, whose first rows all have the same fault; None: they may be bad rows among
     others."""
     rows = [each.row for each in held]
@@ -92,7 +90,7 @@ def refusal(name: str, held: Sequence[FaultyRow], parser: RowParser) -> ColumnsE
                 "  name one: --chat-template FILE\n"
                 "  or make an error row of each conversation: --set job.check_columns=false"
             )
-        case Fault.NO_JSON:
+        case _:
             return _no_text(name, held)
 
 
@@ -110,7 +108,7 @@ def _two_prompts(name: str, rows: Sequence[Job | JobResult], parser: RowParser) 
     )
 
 
-def _no_text(name: str, held: Sequence[FaultyRow]) -> ColumnsError | None:
+def _no_text(name: str, held: Sequence[ReadRow]) -> ColumnsError | None:
     """Return the error of an input whose first lines are no JSON; None where it may be text."""
     start = held[0].start
     halves = {any(start[::2]), any(start[1::2])}  # every second byte of plain letters is 0

@@ -1,18 +1,21 @@
-"""A file, a pipe or standard input as lines of bytes. Holds one chunk and one line at a time."""
+"""A file, a pipe or standard input as lines, of bytes or of text. Holds one chunk and one line at a time."""
 
 from __future__ import annotations
 
 import os
 import select
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
 from typing import IO, Protocol
 
+from nvcli.errors import RowError
 from nvcli.jobs import line_splitter
 from nvcli.jobs.compression import READ_BYTES, Unpacker, compression_of
 from nvcli.jobs.files import STREAM
 from nvcli.jobs.input.known_input import KnownInput, ReadCheck
-from nvcli.jobs.line_splitter import Line, LineSplitter
+from nvcli.jobs.line_splitter import DroppedLine, Line, LineSplitter
+from nvcli.jobs.rows.bad_json import explain_bad_utf8
 from nvcli.jobs.rows.parser import Row
 
 BOM = b"\xef\xbb\xbf"
@@ -29,17 +32,29 @@ class Splitter(Protocol):
     def end(self) -> Line | None: ...
 
 
-class LineSource:
-    """The lines of one input, once."""
+class Source(ABC):
+    """The rows of one input, once."""
 
     def __init__(self, name: str, known: KnownInput | None = None) -> None:
         """`known` is the input as it was when the job began, where that is to be checked."""
         self.name = name
-        self._known = known
+        self.known = known
         self.bytes_read = 0
-        """Bytes that were read, as they are on disk."""
+        """Bytes that were read, as they are on disk; of a table, the share that belongs to the rows that were read."""
         self.row_bytes = 0
-        """Lines tell their bytes themselves."""
+        """Roughly the bytes of the row that was yielded last; 0 for lines, which tell their bytes themselves."""
+
+    @abstractmethod
+    def lines(self) -> Iterator[Row | None]:
+        """Yield the rows, and None before each read that may have to wait."""
+
+    @abstractmethod
+    def place(self, number: int) -> str:
+        """Return what messages call the place of the row that was yielded last, as the `number`-th."""
+
+
+class LineSource(Source):
+    """The lines of one input, once."""
 
     def lines(self) -> Iterator[Row | None]:
         """Yield the lines, without newlines and the file's BOM, and None before each read that may have to wait.
@@ -76,7 +91,7 @@ class LineSource:
         compression = compression_of(self.name)
         unpacker = Unpacker(compression) if compression else None
         with _open(self.name) as raw:
-            check = ReadCheck(self._known, raw.fileno()) if self._known is not None else None
+            check = ReadCheck(self.known, raw.fileno()) if self.known is not None else None
             may_wait = not stat.S_ISREG(os.fstat(raw.fileno()).st_mode)
             while True:
                 if may_wait:
@@ -96,6 +111,24 @@ class LineSource:
                     yield from unpacker.feed(chunk)
         if unpacker is not None:
             unpacker.end()
+
+
+class TextSource(LineSource):
+    """The rows of one text file, once: each line is a prompt."""
+
+    def lines(self) -> Iterator[Row | None]:
+        """Yield each line as a text, a blank line as it is, and the error of a line that is no UTF-8 text.
+
+        Yields None and raises as `LineSource.lines` does.
+        """
+        for line in self._lines():
+            if line is None or isinstance(line, DroppedLine) or not line or line.isspace():
+                yield line
+                continue
+            try:
+                yield line.removesuffix(b"\r").decode()
+            except UnicodeDecodeError as error:
+                yield RowError("invalid_utf8", explain_bad_utf8(line, error.reason))
 
 
 def _without_bom(line: Line) -> Line:

@@ -16,9 +16,9 @@ from nvcli.errors import ConfigError, InputChanged, unexpected
 from nvcli.jobs.compression import CompressionError
 from nvcli.jobs.file_formats import input_format
 from nvcli.jobs.files import STREAM
-from nvcli.jobs.input.column_check import MAX_HELD_ROWS, ColumnsError, FaultyRow, fault_of, refusal
+from nvcli.jobs.input.column_check import MAX_HELD_ROWS, ColumnsError, ReadRow, judged, refusal
 from nvcli.jobs.input.known_input import KnownInput
-from nvcli.jobs.input.line_source import DamagedInput, LineSource
+from nvcli.jobs.input.line_source import DamagedInput, LineSource, Source, TextSource
 from nvcli.jobs.job import Job, JobId, JobResult
 from nvcli.jobs.line_splitter import BlankLines
 from nvcli.jobs.row_set import AnsweredRows
@@ -33,17 +33,8 @@ FIRST_BATCH_ROWS = 8
 """The first batch is small, so that replicas soon have work; batches double from here."""
 MAX_BATCH_ROWS = 256
 MAX_BATCH_BYTES = 4 * 1024 * 1024
-
-
-class _Source(Protocol):
-    """One input: its rows, and how many bytes of it were read."""
-
-    @property
-    def bytes_read(self) -> int: ...
-    @property
-    def row_bytes(self) -> int: ...
-    def place(self, number: int) -> str: ...
-    def lines(self) -> Iterator[Row | None]: ...
+_BREAKS = (OSError, CompressionError, DamagedInput)
+"""Exceptions of an input that cannot be read on."""
 
 
 class RowDigests(Protocol):
@@ -107,8 +98,9 @@ class RowReader:
         self._known = {each.name: each for each in known}
         self._digests = digests
         self._check_columns = check_columns
+        self._looks_for_faults = False
         self._shard = shard
-        self._source: _Source | None = None
+        self._source: Source | None = None
         self._line_number = 0
         """The number of the line that was read last, in its input; blank lines count."""
         self._bytes_before = 0
@@ -147,23 +139,19 @@ class RowReader:
         batch = _Batch()
         for name in self._inputs:
             try:
-                rows = self._checked(name) if self._check_columns else self._with_sizes(self._rows(name))
-                for row, num_bytes in rows:
-                    is_due = batch.add(row, num_bytes) if row is not None else bool(batch.rows)
+                for read in self._checked(name) if self._check_columns else self._rows(name):
+                    is_due = bool(batch.rows) if read is None else batch.add(read.row, read.num_bytes)
                     if is_due:
                         yield batch.take()
-            except (InputChanged, ConfigError):
+            except (InputChanged, ConfigError, *_BREAKS) as error:
                 if batch.rows:
                     yield batch.take()
-                raise
-            except (OSError, CompressionError, DamagedInput) as error:
-                if batch.rows:
-                    yield batch.take()
-                raise self._broken_off(
-                    name,
-                    error,
-                    "The rows up to there are answered; with a sound file in its place and --update the job goes on",
-                ) from error
+                if isinstance(error, InputChanged | ConfigError):
+                    raise
+                way_out = (
+                    "The rows up to there are answered; with a sound file in its place and --update the job goes on"
+                )
+                raise self._broken_off(name, error, way_out) from error
             if self._is_at_limit:
                 break
         self.all_read = not self._is_at_limit
@@ -182,57 +170,50 @@ class RowReader:
                     if line is not None:
                         row = self._parser.identify(line, index=rows.count)
                         rows.add(row_digest(line, row.own_id), name=row.name, is_repeated=row.is_repeated)
-            except (OSError, CompressionError, DamagedInput) as error:
+            except _BREAKS as error:
                 raise self._broken_off(name, error, "Put a sound file in its place") from error
         return rows
 
-    def _checked(self, name: str) -> Iterator[tuple[Job | JobResult | None, int]]:
-        """Yield what `_rows` yields, without the lines. The first rows are held back until one of them has not the
-        fault that those before it have.
+    def _checked(self, name: str) -> Iterator[ReadRow | None]:
+        """Yield what `_rows` yields. The first rows are held back until one of them has not the fault that those before
+        it have.
 
         Raises ColumnsError where there is no such row among them. Where some rows are answered, the job's columns are
         known to be right.
         """
-        held: list[FaultyRow] = []
+        held: list[ReadRow] = []
+        is_at_fault = True
         rows = self._rows(name)
-        for row, line in rows:
-            if row is None or line is None:
+        self._looks_for_faults = True
+        for read in rows:
+            if read is None:
                 if not held:
-                    yield None, 0
+                    yield None
                 continue
-            faulty = fault_of(row, line, self._num_bytes(line), self._parser.rules)
-            if faulty is None or (held and faulty.fault is not held[0].fault):
-                yield from ((each.row, each.num_bytes) for each in held)
-                yield row, self._num_bytes(line)
-                yield from self._with_sizes(rows)
-                return
-            held.append(faulty)
-            if len(held) == MAX_HELD_ROWS:
+            held.append(read)
+            is_at_fault = read.fault is not None and read.fault is held[0].fault
+            if not is_at_fault or len(held) == MAX_HELD_ROWS:
                 break
-        if held and not self.rows_passed_over:
+        self._looks_for_faults = False
+        if held and is_at_fault and not self.rows_passed_over:
             error = refusal(_label(name), held, self._parser)
             if error is not None:
                 raise error
-        yield from ((each.row, each.num_bytes) for each in held)
-        yield from self._with_sizes(rows)
+        yield from held
+        yield from rows
 
-    def _with_sizes(
-        self, rows: Iterator[tuple[Job | JobResult | None, Row | None]]
-    ) -> Iterator[tuple[Job | JobResult | None, int]]:
-        """Yield rows with the bytes of their lines."""
-        for row, line in rows:
-            yield row, 0 if line is None else self._num_bytes(line)
-
-    def _rows(self, name: str) -> Iterator[tuple[Job | JobResult | None, Row | None]]:
-        """Yield the rows of one input with their lines, and None before a read that may have to wait."""
+    def _rows(self, name: str) -> Iterator[ReadRow | None]:
+        """Yield the rows of one input, and None before a read that may have to wait."""
         for line in self._lines(name):
             if line is None:
-                yield None, None
+                yield None
                 continue
             row = self._row(line, name)
             self.rows_read += 1
             if row is not None:
-                yield row, line
+                num_bytes = self._num_bytes(line)
+                looks_for_faults = self._looks_for_faults
+                yield judged(row, line, num_bytes, self._parser.rules) if looks_for_faults else ReadRow(row, num_bytes)
             if self._is_at_limit:
                 return
 
@@ -273,14 +254,14 @@ class RowReader:
     def _row(self, line: Row, name: str) -> Job | JobResult | None:
         """Parse one row; None for a row that is answered already, or by another shard."""
         index = self.rows_read
-        if index not in self._shard:
-            self._note_digest(line, index, self._parser.identify(line, index=index).own_id)
-            return None
-        self.rows_of_shard += 1
-        if index in self._answered.all:
-            passed_over = self._parser.identify(line, index=index, is_good=index not in self._answered.failed)
+        is_of_shard = index in self._shard
+        is_answered = is_of_shard and index in self._answered.all
+        self.rows_of_shard += is_of_shard
+        if is_answered or not is_of_shard:
+            is_good = is_answered and index not in self._answered.failed
+            passed_over = self._parser.identify(line, index=index, is_good=is_good)
             self._note_digest(line, index, passed_over.own_id)
-            self.rows_passed_over += 1
+            self.rows_passed_over += is_answered
             return None
         where = self._place
         if len(self._inputs) > 1:
@@ -333,7 +314,7 @@ def check_first_rows(
     return rows
 
 
-def _open_source(name: str, known: KnownInput | None, has_prompt: Callable[[Collection[str]], bool]) -> _Source:
+def _open_source(name: str, known: KnownInput | None, has_prompt: Callable[[Collection[str]], bool]) -> Source:
     match "jsonl" if name == STREAM else input_format(name):
         case "jsonl":
             return LineSource(name, known)
@@ -346,17 +327,11 @@ def _open_source(name: str, known: KnownInput | None, has_prompt: Callable[[Coll
 
             return CsvSource(name, known)
         case "text":
-            from nvcli.jobs.input.text_source import TextSource
-
             return TextSource(name, known)
-        case "parquet":
-            from nvcli.jobs.input.parquet_source import ParquetSource
+        case "parquet" | "arrow" as kind:
+            from nvcli.jobs.input.table_source import ArrowSource, ParquetSource
 
-            return ParquetSource(Path(name), known)
-        case "arrow":
-            from nvcli.jobs.input.arrow_source import ArrowSource
-
-            return ArrowSource(Path(name), known)
+            return ParquetSource(name, known) if kind == "parquet" else ArrowSource(name, known)
 
 
 def _label(name: str) -> str:

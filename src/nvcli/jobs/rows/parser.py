@@ -119,15 +119,13 @@ class RowParser:
 
     def failed(self, error: RowError, *, index: int, where: str) -> JobResult:
         """Return the result of a row that could not be parsed at all. Its id is not known."""
-        name = self._seen.name(index)
-        return failed(RowContext(id=name, is_named=True, index=index, line=where, caller=self._caller), error)
+        return failed(self._context(None, index, where, {}, RowForm.NATIVE, None), error)
 
     def _parse(self, row: Row, index: int, where: str, warnings: RowWarnings, defaults: RowDefaults) -> Job | JobResult:
         row_id: JobId | None = None
         form = RowForm.NATIVE if self._task is None else self._task.form
         model: str | None = None
         extra: dict[str, Any] = {}
-        problem: RowError | None = None
         try:
             given, marked = self._values_of(row)
             is_native = not looks_like_openai(given) or any(not is_null(given.get(key)) for key in self.keys.prompts)
@@ -155,8 +153,18 @@ class RowParser:
                     "duplicate_id", f"the id {show(row_id)} is the id of an earlier row; ids must differ{way_out}"
                 )
         except RowError as error:
-            problem = error
-        context = RowContext(
+            return failed(self._context(row_id, index, where, extra, form, model), error)
+        context = self._context(row_id, index, where, extra, form, model)
+        try:
+            return self._job(context, given, values, kind, is_native, warnings, defaults)
+        except RowError as error:
+            return failed(context, error)
+
+    def _context(
+        self, row_id: JobId | None, index: int, where: str, extra: dict[str, Any], form: RowForm, model: str | None
+    ) -> RowContext:
+        """Return the context of a row; one without an id gets a name."""
+        return RowContext(
             id=self._seen.name(index) if row_id is None else row_id,
             is_named=row_id is None,
             index=index,
@@ -166,12 +174,6 @@ class RowParser:
             model=model,
             caller=self._caller,
         )
-        if problem is None:
-            try:
-                return self._job(context, given, values, kind, is_native, warnings, defaults)
-            except RowError as error:
-                problem = error
-        return failed(context, problem)
 
     def _own_part(
         self, row: Row, given: Mapping[str, Any], is_native: bool
