@@ -6,9 +6,9 @@ import pytest
 
 from nvcli.config import SECTIONS, RunConfig, all_keys
 from nvcli.errors import RowError
-from nvcli.jobs.job import RowForm
+from nvcli.jobs.job import RowContext, RowForm
 from nvcli.jobs.rows.native_row import RowDefaults
-from nvcli.jobs.rows.openai_row import openai_fields
+from nvcli.jobs.rows.openai_row import openai_job
 from nvcli.jobs.rows.prompt_rules import PromptRules
 from nvcli.other_names import own_keys, remarks
 from nvcli.sampling_params import SamplingParams
@@ -70,9 +70,10 @@ def test_names_of_other_tools_lead_to_keys_that_there_are() -> None:
 
 
 def test_a_batch_row_is_offered_what_works() -> None:
+    context = RowContext(id="a", index=0, line="line 1", form=RowForm.CHAT)
     row = {"url": "/v1/chat/completions", "body": {"messages": [], "modality": "low"}}
     with pytest.raises(RowError) as error:
-        openai_fields(row, RowForm.CHAT, RowDefaults({}), PromptRules())
+        openai_job(row, context, RowDefaults({}), PromptRules())
     offered = str(error.value).partition("known: ")[2].split(", ")
     assert "max_completion_tokens" in offered
     assert "response_format" in offered

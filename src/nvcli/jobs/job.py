@@ -93,8 +93,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     """The place of the row."""
 
 
-class RowContext(msgspec.Struct, frozen=True, kw_only=True):
-    """A row's place in the input, and all else that its answer needs to know of the row."""
+class RowContext(msgspec.Struct, kw_only=True):
+    """A row's place in the input, and all else that its answer needs to know of the row. Only the parser changes it."""
 
     id: JobId
     """The row's own id; else the name that it was given: `row-7` for the row with index 7."""

@@ -12,8 +12,10 @@ from typing import Any
 import msgspec
 
 from nvcli.errors import RowError
-from nvcli.jobs.job import CallRule
+from nvcli.jobs.job import CallRule, Job, RowContext
 from nvcli.jobs.rows.raw_values import decode_inner, decode_list
+from nvcli.jobs.tasks import PromptTask
+from nvcli.sampling_params import SamplingParams
 from nvcli.validation import InvalidValue, Path, convert, join_path, show, suggest
 
 TOOLS, TOOL_CHOICE, DOCUMENTS = "tools", "tool_choice", "documents"
@@ -118,6 +120,27 @@ def _with_object(call: Any, name: str) -> Any:
     except msgspec.DecodeError:
         raise InvalidValue((), f"`{name}.tool_calls` has arguments that are no JSON: {show(arguments)}") from None
     return {**call, "function": {**function, "arguments": decoded}}
+
+
+def conversation_job(
+    context: RowContext,
+    messages: list[dict[str, Any]],
+    variables: dict[str, Any],
+    options: Mapping[str, Any],
+    sampling: SamplingParams,
+    task: PromptTask | None = None,
+) -> Job:
+    """Make the job of a row with messages, with the `options` that `conversation_options` returns."""
+    return Job(
+        place=context,
+        messages=messages,
+        chat_template_kwargs=variables,
+        template_arguments=options.get("template_arguments"),
+        tools=options.get("tools", ()),
+        call_rule=options.get("call_rule"),
+        sampling=sampling,
+        task=task,
+    )
 
 
 def conversation_options(given: Mapping[str, Any], *, under: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -12,10 +12,11 @@ import msgspec
 
 from nvcli.errors import RowError
 from nvcli.job_config import MESSAGES_KEY, PROMPT_KEY
-from nvcli.jobs.job import JobId
-from nvcli.jobs.rows.conversation import check_messages, conversation_options
+from nvcli.jobs.job import Job, JobId, RowContext
+from nvcli.jobs.rows.conversation import check_messages, conversation_job, conversation_options
 from nvcli.jobs.rows.prompt_rules import PromptKind, PromptRules
 from nvcli.jobs.rows.raw_values import decode, decode_list, is_null
+from nvcli.jobs.tasks import PromptTask
 from nvcli.sampling_params import MAX_INT, SamplingParams
 from nvcli.validation import InvalidValue, convert, show
 
@@ -94,20 +95,20 @@ def native_id(value: Any, key: str) -> JobId | None:
     raise RowError("invalid_id", f"`{key}` is {show(value)}; allowed: text or an integer of 64 bits")
 
 
-def native_prompt(
+def native_job(
     row: dict[str, Any],
-    columns: Mapping[str, Any],
+    context: RowContext,
     keys: RowKeys,
     rules: PromptRules,
+    columns: Mapping[str, Any],
     kind: PromptKind | None,
+    sampling: SamplingParams,
     *,
+    task: PromptTask | None,
     becomes_message: bool,
-) -> dict[str, Any]:
-    """Return the fields of a Job that hold the prompt of a row and what belongs to it.
-
-    `columns` are all values of the row as they were read, for the job's template, `kind` is that of its prompt, and
-    `becomes_message` says whether a text of this kind becomes a conversation.
-    """
+) -> Job:
+    """Make the job of a row. `columns` are all values of the row as they were read, for the job's template, `kind` is
+    that of its prompt, and `becomes_message` says whether a text of this kind becomes a conversation."""
     variables = row.get(keys.chat_template_kwargs)
     prompt = row.get(keys.prompt)
     if (
@@ -117,14 +118,14 @@ def native_prompt(
         and variables is None
         and not becomes_message
     ):
-        return {"prompt": prompt}  # most rows
+        return Job(place=context, prompt=prompt, sampling=sampling, task=task)  # most rows
     try:
         given = _templated(columns, keys, rules) if rules.has_template else _given_prompt(row, keys, rules, kind)
         if becomes_message and "prompt" in given:
             given = {"messages": rules.conversation(given["prompt"])}
         if "messages" in given:
-            given["chat_template_kwargs"] = rules.variables(variables, under=(keys.chat_template_kwargs,))
-            return given | conversation_options(row)
+            known = rules.variables(variables, under=(keys.chat_template_kwargs,))
+            return conversation_job(context, given["messages"], known, conversation_options(row), sampling, task)
     except InvalidValue as error:
         raise RowError("invalid_value", error.message) from None
     if variables is not None:
@@ -133,7 +134,7 @@ def native_prompt(
             f"`{keys.chat_template_kwargs}` is given, and this prompt is not made by the chat template; leave it "
             f"out, or give `{keys.messages}` or --chat",
         )
-    return given
+    return Job(place=context, sampling=sampling, task=task, **given)
 
 
 def _given_prompt(row: dict[str, Any], keys: RowKeys, rules: PromptRules, kind: PromptKind | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Reads a row of an OpenAI batch file. Raises RowError that names the key.
+"""Makes a `Job` of a row of an OpenAI batch file. Raises RowError that names the key.
 
 Parameters of the request body are those of the API's reference (platform.openai.com/docs/api-reference: chat,
 completions, batch), as far as they say how tokens are chosen, and the additions that vLLM's server takes. A parameter
@@ -11,8 +11,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from nvcli.errors import RowError
-from nvcli.jobs.job import Prompt, RowForm, prompt_fields
-from nvcli.jobs.rows.conversation import CONVERSATION_KEYS, REASONING_EFFORT, check_messages, conversation_options
+from nvcli.jobs.job import Job, Prompt, RowContext, RowForm, prompt_fields
+from nvcli.jobs.rows.conversation import (
+    CONVERSATION_KEYS,
+    REASONING_EFFORT,
+    check_messages,
+    conversation_job,
+    conversation_options,
+)
 from nvcli.jobs.rows.native_row import RowDefaults
 from nvcli.jobs.rows.openai_responses import chat_body
 from nvcli.jobs.rows.openai_structured import STRUCTURED_KEYS, structured_of, unsupported_key, unsupported_value
@@ -89,7 +95,9 @@ _CHAT_KEYS = (
 )
 _IN_COMPLETIONS = ("logprobs", "best_of", "rank_by")
 """Parameters that `sampling` knows by the same name, of completions alone."""
-_COMPLETION_KEYS = ("prompt", *_IN_COMPLETIONS)
+_WORKING_IN_CHATS = dict.fromkeys((*_SAME, *STRUCTURED_KEYS, *_CHAT_KEYS))
+_WORKING_IN_COMPLETIONS = dict.fromkeys((*_SAME, *STRUCTURED_KEYS, "prompt", *_IN_COMPLETIONS))
+"""Parameters that have an effect, in the order in which messages name them."""
 
 
 def looks_like_openai(row: Mapping[str, Any]) -> bool:
@@ -139,11 +147,11 @@ def check_request(row: dict[str, Any], urls: Collection[str]) -> dict[str, Any]:
     return given
 
 
-def openai_fields(row: dict[str, Any], form: RowForm, defaults: RowDefaults, rules: PromptRules) -> dict[str, Any]:
-    """Return the fields of the Job that a row of a `form` asks for."""
+def openai_job(row: dict[str, Any], context: RowContext, defaults: RowDefaults, rules: PromptRules) -> Job:
+    """Make the job of a row. Parameters of its body go over the job's `defaults`."""
     given = check_request(row, URLS)
-    is_chat, key = form is RowForm.CHAT, "messages"
-    if form is RowForm.RESPONSE:
+    is_chat, key = context.form is RowForm.CHAT, "messages"
+    if context.form is RowForm.RESPONSE:
         given, is_chat, key = chat_body(given), True, "input"
     _check_keys(given, is_chat)
     own = {key: given[key] for key in (_SAME if is_chat else (*_SAME, *_IN_COMPLETIONS)) if key in given}
@@ -151,28 +159,23 @@ def openai_fields(row: dict[str, Any], form: RowForm, defaults: RowDefaults, rul
         own |= _chat_parameters(given)
     if (structured := structured_of(given)) is not None:
         own["structured"] = structured
-    if form is RowForm.RESPONSE:
+    if context.form is RowForm.RESPONSE:
         own |= {"n": 1, "best_of": None}  # whatever the job has for others
     sampling = defaults.sampling(own, under="body")
     try:
-        fields = _conversation(given, key, rules) if is_chat else _texts(given, sampling, rules)
+        if not is_chat:
+            return _completion_job(given, context, sampling, rules)
+        if "messages" not in given:
+            raise RowError("missing_prompt", "`body.messages` is not given")
+        messages = rules.with_system(check_messages(given["messages"], under=("body", key)))
+        options = conversation_options(given, under=("body",))
+        variables = rules.variables(given.get("chat_template_kwargs"), under=("body", "chat_template_kwargs"))
+        return conversation_job(context, messages, variables, options, sampling)
     except InvalidValue as error:
         raise RowError("invalid_value", error.message) from None
-    return {**fields, "sampling": sampling}
 
 
-def _conversation(given: dict[str, Any], key: str, rules: PromptRules) -> dict[str, Any]:
-    """Return the fields of a chat request, whose messages stand under a key of the row's body."""
-    if "messages" not in given:
-        raise RowError("missing_prompt", "`body.messages` is not given")
-    messages = check_messages(given["messages"], under=("body", key))
-    options = conversation_options(given, under=("body",))
-    variables = rules.variables(given.get("chat_template_kwargs"), under=("body", "chat_template_kwargs"))
-    return {"messages": rules.with_system(messages), "chat_template_kwargs": variables, **options}
-
-
-def _texts(given: dict[str, Any], sampling: SamplingParams, rules: PromptRules) -> dict[str, Any]:
-    """Return the fields of a completion request."""
+def _completion_job(given: dict[str, Any], context: RowContext, sampling: SamplingParams, rules: PromptRules) -> Job:
     prompts: Sequence[Prompt] = prompts_of(given, "prompt")
     if len(prompts) > 1 and sampling.prompt_logprobs is not None:
         raise RowError(
@@ -180,19 +183,19 @@ def _texts(given: dict[str, Any], sampling: SamplingParams, rules: PromptRules) 
             "`body.prompt_logprobs` is given beside several prompts; leave it out, or give one prompt a row",
         )
     if not rules.chat.includes(PromptKind.OTHER_TEXT):
-        return fields_of_prompts(prompts)
+        return job_of(prompts, place=context, sampling=sampling)
     sent = [rules.conversation(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-    return {**fields_of_prompts(sent), "chat_template_kwargs": rules.variables(None, under=())}
+    return job_of(sent, place=context, sampling=sampling, chat_template_kwargs=rules.variables(None, under=()))
 
 
 def _check_keys(given: dict[str, Any], is_chat: bool) -> None:
-    working = (*_SAME, *STRUCTURED_KEYS, *(_CHAT_KEYS if is_chat else _COMPLETION_KEYS))
+    working = _WORKING_IN_CHATS if is_chat else _WORKING_IN_COMPLETIONS
     for key, value in given.items():
         if key == "chat_template":
             raise RowError(
                 "unsupported_parameter", "`body.chat_template` is not supported: give --chat-template for all rows"
             )
-        if key not in (*working, *_IGNORED, *_HARMLESS_VALUES):
+        if not (key in working or key in _IGNORED or key in _HARMLESS_VALUES):
             raise unsupported_key(key, working)
         if key == "suffix" and value != "":
             raise RowError(
@@ -256,6 +259,6 @@ def _prompt_of(value: Any, path: Path) -> str | list[int]:
     return value if isinstance(value, str) else convert(value, list[int], under=path)
 
 
-def fields_of_prompts(prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Return the field of a Job that holds one prompt or several, by name."""
-    return prompt_fields(prompts[0]) if len(prompts) == 1 else {"prompts": prompts}
+def job_of(prompts: Sequence[Prompt], **rest: Any) -> Job:
+    """Return the job of one prompt or several. `rest` are its other fields."""
+    return Job(**(prompt_fields(prompts[0]) if len(prompts) == 1 else {"prompts": prompts}), **rest)

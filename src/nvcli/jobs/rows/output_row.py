@@ -50,18 +50,19 @@ def answer_of(result: JobResult, form: OutputForm) -> dict[str, Any]:
     place = result.place
     if place.form.is_openai:
         row = openai_row(result, created=form.created, model=place.model or form.model)
-    else:
+    elif place.form is RowForm.NATIVE:
         row = {
             "id": place.id,
             "index": place.index,
-            **({"choices": result.choices} if place.form is RowForm.NATIVE else _task_answer(result)),
+            "choices": result.choices,
             "usage": result.usage,
             "error": result.error,
         }
         if result.prompt_logprobs is not None:
             row["prompt_logprobs"] = result.prompt_logprobs
-        if place.form is not RowForm.NATIVE:
-            return row
+    else:
+        own = _task_answer(result)
+        return {"id": place.id, "index": place.index, **own, "usage": result.usage, "error": result.error}
     if form.text_field is not None:
         row[form.text_field] = result.choices[0].text if result.choices else None
     return row

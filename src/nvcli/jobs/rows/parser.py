@@ -24,10 +24,10 @@ from nvcli.jobs.rows.native_row import (
     RowKeys,
     known_form,
     native_id,
-    native_prompt,
+    native_job,
 )
 from nvcli.jobs.rows.openai_row import OWN_KEYS as OPENAI_KEYS
-from nvcli.jobs.rows.openai_row import looks_like_openai, openai_fields, openai_form, openai_id, openai_model
+from nvcli.jobs.rows.openai_row import looks_like_openai, openai_form, openai_id, openai_job, openai_model
 from nvcli.jobs.rows.plain_values import plain_value
 from nvcli.jobs.rows.prompt_rules import PromptKind, PromptRules
 from nvcli.jobs.rows.raw_values import (
@@ -119,22 +119,32 @@ class RowParser:
 
     def failed(self, error: RowError, *, index: int, where: str) -> JobResult:
         """Return the result of a row that could not be parsed at all. Its id is not known."""
-        return failed(self._context(None, index, where, {}, RowForm.NATIVE, None), error)
+        name = self._seen.name(index)
+        return failed(RowContext(id=name, is_named=True, index=index, line=where, caller=self._caller), error)
 
     def _parse(self, row: Row, index: int, where: str, warnings: RowWarnings, defaults: RowDefaults) -> Job | JobResult:
-        row_id: JobId | None = None
         form = RowForm.NATIVE if self._task is None else self._task.form
-        model: str | None = None
-        extra: dict[str, Any] = {}
+        context = RowContext(id="", is_named=True, index=index, line=where, form=form, caller=self._caller)
         try:
             given, marked = self._values_of(row)
             is_native = not looks_like_openai(given) or any(not is_null(given.get(key)) for key in self.keys.prompts)
-            kind, own_keys, values = self._own_part(row, given, is_native)
+            own_of = _own_objects if isinstance(row, (dict, str)) else _own_values
+            own_keys, values = OPENAI_KEYS, {}
+            kind: PromptKind | None = None
+            if is_native and self._is_plain and self._prompt_key in given and self._messages_key not in given:
+                kind, own_keys = PromptKind.PROMPT, self._own_keys
+                values = own_of(given, own_keys)
+            if self._prompt_key not in values:  # as few rows
+                if is_native:
+                    kind = self._kind_of(row, given)
+                    own_keys = self._keys_of_native(given, kind)
+                values = own_of(given, own_keys)
             if marked is not None:
                 given = marked.with_nulls(given)
             left_out = own_keys if not self._keep_input else own_keys & {"id" if is_native else "custom_id"}
             if len(values) < len(given) or self._keep_input:
-                extra = {key: self._keep(value) for key, value in given.items() if key not in left_out}
+                context.extra = {key: self._keep(value) for key, value in given.items() if key not in left_out}
+            extra = context.extra
             if marked is not None or (
                 isinstance(row, dict) and any(became_null(row[key], extra[key]) for key in extra)
             ):
@@ -144,54 +154,20 @@ class RowParser:
                 if extra and self._task is None:
                     warnings.add_keys(extra.keys() - own_keys if self._keep_input else extra, where)
             else:
-                form = openai_form(values) if self._task is None else self._task.openai_form
-                model = openai_model(values)
+                context.form = openai_form(values) if self._task is None else self._task.openai_form
+                context.model = openai_model(values)
                 row_id = openai_id(values)
-            if row_id is not None and not self._seen.add(row_id):
-                way_out = "; to have no ids read: --id-field none, with --overwrite" if is_native else ""
-                raise RowError(
-                    "duplicate_id", f"the id {show(row_id)} is the id of an earlier row; ids must differ{way_out}"
-                )
-        except RowError as error:
-            return failed(self._context(row_id, index, where, extra, form, model), error)
-        context = self._context(row_id, index, where, extra, form, model)
-        try:
+            if row_id is None:
+                context.id = self._seen.name(index)
+            else:
+                context.id, context.is_named = row_id, False
+                if not self._seen.add(row_id):
+                    raise _repeated(row_id, is_native)
             return self._job(context, given, values, kind, is_native, warnings, defaults)
         except RowError as error:
+            if not context.id and context.is_named:
+                context.id = self._seen.name(index)
             return failed(context, error)
-
-    def _context(
-        self, row_id: JobId | None, index: int, where: str, extra: dict[str, Any], form: RowForm, model: str | None
-    ) -> RowContext:
-        """Return the context of a row; one without an id gets a name."""
-        return RowContext(
-            id=self._seen.name(index) if row_id is None else row_id,
-            is_named=row_id is None,
-            index=index,
-            line=where,
-            extra=extra,
-            form=form,
-            model=model,
-            caller=self._caller,
-        )
-
-    def _own_part(
-        self, row: Row, given: Mapping[str, Any], is_native: bool
-    ) -> tuple[PromptKind | None, frozenset[str], dict[str, Any]]:
-        """Return the kind of a row's prompt, the keys under which the row says something to nvcli, and their values.
-
-        Raises RowError.
-        """
-        own_of = _own_objects if isinstance(row, dict | str) else _own_values
-        if not is_native:
-            return None, OPENAI_KEYS, own_of(given, OPENAI_KEYS)
-        if self._is_plain and self._prompt_key in given and self._messages_key not in given:
-            values = own_of(given, self._own_keys)
-            if self._prompt_key in values:  # as in most rows
-                return PromptKind.PROMPT, self._own_keys, values
-        kind = self._kind_of(row, given)
-        own_keys = self._keys_of_native(given, kind)
-        return kind, own_keys, own_of(given, own_keys)
 
     def _job(
         self,
@@ -203,19 +179,28 @@ class RowParser:
         warnings: RowWarnings,
         defaults: RowDefaults,
     ) -> Job:
-        """Make the job of a row by its values, and those of nvcli's own keys. Raises RowError."""
-        task, keys, rules = self._task, self.keys, self.rules
-        if not is_native:
-            fields = task.openai_fields(values) if task else openai_fields(values, context.form, defaults, rules)
-            if context.form is RowForm.COMPLETION and "prompt_token_ids" not in fields:
-                kind = PromptKind.OTHER_TEXT
-            job = Job(place=context, **fields)
+        """Make the job of a row by its values, and by those of nvcli's own keys. Raises RowError."""
+        task, rules = self._task, self.rules
+        if is_native:
+            key = self.keys.sampling
+            sampling = PROMPT_ONLY if task else defaults.sampling(values.get(key, {}), under=key)
+            job = native_job(
+                values,
+                context,
+                self.keys,
+                rules,
+                given,
+                kind,
+                sampling,
+                task=None if task is None else task.task_of(values, given),
+                becomes_message=bool(self._sent_as_messages) and kind in self._sent_as_messages,
+            )
+        elif task is not None:
+            job = task.openai_job(values, context)
         else:
-            sampling = PROMPT_ONLY if task else defaults.sampling(values.get(keys.sampling, {}), under=keys.sampling)
-            becomes_message = bool(self._sent_as_messages) and kind in self._sent_as_messages
-            fields = native_prompt(values, given, keys, rules, kind, becomes_message=becomes_message)
-            own_task = None if task is None else task.task_of(values, given)
-            job = Job(place=context, sampling=sampling, task=own_task, **fields)
+            job = openai_job(values, context, defaults, rules)
+            if context.form is RowForm.COMPLETION and job.prompt_token_ids is None:
+                kind = PromptKind.OTHER_TEXT
         if kind is not None:
             self.kinds.add(kind)
         if job.messages is None:
@@ -301,7 +286,7 @@ class RowParser:
     def _values_of(self, row: Row) -> tuple[Mapping[str, Any], MarkedLine | None]:
         """Return the values of a row by key, as JSON or as objects, and the line in which they are marked where some
         hold NaN or Infinity. Raises RowError."""
-        if isinstance(row, bytes | DroppedLine):
+        if isinstance(row, (bytes, DroppedLine)):  # quicker than a union
             return _split_line(row)
         if isinstance(row, dict):
             return row, None
@@ -325,11 +310,11 @@ def _split_line(line: Line) -> tuple[dict[str, msgspec.Raw], MarkedLine | None]:
     try:
         if not line.isascii():
             line.decode()  # texts that stay JSON are not decoded
-        raws = decode_within(line, _decode_raws)
+        raws = _decode_raws(line)
     except UnicodeDecodeError as error:
         raise RowError("invalid_json", explain_bad_utf8(line, error.reason)) from None
-    except NestedTooDeep as error:
-        raise RowError("invalid_json", str(error)) from None
+    except RecursionError:
+        raise RowError("invalid_json", str(NestedTooDeep())) from None
     except msgspec.ValidationError:
         raise _no_object(line) from None
     except msgspec.DecodeError as error:
@@ -337,6 +322,8 @@ def _split_line(line: Line) -> tuple[dict[str, msgspec.Raw], MarkedLine | None]:
         if marked is None:
             raise RowError("invalid_json", explain_bad_json(line, str(error))) from None
         return _split_line(marked.line)[0], marked
+    if is_deeper(line, MAX_LEVELS):
+        raise RowError("invalid_json", str(NestedTooDeep()))
     if b"\n" in line:  # an item of an array: copied, its values stand on one line of the output
         raws = {key: msgspec.Raw(bytes(value).replace(b"\n", b" ")) for key, value in raws.items()}
     return raws, None
@@ -360,6 +347,11 @@ def _own_objects(given: Mapping[str, Any], own_keys: frozenset[str]) -> dict[str
     """Return the objects of nvcli's own keys as plain values, without those that are null. Raises RowError."""
     own = ((key, value) for key, value in given.items() if key in own_keys and value is not None)
     return {key: plain_value(value, key) for key, value in own}
+
+
+def _repeated(row_id: JobId, is_native: bool) -> RowError:
+    way_out = "; to have no ids read: --id-field none, with --overwrite" if is_native else ""
+    return RowError("duplicate_id", f"the id {show(row_id)} is the id of an earlier row; ids must differ{way_out}")
 
 
 def _no_object(line: bytes) -> RowError:

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from nvcli.errors import RowError
-from nvcli.jobs.job import RowForm
-from nvcli.jobs.rows.openai_row import check_request, fields_of_prompts, prompts_of
+from nvcli.jobs.job import Job, RowContext, RowForm
+from nvcli.jobs.rows.openai_row import check_request, job_of, prompts_of
 from nvcli.jobs.rows.openai_structured import unsupported_key
 from nvcli.jobs.rows.raw_values import as_text, decode, decode_list, is_null
 from nvcli.jobs.tasks import EmbedTask, PromptTask, ScoreTask
@@ -72,8 +72,8 @@ class ScoreRows(msgspec.Struct, frozen=True):
             token_logprobs=config.token_logprobs,
         )
 
-    def openai_fields(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of a Job of a row of an OpenAI batch file."""
+    def openai_job(self, row: dict[str, Any], context: RowContext) -> Job:
+        """Make the job of a row of an OpenAI batch file."""
         raise RowError(
             "unsupported_url", "rows of OpenAI batch files cannot be scored; give `prompt` and `choices` or the like"
         )
@@ -99,8 +99,8 @@ class EmbedRows(msgspec.Struct, frozen=True):
         """Return what a native row asks for."""
         return self.task
 
-    def openai_fields(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of a Job of a row of an OpenAI batch file."""
+    def openai_job(self, row: dict[str, Any], context: RowContext) -> Job:
+        """Make the job of a row of an OpenAI batch file."""
         given = check_request(row, (_EMBEDDINGS_URL,))
         if unknown := [key for key in given if key not in _EMBEDDING_KEYS]:
             raise unsupported_key(unknown[0], _EMBEDDING_KEYS)
@@ -114,7 +114,7 @@ class EmbedRows(msgspec.Struct, frozen=True):
             dimensions=self.task.dimensions if wanted.dimensions is None else wanted.dimensions,
             encoding=wanted.encoding_format or self.task.encoding,
         )
-        return {**fields_of_prompts(prompts), "task": task, "sampling": PROMPT_ONLY}
+        return job_of(prompts, place=context, task=task, sampling=PROMPT_ONLY)
 
 
 TaskRows = ScoreRows | EmbedRows
