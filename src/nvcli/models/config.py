@@ -18,6 +18,7 @@ from nvcli.kernels.weight_formats import FP8_ALIGNMENT, FP8_BLOCK, FP8Scaling, S
 from nvcli.models.config_overrides import NO_OVERRIDES, check_overrides, with_overrides
 from nvcli.models.families.catalogue import find_family
 from nvcli.models.families.family import Family
+from nvcli.models.families.model_file import ModelFile
 from nvcli.models.json_file import MAX_INT, JsonFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.mixer import Piece, Ranks
@@ -223,7 +224,7 @@ def _read_model(config: JsonFile, generation: JsonFile) -> ModelConfig:
     architecture, family = _family(config, lambda other: _read_model(other, generation))
     text = _text_config(config, family)
     quantisation = read_quantisation(config, text, family.quantisations)
-    decoder = family.read(text)
+    decoder = family.read(ModelFile(text.path, text.values, text.section, text.changed))
     model = ModelConfig(
         architecture=architecture,
         decoder=replace(decoder, layout=replace(decoder.layout, is_part=text.section != "")),

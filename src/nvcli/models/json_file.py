@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from nvcli.errors import LoadError
 from nvcli.regular_file import read_regular
@@ -74,9 +74,9 @@ class JsonFile:
         """Read a file, or take a file that is not there for an empty object. A link that leads nowhere is an error."""
         return cls.read(path) if os.path.lexists(path) else cls(path, {})
 
-    def with_values(self, values: Mapping[str, Any], section: str | None = None) -> JsonFile:
+    def with_values(self, values: Mapping[str, Any], section: str | None = None) -> Self:
         """Return a part of the file, or the same part with other values; without `section` the part is the same."""
-        return JsonFile(self.path, values, self.section if section is None else section, self.changed)
+        return type(self)(self.path, values, self.section if section is None else section, self.changed)
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
         """The value of `key`. Where it is absent or null, it is `default`, and without one that is an error."""

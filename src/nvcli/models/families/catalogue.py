@@ -4,26 +4,18 @@ from __future__ import annotations
 
 from nvcli.models.families.cohere2 import COHERE2
 from nvcli.models.families.family import Family
-from nvcli.models.families.gemma import GEMMA
-from nvcli.models.families.gemma2 import GEMMA2
-from nvcli.models.families.gemma3 import GEMMA3
+from nvcli.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from nvcli.models.families.gemma4 import GEMMA4
-from nvcli.models.families.glm import GLM, GLM4
-from nvcli.models.families.glm_moe import GLM4_MOE
+from nvcli.models.families.glm import GLM, GLM4, GLM4_MOE
 from nvcli.models.families.gpt_oss import GPT_OSS
 from nvcli.models.families.granite import GRANITE, GRANITE4
-from nvcli.models.families.llama import INTERNLM3, LLAMA
-from nvcli.models.families.ministral import MINISTRAL, MINISTRAL3, MISTRAL3
-from nvcli.models.families.mistral import MISTRAL
-from nvcli.models.families.mixtral import MIXTRAL
-from nvcli.models.families.olmo import OLMO2, OLMO3
-from nvcli.models.families.olmoe import OLMOE
+from nvcli.models.families.llama import INTERNLM3, LLAMA, SMOLLM3
+from nvcli.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3, MIXTRAL
+from nvcli.models.families.olmo import OLMO2, OLMO3, OLMOE
 from nvcli.models.families.phi3 import PHI3
-from nvcli.models.families.qwen import QWEN2, QWEN3
+from nvcli.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from nvcli.models.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
-from nvcli.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from nvcli.models.families.seed_oss import SEED_OSS
-from nvcli.models.families.smollm3 import SMOLLM3
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA,

@@ -6,38 +6,26 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nvcli.models.families.family import Family
-from nvcli.models.families.reading import (
-    SLIDING,
-    bounded,
-    every_nth_full,
-    read_attention,
-    read_decoder,
-    read_mlp,
-    read_window,
-)
-from nvcli.models.json_file import JsonFile
+from nvcli.models.families.model_file import SLIDING, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.mixers.mixer import NormConfig
-from nvcli.models.rope_config import read_rope
 
 
-def read(config: JsonFile) -> DecoderConfig:
+def read(config: ModelFile) -> DecoderConfig:
     """Read windows and rotary positions, which the same layers have."""
-    bias = config.get("attention_bias", bool, False)
-    window = read_window(config, 4096)
-    attention = read_attention(
-        config,
-        default_theta=None,
-        rope=lambda head_dim: read_rope(config, head_dim=head_dim, default_theta=10_000.0, is_interleaved=True),
-        window=bounded(window, config),
+    bias = config.bias()
+    window = config.window(4096)
+    attention = config.attention(
+        default_theta=10_000.0,
+        is_interleaved=True,
+        window=config.bounded(window),
         qkv_bias=bias,
         o_bias=bias,
     )
-    local = LayerConfig(mixer=attention, mlp=read_mlp(config), norms=LayerNorms(before_mlp=None))
+    local = LayerConfig(mixer=attention, mlp=config.mlp(), norms=LayerNorms(before_mlp=None))
     full = replace(local, mixer=replace(attention, window=None, rope=None))
-    kinds = every_nth_full(config, 4)
-    return read_decoder(
-        config,
+    kinds = config.every_nth_full(4)
+    return config.decoder(
         (local if kind == SLIDING and window is not None else full for kind in kinds),
         norm=NormConfig(eps=config.positive_number("layer_norm_eps", 1e-5), kind="layer"),
         logit_scale=config.positive_number("logit_scale", 0.0625),

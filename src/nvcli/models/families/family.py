@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nvcli.models.json_file import JsonFile
+from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig
 
 
@@ -21,7 +21,7 @@ class Family:
     """What sets the family apart, in a few words."""
     examples: tuple[str, ...]
     """Ids on the Hugging Face hub."""
-    read: Callable[[JsonFile], DecoderConfig]
+    read: Callable[[ModelFile], DecoderConfig]
     """Reads config.json, or its `text_config` where it describes more than text."""
     ties_embeddings: bool = False
     """What an absent `tie_word_embeddings` stands for."""

@@ -1,5 +1,10 @@
-"""Gemma (https://arxiv.org/abs/2403.08295), and what its successors have in common with it: norms whose weights are
-kept as differences from 1, embeddings scaled by the root of the hidden size, and GELU."""
+"""Gemma (https://arxiv.org/abs/2403.08295), Gemma 2 (https://arxiv.org/abs/2408.00118) and the text part of Gemma 3
+(https://arxiv.org/abs/2503.19786).
+
+All have norms whose weights are kept as differences from 1, embeddings scaled by the root of the hidden size, and GELU.
+Gemma 2 has soft caps and windows in every other layer; Gemma 3 normed queries and keys, windows in five of six layers,
+and a rotation of their own for these.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from nvcli.models.families.family import Family
-from nvcli.models.families.reading import num_layers, read_attention, read_decoder, read_mlp, read_rms_norm
-from nvcli.models.json_file import JsonFile
+from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
-from nvcli.models.rope_config import RopeConfig
+from nvcli.models.rope_config import RopeConfig, read_rope
 
 NORMS_ON_BOTH_SIDES = LayerNorms(
     after_attention="post_attention_layernorm",
@@ -19,33 +23,32 @@ NORMS_ON_BOTH_SIDES = LayerNorms(
 )
 
 
-def read(config: JsonFile) -> DecoderConfig:
+def read_gemma(config: ModelFile) -> DecoderConfig:
     """Read full attention in all layers, and norms before the blocks."""
-    return read_gemma_decoder(config, [read_gemma_layer(config, norms=LayerNorms())] * num_layers(config))
+    return read_gemma_decoder(config, [read_gemma_layer(config, norms=LayerNorms())] * config.num_layers())
 
 
 def read_gemma_layer(
-    config: JsonFile,
+    config: ModelFile,
     *,
     norms: LayerNorms = NORMS_ON_BOTH_SIDES,
     rope: Callable[[int], RopeConfig | None] | None = None,
     **traits: Any,
 ) -> LayerConfig:
     """Read one kind of layer; `rope` and `traits` are those of `read_attention`."""
-    bias = config.get("attention_bias", bool, False)
-    attention = read_attention(config, default_theta=10_000.0, rope=rope, qkv_bias=bias, o_bias=bias, **traits)
-    mlp = read_mlp(config, key="hidden_activation", default="gelu_pytorch_tanh")
+    bias = config.bias()
+    attention = config.attention(default_theta=10_000.0, rope=rope, qkv_bias=bias, o_bias=bias, **traits)
+    mlp = config.mlp(key="hidden_activation", default="gelu_pytorch_tanh")
     return LayerConfig(mixer=attention, mlp=mlp, norms=norms)
 
 
 def read_gemma_decoder(
-    config: JsonFile, layers: Iterable[LayerConfig], *, logit_soft_cap: float | None = None
+    config: ModelFile, layers: Iterable[LayerConfig], *, logit_soft_cap: float | None = None
 ) -> DecoderConfig:
     """Make the decoder of these layers."""
-    return read_decoder(
-        config,
+    return config.decoder(
         layers,
-        norm=read_rms_norm(config, weight_offset=1.0),
+        norm=config.rms_norm(weight_offset=1.0),
         embedding_scale=float(config.positive("hidden_size") ** 0.5),
         rounds_embedding_scale=True,
         logit_soft_cap=logit_soft_cap,
@@ -57,6 +60,89 @@ GEMMA = Family(
     architectures=("GemmaForCausalLM",),
     features="norm weights as differences from 1, scaled embeddings",
     examples=("google/gemma-7b-it", "google/codegemma-7b-it"),
-    read=read,
+    read=read_gemma,
     ties_embeddings=True,
+)
+
+
+DEFAULT_WINDOW = 4096
+"""What transformers takes for an absent `sliding_window`."""
+
+
+def read_gemma2(config: ModelFile) -> DecoderConfig:
+    """Read soft caps on scores and logits; every second layer has full attention."""
+    kinds = {
+        kind: read_gemma_layer(
+            config,
+            scale=config.positive_number("query_pre_attn_scalar", 256.0) ** -0.5,
+            window=config.bounded(config.window(DEFAULT_WINDOW)) if kind == SLIDING else None,
+            soft_cap=config.optional_number("attn_logit_softcapping", 50.0),
+        )
+        for kind in (SLIDING, FULL)
+    }
+    layers = (kinds[kind] for kind in config.every_nth_full(2))
+    return read_gemma_decoder(config, layers, logit_soft_cap=config.optional_number("final_logit_softcapping", 30.0))
+
+
+GEMMA2 = Family(
+    name="Gemma 2",
+    architectures=("Gemma2ForCausalLM",),
+    features="soft caps, windows in every other layer, norms before and behind each block",
+    examples=("google/gemma-2-9b-it", "google/gemma-2-27b-it"),
+    read=read_gemma2,
+    ties_embeddings=True,
+)
+
+
+_LOCAL_THETA, _GLOBAL_THETA = 10_000.0, 1_000_000.0
+
+
+def read_gemma3(config: ModelFile) -> DecoderConfig:
+    """Read two kinds of layers; every sixth layer has full attention."""
+    if config.get("use_bidirectional_attention", bool, False):
+        raise config.error("use_bidirectional_attention", "true is not supported: the model generates no text")
+    kinds = {kind: _layer(config, kind) for kind in (SLIDING, FULL)}
+    layers = (kinds[kind] for kind in config.every_nth_full(6))
+    return read_gemma_decoder(config, layers, logit_soft_cap=config.optional_number("final_logit_softcapping", None))
+
+
+def _layer(config: ModelFile, kind: str) -> LayerConfig:
+    return read_gemma_layer(
+        config,
+        rope=lambda head_dim: (_local_rope if kind == SLIDING else _global_rope)(config, head_dim),
+        scale=config.positive_number("query_pre_attn_scalar", 256.0) ** -0.5,
+        window=config.bounded(config.window(DEFAULT_WINDOW)) if kind == SLIDING else None,
+        soft_cap=config.optional_number("attn_logit_softcapping", None),
+        qk_norm="head",
+    )
+
+
+def _local_rope(config: ModelFile, head_dim: int) -> RopeConfig:
+    """The rotation of layers with a window, which older files give by `rope_local_base_freq` alone."""
+    theta = config.positive_number("rope_local_base_freq", _LOCAL_THETA)
+    parameters = config.values.get("rope_parameters")
+    if isinstance(parameters, dict) and isinstance(parameters.get(SLIDING), dict):
+        return read_rope(config, head_dim=head_dim, default_theta=theta, layer_type=SLIDING)
+    return RopeConfig(rope_type="default", theta=theta)
+
+
+def _global_rope(config: ModelFile, head_dim: int) -> RopeConfig:
+    return read_rope(config, head_dim=head_dim, default_theta=_GLOBAL_THETA)
+
+
+GEMMA3 = Family(
+    name="Gemma 3",
+    architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+    features="windows in five of six layers, two rotations; of models with vision the text part",
+    examples=("google/gemma-3-27b-it", "google/gemma-3-4b-it", "google/gemma-3-1b-it"),
+    read=read_gemma3,
+    ties_embeddings=True,
+    defaults={
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-6,
+    },
 )

@@ -13,23 +13,8 @@ from dataclasses import replace
 from nvcli.kernels.expert_settings import GatedActivation
 from nvcli.models.checkpoint_layout import PLAIN_LAYOUT, CheckpointLayout
 from nvcli.models.families.family import Family
-from nvcli.models.families.gemma import NORMS_ON_BOTH_SIDES
-from nvcli.models.families.gemma3 import GEMMA3
-from nvcli.models.families.reading import (
-    FULL,
-    SLIDING,
-    bounded,
-    every_nth_full,
-    read_attention,
-    read_decoder,
-    read_head_dim,
-    read_mlp,
-    read_num_kv_heads,
-    read_optional,
-    read_window,
-)
-from nvcli.models.families.reading_experts import read_experts, read_routing
-from nvcli.models.json_file import JsonFile
+from nvcli.models.families.gemma import GEMMA3, NORMS_ON_BOTH_SIDES
+from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerInputsConfig
 from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.experts import ExpertsConfig
@@ -56,28 +41,27 @@ _WITH_EXPERTS = CheckpointLayout(
 """The MLP is the expert that all tokens share, and the others stand beside it."""
 
 
-def read(config: JsonFile) -> DecoderConfig:
+def read(config: ModelFile) -> DecoderConfig:
     """Read a dense model (31B), one whose layers have inputs of their own and share keys and values (E2B, E4B), or one
     with experts (26B-A4B)."""
     layers = tuple(_layers(config))
     if len(set(layers)) > _MOST_KINDS:
         raise config.error("per_layer_config", f"describes more than {_MOST_KINDS} kinds of layers")
-    return read_decoder(
-        config,
+    return config.decoder(
         layers,
         embedding_scale=float(config.positive("hidden_size") ** 0.5),
         rounds_embedding_scale=True,
         layer_inputs=_layer_inputs(config),
-        logit_soft_cap=read_optional(config, "final_logit_softcapping", None),
+        logit_soft_cap=config.optional_number("final_logit_softcapping", None),
         layout=_WITH_EXPERTS if config.get(_HAS_EXPERTS, bool, False) else PLAIN_LAYOUT,
     )
 
 
-def _layers(config: JsonFile) -> Iterator[LayerConfig]:
-    mlp = read_mlp(config, key="hidden_activation", default="gelu_pytorch_tanh")
+def _layers(config: ModelFile) -> Iterator[LayerConfig]:
+    mlp = config.mlp(key="hidden_activation", default="gelu_pytorch_tanh")
     if mlp.activation != "gelu_tanh":
         raise config.error("hidden_activation", f"{mlp.activation} is not supported; supported: gelu_pytorch_tanh")
-    kinds = every_nth_full(config, 6)
+    kinds = config.every_nth_full(6)
     kinds[-1] = FULL  # whatever the file says, as in transformers
     num_shared = config.get("num_kv_shared_layers", int, 0)
     own = kinds[: len(kinds) - num_shared]
@@ -102,17 +86,16 @@ def _layers(config: JsonFile) -> Iterator[LayerConfig]:
         )
 
 
-def _experts(config: JsonFile, mlp: MLPConfig) -> ExpertsConfig:
-    return read_experts(
-        config,
-        read_routing(config, keys=("num_experts",), chosen_key="top_k_experts", renormalise=True),
+def _experts(config: ModelFile, mlp: MLPConfig) -> ExpertsConfig:
+    return config.experts(
+        config.routing(keys=("num_experts",), chosen_key="top_k_experts", renormalise=True),
         activation=GatedActivation(kind=mlp.activation),
         has_factors=True,
         has_norms=True,
     )
 
 
-def _layer_inputs(config: JsonFile) -> LayerInputsConfig | None:
+def _layer_inputs(config: ModelFile) -> LayerInputsConfig | None:
     if not config.get("hidden_size_per_layer_input", int, 0):
         return None
     key = "vocab_size_per_layer_input"
@@ -122,7 +105,7 @@ def _layer_inputs(config: JsonFile) -> LayerInputsConfig | None:
     return LayerInputsConfig(vocab_size=vocab_size, size=config.positive("hidden_size_per_layer_input"))
 
 
-def _of_layer(config: JsonFile, number: int, kind: str) -> JsonFile:
+def _of_layer(config: ModelFile, number: int, kind: str) -> ModelFile:
     """Return the settings of one layer: those that newer files list by layer, or older files for full attention."""
     values = dict(config.values)
     listed = values.get("per_layer_config")
@@ -138,16 +121,13 @@ def _of_layer(config: JsonFile, number: int, kind: str) -> JsonFile:
     return config.with_values(values)
 
 
-def _attention(config: JsonFile, kind: str) -> AttentionConfig:
-    bias = config.get("attention_bias", bool, False)
-    attention = read_attention(
-        config,
+def _attention(config: ModelFile, kind: str) -> AttentionConfig:
+    bias = config.bias()
+    attention = config.attention(
         default_theta=None,
         rope=lambda head_dim: _rope(config, kind, head_dim),
-        head_dim=read_head_dim(config),
-        num_kv_heads=read_num_kv_heads(config),
         scale=1.0,
-        window=bounded(read_window(config, 512), config) if kind == SLIDING else None,
+        window=config.bounded(config.window(512)) if kind == SLIDING else None,
         qk_norm="head",
         norms_values=True,
         keys_are_values=kind == FULL and config.get("attention_k_eq_v", bool, False),
@@ -161,7 +141,7 @@ def _attention(config: JsonFile, kind: str) -> AttentionConfig:
     return attention
 
 
-def _rope(config: JsonFile, kind: str, head_dim: int) -> RopeConfig:
+def _rope(config: ModelFile, kind: str, head_dim: int) -> RopeConfig:
     """Layers with a window rotate whole heads, and the others by default a quarter of their frequencies."""
     if config.values.get("rope_parameters") is None:
         if kind == SLIDING:

@@ -1,38 +1,38 @@
 """GLM-4 (https://arxiv.org/abs/2406.12793): half of each head is rotated, in neighbouring pairs; `gate_up_proj` is
-fused. GLM-4-0414 also norms what the blocks give."""
+fused. GLM-4-0414 also norms what the blocks give. GLM-4.5 and its successors (https://arxiv.org/abs/2508.06471) have
+experts behind some dense layers, chosen by sigmoid scores with a correction, and one that all tokens share."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.family import Family
-from nvcli.models.families.reading import num_layers, read_attention, read_decoder, read_mlp
-from nvcli.models.json_file import JsonFile
+from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
-from nvcli.models.rope_config import read_rope
 
 _GLM4_NORMS = LayerNorms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 
 
-def read_glm(config: JsonFile) -> DecoderConfig:
+def read_glm(config: ModelFile) -> DecoderConfig:
     """Read norms before the blocks."""
     return _read(config, LayerNorms())
 
 
-def read_glm4(config: JsonFile) -> DecoderConfig:
+def read_glm4(config: ModelFile) -> DecoderConfig:
     """Read norms before and behind the blocks."""
     return _read(config, _GLM4_NORMS)
 
 
-def _read(config: JsonFile, norms: LayerNorms) -> DecoderConfig:
-    attention = read_attention(
-        config,
-        default_theta=None,
-        rope=lambda head_dim: read_rope(
-            config, head_dim=head_dim, default_theta=10_000.0, is_interleaved=True, default_partial=0.5
-        ),
-        qkv_bias=config.get("attention_bias", bool, True),
+def _read(config: ModelFile, norms: LayerNorms) -> DecoderConfig:
+    attention = config.attention(
+        default_theta=10_000.0,
+        is_interleaved=True,
+        default_partial=0.5,
+        qkv_bias=config.bias(default=True),
     )
-    layer = LayerConfig(mixer=attention, mlp=read_mlp(config), norms=norms)
-    return read_decoder(config, [layer] * num_layers(config))
+    layer = LayerConfig(mixer=attention, mlp=config.mlp(), norms=norms)
+    return config.decoder([layer] * config.num_layers())
 
 
 GLM = Family(
@@ -48,4 +48,43 @@ GLM4 = Family(
     features="half of each head rotated, in pairs; norms before and behind each block",
     examples=("zai-org/GLM-4-9B-0414", "zai-org/GLM-4-32B-0414"),
     read=read_glm4,
+)
+
+
+def read_glm4_moe(config: ModelFile) -> DecoderConfig:
+    """Read half-rotated heads. The layers that predict tokens further ahead stay on disk."""
+    attention = config.attention(
+        default_theta=10_000.0,
+        default_partial=0.5,
+        qk_norm="head" if config.get("use_qk_norm", bool, False) else None,
+        qkv_bias=config.bias(),
+    )
+    routing = config.routing(
+        keys=("n_routed_experts", "num_local_experts"),
+        scoring="sigmoid",
+        renormalise=config.get("norm_topk_prob", bool, True),
+        scale=config.positive_number("routed_scaling_factor", 1.0),
+    )
+    dense = config.mlp()
+    size = config.positive("moe_intermediate_size") * config.positive("n_shared_experts")
+    experts = config.experts(
+        config.routing_with_groups(routing),
+        has_correction=True,
+        shared=replace(dense, intermediate_size=size),
+    )
+    first = config.get("first_k_dense_replace", int, 0)
+    layers = config.num_layers()
+    decoder = config.decoder(
+        (LayerConfig(mixer=attention, mlp=dense if number < first else experts) for number in range(layers)),
+    )
+    left = tuple(f"model.layers.{layers + i}." for i in range(min(config.get("num_nextn_predict_layers", int, 0), 8)))
+    return replace(decoder, layout=CheckpointLayout(renamed=((".shared_experts.", ".shared_expert."),), left=left))
+
+
+GLM4_MOE = Family(
+    name="GLM-4.5, 4.6",
+    architectures=("Glm4MoeForCausalLM",),
+    features="a mixture of experts behind dense layers, and an expert that all tokens share; half of each head rotated",
+    examples=("zai-org/GLM-4.5-Air", "zai-org/GLM-4.6"),
+    read=read_glm4_moe,
 )

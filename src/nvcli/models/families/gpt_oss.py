@@ -8,44 +8,32 @@ from dataclasses import replace
 from nvcli.kernels.expert_settings import GatedActivation
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.family import Family
-from nvcli.models.families.reading import (
-    FULL,
-    SLIDING,
-    bounded,
-    every_nth_full,
-    read_activation,
-    read_attention,
-    read_decoder,
-    read_window,
-)
-from nvcli.models.families.reading_experts import read_experts, read_routing
-from nvcli.models.json_file import JsonFile
+from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 
 _LAYOUT = CheckpointLayout(renamed=((".mlp.router.", ".mlp.gate."),), interleaves_experts=True)
 
 
-def read(config: JsonFile) -> DecoderConfig:
+def read(config: ModelFile) -> DecoderConfig:
     """Read two kinds of layers. The weights of a token's experts are a softmax over these experts alone."""
-    if read_activation(config) != "silu":
+    if config.activation() != "silu":
         raise config.error("hidden_act", "only silu is supported here, which the experts' gates build on")
-    bias = config.get("attention_bias", bool, True)
-    full = read_attention(config, default_theta=150_000.0, qkv_bias=bias, o_bias=bias, has_sinks=True)
-    attention = {FULL: full, SLIDING: replace(full, window=bounded(read_window(config, 128), config))}
+    bias = config.bias(default=True)
+    full = config.attention(default_theta=150_000.0, qkv_bias=bias, o_bias=bias, has_sinks=True)
+    attention = {FULL: full, SLIDING: replace(full, window=config.bounded(config.window(128)))}
     activation = GatedActivation(
         kind="clamped_swiglu",
         alpha=config.positive_number("swiglu_alpha", 1.702),
         limit=config.positive_number("swiglu_limit", 7.0),
     )
-    experts = read_experts(
-        config,
-        read_routing(config, renormalise=True),
+    experts = config.experts(
+        config.routing(renormalise=True),
         size_key="intermediate_size",
         activation=activation,
         bias=True,
     )
-    kinds = every_nth_full(config, 2)
-    return read_decoder(config, (LayerConfig(mixer=attention[kind], mlp=experts) for kind in kinds), layout=_LAYOUT)
+    kinds = config.every_nth_full(2)
+    return config.decoder((LayerConfig(mixer=attention[kind], mlp=experts) for kind in kinds), layout=_LAYOUT)
 
 
 GPT_OSS = Family(

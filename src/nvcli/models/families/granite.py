@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from nvcli.models.checkpoint_layout import PLAIN_LAYOUT, CheckpointLayout
 from nvcli.models.families.family import Family
-from nvcli.models.families.reading import FULL, num_layers, read_attention, read_decoder, read_layer_types, read_mlp
-from nvcli.models.json_file import JsonFile
+from nvcli.models.families.model_file import FULL, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.mixer import NormConfig
@@ -21,14 +20,14 @@ _HYBRID_LAYOUT = CheckpointLayout(
 )
 
 
-def read_granite(config: JsonFile) -> DecoderConfig:
+def read_granite(config: ModelFile) -> DecoderConfig:
     """Read Granite 3."""
-    read_layer_types(config, supported=(FULL,))
+    config.layer_types(supported=(FULL,))
     attention = _attention(config, rotates=True)
-    return _read(config, attention, read_mlp(config, bias=config.get("mlp_bias", bool, False)), PLAIN_LAYOUT)
+    return _read(config, attention, config.mlp(bias=config.get("mlp_bias", bool, False)), PLAIN_LAYOUT)
 
 
-def read_granite4(config: JsonFile) -> DecoderConfig:
+def read_granite4(config: ModelFile) -> DecoderConfig:
     """Read Granite 4 where all layers are attention and no layer has experts."""
     kinds = config.values.get("layer_types") or config.values.get("layers_block_type")
     if not isinstance(kinds, list) or any(kind not in ("attention", FULL) for kind in kinds):
@@ -36,24 +35,23 @@ def read_granite4(config: JsonFile) -> DecoderConfig:
     if config.get("num_local_experts", int, 8):
         raise config.error("num_local_experts", "experts are not supported here; supported: 0")
     sizes = {**config.values, "intermediate_size": config.positive("shared_intermediate_size")}
-    mlp = read_mlp(config.with_values(sizes))
+    mlp = config.with_values(sizes).mlp()
     rotates = config.values.get("position_embedding_type") == "rope"
     return _read(config, _attention(config, rotates=rotates), mlp, _HYBRID_LAYOUT)
 
 
-def _attention(config: JsonFile, *, rotates: bool) -> AttentionConfig:
-    bias = config.get("attention_bias", bool, False)
+def _attention(config: ModelFile, *, rotates: bool) -> AttentionConfig:
+    bias = config.bias()
     scale = config.positive_number("attention_multiplier", 1.0)
     if rotates:
-        return read_attention(config, default_theta=10_000.0, scale=scale, qkv_bias=bias, o_bias=bias)
-    return read_attention(config, default_theta=None, rope=lambda _: None, scale=scale, qkv_bias=bias, o_bias=bias)
+        return config.attention(default_theta=10_000.0, scale=scale, qkv_bias=bias, o_bias=bias)
+    return config.attention(default_theta=None, rope=lambda _: None, scale=scale, qkv_bias=bias, o_bias=bias)
 
 
-def _read(config: JsonFile, attention: AttentionConfig, mlp: MLPConfig, layout: CheckpointLayout) -> DecoderConfig:
+def _read(config: ModelFile, attention: AttentionConfig, mlp: MLPConfig, layout: CheckpointLayout) -> DecoderConfig:
     residual = config.positive_number("residual_multiplier", 1.0)
-    return read_decoder(
-        config,
-        [LayerConfig(mixer=attention, mlp=mlp)] * num_layers(config),
+    return config.decoder(
+        [LayerConfig(mixer=attention, mlp=mlp)] * config.num_layers(),
         norm=NormConfig(eps=config.positive_number("rms_norm_eps") / residual**2),
         embedding_scale=config.positive_number("embedding_multiplier", 1.0) / residual,
         logit_scale=1 / config.positive_number("logits_scaling", 1.0),

@@ -1,36 +1,38 @@
-"""Llama 2 and 3 (https://arxiv.org/abs/2407.21783), and the models of their architecture: Yi, DeepSeek-LLM, SmolLM2."""
+"""Llama 2 and 3 (https://arxiv.org/abs/2407.21783), the models of their architecture (Yi, DeepSeek-LLM, SmolLM2), and
+SmolLM3 (https://huggingface.co/blog/smollm3), of whose layers every fourth does not rotate (NoPE)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nvcli.models.families.family import Family
-from nvcli.models.families.reading import FULL, num_layers, read_attention, read_decoder, read_layer_types, read_mlp
-from nvcli.models.json_file import JsonFile
+from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
+from nvcli.validation import show
 
 
-def read(config: JsonFile) -> DecoderConfig:
+def read_llama(config: ModelFile) -> DecoderConfig:
     """Read full attention in every layer, with biases where the file has them."""
-    read_layer_types(config, supported=(FULL,))
-    bias = config.get("attention_bias", bool, False)
+    config.layer_types(supported=(FULL,))
+    bias = config.bias()
     layer = LayerConfig(
-        mixer=read_attention(config, default_theta=10_000.0, qkv_bias=bias, o_bias=bias),
-        mlp=read_mlp(config, bias=config.get("mlp_bias", bool, False)),
+        mixer=config.attention(default_theta=10_000.0, qkv_bias=bias, o_bias=bias),
+        mlp=config.mlp(bias=config.get("mlp_bias", bool, False)),
     )
-    return read_decoder(config, [layer] * num_layers(config))
+    return config.decoder([layer] * config.num_layers())
 
 
-def read_internlm3(config: JsonFile) -> DecoderConfig:
+def read_internlm3(config: ModelFile) -> DecoderConfig:
     """Read InternLM3, whose keys of biases have other names."""
     layer = LayerConfig(
-        mixer=read_attention(
-            config,
+        mixer=config.attention(
             default_theta=10_000.0,
             qkv_bias=config.get("qkv_bias", bool, False),
             o_bias=config.get("bias", bool, False),
         ),
-        mlp=read_mlp(config, bias=config.get("bias", bool, False)),
+        mlp=config.mlp(bias=config.get("bias", bool, False)),
     )
-    return read_decoder(config, [layer] * num_layers(config))
+    return config.decoder([layer] * config.num_layers())
 
 
 INTERNLM3 = Family(
@@ -45,5 +47,54 @@ LLAMA = Family(
     architectures=("LlamaForCausalLM",),
     features="also Yi, DeepSeek-LLM, SmolLM2 and others of this shape",
     examples=("meta-llama/Llama-3.1-8B-Instruct", "HuggingFaceTB/SmolLM2-1.7B-Instruct", "01-ai/Yi-1.5-9B-Chat"),
-    read=read,
+    read=read_llama,
+)
+
+
+_NOPE_INTERVAL = 4
+
+
+def read_smollm3(config: ModelFile) -> DecoderConfig:
+    """Read which layers rotate, and which have a window: by default those that do not rotate, if any has one."""
+    bias = config.bias()
+    attention = config.attention(default_theta=2_000_000.0, qkv_bias=bias, o_bias=bias)
+    mlp = config.mlp(bias=config.get("mlp_bias", bool, False))
+    window = config.window() if config.get("use_sliding_window", bool, False) else None
+    rotates = _rotating_layers(config)
+    types = config.layer_types() or [FULL if has_rope else SLIDING for has_rope in rotates]
+    layers = (
+        LayerConfig(
+            mixer=replace(
+                attention,
+                rope=attention.rope if has_rope else None,
+                window=config.bounded(window) if kind == SLIDING else None,
+            ),
+            mlp=mlp,
+        )
+        for has_rope, kind in zip(rotates, types, strict=True)
+    )
+    return config.decoder(layers)
+
+
+def _rotating_layers(config: ModelFile) -> list[bool]:
+    """Read `no_rope_layers`, which names the layers that rotate with a 1 in spite of its name."""
+    count = config.num_layers()
+    found = config.values.get("no_rope_layers")
+    if found is None:
+        interval = _NOPE_INTERVAL
+        if config.values.get("no_rope_layer_interval") is not None:
+            interval = config.positive("no_rope_layer_interval")
+        return [(number + 1) % interval != 0 for number in range(count)]
+    if not isinstance(found, list) or len(found) < count or any(one not in (0, 1) for one in found):
+        raise config.error("no_rope_layers", f"{show(found)} is not a list of 0 and 1 for each of {count} layers")
+    return [bool(one) for one in found[:count]]
+
+
+SMOLLM3 = Family(
+    name="SmolLM3",
+    architectures=("SmolLM3ForCausalLM",),
+    features="layers without rotary positions",
+    examples=("HuggingFaceTB/SmolLM3-3B",),
+    read=read_smollm3,
+    ties_embeddings=True,
 )

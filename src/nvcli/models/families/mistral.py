@@ -1,34 +1,27 @@
-"""Mistral (https://arxiv.org/abs/2310.06825): one window for all layers, or none."""
+"""Mistral (https://arxiv.org/abs/2310.06825), Mixtral (https://arxiv.org/abs/2401.04088), Ministral 8B, whose layers
+have windows by `layer_types`, and Ministral 3, whose queries grow with their position."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.family import Family
-from nvcli.models.families.reading import (
-    FULL,
-    SLIDING,
-    bounded,
-    num_layers,
-    read_attention,
-    read_decoder,
-    read_layer_types,
-    read_mlp,
-    read_window,
-)
-from nvcli.models.json_file import JsonFile
+from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
+from nvcli.models.mixers.attention import QueryScaling
+from nvcli.models.rope_config import rope_section
 
 DEFAULT_WINDOW = 4096
 """What transformers takes for an absent `sliding_window`."""
 
 
-def read(config: JsonFile) -> DecoderConfig:
+def read_mistral(config: ModelFile) -> DecoderConfig:
     """Read the window of all layers; `layer_types` may say the same."""
-    window = read_window(config, DEFAULT_WINDOW)
-    read_layer_types(config, supported=(FULL if window is None else SLIDING,))
-    layer = LayerConfig(
-        mixer=read_attention(config, default_theta=None, window=bounded(window, config)), mlp=read_mlp(config)
-    )
-    return read_decoder(config, [layer] * num_layers(config))
+    window = config.window(DEFAULT_WINDOW)
+    config.layer_types(supported=(FULL if window is None else SLIDING,))
+    layer = LayerConfig(mixer=config.attention(default_theta=None, window=config.bounded(window)), mlp=config.mlp())
+    return config.decoder([layer] * config.num_layers())
 
 
 MISTRAL = Family(
@@ -36,5 +29,92 @@ MISTRAL = Family(
     architectures=("MistralForCausalLM",),
     features="a window in all layers, or in none",
     examples=("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-Nemo-Instruct-2407"),
-    read=read,
+    read=read_mistral,
+)
+
+
+def read_ministral(config: ModelFile) -> DecoderConfig:
+    """Read windows by layer; without `layer_types`, all layers have one if there is one."""
+    window = config.window(DEFAULT_WINDOW)
+    kinds = config.layer_types() or [FULL if window is None else SLIDING] * config.num_layers()
+    attention, mlp = config.attention(default_theta=10_000.0), config.mlp()
+    windows = (config.bounded(window) if kind == SLIDING else None for kind in kinds)
+    return config.decoder(LayerConfig(mixer=replace(attention, window=one), mlp=mlp) for one in windows)
+
+
+def read_ministral3(config: ModelFile) -> DecoderConfig:
+    """Read the scaling of queries (`llama_4_scaling_beta`) beside YaRN."""
+    rope = rope_section(config)
+    scaling = None
+    if rope.get("llama_4_scaling_beta", float, 0.0):
+        scaling = QueryScaling(
+            beta=rope.positive_number("llama_4_scaling_beta"),
+            length=rope.positive("original_max_position_embeddings"),
+        )
+    window = config.bounded(config.window())
+    layer = LayerConfig(
+        mixer=config.attention(default_theta=1_000_000.0, window=window, query_scaling=scaling),
+        mlp=config.mlp(),
+    )
+    return config.decoder([layer] * config.num_layers())
+
+
+def read_mistral3(config: ModelFile) -> DecoderConfig:
+    """Read the text part of Mistral Small 3.1 and later or of Ministral 3, as its `model_type` says."""
+    kind = config.get("model_type", str, "mistral")
+    if kind not in _TEXT_PARTS:
+        raise config.error("model_type", f"{kind} is not supported; supported: {', '.join(_TEXT_PARTS)}")
+    return _TEXT_PARTS[kind](config)
+
+
+_TEXT_PARTS = {"mistral": read_mistral, "ministral": read_ministral, "ministral3": read_ministral3}
+
+MINISTRAL = Family(
+    name="Ministral",
+    architectures=("MinistralForCausalLM",),
+    features="windows by layer",
+    examples=("mistralai/Ministral-8B-Instruct-2410",),
+    read=read_ministral,
+)
+MINISTRAL3 = Family(
+    name="Ministral 3",
+    architectures=("Ministral3ForCausalLM",),
+    features="queries that grow with their position",
+    examples=("mistralai/Ministral-3-8B-Instruct-2512-BF16",),
+    read=read_ministral3,
+)
+MISTRAL3 = Family(
+    name="Mistral Small 3, Ministral 3 with vision",
+    architectures=("Mistral3ForConditionalGeneration",),
+    features="the text part; vision stays on disk",
+    examples=("mistralai/Mistral-Small-3.2-24B-Instruct-2506", "mistralai/Ministral-3-14B-Instruct-2512-BF16"),
+    read=read_mistral3,
+    defaults={"sliding_window": None},
+)
+
+
+_MIXTRAL_LAYOUT = CheckpointLayout(
+    renamed=(
+        (".block_sparse_moe.", ".mlp."),
+        (".w1.", ".gate_proj."),
+        (".w3.", ".up_proj."),
+        (".w2.", ".down_proj."),
+    )
+)
+
+
+def read_mixtral(config: ModelFile) -> DecoderConfig:
+    """Read one window for all layers, or none. The weights of a token's experts add up to 1."""
+    attention = config.attention(default_theta=1_000_000.0, window=config.bounded(config.window()))
+    experts = config.experts(config.routing(renormalise=True), size_key="intermediate_size")
+    decoder = config.decoder([LayerConfig(mixer=attention, mlp=experts)] * config.num_layers())
+    return replace(decoder, layout=_MIXTRAL_LAYOUT)
+
+
+MIXTRAL = Family(
+    name="Mixtral",
+    architectures=("MixtralForCausalLM",),
+    features="a mixture of experts",
+    examples=("mistralai/Mixtral-8x7B-Instruct-v0.1", "mistralai/Mixtral-8x22B-Instruct-v0.1"),
+    read=read_mixtral,
 )

@@ -1,22 +1,13 @@
-"""OLMo 2 (https://arxiv.org/abs/2501.00656) and OLMo 3: norms behind the blocks alone, and on all heads together."""
+"""OLMo 2 (https://arxiv.org/abs/2501.00656), OLMo 3, and OLMoE (https://arxiv.org/abs/2409.02060): norms on all heads
+together; in OLMo norms behind the blocks alone, in OLMoE small experts in every layer."""
 
 from __future__ import annotations
 
 from nvcli.models.families.family import Family
-from nvcli.models.families.reading import (
-    FULL,
-    SLIDING,
-    bounded,
-    every_nth_full,
-    num_layers,
-    read_attention,
-    read_decoder,
-    read_mlp,
-    read_window,
-)
-from nvcli.models.json_file import JsonFile
+from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.rope_config import read_rope
+from nvcli.validation import show
 
 _NORMS = LayerNorms(
     before_attention=None,
@@ -26,34 +17,33 @@ _NORMS = LayerNorms(
 )
 
 
-def read_olmo2(config: JsonFile) -> DecoderConfig:
+def read_olmo2(config: ModelFile) -> DecoderConfig:
     """Read full attention in all layers."""
-    return read_decoder(config, [_layer(config, FULL, 10_000.0)] * num_layers(config))
+    return config.decoder([_layer(config, FULL, 10_000.0)] * config.num_layers())
 
 
-def read_olmo3(config: JsonFile) -> DecoderConfig:
+def read_olmo3(config: ModelFile) -> DecoderConfig:
     """Read windows in three of four layers. Older files give one rotation, which is that of full attention where it is
     stretched."""
     kinds = {kind: _layer(config, kind, 500_000.0) for kind in (SLIDING, FULL)}
-    return read_decoder(config, (kinds[kind] for kind in every_nth_full(config, 4)))
+    return config.decoder(kinds[kind] for kind in config.every_nth_full(4))
 
 
-def _layer(config: JsonFile, kind: str, default_theta: float) -> LayerConfig:
-    bias = config.get("attention_bias", bool, False)
+def _layer(config: ModelFile, kind: str, default_theta: float) -> LayerConfig:
+    bias = config.bias()
     theta = config.positive_number("rope_theta", default_theta)
     source = config
     if kind == SLIDING and config.values.get("rope_scaling"):
         source = config.with_values({**config.values, "rope_scaling": None})
-    attention = read_attention(
-        config,
+    attention = config.attention(
         default_theta=None,
         rope=lambda head_dim: read_rope(source, head_dim=head_dim, default_theta=theta, layer_type=kind),
-        window=bounded(read_window(config, 4096), config) if kind == SLIDING else None,
+        window=config.bounded(config.window(4096)) if kind == SLIDING else None,
         qk_norm="row",
         qkv_bias=bias,
         o_bias=bias,
     )
-    return LayerConfig(mixer=attention, mlp=read_mlp(config), norms=_NORMS)
+    return LayerConfig(mixer=attention, mlp=config.mlp(), norms=_NORMS)
 
 
 OLMO2 = Family(
@@ -69,4 +59,26 @@ OLMO3 = Family(
     features="as OLMo 2, with windows in three of four layers",
     examples=("allenai/Olmo-3-7B-Instruct", "allenai/Olmo-3-32B-Think"),
     read=read_olmo3,
+)
+
+
+def read_olmoe(config: ModelFile) -> DecoderConfig:
+    """Read full attention in all layers."""
+    if config.values.get("clip_qkv") is not None:
+        raise config.error("clip_qkv", f"{show(config.values['clip_qkv'])} is not supported, only null")
+    bias = config.bias()
+    routing = config.routing(renormalise=config.get("norm_topk_prob", bool, False))
+    layer = LayerConfig(
+        mixer=config.attention(default_theta=10_000.0, qk_norm="row", qkv_bias=bias, o_bias=bias),
+        mlp=config.experts(routing, size_key="intermediate_size"),
+    )
+    return config.decoder([layer] * config.num_layers())
+
+
+OLMOE = Family(
+    name="OLMoE",
+    architectures=("OlmoeForCausalLM",),
+    features="a mixture of experts; norms on all heads together",
+    examples=("allenai/OLMoE-1B-7B-0924-Instruct", "allenai/OLMoE-1B-7B-0125-Instruct"),
+    read=read_olmoe,
 )

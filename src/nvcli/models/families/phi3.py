@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from nvcli.models.families.family import Family
-from nvcli.models.families.reading import bounded, num_layers, read_attention, read_decoder, read_mlp, read_window
-from nvcli.models.json_file import JsonFile
+from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 
 
-def read(config: JsonFile) -> DecoderConfig:
+def read(config: ModelFile) -> DecoderConfig:
     """Read one window for all layers, or none. Runs of up to `original_max_position_embeddings` tokens rotate by
     longrope's short factors, and runs of longer ones (`max_model_len`) by its long factors."""
     layer = LayerConfig(
-        mixer=read_attention(config, default_theta=10_000.0, window=bounded(read_window(config), config)),
-        mlp=read_mlp(config),
+        mixer=config.attention(default_theta=10_000.0, window=config.bounded(config.window())),
+        mlp=config.mlp(),
     )
-    return read_decoder(config, [layer] * num_layers(config))
+    return config.decoder([layer] * config.num_layers())
 
 
 PHI3 = Family(

@@ -1,59 +1,52 @@
-"""Qwen2 and 2.5 (https://arxiv.org/abs/2407.10671) and Qwen3 dense (https://arxiv.org/abs/2505.09388)."""
+"""Qwen2 and 2.5 (https://arxiv.org/abs/2407.10671) and Qwen3 (https://arxiv.org/abs/2505.09388), dense and with a
+mixture of experts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from nvcli.models.families.family import Family
 from nvcli.models.families.mistral import DEFAULT_WINDOW
-from nvcli.models.families.reading import (
-    FULL,
-    SLIDING,
-    Windows,
-    bounded,
-    num_layers,
-    read_attention,
-    read_decoder,
-    read_layer_types,
-    read_mlp,
-    read_window,
-)
-from nvcli.models.json_file import JsonFile
+from nvcli.models.families.model_file import FULL, SLIDING, ModelFile, Windows, with_mlps
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.attention import AttentionConfig
+from nvcli.models.mixers.experts import ExpertsConfig
+from nvcli.models.mixers.mlp import MLPConfig
+from nvcli.validation import show
 
 _DEFAULT_MAX_WINDOW_LAYERS = 28
 """What transformers takes for an absent `max_window_layers`."""
 
 
-def read_qwen2(config: JsonFile) -> DecoderConfig:
+def read_qwen2(config: ModelFile) -> DecoderConfig:
     """Read biases on queries, keys and values."""
-    return _read(config, read_attention(config, default_theta=None, qkv_bias=True))
+    return _read(config, config.attention(default_theta=None, qkv_bias=True))
 
 
-def read_qwen3(config: JsonFile) -> DecoderConfig:
+def read_qwen3(config: ModelFile) -> DecoderConfig:
     """Read normed queries and keys. The head size must be there: it is not the heads' share of the hidden size."""
     config.positive("head_dim")
-    bias = config.get("attention_bias", bool, False)
-    attention = read_attention(config, default_theta=None, qk_norm="head", qkv_bias=bias, o_bias=bias)
+    bias = config.bias()
+    attention = config.attention(default_theta=None, qk_norm="head", qkv_bias=bias, o_bias=bias)
     return _read(config, attention)
 
 
-def _read(config: JsonFile, attention: AttentionConfig) -> DecoderConfig:
-    mlp = read_mlp(config)
+def _read(config: ModelFile, attention: AttentionConfig) -> DecoderConfig:
+    mlp = config.mlp()
     windows = read_windows(config)
-    return read_decoder(config, (LayerConfig(mixer=replace(attention, window=window), mlp=mlp) for window in windows))
+    return config.decoder(LayerConfig(mixer=replace(attention, window=window), mlp=mlp) for window in windows)
 
 
-def read_windows(config: JsonFile) -> Windows:
+def read_windows(config: ModelFile) -> Windows:
     """Read `sliding_window`, where `use_sliding_window` is set, for the layers that `layer_types` names
     `sliding_attention`; without `layer_types`, for all layers from `max_window_layers` on."""
-    window = read_window(config, DEFAULT_WINDOW) if config.get("use_sliding_window", bool, False) else None
-    types = read_layer_types(config, supported=(FULL,) if window is None else (FULL, SLIDING))
+    window = config.window(DEFAULT_WINDOW) if config.get("use_sliding_window", bool, False) else None
+    types = config.layer_types(supported=(FULL,) if window is None else (FULL, SLIDING))
     if types is None:
         first = config.get("max_window_layers", int, _DEFAULT_MAX_WINDOW_LAYERS)
-        types = [FULL if number < first else SLIDING for number in range(num_layers(config))]
-    return tuple(bounded(window, config) if kind == SLIDING else None for kind in types)
+        types = [FULL if number < first else SLIDING for number in range(config.num_layers())]
+    return tuple(config.bounded(window) if kind == SLIDING else None for kind in types)
 
 
 QWEN2 = Family(
@@ -69,4 +62,51 @@ QWEN3 = Family(
     features="normed queries and keys",
     examples=("Qwen/Qwen3-8B", "Qwen/Qwen3-4B-Instruct-2507"),
     read=read_qwen3,
+)
+
+
+def read_qwen2_moe(config: ModelFile) -> DecoderConfig:
+    """Read Qwen2's attention, and experts beside one that all tokens share, which has a gate."""
+    shared = replace(config.mlp(), intermediate_size=config.positive("shared_expert_intermediate_size"))
+    return with_mlps(read_qwen2(config), read_mlps(config, shared=shared, gates_shared=True))
+
+
+def read_qwen3_moe(config: ModelFile) -> DecoderConfig:
+    """Read normed queries and keys, and one window for all layers, or none."""
+    bias = config.bias()
+    window = config.window(DEFAULT_WINDOW) if config.get("use_sliding_window", bool, False) else None
+    attention = config.attention(
+        default_theta=None, qk_norm="head", qkv_bias=bias, o_bias=bias, window=config.bounded(window)
+    )
+    return config.decoder(LayerConfig(mixer=attention, mlp=mlp) for mlp in read_mlps(config))
+
+
+def read_mlps(
+    config: ModelFile, *, shared: MLPConfig | None = None, gates_shared: bool = False
+) -> Iterator[MLPConfig | ExpertsConfig]:
+    """Read each layer's MLP: every `decoder_sparse_step`-th layer has experts, but for those of `mlp_only_layers`."""
+    routing = config.routing(renormalise=config.get("norm_topk_prob", bool, False))
+    experts = config.experts(routing, shared=shared, gates_shared=gates_shared)
+    step = config.positive("decoder_sparse_step") if config.values.get("decoder_sparse_step") is not None else 1
+    without = config.values.get("mlp_only_layers") or []
+    if not isinstance(without, list):
+        raise config.error("mlp_only_layers", f"{show(without)} is not a list")
+    for number in range(config.num_layers()):
+        is_dense = number in without or (number + 1) % step
+        yield config.mlp() if is_dense else experts
+
+
+QWEN2_MOE = Family(
+    name="Qwen2, 1.5 MoE",
+    architectures=("Qwen2MoeForCausalLM",),
+    features="a mixture of experts, and an expert with a gate that all tokens share",
+    examples=("Qwen/Qwen1.5-MoE-A2.7B-Chat", "Qwen/Qwen2-57B-A14B-Instruct"),
+    read=read_qwen2_moe,
+)
+QWEN3_MOE = Family(
+    name="Qwen3 MoE",
+    architectures=("Qwen3MoeForCausalLM",),
+    features="normed queries and keys; a mixture of experts",
+    examples=("Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen/Qwen3-235B-A22B"),
+    read=read_qwen3_moe,
 )

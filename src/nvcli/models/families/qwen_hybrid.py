@@ -8,25 +8,13 @@ from dataclasses import replace
 
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.family import Family
-from nvcli.models.families.qwen_moe import read_mlps
-from nvcli.models.families.reading import (
-    FULL,
-    LINEAR,
-    num_layers,
-    read_attention,
-    read_decoder,
-    read_layer_types,
-    read_mlp,
-    read_rms_norm,
-)
-from nvcli.models.families.reading_experts import read_experts, read_routing
-from nvcli.models.json_file import JsonFile
+from nvcli.models.families.model_file import FULL, LINEAR, ModelFile
+from nvcli.models.families.qwen import read_mlps
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.delta_net import DeltaNetConfig
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mlp import MLPConfig
-from nvcli.models.rope_config import read_rope
 from nvcli.validation import show
 
 _LAYOUT = CheckpointLayout(left=("mtp.",))
@@ -34,35 +22,34 @@ _MAX_TAPS = 16
 """The most tokens that a convolution reads; more than any model's does."""
 
 
-def read_qwen3_next(config: JsonFile) -> DecoderConfig:
+def read_qwen3_next(config: ModelFile) -> DecoderConfig:
     """Read a mixture of experts, whose projections of delta nets are fused head by head."""
-    shared = replace(read_mlp(config), intermediate_size=config.positive("shared_expert_intermediate_size"))
+    shared = replace(config.mlp(), intermediate_size=config.positive("shared_expert_intermediate_size"))
     return _read(config, read_mlps(config, shared=shared, gates_shared=True), is_fused_by_head=True)
 
 
-def read_qwen3_5(config: JsonFile) -> DecoderConfig:
+def read_qwen3_5(config: ModelFile) -> DecoderConfig:
     """Read a dense model."""
-    return _read(config, [read_mlp(config)] * num_layers(config))
+    return _read(config, [config.mlp()] * config.num_layers())
 
 
-def read_qwen3_5_moe(config: JsonFile) -> DecoderConfig:
+def read_qwen3_5_moe(config: ModelFile) -> DecoderConfig:
     """Read a mixture of experts, beside one that all tokens share. The weights of a token's experts add up to 1."""
     shared = replace(
-        read_mlp(config.with_values({**config.values, "intermediate_size": 1})),
+        config.with_values({**config.values, "intermediate_size": 1}).mlp(),
         intermediate_size=config.positive("shared_expert_intermediate_size"),
     )
-    experts = read_experts(config, read_routing(config, renormalise=True), shared=shared, gates_shared=True)
-    return _read(config, [experts] * num_layers(config))
+    experts = config.experts(config.routing(renormalise=True), shared=shared, gates_shared=True)
+    return _read(config, [experts] * config.num_layers())
 
 
 def _read(
-    config: JsonFile, mlps: Iterable[MLPConfig | ExpertsConfig], *, is_fused_by_head: bool = False
+    config: ModelFile, mlps: Iterable[MLPConfig | ExpertsConfig], *, is_fused_by_head: bool = False
 ) -> DecoderConfig:
-    bias = config.get("attention_bias", bool, False)
-    attention = read_attention(
-        config,
-        default_theta=None,
-        rope=lambda head_dim: read_rope(config, head_dim=head_dim, default_theta=10_000.0, default_partial=0.25),
+    bias = config.bias()
+    attention = config.attention(
+        default_theta=10_000.0,
+        default_partial=0.25,
         qk_norm="head",
         has_gate=True,
         qkv_bias=bias,
@@ -71,10 +58,10 @@ def _read(
     kinds: dict[str, AttentionConfig | DeltaNetConfig] = {FULL: attention}
     kinds[LINEAR] = _delta_net(config, is_fused_by_head=is_fused_by_head)
     layers = (LayerConfig(mixer=kinds[kind], mlp=mlp) for kind, mlp in zip(_layer_types(config), mlps, strict=True))
-    return read_decoder(config, layers, norm=read_rms_norm(config, weight_offset=1.0), layout=_LAYOUT)
+    return config.decoder(layers, norm=config.rms_norm(weight_offset=1.0), layout=_LAYOUT)
 
 
-def _delta_net(config: JsonFile, *, is_fused_by_head: bool) -> DeltaNetConfig:
+def _delta_net(config: ModelFile, *, is_fused_by_head: bool) -> DeltaNetConfig:
     num_key_heads, num_value_heads = config.positive("linear_num_key_heads"), config.positive("linear_num_value_heads")
     if num_value_heads % num_key_heads:
         raise config.error("linear_num_value_heads", f"{num_key_heads} key heads do not divide {num_value_heads}")
@@ -88,12 +75,12 @@ def _delta_net(config: JsonFile, *, is_fused_by_head: bool) -> DeltaNetConfig:
     )
 
 
-def _layer_types(config: JsonFile) -> list[str]:
+def _layer_types(config: ModelFile) -> list[str]:
     """Read `layer_types`; where they are absent, every `full_attention_interval`-th layer has full attention."""
-    types = read_layer_types(config, supported=(FULL, LINEAR))
+    types = config.layer_types(supported=(FULL, LINEAR))
     if types is None:
         interval = config.positive("full_attention_interval")
-        types = [LINEAR if (number + 1) % interval else FULL for number in range(num_layers(config))]
+        types = [LINEAR if (number + 1) % interval else FULL for number in range(config.num_layers())]
     if FULL not in types:
         raise config.error("layer_types", f"{show(types)} has no layer of full attention")
     return types

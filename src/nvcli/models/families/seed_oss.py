@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from nvcli.models.families.family import Family
-from nvcli.models.families.reading import num_layers, read_attention, read_decoder, read_mlp
-from nvcli.models.json_file import JsonFile
+from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 
 
-def read(config: JsonFile) -> DecoderConfig:
+def read(config: ModelFile) -> DecoderConfig:
     """Read the biases, each of which has a key."""
-    attention = read_attention(
-        config,
+    attention = config.attention(
         default_theta=10_000.0,
-        qkv_bias=config.get("attention_bias", bool, True),
+        qkv_bias=config.bias(default=True),
         o_bias=config.get("attention_out_bias", bool, False),
     )
-    layer = LayerConfig(mixer=attention, mlp=read_mlp(config, bias=config.get("mlp_bias", bool, False)))
-    return read_decoder(config, [layer] * num_layers(config))
+    layer = LayerConfig(mixer=attention, mlp=config.mlp(bias=config.get("mlp_bias", bool, False)))
+    return config.decoder([layer] * config.num_layers())
 
 
 SEED_OSS = Family(

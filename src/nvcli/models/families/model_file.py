@@ -1,0 +1,216 @@
+"""ModelFile: config.json as families read it, by methods for what they have alike. Errors name the file and the key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from nvcli.kernels.expert_settings import GatedActivation, Routing
+from nvcli.models.json_file import JsonFile
+from nvcli.models.layer_config import DecoderConfig, LayerConfig, index_kinds
+from nvcli.models.mixers.attention import AttentionConfig
+from nvcli.models.mixers.experts import ExpertsConfig
+from nvcli.models.mixers.mixer import NormConfig
+from nvcli.models.mixers.mlp import Activation, MLPConfig
+from nvcli.models.rope_config import RopeConfig, read_rope
+from nvcli.validation import show
+
+MAX_LAYERS = 10_000
+"""The most layers of a model; more than any has, so few that a list of them is small."""
+
+MAX_HEAD_DIM = 4096
+"""The largest head size; more than any model has, so few that a list of a head's dimensions is small."""
+
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+Windows = Sequence[int | None]
+"""For each layer how many tokens attention sees, the token's own included; None: all of them."""
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+MAX_EXPERTS = 1024
+"""The most experts of a layer; more than any has."""
+
+NUM_EXPERTS = ("num_experts", "num_local_experts")
+"""How most families spell the number of experts of a layer."""
+
+
+class ModelFile(JsonFile):
+    """config.json of a model, or its section for text."""
+
+    def decoder(self, layers: Iterable[LayerConfig], **settings: Any) -> DecoderConfig:
+        """Make the decoder of these layers. `settings` are fields of `DecoderConfig`; the norm is RMSNorm if not
+        given."""
+        kinds, kind_of_layer = index_kinds(layers)
+        if "norm" not in settings:
+            settings["norm"] = self.rms_norm()
+        return DecoderConfig(layer_kinds=kinds, kind_of_layer=kind_of_layer, **settings)
+
+    def num_layers(self) -> int:
+        """Read the number of layers."""
+        return self.positive("num_hidden_layers", most=MAX_LAYERS)
+
+    def rms_norm(self, weight_offset: float = 0.0) -> NormConfig:
+        """Read the settings of RMSNorm."""
+        return NormConfig(eps=self.positive_number("rms_norm_eps"), weight_offset=weight_offset)
+
+    def attention(
+        self,
+        *,
+        default_theta: float | None,
+        rope: Callable[[int], RopeConfig | None] | None = None,
+        default_partial: float = 1.0,
+        is_interleaved: bool = False,
+        **traits: Any,
+    ) -> AttentionConfig:
+        """Read heads and rope of one kind of attention; `default_theta`, `default_partial`, `is_interleaved`: see
+        `read_rope`.
+
+        `rope` makes another rope than that of config.json, from the head size. `traits` are the other fields of
+        `AttentionConfig`; the scale is the usual one if not given.
+        """
+        head_dim = self.head_dim()
+        if rope is not None:
+            settings = rope(head_dim)
+        else:
+            settings = read_rope(
+                self,
+                head_dim=head_dim,
+                default_theta=default_theta,
+                default_partial=default_partial,
+                is_interleaved=is_interleaved,
+            )
+        return AttentionConfig(
+            num_heads=self.positive("num_attention_heads"),
+            num_kv_heads=self.num_kv_heads(),
+            head_dim=head_dim,
+            rope=settings,
+            **{"scale": head_dim**-0.5, **traits},
+        )
+
+    def bias(self, *, default: bool = False) -> bool:
+        """Read whether attention has biases."""
+        return self.get("attention_bias", bool, default)
+
+    def head_dim(self, key: str = "head_dim") -> int:
+        """Read `head_dim`, or where it is absent or null the heads' share of the hidden size."""
+        if self.values.get(key) is not None:
+            head_dim = self.positive(key, most=MAX_HEAD_DIM)
+        else:
+            hidden_size, num_heads = self.positive("hidden_size"), self.positive("num_attention_heads")
+            if hidden_size % num_heads:
+                raise self.error(key, f"missing, and {num_heads} heads do not divide the hidden size {hidden_size}")
+            head_dim = hidden_size // num_heads
+            if head_dim > MAX_HEAD_DIM:
+                raise self.error(key, f"missing, and {head_dim:,}, each head's share of the hidden size, is too large")
+        if head_dim % 2:
+            raise self.error(key, f"{head_dim} is odd; rotary embedding pairs dimensions")
+        return head_dim
+
+    def num_kv_heads(self, key: str = "num_key_value_heads") -> int:
+        """Read the number of KV heads; where it is absent or null, each head has its own."""
+        num_heads = self.positive("num_attention_heads")
+        if self.values.get(key) is None:
+            return num_heads
+        num_kv_heads = self.positive(key)
+        if num_heads % num_kv_heads:
+            raise self.error(key, f"{num_kv_heads} does not divide {num_heads} attention heads")
+        return num_kv_heads
+
+    def mlp(self, *, key: str = "hidden_act", default: str = "silu", bias: bool = False) -> MLPConfig:
+        """Read the gated MLP, whose activation is under `key`."""
+        activation = self.activation(key, default)
+        return MLPConfig(intermediate_size=self.positive("intermediate_size"), activation=activation, bias=bias)
+
+    def activation(self, key: str = "hidden_act", default: str = "silu") -> Activation:
+        """Read the activation of an MLP's gate."""
+        found = self.values.get(key)
+        activation = _ACTIVATIONS.get(str(default if found is None else found))
+        if activation is None:
+            raise self.error(key, f"{show(found)} is not supported; supported: {', '.join(_ACTIVATIONS)}")
+        return activation
+
+    def optional_number(self, key: str, default: float | None) -> float | None:
+        """Read a number above zero, or None where the file says null; absent, it is `default`."""
+        if key not in self.values:
+            return default
+        return None if self.values[key] is None else self.positive_number(key)
+
+    def window(self, default: int | None = None) -> int | None:
+        """Read `sliding_window`, which turns windows off where it is null; absent, it is `default`."""
+        if "sliding_window" not in self.values:
+            return default
+        return None if self.values["sliding_window"] is None else self.positive("sliding_window")
+
+    def bounded(self, window: int | None) -> int | None:
+        """Return the window, or None where it sees as much as full attention of the longest sequence does."""
+        return None if window is None or window >= self.positive("max_position_embeddings") else window
+
+    def layer_types(self, *, supported: tuple[str, ...] = (FULL, SLIDING)) -> list[str] | None:
+        """Read `layer_types`, or None where it is absent. Raises LoadError where it names a type that is not in
+        `supported`, or not as many layers as there are."""
+        types = self.values.get("layer_types")
+        if types is None:
+            return None
+        if not isinstance(types, list):
+            raise self.error("layer_types", f"{show(types)} is not a list")
+        if others := [kind for kind in types if kind not in supported]:
+            other = show(others[0]).strip('"')
+            raise self.error("layer_types", f"{other} is not supported here, only {' and '.join(supported)}")
+        if len(types) != self.num_layers():
+            count = self.num_layers()
+            raise self.error("layer_types", f"names {len(types)} layers, and `num_hidden_layers` is {count}")
+        return types
+
+    def every_nth_full(self, default: int, key: str = "sliding_window_pattern") -> list[str]:
+        """Read `layer_types`; where they are absent, every n-th layer has full attention, and the others have a window.
+
+        n stands under `key`; absent, it is `default`.
+        """
+        types = self.layer_types()
+        if types is not None:
+            return types
+        count = self.positive(key) if self.values.get(key) is not None else default
+        return [FULL if (number + 1) % count == 0 else SLIDING for number in range(self.num_layers())]
+
+    def routing(
+        self, *, keys: tuple[str, ...] = NUM_EXPERTS, chosen_key: str = "num_experts_per_tok", **settings: Any
+    ) -> Routing:
+        """Read how many experts there are, under one of `keys`, and how many of them a token has, under `chosen_key`.
+        `settings` are the other fields of `Routing`."""
+        key = next((key for key in keys if self.values.get(key) is not None), keys[0])
+        num_experts = self.positive(key, most=MAX_EXPERTS)
+        experts_per_token = self.positive(chosen_key)
+        if experts_per_token > num_experts:
+            raise self.error(chosen_key, f"{experts_per_token} is more than `{key}`, {num_experts}")
+        return Routing(num_experts=num_experts, experts_per_token=experts_per_token, **settings)
+
+    def experts(self, routing: Routing, *, size_key: str = "moe_intermediate_size", **settings: Any) -> ExpertsConfig:
+        """Read the experts' size, under `size_key`, and their activation. `settings` are fields of `ExpertsConfig`."""
+        settings.setdefault("activation", GatedActivation(kind=self.activation()))
+        return ExpertsConfig(routing=routing, intermediate_size=self.positive(size_key), **settings)
+
+    def routing_with_groups(self, routing: Routing) -> Routing:
+        """Read the groups that experts are chosen from, under `n_group` and `topk_group`."""
+        if self.values.get("n_group") is None:
+            return routing
+        num_groups, chosen = self.positive("n_group"), self.positive("topk_group")
+        size, remainder = divmod(routing.num_experts, num_groups)
+        if remainder:
+            raise self.error("n_group", f"{num_groups} groups do not divide {routing.num_experts} experts")
+        if chosen < num_groups and size < 2:
+            raise self.error("n_group", f"{num_groups} groups have one expert each, and their two best ones count")
+        if chosen > num_groups or chosen * size < routing.experts_per_token:
+            raise self.error("topk_group", f"{chosen} groups of {num_groups} have too few experts for a token")
+        return replace(routing, num_groups=num_groups, groups_per_token=chosen)
+
+
+def with_mlps(decoder: DecoderConfig, mlps: Iterable[MLPConfig | ExpertsConfig]) -> DecoderConfig:
+    """Return the decoder with these MLPs in its layers, one for each."""
+    layers = (replace(layer, mlp=mlp) for layer, mlp in zip(decoder.layers, mlps, strict=True))
+    kinds, kind_of_layer = index_kinds(layers)
+    return replace(decoder, layer_kinds=kinds, kind_of_layer=kind_of_layer)
