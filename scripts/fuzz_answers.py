@@ -12,7 +12,6 @@ were found, the texts that were meant as calls and are none, those with a though
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import time
@@ -26,91 +25,20 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from fuzzing import load_data, make_parser
 from nvcli.job_run.text.answer_reader import AnswerReader, ReadAnswer, Reading, tool_calls_of
 from nvcli.job_run.text.reasoning import REASONING_FORMATS, PromptState
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.job_run.text.tool_calls import HARMONY, TOOL_FORMATS
 from nvcli.jobs.job import Choice
-from row_maker import SPELLED, TEXTS, WRONG
+from row_maker import SPELLED, TEXTS
 
-CALLS = {
-    "hermes": '<tool_call>\n{"name": "look", "arguments": {"at": "a \\"b\\"", "far": 3}}\n</tool_call>',
-    "qwen3_coder": "<tool_call>\n<function=look>\n<parameter=deep>\n{}\n</parameter>\n</function>\n</tool_call>",
-    "glm": "<tool_call>look\n<arg_key>far</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
-    "seed_oss": "<seed:tool_call><function=look><parameter=far>3</parameter></function></seed:tool_call>",
-    "olmo3": '<function_calls>\nlook(at="x", far=3)\nwait()\n</function_calls>',
-    "mistral": '[TOOL_CALLS]look[CALL_ID]abcdefghi[ARGS]{"far": 3}[TOOL_CALLS][{"name": "wait", "arguments": {}}]',
-    "granite": '<|tool_call|>[{"name": "look", "arguments": {"far": 3}}]',
-    "cohere": '<|START_ACTION|>[{"tool_name": "look", "parameters": {"far": 3}}]<|END_ACTION|>',
-    "gemma4": '<|tool_call>call:look{at:<|"|>x<|"|>,far:3}<tool_call|>',
-    "llama": '<|python_tag|>{"name": "look", "parameters": {"far": 3}}; {"name": "wait", "parameters": {}}',
-    "pythonic": '[look(at="x", deep={"a": [1, None]}), wait()]',
-    HARMONY: '<|channel|>commentary to=functions.look<|constrain|>json<|message|>{"far": 3}<|call|>',
-}
+DATA = load_data("answers")
+CALLS: dict[str, str] = DATA["calls"]
 """A text with calls of each format."""
-THOUGHTS = ("<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>final<|message|>yes<|return|>",)
+THOUGHTS: tuple[str, ...] = (DATA["thought"],)
 THOUGHTS += tuple(f"{form.start}so{form.end}yes" for form in REASONING_FORMATS.values() if form.start)
-PARTS = (
-    "look",
-    "wait",
-    "to=functions.",
-    "json",
-    ": ",
-    ",",
-    "=",
-    '"',
-    "'",
-    "\\",
-    "\n",
-    " ",
-    "(",
-    ")",
-    "**",
-    "*",
-    "-",
-    ".",
-)
-PARTS += ('{"name": ', '"arguments": ', "call:", "lambda: 0", "f'{x}'", "b'x'", "1j", "...", "None", "x if y else z")
-PARTS += (
-    "0x" + "f" * 5000,
-    "9" * 5000,
-    "1e999",
-    "-1e-999",
-    "\ud7ff\x00",
-    "\ufeff",
-    "\u2028",
-    "é",
-    "🤷",
-    "%s",
-    "\\N{DASH}",
-)
-OPENING = (
-    "[",
-    "{",
-    "(",
-    '{"a":',
-    "[{",
-    "-",
-    "not ",
-    "a.",
-    "f(",
-    "[f(a=",
-    "x[",
-    '{"name":[',
-    "} ",
-    "look(), ",
-    "{}",
-    " ",
-)
-OPENING += ("<tool_call>", "<parameter=a>", "<parameter=", "<function=", "<arg_key>", "<arg_key>a</arg_key><arg_value>")
-OPENING += (
-    "[TOOL_CALLS][]",
-    "[TOOL_CALLS]a ",
-    "<|tool_call>call:a{",
-    "<|tool_call>call:a{}",
-    '{"name":"a"};',
-    "<|start|>",
-)
+PARTS = (*DATA["parts"], "0x" + "f" * 5000, "9" * 5000)
 STATES = (PromptState.OPEN, PromptState.LEFT, PromptState.CLOSED)
 MOST_LEVELS = 20_000
 MOST_SECONDS = 5.0
@@ -142,7 +70,7 @@ class TextMaker:
         """`sample` is a text as the format has it."""
         self._rng = rng
         self._samples = (sample, sample, *CALLS.values(), *THOUGHTS)
-        self._parts = (*PARTS, *TEXTS, *SPELLED, *WRONG, *CALLS.values(), *THOUGHTS)
+        self._parts = (*PARTS, *TEXTS, *SPELLED, *load_data("rows")["wrong"], *CALLS.values(), *THOUGHTS)
         self._parts += tuple(mark for mark in marks() if mark in sample) * 4
 
     def text(self) -> str:
@@ -167,7 +95,7 @@ class TextMaker:
         """Put one text many times into another."""
         rng = self._rng
         levels = rng.choice((50, 400, 990, 1000, 1100, 2000, 2000, MOST_LEVELS))
-        opening = rng.choice(OPENING)
+        opening = rng.choice(DATA["opening"])
         deep = opening * levels + rng.choice(("", "1", "}" * levels, "]" * levels, ")" * levels, "]})" * levels))
         text = rng.choice(self._samples[:3])
         for value in ("3", '"x"', "{}"):
@@ -179,11 +107,7 @@ class TextMaker:
 
 def marks() -> Iterator[str]:
     """Yield the marks of all formats."""
-    yield from ("<tool_call>", "</tool_call>", "<seed:tool_call>", "</seed:tool_call>", "<function=", "</function>")
-    yield from ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<parameter=", "</parameter>")
-    yield from ("<function_calls>", "</function_calls>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>")
-    yield from ("<|START_ACTION|>", "<|END_ACTION|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_call|>")
-    yield from (f"<|{name}|>" for name in ("start", "end", "message", "channel", "constrain", "return", "call"))
+    yield from DATA["marks"]
     yield from (mark for form in REASONING_FORMATS.values() for mark in (form.start, form.end) if mark)
 
 
@@ -283,9 +207,7 @@ def fuzz_all(num_texts: int, seed: int, only: Sequence[str] = ()) -> Iterator[tu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--texts", type=int, default=100_000, help="texts of each format")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = make_parser(__doc__, "--texts", 100_000)
     parser.add_argument("--only", nargs="+", metavar="FORMAT", default=[], help="formats of calls or of thoughts")
     options = parser.parse_args()
     started = time.monotonic()

@@ -16,7 +16,6 @@ and Linux only.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
@@ -34,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from fuzzing import make_parser, print_counts
 from hostile_checkpoints import CANARY, INDEX, mutate
 from nvcli.config import EngineConfig
 from nvcli.demo import demo_path
@@ -276,9 +276,7 @@ def commands() -> dict[str, list[str]]:
 
 def main() -> None:
     """Run the cases, print a line for each that went wrong and a summary, and exit with 1 where one did."""
-    parser = argparse.ArgumentParser(description="Run nvcli on mutated checkpoints.")
-    parser.add_argument("--cases", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = make_parser(__doc__, "--cases", 100)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--commands", type=int, default=10, help="each such case is run as commands too; 0: none")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long a run may take")
@@ -312,7 +310,7 @@ def main() -> None:
                 if wrong or options.cases == 1:
                     verdict = "; ".join(wrong) or "as it should be"
                     print(f"case {number} ({mutations}), {what}: {verdict}\n{outcome.text}", flush=True)
-    print(", ".join(f"{end}: {count}" for end, count in sorted(ends.items())))
+    print_counts(ends, started)
     print(
         f"{options.cases} checkpoints in {time.monotonic() - started:.0f} s, {num_wrong} runs wrong; the slowest took "
         f"{slowest:.1f} s, the largest {largest / 2**20:,.0f} MiB (a sound one {sound.peak_bytes / 2**20:,.0f} MiB)"

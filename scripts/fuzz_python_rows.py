@@ -10,7 +10,6 @@ answer, in order where that is asked for; every tenth row is good and must be an
 
 from __future__ import annotations
 
-import argparse
 import copy
 import datetime
 import math
@@ -24,27 +23,14 @@ import msgspec
 import numpy as np
 
 from fuzz_rows import CheckingEngine
+from fuzzing import load_data, make_parser, print_counts
 from nvcli.config import RunConfig
 from nvcli.demo import demo_path
 from nvcli.llm.llm import LLM
 
 GOOD_EVERY = 10
 MAX_CALL_ROWS = 200
-HI = {"role": "user", "content": "hi"}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-FORMS: list[Any] = [
-    "text",
-    [5, 6, 7],
-    [HI],
-    {"prompt": "x", "id": "a", "sampling": {"max_tokens": 2, "stop": ["x"], "logit_bias": {"5": 1}}, "other": [1]},
-    {"prompt": "x", "sampling": {"structured": {"json_schema": {"type": "object", "properties": {"a": {}}}}}},
-    {"prompt": "x", "sampling": {"structured": {"choice": ["a", "b"]}}},
-    {"prompt_token_ids": [5, 6, 7], "sampling": {"stop_token_ids": [7], "bad_words": ["x"]}},
-    {"messages": [HI, {"role": "assistant", "content": [{"type": "text", "text": "x"}]}, HI]},
-    {"messages": [HI], "tools": [TOOL], "documents": [{"text": "x"}], "chat_template_kwargs": {"a": [1, {"b": 2}]}},
-    {"custom_id": "o", "url": "/v1/chat/completions", "body": {"messages": [HI], "stop": "x", "tools": [TOOL]}},
-    {"custom_id": "o", "url": "/v1/completions", "body": {"prompt": "x", "logit_bias": {"5": 1}}},
-]
+FORMS: list[Any] = load_data("objects")["forms"]
 
 
 class Text(str):
@@ -147,15 +133,9 @@ def fuzz(num_rows: int, seed: int) -> Counter[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = make_parser(__doc__, "--rows", 100_000).parse_args()
     started = time.monotonic()
-    counts = fuzz(options.rows, options.seed)
-    print(f"{counts.total():,} rows, {time.monotonic() - started:.0f} s")
-    for kind, count in counts.most_common():
-        print(f"  {kind:<24} {count:>8,}")
+    print_counts(fuzz(options.rows, options.seed), started)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ loop, with the row in question. Linux only.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import gc
@@ -31,6 +30,7 @@ from pathlib import Path
 import msgspec
 
 from bench_pipeline import NullEngine, Silent
+from fuzzing import make_parser, print_counts
 from nvcli.config import EngineConfig, JobConfig, RunConfig
 from nvcli.demo import demo_path
 from nvcli.engine.request import PromptScoring, Request, RequestOutput
@@ -253,9 +253,7 @@ def resident_bytes() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = make_parser(__doc__, "--rows", 100_000)
     parser.add_argument("--lines", type=int, default=2000, help="lines of each job")
     parser.add_argument("--timeout", type=int, default=120, help="seconds that a job may take")
     parser.add_argument("--command", action="store_true", help="run the real command with the built-in model")
@@ -282,8 +280,7 @@ def main() -> None:
                 flush=True,
             )
             assert growth < MAX_GROWTH_BYTES, f"memory grew by {growth:,} bytes"
-    for error, count in fuzzer.errors.most_common():
-        print(f"  {error:<24} {count:>8,}")
+    print_counts(fuzzer.errors, started)
 
 
 if __name__ == "__main__":

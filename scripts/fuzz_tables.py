@@ -10,7 +10,6 @@ was one.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import datetime
 import decimal
@@ -30,6 +29,7 @@ import pyarrow.feather
 import pyarrow.ipc
 import pyarrow.parquet
 
+from fuzzing import make_parser, print_counts
 from nvcli.errors import ConfigError
 from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.rows.parser import RowParser
@@ -205,16 +205,14 @@ def fork_cases(cases: list[tuple[int, Path]]) -> Iterator[tuple[int, str]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=2000, help="number of mutated files [default: %(default)s]")
-    parser.add_argument("--seed", type=int, default=0, help="[default: %(default)s]")
+    parser = make_parser(__doc__, "--cases", 2000)
     parser.add_argument("--kinds", nargs="+", default=["file", "stream", "parquet"], help="[default: all]")
     parser.add_argument(
         "--keep", type=Path, default=Path("fuzz-tables"), help="folder of failures [default: %(default)s]"
     )
     options = parser.parse_args()
     rng = random.Random(options.seed)
-    outcomes: collections.Counter[tuple[str, str]] = collections.Counter()
+    started, outcomes = time.monotonic(), collections.Counter[str]()
     num_failed = 0
     batch_size = 200
     with tempfile.TemporaryDirectory() as folder:
@@ -228,7 +226,7 @@ def main() -> int:
                 cases.append((number, path))
             for number, outcome in fork_cases(list(cases)):
                 kind = options.kinds[number % len(options.kinds)]
-                outcomes[kind, outcome] += 1
+                outcomes[f"{kind}: {outcome}"] += 1
                 if outcome not in ("rows", "error"):
                     num_failed += 1
                     path = dict(cases)[number]
@@ -237,8 +235,7 @@ def main() -> int:
                     print(f"{path.name} of seed {options.seed} ({kind}): {outcome}", file=sys.stderr)
             for _, path in cases:
                 path.unlink()
-    for (kind, outcome), count in sorted(outcomes.items()):
-        print(f"{kind:8} {outcome:12} {count:6,}")
+    print_counts(outcomes, started)
     return 1 if num_failed else 0
 
 

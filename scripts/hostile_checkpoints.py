@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fuzzing import load_data
+
 Mutation = Callable[[Path, random.Random], str]
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -25,44 +27,10 @@ JSON_FILES = (CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, INDEX)
 CANARY = "canary"
 """Code of the checkpoint that is run leaves a file of this name in its folder."""
 
-_OTHER_KEYS: dict[str, tuple[str, ...]] = {
-    CONFIG: (
-        *("sliding_window", "use_sliding_window", "max_window_layers", "rope_scaling", "rope_theta", "mlp_bias"),
-        *("quantization_config", "torch_dtype", "original_max_position_embeddings", "partial_rotary_factor"),
-        *("auto_map", "tokenizer_class", "_name_or_path", "custom_pipelines", "text_config", "model_type"),
-    ),
-    GENERATION: ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "custom_generate"),
-    TOKENIZER: ("added_tokens", "truncation", "padding", "pre_tokenizer", "normalizer", "post_processor"),
-    TOKENIZER_CONFIG: (
-        *("auto_map", "tokenizer_class", "added_tokens_decoder", "additional_special_tokens", "chat_template"),
-        *("tokenizer_file", "vocab_file", "fast_tokenizer_files", "bos_token", "extra_special_tokens", "name_or_path"),
-    ),
-    INDEX: ("metadata", "weight_map"),
-}
+_DATA = load_data("checkpoints")
+_OTHER_KEYS: dict[str, list[str]] = _DATA["keys"]
 """Keys that a file may have too."""
-
-_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 512}
-_ROPES: tuple[dict[str, Any], ...] = (
-    _YARN,
-    {**_YARN, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.5, "attention_factor": 1.0},
-    {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
-    {**_YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-)
-_TEMPLATES = (
-    "{{ messages[0].content.__class__.__mro__[1].__subclasses__() }}",
-    "{{ cycler.__init__.__globals__.os.system('touch canary') }}",
-    "{{ self.__init__.__globals__ }}{{ lipsum.__globals__['os'].popen('touch canary') }}",
-    "{% include '/etc/passwd' %}",
-    "{% import 'os' as os %}",
-    "{{ messages.clear() }}",
-    "{{ messages | attr('__class__') | attr('__base__') }}",
-    "{{ ''.format.__globals__ }}{{ '{0.__class__.__init__}'.format(messages) }}",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "{% for message in messages %}",
-    "{{ messages[99].content }}",
-    "{{ 1 / 0 }}",
-    "",
-)
+_ROPES: list[dict[str, Any]] = _DATA["ropes"]
 _ENTRY = {"dtype", "shape", "data_offsets"}
 _EVIL = "import pathlib\npathlib.Path({canary!r}).touch()\nclass Evil:\n    pass\n"
 
@@ -276,7 +244,7 @@ def mutate_index(folder: Path, rng: random.Random) -> str:
 
 def mutate_template(folder: Path, rng: random.Random) -> str:
     """Write a chat template that reaches for what is not its own, or fails."""
-    _write(folder / TEMPLATE, rng.choice(_TEMPLATES).encode())
+    _write(folder / TEMPLATE, rng.choice(_DATA["templates"]).encode())
     return "chat template"
 
 

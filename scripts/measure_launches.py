@@ -25,61 +25,25 @@ from typing import Any, NamedTuple, TextIO
 import torch
 from torch import Tensor
 
+from nvcli.bench.shapes import SHAPES
 from nvcli.kernels import fp8, fp8_block_product
 from nvcli.kernels.fp8_types import FP8, QuantisedRows
 from nvcli.kernels.triton import fp8 as fp8_kernels
 from nvcli.kernels.triton import fp8_linear, hopper_fp8, hopper_fp8_decode, launch_rule
 from nvcli.kernels.triton.fp8_launches import DecodeLaunch, HopperLaunch
 
-MODELS = {
-    "qwen3-0.6b": (1024, 16, 8, 128, 3072),
-    "qwen3-4b": (2560, 32, 8, 128, 9728),
-    "qwen3-8b": (4096, 32, 8, 128, 12288),
-    "qwen3-14b": (5120, 40, 8, 128, 17408),
-    "qwen3-32b": (5120, 64, 8, 128, 25600),
-    "llama-3.1-8b": (4096, 32, 8, 128, 14336),
-    "llama-3.1-70b": (8192, 64, 8, 128, 28672),
-    "gemma-3-27b": (5376, 32, 16, 128, 21504),
-    "gpt-oss": (2880, 64, 8, 64, 0),
-    "qwen3-30b-a3b": (2048, 32, 4, 128, 0),
-}
-"""Hidden size, heads, KV heads, their size, and the features of the MLP; 0: there are experts in its place."""
+MODELS = (
+    *("qwen3-0.6b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "llama-3.1-8b", "llama-3.1-70b", "gemma-3-27b"),
+    *("gpt-oss-20b", "qwen3-30b-a3b"),
+)
+_SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads")
 RANKS = (1, 2, 4, 8)
 FEW_ROWS = (1, 16, 32, 64, 128, 256, 320, 512, 1024)
 MANY_ROWS = (2048, 4096, 8192)
 MORE_ROWS = (8, 24, 48, 96, 192, 384, 768)
 
-CHANNEL = (
-    (16, 64, 128, 8, 4),
-    (16, 64, 256, 5, 4),
-    (16, 128, 256, 3, 4),
-    (32, 64, 128, 8, 4),
-    (32, 64, 256, 4, 4),
-    (32, 128, 128, 5, 4),
-    (64, 64, 128, 6, 4),
-    (64, 128, 128, 4, 4),
-    (128, 128, 128, 4, 8),
-)
-"""Tiles of rows, features and input features, stages and warps."""
-PARTS = (
-    (16, 64, 256, 5, 4),
-    (16, 64, 128, 8, 4),
-    (32, 64, 256, 4, 4),
-    (32, 64, 128, 8, 4),
-    (32, 32, 256, 4, 4),
-    (64, 32, 256, 4, 4),
-    (64, 64, 128, 6, 4),
-    (64, 128, 128, 4, 4),
-    (128, 64, 128, 4, 4),
-)
-BLOCK = (
-    (16, 64, 128, 8, 4),
-    (16, 128, 128, 6, 4),
-    (32, 64, 128, 8, 4),
-    (64, 64, 128, 6, 4),
-    (64, 128, 128, 4, 4),
-    (128, 128, 128, 4, 8),
-)
+TRIED: dict[str, list[list[int]]] = json.loads(Path(__file__).with_name("launches.json").read_text())["tried"]
+"""By kind of product: tiles of rows, features and input features, stages and warps."""
 DECODE = (32, 64, 128, 256)
 NUM_PARTS = (1, 2, 3, 4)
 HOPPER = ((2, 1, 1), (3, 1, 1), (2, 2, 2), (2, 2, 0))
@@ -128,7 +92,11 @@ def make_data(device: torch.device, weight_bytes: int, value_count: int) -> Data
 def shapes() -> dict[Kind, list[Shape]]:
     """Return the output and input features of the weights of each kind."""
     found: dict[Kind, set[Shape]] = {"channel": set(), "sum": set(), "gated": set(), "block": set()}
-    for hidden, heads, kv_heads, size, features in MODELS.values():
+    for config in map(SHAPES.__getitem__, MODELS):
+        hidden, heads, kv_heads = (config[name] for name in _SIZES)
+        size = config.get("head_dim", hidden // heads)
+        has_experts = "num_experts_per_tok" in config
+        features = 0 if has_experts else config["intermediate_size"]
         for ranks in RANKS:
             kv = max(1, kv_heads // ranks)
             found["channel"].add(((heads // ranks + 2 * kv) * size, hidden))
@@ -161,9 +129,8 @@ def launches(kind: Kind, num_rows: int) -> Iterator[str]:
         if num_rows >= 128:
             yield from ("hopper,2,2,2", "hopper,2,2,0")
         return
-    tables = {"channel": CHANNEL, "sum": PARTS, "block": BLOCK}
-    for launch in tables[kind]:
-        is_largest = launch[:2] == (128, 128) or launch[:2] == (64, 128)
+    for launch in TRIED[kind]:
+        is_largest = launch[:2] in ([128, 128], [64, 128])
         if fits(launch[0], 4) or (is_largest and fits(launch[0], 128 if kind == "block" else 8)):
             for parts in NUM_PARTS if kind == "sum" else (1,):
                 yield ",".join(map(str, ("linear", *launch, parts)))

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from fuzzing import load_data
 from row_oracle import CHAT, COMPLETION, JobFacts
 
 VOCAB_SIZE = 640
@@ -17,67 +18,12 @@ class Verbatim(str):
     """JSON text that stands for itself."""
 
 
-TEXTS = ("", "a", "What is 2 + 2?", "ü😀\u2028", "<|im_end|>", "\\u0041", "x" * 300, "\x7f\x80", '"}{[', "NaN", "user")
-NUMBERS = (0, 1, -1, 2, 7, 639, 640, 1024, 1025, 0.5, 1.5, -0.5, 2**31, 2**53 + 1, 2**63 - 1, 2**63, -(2**63), 10**30)
-SPELLED = ("1e999", "-1e999", "9" * 500, "9" * 5000, "1.0", "1e2", "-0", "-0.0", "0.1e-400", "1.10", "1E+2", "[ ]")
-WRONG = (
-    "NaN",
-    "Infinity",
-    "01",
-    "1.",
-    "+1",
-    "'a'",
-    '"\\ud800"',
-    '"\\udc00\\ud800"',
-    '"\t"',
-    '"\\x"',
-    "tru",
-    "",
-    "[1,]",
-)
+DATA = load_data("rows")
+TEXTS = (*DATA["texts"], "x" * 300)
+SPELLED = (*DATA["spelled"], "9" * 500, "9" * 5000)
 LARGE = ("[" + "{}," * 10_000 + "{}]", '"' + "y" * 100_000 + '"', '"' + "\\n[" * 3000 + '"')
-SAMPLING: dict[str, tuple[Any, ...]] = {
-    "max_tokens": (None, 1, 8, 40, 0, -1, 100000, "8", True, 8.0),
-    "temperature": (0, 0.7, 1, 100, 100.5, -0.1, "1", True, None),
-    "top_p": (1, 0.5, 0, 1.01, None),
-    "top_k": (-1, 0, 5, -2, 1.0, 2**63),
-    "min_p": (0, 0.1, 1, 1.5),
-    "seed": (0, 7, 2**63 - 1, -1, 2**63, None, True),
-    "n": (1, 2, 3, 0, 1025, 1.0, None),
-    "stop": ("x", ["x", "yz"], [], "", ["x", ""], [1], None, {}),
-    "stop_token_ids": ([], [3], [640], [-1], ["3"], 3),
-    "min_tokens": (0, 1, 5, 2000, -1),
-    "ignore_eos": (True, False, 1, "true"),
-    "presence_penalty": (-2, 2, 0.5, 2.5, "0"),
-    "frequency_penalty": (-2, 2, 0.5, -2.5),
-    "repetition_penalty": (1, 1.2, 100, 0.01, 0, 5e-324, 0.0099, 101),
-    "logit_bias": ({}, {"5": 1}, {"5": -100, "6": 100.0}, {"5": 101}, {"x": 1}, {"640": 1}, {"-1": 1}, {"5": None}, []),
-    "logprobs": (None, 0, 3, 20, 21, True),
-    "prompt_logprobs": (None, 0, 3, 20, 21, "3"),
-    "return_token_ids": (True, False, 1),
-    "structured": (
-        {"choice": ["a", "b"]},
-        {"regex": "[ab]{1,3}"},
-        {"json_schema": {"type": "boolean"}},
-        None,
-        {"regex": "("},
-        {"json_schema": {"items": {"type": "strng"}}},
-        {},
-        {"regex": "a", "choice": ["a"]},
-        {"choice": [5]},
-        "a",
-    ),
-    "best_of": (None, 4, 3, 0, 1025, "2"),
-    "rank_by": ("mean", "sum", "max", 1),
-    "echo": (False, True, 0),
-    "include_stop_str_in_output": (True, False, "true"),
-    "skip_special_tokens": (False, True, 1),
-    "allowed_token_ids": (None, [5, 6, 7], [640], [], [-1], "5"),
-    "bad_words": ([], ["x"], ["No way", " y "], [""], ["x" * 200], "x", [1]),
-    "truncate_prompt_tokens": (None, 3, -1, 1000, 0, -2, "3"),
-    "stop_repetition": (True, False, {"min_count": 2}, {"min_count": 1}, {"odd": 1}, 3),
-    "thinking_budget": (None, 5, -1, "5"),
-}
+SAMPLING: dict[str, list[Any]] = DATA["sampling"]
+"""Values of each key; the first ones are sound."""
 
 
 class RowMaker:
@@ -209,13 +155,13 @@ class RowMaker:
         if kind < 0.25:
             return rng.choice(TEXTS)
         if kind < 0.5:
-            return rng.choice(NUMBERS)
+            return rng.choice(DATA["numbers"])
         if kind < 0.65:
             return rng.choice((None, True, False))
         if kind < 0.75:
             return Verbatim(rng.choice(SPELLED))
         if kind < 0.76:
-            return Verbatim(rng.choice(WRONG))
+            return Verbatim(rng.choice(DATA["wrong"]))
         if kind < 0.77:
             levels = rng.choice((3, 398, 399, 400, 401, 5000))
             return Verbatim(rng.choice(("[" * levels + "]" * levels, '{"[":' * levels + "1" + "}" * levels)))
