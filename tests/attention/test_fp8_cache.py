@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -11,8 +12,10 @@ import pytest
 import torch
 from attention_setup import Bench as AnyBench
 from attention_setup import History, written_out
+from segment_trees import SegmentTree
 from torch import Tensor
 
+from gluon_registers import SimulatedKernel, block
 from kernel_device import DEVICE, HAS_GPU, MARKS
 from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape
@@ -21,7 +24,8 @@ from nvcli.attention.spec import AttentionSpec
 from nvcli.attention.torch_backend import TorchBackend
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels.fp8_types import FP8
-from nvcli.kernels.triton import attention_launch, decode_attention
+from nvcli.kernels.triton import attention_launch, decode_attention, fp8_decode_attention
+from nvcli.kernels.triton.attention_fold import ITEM_FIELDS
 from nvcli.kernels.triton.triton_version import has_known_gluon
 
 # Compiled kernels are for 16 bits, and most of what is interpreted is in float32.
@@ -126,6 +130,66 @@ def test_many_decode_rows(geometry: dict[str, Any], num_rows: int) -> None:
     with patch.object(decode_attention, "decode_attention_kernel", None):
         bench.step(*work)
         bench.step(*work, shape=BatchShape(decode_rows=num_rows + 7))
+
+
+class FarApart(AnyBench):
+    """A bench whose scores are far apart, so that some tiles have one that is far above all before, and of whose values
+    some are zero."""
+
+    def random_qkv(self, num_tokens: int, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().random_qkv(num_tokens, spec)
+        v[::7] = 0
+        return q * 5, k, v
+
+
+def numbers(words: Tensor) -> tuple[Tensor, ...]:
+    codes = words.contiguous().as_subclass(Tensor).view(torch.uint8).view(FP8)
+    return tuple(block(x) for x in codes.half().unflatten(-1, (-1, 4)).unbind(-1))
+
+
+@pytest.mark.skipif(HAS_GPU, reason="the kernel runs here")
+@pytest.mark.parametrize("kind", [partial(AnyBench, max_shared_rows=8), FarApart])
+@pytest.mark.parametrize(
+    ("many_rows", "geometry"),
+    [
+        (512, {"num_kv_heads": 2, "ratio": 4, "head_dim": 128}),
+        (0, {"num_kv_heads": 1, "ratio": 4, "head_dim": 128, "has_sinks": True}),
+        (512, {"ratio": 8, "windows": (50,), "soft_cap": 5.0, "has_sinks": True}),
+        (512, {"num_kv_heads": 3, "head_dim": 128, "windows": (33,), "has_sinks": True, "block_size": 192}),
+        (0, {"num_kv_heads": 1, "ratio": 2}),
+    ],
+)
+def test_decode_rows_straight_to_registers(kind: Callable[..., AnyBench], many_rows: int, geometry: Any) -> None:
+    """Simulated: rows of one chunk and of several, padding, and rows behind segments that they share. What belongs to
+    no key is NaN."""
+    kernel = SimulatedKernel(
+        fp8_decode_attention,
+        "fp8_decode_attention_kernel",
+        {
+            "_numbers_of_keys": numbers,
+            "_numbers_of_values": numbers,
+            "ITEM_FIELDS": ITEM_FIELDS.value,
+            "_log2": torch.log2,
+            "_transposed": lambda x: block(x.unflatten(0, (-1, 8)).transpose(1, 2).flatten(0, 1)),
+        },
+    )
+    with (
+        patch.multiple(decode_attention, _FEW_LONG_ROWS=0, _MANY_ROWS=many_rows, decode_attention_kernel=None),
+        patch.object(decode_attention, "_load_direct_kernel", lambda *args: kernel),
+    ):
+        bench = kind(TritonBackend, **{"block_size": 64, **geometry}, dtype=torch.float16, kv_dtype=FP8)
+        bench.leave_garbage(float("nan"))
+        tree = SegmentTree(bench)
+        segment = tree.segment(None, 3)
+        requests = [tree.request(segment, count) for count in (1, 9, 140)]
+        for count in (0, 63, 200, 332):
+            requests.append(History())
+            bench.fill(requests[-1], count)
+        step = bench.batch(*((history, 1) for history in requests), shape=BatchShape(decode_rows=len(requests) + 1))
+        step.check(step.forward())
+        if kind is not FarApart:
+            step = tree.share(step)
+            step.check(step.forward())
 
 
 class OfAnySize(AnyBench):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from attention_setup import Bench as AnyBench
 from segment_trees import SegmentTree, random_tree
+from simulated_hopper import SimulatedHopper
 
 from kernel_device import DEVICE, HAS_GPU, MARKS
 from nvcli.attention.backend import AttentionBackend
@@ -31,9 +32,11 @@ Bench = partial(
 pytestmark = MARKS
 
 
-@pytest.fixture(params=[TorchBackend, TritonBackend])
+@pytest.fixture(params=[TorchBackend, TritonBackend, SimulatedHopper])
 def backend(request: pytest.FixtureRequest) -> type[AttentionBackend]:
     kind: type[AttentionBackend] = request.param
+    if kind is SimulatedHopper and HAS_GPU:
+        pytest.skip("it runs compiled here")
     return kind
 
 
@@ -44,7 +47,10 @@ CASES: list[tuple[int, int, int, tuple[int | None, ...], dict[str, Any]]] = [
     (40, 16, 32, (None,), {}),
     (2, 32, 64, (90, None), {"kv_dtype": FP8}),
     (2, 32, 8, (None,), {"kv_dtype": FP8, "soft_cap": 0.7}),
-    (3, 64, 64, (None,), {}),  # on a Hopper GPU by a kernel of its own, beside the rows' own keys
+    # On a Hopper GPU by a kernel of its own, beside the rows' own keys:
+    (3, 64, 64, (None,), {}),
+    (5, 128, 128, (None,), {"soft_cap": 0.7, "has_sinks": True}),
+    (64, 64, 192, (None,), {"num_kv_heads": 1}),
 ]
 
 
@@ -58,11 +64,13 @@ def test_random_trees(
     options: dict[str, Any],
 ) -> None:
     """What earlier owners of blocks left, and what windows have left behind, must not count."""
+    if backend is SimulatedHopper and (head_dim < 64 or windows != (None,) or "kv_dtype" in options):
+        pytest.skip("the usual kernels serve it")
     rng = random.Random(block_size)
     poison = 0.0 if backend.reads_behind_rows else float("nan")
     bench = Bench(
-        backend, num_kv_heads=2, ratio=ratio, head_dim=head_dim, block_size=block_size, windows=windows, poison=poison,
-        **options,
+        backend, ratio=ratio, head_dim=head_dim, block_size=block_size, windows=windows, poison=poison,
+        **{"num_kv_heads": 2, **options},
     )  # fmt: skip
     if not backend.reads_behind_rows:
         bench.leave_garbage(poison)
@@ -76,7 +84,7 @@ def test_random_trees(
 def test_requests_with_more_levels_than_are_read_once(backend: type[AttentionBackend]) -> None:
     """Behind the last level that counts, keys are each row's own; a long segment is cut into several chunks, and rows
     of padding have none."""
-    bench = Bench(backend, head_dim=16, block_size=16, num_kv_heads=1, ratio=2)
+    bench = Bench(backend, head_dim=64, block_size=64, num_kv_heads=1, ratio=2)
     tree = SegmentTree(bench)
     segments = [tree.segment(None, 40)]
     while len(segments) < LEVELS.value + 2:
@@ -89,7 +97,7 @@ def test_requests_with_more_levels_than_are_read_once(backend: type[AttentionBac
 
 def test_a_segment_is_read_once(backend: type[AttentionBackend]) -> None:
     """What one row reads of a segment is what all rows get: another row's block there is never looked at."""
-    bench = Bench(backend, block_size=16, num_tokens=400, head_dim=32)
+    bench = Bench(backend, block_size=64, num_tokens=1000, head_dim=64)
     tree = SegmentTree(bench)
     segment = tree.segment(None, 3)
     requests = [tree.request(segment, 5) for _ in range(3)]

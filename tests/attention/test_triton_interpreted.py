@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined; without a
 
 from attention_setup import Bench as AnyBench
 from attention_setup import History
+from simulated_hopper import SimulatedHopper
 
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.triton_backend import TritonBackend
@@ -119,6 +121,26 @@ def test_chunks_behind_a_long_prefix(block_size: int, windows: tuple[int | None,
     bench.fill(a, 700)
     bench.fill(b, 1001)
     bench.step((a, 40), (b, 3))
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "ratio", "head_dim", "block_size", "options"),
+    [(2, 4, 128, 64, {}), (4, 1, 64, 256, {"soft_cap": 0.7, "has_sinks": True}), (1, 5, 128, 128, {})],
+    ids=str,
+)
+def test_the_kernel_for_hopper(
+    num_kv_heads: int, ratio: int, head_dim: int, block_size: int, options: dict[str, Any]
+) -> None:
+    """Chunks with and without a past, tiles of keys that some rows see and that all do, and padding."""
+    bench = AnyBench(
+        SimulatedHopper, num_kv_heads=num_kv_heads, ratio=ratio, head_dim=head_dim, block_size=block_size,
+        num_tokens=3000, **options,
+    )  # fmt: skip
+    bench.leave_garbage(float("nan"))
+    a, b, c = (History() for _ in range(3))
+    bench.fill(a, 930)
+    bench.fill(b, 450)
+    bench.step((a, 70), (b, 200), (c, 33), shape=BatchShape(prefill_rows=5, prefill_tokens=348))
 
 
 @pytest.mark.parametrize("windows", [(None,), (9, None)], ids=str)

@@ -4,7 +4,6 @@ arguments that all kernels take, whichever work list they follow."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.triton.attention_fold import LOG2_E, AttentionKind, Tile
+from nvcli.kernels.triton.kept_kernel import KeptKernel
 from nvcli.kernels.triton.triton_version import can_load_ahead
 
 
@@ -40,12 +40,6 @@ class AttentionShape:
         """Whether the cache is in FP8."""
         return self.kv_dtype == FP8
 
-    @property
-    def shared_memory(self) -> int:
-        """KiB of a program: 227 on data-centre Hopper and Blackwell, 163 on the A100, 99 on the rest."""
-        capability = torch.cuda.get_device_capability(self.device)
-        return 227 if capability[0] in (9, 10) else 163 if capability == (8, 0) else 99
-
 
 class LayerInputs(NamedTuple):
     """What one layer attends to, and how."""
@@ -71,64 +65,93 @@ class LayerInputs(NamedTuple):
         """The scale in powers of 2."""
         return self.scale * LOG2_E
 
-    @property
-    def soft_cap_log2(self) -> float:
-        """The soft cap in powers of 2; 0: none."""
-        return 0.0 if self.soft_cap is None else self.soft_cap * LOG2_E
+
+class AttentionLauncher:
+    """Launches kernels over layers whose heads have one shape.
+
+    Steps that are no CUDA graphs launch one for each layer, so a launch must cost the host little. What does not change
+    from step to step is kept: constants, the descriptors that tell TMA of a layer's cache, and what Triton compiled.
+
+    by_tma: kernels read the cache by TMA, so many tokens and columns at a time; None: from its addresses. A cache for
+    TMA has nothing but rows between blocks, and one row for each token.
+    is_invariant: see `AttentionKind`.
+    """
+
+    def __init__(self, shape: AttentionShape, *, by_tma: int | None = None, is_invariant: bool = False) -> None:
+        self.shape = shape
+        self._by_tma, self._is_invariant = by_tma, is_invariant
+        self._kernels: dict[tuple[object, ...], KeptKernel] = {}
+        self._descriptors: dict[tuple[int, ...], Any] = {}
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        layer: LayerInputs,
+        memory: tuple[Tensor | None, ...],
+        tile: Tile | None,
+        *constants: object,
+        **options: object,
+    ) -> None:
+        """Launch a kernel, which takes the layer's tensors, `memory`, the layer's numbers, its kind, `tile` if it has
+        any, and `constants`. `options`: how Triton launches it, which the kernel and its constants decide."""
+        q, k_cache, v_cache = layer.q, layer.k_cache, layer.v_cache
+        caches: tuple[Any, ...] = k_cache, v_cache
+        if self._by_tma is not None:
+            caches = self._describe(k_cache), self._describe(v_cache)
+            memory = v_cache, *memory
+        tensors = layer.block_tables, q if layer.sinks is None else layer.sinks, *memory
+        # Triton compiles anew for what is a multiple of 16 and what is not.
+        addresses = [None if one is None else one.data_ptr() % 16 for one in (q, k_cache, v_cache, *tensors)]
+        strides = q.stride(), k_cache.stride(), v_cache.stride()
+        kind = layer.window is None, layer.soft_cap, layer.sinks is None
+        key = kernel, tile, constants, kind, q.dtype, *strides, *addresses
+        kept = self._kernels.get(key)
+        if kept is None:
+            if tile is not None:
+                constants = tile, *constants
+                options |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+            kept = self._kernels[key] = KeptKernel(kernel, (self._kind(layer), *constants), **options)
+        kept.launch(
+            grid, q, *caches, *tensors, layer.window or 0, layer.scale_log2, strides[0][0], layer.block_tables.stride(0)
+        )
+
+    def _kind(self, layer: LayerInputs) -> AttentionKind:
+        """Return what a kernel is compiled for, once heads are found to lie as kernels read them."""
+        shape, strides = self.shape, layer.k_cache.stride()
+        row_size = shape.num_kv_heads * shape.head_dim
+        assert layer.q.stride()[1:] == (shape.head_dim, 1)
+        assert strides == layer.v_cache.stride()
+        assert strides[1:] == (row_size, shape.head_dim, 1)
+        assert self._by_tma is None or (layer.window is None and strides[0] % row_size == 0)
+        return AttentionKind(
+            num_kv_heads=shape.num_kv_heads,
+            group=shape.group,
+            head_dim=shape.head_dim,
+            block_size=shape.block_size,
+            block_stride=strides[0],
+            has_window=layer.window is not None,
+            soft_cap=0.0 if layer.soft_cap is None else layer.soft_cap * LOG2_E,
+            has_sinks=layer.sinks is not None,
+            is_invariant=self._is_invariant,
+            loads_ahead=_loads_ahead(shape.device),
+            on_gpu=layer.q.is_cuda,
+        )
+
+    def _describe(self, cache: Tensor) -> Any:
+        """Describe a cache for TMA as [rows, KV × D], of which a load brings a square."""
+        key = cache.data_ptr(), len(cache), cache.stride(0)
+        descriptor = self._descriptors.get(key)
+        if descriptor is None:
+            from nvcli.kernels.triton.descriptors import describe_kept
+
+            assert self._by_tma is not None
+            row_size = cache.stride(1)
+            num_rows = (len(cache) - 1) * (cache.stride(0) // row_size) + self.shape.block_size
+            view = (num_rows, row_size), (row_size, 1)
+            descriptor = self._descriptors[key] = describe_kept(cache, (self._by_tma, self._by_tma), view=view)
+        return descriptor
 
 
-def check_layout(shape: AttentionShape, layer: LayerInputs) -> None:
-    """Assert that heads lie as kernels read them."""
-    assert layer.q.stride()[1:] == (shape.head_dim, 1)
-    assert layer.k_cache.stride() == layer.v_cache.stride()
-    assert layer.k_cache.stride()[1:] == (shape.num_kv_heads * shape.head_dim, shape.head_dim, 1)
-
-
-@lru_cache(maxsize=64)
 def _loads_ahead(device: torch.device) -> bool:
     return device.type != "cuda" or can_load_ahead(torch.cuda.get_device_capability(device))
-
-
-def launch_attention(
-    kernel: Any,
-    grid: tuple[int, ...],
-    shape: AttentionShape,
-    layer: LayerInputs,
-    tile: Tile,
-    *memory: Tensor | None,
-    is_invariant: bool = False,
-    **options: Any,
-) -> None:
-    """Launch a kernel, which takes the layer's tensors, `memory`, the layer's numbers and what it is compiled for.
-    `options`: constants of its own, and how Triton launches it."""
-    check_layout(shape, layer)
-    kind = AttentionKind(
-        num_kv_heads=shape.num_kv_heads,
-        group=shape.group,
-        head_dim=shape.head_dim,
-        block_size=shape.block_size,
-        block_stride=layer.k_cache.stride(0),
-        has_window=layer.window is not None,
-        soft_cap=layer.soft_cap_log2,
-        has_sinks=layer.sinks is not None,
-        is_invariant=is_invariant,
-        loads_ahead=_loads_ahead(shape.device),
-        on_gpu=layer.q.is_cuda,
-    )
-    kernel[grid](
-        layer.q,
-        layer.k_cache,
-        layer.v_cache,
-        layer.block_tables,
-        layer.q if layer.sinks is None else layer.sinks,
-        *memory,
-        layer.window or 0,
-        layer.scale_log2,
-        layer.q.stride(0),
-        layer.block_tables.stride(0),
-        KIND=kind,
-        TILE=tile,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        **options,
-    )

@@ -12,7 +12,6 @@ Shapes: B rows, H query heads, KV heads, G = H / KV, D head_dim.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import triton
@@ -28,7 +27,7 @@ from nvcli.kernels.triton.attention_fold import (
     load_sinks,
     weighted_mean,
 )
-from nvcli.kernels.triton.attention_launch import AttentionShape, LayerInputs, launch_attention
+from nvcli.kernels.triton.attention_launch import AttentionLauncher, AttentionShape, LayerInputs
 from nvcli.kernels.triton.decode_work_list import FEW_ROWS, SPLIT, DecodeWorkList
 from nvcli.kernels.triton.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.triton.invariant_attention import invariant_attention_kernel, invariant_decode_tile
@@ -44,6 +43,9 @@ _MANY_ROWS = 512
 _FEW_LONG_ROWS = 32
 """Up to this many rows there are too few programs of `fp8_decode_attention.py` to fill a GPU. An H200 took 97 µs here
 and 114 with an earlier form of it for 16 rows of 8,192 keys, and 55 and 53 for 64 of 900."""
+_INVARIANT_REGISTERS = 168
+"""Of each thread of batch-invariant programs of two warps, with heads of up to 64: an H200 takes 31.1 µs for 256 rows
+with windows of 128, and 31.8 without a limit."""
 _TILE_BYTES = 16 << 10
 """Bytes of keys, and as many of values, in each pipeline stage: more loses occupancy (measured on an H200)."""
 
@@ -218,6 +220,7 @@ class DecodeAttention:
     ) -> None:
         assert not is_invariant or shape.kv_dtype == shape.dtype
         self._shape, self._is_beside, self._is_invariant = shape, is_beside, is_invariant
+        self._launch = AttentionLauncher(shape, is_invariant=is_invariant).launch
         tile_bytes = _TILE_BYTES // 2 if is_beside else _TILE_BYTES
         self._keys = min(64, max(16, tile_bytes // (shape.head_dim * shape.dtype.itemsize)))
         self._is_full_tile = self._keys * shape.head_dim * shape.kv_dtype.itemsize == tile_bytes
@@ -259,27 +262,24 @@ class DecodeAttention:
         num_rows = layer.q.shape[0]
         work_list, log_sums = (self._lists[layer.window], None) if own is None else own
         assert out.is_contiguous()
-        arguments = out, work_list.items, work_list.num_items, log_sums, *self._memory
+        memory = out, work_list.items, work_list.num_items, log_sums, *self._memory
         shape, num_programs = self._shape, work_list.capacity(num_rows)
         grid = (shape.num_kv_heads, num_programs)
         if self._is_invariant:
             tile = invariant_decode_tile(shape, num_rows)
-            launch_attention(
-                invariant_attention_kernel, (shape.num_kv_heads * num_programs,), shape, layer, tile, *arguments,
-                is_invariant=True, IS_DECODE=True,
-            )  # fmt: skip
+            is_small = shape.head_dim <= 64 and tile.num_warps == 2
+            programs = (shape.num_kv_heads * num_programs,)
+            registers = _INVARIANT_REGISTERS if is_small else None
+            self._launch(invariant_attention_kernel, programs, layer, memory, tile, True, maxnreg=registers)
         elif self._direct_kernel is not None and num_rows > _FEW_LONG_ROWS:
             assert not self._is_beside
             keys = _DIRECT_TILE if num_rows < _MANY_ROWS else _DIRECT_TILE_OF_MANY_ROWS
             tile = Tile(rows=8, keys=keys, num_warps=1, num_stages=1)
-            launch_attention(self._direct_kernel, grid, shape, layer, tile, *arguments)
+            self._launch(self._direct_kernel, grid, layer, memory, tile)
         else:
-            beside = {"DEPENDENT": False, "launch_pdl": True}
-            options: dict[str, Any] = beside if self._is_beside else dependent(shape.device)
-            launch_attention(
-                decode_attention_kernel, grid, shape, layer, self._tile(num_rows), *arguments,
-                IS_BESIDE=self._is_beside, **options,
-            )  # fmt: skip
+            waits = not self._is_beside and dependent(shape.device)["DEPENDENT"]
+            constants = self._tile(num_rows), self._is_beside, waits
+            self._launch(decode_attention_kernel, grid, layer, memory, *constants, launch_pdl=self._is_beside or waits)
 
     def _tile(self, num_rows: int) -> Tile:
         """Choose the tiles. Those in FP8 stand in registers twice, as they are read and as they are multiplied, so

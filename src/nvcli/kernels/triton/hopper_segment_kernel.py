@@ -9,7 +9,7 @@ keys the memory, so both are attended at once: as many programs work as need abo
 and the others leave their multiprocessors to the kernel that is launched next (`decode_attention.py`). That one may
 begin as soon as all programs of this one have (programmatic dependent launch).
 
-`hopper_launch.py` launches it. Shapes: R rows, H query heads, KV heads, G = H / KV, D head_dim.
+Shapes: R rows, H query heads, KV heads, G = H / KV, D head_dim.
 """
 
 from __future__ import annotations
@@ -27,33 +27,30 @@ _LEAST_TWENTIETHS = gl.constexpr(13)
 each of the shapes that were timed on an H200."""
 
 
-@gluon.jit(do_not_specialize=["block_table_stride"], do_not_specialize_on_alignment=["block_tables"])
+@gluon.jit(do_not_specialize=["window", "block_table_stride"], do_not_specialize_on_alignment=["block_tables"])
 def hopper_segment_kernel(
     q,  # [R, H, D], rows q_stride apart
-    k_desc,  # of the cache as [rows, KV × D], a row for each token, BLOCK_ROWS from one block to the next
+    k_desc,  # of the cache as [rows, KV × D], a row for each token
     v_desc,
-    v_cache,  # what v_desc describes
     block_tables,  # [slots, ...] int32, rows block_table_stride apart
+    sinks,  # the rows' own keys have them
+    v_cache,  # what v_desc describes
+    partial_out,  # [partial results, H, D], written
     items,  # [capacity, ITEM_FIELDS] int32
     num_items,  # [1] int32
+    partial_lse,  # [partial results, H] float32, base 2, written
     work,  # [2] int32, keys of all tiles, and keys of the rows' own
     members,  # [LEVELS × max_rows] int32
     first_partials,  # [LEVELS × max_rows] int32
-    partial_out,  # [partial results, H, D], written
-    partial_lse,  # [partial results, H] float32, base 2, written
-    scale_log2,  # scale × log2(e); positive
+    window,  # there is none
+    scale_log2,
     q_stride,
     block_table_stride,
-    NUM_KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    BLOCK_ROWS: gl.constexpr,
-    SOFT_CAP: gl.constexpr,  # soft cap × log2(e); 0: none
+    KIND: gl.constexpr,
 ):
     gdc_launch_dependents()
     # Each program takes an item in each round. As few work as need no more rounds.
-    num_tiles = gl.load(num_items) * NUM_KV_HEADS
+    num_tiles = gl.load(num_items) * KIND.num_kv_heads
     of_tiles = gl.load(work).to(gl.int64) * 4
     of_all = of_tiles + gl.load(work + 1).to(gl.int64) * _OWN_QUARTERS
     wanted = (gl.num_programs(0) * of_tiles // gl.maximum(of_all, 1)).to(gl.int32)
@@ -62,8 +59,8 @@ def hopper_segment_kernel(
     num_programs = gl.cdiv(num_tiles, gl.maximum(num_rounds, 1))
     if gl.program_id(0) >= num_programs:
         return
+    tiles = items, members, first_partials, num_tiles, num_programs
     attend_tiles(
-        q, k_desc, v_desc, v_cache, partial_out, block_tables, items, members, first_partials, num_tiles, num_programs,
-        None, partial_lse, scale_log2, q_stride, block_table_stride, NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE,
-        BLOCK_ROWS, SOFT_CAP, False, True,
+        q, k_desc, v_desc, block_tables, sinks, v_cache, partial_out, partial_lse, tiles, scale_log2, q_stride,
+        block_table_stride, KIND, True,
     )  # fmt: skip

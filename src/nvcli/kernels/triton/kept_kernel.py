@@ -13,25 +13,27 @@ from triton.compiler import CompiledKernel
 
 from nvcli.kernels.triton.compile_ahead import Placeholder
 
-_NUM_WARPS = 4
-
 
 class KeptKernel:
-    """A kernel of four warps for arguments of one kind. Between launches only numbers and addresses differ, and those
-    that are multiples of 16 stay such."""
+    """A kernel for arguments of one kind. Between launches only numbers and addresses differ, and those that are
+    multiples of 16 stay such."""
 
-    def __init__(self, kernel: Any, constants: tuple[object, ...]) -> None:
-        """`constants` are the kernel's last arguments."""
+    def __init__(self, kernel: Any, constants: tuple[object, ...], **options: object) -> None:
+        """`constants` are the kernel's last arguments; `options`: how Triton launches it."""
         self._kernel = kernel
         self._constants = constants
+        self._options = {"num_warps": 4, **options}
         self._compiled: CompiledKernel | None = None
 
-    def launch(self, num_programs: int, *arguments: object) -> None:
-        """Launch so many programs, with the arguments before the constants."""
-        grid = (num_programs, 1, 1)
+    def launch(self, grid: int | tuple[int, ...], *arguments: object) -> None:
+        """Launch a grid of programs, or so many, with the arguments before the constants."""
+        sizes = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
         compiled = self._compiled
         if compiled is None:
-            compiled = self._kernel.warmup(*arguments, *self._constants, grid=grid, num_warps=_NUM_WARPS)
+            compiled = self._kernel.warmup(*arguments, *self._constants, grid=sizes, **self._options)
+            if compiled is None:  # in the interpreter
+                self._kernel[sizes](*arguments, *self._constants)
+                return
             if not isinstance(compiled, Placeholder):
                 self._compiled = compiled
-        compiled[grid](*arguments, *self._constants)
+        compiled[sizes](*arguments, *self._constants)

@@ -8,8 +8,8 @@ from functools import lru_cache
 import torch
 import triton
 
-_INTERPRETED = 4
-"""So many has a GPU whose part the interpreter plays on a CPU."""
+_INTERPRETED, _INTERPRETED_BYTES = 4, 227 << 10
+"""What a GPU has whose part the interpreter plays on a CPU."""
 
 
 @lru_cache(maxsize=64)
@@ -24,4 +24,8 @@ def num_multiprocessors(device: torch.device) -> int:
 @lru_cache(maxsize=64)
 def shared_memory_bytes(device: torch.device) -> int:
     """Return how much shared memory a program may have on a GPU."""
-    return int(triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
+    if device.type != "cuda":
+        return _INTERPRETED_BYTES
+    driver = triton.runtime.driver.active
+    index = driver.get_current_device() if device.index is None else device.index
+    return int(driver.utils.get_device_properties(index)["max_shared_mem"])

@@ -19,14 +19,16 @@ G = H / KV, D head_dim.
 from __future__ import annotations
 
 from enum import Enum
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.triton.attention_fold import ITEM_FIELDS, Tile, fold_keys, load_query, load_sinks, weighted_mean
-from nvcli.kernels.triton.attention_launch import AttentionShape, LayerInputs, launch_attention
+from nvcli.kernels.triton.attention_launch import AttentionLauncher, AttentionShape, LayerInputs
 from nvcli.kernels.triton.invariant_attention import invariant_attention_kernel, invariant_prefill_tile
+from nvcli.kernels.triton.multiprocessors import num_multiprocessors, shared_memory_bytes
 from nvcli.kernels.triton.prefill_tiles import TileKey, TileList, TilePart
 
 
@@ -40,7 +42,7 @@ class PrefillKind(Enum):
     INVARIANT = 2
     """Tokens get the same bits in every batch (`invariant_attention.py`)."""
     HOPPER = 3
-    """The one for Hopper GPUs, without windows (`hopper_launch.py`)."""
+    """The one for Hopper GPUs, without windows (`hopper_prefill_kernel.py`)."""
 
 
 _PROGRAMS_FOR_THE_REST = 264
@@ -227,7 +229,7 @@ def _choose_tile(shape: AttentionShape) -> Tile:
     if shape.dtype.itemsize > 2:  # float32 runs without tensor cores: for tests
         keys = 32 if head_dim <= 128 else 16
         return Tile(rows=32, keys=keys, masked_keys=16, num_warps=4, num_stages=2)
-    shared_memory = shape.shared_memory
+    shared_memory = shared_memory_bytes(shape.device) >> 10
     if is_fp8 and head_dim > 256:
         return Tile(rows=32, keys=32, num_warps=8, num_stages=2)
     if is_fp8 and head_dim > 128:
@@ -270,38 +272,37 @@ class PrefillAttention:
     def __init__(self, shape: AttentionShape, kind: PrefillKind = PrefillKind.USUAL) -> None:
         assert kind is not PrefillKind.INVARIANT or shape.kv_dtype == shape.dtype
         self._shape, self.kind = shape, kind
+        self._kernel: Any = prefill_attention_kernel
+        self._tile, part = None, None
         if kind is PrefillKind.HOPPER:
-            from nvcli.kernels.triton.hopper_launch import TILE_ROWS, HopperLauncher
+            from nvcli.kernels.triton import hopper_prefill_kernel
 
-            self._hopper = HopperLauncher(shape)
-            self.tile_key = TileKey(shape.group, TILE_ROWS, is_sorted=True)
-            """What its tiles are."""
-            return
-        choices = {PrefillKind.REST: _choose_rest_tile, PrefillKind.INVARIANT: invariant_prefill_tile}
-        self._tile = choices.get(kind, _choose_tile)(shape)
-        self.tile_key = TileKey(shape.group, self._tile.rows)
+            self._kernel, part = hopper_prefill_kernel.hopper_prefill_kernel, hopper_prefill_kernel.PART.value
+            rows: int = hopper_prefill_kernel.ROWS.value
+        else:
+            choices = {PrefillKind.REST: _choose_rest_tile, PrefillKind.INVARIANT: invariant_prefill_tile}
+            self._tile = choices.get(kind, _choose_tile)(shape)
+            rows = self._tile.rows
+        self.tile_key = TileKey(shape.group, rows, is_sorted=kind is PrefillKind.HOPPER)
+        """What its tiles are."""
+        self._launch = AttentionLauncher(shape, by_tma=part, is_invariant=kind is PrefillKind.INVARIANT).launch
 
     def run(self, layer: LayerInputs, tiles: TileList, out: Tensor, log_sums: Tensor | None = None) -> None:
         """Attend the tiles. q, out: [T, H, D], the chunks' tokens; out is contiguous. log_sums: [at least T, H]
         float32, written by tiles of prefixes, beside their results in `out`, and read by those of rests; neither has
         windows."""
-        assert (log_sums is not None) == (tiles.part in (TilePart.PREFIX, TilePart.REST))
-        if self.kind is PrefillKind.HOPPER:
-            self._hopper.attend_tiles(layer, tiles, out, log_sums)
-            return
-        shape = self._shape
-        num_programs = shape.num_kv_heads * tiles.capacity
+        is_prefix, is_rest = tiles.part is TilePart.PREFIX, tiles.part is TilePart.REST
+        assert (log_sums is not None) == (is_prefix or is_rest)
         assert out.is_contiguous()
-        arguments = out, tiles.items, tiles.num_items, log_sums
-        if self.kind is PrefillKind.INVARIANT:
-            launch_attention(
-                invariant_attention_kernel, (num_programs,), shape, layer, self._tile, *arguments, *[None] * 4,
-                is_invariant=True, IS_DECODE=False,
-            )  # fmt: skip
-            return
-        if tiles.num_before is not None:
-            num_programs = min(num_programs, _PROGRAMS_FOR_THE_REST)
-        launch_attention(
-            prefill_attention_kernel, (num_programs,), shape, layer, self._tile, *arguments, tiles.num_before,
-            IS_PREFIX=tiles.part is TilePart.PREFIX, IS_REST=tiles.part is TilePart.REST,
-        )  # fmt: skip
+        memory = out, tiles.items, tiles.num_items, log_sums
+        programs = self._shape.num_kv_heads * tiles.capacity
+        if self.kind is PrefillKind.HOPPER:
+            programs = min(programs, num_multiprocessors(self._shape.device))
+            self._launch(self._kernel, (programs,), layer, memory, None, is_prefix)
+        elif self.kind is PrefillKind.INVARIANT:
+            self._launch(invariant_attention_kernel, (programs,), layer, (*memory, *[None] * 4), self._tile, False)
+        else:
+            if tiles.num_before is not None:
+                programs = min(programs, _PROGRAMS_FOR_THE_REST)
+            constants = self._tile, is_prefix, is_rest
+            self._launch(self._kernel, (programs,), layer, (*memory, tiles.num_before), *constants)

@@ -1,6 +1,9 @@
 """Which kernel attends the prefill chunks of a kind of attention: the one that gives the same bits in every batch where
 a run asks for it, else Hopper's own where it serves them, over an FP8 cache by way of copies in 16 bits, else the one
-for all GPUs."""
+for all GPUs.
+
+Hopper's own serves head sizes 64 and 128 in 16 bits, without windows, in blocks of a multiple of 64 tokens; its sibling
+for shared segments does where the cache is in the model's type."""
 
 from __future__ import annotations
 

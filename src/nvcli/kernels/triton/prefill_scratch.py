@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nvcli.kernels.chunk_prefixes import ChunkPrefixes
 from nvcli.kernels.triton.attention_fold import ITEM_FIELDS
-from nvcli.kernels.triton.attention_launch import AttentionShape, LayerInputs, check_layout
+from nvcli.kernels.triton.attention_launch import AttentionShape, LayerInputs
 from nvcli.kernels.triton.fp8_kv import scale_pointers
 from nvcli.kernels.triton.prefill_attention import PrefillAttention, PrefillKind
 from nvcli.kernels.triton.prefill_tiles import PrefillTiles, TileKey, TileList
@@ -228,7 +228,6 @@ class ScratchPrefillAttention:
         """Attend the tiles, which are `ScratchTiles`, as `PrefillAttention.run` does; there is no window."""
         assert isinstance(tiles, ScratchTiles)
         shape, tables = self._shape, layer.block_tables
-        check_layout(shape, layer)
         fill_scratch_kernel[(min(self._num_units * shape.num_kv_heads, _PROGRAMS),)](
             layer.k_cache,
             layer.v_cache,

@@ -12,6 +12,7 @@ Shapes: R rows, H query heads, KV heads, G = H / KV, D head_dim.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -19,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.triton.attention_fold import ITEM_FIELDS, Tile, fold_keys, load_query, weighted_mean
-from nvcli.kernels.triton.attention_launch import AttentionShape, LayerInputs, launch_attention
+from nvcli.kernels.triton.attention_launch import AttentionLauncher, AttentionShape, LayerInputs
+from nvcli.kernels.triton.multiprocessors import shared_memory_bytes
 from nvcli.kernels.triton.segment_merge import SegmentResults
 from nvcli.kernels.triton.segment_work_list import SegmentWorkList
 from nvcli.kernels.whole_numbers import next_power_of_2
@@ -119,11 +121,12 @@ def _choose_tile(shape: AttentionShape) -> Tile:
         return tile(32, 32 if head_dim <= 128 else 16, 4)
     if shape.is_fp8 and head_dim > 128:  # larger tiles do not fit in registers
         return tile(32, 32, 8 if head_dim > 256 else 4)
+    shared_memory = shared_memory_bytes(shape.device)
     if head_dim > 256:
-        return tile(64, 32, 8) if shape.shared_memory >= 227 else tile(32, 16, 8)
+        return tile(64, 32, 8) if shared_memory >= 227 << 10 else tile(32, 16, 8)
     if head_dim > 128:
         return tile(64, 32, 4)
-    stages = 3 if head_dim <= 64 or shape.shared_memory >= 163 else 2
+    stages = 3 if head_dim <= 64 or shared_memory >= 163 << 10 else 2
     return tile(128, 64, 8, stages) if shape.is_fp8 else tile(64, 64, 4, stages)
 
 
@@ -133,21 +136,26 @@ class SegmentAttention:
     Plan `work_list` each step, then call `run` in each layer. Neither waits for the device or allocates anything, so
     both may be captured in a CUDA graph. The results are those of the last `run`.
 
-    on_hopper: by the kernel for Hopper GPUs (`hopper_launch.py`), beside which the one launched next may run.
+    on_hopper: by the kernel for Hopper GPUs (`hopper_segment_kernel.py`), beside which the one launched next may run.
     """
 
     def __init__(self, shape: AttentionShape, *, max_rows: int, on_hopper: bool = False) -> None:
-        self._shape, self._max_rows, self._hopper = shape, max_rows, None
+        self._shape, self._max_rows = shape, max_rows
+        self._kernel: Any = segment_attention_kernel
+        self._tile, part = None, None
         out_dtype = torch.float32
         if on_hopper:
-            from nvcli.kernels.triton.hopper_launch import TILE_KEYS, TILE_ROWS, HopperLauncher
+            from nvcli.kernels.triton import hopper_prefill_kernel, hopper_segment_kernel
 
-            self._hopper, out_dtype = HopperLauncher(shape), shape.dtype
+            self._kernel, out_dtype = hopper_segment_kernel.hopper_segment_kernel, shape.dtype
+            part = hopper_prefill_kernel.PART.value
             # Chunks begin with a block and with a tile of keys.
-            self._rows, self._keys = TILE_ROWS, math.lcm(TILE_KEYS, shape.block_size)
+            self._rows = hopper_prefill_kernel.ROWS.value
+            self._keys = math.lcm(hopper_prefill_kernel.KEYS.value, shape.block_size)
         else:
             self._tile = _choose_tile(shape)
             self._rows, self._keys = self._tile.rows, self._tile.keys
+        self._launch = AttentionLauncher(shape, by_tma=part).launch
         partials = (self.work_list(None).max_partials, shape.num_kv_heads, shape.group)
         self._partial_out = torch.empty(*partials, shape.head_dim, dtype=out_dtype, device=shape.device)
         self._partial_lse = torch.empty(partials, dtype=torch.float32, device=shape.device)
@@ -165,12 +173,16 @@ class SegmentAttention:
 
     def run(self, layer: LayerInputs, work_list: SegmentWorkList, slots: Tensor, seq_lens: Tensor) -> SegmentResults:
         """Attend the rows to their segments, as planned. q: [R, H, D]; slots: [R] int64; seq_lens: [R] int32."""
-        if self._hopper is not None:
-            self._hopper.attend_segments(layer, work_list, self._partial_out, self._partial_lse)
-        else:
-            launch_attention(
-                segment_attention_kernel, (work_list.num_programs,), self._shape, layer, self._tile, self._partial_out,
-                work_list.items, work_list.num_items, self._partial_lse, slots, seq_lens, work_list.members,
-                work_list.first_partials,
-            )  # fmt: skip
+        on_hopper = self._tile is None
+        programs = work_list.num_processors if on_hopper else work_list.num_programs
+        memory = (
+            self._partial_out,
+            work_list.items,
+            work_list.num_items,
+            self._partial_lse,
+            *([work_list.work] if on_hopper else [slots, seq_lens]),
+            work_list.members,
+            work_list.first_partials,
+        )
+        self._launch(self._kernel, (programs,), layer, memory, self._tile)
         return SegmentResults(self._partial_out, self._partial_lse, work_list.first_partials[0], work_list.num_partials)

@@ -308,3 +308,24 @@ class Simulator:
             thread.join()
         if failures:
             raise failures[0]
+
+
+class SimulatedKernel:
+    """A kernel that is simulated where Triton would launch it, on tensors and descriptors."""
+
+    def __init__(self, simulator: Simulator, name: str) -> None:
+        self._simulator, self._name = simulator, name
+
+    def warmup(self, *arguments: object, **options: object) -> None:
+        """Compile nothing, as Triton's interpreter does."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments: self._simulator.launch(self._name, grid[0], *map(as_argument, arguments))
+
+
+def as_argument(argument: Any) -> Any:
+    """Return what a kernel gets: all that lies behind the first element of a tensor, or what a descriptor describes."""
+    if isinstance(argument, Tensor):
+        size = argument.untyped_storage().nbytes() // argument.itemsize - argument.storage_offset()
+        return Pointer(argument.as_strided((size,), (1,)))
+    return described(argument) if hasattr(argument, "block_shape") else argument

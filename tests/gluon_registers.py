@@ -107,3 +107,26 @@ def run(
     for program[0] in range(grid[0]):
         for program[1] in range(grid[1]):
             names[kernel](*args, **constants)
+
+
+class SimulatedKernel:
+    """A kernel that is simulated where Triton would launch it, on tensors; `replaced` as `run` takes it."""
+
+    def __init__(self, module: types.ModuleType, name: str, replaced: dict[str, Callable[..., Any]]) -> None:
+        self._module, self._name, self._replaced = module, name, replaced
+
+    def warmup(self, *arguments: object, **options: object) -> None:
+        """Compile nothing, as Triton's interpreter does."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments: run(
+            self._module, self._name, (grid[0], grid[1]), self._replaced, *map(as_argument, arguments)
+        )
+
+
+def as_argument(argument: Any) -> Any:
+    """Return what a kernel gets: of a tensor all that lies behind its first element."""
+    if not isinstance(argument, Tensor):
+        return argument
+    size = argument.untyped_storage().nbytes() // argument.itemsize - argument.storage_offset()
+    return Pointer(argument.as_strided((size,), (1,)))

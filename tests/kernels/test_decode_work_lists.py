@@ -1,0 +1,73 @@
+"""What the work lists of decode attention hold, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("the compiled kernel plans for attention on a GPU", allow_module_level=True)
+pytest.importorskip("triton")
+
+from nvcli.kernels.triton.decode_work_list import DecodeWorkList
+from nvcli.kernels.triton.segment_work_list import SegmentWorkList
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")  # the interpreter
+
+
+@pytest.mark.parametrize(("num_rows", "lone_warps_above", "chunks"), [(33, None, 1), (33, 32, 2), (32, 32, 1)])
+def test_rows_for_single_warps_are_cut_into_more_chunks(
+    num_rows: int, lone_warps_above: int | None, chunks: int
+) -> None:
+    work_list = DecodeWorkList(
+        window=None,
+        num_kv_heads=1,
+        tile=64,
+        align=64,
+        max_rows=33,
+        device=torch.device("cpu"),
+        lone_warps_above=lone_warps_above,
+    )
+    work_list.plan(torch.full((num_rows,), 1000, dtype=torch.int32), torch.arange(num_rows))
+    assert work_list.num_items.item() == chunks * num_rows <= work_list.capacity(num_rows)
+    rows, begins, ends = work_list.items[: chunks * num_rows, :3].T
+    assert rows.bincount().tolist() == [chunks] * num_rows
+    assert (ends - begins).sum() == 1000 * num_rows
+    assert work_list.max_partials >= (chunks * num_rows if chunks > 1 else 0)
+
+
+def plan_segments(planned: SegmentWorkList, last_segments: list[int], own_keys: int) -> None:
+    """Plan rows behind no segment (0), behind one of five blocks, or behind another of two or of one block that follows
+    it, with so many keys of their own."""
+    segments = torch.tensor([(0, 0, 0), (0, 320, 0), (320, 448, 1), (320, 384, 1)], dtype=torch.int32)
+    last = torch.tensor(last_segments, dtype=torch.int32)
+    planned.plan(segments[last.long(), 1] + own_keys, torch.arange(len(last)), segments, last)
+
+
+def segment_list(max_rows: int) -> SegmentWorkList:
+    return SegmentWorkList(
+        window=None, num_kv_heads=2, keys=128, tile_rows=32, max_rows=max_rows, device=torch.device("cpu")
+    )
+
+
+def test_what_there_is_to_do_is_counted() -> None:
+    """By it the multiprocessors are shared out. A tile that has few rows counts as any other."""
+    planned = segment_list(70)
+    for last_segments, own_keys, of_tiles in (([2] * 64, 7, 2 * 448), ([1] * 3 + [3], 1, 320 + 64), ([0] * 5, 9, 0)):
+        for _ in range(2):
+            plan_segments(planned, last_segments, own_keys)
+        num_items = int(planned.num_items)
+        assert planned.work.tolist() == [of_tiles + num_items * 256, len(last_segments) * own_keys]
+
+
+def test_segments_whose_rows_fill_their_tiles_take_the_keys_before_them() -> None:
+    """Such rows have one result for both, and the others one for each."""
+    last_segments = [2] * 64 + [3] * 33 + [1] * 5  # 33 rows of a tile for 32 would leave 31 of a second one empty
+    planned = segment_list(110)
+    planned.num_programs = 2
+    plan_segments(planned, last_segments, own_keys=5)
+    assert planned.num_partials[: len(last_segments)].tolist() == [1] * 64 + [2] * 33 + [1] * 5
+    items = planned.items[: int(planned.num_items)].tolist()
+    tiles = sorted((num_rows, begin, end) for _, _, num_rows, begin, end, _, _, _ in items)
+    joined = [(32, 0, 448)] * 2
+    assert tiles == sorted([*joined, (32, 0, 320), (6, 0, 320), (32, 320, 384), (1, 320, 384)])
