@@ -36,7 +36,7 @@ class LaunchedGraphs(GraphRunner[Any]):
     def capture_late(self, shape: BatchShape) -> None:
         assert self._batch.forward.shape == shape, "the step's plan is made"
         self.captured.append(shape)
-        if shape in self._steps._in_two_parts:
+        if self._steps._masks.is_split(shape):
             self._split.add(shape)
 
     def replay(self, shape: BatchShape) -> Any:

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from nvcli.messages import NOT_FINITE, SlotConstraint
-from nvcli.runner.answer_table import AnswerTable
-from nvcli.runner.followed_answer import FollowedAnswer
+from nvcli.runner.answer_table import AnswerTable, FollowedAnswer
 from nvcli.runner.mask_messages import WantMask
 from nvcli.runner.mask_rows import MaskRowAllocator, num_mask_rows
 

@@ -10,13 +10,13 @@ from constrained_requests import assert_follow_grammars, load_vocabulary, make_r
 from late_masks import use_late_masks
 
 from late_worker import LateMasks
-from nvcli.runner import choice_graphs
+from nvcli.runner import masked_choice
 
 pytestmark = pytest.mark.gpu
 
 
 def test_answers_are_complete_and_graphs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice_graphs, "_STEPS_BEFORE", 1)
+    monkeypatch.setattr(masked_choice, "_STEPS_BEFORE", 1)
     vocabulary = load_vocabulary()
     requests = make_requests(vocabulary)
     found, _ = run_here(requests, device="cuda", max_num_seqs=40)
@@ -29,7 +29,7 @@ def test_answers_are_complete_and_graphs_change_nothing(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_rows_that_are_held_have_the_same_answers(enforce_eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit by bit, where the bits of a row do not depend on the batch."""
-    monkeypatch.setattr(choice_graphs, "_STEPS_BEFORE", 1)
+    monkeypatch.setattr(masked_choice, "_STEPS_BEFORE", 1)
     requests = make_requests(load_vocabulary())
     config = {"device": "cuda", "max_num_seqs": 40, "batch_invariant": True, "enforce_eager": enforce_eager}
     expected, _ = run_here(requests, **config)

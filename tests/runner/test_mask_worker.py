@@ -20,7 +20,6 @@ from nvcli.grammars import Vocabulary, grammar_of
 from nvcli.runner import mask_worker
 from nvcli.runner.mask_messages import FollowGrammar, MaskOrders, MaskTable, WantMask, answered, next_token
 from nvcli.runner.mask_worker import CompiledGrammars, GrammarAnswer, MaskWorker, OrderReader, serve
-from nvcli.runner.mask_workers import Patience
 from nvcli.sampling_params import SamplingParams
 from nvcli.structured import Constraint, Structured
 from requests_factory import make_request
@@ -207,12 +206,6 @@ def test_nothing_is_made_for_an_answer_that_has_ended(vocabulary: Vocabulary) ->
     own.make_all()
     assert own.allowed(0) == {nine}
     assert own.numbers[:2].tolist() == [answered(2, has_failed=False), 0]
-
-
-def test_waiting_ends_when_it_costs_what_leaving_rows_out_does() -> None:
-    patience = Patience(free_until=10.0, step_seconds=2.0)
-    assert patience.ends_at(1, 100) == pytest.approx(10.02)
-    assert patience.ends_at(50, 100) == pytest.approx(11.0)
 
 
 def test_grammars_are_compiled_once_in_a_while(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:

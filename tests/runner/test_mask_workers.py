@@ -20,8 +20,9 @@ from nvcli.grammars import grammar_of
 from nvcli.job_run.text.grammar_maker import GrammarMaker
 from nvcli.runner import mask_workers
 from nvcli.runner.mask_messages import FollowGrammar, WantMask, answered
+from nvcli.runner.mask_patience import Patience
 from nvcli.runner.mask_rows import MaskRowAllocator
-from nvcli.runner.mask_workers import MaskWorkers, Patience
+from nvcli.runner.mask_workers import MaskWorkers
 from nvcli.structured import Structured
 
 FAILING = """

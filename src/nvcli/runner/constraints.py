@@ -19,7 +19,6 @@ grammar is followed anew.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,18 +28,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nvcli.messages import CONSTRAINT_FAILED, NewSlot, SlotConstraint, StepInput
-from nvcli.runner.answer_table import AnswerTable
+from nvcli.messages import CONSTRAINT_FAILED, NewSlot, SlotConstraint, StepInput, TokenLogprobs
+from nvcli.runner.answer_table import AnswerTable, FollowedAnswer
 from nvcli.runner.device import own_cores
-from nvcli.runner.followed_answer import FollowedAnswer
-from nvcli.runner.forward_timer import ForwardTimer, LaunchTimer
 from nvcli.runner.mask_memory import MaskMemory
 from nvcli.runner.mask_messages import answered
+from nvcli.runner.mask_patience import Patience, PatienceTimer
 from nvcli.runner.mask_rows import num_mask_rows
-from nvcli.runner.mask_workers import MaskWorkers, Patience
+from nvcli.runner.mask_workers import MaskWorkers
 from nvcli.runner.sampler import TokenMasks
 from nvcli.runner.slot_table import unpack_ids
-from nvcli.runner.step_masks import MaskOutcome, StepMasks
 
 _MIN_WORKERS, _MAX_WORKERS = 2, 32
 """The more processes there are, the fewer masks wait for a slow one."""
@@ -49,7 +46,84 @@ _SMALL_VOCABULARY, _LEAST_ANSWERS = 16_384, 16
 much as it saves."""
 _OTHER_CORES = 3
 """The rank, its engine and the parent have cores of their own where there are enough."""
-_FIRST_LAUNCH_SECONDS = 1e-3
+
+
+_MOST_NANOSECONDS = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepMasks:
+    """The masks of a step's constrained rows, as they were when the host went on."""
+
+    masks: TokenMasks
+    """The masks, anything for rows whose masks are late."""
+    wanted: np.ndarray
+    """[n] int32, of late masks the low half of what `MaskTable.numbers` will be once they are there; 0 for the others.
+    On a rank that does not follow grammars none is late."""
+    has_failed: np.ndarray
+    """[n] bool, the rows whose grammars cannot be followed any further. What is chosen for them is no token."""
+    memory: MaskMemory | None
+    """Where late masks come from; None if none can be late."""
+    late_seconds: float = 0.0
+    """How long the device may wait for each late mask."""
+
+    @property
+    def any_late(self) -> bool:
+        return bool(self.wanted.any())
+
+    def by_row(self, rows: np.ndarray, num_rows: int) -> np.ndarray:
+        """Return, for the sampled rows of a step, of which `rows` [n] are constrained, the mask of each and what it
+        waits for: [2, num_rows] int32, as `take_late_masks` takes them."""
+        found = np.zeros((2, num_rows), dtype=np.int32)
+        found[0] = self.masks.by_row(rows, num_rows)
+        found[1, rows] = self.wanted
+        return found
+
+    @property
+    def patience(self) -> np.ndarray:
+        """[2] int32, as `take_late_masks` takes it."""
+        nanoseconds = min(_MOST_NANOSECONDS, int(1e9 * self.late_seconds))
+        return np.array([np.count_nonzero(self.wanted), nanoseconds], dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskOutcome:
+    """What became of the masks of a step's constrained rows; complete when the step's tokens are on the host."""
+
+    rows: np.ndarray
+    """[n], the constrained ones of the sampled rows."""
+    has_failed: np.ndarray
+    """[n] bool, those that had failed when the host went on."""
+    late: Tensor | None
+    """[2, num_sampled] int32 on the host, what `take_late_masks` returned; None: no mask was late."""
+
+    @property
+    def is_held(self) -> np.ndarray:
+        """[n] bool, the rows that the step left out."""
+        return self._late(0)
+
+    def apply(
+        self, ids: np.ndarray, logprobs: list[TokenLogprobs | None]
+    ) -> tuple[np.ndarray, bytes, list[TokenLogprobs | None]]:
+        """Return the ids and log-probabilities of a step without those of held rows, and `StepOutput.counts`. Rows
+        whose grammars cannot be followed any further get `CONSTRAINT_FAILED`."""
+        failed, held = self.rows[self.has_failed | self._late(1)], self.rows[self.is_held]
+        if len(failed):
+            ids = ids.copy()
+            ids[failed] = CONSTRAINT_FAILED
+        if not len(held):
+            return ids, b"", logprobs
+        is_given = np.ones(len(ids), dtype=np.int32)
+        is_given[held] = 0
+        if logprobs:
+            logprobs = [entry for entry, given in zip(logprobs, is_given, strict=True) if given]
+        return ids[is_given > 0], is_given.tobytes(), logprobs
+
+    def _late(self, kind: int) -> np.ndarray:
+        if self.late is None:
+            return np.zeros(len(self.rows), dtype=np.bool_)
+        found: np.ndarray = self.late[kind].numpy()[self.rows] > 0
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +171,7 @@ class Constraints:
         self._token_ids = token_ids
         self._answers = AnswerTable(max_answers, num_mask_rows(max_answers))
         self._chosen: deque[_Chosen] = deque()
-        self._timer = ForwardTimer(device)
-        self._free_since = 0.0
-        """The `time.perf_counter()` at which the device began the forward pass that was launched last."""
-        self._went_on_at = 0.0
-        """The `time.perf_counter()` at which the last step with masks went on with them."""
-        self._step_seconds = _FIRST_LAUNCH_SECONDS
-        """The time from then until the next step has nothing to do but to wait for masks."""
-        self._launch_timer = LaunchTimer(_FIRST_LAUNCH_SECONDS)
+        self._timer = PatienceTimer(device)
         self._workers = workers
         self._note = ""
         self._num_noted = 0
@@ -126,21 +193,20 @@ class Constraints:
     def begin(self, step: StepInput) -> None:
         """Note that the step's forward pass is launched next."""
         self.look_ahead()
-        self._timer.start(has_chunks=step.num_decodes < step.num_rows)
+        self._timer.before_forward(has_chunks=step.num_decodes < step.num_rows)
 
     def follow(self, step: StepInput) -> None:
         """Take in the tokens of the steps before, for which it waits, and the step's slots and tokens.
 
         Call it when the step's forward pass is launched.
         """
-        self._timer.stop()
-        self._launch_timer.stop(time.perf_counter())
+        self._timer.launched()
         while self._chosen:
             chosen = self._chosen.popleft()
             if chosen.event is not None:
                 chosen.event.synchronize()
             self._take(chosen)
-        self._free_since = time.perf_counter()
+        self._timer.tokens_came()
         for slot in unpack_ids(step.freed_slots).tolist():
             self._leave(slot)
         if step.grammars:
@@ -162,9 +228,7 @@ class Constraints:
             return StepMasks(anything, np.zeros(len(slots), dtype=np.int32), has_failed, memory=None)
         rows = self._answers.rows(slots)
         self._want(rows)
-        began_waiting = time.perf_counter()
-        self._step_seconds = min(began_waiting - self._went_on_at, 2 * self._step_seconds)
-        patience = self._patience()
+        patience = self._timer.patience() if self.may_hold else None
         while True:
             wanted = answered(self._answers.wanted[rows], has_failed=False)
             self._workers.wait(rows, wanted, num_rows, self._on_host(patience))
@@ -172,8 +236,7 @@ class Constraints:
                 break
             self._replace(self._workers.ended)
             self._want(rows)
-        self._went_on_at = time.perf_counter()
-        self._launch_timer.start(self._went_on_at)
+        self._timer.went_on()
         found = self._workers.answered[rows]
         self._memory.bring(rows)
         is_late = found < wanted
@@ -187,7 +250,7 @@ class Constraints:
             late_seconds=0.0 if patience is None else patience.step_seconds / num_rows,
         )
 
-    def chose(self, ids: Tensor, slots: np.ndarray, outcome: MaskOutcome) -> None:
+    def record_choice(self, ids: Tensor, slots: np.ndarray, outcome: MaskOutcome) -> None:
         """Note the tokens that a step chose: ids [num_sampled] int32 on the host, or on their way there as what became
         of the masks is; `slots` [n] are those of the constrained rows. Call it even if all of them are held."""
         if not self._follows:
@@ -296,15 +359,6 @@ class Constraints:
             self._answers.take_known(slot, start, ids[first : first + count])
             first += count
 
-    def _patience(self) -> Patience | None:
-        seconds = self._timer.seconds()
-        if not self.may_hold or seconds is None:
-            return None
-        # The next launch is to end before the device is done, or the device waits.
-        busy = max(0.0, seconds - self._launch_timer.seconds()) if self._device.type == "cuda" else 0.0
-        # The host may take longer for a step than the device does.
-        return Patience(self._free_since + busy, max(seconds, self._step_seconds))
-
     def _on_host(self, patience: Patience | None) -> Patience | None:
         """Return the part of a step's patience that is the host's: a GPU waits longer by itself."""
         if patience is None or self._device.type == "cpu":
@@ -327,10 +381,3 @@ def start_workers(
         num_workers=num_workers,
         stays_awake=num_workers <= num_free,
     )
-
-
-def with_failures(ids: np.ndarray, failed_rows: np.ndarray) -> np.ndarray:
-    """Return ids with `CONSTRAINT_FAILED` in these rows."""
-    ids = ids.copy()
-    ids[failed_rows] = CONSTRAINT_FAILED
-    return ids

@@ -25,7 +25,6 @@ import sys
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -46,6 +45,7 @@ from nvcli.runner.mask_messages import (
     memory_bytes,
     next_token,
 )
+from nvcli.runner.mask_patience import Patience
 from nvcli.runner.mask_rows import MaskRowAllocator
 
 _MODULE = "nvcli.runner.mask_processes"
@@ -62,21 +62,6 @@ _MOST_IDLE_ENDS = 3
 """The run ends when a process has ended so often, each time at no answer and before it had made a mask."""
 _MAX_REPORT = 1 << 16
 _FAILED = "a process that makes the masks of structured answers"
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How long a step waits for late masks. As long as the device computes the step's forward pass, waiting costs
-    nothing. Then it costs the time of all rows, where leaving some rows out costs their part of a step."""
-
-    free_until: float
-    """The `time.perf_counter()` until which waiting costs nothing."""
-    step_seconds: float
-    """The time that a step takes."""
-
-    def ends_at(self, num_late: int, num_rows: int) -> float:
-        """Return the time at which to go on without `num_late` of the step's rows."""
-        return self.free_until + self.step_seconds * num_late / num_rows
 
 
 class MaskWorkers:

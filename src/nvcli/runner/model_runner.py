@@ -39,6 +39,7 @@ from nvcli.runner.first_start import compile_kernels
 from nvcli.runner.input_buffers import InputBuffers
 from nvcli.runner.interface import RankContext
 from nvcli.runner.mask_workers import MaskWorkers
+from nvcli.runner.masked_choice import MaskedChoice
 from nvcli.runner.memory import (
     check_positions_fit,
     check_weights_fit,
@@ -384,6 +385,13 @@ class ModelRunner:
     def _make_steps(self) -> StepRunner:
         """Make what runs steps over this rank's tables and cache, without graphs."""
         config = self.config
+        masks = MaskedChoice(
+            self.constraints,
+            self.sampler,
+            self.slots,
+            max_rows=config.max_num_seqs,
+            steps_in_flight=config.max_steps_in_flight,
+        )
         return StepRunner(
             self.model,
             self.slots,
@@ -391,7 +399,7 @@ class ModelRunner:
             self.kv_cache,
             self.backend,
             self.sampler,
-            self.constraints,
+            masks,
             PromptReader(self.model, self.group, self.device, batch_invariant=config.batch_invariant),
             self.link,
             self._clock,

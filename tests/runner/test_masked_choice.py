@@ -15,8 +15,8 @@ from nvcli.attention.forward_batch import BatchShape
 from nvcli.demo import demo_path
 from nvcli.engine.core import EngineCore
 from nvcli.engine.request import Request, RequestOutput
-from nvcli.runner import choice_graphs
-from nvcli.runner.choice_graphs import ChoiceGraphs
+from nvcli.runner import masked_choice
+from nvcli.runner.masked_choice import MaskedChoice
 from one_rank import make_runner, make_scheduler
 
 CONFIG: dict[str, Any] = {"max_model_len": 400, "block_size": 4, "kv_cache_memory": 64 << 20, "max_num_seqs": 12}
@@ -40,7 +40,7 @@ def test_answers_are_the_same_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
     def answer(*, is_split: bool) -> tuple[dict[int, Any], LaunchedGraphs]:
-        monkeypatch.setattr(choice_graphs, "_STEPS_BEFORE", 1 if is_split else 100_000)
+        monkeypatch.setattr(masked_choice, "_STEPS_BEFORE", 1 if is_split else 100_000)
         runner = make_runner(demo_path(), "cpu", **CONFIG)
         graphs = LaunchedGraphs(shapes, runner.steps)
         graphs.captured += shapes
@@ -53,14 +53,14 @@ def test_answers_are_the_same_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> N
         return found_in(outputs), graphs
 
     num_chosen = 0
-    choose = ChoiceGraphs.choose
+    choose = MaskedChoice._choose_in_second_graph
 
-    def counted(self: ChoiceGraphs, *arguments: Any) -> Any:
+    def counted(self: MaskedChoice, *arguments: Any) -> Any:
         nonlocal num_chosen
         num_chosen += 1
         return choose(self, *arguments)
 
-    monkeypatch.setattr(ChoiceGraphs, "choose", counted)
+    monkeypatch.setattr(MaskedChoice, "_choose_in_second_graph", counted)
     expected, graphs = answer(is_split=False)
     assert not num_chosen
     assert graphs.captured == shapes
@@ -74,7 +74,7 @@ def test_answers_are_the_same_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(set(anew)) == len(anew)
 
 
-@pytest.mark.parametrize(("owner", "name"), [(LaunchedGraphs, "capture_late"), (ChoiceGraphs, "add")])
+@pytest.mark.parametrize(("owner", "name"), [(LaunchedGraphs, "capture_late"), (MaskedChoice, "_add")])
 def test_a_shape_stays_in_one_part_where_memory_runs_out(
     owner: type[Any], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,7 +100,7 @@ def test_a_shape_stays_in_one_part_where_memory_runs_out(
         return found_in(outputs)
 
     expected = answer()
-    monkeypatch.setattr(choice_graphs, "_STEPS_BEFORE", 1)
+    monkeypatch.setattr(masked_choice, "_STEPS_BEFORE", 1)
     monkeypatch.setattr(owner, name, fail)
     assert answer() == expected
     assert tries == 1
