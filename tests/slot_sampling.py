@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import Any
 
-from nvcli.messages import NewSlot, SlotConstraint, SlotSampling, StepInput, pack
+from nvcli.messages import NewSlot, SlotSampling, StepInput, pack
 
 
 def slot_sampling(row: int, **overrides: Any) -> SlotSampling:
@@ -15,7 +15,6 @@ def slot_sampling(row: int, **overrides: Any) -> SlotSampling:
 def entering_step(samplings: Sequence[SlotSampling], constrained: Container[int] = ()) -> StepInput:
     """A step in which a request enters each slot, slot i with the i tokens i to 2i - 1. The answers in `constrained`
     slots follow a grammar."""
-    constraint = SlotConstraint(grammar=0, end_ids=[0])
     num_slots = len(samplings)
     return StepInput(
         step_id=0,
@@ -24,7 +23,7 @@ def entering_step(samplings: Sequence[SlotSampling], constrained: Container[int]
                 slot=i,
                 num_cached_tokens=0,
                 sampling=sampling,
-                constraint=constraint if i in constrained else None,
+                constraint=0 if i in constrained else None,
             )
             for i, sampling in enumerate(samplings)
         ],

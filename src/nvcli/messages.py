@@ -15,7 +15,7 @@ from enum import IntEnum
 import msgspec
 
 from nvcli.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROBS
-from nvcli.structured import MAX_END_IDS, MAX_GRAMMAR_BYTES, MAX_MARK_IDS
+from nvcli.structured import MAX_END_IDS, MAX_GRAMMAR_BYTES, MAX_MARK_IDS, Constraint
 
 MAX_STOP_IDS = MAX_BIASED_TOKENS + 64
 """The most ids that a request may stop on: its own and the model's end-of-sequence ids."""
@@ -86,7 +86,8 @@ class SlotSampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_logprobs: int = -1
     """The number of alternatives wanted beside the chosen token; -1: no log-probabilities at all."""
     stop_ids: list[int] = []
-    """Ids that must not be chosen before `min_tokens`; empty when `min_tokens` is 0."""
+    """Ids that must not be chosen before `min_tokens`, unless a constraint allows no others; empty when `min_tokens` is
+    0."""
     bias_ids: list[int] = []
     bias_values: list[float] = []
     allowed_ids: list[int] = []
@@ -96,23 +97,6 @@ class SlotSampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     for the model's own end-of-sequence ids, they are at most `MAX_BIASED_TOKENS`."""
 
 
-class SlotConstraint(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What the answer in a slot must look like, from admission to release."""
-
-    grammar: int
-    """The place of the grammar in `StepInput.grammars`."""
-    end_ids: list[int]
-    """`Constraint.end_ids`."""
-    starts_after: list[int] = []
-    """`Constraint.starts_after`."""
-    opens_with: list[int] = []
-    """`Constraint.opens_with`."""
-    must_begin: bool = False
-    """`Constraint.must_begin`."""
-    stop_ids: list[int] = []
-    """Ids that must not be chosen before `SlotSampling.min_tokens`, unless the grammar allows no others."""
-
-
 class NewSlot(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A request that enters a slot, for the first time or again after a preemption."""
 
@@ -120,8 +104,8 @@ class NewSlot(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_cached_tokens: int
     """Leading tokens whose keys and values are in its blocks already; the first chunk starts behind them."""
     sampling: SlotSampling
-    constraint: SlotConstraint | None = None
-    """None: the answer may be anything."""
+    constraint: int | None = None
+    """The place of what the answer must look like in `StepInput.constraints`; None: it may be anything."""
 
 
 class PromptRead(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -179,8 +163,8 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     whose counts the engine does not know yet may accept a number of tokens of its own."""
     num_decodes: int = 0
     """The number of decode rows, which come first. They have equally many tokens, and as many logits as tokens."""
-    grammars: list[str] = []
-    """The grammars that the constraints of new slots name, each once; together at most `MAX_STEP_GRAMMAR_BYTES`."""
+    constraints: list[Constraint] = []
+    """The constraints of new slots, each once. Their grammars have at most `MAX_STEP_GRAMMAR_BYTES` together."""
     restarts: bool = False
     """Whether this is the first step after one that did not run: every slot is freed, and requests enter slots anew."""
     reads: list[PromptRead] = []
@@ -323,8 +307,8 @@ class KVGroup(msgspec.Struct, frozen=True, array_like=True):
         return min(blocks, -(-(seen - 1) // block_size) + 1)  # the first of them may begin before the window
 
 
-class EngineReady(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The report of an engine whose ranks can run."""
+class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """The report of a rank, and the first message of an engine: it can run."""
 
     num_blocks: int
     block_size: int

@@ -71,3 +71,8 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     part."""
     must_begin: bool = False
     """Whether no end-of-sequence token may end the answer in its free part."""
+
+    @property
+    def key(self) -> bytes:
+        """The same for equal constraints."""
+        return msgspec.msgpack.encode(self)

@@ -12,10 +12,9 @@ from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.block_tables import BlockTables
 from nvcli.engine.core import EngineCore
 from nvcli.engine.limits import SchedulerLimits
-from nvcli.engine.prompt import Prompt
 from nvcli.engine.request import Request
 from nvcli.engine.scheduler import Scheduler
-from nvcli.engine.state import RequestState
+from nvcli.engine.state import Prompt, RequestState
 from nvcli.messages import KVGroup, StepInput, StepOutput, pack, unpack
 from requests_factory import make_request
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.block_tables import BlockTables
-from nvcli.engine.prompt import Prompt
-from nvcli.engine.state import RequestState
+from nvcli.engine.state import Prompt, RequestState
 from nvcli.engine.step_draft import StepDraft
 from nvcli.messages import KVGroup
 from requests_factory import make_request

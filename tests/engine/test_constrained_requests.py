@@ -12,7 +12,6 @@ from nvcli.engine.step_draft import ScheduledStep
 from nvcli.messages import (
     CONSTRAINT_FAILED,
     MAX_STEP_GRAMMAR_BYTES,
-    SlotConstraint,
     StepOutput,
     max_step_input_bytes,
     pack,
@@ -56,14 +55,11 @@ def test_a_step_brings_each_grammar_once() -> None:
         ]
     )
     step = run_step(scheduler).input
-    assert step.grammars == ["a", "b"]
-    own = SlotConstraint(grammar=0, end_ids=[END_ID])
-    held = SlotConstraint(grammar=1, end_ids=[END_ID], stop_ids=[END_ID, 7])
-    assert [new.constraint for new in step.new_slots] == [own, own, held, None, own]
-    # Its mask holds stop ids back, unless the grammar allows nothing else; the sampler would leave no token then.
-    assert step.new_slots[2].sampling.stop_ids == []
+    assert [constraint.grammar for constraint in step.constraints] == ["a", "b"]
+    assert [new.constraint for new in step.new_slots] == [0, 0, 1, None, 0]
+    assert step.new_slots[2].sampling.stop_ids == [END_ID, 7]
     later = run_step(scheduler).input
-    assert later.grammars == []
+    assert later.constraints == []
     assert later.token_ids == b"", "no request waits for its last token"
 
 
@@ -71,7 +67,7 @@ def test_grammars_of_a_step_are_bounded_and_the_others_follow() -> None:
     scheduler = make_scheduler()
     grammars = [str(number) * MAX_GRAMMAR_BYTES for number in range(5)]
     scheduler.add(make_request(number, [1], 8, constraint=constraint(g)) for number, g in enumerate(grammars))
-    brought = [run_step(scheduler).input.grammars for _ in range(3)]
+    brought = [[each.grammar for each in run_step(scheduler).input.constraints] for _ in range(3)]
     assert brought == [grammars[:2], grammars[2:4], grammars[4:]]
     sizes = {"max_num_batched_tokens": 64, "max_model_len": 64, "max_blocks_per_seq": 16}
     assert max_step_input_bytes(max_num_seqs=8, **sizes) > MAX_STEP_GRAMMAR_BYTES
@@ -85,7 +81,7 @@ def test_a_request_that_enters_again_brings_its_answer_along() -> None:
         run_step(scheduler, token)
     scheduler.put_back([])
     step = run_step(scheduler).input
-    assert step.grammars == ["a"]
+    assert [each.grammar for each in step.constraints] == ["a"]
     spans = list(zip(*map(unpack, (step.token_slots, step.token_starts, step.token_counts)), strict=True))
     brought: dict[int, list[int]] = {}
     first = 0

@@ -86,17 +86,16 @@ def test_a_block_for_a_long_request_takes_no_more_than_one_for_a_short_one() -> 
         try:
             step = draft.finish(
                 0,
+                decoding=[],
                 decode_slots=pack([3]),
                 decode_width=1,
                 decode_lens=pack([column * 16 + 1]),
                 freed_slots=[],
+                registered=[],
                 restarts=False,
-                segments=tables.segments,
-                chunk_groups=tables.chunk_groups,
-                key_copies=tables.key_copies,
+                sharing=tables.share(draft, 1),
             )
-            assert step is not None
-            assert step.block_columns == pack([column])
+            assert step.input.block_columns == pack([column])
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()

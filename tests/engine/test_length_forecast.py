@@ -6,8 +6,7 @@ import random
 import statistics
 
 from nvcli.engine.length_forecast import LengthForecast
-from nvcli.engine.prompt import Prompt
-from nvcli.engine.state import RequestState
+from nvcli.engine.state import Prompt, RequestState
 from requests_factory import make_request
 
 

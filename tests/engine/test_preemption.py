@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.limits import SchedulerLimits
-from nvcli.engine.preemption import choose_victim
 from nvcli.engine.scheduler import Scheduler
 from requests_factory import make_request
 
@@ -19,7 +18,7 @@ def victim_of(prompts: list[list[int]]) -> int:
     scheduler.add(make_request(i, prompt, 20) for i, prompt in enumerate(prompts))
     assert scheduler.schedule() is not None
     assert scheduler.stats.num_running == len(prompts)
-    return choose_victim(scheduler._running, scheduler._tables).request.request_id
+    return scheduler._choose_victim().request.request_id
 
 
 def test_without_groups_it_is_the_request_admitted_last() -> None:

@@ -9,11 +9,10 @@ import msgspec
 import pytest
 
 from nvcli.engine.block_manager import BlockManager, hash_blocks
-from nvcli.engine.prompt import Prompt
 from nvcli.engine.prompt_hashes import PromptHashes
 from nvcli.engine.protocol import AddRequests
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
-from nvcli.engine.state import RequestState
+from nvcli.engine.state import Prompt, RequestState
 from nvcli.messages import StepOutput, unpack
 from requests_factory import make_request
 

@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-from nvcli.engine.prompt import Prompt
 from nvcli.engine.segment_forest import SegmentCosts
 from nvcli.engine.shared_segments import SharedSegments
-from nvcli.engine.state import RequestState
+from nvcli.engine.state import Prompt, RequestState
 from requests_factory import make_request
 
 BLOCK_SIZE = 64

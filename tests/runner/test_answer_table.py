@@ -10,10 +10,11 @@ from collections import deque
 import numpy as np
 import pytest
 
-from nvcli.messages import NOT_FINITE, SlotConstraint
+from nvcli.messages import NOT_FINITE
 from nvcli.runner.answer_table import AnswerTable, FollowedAnswer
 from nvcli.runner.mask_messages import WantMask
 from nvcli.runner.mask_rows import MaskRowAllocator, num_mask_rows
+from nvcli.structured import Constraint
 
 END_IDS = [0, 2]
 MARK, OPENING = [7, 8], [5]
@@ -24,19 +25,19 @@ def make_answer(rng: random.Random, row: int) -> FollowedAnswer:
     starts_after = rng.choice([[], MARK])
     opens_with = rng.choice([[], OPENING]) if starts_after else []
     min_tokens = rng.choice([0, 0, 4])
-    constraint = SlotConstraint(
-        grammar=0,
+    constraint = Constraint(
+        grammar="",
         end_ids=END_IDS,
         starts_after=starts_after,
         must_begin=rng.random() < 0.5,
         opens_with=opens_with,
-        stop_ids=END_IDS if min_tokens else [],
     )
     return FollowedAnswer(
         constraint=constraint,
         row=row,
         prompt_len=3,
         min_tokens=min_tokens,
+        stop_ids=END_IDS if min_tokens else [],
         end_ids=frozenset(END_IDS),
         is_free=bool(starts_after) and not opens_with,
         num_opening=0 if opens_with else None,

@@ -22,6 +22,7 @@ from nvcli.kernels.triton.compile_processes import CompileProcesses
 from nvcli.runner import compiled_programs
 from nvcli.runner.compiled_programs import Program, start_compilers
 from nvcli.runner.first_start import compile_kernels
+from nvcli.runner.graph_shapes import GraphShapes
 from one_rank import make_runner
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="it wants kernels that are interpreted")
@@ -124,7 +125,9 @@ def test_steps_without_launches_meet_no_index_out_of_range(
     left_out: list[str] = []
     monkeypatch.setattr(InterpretedFunction, "run", lambda kernel, *args, **kwargs: left_out.append(kernel.__name__))
     runner.device = CUDA
-    runner._graph_shapes = [BatchShape(decode_rows=4), BatchShape(decode_rows=2, prefill_rows=1, prefill_tokens=8)]
+    runner._graph_shapes = GraphShapes(
+        [BatchShape(decode_rows=4), BatchShape(decode_rows=2, prefill_rows=1, prefill_tokens=8)]
+    )
     with torch.inference_mode():
         assert compile_kernels(processes, CUDA, runner._run_steps_to_compile) is None
     assert {"segment_attention_kernel", "find_segments_kernel"} <= set(left_out)

@@ -323,7 +323,7 @@ def test_rows_wait_where_they_cannot_be_computed_again(vocabulary: Vocabulary, m
     assert not runner._may_hold_rows()
     runner.config = config
     groups = runner._kv_groups
-    runner._kv_groups = [*groups, groups[0]._replace(is_state=True)]
+    runner._kv_groups = [*groups, msgspec.structs.replace(groups[0], is_state=True)]
     assert not runner._may_hold_rows()
     runner._kv_groups = groups
     monkeypatch.setattr(runner.backend, "needs_exact_lens", True)

@@ -25,7 +25,7 @@ from nvcli.engine.segment_forest import SegmentCosts
 from nvcli.engine.shared_segments import SharedSegments
 from nvcli.engine.state import RequestState
 from nvcli.engine.state_blocks import StateBlocks, different
-from nvcli.engine.step_draft import StepDraft
+from nvcli.engine.step_draft import Sharing, StepDraft
 from nvcli.messages import KVGroup
 
 
@@ -54,7 +54,7 @@ class BlockTables:
         self._states = StateBlocks(
             block_manager, [number for number, group in enumerate(groups) if group.is_state], block_size
         )
-        self.segments = SharedSegments(
+        self._segments = SharedSegments(
             {group: groups[group].window for group in self._of_keys},
             token_bytes=[group.token_bytes for group in groups],
             block_size=block_size,
@@ -62,30 +62,51 @@ class BlockTables:
             costs=segment_costs,
         )
         without_window = [number for number in self._of_keys if groups[number].window is None]
-        self.chunk_groups = ChunkGroups(
+        self._chunk_groups = ChunkGroups(
             without_window,
             block_size,
             prefix_costs,
             token_bytes=sum(groups[number].token_bytes for number in without_window),
         )
         may_copy = block_manager.enable_prefix_caching and not self._states.groups
-        self.key_copies = KeyCopies(block_size, is_on=may_copy)
+        self._key_copies = KeyCopies(block_size, is_on=may_copy)
         self._leaving: dict[RequestState, None] = {}
         """Requests that took blocks for a chunk which the step after it does not attend to."""
 
     @property
     def num_bytes_saved(self) -> int:
         """The bytes of keys and values that steps did not read, because they had read them for another row."""
-        return self.segments.num_bytes_saved + self.chunk_groups.num_bytes_saved
+        return self._segments.num_bytes_saved + self._chunk_groups.num_bytes_saved
 
     def begin_step(self) -> None:
         """Note that a step is planned next: those planned before will have filled their blocks when it runs."""
         self._states.begin_step()
-        self.key_copies.begin_step()
+        self._key_copies.begin_step()
         leaving, self._leaving = self._leaving, {}
         for state in leaving:
             if state.blocks:  # else it gave all of them back
                 self._free_behind_windows(state)
+
+    def entered(self, state: RequestState) -> None:
+        """Note that a request has got a slot, with the blocks that `enter` took."""
+        self._key_copies.entered(state)
+
+    def decodes(self, state: RequestState) -> None:
+        """Note that the steps scheduled so far compute all known tokens of a request."""
+        self._segments.enter(state)
+
+    def share(self, draft: StepDraft, num_decodes: int) -> Sharing:
+        """Return what the rows of a step share, which has so many decode rows beside the chunks of its draft."""
+        return Sharing(
+            self._chunk_groups.arrange(draft.chunks),
+            self._segments.take_changes(num_decodes),
+            self._key_copies.packed(),
+            self._key_copies.copies_new_keys,
+        )
+
+    def forget_told(self) -> None:
+        """Note that steps did not run, so that nobody knows what the ranks have been told. No request is in."""
+        self._segments.forget_told()
 
     def can_fit(self, num_tokens: int) -> bool:
         """Whether a request that runs alone can compute `num_tokens` tokens."""
@@ -110,8 +131,8 @@ class BlockTables:
         num_tokens = state.num_tokens
         # The last token is always computed: its logits are wanted.
         most_reusable = num_tokens - 1 if manager.enable_prefix_caching else 0
-        if state.reads is not None and (unread := state.reads.first_unread) is not None:
-            most_reusable = min(most_reusable, unread)
+        if state.first_unread is not None:
+            most_reusable = min(most_reusable, state.first_unread)
         num_reusable = most_reusable // block_size
         self._match(state, state.hash_blocks(0, num_reusable, self._prompt_hashes))
         num_cached = len(state.blocks[0])
@@ -130,7 +151,7 @@ class BlockTables:
             state.blocks[group] += fresh[:count]
             del fresh[:count]
         state.set_hashed_blocks(num_cached, block_size)
-        state.num_computed += self.key_copies.plan(state, num_cached, most_reusable, self._prompt_hashes)
+        state.num_computed += self._key_copies.plan(state, num_cached, most_reusable, self._prompt_hashes)
         state.capacity = len(min(state.blocks, key=len)) * block_size
         length = min(num_tokens - state.num_computed, budget)
         if state.num_computed + length > state.capacity:
@@ -238,14 +259,14 @@ class BlockTables:
     def forget_prefixes(self) -> None:
         """Make all blocks unfindable; held blocks stay with their holders."""
         self.block_manager.forget_prefixes()
-        self.key_copies.forget()
+        self._key_copies.forget()
         self._prompt_hashes = PromptHashes(self.block_size)
 
     def release(self, state: RequestState) -> None:
         """Give all of a request's blocks back."""
         if state.slot is not None:
-            self.segments.leave(state.slot)
-        self.key_copies.drop(state)
+            self._segments.leave(state.slot)
+        self._key_copies.drop(state)
         for group in self._of_keys:
             blocks, first = state.blocks[group], state.first_columns[group]
             self.block_manager.release(blocks[first:] if first else blocks)
@@ -318,7 +339,7 @@ class BlockTables:
     def check_integrity(self, running: Sequence[RequestState]) -> None:
         """Assert that the running requests' tables agree with the block manager and with how far the requests are."""
         self.block_manager.check_integrity(different(blocks) for state in running for blocks in state.blocks)
-        self.segments.check_integrity(running)
+        self._segments.check_integrity(running)
         for state in running:
             assert len(state.blocks) == len(state.first_columns) == len(self._groups)
             num_columns = -(-state.num_computed // self.block_size)

@@ -20,13 +20,12 @@ from nvcli.engine.protocol import (
     ForgetPrefixes,
     FromEngine,
     OutputBatch,
-    ReadyReport,
     ToEngine,
 )
 from nvcli.engine.request import EngineStats, Request, RequestOutput, StepRecord
 from nvcli.errors import NvcliError, WorkerError
 from nvcli.executor.child_process import ChildProcess
-from nvcli.executor.wiring import MODEL_RUNNER
+from nvcli.executor.ranks import MODEL_RUNNER
 from nvcli.messages import EngineReady
 
 _STOPPED_CHECK_SECONDS = 0.5
@@ -87,8 +86,8 @@ class EngineClient:
         """
         if self._ready is None and self._has_message(timeout):
             message = self._receive()
-            assert isinstance(message, ReadyReport)
-            self._ready = message.ready
+            assert isinstance(message, EngineReady)
+            self._ready = message
         return self._ready
 
     def add(self, requests: list[Request]) -> None:

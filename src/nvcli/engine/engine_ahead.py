@@ -10,8 +10,7 @@ from multiprocessing.connection import Connection
 from nvcli.engine.protocol import EngineStart
 from nvcli.errors import NvcliError
 from nvcli.executor.child_process import end_at_sigterm, end_children
-from nvcli.executor.ranks import RankAhead
-from nvcli.executor.wiring import MODEL_RUNNER
+from nvcli.executor.ranks import MODEL_RUNNER, RankAhead
 
 
 def main(start: EngineStart | None, control: Connection) -> None:

@@ -32,7 +32,6 @@ from nvcli.engine.protocol import (
     ForgetPrefixes,
     FromEngine,
     OutputBatch,
-    ReadyReport,
     ToEngine,
 )
 from nvcli.engine.scheduler import Scheduler
@@ -107,7 +106,7 @@ def _serve(
 ) -> None:
     """Make the scheduler once the ranks are ready, and run the engine's loop until the parent ends it."""
     ready = executor.wait_ready()
-    send(ReadyReport(ready))
+    send(ready)
     limits = scheduler_limits(config, ready)
     blocks = BlockManager(ready.num_blocks, enable_prefix_caching=config.enable_prefix_caching)
     recorder = _make_recorder(limits) if config.record_steps else None

@@ -1,15 +1,17 @@
-"""Why a request fails in the engine, as its row says it."""
+"""Why a request fails in the engine, as its row says it, and when the model is at fault for all of them."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from nvcli.engine.state import RequestState
+from nvcli.errors import ModelError
+from nvcli.messages import CONSTRAINT_FAILED, NOT_FINITE
 
 MAX_BROKEN_PROMPTS = 16
 """The run ends where so many different prompts got no token and no prompt got one. Rows that change logits
 (`Request.changes_logits`) do not count."""
-ALL_BROKEN = (
+_ALL_BROKEN = (
     f"the logits of all of the first {MAX_BROKEN_PROMPTS} prompts are NaN or infinite, so that no row can be "
     "answered: the weights or the dtype are at fault. Compare the checkpoint's files with their source, or try another "
     "`dtype`: float16 overflows where a model was trained in bfloat16"
@@ -21,6 +23,32 @@ class Failure(NamedTuple):
 
     type: str
     message: str
+    is_tainted: bool = False
+    """Whether the keys that were computed for the request may be NaN too, so that none of them may be used again."""
+
+
+class FirstPrompts:
+    """Whether the first prompts get tokens, or the model is at fault."""
+
+    def __init__(self) -> None:
+        self._broken: set[bytes] = set()
+        """Prompts whose logits were not finite."""
+
+    def note(self, state: RequestState, failure: Failure) -> None:
+        """Note that a request has failed before any got a token."""
+        if failure.is_tainted and not state.request.changes_logits:
+            self._broken.add(state.request.prompt_ids)
+
+    def check(self) -> None:
+        """Raise ModelError where many prompts, and nothing but these, have had logits that are not finite."""
+        if len(self._broken) >= MAX_BROKEN_PROMPTS:
+            raise ModelError(_ALL_BROKEN)
+
+
+def of_token(token: int, state: RequestState) -> Failure:
+    """Return the failure that a negative id stands for, in the place of a request's next token."""
+    assert token in (NOT_FINITE, CONSTRAINT_FAILED)
+    return _not_finite(state) if token == NOT_FINITE else _constraint_failed(state)
 
 
 def too_large(num_tokens: int, capacity: int) -> Failure:
@@ -32,28 +60,27 @@ def too_large(num_tokens: int, capacity: int) -> Failure:
     )
 
 
-def not_finite(state: RequestState) -> Failure:
+def _not_finite(state: RequestState) -> Failure:
     """No token can be chosen behind the last one that is known."""
-    if may_forbid_all(state):
+    request = state.request
+    # Together they may forbid every token, whatever the logits are.
+    if request.constraint is not None and request.sampling.allowed_token_ids is not None:
         return Failure(
             "invalid_structured",
             f"behind token {state.num_tokens:,} (the prompt has {state.num_prompt:,}), none of `allowed_token_ids` is "
             "a token with which the answer can go on as `structured` or `tool_choice` asks (or the logits are NaN or "
             "infinite); allow more tokens, the model's end-of-sequence id among them, or leave one of the two out",
+            is_tainted=True,
         )
     return Failure(
         "non_finite_logits",
         f"the logits behind token {state.num_tokens:,} (the prompt has {state.num_prompt:,}) are NaN or "
         "infinite; the weights may be damaged, or the dtype too narrow for the model",
+        is_tainted=True,
     )
 
 
-def may_forbid_all(state: RequestState) -> bool:
-    """Whether what the row asks for may itself forbid every token, whatever the logits are."""
-    return state.request.constraint is not None and state.request.sampling.allowed_token_ids is not None
-
-
-def constraint_failed(state: RequestState) -> Failure:
+def _constraint_failed(state: RequestState) -> Failure:
     """The grammar of an answer cannot be followed behind its last known token."""
     return Failure(
         "structured_too_complex",

@@ -40,12 +40,6 @@ class CloseEngine(msgspec.Struct, frozen=True, array_like=True, tag=True):
 ToEngine = AddRequests | AbortRequests | ForgetPrefixes | CloseEngine
 
 
-class ReadyReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """An engine's first message: its ranks are ready to run."""
-
-    ready: EngineReady
-
-
 class OutputBatch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Everything that happened since the last batch, and the statistics as they are now."""
 
@@ -72,4 +66,4 @@ class EngineClosed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The most memory that each rank held (`Runner.peak_bytes`)."""
 
 
-FromEngine = ReadyReport | OutputBatch | EngineClosed | EngineFailed
+FromEngine = EngineReady | OutputBatch | EngineClosed | EngineFailed

@@ -15,8 +15,8 @@ Decode rows go first, all of `tokens_per_row` tokens; the rest of the token budg
 a full row would pass `max_model_len` or a lone request's last block, the request waits for its tokens, and its last
 token is computed like a prefill chunk of one. Blocks for all known tokens of a prompt are taken when it is admitted (in
 KV groups with a window, as its chunks are scheduled); decoding takes one at a time. `Admission` sees to it that they
-will mostly do. When there are too few, a request is preempted (`choose_victim`): its blocks are released and its tokens
-recomputed later.
+will mostly do. When there are too few, a request is preempted (`_choose_victim`): its blocks are released, and its
+tokens recomputed later.
 
 With several micro-batches (pipeline stages) as many steps are in flight, and every request needs its last token, so
 that a decoding request is in one of them at a time; a step takes no more of them than its share of the running ones, so
@@ -31,21 +31,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from nvcli.engine import failures
 from nvcli.engine.admission import Admission
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.decode_queue import DecodeQueue
-from nvcli.engine.failures import Failure
+from nvcli.engine.failures import Failure, FirstPrompts
 from nvcli.engine.limits import SchedulerLimits
-from nvcli.engine.preemption import choose_victim
-from nvcli.engine.prompt import Prompt
 from nvcli.engine.request import EngineStats, FinishReason, Request, RequestOutput
-from nvcli.engine.running_lengths import pack_lengths
-from nvcli.engine.state import RequestState
+from nvcli.engine.state import Prompt, RequestState
 from nvcli.engine.step_draft import ScheduledStep, StepDraft
-from nvcli.errors import ModelError
-from nvcli.messages import CONSTRAINT_FAILED, NOT_FINITE, StepOutput, unpack
+from nvcli.messages import StepOutput, pack, unpack
+
+_MAX_LENGTHS = 512
 
 
 class Scheduler:
@@ -75,8 +74,9 @@ class Scheduler:
         self._cached_tokens = 0
         self._generated_tokens = 0
         self._num_preemptions = 0
-        self._broken_prompts: set[bytes] = set()
-        """Prompts whose logits were not finite, until a first token is generated."""
+        self._bytes_saved_before = 0
+        """`EngineStats.kv_bytes_saved` by ranks before those that run."""
+        self._first_prompts = FirstPrompts()
 
     @property
     def block_manager(self) -> BlockManager:
@@ -94,8 +94,7 @@ class Scheduler:
                 assert sample.request_id not in self._by_id
                 self._by_id[sample.request_id] = state
                 self._waiting.append(state)
-                if state.watch is not None:
-                    self._force(state)  # a thought may have no tokens at all
+                self._look(state)
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """End requests early. Requests that have ended already are skipped: their last output is on its way."""
@@ -125,12 +124,16 @@ class Scheduler:
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,
             num_preemptions=self._num_preemptions,
-            kv_bytes_saved=self._tables.num_bytes_saved,
+            kv_bytes_saved=self._bytes_saved_before + self._tables.num_bytes_saved,
         )
 
     def running_lengths(self) -> bytes:
-        """Return the lengths of running answers (`EngineStats.running_lengths`)."""
-        return pack_lengths(self._running)
+        """Return the lengths of running answers (`EngineStats.running_lengths`): of all requests where at most
+        `_MAX_LENGTHS` run, else of every second one, or third, and so on."""
+        stride = -(-len(self._running) // _MAX_LENGTHS) or 1
+        states = islice(self._running, 0, None, stride)
+        numbers = ((len(state.generated), state.request.max_tokens, state.num_prompt) for state in states)
+        return pack([number for triple in numbers for number in triple])
 
     # ------------------------------------------------------------------ one step
 
@@ -159,24 +162,24 @@ class Scheduler:
         if not preempted:
             self._admit(draft, budget)
 
+        if not decode_slots and not draft.has_chunks:
+            return None
+        registered, self._registered = self._registered, []
         step = draft.finish(
             self._next_step_id,
+            decoding=rows,
             decode_slots=decode_slots,
             decode_width=width,
             decode_lens=decode_lens,
             freed_slots=self._freed_slots,
+            registered=registered,
             restarts=self._restarts,
-            segments=self._tables.segments,
-            chunk_groups=self._tables.chunk_groups,
-            key_copies=self._tables.key_copies,
+            sharing=self._tables.share(draft, len(rows)),
         )
-        if step is None:
-            return None
         self._next_step_id += 1
         self._freed_slots.clear()
         self._restarts = False
-        registered, self._registered = self._registered, []
-        return ScheduledStep(step, rows + draft.sampling, registered, draft.reading)
+        return step
 
     def process(self, step: ScheduledStep, output: StepOutput) -> None:
         """Take a step's tokens in; finished and streaming requests then appear in `take_outputs`.
@@ -191,9 +194,7 @@ class Scheduler:
             for state, logprobs in zip(owners, output.logprobs, strict=True):
                 if logprobs is not None and not state.finished:
                     state.logprobs.append(logprobs)
-        for state, reading in zip(step.reading, output.readings, strict=True):
-            if not state.finished and state.reads is not None:
-                state.reads.take(reading)
+        step.take_readings(output)
         num_dropped = 0
         for state, token in zip(owners, unpack(output.token_ids), strict=True):
             # This loop runs for every token of the job, so it is flat.
@@ -205,43 +206,34 @@ class Scheduler:
             generated = state.generated
             generated.append(token)
             if token in state.stop_ids:
-                if token == NOT_FINITE:
-                    num_dropped += 1
-                    self._finish_not_finite(state)
-                elif token == CONSTRAINT_FAILED:
-                    num_dropped += 1
-                    self._finish_constraint_failed(state)
-                else:
+                if token >= 0:
                     self._finish(state, "stop", stopped_by_id=True)
+                else:
+                    num_dropped += 1
+                    self._fail(state)
             elif len(generated) >= state.checked_at:
                 self._check(state)
         self._generated_tokens += len(owners) - num_dropped
         self._decoding.unpark(step.sampling)
-        if len(self._broken_prompts) >= failures.MAX_BROKEN_PROMPTS and not self._generated_tokens:
-            raise ModelError(failures.ALL_BROKEN)
+        if not self._generated_tokens:
+            self._first_prompts.check()
 
     def _check(self, state: RequestState) -> None:
         """Finish, register or report, as is due, after a token that is not a stop id has come back."""
-        if state.num_tokens == state.max_len:
-            self._finish(state, "length")
-        elif state.watch is not None and state.watch.is_loop(state.generated):
-            self._finish(state, "repetition")
-        else:
-            if state.watch is not None:
-                self._force(state)
-            if not state.finished:
-                self._registered += self._tables.register(state)
-                if state.stream:
-                    self._unsent.append(state.report())
+        self._look(state)
+        if not state.finished:
+            self._registered += self._tables.register(state)
+            if state.stream:
+                self._unsent.append(state.report())
 
-    def _force(self, state: RequestState) -> None:
-        """Let an answer go on with tokens that take the place of the model's, where its watch says so. They follow as a
-        prefill chunk."""
-        num_forced = state.take_forced(self.limits.block_size)
-        self._generated_tokens += num_forced
-        if num_forced and state.num_tokens == state.max_len:
-            self._finish(state, "length")
-        elif num_forced and state.slot is not None:
+    def _look(self, state: RequestState) -> None:
+        """Let a request look at its answer, and end it or go on as it says. Tokens that take the place of the model's
+        follow as a prefill chunk."""
+        num_added, reason = state.look(self.limits.block_size)
+        self._generated_tokens += num_added
+        if reason is not None:
+            self._finish(state, reason)
+        elif num_added and state.slot is not None:
             self._decoding.remove(state)
             self._prefilling.append(state)
 
@@ -261,18 +253,14 @@ class Scheduler:
         for state in reversed(list(self._running)):
             self._send_to_wait(state)
         for step in steps:
-            for state, num_logits in zip(step.sampling, step.num_logits, strict=True):
-                state.num_owed -= num_logits
-            for state, read in zip(step.reading, step.input.reads, strict=True):
-                assert state.reads is not None
-                state.reads.put_back(read.count)
+            step.put_back()
             self.block_manager.unregister(step.registered)
         self.block_manager.unregister(self._registered)
         self._registered = []
         # The dropped steps would have told the ranks which slots were freed and filled.
         self._freed_slots = list(range(len(self._free_slots)))
         self._restarts = True
-        self._tables.segments.forget_told()
+        self._tables.forget_told()
 
     def lower_limits(self) -> bool:
         """Go on with `SchedulerLimits.lowered`, and return whether there are any. No request may be running."""
@@ -288,9 +276,8 @@ class Scheduler:
         """Begin again with new ranks, whose slots and KV blocks are empty. No request may be running."""
         assert not self._running
         blocks = BlockManager(num_blocks, enable_prefix_caching=self.block_manager.enable_prefix_caching)
-        saved = self._tables.num_bytes_saved
+        self._bytes_saved_before += self._tables.num_bytes_saved
         self._tables = self.limits.empty_tables(blocks)
-        self._tables.segments.num_bytes_saved = saved
         self._freed_slots = []
         self._restarts = False
 
@@ -300,8 +287,7 @@ class Scheduler:
         """Choose the requests that decode in the next step, the first ready ones, and take blocks for their tokens."""
         if width > 1:
             for state in self._decoding.leading(len(self._running)):
-                end = state.num_computed + width
-                if end > self.limits.max_model_len or (state.watch is not None and end >= state.barrier):
+                if state.num_computed + width > self.limits.max_model_len or not state.takes_decode_row(width):
                     self._set_aside(state)
         rows = self._decoding.leading(self.limits.max_decode_rows(len(self._running)))
         num_running = len(self._running)
@@ -380,7 +366,7 @@ class Scheduler:
             waiting.popleft()
             state.slot = self._free_slots.pop()
             self._running[state] = None
-            self._tables.key_copies.entered(state)
+            self._tables.entered(state)
             if state.num_cached_tokens is None:
                 state.num_cached_tokens = state.num_computed
                 self._cached_tokens += state.num_computed
@@ -403,7 +389,7 @@ class Scheduler:
         self._registered += self._tables.register(state)
         if is_end:
             self._decoding.add(state)
-            self._tables.segments.enter(state)
+            self._tables.decodes(state)
 
     # ------------------------------------------------------------------ room and ends
 
@@ -420,12 +406,24 @@ class Scheduler:
                 return room
             if len(self._running) > 1 or state.num_pending:
                 # Alone, it waits for the tokens that are on their way, which may be its last.
-                self._preempt(choose_victim(self._running, self._tables))
+                self._preempt(self._choose_victim())
             elif room:
                 return room
             else:
                 self._finish_too_large(state, state.num_computed + 1)
         return 0
+
+    def _choose_victim(self) -> RequestState:
+        """Return the request to preempt, of two at least: of those admitted last, the last one that shares no blocks
+        with another.
+
+        A member of a group frees only what it has alone, and the last of its group to go would take the group's prefix
+        out of the cache. Only the later half of the requests is looked at, so that the earlier ones come to their ends;
+        if all of these share blocks, it is the request admitted last.
+        """
+        later = islice(reversed(self._running), len(self._running) // 2)
+        victims = (state for state in later if not self._tables.shares_blocks(state))
+        return next(victims, next(reversed(self._running)))
 
     def _preempt(self, state: RequestState) -> None:
         """Take back a request's slot and blocks, because other requests need the blocks."""
@@ -443,18 +441,14 @@ class Scheduler:
         capacity = self.block_manager.num_blocks * self.limits.block_size
         self._finish(state, "error", failure=failures.too_large(num_tokens, capacity))
 
-    def _finish_not_finite(self, state: RequestState) -> None:
-        """End a request whose last token is `NOT_FINITE`. Its keys may be NaN too, so none of them is used again."""
-        state.generated.pop()
-        if not self._generated_tokens and not state.request.changes_logits:
-            self._broken_prompts.add(state.request.prompt_ids)
-        self._tables.forget(state)
-        self._finish(state, "error", failure=failures.not_finite(state))
-
-    def _finish_constraint_failed(self, state: RequestState) -> None:
-        """End a request whose last token is `CONSTRAINT_FAILED`."""
-        state.generated.pop()
-        self._finish(state, "error", failure=failures.constraint_failed(state))
+    def _fail(self, state: RequestState) -> None:
+        """End a request whose last id stands for a failure."""
+        failure = failures.of_token(state.generated.pop(), state)
+        if not self._generated_tokens:
+            self._first_prompts.note(state, failure)
+        if failure.is_tainted:
+            self._tables.forget(state)
+        self._finish(state, "error", failure=failure)
 
     def _finish(
         self, state: RequestState, reason: FinishReason, *, stopped_by_id: bool = False, failure: Failure | None = None
@@ -464,7 +458,7 @@ class Scheduler:
         if state.slot is not None:
             self._release(state)
         self._admission.end(state)
-        error_type, error = failure or ("", "")
+        error_type, error = ("", "") if failure is None else (failure.type, failure.message)
         self._unsent.append(state.report(reason, stopped_by_id=stopped_by_id, error_type=error_type, error=error))
 
     def _release(self, state: RequestState) -> None:

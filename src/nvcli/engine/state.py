@@ -1,4 +1,5 @@
-"""RequestState: a request as the scheduler sees it, from arrival to its last token."""
+"""RequestState: a request as the scheduler sees it, from arrival to its last token. Prompt: what the samples of one row
+have in common, held once for all of them."""
 
 from __future__ import annotations
 
@@ -6,12 +7,37 @@ from array import array
 from dataclasses import dataclass, field
 
 from nvcli.engine.answer_watch import AnswerWatch, watch_of
-from nvcli.engine.block_manager import BlockHash, hash_blocks
-from nvcli.engine.prompt import Prompt
+from nvcli.engine.block_manager import TOKEN_BYTES, BlockHash, hash_blocks
 from nvcli.engine.prompt_hashes import PromptHashes
 from nvcli.engine.prompt_reads import PromptReads
 from nvcli.engine.request import FinishReason, Request, RequestOutput
-from nvcli.messages import TokenLogprobs, unpack
+from nvcli.messages import CONSTRAINT_FAILED, NOT_FINITE, TokenLogprobs, unpack
+
+
+class Prompt:
+    """The prompt of a request, shared by its samples. It is never changed, apart from the hashes that are kept."""
+
+    __slots__ = ("_block_hashes", "_packed_ids", "num_tokens", "stop_ids")
+
+    def __init__(self, request: Request) -> None:
+        self._packed_ids = request.prompt_ids
+        self.num_tokens = len(request.prompt_ids) // TOKEN_BYTES
+        self.stop_ids = frozenset((*request.stop_ids, NOT_FINITE, CONSTRAINT_FAILED))
+        """The ids that end an answer when they come back: those of the request, and those that stand for no token."""
+        self._block_hashes: list[BlockHash] | None = None
+
+    def tokens(self, start: int, end: int) -> array[int]:
+        """Return the tokens at positions `start` to `end`, without `end`, which is at most `num_tokens`."""
+        return unpack(self._packed_ids[start * TOKEN_BYTES : end * TOKEN_BYTES])
+
+    def hash_blocks(self, hashes: PromptHashes) -> list[BlockHash]:
+        """Return the hashes of all blocks that are full of prompt tokens. The caller does not change the list.
+
+        `hashes` has the same block size in every call.
+        """
+        if self._block_hashes is None:
+            self._block_hashes = hashes.of(self._packed_ids)
+        return self._block_hashes
 
 
 @dataclass(slots=True, eq=False)
@@ -94,18 +120,29 @@ class RequestState:
         """Tokens, prompt included, that must be known before more are computed."""
         return self.max_len if self.watch is None else self.num_prompt + self.watch.barrier
 
-    def take_forced(self, block_size: int) -> int:
-        """Have the watch look at the answer, and go on with the tokens that it puts in the place of the model's, as far
-        as there is room. Returns their number; where there are some, no token is on its way.
+    def look(self, block_size: int) -> tuple[int, FinishReason | None]:
+        """Look at the answer, as is due once it has `checked_at` tokens. Returns the number of tokens with which it
+        goes on in the place of the model's, none of which is on its way then, and why it ends here, if it does."""
+        if self.num_tokens == self.max_len:
+            return 0, "length"
+        if self.watch is None:
+            return 0, None
+        if self.watch.is_loop(self.generated):
+            return 0, "repetition"
+        num_forced = self._take_forced(self.watch, block_size)
+        return num_forced, "length" if num_forced and self.num_tokens == self.max_len else None
+
+    def _take_forced(self, watch: AnswerWatch, block_size: int) -> int:
+        """Go on with the tokens that the watch puts in the place of the model's, as far as there is room. Returns their
+        number.
 
         Room for a token of the model is left as long as the prompt is to be read: an answer that is full ends without
         a step.
         """
-        assert self.watch is not None
         room = self.max_len - self.num_tokens
-        if self.reads is not None and self.reads.first_unread is not None:
+        if self.first_unread is not None:
             room -= 1
-        forced = self.watch.take_forced(self.generated)[:room]
+        forced = watch.take_forced(self.generated)[:room]
         self._set_parks_at()
         self.set_hashed_blocks(self.num_hashed_blocks, block_size)
         if forced:
@@ -114,6 +151,17 @@ class RequestState:
             if self.request.sampling.logprobs is not None:
                 self.logprobs += [TokenLogprobs(logprob=0.0, top_ids=[], top_logprobs=[])] * len(forced)
         return len(forced)
+
+    def takes_decode_row(self, width: int) -> bool:
+        """Whether a decode row of several tokens may be scheduled, none of which has to be known before others are
+        computed."""
+        return self.watch is None or self.num_computed + width < self.barrier
+
+    @property
+    def first_unread(self) -> int | None:
+        """The first token of the prompt that must be computed, because it is still to be read; None: any may be taken
+        from the prefix cache."""
+        return None if self.reads is None else self.reads.first_unread
 
     @property
     def num_tokens(self) -> int:

@@ -6,24 +6,25 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
+from typing import NamedTuple
 
 import msgspec
 
-from nvcli.engine.chunk_groups import Arrangement, Chunk, ChunkGroups
-from nvcli.engine.key_copies import KeyCopies
-from nvcli.engine.shared_segments import SharedSegments
+from nvcli.engine.chunk_groups import Arrangement, Chunk
+from nvcli.engine.shared_segments import SegmentChanges
 from nvcli.engine.state import RequestState
 from nvcli.messages import (
     FORBIDDEN,
     MAX_STEP_GRAMMAR_BYTES,
     NewSlot,
     PromptRead,
-    SlotConstraint,
     SlotSampling,
     StepInput,
+    StepOutput,
     pack,
     unpack,
 )
+from nvcli.structured import Constraint
 
 
 @dataclass(slots=True)
@@ -57,6 +58,31 @@ class ScheduledStep:
             return list(compress(self.sampling, counts))
         return [state for state, count in zip(self.sampling, counts, strict=True) for _ in range(count)]
 
+    def take_readings(self, output: StepOutput) -> None:
+        """Hand what the step has read of prompts to their requests."""
+        for state, reading in zip(self.reading, output.readings, strict=True):
+            if not state.finished and state.reads is not None:
+                state.reads.take(reading)
+
+    def put_back(self) -> None:
+        """Take the step back, because it did not run: its requests neither get tokens from it nor were read."""
+        for state, num_logits in zip(self.sampling, self.num_logits, strict=True):
+            state.num_owed -= num_logits
+        for state, read in zip(self.reading, self.input.reads, strict=True):
+            assert state.reads is not None
+            state.reads.put_back(read.count)
+
+
+class Sharing(NamedTuple):
+    """What the rows of a step share."""
+
+    arrangement: Arrangement | None
+    """The order and the groups of its prefill chunks; None: there are no groups."""
+    segments: SegmentChanges
+    key_copies: bytes
+    """`StepInput.key_copies`"""
+    copies_new_keys: bool
+
 
 class StepDraft:
     """Collects a step's input: requests that enter slots, new blocks, tokens that the ranks lack, and the rows."""
@@ -65,8 +91,8 @@ class StepDraft:
         self.num_prefix_ids = 0
         """Cached tokens of entering requests that the step carries; `max_step_input_bytes` bounds their number."""
         self._new_slots: list[NewSlot] = []
-        self._grammars: dict[str, int] = {}
-        """The grammars of requests that enter slots, with their places in the step."""
+        self._constraints: dict[bytes, tuple[int, Constraint]] = {}
+        """The constraints of requests that enter slots, with their places in the step."""
         self._grammar_bytes = 0
         self._blocks: list[tuple[int, int, int, Sequence[int]]] = []
         """(KV group, slot, first column, blocks) for each run of blocks that a slot was given."""
@@ -81,7 +107,7 @@ class StepDraft:
         """The request of each chunk."""
         self._reads: list[PromptRead] = []
         """What is read of the chunks; rows are counted from the first chunk."""
-        self.reading: list[RequestState] = []
+        self._reading: list[RequestState] = []
         """The request of each read."""
 
     def has_room_for(self, state: RequestState, *, most_prefix_ids: int) -> bool:
@@ -92,7 +118,7 @@ class StepDraft:
         if state.needs_prefix_ids and self.num_prefix_ids + state.num_computed > most_prefix_ids:
             return False
         constraint = state.request.constraint
-        if constraint is None or constraint.grammar in self._grammars:
+        if constraint is None or constraint.key in self._constraints:
             return True
         return self._grammar_bytes + len(constraint.grammar.encode()) <= MAX_STEP_GRAMMAR_BYTES
 
@@ -105,7 +131,7 @@ class StepDraft:
                 slot=state.slot,
                 num_cached_tokens=state.num_computed,
                 sampling=_slot_sampling(state),
-                constraint=self._slot_constraint(state),
+                constraint=self._place_of(state.request.constraint),
             )
         )
         for group, (blocks, first) in enumerate(zip(state.blocks, state.first_columns, strict=True)):
@@ -114,22 +140,17 @@ class StepDraft:
             self.add_tokens(state, 0, num_prefix_ids)
             self.num_prefix_ids += num_prefix_ids
 
-    def _slot_constraint(self, state: RequestState) -> SlotConstraint | None:
-        constraint = state.request.constraint
+    def _place_of(self, constraint: Constraint | None) -> int | None:
+        """Return the place of a constraint among those of the step."""
         if constraint is None:
             return None
-        grammar = constraint.grammar
-        if grammar not in self._grammars:
-            self._grammars[grammar] = len(self._grammars)
-            self._grammar_bytes += len(grammar.encode())
-        return SlotConstraint(
-            grammar=self._grammars[grammar],
-            end_ids=constraint.end_ids,
-            starts_after=constraint.starts_after,
-            must_begin=constraint.must_begin,
-            opens_with=constraint.opens_with,
-            stop_ids=state.request.stop_ids if state.request.sampling.min_tokens else [],
-        )
+        known = self._constraints.get(constraint.key)
+        if known is not None:
+            return known[0]
+        place = len(self._constraints)
+        self._constraints[constraint.key] = place, constraint
+        self._grammar_bytes += len(constraint.grammar.encode())
+        return place
 
     def add_blocks(self, group: int, slot: int, first_column: int, blocks: Sequence[int]) -> None:
         """Add blocks that a slot was given, for its columns from `first_column` on; 0: the column has none."""
@@ -167,7 +188,7 @@ class StepDraft:
             read = state.reads.read_chunk(len(self._chunks), start, state.num_computed)
             if read is not None:
                 self._reads.append(read)
-                self.reading.append(state)
+                self._reading.append(state)
         self._chunks.append((state.slot, num_tokens, num_logits, state.num_computed))
         self._states.append(state)
 
@@ -180,44 +201,44 @@ class StepDraft:
         self._reads = [msgspec.structs.replace(read, row=row_of[read.row]) for read in self._reads]
 
     @property
-    def sampling(self) -> list[RequestState]:
-        """The requests of the chunks that have logits, in batch order once the step is finished."""
-        return [state for state, (_, _, num_logits, _) in zip(self._states, self._chunks, strict=True) if num_logits]
+    def has_chunks(self) -> bool:
+        return bool(self._chunks)
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """The prefill chunks."""
+        return [
+            Chunk(state.blocks, length - num_tokens, num_tokens)
+            for state, (_, num_tokens, _, length) in zip(self._states, self._chunks, strict=True)
+        ]
 
     def finish(
         self,
         step_id: int,
         *,
+        decoding: Sequence[RequestState],
         decode_slots: bytes,
         decode_width: int,
         decode_lens: bytes,
         freed_slots: Sequence[int],
+        registered: list[int],
         restarts: bool,
-        segments: SharedSegments,
-        chunk_groups: ChunkGroups,
-        key_copies: KeyCopies,
-    ) -> StepInput | None:
-        """Return the step's input, or None if nothing is to be computed.
+        sharing: Sharing,
+    ) -> ScheduledStep:
+        """Return the step, which has something to compute.
 
-        `decode_width`: tokens of each decode row. `decode_lens`: packed lengths of the decode rows behind the step.
+        `decoding`: the requests of the decode rows, whose packed slots and lengths behind the step are `decode_slots`
+        and `decode_lens`; each has `decode_width` tokens. `registered`: see `ScheduledStep`.
         """
         num_decodes = len(decode_slots) // 4
-        if not num_decodes and not self._chunks:
-            return None
-        arrangement = chunk_groups.arrange(
-            [
-                Chunk(state.blocks, length - num_tokens, num_tokens)
-                for state, (_, num_tokens, _, length) in zip(self._states, self._chunks, strict=True)
-            ]
-        )
-        if arrangement is not None:
-            self._arrange(arrangement)
-        groups = arrangement.groups if arrangement is not None else []
+        if sharing.arrangement is not None:
+            self._arrange(sharing.arrangement)
+        groups = sharing.arrangement.groups if sharing.arrangement is not None else []
         block_groups, block_slots, block_columns, block_ids = _pack_blocks(self._blocks)
         chunk_slots, chunk_tokens, chunk_logits, chunk_lens = _pack_columns(self._chunks)
         widths = pack([decode_width]) * num_decodes
-        changes = segments.take_changes(num_decodes)
-        return StepInput(
+        changes = sharing.segments
+        step = StepInput(
             step_id=step_id,
             freed_slots=pack(freed_slots),
             new_slots=self._new_slots,
@@ -234,16 +255,20 @@ class StepDraft:
             num_logits=widths + chunk_logits,
             seq_lens=decode_lens + chunk_lens,
             num_decodes=num_decodes,
-            grammars=list(self._grammars),
+            constraints=[constraint for _, constraint in self._constraints.values()],
             restarts=restarts,
             segments=pack(number for segment in changes.segments for number in segment),
             slot_segments=pack(number for slot in changes.slots for number in slot),
             shares_segments=changes.is_used,
             shared_prefixes=pack(n for first, count, keys in groups for n in (num_decodes + first, count, keys)),
-            key_copies=key_copies.packed(),
-            copies_new_keys=key_copies.copies_new_keys,
+            key_copies=sharing.key_copies,
+            copies_new_keys=sharing.copies_new_keys,
             reads=[msgspec.structs.replace(read, row=num_decodes + read.row) for read in self._reads],
         )
+        sampling = [
+            state for state, (_, _, num_logits, _) in zip(self._states, self._chunks, strict=True) if num_logits
+        ]
+        return ScheduledStep(step, [*decoding, *sampling], registered, self._reading)
 
 
 def _pack_blocks(runs: Sequence[tuple[int, int, int, Sequence[int]]]) -> list[bytes]:
@@ -289,8 +314,7 @@ def _slot_sampling(state: RequestState) -> SlotSampling:
         repetition_penalty=params.repetition_penalty,
         min_tokens=params.min_tokens,
         num_logprobs=-1 if params.logprobs is None else params.logprobs,
-        # With a grammar, its mask holds them back, unless nothing else is left (`SlotConstraint`).
-        stop_ids=request.stop_ids if params.min_tokens and request.constraint is None else [],
+        stop_ids=request.stop_ids if params.min_tokens else [],
         bias_ids=[*map(int, params.logit_bias), *request.forbidden_ids],
         bias_values=[*params.logit_bias.values(), *[FORBIDDEN] * len(request.forbidden_ids)],
         allowed_ids=params.allowed_token_ids or [],

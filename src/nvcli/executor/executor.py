@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import select
 import time
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import msgspec
@@ -18,10 +19,9 @@ from nvcli.config import EngineConfig
 from nvcli.errors import NvcliError, WorkerError
 from nvcli.executor.channel import ChannelClosed, ChannelReader, ChannelWriter
 from nvcli.executor.child_process import ChildProcess
-from nvcli.executor.ranks import RankAhead, start_rank
+from nvcli.executor.ranks import MODEL_RUNNER, RankAhead, RankStart, Wiring, start_rank
 from nvcli.executor.status_board import StatusBoard
-from nvcli.executor.wiring import MODEL_RUNNER, RankStart, Wiring
-from nvcli.executor.worker import NotRun, RankClosed, RankFailed, RankOutOfMemory
+from nvcli.executor.worker import RankClosed, RankFailed, StepNotRun
 from nvcli.messages import (
     MAX_KV_GROUPS,
     EngineReady,
@@ -96,7 +96,7 @@ class Executor:
         """(id, time) of each submitted step whose output has not come back."""
         self._collected_at = 0.0
         """The time of the last output. A step's timeout starts no earlier, since the step waits for those before it."""
-        self._out_of_memory: RankOutOfMemory | None = None
+        self._out_of_memory: StepNotRun | None = None
         """The message, among those of ranks whose memory ran out, that names the earliest step that did not run."""
         self._poll = select.poll()
         self._poll.register(self._outputs.fileno(), select.POLLIN)
@@ -153,7 +153,7 @@ class Executor:
         while True:
             if self._out_of_memory is not None and self._out_of_memory.step_id <= step_id:
                 self._submitted.pop(0)
-                return NotRun(step_id, self._out_of_memory.reason).result()
+                return replace(self._out_of_memory, step_id=step_id).result()
             if self._outputs.poll(0):
                 break
             events = self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
@@ -268,7 +268,7 @@ class Executor:
                         message = child.control.recv()
                         if isinstance(message, RankFailed):
                             failed[rank] = message
-                        elif isinstance(message, RankOutOfMemory):
+                        elif isinstance(message, StepNotRun):
                             short.add(rank)
                             if self._out_of_memory is None or message.step_id < self._out_of_memory.step_id:
                                 self._out_of_memory = message

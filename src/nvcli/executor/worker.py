@@ -12,6 +12,7 @@ one never enters, so the executor ends them all.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -30,9 +31,8 @@ from nvcli.distributed.rendezvous import store_path
 from nvcli.errors import NvcliError, first_line
 from nvcli.executor.channel import ChannelClosed, ChannelReader, ChannelWriter
 from nvcli.executor.child_process import end_children
-from nvcli.executor.gpu_context import open_gpu_context
+from nvcli.executor.ranks import MODEL_RUNNER, RankStart
 from nvcli.executor.status_board import StatusBoard
-from nvcli.executor.wiring import MODEL_RUNNER, RankStart
 from nvcli.kernel_cache import kernel_cache_error
 from nvcli.kernels.triton.compile_processes import hash_triton
 from nvcli.messages import StepInput, StepOutput
@@ -60,16 +60,9 @@ class RankClosed:
 
 
 @dataclass(frozen=True, slots=True)
-class RankOutOfMemory:
-    """A message from one of several ranks: it did not run a step, and runs none behind it."""
-
-    step_id: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class NotRun:
-    """The output of a step that did not run."""
+class StepNotRun:
+    """The output of a step that did not run, because memory ran out in it or before it. From one of several ranks it is
+    a message, too: the rank runs no step behind it."""
 
     step_id: int
     reason: str
@@ -107,7 +100,7 @@ def _run(start: RankStart, control: Connection) -> None:
 
     status.report(rank, "import")
     if start.config.device == "cuda":
-        open_gpu_context(start.config.gpu_index(rank))
+        _open_gpu_context(start.config.gpu_index(rank))
         threading.Thread(target=hash_triton, name="hash-triton", daemon=True).start()
     context = RankContext(
         rank=rank,
@@ -138,15 +131,15 @@ def _run(start: RankStart, control: Connection) -> None:
             status.report(rank, "step", step.step_id)
             pending: PendingOutput | None
             if not_run and not step.restarts:
-                pending = NotRun(step.step_id, not_run)
+                pending = StepNotRun(step.step_id, not_run)
             else:
                 try:
                     pending, not_run = runner.launch(step), ""
                 except MemoryError as error:
                     not_run = f"{start.config.rank_name(rank)}: {str(error) or 'out of memory'}"
-                    pending = NotRun(step.step_id, not_run)
+                    pending = StepNotRun(step.step_id, not_run)
                     if start.config.num_ranks > 1:
-                        control.send(RankOutOfMemory(step.step_id, not_run))
+                        control.send(pending)
             if post is not None:
                 assert pending is not None
                 post.put(pending)
@@ -159,6 +152,24 @@ def _run(start: RankStart, control: Connection) -> None:
 def _import_ahead() -> None:
     with contextlib.suppress(Exception):  # the rank meets it too
         importlib.import_module(MODEL_RUNNER.partition(":")[0])
+
+
+def _open_gpu_context(index: int) -> None:
+    """Make the primary context of GPU number `index`, which torch will use, on a thread, while torch is imported.
+
+    If the driver is missing or refuses, nothing happens here: torch meets the same error and reports it.
+    """
+
+    def open_context() -> None:
+        try:
+            driver = ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            return
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), index) == 0:
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+    threading.Thread(target=open_context, name="open-gpu-context", daemon=True).start()
 
 
 def _start_poster(outputs: ChannelWriter, control: Connection) -> queue.SimpleQueue[PendingOutput]:

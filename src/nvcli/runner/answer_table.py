@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nvcli.messages import SlotConstraint
 from nvcli.runner.mask_messages import WantMask
+from nvcli.structured import Constraint
 
 _NO_ROW = -1
 
@@ -28,11 +28,13 @@ class FollowedAnswer:
     processes that make masks: they are told the tokens together with the next mask that is wanted.
     """
 
-    constraint: SlotConstraint
+    constraint: Constraint
     row: int
     """Its row in the memory of masks."""
     prompt_len: int
     min_tokens: int
+    stop_ids: Sequence[int]
+    """Ids that must not be chosen before `min_tokens`, unless the grammar allows no others."""
     end_ids: frozenset[int]
     is_free: bool
     """Whether it is in its free part: the mark behind which the constraint begins is still to come."""
@@ -94,7 +96,7 @@ class FollowedAnswer:
             not self.is_free
             and self.num_opening is None
             and not self.is_over
-            and (not self.constraint.stop_ids or self.num_tokens >= self.min_tokens)
+            and (not self.stop_ids or self.num_tokens >= self.min_tokens)
         )
 
     def want_mask(self, number: int) -> WantMask:
@@ -103,7 +105,7 @@ class FollowedAnswer:
         if self.is_free and self.constraint.must_begin:
             held_back += self.constraint.end_ids
         if self.num_tokens < self.min_tokens:
-            held_back += self.constraint.stop_ids
+            held_back += self.stop_ids
         tokens, self.unread = self.unread, []
         self.is_due = False
         return WantMask(self.row, number, tokens, self.is_free, held_back, self.next_opening, bool(self.num_opening))

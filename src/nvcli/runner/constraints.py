@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nvcli.messages import CONSTRAINT_FAILED, NewSlot, SlotConstraint, StepInput, TokenLogprobs
+from nvcli.messages import CONSTRAINT_FAILED, NewSlot, StepInput, TokenLogprobs
 from nvcli.runner.answer_table import AnswerTable, FollowedAnswer
 from nvcli.runner.device import own_cores
 from nvcli.runner.mask_memory import MaskMemory
@@ -38,6 +38,7 @@ from nvcli.runner.mask_rows import num_mask_rows
 from nvcli.runner.mask_workers import MaskWorkers
 from nvcli.runner.sampler import TokenMasks
 from nvcli.runner.slot_table import unpack_ids
+from nvcli.structured import Constraint
 
 _MIN_WORKERS, _MAX_WORKERS = 2, 32
 """The more processes there are, the fewer masks wait for a slow one."""
@@ -180,7 +181,7 @@ class Constraints:
 
     def concerns(self, step: StepInput) -> bool:
         """Whether `begin` and `follow` have something to do for a step."""
-        return self._follows and bool(len(self._answers) or step.grammars)
+        return self._follows and bool(len(self._answers) or step.constraints)
 
     def look_ahead(self) -> None:
         """Ask for the next masks of answers whose last tokens are on the host already. Call it as soon as a step is
@@ -209,8 +210,8 @@ class Constraints:
         self._timer.tokens_came()
         for slot in unpack_ids(step.freed_slots).tolist():
             self._leave(slot)
-        if step.grammars:
-            self._enter(step.new_slots, step.grammars)
+        if step.constraints:
+            self._enter(step.new_slots, step.constraints)
         if step.token_ids and len(self._answers):
             self._take_known(step)
 
@@ -306,21 +307,22 @@ class Constraints:
 
     # ------------------------------------------------------------------ entering and leaving
 
-    def _enter(self, new_slots: Sequence[NewSlot], grammars: Sequence[str]) -> None:
+    def _enter(self, new_slots: Sequence[NewSlot], constraints: Sequence[Constraint]) -> None:
         """Begin the constrained answers among those of new slots."""
         if self._memory is None:
-            self._load(next(new.constraint.end_ids for new in new_slots if new.constraint is not None))
+            self._load(constraints[0].end_ids)
         for new in new_slots:
             if new.constraint is not None:
-                self._answers.enter(new.slot, self._begin(new, new.constraint, grammars[new.constraint.grammar]))
+                self._answers.enter(new.slot, self._begin(new, constraints[new.constraint]))
 
-    def _begin(self, new: NewSlot, constraint: SlotConstraint, grammar: str) -> FollowedAnswer:
+    def _begin(self, new: NewSlot, constraint: Constraint) -> FollowedAnswer:
         assert self._workers is not None, "they were loaded"
         return FollowedAnswer(
             constraint=constraint,
-            row=self._workers.begin(grammar),
+            row=self._workers.begin(constraint.grammar),
             prompt_len=new.sampling.prompt_len,
             min_tokens=new.sampling.min_tokens,
+            stop_ids=new.sampling.stop_ids,
             end_ids=frozenset(constraint.end_ids),
             is_free=bool(constraint.starts_after) and not constraint.opens_with,
             num_opening=0 if constraint.starts_after and constraint.opens_with else None,

@@ -12,6 +12,7 @@ from nvcli.byte_sizes import format_bytes
 from nvcli.config import EngineConfig
 from nvcli.errors import CapacityError, LimitsTooHigh
 from nvcli.host_memory import available_ram, peak_resident_bytes, resident_bytes, total_ram
+from nvcli.messages import MemoryUse
 from nvcli.sizing.memory_plan import MemoryPlan
 
 _CPU_SHARE = 0.25
@@ -78,6 +79,21 @@ def plan_memory(
             f"To make it fit: {fix}"
         )
     return plan
+
+
+def report_memory(
+    device: torch.device, weights: dict[str, int], plan: MemoryPlan, measured: dict[str, int]
+) -> MemoryUse:
+    """Return the report of a rank's memory: its weights by group, its plan, and what each item was measured to take."""
+    on_gpu = device.type == "cuda"
+    return MemoryUse(
+        device=torch.cuda.get_device_name(device) if on_gpu else "CPU",
+        total=torch.cuda.mem_get_info(device)[1] if on_gpu else total_ram(),
+        budget=plan.budget,
+        weights=weights,
+        planned=plan.items(),
+        measured=measured,
+    )
 
 
 def check_positions_fit(config: EngineConfig, angles_per_position: int, device: torch.device) -> None:

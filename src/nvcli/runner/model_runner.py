@@ -10,13 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 
 import msgspec
 import torch
 
 from nvcli.attention.backend import AttentionCase
-from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec, torch_kv_dtype
 from nvcli.attention.selection import select_backend
 from nvcli.config import EngineConfig
@@ -24,8 +22,6 @@ from nvcli.distributed.peer_memory import share_memory
 from nvcli.distributed.process_group import divide_ranks, join_process_group
 from nvcli.distributed.stage import Stage
 from nvcli.distributed.stage_link import StageLink
-from nvcli.errors import LimitsTooHigh
-from nvcli.host_memory import total_ram
 from nvcli.kernels.triton.compile_processes import CompileProcesses
 from nvcli.messages import EngineReady, MemoryUse, StepInput
 from nvcli.models.config import load_model_config
@@ -36,6 +32,7 @@ from nvcli.runner.compiled_programs import Program
 from nvcli.runner.constraints import Constraints, start_workers
 from nvcli.runner.device import has_fp8_units, import_on_thread, kept_weights_note, open_device, wait_for_gpu
 from nvcli.runner.first_start import compile_kernels
+from nvcli.runner.graph_shapes import GraphShapes
 from nvcli.runner.input_buffers import InputBuffers
 from nvcli.runner.interface import RankContext
 from nvcli.runner.mask_workers import MaskWorkers
@@ -50,6 +47,7 @@ from nvcli.runner.memory import (
     peak_allocated,
     peak_bytes,
     plan_memory,
+    report_memory,
     reserve_contiguous,
 )
 from nvcli.runner.prompt_reader import PromptReader
@@ -57,16 +55,11 @@ from nvcli.runner.sampler import Sampler
 from nvcli.runner.slot_table import SlotTable
 from nvcli.runner.step_clock import StepClock
 from nvcli.runner.step_runner import PendingStep, StepRunner
-from nvcli.runner.warm_up import warm_up_steps
-from nvcli.sizing.graph_sizes import launch_bound_tokens, may_share, may_share_prefixes, step_graph_sizes
+from nvcli.runner.warm_up import run_largest_batches
 from nvcli.sizing.kv_cache import max_blocks, tokens_in_blocks
 from nvcli.sizing.memory import shared_sum_rows
 from nvcli.sizing.memory_plan import ITEMS
 from nvcli.structured import MAX_END_IDS
-
-_CPU_WARM_UP_TOKENS = 16
-_LEAST_GRAPH_BYTES = 2 << 20
-"""The unit in which the driver gives memory to graphs."""
 
 
 def create_runner(config: EngineConfig, context: RankContext) -> ModelRunner:
@@ -240,29 +233,14 @@ class ModelRunner:
         )
 
     def _choose_graphs(self) -> None:
-        """Choose the shapes of steps that are captured; there are none on a CPU."""
-        config = self.config
-        self._graph_shapes: list[BatchShape] = []
-        if self.device.type == "cuda" and not config.enforce_eager:
-            sizes = step_graph_sizes(config, self.model_config)
-            shapes = [BatchShape(decode_rows=d, prefill_rows=p, prefill_tokens=t) for d, p, t in sizes]
-            self._graph_shapes = [shape for shape in shapes if self.backend.can_capture(shape)]
-        # Few jobs need these: they are captured when they are first used, and their memory is set aside.
-        self._shared_shapes = [
-            replace(shape, shares_segments=True)
-            for shape in self._graph_shapes
-            if may_share(shape.decode_rows, self._max_shared_rows)
-        ]
-        # Chunks that share prefixes are short, so there may be many of them.
-        most_shared = config.max_shared_rows if self._prefix_tile_tokens else 0
-        most_tokens = launch_bound_tokens(self.model_config, config.tensor_parallel_size)
-        self._shared_shapes += [
-            replace(shape, shares_prefixes=True, prefill_rows=min(config.max_num_seqs, shape.prefill_tokens))
-            for shape in self._graph_shapes + self._shared_shapes
-            if may_share_prefixes(
-                (shape.decode_rows, shape.prefill_rows, shape.prefill_tokens), most_shared, most_tokens
-            )
-        ]
+        self._graph_shapes = GraphShapes.choose(
+            self.config,
+            self.model_config,
+            self.backend,
+            self.device,
+            max_shared_rows=self._max_shared_rows,
+            shares_prefixes=self._prefix_tile_tokens > 0,
+        )
 
     def _make_slots(self) -> None:
         """Make the empty tables and buffers of the steps, large enough for padded ones."""
@@ -315,7 +293,7 @@ class ModelRunner:
     def _run_steps_to_compile(self) -> None:
         """Launch what is launched until the rank is ready: the warm-up, and the steps of all graphs."""
         self._run_largest_batches()
-        self.steps.make_graphs(self._graph_shapes).run()
+        self.steps.make_graphs(self._graph_shapes.at_start).run()
 
     def _warm_up(self) -> None:
         """Run the largest batches once, on the null block, and measure the memory that they need beside the weights."""
@@ -326,37 +304,22 @@ class ModelRunner:
             self._activation_bytes = peak()
 
     def _run_largest_batches(self) -> None:
-        # A CPU's KV cache has a budget of its own: there a small batch is enough to load what loads lazily.
-        on_gpu = self.device.type == "cuda"
-        num_tokens = self.config.max_num_batched_tokens
-        num_tokens = num_tokens if on_gpu else min(num_tokens, _CPU_WARM_UP_TOKENS)
-        num_seqs = self.config.max_num_seqs if on_gpu else 1
-        num_sharing = min(num_seqs, self._max_shared_rows)
-        shares_prefixes = num_seqs > 1 and self._prefix_tile_tokens > 0
-        for step in warm_up_steps(self.config, num_tokens, num_seqs, num_sharing, shares_prefixes=shares_prefixes):
-            try:
-                self.launch(step)
-                wait_for_gpu()  # the memory of what is uploaded serves the next steps, too
-            except MemoryError as error:
-                raise LimitsTooHigh(
-                    f"the largest batches ({num_tokens} tokens, {num_seqs} requests) do not fit beside the weights "
-                    f"({error}): lower max_num_batched_tokens or max_num_seqs, or raise tensor_parallel_size (--tp)"
-                ) from None
+        run_largest_batches(
+            self.launch,
+            self.config,
+            self.device,
+            max_shared_rows=self._max_shared_rows,
+            shares_prefixes=self._prefix_tile_tokens > 0,
+        )
 
     def _measure_graphs(self) -> None:
-        """Capture the largest graphs and the smallest one on the null block, to estimate the memory of all graphs."""
+        """Estimate the memory of all graphs from some, which are captured on the null block."""
         self._graph_bytes = 0
-        if self._graph_shapes:
+        if self._graph_shapes.at_start:
             with self._phase("measure graphs"):
                 self._use_kv_cache(1)
-                graphs = self.steps.make_graphs(self._graph_shapes)
-                before = free_bytes(self.device)
-                decode_only = [shape for shape in graphs.shapes if shape.prefill_rows == 0]
-                graphs.capture(list(dict.fromkeys([graphs.shapes[0], decode_only[0]])))
-                largest = before - free_bytes(self.device)
-                graphs.capture(decode_only[-1:])
-                smallest = max(_LEAST_GRAPH_BYTES, before - largest - free_bytes(self.device))
-                self._graph_bytes = largest + smallest * (len(graphs.shapes) + len(self._shared_shapes) - 1)
+                graphs = self.steps.make_graphs(self._graph_shapes.at_start)
+                self._graph_bytes = self._graph_shapes.estimate_bytes(graphs, self.device)
                 del graphs
                 torch.cuda.empty_cache()
 
@@ -408,17 +371,17 @@ class ModelRunner:
         )
 
     def _capture_graphs(self) -> None:
-        if self._graph_shapes:
+        shapes = self._graph_shapes
+        if shapes.at_start:
             with self._phase("capture graphs"):
                 before = free_bytes(self.device)
-                graphs = self.steps.make_graphs(self._graph_shapes + self._shared_shapes)
-                graphs.capture(self._graph_shapes)
+                graphs = self.steps.make_graphs(shapes.at_start + shapes.late)
+                graphs.capture(shapes.at_start)
                 self.steps.use_graphs(graphs)
                 self._graph_bytes = before - free_bytes(self.device)
 
     def _measure_memory(self) -> None:
         """Record the planned memory; if asked to, run the largest batches once more and record the memory in use."""
-        on_gpu = self.device.type == "cuda"
         measured: dict[str, int] = {}
         if self.config.measure_memory:
             with self._phase("measure memory"):
@@ -427,23 +390,10 @@ class ModelRunner:
                 with peak_allocated(self.device) as peak:
                     self._run_largest_batches()
                 self.steps = steps
-                sizes = (
-                    self._weight_bytes,
-                    buffers,
-                    peak(),
-                    self._graph_bytes,
-                    other_bytes(self.device, self._weight_bytes) - self._shared_bytes,
-                    self.kv_cache.num_bytes,
-                )
+                other = other_bytes(self.device, self._weight_bytes) - self._shared_bytes
+                sizes = (self._weight_bytes, buffers, peak(), self._graph_bytes, other, self.kv_cache.num_bytes)
                 measured = dict(zip(ITEMS, sizes, strict=True))
-        self._memory_use: MemoryUse = MemoryUse(
-            device=torch.cuda.get_device_name(self.device) if on_gpu else "CPU",
-            total=torch.cuda.mem_get_info(self.device)[1] if on_gpu else total_ram(),
-            budget=self.memory_plan.budget,
-            weights=self.model.weight_bytes(),
-            planned=self.memory_plan.items(),
-            measured=measured,
-        )
+        self._memory_use: MemoryUse = report_memory(self.device, self.model.weight_bytes(), self.memory_plan, measured)
 
     def _allocated_bytes(self) -> int:
         """Count the bytes of tensors on the device, with those that other ranks reach; on a CPU, of weights and KV

@@ -93,7 +93,9 @@ class SamplingTable:
         self.flags_host[slots] = [_flags(new) for new in new_slots]
         self.num_logprobs_host[slots] = [max(0, s.num_logprobs) for s in samplings]
         had_entries = self.num_adjusted_host[slots] > 0
-        self.num_adjusted_host[slots] = [len(s.bias_ids) + len(s.stop_ids) + len(s.allowed_ids) for s in samplings]
+        self.num_adjusted_host[slots] = [
+            len(new.sampling.bias_ids) + len(_held_back(new)) + len(new.sampling.allowed_ids) for new in new_slots
+        ]
         changes_entries = had_entries | (self.num_adjusted_host[slots] > 0)
         adjusted = [new for new, changes in zip(new_slots, changes_entries, strict=True) if changes]
         if adjusted:
@@ -107,15 +109,22 @@ class SamplingTable:
         longest = int(self.num_adjusted_host[slots].max())
         ids = np.zeros((len(slots), longest), dtype=np.int32)
         values = np.zeros((len(slots), longest), dtype=np.float32)
-        for i, s in enumerate(new.sampling for new in new_slots):
-            entries = [*s.bias_ids, *s.stop_ids, *s.allowed_ids]
+        for i, new in enumerate(new_slots):
+            s, held_back = new.sampling, _held_back(new)
+            entries = [*s.bias_ids, *held_back, *s.allowed_ids]
             ids[i, : len(entries)] = entries
-            stops, allowed = [-np.inf] * len(s.stop_ids), [np.inf] * len(s.allowed_ids)
+            stops, allowed = [-np.inf] * len(held_back), [np.inf] * len(s.allowed_ids)
             values[i, : len(entries)] = [*s.bias_values, *stops, *allowed]
         packed = np.concatenate([slots, np.stack([ids, values.view(np.int32)], axis=1).ravel()])
         there = to_device(packed, self._words.device)
         slots_there, entries_there = there[: len(slots)], there[len(slots) :].view(len(slots), 2, longest)
         fill_entries(self.changes.entry_ids, self.changes.entry_values, slots_there, entries_there)
+
+
+def _held_back(new: NewSlot) -> list[int]:
+    """Return the ids that must not be chosen yet. Those of a constrained answer are held back by its masks, which leave
+    them where nothing else is left."""
+    return [] if new.constraint is not None else new.sampling.stop_ids
 
 
 def _flags(new: NewSlot) -> int:
@@ -128,7 +137,7 @@ def _flags(new: NewSlot) -> int:
         flags |= SamplingFlag.OTHER_LIMITS
     if s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1:
         flags |= SamplingFlag.PENALTIES
-    if s.bias_ids or s.stop_ids:
+    if s.bias_ids or _held_back(new):
         flags |= SamplingFlag.ADJUSTED
     if s.allowed_ids:
         flags |= SamplingFlag.ALLOWED

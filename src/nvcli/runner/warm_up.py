@@ -3,10 +3,14 @@ kernels are loaded or compiled: a middling number of tokens, and decode rows tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+import torch
 
 from nvcli.config import EngineConfig
+from nvcli.errors import LimitsTooHigh
 from nvcli.messages import NewSlot, PromptRead, SlotSampling, StepInput, pack
+from nvcli.runner.device import wait_for_gpu
 
 _SAMPLING = SlotSampling(top_k=2, top_p=0.9)
 _MIDDLING_TOKENS = 512
@@ -17,6 +21,36 @@ _FEW_FP8_TOKENS = 128
 """With more, products with FP8 weights have the kernels for many rows (`kernels/triton/launch_rule.py`)."""
 _FEWER_ROWS = (64, 2)
 """A middling number and a small one of decode rows, which have launches of their own (`decode_attention.py`)."""
+_CPU_TOKENS = 16
+
+
+def run_largest_batches(
+    launch: Callable[[StepInput], object],
+    config: EngineConfig,
+    device: torch.device,
+    *,
+    max_shared_rows: int,
+    shares_prefixes: bool,
+) -> None:
+    """Run the steps that exercise a rank with `launch`, the largest ones first. Up to `max_shared_rows` requests may
+    share segments of keys, and with `shares_prefixes` chunks a prefix. Raises LimitsTooHigh where memory runs out.
+
+    A CPU's KV cache has a budget of its own: there a small batch is enough to load what loads lazily.
+    """
+    on_gpu = device.type == "cuda"
+    num_tokens = config.max_num_batched_tokens if on_gpu else min(config.max_num_batched_tokens, _CPU_TOKENS)
+    num_seqs = config.max_num_seqs if on_gpu else 1
+    num_sharing = min(num_seqs, max_shared_rows)
+    shares_prefixes = shares_prefixes and num_seqs > 1
+    for step in warm_up_steps(config, num_tokens, num_seqs, num_sharing, shares_prefixes=shares_prefixes):
+        try:
+            launch(step)
+            wait_for_gpu()  # the memory of what is uploaded serves the next steps, too
+        except MemoryError as error:
+            raise LimitsTooHigh(
+                f"the largest batches ({num_tokens} tokens, {num_seqs} requests) do not fit beside the weights "
+                f"({error}): lower max_num_batched_tokens or max_num_seqs, or raise tensor_parallel_size (--tp)"
+            ) from None
 
 
 def warm_up_steps(
