@@ -36,7 +36,7 @@ from nvcli.demo import demo_path
 from nvcli.engine.request import PromptScoring, Request, RequestOutput
 from nvcli.job_run.generate import generate
 from nvcli.jobs.compression import Unpacker, compression_of
-from nvcli.messages import PromptReading, TokenLogprobs, pack, unpack
+from nvcli.messages import PromptQueryResult, TokenLogprobs, pack, unpack
 from row_maker import VOCAB_SIZE, RowMaker
 from row_oracle import JobFacts, Oracle, check, error_of, index_of
 
@@ -68,13 +68,13 @@ class CheckingEngine(NullEngine):
         if isinstance(request.read, PromptScoring):
             count = len(unpack(request.prompt_ids)) - request.read.first
             num_top = count * request.read.num_top
-            reading = PromptReading(
+            reading = PromptQueryResult(
                 logprobs=_logprobs(count),
                 best_ids=pack([7] * count),
                 top_ids=pack([7] * num_top),
                 top_logprobs=_logprobs(num_top),
             )
-            output = msgspec.structs.replace(output, readings=[reading])
+            output = msgspec.structs.replace(output, query_results=[reading])
         if request.sampling.logprobs is None:
             return output
         each = TokenLogprobs(logprob=-0.5, top_ids=[7], top_logprobs=[-0.5])

@@ -17,8 +17,8 @@ from nvcli.errors import LoadError
 from nvcli.messages import (
     EngineReady,
     KVGroup,
-    PromptRead,
-    PromptReading,
+    PromptQuery,
+    PromptQueryResult,
     SlotSampling,
     StepInput,
     StepOutput,
@@ -211,11 +211,11 @@ class HashingRunner(CountingRunner):
                 step_id=step.step_id,
                 token_ids=pack(tokens),
                 counts=pack(counts) if self.accept else b"",
-                readings=[self.read(step, starts, read) for read in step.reads],
+                query_results=[self.read(step, starts, read) for read in step.queries],
             )
         )
 
-    def read(self, step: StepInput, starts: list[int], read: PromptRead) -> PromptReading:
+    def read(self, step: StepInput, starts: list[int], read: PromptQuery) -> PromptQueryResult:
         """What a real rank reads of some positions depends on all tokens up to each of them, and on its target."""
         slot, num_tokens, _ = rows_of(step)[read.row]
         assert read.row >= step.num_decodes
@@ -223,9 +223,9 @@ class HashingRunner(CountingRunner):
         first = starts[read.row] + read.start
         hashes = [self.kv[self.place(0, slot, first + i)].hash % 1000 for i in range(read.count)]
         if not read.targets:
-            return PromptReading(hidden_sum=pack([sum(hashes)]))
+            return PromptQueryResult(hidden_sum=pack([sum(hashes)]))
         targets = unpack(read.targets)
-        return PromptReading(logprobs=pack([1000 * h + t for h, t in zip(hashes, targets, strict=True)]))
+        return PromptQueryResult(logprobs=pack([1000 * h + t for h, t in zip(hashes, targets, strict=True)]))
 
     def apply(self, step: StepInput) -> None:
         for slot in unpack(step.freed_slots):

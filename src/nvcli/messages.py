@@ -108,7 +108,7 @@ class NewSlot(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The place of what the answer must look like in `StepInput.constraints`; None: it may be anything."""
 
 
-class PromptRead(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class PromptQuery(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What a step is to report of some consecutive tokens of one prefill chunk: the log-probabilities of given next
     tokens, or the sum of their hidden states."""
 
@@ -167,7 +167,7 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The constraints of new slots, each once. Their grammars have at most `MAX_STEP_GRAMMAR_BYTES` together."""
     restarts: bool = False
     """Whether this is the first step after one that did not run: every slot is freed, and requests enter slots anew."""
-    reads: list[PromptRead] = []
+    queries: list[PromptQuery] = []
     """What is wanted of the prompts beside the rows' own logits; at most one for each prefill chunk."""
     segments: bytes = b""
     """Segments of KV blocks that decoding requests share and that are new or changed (`engine.shared_segments`), five
@@ -213,8 +213,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     top_logprobs: list[float]
 
 
-class PromptReading(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What a step found for one `PromptRead`. Packed numbers are in native byte order."""
+class PromptQueryResult(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What a step found for one `PromptQuery`. Packed numbers are in native byte order."""
 
     logprobs: bytes = b""
     """[count] packed float32, the log-probability of each target under the unmodified distribution."""
@@ -248,8 +248,8 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     out_of_memory: str = ""
     """The reason for which this step, or the one before it, did not run; empty if it ran. Nothing else in the output of
     such a step counts, and no step runs until one that `restarts`."""
-    readings: list[PromptReading] = []
-    """One entry for each of the step's `reads`, in their order."""
+    query_results: list[PromptQueryResult] = []
+    """One entry for each of the step's `queries`, in their order."""
     note: str = ""
     """What the user should know; a line of up to 300 characters, or empty."""
 

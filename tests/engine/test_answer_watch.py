@@ -124,7 +124,7 @@ def test_a_prompt_is_read_though_forced_tokens_would_fill_the_answer() -> None:
     for i, output in rank_in_process.run(core, scheduler).items():
         tokens = unpack(output.token_ids).tolist()
         assert (tokens[:i], len(tokens), output.finish_reason) == (FORCED[:i], i + 1, "length")
-        assert sum(len(unpack(reading.logprobs)) for reading in output.readings) == 3
+        assert sum(len(unpack(result.logprobs)) for result in output.query_results) == 3
 
 
 def test_a_request_that_asks_for_nothing_is_not_looked_at() -> None:

@@ -3,6 +3,8 @@ in a later step."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from nvcli.engine.admission import Admission
@@ -10,6 +12,7 @@ from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import PromptScoring, Request
 from nvcli.engine.scheduler import Scheduler
+from nvcli.engine.state import RequestState
 from nvcli.engine.step_draft import ScheduledStep
 from nvcli.messages import MOST_KEY_COPIES, KVGroup, StepInput, StepOutput, pack, unpack
 from requests_factory import make_request
@@ -128,7 +131,11 @@ def test_a_request_that_enters_later_copies_before_its_step(length: int, num_com
 def test_a_choice_that_is_not_admitted_leaves_the_step_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its copies would have been of keys that the step computes, for which no graph runs."""
     fits = Admission._fits
-    monkeypatch.setattr(Admission, "_fits", lambda self, state, *rest: state.reads is None and fits(self, state, *rest))
+
+    def fits_unqueried(self: Admission, state: RequestState, *rest: Any) -> bool:
+        return state.queries is None and fits(self, state, *rest)
+
+    monkeypatch.setattr(Admission, "_fits", fits_unqueried)
     limits = SchedulerLimits(
         max_num_seqs=8, max_num_batched_tokens=512, max_model_len=256, block_size=BLOCK_SIZE, plans_admission=True
     )

@@ -189,11 +189,11 @@ def run_at_random(case: Case, *, hold_back: float, abort: float) -> tuple[dict[i
         for output in core.step():
             assert output.request_id not in done
             tokens[output.request_id] += unpack(output.token_ids)
-            for reading in output.readings:
+            for result in output.query_results:
                 found = case.read.setdefault(output.request_id, [])
-                found += unpack(reading.logprobs)
-                if reading.hidden_sum:
-                    found[:] = [sum([*found, *unpack(reading.hidden_sum)])]
+                found += unpack(result.logprobs)
+                if result.hidden_sum:
+                    found[:] = [sum([*found, *unpack(result.hidden_sum)])]
             if output.finish_reason is not None:
                 done[output.request_id] = output
         scheduler.check_integrity()

@@ -37,7 +37,7 @@ class Answers:
         for number, output in outputs.items():
             answers.tokens[number] = output.token_ids
             answers.logprobs[number] = [(one.logprob, one.top_ids, one.top_logprobs) for one in output.logprobs]
-            parts = [(reading.logprobs, reading.top_ids, reading.top_logprobs) for reading in output.readings]
+            parts = [(result.logprobs, result.top_ids, result.top_logprobs) for result in output.query_results]
             answers.prompts[number] = [tuple(b"".join(column) for column in zip(*parts, strict=True))]
         return answers
 

@@ -43,8 +43,8 @@ def requests() -> list[Request]:
 
 
 def logprobs_of(outputs: dict[int, RequestOutput]) -> list[np.ndarray]:
-    readings = [b"".join(reading.logprobs for reading in outputs[number].readings) for number in range(len(outputs))]
-    return [np.frombuffer(logprobs, np.float32) for logprobs in readings]
+    results = [b"".join(result.logprobs for result in outputs[number].query_results) for number in range(len(outputs))]
+    return [np.frombuffer(logprobs, np.float32) for logprobs in results]
 
 
 def expected_logprobs(path: Path) -> list[np.ndarray]:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from nvcli.messages import ForwardMode, PromptReading, TokenLogprobs
+from nvcli.messages import ForwardMode, PromptQueryResult, TokenLogprobs
 from nvcli.sampling_params import SamplingParams
 from nvcli.structured import Constraint
 
@@ -131,7 +131,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     error_type: str = ""
     error: str = ""
     """The reason for finish_reason `error`, for the row's error object."""
-    readings: list[PromptReading] = []
+    query_results: list[PromptQueryResult] = []
     """What was read of the prompt since the last output, where the request wishes it: consecutive parts."""
 
 

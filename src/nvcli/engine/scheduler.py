@@ -194,7 +194,7 @@ class Scheduler:
             for state, logprobs in zip(owners, output.logprobs, strict=True):
                 if logprobs is not None and not state.finished:
                     state.logprobs.append(logprobs)
-        step.take_readings(output)
+        step.take_query_results(output)
         num_dropped = 0
         for state, token in zip(owners, unpack(output.token_ids), strict=True):
             # This loop runs for every token of the job, so it is flat.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from nvcli.engine.answer_watch import AnswerWatch, watch_of
 from nvcli.engine.block_manager import TOKEN_BYTES, BlockHash, hash_blocks
 from nvcli.engine.prompt_hashes import PromptHashes
-from nvcli.engine.prompt_reads import PromptReads
+from nvcli.engine.prompt_queries import PromptQueries
 from nvcli.engine.request import FinishReason, Request, RequestOutput
 from nvcli.messages import CONSTRAINT_FAILED, NOT_FINITE, TokenLogprobs, unpack
 
@@ -99,7 +99,7 @@ class RequestState:
     """Prefix-cache hit of the first admission; None before it."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finished: bool = False
-    reads: PromptReads | None = field(init=False)
+    queries: PromptQueries | None = field(init=False)
     """What is to be read of the prompt; None: nothing."""
 
     def __post_init__(self) -> None:
@@ -110,7 +110,7 @@ class RequestState:
         self._set_parks_at()
         self.stop_ids = self.prompt.stop_ids
         self.stream = request.stream
-        self.reads = None if request.read is None else PromptReads(request.read, unpack(request.prompt_ids))
+        self.queries = None if request.read is None else PromptQueries(request.read, unpack(request.prompt_ids))
 
     def _set_parks_at(self) -> None:
         self.parks_at = 0 if self.needs_last_token else min(self.max_len, self.barrier) - 1
@@ -161,7 +161,7 @@ class RequestState:
     def first_unread(self) -> int | None:
         """The first token of the prompt that must be computed, because it is still to be read; None: any may be taken
         from the prefix cache."""
-        return None if self.reads is None else self.reads.first_unread
+        return None if self.queries is None else self.queries.first_unread
 
     @property
     def num_tokens(self) -> int:
@@ -257,5 +257,5 @@ class RequestState:
             logprobs=logprobs,
             error_type=error_type,
             error=error,
-            readings=self.reads.report() if self.reads is not None else [],
+            query_results=self.queries.report() if self.queries is not None else [],
         )

@@ -17,7 +17,7 @@ from nvcli.messages import (
     FORBIDDEN,
     MAX_STEP_GRAMMAR_BYTES,
     NewSlot,
-    PromptRead,
+    PromptQuery,
     SlotSampling,
     StepInput,
     StepOutput,
@@ -36,8 +36,8 @@ class ScheduledStep:
     """The requests of the rows that have logits, in batch order."""
     registered: list[int]
     """Blocks registered for reuse since the step before. This step or the one before it fills them."""
-    reading: list[RequestState]
-    """The request of each of the step's `reads`."""
+    querying: list[RequestState]
+    """The request of each of the step's `queries`."""
 
     @property
     def num_requests(self) -> int:
@@ -58,19 +58,19 @@ class ScheduledStep:
             return list(compress(self.sampling, counts))
         return [state for state, count in zip(self.sampling, counts, strict=True) for _ in range(count)]
 
-    def take_readings(self, output: StepOutput) -> None:
+    def take_query_results(self, output: StepOutput) -> None:
         """Hand what the step has read of prompts to their requests."""
-        for state, reading in zip(self.reading, output.readings, strict=True):
-            if not state.finished and state.reads is not None:
-                state.reads.take(reading)
+        for state, result in zip(self.querying, output.query_results, strict=True):
+            if not state.finished and state.queries is not None:
+                state.queries.take(result)
 
     def put_back(self) -> None:
         """Take the step back, because it did not run: its requests neither get tokens from it nor were read."""
         for state, num_logits in zip(self.sampling, self.num_logits, strict=True):
             state.num_owed -= num_logits
-        for state, read in zip(self.reading, self.input.reads, strict=True):
-            assert state.reads is not None
-            state.reads.put_back(read.count)
+        for state, query in zip(self.querying, self.input.queries, strict=True):
+            assert state.queries is not None
+            state.queries.put_back(query.count)
 
 
 class Sharing(NamedTuple):
@@ -105,10 +105,10 @@ class StepDraft:
         """(slot, number of tokens, number of logits, length behind the step) for each prefill chunk."""
         self._states: list[RequestState] = []
         """The request of each chunk."""
-        self._reads: list[PromptRead] = []
+        self._queries: list[PromptQuery] = []
         """What is read of the chunks; rows are counted from the first chunk."""
-        self._reading: list[RequestState] = []
-        """The request of each read."""
+        self._querying: list[RequestState] = []
+        """The request of each query."""
 
     def has_room_for(self, state: RequestState, *, most_prefix_ids: int) -> bool:
         """Whether the step may bring a request that enters a slot: its grammar, and within `most_prefix_ids` for all
@@ -184,11 +184,11 @@ class StepDraft:
         assert state.slot is not None
         start = state.num_computed - num_tokens
         self.add_tokens(state, start, num_tokens)
-        if state.reads is not None:
-            read = state.reads.read_chunk(len(self._chunks), start, state.num_computed)
-            if read is not None:
-                self._reads.append(read)
-                self._reading.append(state)
+        if state.queries is not None:
+            query = state.queries.read_chunk(len(self._chunks), start, state.num_computed)
+            if query is not None:
+                self._queries.append(query)
+                self._querying.append(state)
         self._chunks.append((state.slot, num_tokens, num_logits, state.num_computed))
         self._states.append(state)
 
@@ -198,7 +198,7 @@ class StepDraft:
         self._chunks = [self._chunks[number] for number in order]
         self._states = [self._states[number] for number in order]
         row_of = {number: row for row, number in enumerate(order)}
-        self._reads = [msgspec.structs.replace(read, row=row_of[read.row]) for read in self._reads]
+        self._queries = [msgspec.structs.replace(query, row=row_of[query.row]) for query in self._queries]
 
     @property
     def has_chunks(self) -> bool:
@@ -263,12 +263,12 @@ class StepDraft:
             shared_prefixes=pack(n for first, count, keys in groups for n in (num_decodes + first, count, keys)),
             key_copies=sharing.key_copies,
             copies_new_keys=sharing.copies_new_keys,
-            reads=[msgspec.structs.replace(read, row=num_decodes + read.row) for read in self._reads],
+            queries=[msgspec.structs.replace(query, row=num_decodes + query.row) for query in self._queries],
         )
         sampling = [
             state for state, (_, _, num_logits, _) in zip(self._states, self._chunks, strict=True) if num_logits
         ]
-        return ScheduledStep(step, [*decoding, *sampling], registered, self._reading)
+        return ScheduledStep(step, [*decoding, *sampling], registered, self._querying)
 
 
 def _pack_blocks(runs: Sequence[tuple[int, int, int, Sequence[int]]]) -> list[bytes]:

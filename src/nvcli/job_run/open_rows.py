@@ -22,7 +22,7 @@ from nvcli.job_run.text.prepare import PreparedRow
 from nvcli.job_run.text.stop_strings import StopStringDetector, StopStrings
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Choice, JobResult, Logprobs, Usage, failed
-from nvcli.messages import PromptReading, TokenLogprobs, unpack
+from nvcli.messages import PromptQueryResult, TokenLogprobs, unpack
 from nvcli.sampling_params import SamplingParams
 
 
@@ -138,7 +138,7 @@ class Sample:
         "logprobs",
         "num_cached_tokens",
         "num_settled_chars",
-        "readings",
+        "query_results",
         "stopped_by_id",
         "token_ids",
     )
@@ -146,7 +146,7 @@ class Sample:
     def __init__(self) -> None:
         self.token_ids = array("i")
         self.logprobs: list[TokenLogprobs] = []
-        self.readings: list[PromptReading] = []
+        self.query_results: list[PromptQueryResult] = []
         """What was read of the prompt."""
         self.num_cached_tokens = 0
         self.num_settled_chars = 0
@@ -184,8 +184,8 @@ class Sample:
         self.token_ids.frombytes(output.token_ids)
         if output.logprobs:
             self.logprobs += output.logprobs
-        if output.readings:
-            self.readings += output.readings
+        if output.query_results:
+            self.query_results += output.query_results
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         if output.finish_reason is not None:
             self.finish_reason = output.finish_reason
@@ -246,12 +246,16 @@ def _result_of(row: OpenRow, texts: Iterator[str], tokenizer: Tokenizer) -> JobR
         return failed(prepared.place, row.error)
     if prepared.task is not None:
         cached = min(sample.num_cached_tokens for sample in row.samples)
-        return task_result(prepared, [sample.readings for sample in row.samples], tokenizer, num_cached_tokens=cached)
+        return task_result(
+            prepared, [sample.query_results for sample in row.samples], tokenizer, num_cached_tokens=cached
+        )
     answers = [(sample, _read(row, sample, texts, tokenizer)) for sample in row.samples]
     if sampling.is_ranked:
         answers.sort(key=lambda answer: -answer[0].score(sampling))
-    readings, num_top = row.samples[0].readings, sampling.logprobs
-    echoed = prompt_logprobs(prepared, readings, num_top, tokenizer) if sampling.echo and num_top is not None else None
+    query_results, num_top = row.samples[0].query_results, sampling.logprobs
+    echoed = (
+        prompt_logprobs(prepared, query_results, num_top, tokenizer) if sampling.echo and num_top is not None else None
+    )
     choices = [
         Choice(
             index=number,
@@ -275,7 +279,7 @@ def _result_of(row: OpenRow, texts: Iterator[str], tokenizer: Tokenizer) -> JobR
         reasoning_tokens=sum(answer.num_reasoning_tokens for _, answer in answers) if tells_thoughts else msgspec.UNSET,
     )
     num_top = sampling.prompt_logprobs
-    of_prompt = None if num_top is None else prompt_logprobs(prepared, readings, num_top, tokenizer)
+    of_prompt = None if num_top is None else prompt_logprobs(prepared, query_results, num_top, tokenizer)
     return JobResult(place=prepared.place, choices=choices, usage=usage, prompt_logprobs=of_prompt)
 
 

@@ -15,7 +15,7 @@ from nvcli.job_run.text.prompt_tasks import PreparedTask, ScoredText, request_to
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import JobResult, Logprobs, Usage, failed
 from nvcli.jobs.tasks import EmbedAnswer, EmbedTask, ScoreAnswer, ScoredChoice, ScoreTask
-from nvcli.messages import PromptReading, unpack
+from nvcli.messages import PromptQueryResult, unpack
 from nvcli.sampling_params import SamplingParams
 
 _NOT_FINITE = (
@@ -50,16 +50,20 @@ def task_requests(prepared: PreparedRow, task: PreparedTask, first_id: int) -> l
 
 
 def task_result(
-    prepared: PreparedRow, readings: Sequence[list[PromptReading]], tokenizer: Tokenizer, *, num_cached_tokens: int
+    prepared: PreparedRow,
+    query_results: Sequence[list[PromptQueryResult]],
+    tokenizer: Tokenizer,
+    *,
+    num_cached_tokens: int,
 ) -> JobResult:
     """Make the result of a row that is scored or embedded, of what was read for each of its requests."""
     assert prepared.task is not None
     task = prepared.task.task
     answer: ScoreAnswer | EmbedAnswer | None
     if isinstance(task, EmbedTask):
-        answer = _vector(task, readings[0], prepared.num_prompt_tokens)
+        answer = _vector(task, query_results[0], prepared.num_prompt_tokens)
     else:
-        answer = _scores(task, prepared.task.texts, readings, tokenizer)
+        answer = _scores(task, prepared.task.texts, query_results, tokenizer)
     if answer is None:
         return failed(prepared.place, RowError("non_finite_logits", _NOT_FINITE))
     usage = Usage(prompt_tokens=prepared.num_prompt_tokens, cached_tokens=num_cached_tokens)
@@ -79,13 +83,13 @@ def _num_prompt_top(sampling: SamplingParams) -> int | None:
 
 
 def prompt_logprobs(
-    prepared: PreparedRow, readings: Sequence[PromptReading], num_top: int, tokenizer: Tokenizer
+    prepared: PreparedRow, query_results: Sequence[PromptQueryResult], num_top: int, tokenizer: Tokenizer
 ) -> Logprobs:
     """Make the log-probabilities of a prompt's tokens, with `num_top` alternatives each, of what `prompt_scoring` had
     read. What is not finite becomes null in JSON."""
-    logprobs = _floats(b"".join(reading.logprobs for reading in readings))
-    top_ids = unpack(b"".join(reading.top_ids for reading in readings))
-    top_logprobs = _floats(b"".join(reading.top_logprobs for reading in readings))
+    logprobs = _floats(b"".join(result.logprobs for result in query_results))
+    top_ids = unpack(b"".join(result.top_ids for result in query_results))
+    top_logprobs = _floats(b"".join(result.top_logprobs for result in query_results))
     num_read = _num_prompt_top(prepared.sampling) or 0
     top: list[dict[str, float] | None] = [None]
     for at in range(len(logprobs)):
@@ -101,11 +105,11 @@ def prompt_logprobs(
 
 
 def _scores(
-    task: ScoreTask, texts: Sequence[ScoredText], readings: Sequence[list[PromptReading]], tokenizer: Tokenizer
+    task: ScoreTask, texts: Sequence[ScoredText], query_results: Sequence[list[PromptQueryResult]], tokenizer: Tokenizer
 ) -> ScoreAnswer | None:
     """Make the scores of a row; None where one is not finite."""
     choices = []
-    for number, (text, parts) in enumerate(zip(texts, readings, strict=True)):
+    for number, (text, parts) in enumerate(zip(texts, query_results, strict=True)):
         logprobs = _floats(b"".join(part.logprobs for part in parts))
         total = math.fsum(logprobs)
         if not math.isfinite(total):
@@ -139,7 +143,7 @@ def _perplexity(logprob: float, num_tokens: int) -> float:
     return math.exp(min(-logprob / num_tokens, 700.0))
 
 
-def _vector(task: EmbedTask, parts: Sequence[PromptReading], num_tokens: int) -> EmbedAnswer | None:
+def _vector(task: EmbedTask, parts: Sequence[PromptQueryResult], num_tokens: int) -> EmbedAnswer | None:
     """Make the vector of a row; None where it is not finite."""
     import numpy as np  # other jobs do without it
 

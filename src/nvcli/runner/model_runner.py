@@ -50,7 +50,7 @@ from nvcli.runner.memory import (
     report_memory,
     reserve_contiguous,
 )
-from nvcli.runner.prompt_reader import PromptReader
+from nvcli.runner.query_reader import PromptQueryReader
 from nvcli.runner.sampler import Sampler
 from nvcli.runner.slot_table import SlotTable
 from nvcli.runner.step_clock import StepClock
@@ -363,7 +363,7 @@ class ModelRunner:
             self.backend,
             self.sampler,
             masks,
-            PromptReader(self.model, self.group, self.device, batch_invariant=config.batch_invariant),
+            PromptQueryReader(self.model, self.group, self.device, batch_invariant=config.batch_invariant),
             self.link,
             self._clock,
             steps_in_flight=config.max_steps_in_flight,

@@ -25,7 +25,7 @@ from nvcli.runner.constraints import MaskOutcome
 from nvcli.runner.graph_runner import GraphRunner, unowned
 from nvcli.runner.input_buffers import InputBuffers, StepBatch, exact_shape
 from nvcli.runner.masked_choice import MaskedChoice
-from nvcli.runner.prompt_reader import PendingReadings, PromptReader, ReadPlan
+from nvcli.runner.query_reader import PendingQueryResults, PromptQueryReader, QueryPlan
 from nvcli.runner.sampler import PendingLogprobs, Sampler
 from nvcli.runner.slot_table import SlotTable, partly_filled_blocks, unpack_ids
 from nvcli.runner.step_clock import StepClock, StepTime
@@ -43,7 +43,7 @@ class StepLogits:
     ids: Tensor | None
     """[N] int32, in the slot table already, `NOT_FINITE` for none; None where the rows ask for more than
     `Sampler.sample` does."""
-    readings: PendingReadings | None = None
+    query_results: PendingQueryResults | None = None
     """What was read of prompts; None where nothing is wanted of them."""
 
     def unowned(self) -> StepLogits:
@@ -71,7 +71,7 @@ class PendingStep:
     logprobs: PendingLogprobs | None
     time: StepTime
     is_graph: bool
-    readings: PendingReadings | None
+    query_results: PendingQueryResults | None
     masks: MaskOutcome | None
     """What became of the masks of its constrained rows; None: it has none."""
     note: str
@@ -92,7 +92,7 @@ class PendingStep:
             seconds=self.time.seconds,
             idle_seconds=self.time.idle_seconds,
             is_graph=self.is_graph,
-            readings=[] if self.readings is None else self.readings.result(),
+            query_results=[] if self.query_results is None else self.query_results.result(),
             note=self.note,
         )
 
@@ -109,7 +109,7 @@ class StepRunner:
         backend: AttentionBackend,
         sampler: Sampler,
         masks: MaskedChoice,
-        reader: PromptReader,
+        reader: PromptQueryReader,
         link: StageLink,
         clock: StepClock,
         *,
@@ -155,8 +155,8 @@ class StepRunner:
         None."""
         self._masks.begin(step)
         shape = exact_shape(step)
-        reads = self._reader.plan(step) if step.reads else None
-        graphs = None if reads is not None or step.copies_new_keys else self._graphs
+        queries = self._reader.plan(step) if step.queries else None
+        graphs = None if queries is not None or step.copies_new_keys else self._graphs
         padded = None if graphs is None else graphs.padded_shape(shape)
         batch = self._batch(shape, step) if padded is None else self._padded_batch(padded)
         batch = self._buffers.stage(step, batch)
@@ -175,7 +175,7 @@ class StepRunner:
         if padded is None:
             if step.copies_new_keys:
                 batch = replace(batch, forward=replace(batch.forward, key_copies=self._slots.key_copies(step)))
-            output = self._compute(batch, sample=needs.is_simple, reads=reads)
+            output = self._compute(batch, sample=needs.is_simple, queries=queries)
         else:
             assert self._graphs is not None
             output = self._graphs.replay(padded)
@@ -193,7 +193,7 @@ class StepRunner:
             logprobs,
             step_time,
             is_graph=padded is not None,
-            readings=output.readings,
+            query_results=output.query_results,
             masks=outcome,
             note=self._masks.take_note(),
         )
@@ -221,28 +221,28 @@ class StepRunner:
         elif not is_captured:
             graphs.capture_late(padded)
 
-    def _compute(self, batch: StepBatch, *, sample: bool, reads: ReadPlan | None = None) -> StepLogits | StageOutput:
+    def _compute(self, batch: StepBatch, *, sample: bool, queries: QueryPlan | None = None) -> StepLogits | StageOutput:
         """Launch the device's part of a step whose rows are loaded. With `sample`, the last stage also chooses tokens
-        and puts them into the slot table. `reads` is what it reads of prompts."""
-        forward = batch.forward if reads is None else replace(batch.forward, logits_rows=reads.kept)
+        and puts them into the slot table. `queries` is what it reads of prompts."""
+        forward = batch.forward if queries is None else replace(batch.forward, logits_rows=queries.kept)
         prepare_inputs(batch.rows, self._slots.state, batch.inputs)
         self._backend.plan_on_device(forward)
         hidden = self._model.forward(forward, self._link.received(forward.num_tokens))
         if isinstance(hidden, StageState):
             return StageOutput(hidden)
-        readings = None
-        if reads is not None:
-            readings = self._reader.read(hidden, reads)
-            hidden = hidden[reads.sampled]
+        query_results = None
+        if queries is not None:
+            query_results = self._reader.read(hidden, queries)
+            hidden = hidden[queries.sampled]
         if len(hidden) == 0:  # chunks that end no prompt
-            return StepLogits(hidden, torch.empty(0, dtype=torch.int32, device=hidden.device), readings)
+            return StepLogits(hidden, torch.empty(0, dtype=torch.int32, device=hidden.device), query_results)
         logits = self._model.compute_logits(hidden)
         if not sample:
-            return StepLogits(logits, None, readings)
+            return StepLogits(logits, None, query_results)
         slots, positions = batch.inputs.sample_slots, batch.inputs.sample_positions
         ids = self._sampler.sample(logits, slots, positions)
         self._slots.keep(slots, positions, ids)
-        return StepLogits(logits, ids, readings)
+        return StepLogits(logits, ids, query_results)
 
     def _batch(self, shape: BatchShape, step: StepInput) -> StepBatch:
         """Make views for a step without padding."""

@@ -9,7 +9,7 @@ import torch
 
 from nvcli.config import EngineConfig
 from nvcli.errors import LimitsTooHigh
-from nvcli.messages import NewSlot, PromptRead, SlotSampling, StepInput, pack
+from nvcli.messages import NewSlot, PromptQuery, SlotSampling, StepInput, pack
 from nvcli.runner.device import wait_for_gpu
 
 _SAMPLING = SlotSampling(top_k=2, top_p=0.9)
@@ -129,7 +129,9 @@ def _step(
         num_logits=pack([1] * len(lens)),
         seq_lens=pack(num_shared + length for length in lens),
         num_decodes=num_decodes,
-        reads=[PromptRead(row=row, start=0, count=count, targets=pack([0] * count)) for row, count in enumerate(lens)]
+        queries=[
+            PromptQuery(row=row, start=0, count=count, targets=pack([0] * count)) for row, count in enumerate(lens)
+        ]
         if is_scored
         else [],
         key_copies=pack([0, 0, 0, 0, 1]),

@@ -1,4 +1,4 @@
-"""PromptReads: the part of a request's prompt that is still to be read, and what was read of it.
+"""PromptQueries: the part of a request's prompt that is still to be read, and what was read of it.
 
 A request may want the log-probabilities of tokens of its prompt, or a sum of hidden states (`PromptScoring`,
 `Pooling`). Both are read at consecutive positions while the prompt is prefilled. The keys of those positions are
@@ -11,11 +11,11 @@ from __future__ import annotations
 from array import array
 
 from nvcli.engine.request import Pooling, PromptScoring
-from nvcli.messages import PromptRead, PromptReading
+from nvcli.messages import PromptQuery, PromptQueryResult
 
 
-class PromptReads:
-    """The reads of one request, in the order of the positions."""
+class PromptQueries:
+    """The queries of one request, in the order of the positions."""
 
     __slots__ = ("_end", "_next", "_prompt", "_taken", "_wish")
 
@@ -29,14 +29,14 @@ class PromptReads:
         else:
             self._next = num_prompt - 1 if wish.position == "last" else 0
             self._end = 1 if wish.position == "first" else num_prompt
-        self._taken: list[PromptReading] = []
+        self._taken: list[PromptQueryResult] = []
 
     @property
     def first_unread(self) -> int | None:
         """The first position that no submitted step reads; None: all are read. Its token must be computed."""
         return self._next if self._next < self._end else None
 
-    def read_chunk(self, row: int, start: int, end: int) -> PromptRead | None:
+    def read_chunk(self, row: int, start: int, end: int) -> PromptQuery | None:
         """Return what is to be read of a prefill chunk, and count it as read; None: nothing.
 
         row: the row of the chunk in the batch; start, end: the positions of its tokens, without `end`.
@@ -47,12 +47,12 @@ class PromptReads:
         self._next = end
         wish, prompt = self._wish, self._prompt
         if not isinstance(wish, PromptScoring):
-            return PromptRead(row=row, start=first - start, count=end - first)
+            return PromptQuery(row=row, start=first - start, count=end - first)
         targets = prompt[first + 1 : end + 1]
         if end == len(prompt):
             assert wish.next_id is not None
             targets.append(wish.next_id)
-        return PromptRead(
+        return PromptQuery(
             row=row, start=first - start, count=end - first, targets=targets.tobytes(), num_top=wish.num_top
         )
 
@@ -60,11 +60,11 @@ class PromptReads:
         """Read the last `count` positions again, because the step that was to read them did not run."""
         self._next -= count
 
-    def take(self, reading: PromptReading) -> None:
+    def take(self, result: PromptQueryResult) -> None:
         """Take in what a step has read."""
-        self._taken.append(reading)
+        self._taken.append(result)
 
-    def report(self) -> list[PromptReading]:
+    def report(self) -> list[PromptQueryResult]:
         """Return what was read since the last call."""
         taken, self._taken = self._taken, []
         return taken

@@ -14,7 +14,7 @@ from generation import generate, prompts
 
 from checkpoints import reference_model, write_tiny_qwen3
 from nvcli.engine.request import Pooling, PromptScoring, Request, RequestOutput
-from nvcli.messages import PromptReading
+from nvcli.messages import PromptQueryResult
 from nvcli.sampling_params import SamplingParams
 from one_rank import make_runner, run_to_outputs
 from requests_factory import make_request
@@ -64,7 +64,7 @@ def check(done: dict[int, RequestOutput], expected: list[tuple[Any, Any]], atol:
         targets = np.array([*prompt[1:], 9])
         at_targets = logprobs[np.arange(len(prompt)), targets]
         outputs = [done[100 * number + 10 * kind] for kind in range(5)]
-        scored = joined(outputs[0].readings)
+        scored = joined(outputs[0].query_results)
         np.testing.assert_allclose(scored["logprobs"], at_targets[:-1], atol=atol)
         best = np.argsort(-logprobs[:-2], axis=1)[:, :NUM_TOP].reshape(-1)
         assert scored["top_ids"].tolist() == best.tolist()
@@ -72,16 +72,18 @@ def check(done: dict[int, RequestOutput], expected: list[tuple[Any, Any]], atol:
         at_best = logprobs[np.arange(len(prompt) - 1).repeat(NUM_TOP), best]
         np.testing.assert_allclose(scored["top_logprobs"], at_best, atol=atol)
         first = max(1, len(prompt) - 5)
-        np.testing.assert_allclose(joined(outputs[1].readings)["logprobs"], at_targets[first - 1 :], atol=atol)
-        sums = [sum(np.frombuffer(r.hidden_sum, np.float32) for r in output.readings) for output in outputs[2:]]
+        np.testing.assert_allclose(joined(outputs[1].query_results)["logprobs"], at_targets[first - 1 :], atol=atol)
+        sums = [sum(np.frombuffer(r.hidden_sum, np.float32) for r in output.query_results) for output in outputs[2:]]
         for found, states in zip(sums, (hidden[:-1], hidden[-2:-1], hidden[:1]), strict=True):
             np.testing.assert_allclose(found, states.sum(axis=0), atol=atol * len(states))
-    assert not any(output.readings for number, output in done.items() if number % 10)  # the first sample has them
+    assert not any(output.query_results for number, output in done.items() if number % 10)  # the first sample has them
 
 
-def joined(readings: list[PromptReading]) -> dict[str, Any]:
+def joined(query_results: list[PromptQueryResult]) -> dict[str, Any]:
     types = {"logprobs": np.float32, "best_ids": np.int32, "top_ids": np.int32, "top_logprobs": np.float32}
-    return {name: np.frombuffer(b"".join(getattr(r, name) for r in readings), dtype) for name, dtype in types.items()}
+    return {
+        name: np.frombuffer(b"".join(getattr(r, name) for r in query_results), dtype) for name, dtype in types.items()
+    }
 
 
 @pytest.mark.parametrize("tokens", [4096, 9])

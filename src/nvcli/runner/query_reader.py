@@ -1,5 +1,5 @@
-"""PromptReader: what a step reads of prompts beside its rows' own logits: log-probabilities of given next tokens, and
-sums of hidden states.
+"""PromptQueryReader: what a step reads of prompts beside its rows' own logits: log-probabilities of given next tokens,
+and sums of hidden states.
 
 A step that reads runs eagerly and keeps the hidden states of the tokens that are read (`CausalLM.forward`). They are
 multiplied by the LM head a few hundred at a time, so that no logits of all tokens are ever held: 256 rows with a
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.kernels.token_scores import ShardScores, merge_scores, shard_scores
-from nvcli.messages import PromptRead, PromptReading, StepInput
+from nvcli.messages import PromptQuery, PromptQueryResult, StepInput
 from nvcli.models.causal_lm import CausalLM
 from nvcli.runner.slot_table import unpack_ids
 from nvcli.runner.uploader import to_device
@@ -28,32 +28,32 @@ LOGITS_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadPlan:
+class QueryPlan:
     """Which hidden states of a step are kept, and what for. R rows are kept; each is used once or twice."""
 
-    reads: Sequence[PromptRead]
+    queries: Sequence[PromptQuery]
     kept: Tensor
     """[R] int64, the tokens of the batch whose hidden states are kept, ascending."""
     sampled: Tensor
     """[N] int64, the kept rows that give the step's own logits, in batch order."""
     scored: Tensor
-    """[S] int64, the kept rows whose next tokens are scored, read after read."""
+    """[S] int64, the kept rows whose next tokens are scored, query after query."""
     targets: Tensor
     """[S] int64, the tokens that they are scored for."""
     spans: Sequence[tuple[int, int]]
-    """The first kept row and the number of rows of each read that wants hidden states."""
+    """The first kept row and the number of rows of each query that wants hidden states."""
 
     @property
     def num_top(self) -> int:
-        """The most likeliest tokens that a read wants, at least 1."""
-        return max(1, *(read.num_top for read in self.reads))
+        """The most likeliest tokens that a query wants, at least 1."""
+        return max(1, *(query.num_top for query in self.queries))
 
 
 @dataclass(frozen=True, slots=True)
-class PendingReadings:
+class PendingQueryResults:
     """What a step has read, on its way to the host."""
 
-    reads: Sequence[PromptRead]
+    queries: Sequence[PromptQuery]
     logprobs: Tensor
     """[S] float32 of the targets."""
     top_ids: Tensor
@@ -61,33 +61,33 @@ class PendingReadings:
     top_logprobs: Tensor
     """[S, K] float32"""
     hidden_sums: Tensor
-    """[n, H] float32, for each read that wants hidden states."""
+    """[n, H] float32, for each query that wants hidden states."""
 
-    def result(self) -> list[PromptReading]:
-        """Return a reading for each read. Call it when the step is over, on any thread."""
+    def result(self) -> list[PromptQueryResult]:
+        """Return a result for each query. Call it when the step is over, on any thread."""
         logprobs, sums = self.logprobs.numpy(), self.hidden_sums.numpy()
         top_ids, top_logprobs = self.top_ids.numpy(), self.top_logprobs.numpy()
-        readings = []
+        query_results = []
         first = num_sums = 0
-        for read in self.reads:
-            if not read.targets:
-                readings.append(PromptReading(hidden_sum=sums[num_sums].tobytes()))
+        for query in self.queries:
+            if not query.targets:
+                query_results.append(PromptQueryResult(hidden_sum=sums[num_sums].tobytes()))
                 num_sums += 1
                 continue
-            rows = slice(first, first + read.count)
-            readings.append(
-                PromptReading(
+            rows = slice(first, first + query.count)
+            query_results.append(
+                PromptQueryResult(
                     logprobs=logprobs[rows].tobytes(),
                     best_ids=top_ids[rows, 0].tobytes(),
-                    top_ids=top_ids[rows, : read.num_top].tobytes(),
-                    top_logprobs=top_logprobs[rows, : read.num_top].tobytes(),
+                    top_ids=top_ids[rows, : query.num_top].tobytes(),
+                    top_logprobs=top_logprobs[rows, : query.num_top].tobytes(),
                 )
             )
-            first += read.count
-        return readings
+            first += query.count
+        return query_results
 
 
-class PromptReader:
+class PromptQueryReader:
     """Reads for one rank. `read` is collective: every rank of the last stage calls it alike."""
 
     def __init__(
@@ -97,22 +97,22 @@ class PromptReader:
         self._model, self._group, self._device = model, group, device
         self._batch_invariant = batch_invariant
 
-    def plan(self, step: StepInput) -> ReadPlan:
-        """Lay out the reads of a step, which has at least one."""
+    def plan(self, step: StepInput) -> QueryPlan:
+        """Lay out the queries of a step, which has at least one."""
         num_tokens, num_logits = unpack_ids(step.num_tokens), unpack_ids(step.num_logits)
         ends = np.cumsum(num_tokens)
         starts = ends - num_tokens
         sampled = np.repeat(ends, num_logits) + _count_up(-num_logits, num_logits)
-        firsts = np.array([starts[read.row] + read.start for read in step.reads])
-        counts = np.array([read.count for read in step.reads])
+        firsts = np.array([starts[query.row] + query.start for query in step.queries])
+        counts = np.array([query.count for query in step.queries])
         read_tokens = np.repeat(firsts, counts) + _count_up(np.zeros_like(counts), counts)
         kept = np.union1d(sampled, read_tokens)
-        wants_scores = np.array([bool(read.targets) for read in step.reads])
+        wants_scores = np.array([bool(query.targets) for query in step.queries])
         spans = np.stack([np.searchsorted(kept, firsts), counts], axis=1)[~wants_scores]
-        targets = unpack_ids(b"".join(read.targets for read in step.reads))
+        targets = unpack_ids(b"".join(query.targets for query in step.queries))
         scored = np.searchsorted(kept, read_tokens[np.repeat(wants_scores, counts)])
-        return ReadPlan(
-            reads=step.reads,
+        return QueryPlan(
+            queries=step.queries,
             kept=self._to_device(kept),
             sampled=self._to_device(np.searchsorted(kept, sampled)),
             scored=self._to_device(scored),
@@ -120,13 +120,13 @@ class PromptReader:
             spans=[(int(first), int(count)) for first, count in spans],
         )
 
-    def read(self, hidden: Tensor, plan: ReadPlan) -> PendingReadings:
+    def read(self, hidden: Tensor, plan: QueryPlan) -> PendingQueryResults:
         """Read the kept hidden states [R, H], as `CausalLM.forward` gives them, and start the copies to the host."""
         logprobs, top_ids, top_logprobs = self._score(hidden, plan)
         on_host = [x.to("cpu", non_blocking=True) for x in (logprobs, top_ids, top_logprobs, _sums(hidden, plan.spans))]
-        return PendingReadings(plan.reads, *on_host)
+        return PendingQueryResults(plan.queries, *on_host)
 
-    def _score(self, hidden: Tensor, plan: ReadPlan) -> tuple[Tensor, Tensor, Tensor]:
+    def _score(self, hidden: Tensor, plan: QueryPlan) -> tuple[Tensor, Tensor, Tensor]:
         """Score all targets: what `merge_scores` returns."""
         vocab_size, num_top = self._model.config.vocab_size, plan.num_top
         packed = torch.empty(len(plan.scored), 2 + 2 * num_top, dtype=torch.int32, device=hidden.device)
