@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import tokenize
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -157,3 +160,27 @@ def test_every_link_leads_somewhere(page: Path, target: str) -> None:
 
 def test_the_main_page_is_short() -> None:
     assert len(MAIN.read_text(encoding="utf-8").splitlines()) <= 200
+
+
+def test_a_decode_step_reads_in_one_sitting() -> None:
+    """The files on the map are there, and few: a reader opens all of them. The counts are about right."""
+    lines = re.findall(r"^\d+\. `([^`]+)` \((\d+)\)", section(MAP, "## A decode step, in reading order"), re.MULTILINE)
+    counts = {name: lines_of_code(ROOT / "src/nvcli" / name) for name, _ in lines}
+    assert 0 < len(counts) <= 16
+    assert sum(counts.values()) <= 2500
+    for name, count in lines:
+        assert int(count) == pytest.approx(counts[name], rel=0.1, abs=10), f"{name} has {counts[name]} lines"
+
+
+def lines_of_code(path: Path) -> int:
+    """Count the lines of a module without comments, docstrings and blank ones."""
+    text = path.read_text(encoding="utf-8")
+    found: set[int] = set()
+    nothing = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    for token in tokenize.generate_tokens(StringIO(text).readline):
+        if token.type not in nothing:
+            found |= {*range(token.start[0], token.end[0] + 1)}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            found -= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    return len(found)

@@ -90,7 +90,7 @@ class BlockManager:
                 del self._reusable[block]
             counts[block] += 1
 
-    def is_held_once(self, block: int) -> bool:
+    def has_single_owner(self, block: int) -> bool:
         """Whether a block has one reference."""
         return self._ref_counts[block] == 1
 

@@ -280,7 +280,7 @@ class BlockTables:
         """Whether other requests hold the first block of keys that a running request holds, too."""
         tables = [(state.blocks[group], state.first_columns[group]) for group in self._of_keys]
         firsts = [block for blocks, first in tables for block in blocks[first : first + 1]]
-        return not all(map(self.block_manager.is_held_once, firsts))
+        return not all(map(self.block_manager.has_single_owner, firsts))
 
     def _match(self, state: RequestState, hashes: Sequence[BlockHash]) -> None:
         """Find the longest cached prefix, and take a reference of its blocks.

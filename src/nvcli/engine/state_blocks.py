@@ -61,7 +61,7 @@ class StateBlocks:
         if length >= num_columns:
             return 0
         goes_along = last and state.num_computed == length * self._block_size
-        return 0 if goes_along and all(map(self._manager.is_held_once, last)) else len(self.groups)
+        return 0 if goes_along and all(map(self._manager.has_single_owner, last)) else len(self.groups)
 
     def lengthen(self, state: RequestState, num_columns: int, fresh: list[int], *, room: int) -> Columns:
         """Give a request blocks in the last of `num_columns` columns, and in those that are worth keeping as far as

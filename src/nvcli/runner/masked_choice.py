@@ -26,8 +26,9 @@ from nvcli.messages import StepInput
 from nvcli.runner.constraints import Constraints, MaskOutcome, StepMasks
 from nvcli.runner.graph_runner import GraphRunner
 from nvcli.runner.input_buffers import StepBatch
+from nvcli.runner.logprobs import PendingLogprobs
 from nvcli.runner.memory import out_of_memory_line
-from nvcli.runner.sampler import NO_MASK, PendingLogprobs, Sampler, SamplingNeeds
+from nvcli.runner.sampler import NO_MASK, Sampler, SamplingNeeds
 from nvcli.runner.sampling_table import SamplingFlag
 from nvcli.runner.slot_table import SlotTable
 

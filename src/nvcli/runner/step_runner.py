@@ -24,9 +24,10 @@ from nvcli.models.causal_lm import CausalLM
 from nvcli.runner.constraints import MaskOutcome
 from nvcli.runner.graph_runner import GraphRunner, unowned
 from nvcli.runner.input_buffers import InputBuffers, StepBatch, exact_shape
+from nvcli.runner.logprobs import PendingLogprobs
 from nvcli.runner.masked_choice import MaskedChoice
 from nvcli.runner.query_reader import PendingQueryResults, PromptQueryReader, QueryPlan
-from nvcli.runner.sampler import PendingLogprobs, Sampler
+from nvcli.runner.sampler import Sampler
 from nvcli.runner.slot_table import SlotTable, partly_filled_blocks, unpack_ids
 from nvcli.runner.step_clock import StepClock, StepTime
 
