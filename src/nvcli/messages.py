@@ -33,7 +33,7 @@ FORBIDDEN = -1e30
 a token, and stays so when it is divided by the lowest temperature."""
 
 MOST_KEY_COPIES = 2
-"""The most pieces in which a request that enters a slot has keys copied for it, in each KV group."""
+"""Most copy runs per new slot and KV group."""
 
 MAX_KV_GROUPS = 16
 """The most KV groups that a model may have. The step channel is made before a rank can say how many there are."""

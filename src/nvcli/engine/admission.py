@@ -56,7 +56,7 @@ class Admission:
         self._num_running = 0
         self._forecast = LengthForecast()
         self._stretches: dict[int, _Stretch] = {}
-        """By number; stretch n is the steps from n × _STRETCH on."""
+        """Number → stretch; stretch n is the steps from n × _STRETCH on."""
         self._stretch_of: dict[RequestState, int] = {}
         self._offset = 0
         """The sum of all offsets."""

@@ -24,7 +24,7 @@ _NEVER = MAX_INT
 
 
 class AnswerWatch:
-    """What is looked for in one answer, and when. Numbers are of generated tokens."""
+    """Watches one answer. Numbers are of generated tokens."""
 
     def __init__(self, loop_rule: StopRepetition | None, thought_limit: ThoughtLimit | None) -> None:
         self._loop_rule = loop_rule

@@ -22,7 +22,7 @@ from nvcli.engine.segment_forest import num_equal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixCosts:
-    """What decides whether chunks are attended together, in keys of a layer that one tile attends to.
+    """Costs that decide whether chunks are attended together, in keys of a layer that one tile attends to.
 
     Measured on an H200 with 32 query heads and 8 KV heads of 128 in bf16, where a tile of 128 rows attends to 1,000
     keys, in all KV heads, in 0.84 us of the whole GPU's time.
@@ -31,7 +31,7 @@ class PrefixCosts:
     tile_tokens: int
     """The tokens that fill a tile (`EngineReady.prefix_tile_tokens`)."""
     token: float = 6.0
-    """What a token takes more: its result over the prefix is written and read again. 8,192 tokens take 157 us over 512
+    """Extra cost per token: its result over the prefix is written and read again. 8,192 tokens take 157 us over 512
     keys and 449 over 2,048."""
     least_gain: float = 2_048
     """A group is worth it once it gains so much."""

@@ -1,4 +1,4 @@
-"""Why a request fails in the engine, as its row says it, and when the model is at fault for all of them."""
+"""Failures of requests in the engine, as their rows say them, and the case in which the model is at fault for all."""
 
 from __future__ import annotations
 

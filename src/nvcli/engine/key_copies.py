@@ -45,11 +45,11 @@ class KeyCopies:
         self._num_early = 0
         """The tokens of its prompt whose keys were computed by steps before the one that is planned."""
         self._pieces: dict[tuple[int, int], list[_Piece]] = {}
-        """What is copied in the step that is planned, by KV group and block that gets it, first tokens first."""
+        """(KV group, block) → the pieces that it gets in the step that is planned, first tokens first."""
         self._targets: dict[RequestState, list[tuple[int, int]]] = {}
-        """By the request that owns them, the KV groups and blocks that get something."""
+        """Request → its (KV group, block)s that get something."""
         self._with_new_keys: set[RequestState] = set()
-        """Those of them that get keys which the same step computes."""
+        """Requests whose copied keys the same step computes."""
 
     @property
     def copies_new_keys(self) -> bool:

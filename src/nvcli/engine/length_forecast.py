@@ -24,7 +24,7 @@ _COHORT = 1024
 _FIRST_GUESS = 512
 """The mean length of an answer, in tokens, where nothing is known yet."""
 _GUESSED_ANSWERS = 4
-"""How many answers the first guess counts for."""
+"""The number of answers that the first guess counts for."""
 _LEAST_NEWS = 8
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 """Multiples of it, without their whole part, are spread evenly over 0 to 1 however many there are."""
@@ -41,7 +41,7 @@ class _Answer:
         self.length = 0.0
         """The fraction of `max_tokens` that it used, once it has ended."""
         self.place = place
-        """Where it stands in the distribution: 0 is the longest answer, 1 the shortest."""
+        """Its place in the distribution: 0 is the longest answer, 1 the shortest."""
 
 
 class _LengthClass:

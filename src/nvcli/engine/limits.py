@@ -29,10 +29,10 @@ class SchedulerLimits:
     """Tokens of a decode row: the last one, and those that were drafted to follow it."""
     kv_groups: tuple[KVGroup, ...] = (KVGroup(),)
     segment_costs: SegmentCosts | None = None
-    """What decides which blocks that decoding requests share are read once for all of them; None: the ranks read none
-    so."""
+    """Costs that decide which shared blocks of decoding requests are read once for all of them; None: the ranks read
+    none so."""
     prefix_costs: PrefixCosts | None = None
-    """What decides which prefill chunks are attended together to the prefix that they share; None: the ranks attend to
+    """Costs that decide which prefill chunks are attended together to their shared prefix; None: the ranks attend to
     every chunk by itself."""
     plans_admission: bool = False
     """Whether requests are admitted by how long their answers will be (`Admission`), and not as long as blocks are

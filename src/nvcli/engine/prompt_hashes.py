@@ -16,7 +16,7 @@ _MAX_BYTES = 16 * 1024 * 1024
 where runs are short."""
 _RUN_BYTES = 512
 _HASH_BYTES = 64
-"""What a run takes beside its tokens and hashes, and what a hash takes, about."""
+"""The approximate memory of a run beside its tokens and hashes, and of a hash."""
 
 _Run = tuple[bytes, list[BlockHash]]
 """The packed tokens of some consecutive blocks, and their hashes."""
@@ -30,7 +30,7 @@ class PromptHashes:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._runs: OrderedDict[tuple[BlockHash, bytes], _Run] = OrderedDict()
-        """By the hash before the run and the tokens of its first block, oldest first."""
+        """(hash before the run, tokens of its first block) → run, oldest first."""
 
     def of(self, token_bytes: bytes) -> list[BlockHash]:
         """Return the hashes of all full blocks of a prompt of packed int32 tokens. The caller may change the list."""

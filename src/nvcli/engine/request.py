@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length", "repetition", "abort", "error"]
 
 
 class ThoughtLimit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """How long an answer may think, and by which tokens that is seen and ended."""
+    """The limit of an answer's thought, and the tokens by which it is seen and ended."""
 
     budget: int
     """The most tokens of the thought, without the marks around it."""
@@ -78,9 +78,9 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     stream: bool = False
     """Whether tokens are reported as they come (for rows with stop strings) or once, at the end."""
     constraint: Constraint | None = None
-    """What the answer must look like; None: anything. `sampling` need not say it too."""
+    """The form of the answer; None: any. `sampling` need not say it too."""
     read: PromptScoring | Pooling | None = None
-    """What is wanted of the prompt itself; the first sample brings it."""
+    """A wish for something of the prompt itself; the first sample brings it."""
 
     @property
     def needs_tokens(self) -> bool:
@@ -132,7 +132,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     error: str = ""
     """The reason for finish_reason `error`, for the row's error object."""
     query_results: list[PromptQueryResult] = []
-    """What was read of the prompt since the last output, where the request wishes it: consecutive parts."""
+    """Results for the prompt since the last output, where the request wishes any: consecutive parts."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -151,7 +151,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     kv_bytes_saved: int = 0
     """Bytes of the KV cache, on all ranks, that were not read again for each of the requests that share them."""
     running_lengths: bytes = b""
-    """How long the answers of running requests are so far, and may become: three int32 for each (`messages.pack`), as
+    """The lengths of running answers so far, and at most: three int32 for each (`messages.pack`), as
     (generated tokens, `max_tokens`, prompt tokens). They are renewed less often than the rest, and are those of some
     requests only where many run."""
 

@@ -16,7 +16,7 @@ from nvcli.engine.state import RequestState
 
 @dataclass(frozen=True, slots=True)
 class SegmentChanges:
-    """What a step tells the ranks of segments."""
+    """Changes of segments that a step tells the ranks."""
 
     segments: list[tuple[int, int, int, int, int]]
     """(KV group, number, first key, end of the keys, number of the parent or 0) of segments that are new or changed."""
@@ -57,7 +57,7 @@ class SharedSegments:
         self._inside: set[int] = set()
         """The slots of the requests that are in the forests."""
         self._told: dict[tuple[int, int], int | None] = {}
-        """By KV group and slot, the number that the ranks have."""
+        """(KV group, slot) → segment number last sent."""
         self._told_else: int | None = 0
         """The number that they have for all other slots; None: nobody knows."""
 

@@ -68,7 +68,7 @@ class RequestState:
     num_reported: int = 0
     """Generated tokens that the parent has."""
     watch: AnswerWatch | None = field(init=False)
-    """What is looked for in the tokens as they come back; None for most requests."""
+    """A watch on the tokens as they come back; None for most requests."""
     stop_ids: frozenset[int] = field(init=False)
     stream: bool = field(init=False)
     num_computed: int = 0
@@ -100,7 +100,7 @@ class RequestState:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finished: bool = False
     queries: PromptQueries | None = field(init=False)
-    """What is to be read of the prompt; None: nothing."""
+    """Queries of the prompt; None: there are none."""
 
     def __post_init__(self) -> None:
         request = self.request

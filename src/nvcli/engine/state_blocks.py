@@ -20,7 +20,7 @@ from nvcli.engine.block_manager import BlockHash, BlockManager
 from nvcli.engine.state import RequestState
 
 Columns = dict[int, list[int]]
-"""By column of the tables, the block of each group of states."""
+"""Column → the block of each group of states."""
 
 
 class StateBlocks:

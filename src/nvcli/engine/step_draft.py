@@ -74,7 +74,7 @@ class ScheduledStep:
 
 
 class Sharing(NamedTuple):
-    """What the rows of a step share."""
+    """Keys and values that the rows of a step share."""
 
     arrangement: Arrangement | None
     """The order and the groups of its prefill chunks; None: there are no groups."""
@@ -106,7 +106,7 @@ class StepDraft:
         self._states: list[RequestState] = []
         """The request of each chunk."""
         self._queries: list[PromptQuery] = []
-        """What is read of the chunks; rows are counted from the first chunk."""
+        """Queries of the chunks; rows are counted from the first chunk."""
         self._querying: list[RequestState] = []
         """The request of each query."""
 

@@ -15,7 +15,7 @@ _Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 
 class RepeatedBlocks:
-    """How many KV blocks the rows of a step attend to more than once, because requests share a prefix.
+    """Counts the KV blocks that the rows of a step attend to more than once, because requests share a prefix.
 
     It follows the block tables as the ranks do, from what each step says of them, so that benchmarks can tell how much
     a step would have to read if each shared block were read once. It counts blocks of the first KV group without a

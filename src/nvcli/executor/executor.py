@@ -1,4 +1,4 @@
-"""Executor: the ranks as the engine sees them. Steps go in, outputs come back, and no death goes unnoticed.
+"""Executor: the ranks as the engine sees them. Steps go in, outputs come back, and a dead process ends the run.
 
 In every phase it waits on all ranks at once: on their sockets, which close when a rank dies, and on the outputs that
 one of them posts.

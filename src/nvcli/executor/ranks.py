@@ -1,5 +1,4 @@
-"""How the processes of ranks are started, also before anything is known of the run: their argument, and the descriptors
-that they inherit."""
+"""The start of ranks, also before anything is known of the run: their processes, argument and inherited descriptors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which programs have all of their kernels in Triton's cache on disk: a note there says so.
+"""Notes on the programs that have all of their kernels in Triton's cache on disk.
 
 A rank looks before it imports torch, because what compiles kernels takes as long to start as that import.
 """

@@ -64,9 +64,9 @@ class StepMasks:
     has_failed: np.ndarray
     """[n] bool, the rows whose grammars cannot be followed any further. What is chosen for them is no token."""
     memory: MaskMemory | None
-    """Where late masks come from; None if none can be late."""
+    """The source of late masks; None if none can be late."""
     late_seconds: float = 0.0
-    """How long the device may wait for each late mask."""
+    """The time that the device may wait for each late mask."""
 
     @property
     def any_late(self) -> bool:
@@ -89,7 +89,7 @@ class StepMasks:
 
 @dataclass(frozen=True, slots=True)
 class MaskOutcome:
-    """What became of the masks of a step's constrained rows; complete when the step's tokens are on the host."""
+    """The fate of the masks of a step's constrained rows; complete when the step's tokens are on the host."""
 
     rows: np.ndarray
     """[n], the constrained ones of the sampled rows."""

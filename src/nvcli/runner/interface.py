@@ -49,4 +49,4 @@ class RankContext:
     started_at: float = 0.0
     """The `time.time()` at which the process began to run nvcli's code."""
     compilers: CompileProcesses | None = None
-    """What compiles kernels, where it was started with the rank."""
+    """The processes that compile kernels, where they were started with the rank."""

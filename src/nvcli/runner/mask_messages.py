@@ -1,4 +1,4 @@
-"""What a rank asks of the processes that make masks, and the memory in which they answer.
+"""The orders of a rank to the processes that make masks, and the memory in which they answer.
 
 The memory has a row for each answer that may run, in several parts (`MaskTable`). A process writes a row's mask, and
 then the number by which that mask was asked for (`answered`). Of most answers a step asks for the mask behind one more
@@ -19,7 +19,7 @@ N = TypeVar("N", int, np.ndarray)
 
 _PAGE = 4096
 _TOKEN_BITS = 24
-"""Of an entry of `MaskTable.next_tokens`; the bits above are the number of the mask."""
+"""Bits of the token in an entry of `MaskTable.next_tokens`; the bits above are the number of the mask."""
 _NUM_NUMBERS = 4
 """The numbers that the memory has for each row beside its mask."""
 
@@ -88,7 +88,7 @@ class WantMask(msgspec.Struct, frozen=True, array_like=True):
 
     row: int
     number: int
-    """What tells it from the other masks of its row."""
+    """A number that no other mask of its row has."""
     tokens: list[int]
     """The tokens that the answer goes on with first."""
     is_free: bool
@@ -102,7 +102,7 @@ class WantMask(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MaskOrders(msgspec.Struct, frozen=True, array_like=True):
-    """What one process is to do, in this order; but first what is new among its rows of `MaskTable.next_tokens`."""
+    """Orders of one process, obeyed in this order behind what is new among its rows of `MaskTable.next_tokens`."""
 
     ended: list[int]
     """Rows whose answers have ended."""

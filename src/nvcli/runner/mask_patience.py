@@ -17,7 +17,7 @@ _FIRST_LAUNCH_SECONDS = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a step waits for late masks. As long as the device computes the step's forward pass, waiting costs
+    """The time that a step waits for late masks. As long as the device computes the step's forward pass, waiting costs
     nothing. Then it costs the time of all rows, where leaving some rows out costs their part of a step."""
 
     free_until: float

@@ -38,13 +38,13 @@ _SLOW_SECONDS = 200e-6
 _MOST_PASSED = 2
 """A slow mask is put off for this many orders at the most."""
 _LOOK_SECONDS = 100e-6
-"""How often a process looks for orders at first. To be woken by a timer so often takes some of a core: a third with 50
+"""The time between two looks for orders at first. To be woken by a timer so often takes some of a core: a third with 50
 µs in a virtual machine."""
 _AWAKE_SECONDS = 6e-3
 """The time after which it falls asleep. Steps that take longer lose little while the processes are woken."""
 _NAP_MILLISECONDS = 200.0
-"""How often a process that is asleep looks for orders without a message, which may be missing only where the rank saw
-it awake at the very moment at which it fell asleep."""
+"""The time between two looks of a process that is asleep if no message comes. One is missing only where the rank saw it
+awake at the very moment at which it fell asleep."""
 
 
 @dataclass(slots=True)
@@ -155,7 +155,7 @@ class MaskWorker:
         self._at_work = table.at_work[first : first + 1]
         self._next_tokens = table.next_tokens[first::step]
         self._read_tokens = np.zeros_like(self._next_tokens)
-        """What was read of them last."""
+        """A copy of them as they were read last."""
         self._answers: dict[int, GrammarAnswer] = {}
         self._slow_rows: set[int] = set()
         self._fast: deque[WantMask] = deque()

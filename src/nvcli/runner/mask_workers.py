@@ -53,10 +53,10 @@ _PIPE_BYTES = 1 << 20
 """Orders that a process may have before it reads them; more, where the system allows no such pipe, make the rank
 wait."""
 _LOOK_SECONDS = 50e-6
-"""How often a step looks for masks, but all the time at first."""
+"""The time between two looks of a step for masks, which looks all the time at first."""
 _EAGER_SECONDS = 200e-6
 _CHECK_SECONDS = 0.1
-"""How often steps that wait look whether the processes are there."""
+"""The time between two checks of waiting steps whether the processes are there."""
 _END_SECONDS = 5.0
 _MOST_IDLE_ENDS = 3
 """The run ends when a process has ended so often, each time at no answer and before it had made a mask."""
@@ -121,9 +121,9 @@ class MaskWorkers:
         self._tracebacks: dict[int, str] = {}
         """The exceptions that processes ended with."""
         self._num_idle_ends = [0] * num_workers
-        """Of each process, how often it has ended at no answer since it last made a mask."""
+        """Process → its ends at no answer since it last made a mask."""
         self._num_made = [0] * num_workers
-        """Of each process, the sum of its `MaskTable.numbers` when it last ended."""
+        """Process → the sum of its `MaskTable.numbers` when it last ended."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
         self._rows = MaskRowAllocator(num_rows, num_workers)

@@ -40,7 +40,7 @@ _NO_ROWS = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """What a second graph leaves behind, for the N rows of its shape."""
+    """The output of a second graph, for the N rows of its shape."""
 
     ids: Tensor
     """[N] int32"""

@@ -29,7 +29,7 @@ LOGITS_ROWS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryPlan:
-    """Which hidden states of a step are kept, and what for. R rows are kept; each is used once or twice."""
+    """The hidden states of a step that are kept for queries. R rows are kept; each is used once or twice."""
 
     queries: Sequence[PromptQuery]
     kept: Tensor
@@ -51,7 +51,7 @@ class QueryPlan:
 
 @dataclass(frozen=True, slots=True)
 class PendingQueryResults:
-    """What a step has read, on its way to the host."""
+    """The results of a step's queries, on their way to the host."""
 
     queries: Sequence[PromptQuery]
     logprobs: Tensor

@@ -68,7 +68,7 @@ class SamplingTable:
             entry_ids=torch.zeros(num_rows, MAX_STOP_IDS, dtype=torch.int32, device=device),
             entry_values=torch.zeros(num_rows, MAX_STOP_IDS, dtype=torch.float32, device=device),
         )
-        """What the slots change in their logits. The entries of a slot are its biased tokens, then its stop ids, then
+        """Changes of the slots to their logits. The entries of a slot are its biased tokens, then its stop ids, then
         its allowed tokens, which have the value +inf."""
         self.bad_words = BadWords(num_rows, device)
 

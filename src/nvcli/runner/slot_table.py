@@ -37,7 +37,7 @@ def unpack_ids(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
 def partly_filled_blocks(
     step: StepInput, state_groups: Sequence[int] = ()
 ) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """Of the blocks that a step gives to slots, return those that may be read before they are full: the last of each
+    """Return the blocks given to slots by a step that may be read before they are full: the last of each
     run of columns. A cached block is none of them, because a block for the token behind it follows; nor is one of
     `state_groups`, the KV groups whose states are read as they were written."""
     groups, slots, columns = map(unpack_ids, (step.block_groups, step.block_slots, step.block_columns))

@@ -45,7 +45,7 @@ class StepLogits:
     """[N] int32, in the slot table already, `NOT_FINITE` for none; None where the rows ask for more than
     `Sampler.sample` does."""
     query_results: PendingQueryResults | None = None
-    """What was read of prompts; None where nothing is wanted of them."""
+    """Results of queries of prompts; None where there are no queries."""
 
     def unowned(self) -> StepLogits:
         return replace(self, logits=unowned(self.logits))
@@ -74,9 +74,9 @@ class PendingStep:
     is_graph: bool
     query_results: PendingQueryResults | None
     masks: MaskOutcome | None
-    """What became of the masks of its constrained rows; None: it has none."""
+    """The fate of the masks of its constrained rows; None: it has none."""
     note: str
-    """What the user should know; empty: nothing."""
+    """A line for the user, or empty."""
 
     def result(self) -> StepOutput:
         """Wait for the step, and return its output."""
