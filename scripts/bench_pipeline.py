@@ -143,6 +143,8 @@ class Silent(Progress):
     def note(self, line: str) -> None:
         pass
 
+    warn = note
+
 
 def lines(num_rows: int, form: str) -> Iterator[bytes]:
     """Short questions, all different; `huge`: with 50 MB of text each, by turns to be answered and to be handed on;

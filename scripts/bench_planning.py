@@ -64,7 +64,7 @@ def cases(options: argparse.Namespace, stack: ExitStack) -> Iterator[Case]:
             "computed prompt tokens": counts.prompt_tokens - counts.cached_tokens,
             "prompt tokens": counts.prompt_tokens,
             "generating, s": summary.times.generating,
-            "preemptions": counts.num_preemptions,
+            "preemptions": counts.engine_total("num_preemptions"),
         }
 
     for plan in (False, True):

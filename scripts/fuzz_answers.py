@@ -26,7 +26,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fuzzing import load_data, make_parser
-from nvcli.job_run.text.answer_reader import AnswerReader, ReadAnswer, Reading, tool_calls_of
+from nvcli.job_run.text.answer_reader import AnswerFormat, AnswerReader, ParsedAnswer, tool_calls_of
 from nvcli.job_run.text.reasoning import REASONING_FORMATS, PromptState
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.job_run.text.tool_calls import HARMONY, TOOL_FORMATS
@@ -141,7 +141,7 @@ class Fuzzer:
         """Read one text. Raises AssertionError, with the text, where that raises or gives what is no answer."""
         text = self._maker.text()
         ids, ending = self.encode(text)
-        reading = Reading(
+        reading = AnswerFormat(
             reader=self.reader, state=self._rng.choice(STATES), tools=self._rng.choice((TOOLS, TOOLS, ()))
         )
         shows = bool(len(ids) % 2)
@@ -175,7 +175,7 @@ class Fuzzer:
         whole = self._tokenizer.decode_one(tokens)
         return tokens, whole[: self._rng.randrange(len(whole) + 1)]
 
-    def _check(self, answer: ReadAnswer) -> None:
+    def _check(self, answer: ParsedAnswer) -> None:
         calls = tool_calls_of(answer.calls, b"prompt", 0)
         for call in calls:
             assert isinstance(json.loads(call.function.arguments), dict), call

@@ -34,3 +34,8 @@ def format_bytes(num_bytes: float) -> str:
         value /= 1024
         units.pop(0)
     return f"{value:.0f} B" if units[0] == "B" else f"{value:.2f} {units[0]}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun: `1 row`, `2,000 rows`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -1,5 +1,5 @@
-"""What Linux's control groups, of which containers, services and batch jobs are made, say of this process's memory,
-and how many cores it may use.
+"""Limits of this process's memory and cores, from the control groups of Linux, of which containers, services and batch
+jobs are made.
 
 Both versions are read, of the cores only version 2: the files of version 1 lie below `memory/`, those of version 2 at
 the root. A container may see the path of its group as its host does; then only the root can be found, which is the

@@ -1,5 +1,5 @@
-"""What keeps a file from being written where the system's own words leave it open: a shell's limit, no inodes left, or
-a read-only file system.
+"""Explains why a file cannot be written where the system's own words leave it open: a shell's limit, no inodes left,
+or a read-only file system.
 
 The processes of a run share memory as files without a name, and a shell's limit on the size of files holds for these.
 """

@@ -32,7 +32,7 @@ CHECK_STACK_BYTES, FOLLOW_STACK_BYTES = 8 << 20, 32 << 20
 followed later. Nothing that passes the first should overflow the other."""
 
 JSON_WHITESPACE = r" ?|\n[ \t]{0,20}"
-"""What may stand between two tokens of JSON: a blank, or a line end and what indents the next line. Without a bound a
+"""The white space between two tokens of JSON: a blank, or a line end and what indents the next line. Without a bound a
 model may write blanks until `max_tokens`."""
 
 _TOKENIZER_FILE = "tokenizer.json"
@@ -81,7 +81,7 @@ class Vocabulary:
                 raise
             raise GrammarError(f"llguidance cannot use the tokenizer: {_reason(str(error))}") from None
         self.text_end_ids = [token for token in end_ids if not self.tokenizer.is_special_token(token)]
-        """Those of `end_ids` that are no special tokens: a matcher lets them come as text, too."""
+        """Ids of `end_ids` that are no special tokens: a matcher lets them come as text, too."""
         self._limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
 
     @classmethod

@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _SECONDS = 30.0
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
@@ -48,10 +48,10 @@ class SmiProcess:
 class SmiReport:
     """The answer of nvidia-smi; empty where there is none."""
 
-    gpus: Mapping[str, SmiGpu]
+    gpus: Mapping[str, SmiGpu] = field(default_factory=dict)
     """The GPUs by uuid."""
-    processes: tuple[SmiProcess, ...]
-    links: Mapping[tuple[int, int], str]
+    processes: tuple[SmiProcess, ...] = ()
+    links: Mapping[tuple[int, int], str] = field(default_factory=dict)
     """The links (NV18, PIX, PHB, SYS, …) by pair of GPU indices, the smaller one first."""
     failure: str = ""
     """The reason why an installed nvidia-smi gave no answer; empty where it did."""
@@ -78,12 +78,12 @@ def ask_nvidia_smi() -> SmiReport:
 def ask_for_gpus() -> SmiReport:
     """Ask for the GPUs alone: one call, about 0.1 s where the GPUs are awake."""
     if shutil.which("nvidia-smi") is None:
-        return SmiReport(gpus={}, processes=(), links={})
+        return SmiReport()
     try:
         gpus = parse_gpus(_run(f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits"))
     except _Failed as failed:
-        return SmiReport(gpus={}, processes=(), links={}, failure=str(failed))
-    return SmiReport(gpus=gpus, processes=(), links={})
+        return SmiReport(failure=str(failed))
+    return SmiReport(gpus=gpus)
 
 
 def visible_gpus(report: SmiReport, environ: Mapping[str, str]) -> list[SmiGpu] | str:
@@ -93,7 +93,7 @@ def visible_gpus(report: SmiReport, environ: Mapping[str, str]) -> list[SmiGpu] 
     """
     in_order = sorted(report.gpus.values(), key=lambda gpu: gpu.index)
     if not in_order:
-        return report.failure or "nvidia-smi names no GPU"
+        return report.failure or "nvidia-smi lists no GPU"
     numbering = environ.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     if len({gpu.name for gpu in in_order}) > 1 and numbering != "PCI_BUS_ID":
         return "the GPUs are of different kinds, and CUDA orders them by speed unless CUDA_DEVICE_ORDER is PCI_BUS_ID"
@@ -114,7 +114,7 @@ def visible_gpus(report: SmiReport, environ: Mapping[str, str]) -> list[SmiGpu] 
         return "a GPU is cut into slices (MIG)"
     if any(not gpu.total_bytes for gpu in seen):
         return "nvidia-smi does not tell how much memory a GPU has"
-    return seen or f"CUDA_VISIBLE_DEVICES={listed} names no GPU"
+    return seen or f"CUDA_VISIBLE_DEVICES={listed} lists no GPU"
 
 
 class _Failed(Exception):

@@ -1,4 +1,4 @@
-"""What a process asks of Linux for itself: when it ends, which signals it hears, and how exactly it sleeps."""
+"""Requests of a process to Linux: when it ends, which signals it hears, and how exactly it sleeps."""
 
 from __future__ import annotations
 

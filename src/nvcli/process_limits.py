@@ -1,4 +1,4 @@
-"""What whoever started this process has left it: open files and a working folder."""
+"""Checks the limit on open files and the working folder that this process was started with."""
 
 from __future__ import annotations
 

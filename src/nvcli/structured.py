@@ -56,7 +56,7 @@ class Structured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Constraint(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What keeps an answer to a grammar, as the engine gets it with a request."""
+    """A grammar that an answer is held to, as the engine gets it with a request."""
 
     grammar: str
     """The grammar, in llguidance's own form; at most `MAX_GRAMMAR_BYTES`."""

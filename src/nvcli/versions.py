@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import platform
 import re
@@ -23,16 +24,19 @@ class TorchBuild:
 
 def torch_build() -> TorchBuild | None:
     """Return the installed torch; None where there is none, or an unusual build that does not say what it is."""
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-    except OSError:
-        return None
+    text = _read_file_of("torch", "version.py")
     version = re.search(r"^__version__\b[^=\n]*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
     cuda = re.search(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
     return TorchBuild(version[1], cuda[1] if cuda else None) if version else None
+
+
+def _read_file_of(package: str, name: str) -> str:
+    """Return the text of a file of an installed package; empty where it is not there."""
+    spec = find_spec(package)
+    if spec is not None and spec.origin is not None:
+        with contextlib.suppress(OSError):
+            return Path(spec.origin).with_name(name).read_text(encoding="utf-8")
+    return ""
 
 
 TORCH = "torch>=2.11,<2.16"
@@ -69,13 +73,7 @@ def cuda_torch_advice(driver: tuple[int, int] | None) -> str:
 def triton_version() -> str | None:
     """Return the version of the Triton that would be imported, as its first file says; None: it does not say, or is
     not there."""
-    spec = find_spec("triton")
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        text = Path(spec.origin).read_text(encoding="utf-8")
-    except OSError:
-        return None
+    text = _read_file_of("triton", "__init__.py")
     found = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
     return found[1] if found else None
 

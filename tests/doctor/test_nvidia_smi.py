@@ -93,7 +93,7 @@ FOUR = "".join(f"{n}, GPU-{uuid}, NVIDIA H200, 580, 143771, 4, Disabled\n" for n
         ({"CUDA_VISIBLE_DEVICES": "GPU-d,1"}, [3, 1]),
         ({"CUDA_VISIBLE_DEVICES": "1,-1,2"}, [1]),
         ({"CUDA_VISIBLE_DEVICES": "1,9"}, [1]),
-        ({"CUDA_VISIBLE_DEVICES": ""}, "names no GPU"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "lists no GPU"),
         ({"CUDA_VISIBLE_DEVICES": "MIG-1-2"}, "slices"),
     ],
 )
@@ -115,7 +115,7 @@ def test_gpus_whose_numbers_cannot_be_told() -> None:
     mixed = FOUR + "4, GPU-e, NVIDIA A100, 580, 81920, 4, Disabled\n"
     assert "CUDA_DEVICE_ORDER" in str(found(mixed))
     assert len(found(mixed, CUDA_DEVICE_ORDER="PCI_BUS_ID")) == 5  # type: ignore[arg-type]
-    assert found("") == "nvidia-smi names no GPU"
+    assert found("") == "nvidia-smi lists no GPU"
 
 
 @pytest.mark.parametrize(

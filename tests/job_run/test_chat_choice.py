@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Sequence
@@ -43,15 +44,18 @@ class InProcess:
 
 @pytest.fixture(autouse=True)
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nvcli.job_run.generate.ChatRenderer", InProcess)
+    monkeypatch.setattr("nvcli.job_run.resolve.ChatRenderer", InProcess)
 
 
 class Notes(Progress):
     def __init__(self) -> None:
+        super().__init__(io.StringIO())
         self.lines: list[str] = []
 
     def note(self, line: str) -> None:
         self.lines.append(line)
+
+    warn = note
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ def test_a_job_uses_the_engines_of_the_one_before_it(tmp_path: Path, model_folde
     assert (jobs.texts("a"), jobs.texts("b")) == (["", "0a", "2a"], ["", "0b", "2b"])
     ids = [request.request_id for request in engine.requests]
     assert len(set(ids)) == len(ids) == 6  # answers to requests that were aborted may come late
-    assert (summary.counts.engine_cached_tokens, summary.counts.num_preemptions) == (0, 0)
+    assert (summary.counts.engine_cached_tokens, summary.counts.engine_total("num_preemptions")) == (0, 0)
     assert jobs.notes.getvalue().count("is ready") == 1
     jobs.engines.close()
     assert engine.closed

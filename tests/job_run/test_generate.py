@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import random
@@ -32,11 +33,14 @@ pytestmark = pytest.mark.usefixtures("tokenizer")  # imports transformers once, 
 
 class Silent(Progress):
     def __init__(self) -> None:
+        super().__init__(io.StringIO())
         self.notes: list[str] = []
         self.details: list[str] = []
 
     def note(self, line: str) -> None:
         self.notes.append(line)
+
+    warn = note
 
     def detail(self, line: str) -> None:
         self.details.append(line)

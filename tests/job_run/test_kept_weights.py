@@ -100,7 +100,7 @@ def test_plans_know_what_4_bits_take(tmp_path: Path) -> None:
     """6.95 G weights of linear layers take 4.25 bits each in groups of 128; activations get room for the largest
     layer's weight in 16 bits."""
     plain = shape("qwen3-8b", tmp_path)
-    kept = plain.keeping("w4a16")
+    kept = plain.with_quantization("w4a16")
     found = sum(weight_bytes(kept, "bfloat16").values())
     linear = 36 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288)
     assert found == sum(weight_bytes(plain, "bfloat16").values()) - linear * 2 + linear * 17 // 32
@@ -113,7 +113,7 @@ def test_advice_offers_the_bits_of_the_checkpoint(tmp_path: Path) -> None:
     run = RunConfig(model="m", max_model_len=4096, quantization="none")
     offers = []
     for stored in ("w4a16", "none"):
-        model = shape("qwen3-8b", tmp_path, stored).keeping("none")
+        model = shape("qwen3-8b", tmp_path, stored).with_quantization("none")
         config = resolve_engine_config(run, tmp_path, model, found_device="cuda")
         use = estimate(config, model, 24 * GIB)
         offers.append([one.change for one in advise(config, model, use, request_len=4096, longest=None)])

@@ -236,7 +236,7 @@ def test_the_run_gets_numbers(shapes: Any) -> None:
     assert sizes(resolved(auto, report(machine(4)))) == (4, 1)
     assert sizes(resolved(auto, report(machine(4)), CUDA_VISIBLE_DEVICES="2,0")) == (2, 1)
     unknown = resolved(auto, report([], failure="nvidia-smi failed: no driver"))
-    assert (sizes(unknown), "not chosen, as nvidia-smi failed" in unknown.why) == ((1, 1), True)
+    assert (sizes(unknown), "could not choose a layout: nvidia-smi failed" in unknown.why) == ((1, 1), True)
     given = RunConfig(model="m", tensor_parallel_size=2, data_parallel_size=3)
     assert resolved(given, report([])) == Layout(tensor_parallel_size=2, data_parallel_size=3)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ BAD, OTHER, GOOD = {"prompt": 5}, {"prompt_token_ids": []}, {"prompt": "ab"}
 
 class Lines(Progress):
     def __init__(self) -> None:
+        super().__init__(io.StringIO())
         self.lines: list[str] = []
 
     def note(self, line: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nvcli.config import load_sourced_config
 from nvcli.config_source import ConfigSource
-from nvcli.job_run.settings import Setting, config_settings, is_telling, sampling_settings
+from nvcli.job_run.settings import Setting, config_settings, is_worth_showing, sampling_settings
 
 
 def by_key(settings: list[Setting]) -> dict[str, tuple[object, str]]:
@@ -25,7 +25,7 @@ def test_each_parameter_has_the_value_that_rows_get_and_its_origin(tmp_path: Pat
     assert settings["sampling.min_p"] == (0.1, "--set")
     assert settings["sampling.repetition_penalty"] == (1.1, "generation_config.json")
     assert settings["sampling.max_tokens"] == (None, "default")
-    telling = [each.key for each in sampling_settings(run, generation, source.setter) if is_telling(each)]
+    telling = [each.key for each in sampling_settings(run, generation, source.setter) if is_worth_showing(each)]
     assert telling == [
         f"sampling.{key}" for key in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     ]

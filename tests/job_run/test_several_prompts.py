@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ pytestmark = pytest.mark.usefixtures("tokenizer")
 
 class Silent(Progress):
     def __init__(self) -> None:
-        pass
+        super().__init__(io.StringIO())
 
     def note(self, line: str) -> None:
         pass
+
+    warn = note
 
 
 def run(folder: Path, model: Path, rows: list[dict[str, Any]], **job: Any) -> tuple[Summary, list[Any], list[Request]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import math
 from collections.abc import Callable
@@ -47,10 +48,12 @@ def encode(model: Path) -> Callable[[str], list[int]]:
 
 class Silent(Progress):
     def __init__(self) -> None:
-        pass
+        super().__init__(io.StringIO())
 
     def note(self, line: str) -> None:
         pass
+
+    warn = note
 
 
 class Jobs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import itertools
 import json
 import os
@@ -30,10 +31,12 @@ from nvcli.llm.llm import LLM, Answers
 
 class Silent(Progress):
     def __init__(self) -> None:
-        """Show nothing, anywhere."""
+        super().__init__(io.StringIO())
 
     def note(self, line: str) -> None:
         """Drop the line."""
+
+    warn = note
 
 
 def until(is_so: Callable[[], Any]) -> None:

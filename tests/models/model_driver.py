@@ -41,7 +41,7 @@ class ModelDriver:
         quantization: Literal["none", "fp8", "w4a16"] = "none",
         has_fp8_units: bool = True,
     ) -> None:
-        config = load_model_config(path, expert_parallel=expert_parallel).keeping(quantization)
+        config = load_model_config(path, expert_parallel=expert_parallel).with_quantization(quantization)
         self.group = group or TensorParallelGroup.single()
         self.model = build_model(
             config, self.group, dtype, stage=stage, max_positions=max_positions, has_fp8_units=has_fp8_units

@@ -31,7 +31,7 @@ def load_model(
     """The model of rank `rank` of `size` ranks in a stage."""
     group = TensorParallelGroup.single()
     group.rank, group.size = rank, size
-    config = load_model_config(path, expert_parallel=expert_parallel).keeping(quantization)
+    config = load_model_config(path, expert_parallel=expert_parallel).with_quantization(quantization)
     model = build_model(config, group, dtype, stage=stage)
     load_weights(model, path, device)
     return model

@@ -147,7 +147,7 @@ def test_bytes_are_counted_with_scales(blocks: tuple[Path, Path], original: Path
             expected = weight_bytes(model.config, "float32", tensor_parallel_size=size, stage=stage)
             assert model.weight_bytes() == expected
     plain = weight_bytes(load_model_config(original), "bfloat16")
-    kept = weight_bytes(load_model_config(original).keeping("fp8"), "bfloat16")
+    kept = weight_bytes(load_model_config(original).with_quantization("fp8"), "bfloat16")
     assert kept["MLP"] == plain["MLP"] // 2 + 2 * 4 * (2 * 512 + 256)
 
 
@@ -239,7 +239,9 @@ def test_stages_give_the_logits_of_one(blocks: tuple[Path, Path]) -> None:
 
 
 def test_random_weights_are_of_a_usual_size(original: Path) -> None:
-    model = build_model(load_model_config(original).keeping("fp8"), TensorParallelGroup.single(), torch.float32)
+    model = build_model(
+        load_model_config(original).with_quantization("fp8"), TensorParallelGroup.single(), torch.float32
+    )
     init_random_weights(model, CPU)
     layer: Any = model.get_submodule("model.layers.0.mlp.down_proj")
     values = dequantise_weight(layer.weight, layer.weight_scale)
@@ -284,7 +286,7 @@ def test_routers_and_what_decays_are_made_of_stay_plain(experts: dict[str, Path]
     hybrid = write_tiny_model(tmp_path / "hybrid", "Qwen3Next", **SHAPES["qwen 3-next"][1])
     found = {}
     for name, path in (("experts", experts["plain"]), ("hybrid", hybrid)):
-        tensors = model_tensors(load_model_config(path).keeping("fp8"), "bfloat16")
+        tensors = model_tensors(load_model_config(path).with_quantization("fp8"), "bfloat16")
         found[name] = {tensor.name.split(".")[-2] for tensor in tensors if tensor.scaling is not None}
     assert found["experts"] == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert found["hybrid"] == {*found["experts"], "out_proj"}
@@ -296,7 +298,7 @@ def with_list(path: Path, target: Path, names: list[str], **model: Any) -> Model
     config = json.loads((path / "config.json").read_text())
     quantization = {**config["quantization_config"], "modules_to_not_convert": names}
     (target / "config.json").write_text(json.dumps({**config, "quantization_config": quantization, **model}))
-    return load_model_config(target).keeping("fp8")
+    return load_model_config(target).with_quantization("fp8")
 
 
 @pytest.mark.parametrize(
@@ -348,7 +350,7 @@ def test_blocks_that_would_be_cut_are_refused(
 @pytest.mark.parametrize("name", ["rows", "blocks"])
 def test_rows_are_as_wide_as_the_units_read(name: str, original: Path, blocks: tuple[Path, Path]) -> None:
     """The last block of a row may be incomplete, but what is read of it may not."""
-    model = load_model_config(original if name == "rows" else blocks[0]).keeping("fp8")
+    model = load_model_config(original if name == "rows" else blocks[0]).with_quantization("fp8")
     with pytest.raises(ConfigError, match="200 of the hidden size are not multiples of 16 in FP8"):
         dataclasses.replace(model, hidden_size=200).check_tensor_parallel(1)
     dataclasses.replace(model, hidden_size=208).check_tensor_parallel(1)
@@ -356,7 +358,7 @@ def test_rows_are_as_wide_as_the_units_read(name: str, original: Path, blocks: t
 
 def test_every_layer_is_told_how_products_are_added_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_tiny_model(tmp_path / "model")
-    config, asked = load_model_config(path).keeping("fp8"), []
+    config, asked = load_model_config(path).with_quantization("fp8"), []
 
     def multiply(a: Tensor, b: Tensor, *, out_dtype: torch.dtype, use_fast_accum: bool, **scales: Tensor) -> Tensor:
         asked.append(use_fast_accum)

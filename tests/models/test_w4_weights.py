@@ -147,7 +147,9 @@ def test_random_weights_are_of_a_usual_size(
     checkpoints: dict[str, tuple[Path, Path]], experts: dict[str, Path]
 ) -> None:
     for path, name in ((checkpoints["awq"][0], "mlp.gate_up_proj"), (experts["mxfp4"], "mlp.experts")):
-        model = build_model(load_model_config(path).keeping("w4a16"), TensorParallelGroup.single(), torch.float32)
+        model = build_model(
+            load_model_config(path).with_quantization("w4a16"), TensorParallelGroup.single(), torch.float32
+        )
         init_random_weights(model, CPU)
         layer: Any = model.get_submodule(f"model.layers.0.{name}")
         if name == "mlp.experts":
@@ -166,14 +168,14 @@ def test_what_cannot_be_kept(
     way_out = "quantization: none"
     for path, problem in ((small, "groups of 32"), (fp8, "this one is FP8"), (original, "this one is not quantised")):
         with pytest.raises(ConfigError, match=f"{problem}.*{way_out}"):
-            load_model_config(path).keeping("w4a16")
+            load_model_config(path).with_quantization("w4a16")
     with pytest.raises(LoadError, match=f"q_proj.weight, .*k_proj.weight.* groups of different columns.*{way_out}"):
         load_w4(orders)
     with pytest.raises(ConfigError, match=f"desc_act.* not cut in 4 bits.*Possible: 1; or {way_out}"):
         load_w4(checkpoints["gptq, act-order"][0], 0, 2)
     edit_json(experts["mxfp4"] / "config.json", intermediate_size=96)
     with pytest.raises(ConfigError, match=f"each rank's 48 input features of the experts' down_proj.*{way_out}"):
-        load_model_config(experts["mxfp4"]).keeping("w4a16").check_tensor_parallel(2)
+        load_model_config(experts["mxfp4"]).with_quantization("w4a16").check_tensor_parallel(2)
     edit_json(fp8 / "config.json", quantization_config=dict(awq(32).config))
     with pytest.raises(LoadError, match=f"is stored as F8_E4M3.*{way_out}"):
         load_w4(fp8)

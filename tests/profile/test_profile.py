@@ -90,7 +90,7 @@ def test_graphs_of_steps_that_share_are_planned_for(tmp_path: Path) -> None:
 def test_weights_of_qwen3_8b_in_fp8(tmp_path: Path) -> None:
     """Layers take half as much and scales of 4 bytes a row; embedding and LM head keep their type."""
     config, model = setting(tmp_path, quantization="fp8")
-    model = model.keeping(config.quantization)
+    model = model.with_quantization(config.quantization)
     layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288
     rows = 4096 + 2 * 1024 + 4096 + 2 * 12288 + 4096
     use = estimate(config, model, 80 * GIB)
@@ -139,7 +139,7 @@ def test_advice_keeps_its_word(tmp_path: Path) -> None:
     for advice in found:
         key, _, value = advice.change.removeprefix("--set ").replace("--tp ", "tensor_parallel_size=").partition("=")
         changed = msgspec.structs.replace(config, **{key: yaml.safe_load(value)})
-        cache = estimate(changed, model.keeping(changed.quantization), 40 * GIB).planned["KV cache"]
+        cache = estimate(changed, model.with_quantization(changed.quantization), 40 * GIB).planned["KV cache"]
         assert advice.tokens == (cache // block_bytes(changed, model) - 1) * config.block_size
         assert advice.requests == pytest.approx(advice.tokens / 4096)
 

@@ -51,12 +51,14 @@ def test_the_log_says_how_weights_are_kept(tmp_path: Path) -> None:
     plain, stored = load_model_config(original), load_model_config(path)
     note = partial(kept_weights_note, dtype="bfloat16", has_units=True)
     assert note(plain) is None
-    assert note(plain.keeping("fp8")) == (
+    assert note(plain.with_quantization("fp8")) == (
         "weights of linear layers are kept in FP8 (quantization: none keeps them in bfloat16)"
     )
     assert "FP8 weights are turned into bfloat16 (quantization: fp8 keeps them)" in str(note(stored))
-    assert str(note(stored.keeping("fp8"))).startswith("the checkpoint's weights of linear layers stay in FP8 (")
-    found = str(kept_weights_note(stored.keeping("fp8"), "bfloat16", has_units=False))
+    assert str(note(stored.with_quantization("fp8"))).startswith(
+        "the checkpoint's weights of linear layers stay in FP8 ("
+    )
+    found = str(kept_weights_note(stored.with_quantization("fp8"), "bfloat16", has_units=False))
     assert "become bfloat16 in each product, as this GPU has no units for FP8" in found
     runner = make_runner(path, "cpu", quantization="fp8", kv_cache_memory=1 << 22)
     assert any("stay in FP8" in note for note in runner.ready.notes)

@@ -27,7 +27,7 @@ def test_hostile_texts_of_all_formats(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_format_finds_the_calls_of_its_own_text(name: str, text: str) -> None:
     tokenizer = make_tokenizer()
     fuzzer = Fuzzer(tokenizer, random.Random(0), reasoning="none", tools=name)
-    reading = fuzz_answers.Reading(
+    reading = fuzz_answers.AnswerFormat(
         reader=fuzzer.reader, state=fuzz_answers.PromptState.CLOSED, tools=fuzz_answers.TOOLS
     )
     ids, _ = fuzzer.encode(text)

@@ -29,10 +29,8 @@ from nvcli.end_signals import handle_end_signals
 from nvcli.errors import ConfigError, InputChanged, NvcliError
 from nvcli.job_run.counts import LeadingErrors
 from nvcli.job_run.resolve import ResolvedJob, resolve_job
-from nvcli.job_run.settings import Setting, is_telling, sampling_settings
+from nvcli.job_run.settings import Setting, is_worth_showing, sampling_settings
 from nvcli.job_run.several_prompts import split_rows
-from nvcli.job_run.text.chat_renderer import ChatRenderer
-from nvcli.job_run.text.grammar_maker import GrammarMaker
 from nvcli.job_run.text.prepare import PreparedRow, Preparer
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.files import STREAM, expand_inputs
@@ -197,11 +195,7 @@ class _Reading:
     def _prepared(self, tokenizer: Tokenizer) -> Iterator[list[PreparedRow | JobResult]]:
         """Yield batches of rows as `generate` prepares them."""
         job = self._job
-        makes_grammars = GrammarMaker(job.model_path, vocab_size=job.model.vocab_size, end_ids=job.model.eos_token_ids)
-        with (
-            closing(ChatRenderer(job.model_path, chat_template=job.chat_template)) as renderer,
-            closing(makes_grammars) as grammars,
-        ):
+        with closing(job.chat_renderer()) as renderer, closing(job.grammar_maker()) as grammars:
             preparer = Preparer(tokenizer, job.model_limits, renderer.render, grammars)
             for rows in self._reader.batches():
                 for some in split_rows(rows):
@@ -249,7 +243,7 @@ class _Reading:
             cached_tokens_are_exact=tally.blocks is None or tally.blocks.is_exact,
             notes=[*job.notes, *job.describe_kinds(self._reader.kinds)],
             warnings=[line.removeprefix("warning: ") for line in warnings.take_new()] + warnings.totals() + hopeless,
-            sampling=list(filter(is_telling, settings)),
+            sampling=list(filter(is_worth_showing, settings)),
             rows_with_own_sampling=tally.rows_with_own_sampling,
             answers=sum(tally.answers.values()),
             forecasts=estimated.forecasts,

@@ -229,18 +229,21 @@ class _Jobs:
         from nvcli.jobs.files import is_terminal, job_files
 
         options = self.options
-        beside_answers = is_terminal(options.output, inputs)
-        progress: Progress = make_progress(
-            options.progress, sys.stderr, beside_answers=beside_answers, verbosity=self.verbosity
-        )
-        path = options.report
-        if options.progress_file is None and path is None:
-            return progress, [None] * len(each)
-        taken = job_files(inputs, options.output, self.shard)
+        path, status_file = options.report, None
+        taken: list[str] = []
+        if options.progress_file is not None or path is not None:
+            taken = job_files(inputs, options.output, self.shard)
         if options.progress_file is not None:
             status = SideFile("--progress-file", options.progress_file, taken=taken)
             taken += status.names
-            progress = StatusFile(status, progress)
+            status_file = StatusFile(status)
+        progress = make_progress(
+            options.progress,
+            sys.stderr,
+            beside_answers=is_terminal(options.output, inputs),
+            verbosity=self.verbosity,
+            status_file=status_file,
+        )
         if path is None:
             return progress, [None] * len(each)
         names = [path]

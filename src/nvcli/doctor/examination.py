@@ -96,7 +96,7 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
                 findings += _findings(model_probe, "tokenizer")
             if config is not None and files.config is not None and files.tensors is not None:
                 gpus = [] if isinstance(report, str) else _free_gpus(report, smi, layout)
-                model = files.config.keeping(config.quantization)
+                model = files.config.with_quantization(config.quantization)
                 copies, ram = layout.data_parallel_size, available_ram()
                 findings.append(check_fit(config, model, num_replicas=copies, gpus=gpus, ram=ram))
             yield Section(title=f"Model {run.model}", findings=findings)

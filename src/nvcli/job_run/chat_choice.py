@@ -58,9 +58,9 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     forms: ChatForms
     fact: str | None
-    """What the manifest says; None: nothing."""
+    """The manifest's word for it; None: nothing."""
     note: str | None = None
-    """What the user is told of an output that goes on as it was begun."""
+    """A line for the user where the output goes on as it was begun."""
 
 
 def keep_choice(

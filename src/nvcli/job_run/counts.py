@@ -63,7 +63,7 @@ class Counts:
     @property
     def generated_tokens(self) -> int:
         """Generated tokens of finished and of running rows, as far as the replicas have told."""
-        return max(self.completion_tokens, sum(stats.generated_tokens for stats in self.replicas))
+        return max(self.completion_tokens, self.engine_total("generated_tokens"))
 
     @property
     def computed_share(self) -> float:
@@ -75,42 +75,35 @@ class Counts:
     @property
     def engine_prompt_tokens(self) -> int:
         """Prompt tokens of finished and of running rows, whether computed or found in the prefix cache."""
-        return max(self.prompt_tokens, sum(stats.prompt_tokens for stats in self.replicas))
+        return max(self.prompt_tokens, self.engine_total("prompt_tokens"))
 
     @property
     def engine_cached_tokens(self) -> int:
         """Prompt tokens of finished and of running rows that were found in the prefix cache."""
-        return sum(stats.cached_tokens for stats in self.replicas)
+        return self.engine_total("cached_tokens")
 
     @property
     def prefix_hit_rate(self) -> float:
         """The share of the prompt tokens that were found in the prefix cache."""
-        total = sum(stats.prompt_tokens for stats in self.replicas)
-        return self.engine_cached_tokens / total if total else 0.0
+        return self.engine_cached_tokens / max(1, self.engine_total("prompt_tokens"))
 
     @property
     def kv_use(self) -> float:
         """The share of all KV cache blocks that running requests hold."""
-        num_blocks = sum(stats.num_blocks for stats in self.replicas)
-        return sum(stats.num_used_blocks for stats in self.replicas) / num_blocks if num_blocks else 0.0
+        return self.engine_total("num_used_blocks") / max(1, self.engine_total("num_blocks"))
 
     @property
     def num_running(self) -> int:
-        return sum(stats.num_running for stats in self.replicas)
+        return self.engine_total("num_running")
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait in a replica, and rows that were read and wait for one."""
-        return sum(stats.num_waiting for stats in self.replicas) + self.num_planned
+        return self.engine_total("num_waiting") + self.num_planned
 
-    @property
-    def num_preemptions(self) -> int:
-        return sum(stats.num_preemptions for stats in self.replicas)
-
-    @property
-    def kv_bytes_saved(self) -> int:
-        """Bytes of the KV cache that were not read again for each of the requests that share them."""
-        return sum(stats.kv_bytes_saved for stats in self.replicas)
+    def engine_total(self, name: str) -> int:
+        """Return the sum of one of the replicas' statistics (`EngineStats`)."""
+        return sum(getattr(stats, name) for stats in self.replicas)
 
     def add(self, prepared: PreparedRow | None, result: JobResult, *, computed: bool = True) -> None:
         """Count a row that is done: what it took, and how it came out.
@@ -306,7 +299,7 @@ def bin_middle(number: int) -> float:
 
 
 class ClassTotals:
-    """Sums over the samples of one length class."""
+    """Sums over the samples of one length class that were read."""
 
     __slots__ = ("asked_samples", "max_tokens", "prompt_tokens", "samples")
 
@@ -364,16 +357,12 @@ class AnswerLengths:
 
     def add(self, row: PreparedRow, length: int, *, is_cut: bool) -> None:
         """Add a sample of a row that has ended with so many tokens. `is_cut`: because it may not have more."""
-        ended = self._end(row, 1)
+        self.drop(row, 1)
+        ended = self.classes[length_class(row.max_tokens, row.num_prompt_tokens)]
         (ended.cut if is_cut else ended.stopped)[bin_of(length)] += 1
         self.generated_tokens += length
         self.prompt_tokens += row.num_prompt_tokens
 
     def drop(self, row: PreparedRow, samples: int) -> None:
         """Note that so many samples of a row are not computed (any further)."""
-        self._end(row, samples)
-
-    def _end(self, row: PreparedRow, samples: int) -> EndedSamples:
-        ended = self.classes[length_class(row.max_tokens, row.num_prompt_tokens)]
-        ended.samples += samples
-        return ended
+        self.classes[length_class(row.max_tokens, row.num_prompt_tokens)].samples += samples

@@ -7,13 +7,14 @@ have, is a mistake of the run. What depends on a row's prompt is left to the row
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from typing import Any
 
 import msgspec
 
 from nvcli.errors import ConfigError, RowError
 from nvcli.job_run.settings import SetterOf
-from nvcli.job_run.text.grammar_maker import check_structured
+from nvcli.job_run.text.grammar_maker import GrammarMaker
 from nvcli.job_run.text.model_limits import ModelLimits, check_vocabulary, fit_prompt
 from nvcli.job_run.text.reasoning import find_reasoning_format, unknown_marks
 from nvcli.job_run.text.token_rules import token_rules
@@ -41,7 +42,8 @@ def check_default_sampling(
                 tokenizer = tokenizer or load_tokenizer()
             _check_key(key, name, sampling, limits, tokenizer)
         except RowError as error:
-            raise _refusal(setter_of((_SECTION, key)), str(error)) from None
+            setter = setter_of((_SECTION, key))
+            raise ConfigError(f"{setter}: {error}" if setter else str(error)) from None
     return tokenizer
 
 
@@ -69,22 +71,14 @@ def _check_key(key: str, name: str, sampling: SamplingParams, limits: ModelLimit
                 token_rules(own, tokenizer, under=_SECTION)
         case "thinking_budget":
             template = "" if tokenizer is None else tokenizer.chat_template
-            if (
-                sampling.thinking_budget is not None
-                and find_reasoning_format(limits.reasoning_parser, template) is None
-            ):
+            form = find_reasoning_format(limits.reasoning_parser, template)
+            if sampling.thinking_budget is not None and form is None:
                 raise unknown_marks(name)
         case "structured":
             if sampling.structured is not None:
-                try:
-                    check_structured(sampling.structured)
-                except RowError as error:
-                    raise RowError(error.type, f"`{name}` {error.message}") from None
+                with closing(GrammarMaker(None)) as grammars:
+                    grammars.grammar(sampling.structured, name=f"`{name}`")
         case "max_tokens" | "min_tokens":
             if sampling.max_tokens is None:  # then a longer prompt leaves room for fewer numbers
                 sampling = msgspec.structs.replace(sampling, logprobs=None, return_token_ids=False, best_of=None)
             fit_prompt([0], sampling, limits, _SECTION)
-
-
-def _refusal(setter: str | None, message: str) -> ConfigError:
-    return ConfigError(f"{setter}: {message}" if setter else message)

@@ -126,21 +126,18 @@ def _beside(output: str | None) -> Path | None:
 
 def _append(text: str, path: Path | None) -> Path | None:
     """Append to a file, or make a temporary one, and return its path; None where nothing can be written anywhere."""
-    if path is not None:
-        try:
+    with contextlib.suppress(OSError):
+        if path is not None:
             with open(open_unlinked(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8") as file:
                 file.write(text)
             return path
-        except OSError:
-            pass
-    try:
+    with contextlib.suppress(OSError):
         with tempfile.NamedTemporaryFile(
             "w", encoding="utf-8", prefix="nvcli-", suffix=".traceback.txt", delete=False
         ) as temporary:
             temporary.write(text)
         return Path(temporary.name)
-    except OSError:
-        return None
+    return None
 
 
 def resume_hint(

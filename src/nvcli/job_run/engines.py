@@ -24,19 +24,6 @@ def start_engine(config: EngineConfig) -> Engine:
     return EngineClient.start(config, name="engine" if config.replica == 0 else f"engine {config.replica}")
 
 
-def close_engines(engines: Sequence[Engine]) -> None:
-    """End all replicas at the same time: each may take a second until its GPUs are free."""
-    closing = [threading.Thread(target=engine.close, name="nvcli-close") for engine in engines[1:]]
-    for thread in closing:
-        thread.start()
-    try:
-        for engine in engines[:1]:
-            engine.close()
-    finally:
-        for thread in closing:
-            thread.join()
-
-
 class EngineSet:
     """The engines of a command, which run for one job after another as long as these want the same ones."""
 
@@ -65,9 +52,17 @@ class EngineSet:
         return [*self._engines]
 
     def close(self) -> None:
-        """End all of them. It may be called again."""
+        """End all of them at the same time: each may take a second until its GPUs are free. It may be called again."""
         engines, self._engines, self._configs = self._engines, [], []
-        close_engines(engines)
+        closing = [threading.Thread(target=engine.close, name="nvcli-close") for engine in engines[1:]]
+        for thread in closing:
+            thread.start()
+        try:
+            for engine in engines[:1]:
+                engine.close()
+        finally:
+            for thread in closing:
+                thread.join()
 
 
 def describe_ready(model: str, ready: EngineReady) -> list[str]:

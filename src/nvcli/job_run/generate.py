@@ -15,15 +15,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from nvcli.byte_sizes import parse_size
-from nvcli.chat_template import unknown_variables
 from nvcli.config import JobConfig, RunConfig
 from nvcli.errors import ConfigError, HopelessJob, NvcliError, TooManyErrors, WorkerError
 from nvcli.job_run.counts import Counts, LeadingErrors
 from nvcli.job_run.early_end import Interrupts, RowTracebacks, keep_traceback
 from nvcli.job_run.engines import EngineSet, StartEngine, describe_ready, start_engine
-from nvcli.job_run.feeder import Feeder
-from nvcli.job_run.loop import Engine, JobLoop
-from nvcli.job_run.plan import RunPlan, make_duplicates, make_planner, plan_replicas, plan_run
+from nvcli.job_run.loop import JobLoop
+from nvcli.job_run.plan import RunPlan, plan_replicas, plan_run
 from nvcli.job_run.progress.display import Progress
 from nvcli.job_run.progress.run_status import RunView
 from nvcli.job_run.progress.summary import RunTimes, Summary, summary_of_complete_job
@@ -31,8 +29,6 @@ from nvcli.job_run.report.build import ReportFile, build_report
 from nvcli.job_run.report.timeline import Timeline
 from nvcli.job_run.resolve import ResolvedJob, resolve_job
 from nvcli.job_run.settings import SetterOf, sampling_settings, unknown_setter
-from nvcli.job_run.text.chat_renderer import ChatRenderer
-from nvcli.job_run.text.grammar_maker import GrammarMaker
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.input.known_input import check_unchanged
 from nvcli.jobs.job import JobResult
@@ -113,8 +109,8 @@ def generate(
             plan = plan_run(job, opened.answered) if engines is None else plan_replicas(job, num_requests=None)
         if plan.why:
             progress.note(plan.why)
-        if plan.warning:
-            progress.warn(f"warning: {plan.warning}")
+        for warning in plan.warnings:
+            progress.warn(warning)
         with contextlib.ExitStack() as processes:
             if engines is None:
                 engines = EngineSet(start)
@@ -154,13 +150,7 @@ class _JobRun:
             self._counts.leading = LeadingErrors(job.run.job.max_leading_errors)
         self._reports: list[EngineReady] = []
         self._reader = job.make_reader(opened.answered, opened.digests)
-        self._feeder = Feeder(
-            self._reader,
-            self._load_tokenizer,
-            job.model_limits,
-            ChatRenderer(job.model_path, chat_template=job.chat_template),
-            GrammarMaker(job.model_path, vocab_size=job.model.vocab_size, end_ids=job.model.eos_token_ids),
-        )
+        self._feeder = job.make_feeder(self._reader, self._load_tokenizer)
         self._told_kinds = set(job.first_kinds)
         """The kinds of prompts of which the user was told what becomes of them."""
         self._view = RunView(
@@ -184,7 +174,16 @@ class _JobRun:
         with contextlib.ExitStack() as rows:
             rows.callback(writer.close_early)
             rows.callback(self._feeder.stop)
-            loop = self._make_loop(self._engines.take(self._plan.engine_configs), writer)
+            loop = JobLoop(
+                self._job.run,
+                self._plan,
+                self._engines.take(self._plan.engine_configs),
+                self._feeder,
+                writer,
+                self._counts,
+                self,
+                first_request_id=self._engines.next_request_id,
+            )
             self._feeder.start()
             loop.run(lambda: self._each_round(check_interrupts))
             self._engines.next_request_id = loop.next_request_id
@@ -259,28 +258,8 @@ class _JobRun:
         """Rows of the whole output, with those of earlier runs."""
         return self._counts.rows_resumed + self._counts.rows_done
 
-    def _make_loop(self, engines: Sequence[Engine], writer: ResultWriter) -> JobLoop:
-        run = self._job.run
-        return JobLoop(
-            engines,
-            self._feeder,
-            make_planner(run, len(engines), block_size=self._plan.block_size),
-            make_duplicates(run, len(engines)),
-            writer,
-            self._counts,
-            self,
-            seed=run.seed,
-            max_num_seqs=self._plan.max_num_seqs,
-            keep_going=run.job.keep_going,
-            first_request_id=self._engines.next_request_id,
-        )
-
     def _load_tokenizer(self) -> Tokenizer:
-        job = self._job
-        tokenizer = job.load_tokenizer()
-        variables = job.run.job.chat_template_kwargs
-        if variables and tokenizer.chat_template:
-            self._reader.warnings.add_unknown_variables(unknown_variables(tokenizer.chat_template, variables))
+        tokenizer = self._job.load_tokenizer(self._reader.warnings)
         gc.collect()
         gc.freeze()  # what was imported stays: looking through it again and again takes a fifth of a run of short rows
         return tokenizer

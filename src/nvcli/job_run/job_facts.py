@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from nvcli.config import EngineConfig, JobConfig, RunConfig
+from nvcli.config import EngineConfig, RunConfig
 from nvcli.errors import LoadError
 from nvcli.job_config import MESSAGES_KEY
 from nvcli.jobs.input.known_input import digest_file
@@ -66,8 +66,8 @@ def job_facts(
         large = []  # whoever loads them says what is wrong
     num_samples = max(_MIN_FILE_SAMPLES, _WEIGHT_SAMPLES // max(1, len(large)))
     for file in large:
-        digest = _digest(file, num_samples=num_samples, sample_bytes=_WEIGHT_SAMPLE_BYTES)
-        facts[f"model {file.name}"] = f"{file.stat().st_size:,} bytes, sha256 {digest}"
+        sampled = _digest(file, num_samples=num_samples, sample_bytes=_WEIGHT_SAMPLE_BYTES)
+        facts[f"model {file.name}"] = f"{file.stat().st_size:,} bytes, sha256 {sampled}"
     facts |= {
         "dtype": config.dtype,
         "max_model_len": config.max_model_len,
@@ -79,27 +79,26 @@ def job_facts(
         "job.messages_field": run.job.messages_field or MESSAGES_KEY,
         "job.id_field": run.job.id_field,
     }
-    if config.hf_overrides:
-        facts["hf_overrides"] = _fact(config.hf_overrides)
-    if config.kv_dtype != config.dtype:
-        facts["kv_cache_dtype"] = config.kv_cache_dtype
-    if config.quantization != "none":
-        facts["quantization"] = config.quantization
-    if config.fp8_accumulation != "exact":
-        facts["fp8_accumulation"] = config.fp8_accumulation
-    if config.batch_invariant:
-        facts["batch_invariant"] = True
-    facts |= _prompt_facts(run.job, chat_template)
-    if chat is not None:
-        facts[CHAT_FACT] = chat
-    if run.job.reasoning_parser != "auto":
-        facts["job.reasoning_parser"] = run.job.reasoning_parser
-    if run.job.tool_parser != "auto":
-        facts["job.tool_parser"] = run.job.tool_parser
-    if run.job.keep_input:
-        facts["job.keep_input"] = True
-    if run.job.text_field is not None:
-        facts["job.text_field"] = run.job.text_field
+    job, is_kv_other = run.job, config.kv_dtype != config.dtype
+    digest = None if chat_template is None else f"sha256 {sha256(chat_template.encode()).hexdigest()[:16]}"
+    optional: dict[str, tuple[Any, Any]] = {
+        "hf_overrides": (config.hf_overrides or None, None),
+        "kv_cache_dtype": (config.kv_cache_dtype if is_kv_other else None, None),
+        "quantization": (config.quantization, "none"),
+        "fp8_accumulation": (config.fp8_accumulation, "exact"),
+        "batch_invariant": (config.batch_invariant, False),
+        "job.prompt_template": (job.prompt_template, None),
+        "job.messages_template": (job.messages_template or None, None),
+        "job.system": (job.system, None),
+        "job.chat_template": (digest, None),
+        "job.chat_template_kwargs": (job.chat_template_kwargs or None, None),
+        CHAT_FACT: (chat, None),
+        "job.reasoning_parser": (job.reasoning_parser, "auto"),
+        "job.tool_parser": (job.tool_parser, "auto"),
+        "job.keep_input": (job.keep_input, False),
+        "job.text_field": (job.text_field, None),
+    }
+    facts |= {name: _fact(value) for name, (value, without) in optional.items() if value != without}
     for name, value in sorted(sampling_defaults.items()):
         facts[f"sampling.{name}"] = _fact(value)
     if task is not None:
@@ -108,22 +107,6 @@ def job_facts(
         facts |= {f"{run.task}.{name}": _fact(value) for name, value in settings.items()}
     if shard is not None:
         facts[SHARD_FACT] = str(shard)
-    return facts
-
-
-def _prompt_facts(job: JobConfig, chat_template: str | None) -> dict[str, Fact]:
-    """Return what the job says about the prompts of its rows, without what it leaves alone."""
-    facts: dict[str, Fact] = {}
-    if job.prompt_template is not None:
-        facts["job.prompt_template"] = job.prompt_template
-    if job.messages_template:
-        facts["job.messages_template"] = _fact(job.messages_template)
-    if job.system is not None:
-        facts["job.system"] = job.system
-    if chat_template is not None:
-        facts["job.chat_template"] = f"sha256 {sha256(chat_template.encode()).hexdigest()[:16]}"
-    if job.chat_template_kwargs:
-        facts["job.chat_template_kwargs"] = _fact(job.chat_template_kwargs)
     return facts
 
 

@@ -39,19 +39,19 @@ def keep_weights(
     those in `report`, which is what nvidia-smi says (None: ask it).
     """
     if run.quantization != "auto":
-        return model.keeping(run.quantization)
+        return model.with_quantization(run.quantization)
     format_kept = _format_kept(model)
     if device == "cpu" or format_kept is None or _obstacle(run, model, format_kept):
-        return model.keeping("none")
+        return model.with_quantization("none")
     if gpus is None and gpu_bytes is None:
         found = visible_gpus(ask_for_gpus() if report is None else report, environ)
         gpus = () if isinstance(found, str) else found
     gpus = gpus or ()
     if format_kept == "fp8":
         known = [gpu.capability for gpu in gpus if gpu.capability is not None]
-        return model.keeping("fp8" if all(capability >= FP8_CAPABILITY for capability in known) else "none")
+        return model.with_quantization("fp8" if all(capability >= FP8_CAPABILITY for capability in known) else "none")
     smallest = gpu_bytes or min((gpu.total_bytes for gpu in gpus if gpu.total_bytes), default=None)
-    return model.keeping("w4a16" if smallest is not None and _is_large(run, model, smallest) else "none")
+    return model.with_quantization("w4a16" if smallest is not None and _is_large(run, model, smallest) else "none")
 
 
 def explain_choice(run: RunConfig, model: ModelConfig, config: EngineConfig) -> str:
@@ -110,7 +110,7 @@ def _obstacle(run: RunConfig, model: ModelConfig, format_kept: KeptWeights) -> s
     if run.batch_invariant:
         return "batch_invariant asks for it"
     try:
-        kept = model.keeping(format_kept)
+        kept = model.with_quantization(format_kept)
     except ConfigError:  # as where groups are too small, or layers that are left alone cannot be told
         return f"ranks cannot keep them; --quantization {format_kept} says why"
     tp = 1 if run.tensor_parallel_size == "auto" else run.tensor_parallel_size
@@ -119,7 +119,7 @@ def _obstacle(run: RunConfig, model: ModelConfig, format_kept: KeptWeights) -> s
 
 def _is_large(run: RunConfig, model: ModelConfig, gpu_bytes: int) -> bool:
     """Tell whether plain weights would take much of a GPU's memory."""
-    plain = model.keeping("none")
+    plain = model.with_quantization("none")
     dtype = model.dtype if run.dtype == "auto" else run.dtype
     tp = 1 if run.tensor_parallel_size == "auto" else run.tensor_parallel_size
     stage = largest_stage(plain, run.pipeline_parallel_size)

@@ -16,13 +16,13 @@ from typing import Protocol
 
 import msgspec
 
+from nvcli.config import RunConfig
 from nvcli.engine.request import EngineStats, Request, RequestOutput
 from nvcli.errors import CapacityError, NvcliError, RowError, WorkerError, reworded, unexpected
 from nvcli.job_run.counts import Counts
 from nvcli.job_run.feeder import Feeder
 from nvcli.job_run.open_rows import OpenRow, results_of
-from nvcli.job_run.planning.duplicates import Duplicates
-from nvcli.job_run.planning.planner import Planner
+from nvcli.job_run.plan import RunPlan, make_duplicates, make_planner
 from nvcli.job_run.several_prompts import PartResults
 from nvcli.job_run.text.prepare import PreparedRow
 from nvcli.jobs.job import JobResult, failed
@@ -86,7 +86,7 @@ class _Replica:
         self.number = number
         self.engine = engine
         self._stats_before = engine.stats
-        """Those of an earlier job."""
+        """The statistics of earlier jobs."""
         self.capacity = capacity
         """Requests to keep it supplied with."""
         self.ready: EngineReady | None = None
@@ -97,7 +97,7 @@ class _Replica:
 
     @property
     def stats(self) -> EngineStats:
-        """What the engine has done for this job."""
+        """The work of the engine for this job."""
         return self.engine.stats.since(self._stats_before)
 
     @property
@@ -124,35 +124,32 @@ class JobLoop:
 
     def __init__(
         self,
+        run: RunConfig,
+        plan: RunPlan,
         engines: Sequence[Engine],
         feeder: Feeder,
-        planner: Planner,
-        duplicates: Duplicates | None,
         writer: Results,
         counts: Counts,
         observer: Observer,
         *,
-        seed: int,
-        max_num_seqs: int,
-        keep_going: bool,
         first_request_id: int = 0,
     ) -> None:
         """Take one engine for each replica. Engines that have run have seen request ids below `first_request_id`.
 
-        With `duplicates` None every row is computed. `counts` is kept up to date for whoever shows progress. With
-        `keep_going` the death of a replica does not end the run while another one is left.
+        `counts` is kept up to date for whoever shows progress. With `job.keep_going` the death of a replica does not
+        end the run while another one is left.
         """
-        self._replicas = [_Replica(number, engine, 2 * max_num_seqs) for number, engine in enumerate(engines)]
+        self._replicas = [_Replica(number, engine, 2 * plan.max_num_seqs) for number, engine in enumerate(engines)]
         self._num_started = len(self._replicas)
         self._stats_of_lost: list[EngineStats] = []
         self._feeder = feeder
-        self._planner = planner
-        self._duplicates = duplicates
+        self._planner = make_planner(run, self._num_started, block_size=plan.block_size)
+        self._duplicates = make_duplicates(run, self._num_started)
         self._writer = writer
         self._counts = counts
         self._observer = observer
-        self._seed = seed
-        self._keep_going = keep_going
+        self._seed = run.seed
+        self._keep_going = run.job.keep_going
         self.next_request_id = first_request_id
         """The lowest id that no request has."""
         self._parts = PartResults()
@@ -192,7 +189,7 @@ class JobLoop:
                     self._counts.leading.expect(row.place.index)
                 if isinstance(row, JobResult):
                     failed.append((None, row))
-                elif self._duplicates is None or self._duplicates.admit(row):
+                elif self._duplicates.admit(row):
                     self._planner.add(row)
             self._finish(failed)
             self._finish_duplicates()
@@ -256,25 +253,22 @@ class JobLoop:
                 self._drop_replica(replica, error)
 
     def _is_unwanted(self, row: PreparedRow) -> bool:
-        """Tell whether the answer of a row is of use to nobody: neither to its caller nor to an equal row."""
+        """Tell whether no one still needs the answer of a row: neither its caller nor an equal row."""
         caller = row.place.caller
-        if caller is None or not caller.is_gone:
-            return False
-        return self._duplicates is None or not self._duplicates.is_awaited(row)
+        return caller is not None and caller.is_gone and not self._duplicates.is_awaited(row)
 
     def _abandon(self, rows: Sequence[PreparedRow]) -> None:
         """Finish rows that are not computed (any further), because nobody waits for them."""
         error = RowError("aborted", "nobody waits for this answer any more")
-        results = [failed(row.place, error) for row in rows]
-        self._finish(list(zip(rows, results, strict=True)))
-        if self._duplicates is not None:
-            for row, result in zip(rows, results, strict=True):
-                self._duplicates.finish(row, result, error)
+        results = [(row, failed(row.place, error)) for row in rows]
+        self._finish(results)
+        for row, result in results:
+            self._duplicates.finish(row, result, error)
 
     @property
     def _is_full(self) -> bool:
         """Whether rows should wait in the feeder."""
-        return self._planner.is_full or (self._duplicates is not None and self._duplicates.is_full)
+        return self._planner.is_full or self._duplicates.is_full
 
     def _wait(self) -> None:
         """Sleep until a replica has something to say, or rows have come for which the plan has room."""
@@ -306,7 +300,7 @@ class JobLoop:
         for replica, death in deaths:  # after the answers of the others are safe
             self._drop_replica(replica, death)
         self._counts.replicas = [*(replica.stats for replica in self._replicas), *self._stats_of_lost]
-        self._counts.num_waiting_for_equals = self._duplicates.num_rows if self._duplicates else 0
+        self._counts.num_waiting_for_equals = self._duplicates.num_rows
         self._counts.num_planned = self._planner.num_rows + self._counts.num_waiting_for_equals
 
     def _poll_replica(self, replica: _Replica, complete: list[OpenRow]) -> None:
@@ -389,13 +383,12 @@ class JobLoop:
         with self._timed("detokenizing"):
             results = results_of(rows, self._feeder.tokenizer)
         self._finish([(row.prepared, result) for row, result in zip(rows, results, strict=True)])
-        if self._duplicates is not None:
-            for row, result in zip(rows, results, strict=True):
-                self._duplicates.finish(row.prepared, result, row.error)
-            self._finish_duplicates()
+        for row, result in zip(rows, results, strict=True):
+            self._duplicates.finish(row.prepared, result, row.error)
+        self._finish_duplicates()
 
     def _finish_duplicates(self) -> None:
-        if self._duplicates is not None and (ready := self._duplicates.take_ready()):
+        if ready := self._duplicates.take_ready():
             self._finish(ready, computed=False)
 
     def _finish(self, results: Sequence[tuple[PreparedRow | None, JobResult]], *, computed: bool = True) -> None:

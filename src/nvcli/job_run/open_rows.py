@@ -16,8 +16,8 @@ import msgspec
 
 from nvcli.engine.request import Request, RequestOutput
 from nvcli.errors import RowError, unexpected
-from nvcli.job_run.prompt_results import prompt_logprobs, prompt_scoring, task_requests, task_result
-from nvcli.job_run.text.answer_reader import ReadAnswer, tool_calls_of
+from nvcli.job_run.prompt_results import alternatives, prompt_logprobs, prompt_scoring, task_requests, task_result
+from nvcli.job_run.text.answer_reader import ParsedAnswer, tool_calls_of
 from nvcli.job_run.text.prepare import PreparedRow
 from nvcli.job_run.text.stop_strings import StopStringDetector, StopStrings
 from nvcli.job_run.text.tokenizer import Tokenizer
@@ -116,14 +116,12 @@ class OpenRow:
 
 def _engine_sampling(prepared: PreparedRow) -> SamplingParams:
     """Return a row's sampling as an engine is given it."""
-    sampling = prepared.sampling
-    changes: dict[str, Any] = {}
-    if sampling.stop:
-        changes["stop"] = []  # stop strings are found here, in the text that the tokens come to
+    sampling, rules = prepared.sampling, prepared.rules
+    changes: dict[str, Any] = {"stop": []} if sampling.stop else {}  # stop strings are found in the text here
     if prepared.constraint is not None:
         changes["structured"] = None
-    if prepared.rules is not None:
-        changes |= {"logit_bias": prepared.rules.biases, "bad_words": []}
+    if rules is not None:
+        changes |= {"logit_bias": rules.biases, "bad_words": []}
     if sampling.is_ranked and sampling.logprobs is None:
         changes["logprobs"] = 0
     return msgspec.structs.replace(sampling, **changes) if changes else sampling
@@ -147,7 +145,7 @@ class Sample:
         self.token_ids = array("i")
         self.logprobs: list[TokenLogprobs] = []
         self.query_results: list[PromptQueryResult] = []
-        """What was read of the prompt."""
+        """Log-probabilities or hidden states of the prompt."""
         self.num_cached_tokens = 0
         self.num_settled_chars = 0
         """Characters of the text that `take_settled` has returned."""
@@ -283,7 +281,7 @@ def _result_of(row: OpenRow, texts: Iterator[str], tokenizer: Tokenizer) -> JobR
     return JobResult(place=prepared.place, choices=choices, usage=usage, prompt_logprobs=of_prompt)
 
 
-def _read(row: OpenRow, sample: Sample, texts: Iterator[str], tokenizer: Tokenizer) -> ReadAnswer:
+def _read(row: OpenRow, sample: Sample, texts: Iterator[str], tokenizer: Tokenizer) -> ParsedAnswer:
     """Return an answer, taken apart where its row wants that. `texts` are those of `_result_of`."""
     prepared = row.prepared
     sampling = prepared.sampling
@@ -299,23 +297,15 @@ def _read(row: OpenRow, sample: Sample, texts: Iterator[str], tokenizer: Tokeniz
         text = next(texts)
     elif text is None:
         text = tokenizer.decode_one(sample.text_ids(sampling), skip_special_tokens=sampling.skip_special_tokens)
-    return ReadAnswer(text=text)
+    return ParsedAnswer(text=text)
 
 
 def _logprobs_of(sample: Sample, echoed: Logprobs | None, tokenizer: Tokenizer) -> Logprobs:
     """Return the log-probabilities of an answer's tokens, behind those of the prompt where it is echoed."""
-    top: list[dict[str, float] | None] = []
-    for token in sample.logprobs:
-        alternatives: dict[str, float] = {}
-        for token_id, logprob in zip(token.top_ids, token.top_logprobs, strict=True):
-            alternatives.setdefault(tokenizer.token_text(token_id), logprob)  # of equal texts the likeliest stays
-        top.append(alternatives)
-    tokens = [tokenizer.token_text(token_id) for token_id in sample.token_ids]
-    logprobs: list[float | None] = [token.logprob for token in sample.logprobs]
-    if echoed is not None:
-        tokens, logprobs, top = (
-            echoed.tokens + tokens,
-            echoed.token_logprobs + logprobs,
-            echoed.top_logprobs + top,
-        )
-    return Logprobs(tokens=tokens, token_logprobs=logprobs, top_logprobs=top)
+    before = echoed or Logprobs(tokens=[], token_logprobs=[], top_logprobs=[])
+    return Logprobs(
+        tokens=before.tokens + [tokenizer.token_text(token_id) for token_id in sample.token_ids],
+        token_logprobs=before.token_logprobs + [token.logprob for token in sample.logprobs],
+        top_logprobs=before.top_logprobs
+        + [alternatives(token.top_ids, token.top_logprobs, tokenizer) for token in sample.logprobs],
+    )

@@ -42,8 +42,8 @@ class RunPlan:
     why: str
     """One line for the user on how quantised weights are kept and why there are so many replicas on so many GPUs; empty
     where nothing was chosen."""
-    warning: str | None = None
-    """What the user should know before the run takes long; None: nothing."""
+    warnings: tuple[str, ...] = ()
+    """Lines for the user, before the run takes long."""
 
     @property
     def max_num_seqs(self) -> int:
@@ -84,7 +84,7 @@ def plan_replicas(resolved: ResolvedModel, *, num_requests: int | None) -> RunPl
         engine_configs=tuple(
             msgspec.structs.replace(config, replica=replica) for replica in range(layout.data_parallel_size)
         ),
-        warning=unused_gpu(run),
+        warnings=() if (warning := unused_gpu(run)) is None else (f"warning: {warning}",),
         why="; ".join(filter(None, (explain_choice(run, resolved.model, config), layout.why))),
     )
 
@@ -127,12 +127,13 @@ def make_planner(run: RunConfig, num_replicas: int, *, block_size: int) -> Plann
     )
 
 
-def make_duplicates(run: RunConfig, num_replicas: int) -> Duplicates | None:
-    """Make what finds equal rows; None where `job.plan` is off and every row is computed."""
-    if not run.job.plan:
-        return None
+def make_duplicates(run: RunConfig, num_replicas: int) -> Duplicates:
+    """Make what finds equal rows. Where `job.plan` is off, every row is computed."""
     return Duplicates(
-        max_rows=window_rows(run, num_replicas), max_bytes=MAX_WINDOW_BYTES, max_kept_bytes=MAX_KEPT_ANSWER_BYTES
+        max_rows=window_rows(run, num_replicas),
+        max_bytes=MAX_WINDOW_BYTES,
+        max_kept_bytes=MAX_KEPT_ANSWER_BYTES,
+        is_on=run.job.plan,
     )
 
 

@@ -93,15 +93,21 @@ def prompt_logprobs(
     num_read = _num_prompt_top(prepared.sampling) or 0
     top: list[dict[str, float] | None] = [None]
     for at in range(len(logprobs)):
-        alternatives: dict[str, float] = {}
-        for place in range(at * num_read, at * num_read + num_top):
-            alternatives.setdefault(tokenizer.token_text(top_ids[place]), top_logprobs[place])
-        top.append(alternatives)
+        wanted = slice(at * num_read, at * num_read + num_top)
+        top.append(alternatives(top_ids[wanted], top_logprobs[wanted], tokenizer))
     return Logprobs(
         tokens=[tokenizer.token_text(token) for token in unpack(prepared.prompt_ids)],
         token_logprobs=[None, *logprobs],
         top_logprobs=top,
     )
+
+
+def alternatives(ids: Sequence[int], logprobs: Sequence[float], tokenizer: Tokenizer) -> dict[str, float]:
+    """Return the log-probabilities of tokens by their text, the likeliest first; of equal texts it stays."""
+    found: dict[str, float] = {}
+    for token_id, logprob in zip(ids, logprobs, strict=True):
+        found.setdefault(tokenizer.token_text(token_id), logprob)
+    return found
 
 
 def _scores(

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from nvcli.byte_sizes import parse_size
-from nvcli.chat_template import read_chat_template
+from nvcli.chat_template import read_chat_template, unknown_variables
 from nvcli.config import AttentionBackends, EngineConfig, JobConfig, RunConfig, kv_dtype
 from nvcli.config_types import ModelDtype
 from nvcli.errors import ConfigError
@@ -23,11 +23,14 @@ from nvcli.job_config import MESSAGES_KEY, PROMPT_KEY
 from nvcli.job_run.chat_choice import ChatChoice, choose_chat, keep_choice
 from nvcli.job_run.default_sampling import check_default_sampling
 from nvcli.job_run.device import detect_device
+from nvcli.job_run.feeder import Feeder, RowSource
 from nvcli.job_run.job_facts import job_facts
 from nvcli.job_run.kept_weights import check_fast_accumulation, keep_weights
 from nvcli.job_run.planning.layout import Layout, choose_layout
 from nvcli.job_run.settings import SetterOf, unknown_setter
 from nvcli.job_run.task import task_rows
+from nvcli.job_run.text.chat_renderer import ChatRenderer
+from nvcli.job_run.text.grammar_maker import GrammarMaker
 from nvcli.job_run.text.model_limits import ModelLimits
 from nvcli.job_run.text.tokenizer import Tokenizer, check_tokenizer_files, has_chat_template
 from nvcli.jobs.files import STREAM, check_inputs, check_output, choose_output, expand_inputs
@@ -42,6 +45,7 @@ from nvcli.jobs.rows.parser import RowParser
 from nvcli.jobs.rows.prompt_rules import ChatForms, PromptKind, PromptRules, describe_kind
 from nvcli.jobs.rows.raw_values import as_json
 from nvcli.jobs.rows.row_digest import InputRows
+from nvcli.jobs.rows.row_warnings import RowWarnings
 from nvcli.jobs.rows.task_rows import TaskRows
 from nvcli.jobs.shard import WHOLE, Shard
 from nvcli.models.checkpoint import check_weight_files, is_hub_id, resolve_model
@@ -70,7 +74,7 @@ class ResolvedModel:
     has_chat_template: bool
     """Whether conversations can be answered, by the checkpoint's files and that template."""
     task: TaskRows | None
-    """What is made of the rows in place of answers; None: answers."""
+    """The task that is computed in place of answers; None: answers."""
     tokenizer: Tokenizer | None = None
     """The tokenizer, where a setting had to be looked up in it; None: it is not loaded yet."""
 
@@ -92,9 +96,38 @@ class ResolvedModel:
         """Return which texts of rows become messages. Raises ConfigError. `is_task` is as in `choose_chat`."""
         return choose_chat(self.run, is_task=is_task, has_chat_template=self.has_chat_template, setter_of=setter_of)
 
-    def load_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer, which is loaded if it is not yet. Raises LoadError."""
-        return self.tokenizer or Tokenizer.load(self.model_path, chat_template=self.chat_template)
+    def make_parser(self, chat: ChatForms) -> RowParser:
+        """Make a parser of rows, whose texts become messages as `chat` says."""
+        return make_parser(
+            self.run.job,
+            self.sampling_defaults,
+            chat=chat,
+            has_chat_template=self.has_chat_template,
+            task=self.task,
+        )
+
+    def load_tokenizer(self, warnings: RowWarnings | None = None) -> Tokenizer:
+        """Return the tokenizer, which is loaded if it is not yet. Raises LoadError.
+
+        `warnings` takes note of variables of the job that the chat template does not know.
+        """
+        tokenizer = self.tokenizer or Tokenizer.load(self.model_path, chat_template=self.chat_template)
+        variables = self.run.job.chat_template_kwargs
+        if warnings is not None and variables and tokenizer.chat_template:
+            warnings.add_unknown_variables(unknown_variables(tokenizer.chat_template, variables))
+        return tokenizer
+
+    def chat_renderer(self) -> ChatRenderer:
+        """Return what renders conversations. Close it."""
+        return ChatRenderer(self.model_path, chat_template=self.chat_template)
+
+    def grammar_maker(self) -> GrammarMaker:
+        """Return what makes the grammars of structured answers. Close it."""
+        return GrammarMaker(self.model_path, vocab_size=self.model.vocab_size, end_ids=self.model.eos_token_ids)
+
+    def make_feeder(self, rows: RowSource, load_tokenizer: Callable[[], Tokenizer]) -> Feeder:
+        """Make what reads and tokenizes rows ahead of the replicas."""
+        return Feeder(rows, load_tokenizer, self.model_limits, self.chat_renderer(), self.grammar_maker())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +151,7 @@ class ResolvedJob(ResolvedModel):
     manifest: Manifest
     """Everything that the answers depend on, to be kept beside the output."""
     notes: tuple[str, ...] = ()
-    """What the user is told of how the output goes on."""
+    """Lines for the user on how the output goes on."""
     first_kinds: frozenset[PromptKind] = frozenset()
     """The kinds of prompts among the first rows of the inputs, where those could be looked at."""
 
@@ -142,16 +175,9 @@ class ResolvedJob(ResolvedModel):
 
         `digests` takes the digests of the rows.
         """
-        parser = make_parser(
-            self.run.job,
-            self.sampling_defaults,
-            chat=self.chat,
-            has_chat_template=self.has_chat_template,
-            task=self.task,
-        )
         return RowReader(
             self.inputs,
-            parser,
+            self.make_parser(self.chat),
             limit=self.limit,
             answered=answered,
             known=self.known_inputs,
@@ -199,21 +225,9 @@ def resolve_job(
     chat = _chat_choice(resolved, names, begun, setter_of)
     first_kinds: frozenset[PromptKind] = frozenset()
     if can_continue and run.job.check_columns:
-        parsers: list[RowParser] = []
-
-        def new_parser() -> RowParser:
-            parsers.append(
-                make_parser(
-                    run.job,
-                    resolved.sampling_defaults,
-                    chat=chat.forms,
-                    has_chat_template=resolved.has_chat_template,
-                    task=resolved.task,
-                )
-            )
-            return parsers[-1]
-
-        rows = check_first_rows(names if limit is None else names[:1], new_parser, limit=limit)
+        sampled = names if limit is None else names[:1]
+        parsers = [resolved.make_parser(chat.forms) for _ in sampled]
+        rows = check_first_rows(sampled, iter(parsers).__next__, limit=limit)
         first_kinds = frozenset().union(*(parser.kinds for parser in parsers))
         if any(isinstance(row, Job) and row.wants_grammar for row in rows):
             resolved = replace(resolved, config=msgspec.structs.replace(resolved.config, prepare_grammars=True))
@@ -344,7 +358,7 @@ def resolve_engine_config(
     """
     tensor_parallel_size = layout_as_given(run).tensor_parallel_size
     if run.quantization != "auto":
-        model = model.keeping(run.quantization)
+        model = model.with_quantization(run.quantization)
     model.check_tensor_parallel(tensor_parallel_size)
     model.check_pipeline_parallel(run.pipeline_parallel_size)
     max_model_len = run.max_model_len or model.max_position_embeddings
@@ -436,7 +450,7 @@ def resolve_layout(
         return given
     gpus = visible_gpus(ask_for_gpus() if report is None else report, environ)
     if isinstance(gpus, str):
-        return replace(given, why=f"{given.flags}: not chosen, as {gpus}")
+        return replace(given, why=f"{given.flags}: could not choose a layout: {gpus}")
     return choose_layout(
         gpus,
         model,

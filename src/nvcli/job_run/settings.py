@@ -28,10 +28,10 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """The key as `--set` takes it, such as `sampling.temperature`."""
     value: Any
     origin: str
-    """What set it: a file and line, a flag, `generation_config.json` or `default`."""
+    """Its source: a file and line, a flag, `generation_config.json` or `default`."""
 
 
-def is_telling(setting: Setting) -> bool:
+def is_worth_showing(setting: Setting) -> bool:
     """Tell whether a sampling parameter is worth a line: somebody set it, or it is one of those that people ask for."""
     return setting.origin != DEFAULT or setting.key in ("sampling.temperature", "sampling.max_tokens")
 

@@ -49,7 +49,7 @@ class PartResults:
 
     def __init__(self) -> None:
         self._results: dict[int, list[JobResult]] = {}
-        """By the identity of the row's place, which its parts share and keep."""
+        """Identity of the row's place, which its parts share and keep → results."""
 
     def add(self, part: Part, result: JobResult) -> JobResult | None:
         """Take the result of a prompt, and return that of its row if it is the last one."""
@@ -64,12 +64,13 @@ class PartResults:
 
 def _joined(part: Part, results: list[JobResult]) -> JobResult:
     """Return the result of a row. It is an error if one of its prompts has none, the first of these errors."""
-    results.sort(key=_number)
+    results.sort(key=lambda result: -1 if result.place.part is None else result.place.part.number)
+    thoughts = [count for result in results if (count := result.usage.reasoning_tokens) is not msgspec.UNSET]
     usage = Usage(
         prompt_tokens=sum(result.usage.prompt_tokens for result in results),
         completion_tokens=sum(result.usage.completion_tokens for result in results),
         cached_tokens=sum(result.usage.cached_tokens for result in results),
-        reasoning_tokens=_sum_known([result.usage.reasoning_tokens for result in results]),
+        reasoning_tokens=sum(thoughts) if thoughts else msgspec.UNSET,
     )
     failed = next((result for result in results if result.error is not None), None)
     if failed is not None:
@@ -82,13 +83,3 @@ def _joined(part: Part, results: list[JobResult]) -> JobResult:
         usage=usage,
         answer=EmbedAnswers(vectors) if vectors else None,
     )
-
-
-def _number(result: JobResult) -> int:
-    assert result.place.part is not None
-    return result.place.part.number
-
-
-def _sum_known(counts: Sequence[int | msgspec.UnsetType]) -> int | msgspec.UnsetType:
-    known = [count for count in counts if count is not msgspec.UNSET]
-    return sum(known) if known else msgspec.UNSET

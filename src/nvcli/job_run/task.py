@@ -1,4 +1,4 @@
-"""What a run makes of its rows, resolved: from the configuration and the checkpoint's files."""
+"""Resolves what a run makes of its rows, from the configuration and the checkpoint's files."""
 
 from __future__ import annotations
 

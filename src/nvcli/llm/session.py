@@ -13,19 +13,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from nvcli.chat_template import unknown_variables
 from nvcli.config import RunConfig
 from nvcli.config_types import Order
 from nvcli.errors import ClosedError, ConfigError, NvcliError, WorkerError, first_line, reworded
 from nvcli.job_run.counts import Counts
 from nvcli.job_run.early_end import RowTracebacks
-from nvcli.job_run.engines import StartEngine, close_engines, describe_ready, start_engine
-from nvcli.job_run.feeder import Feeder
-from nvcli.job_run.loop import Engine, JobLoop
-from nvcli.job_run.plan import make_duplicates, make_planner, plan_replicas, window_rows
+from nvcli.job_run.engines import EngineSet, StartEngine, describe_ready, start_engine
+from nvcli.job_run.loop import JobLoop
+from nvcli.job_run.plan import plan_replicas, window_rows
 from nvcli.job_run.resolve import make_parser, resolve_settings, row_keys
-from nvcli.job_run.text.chat_renderer import ChatRenderer
-from nvcli.job_run.text.grammar_maker import GrammarMaker
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Job, JobResult
 from nvcli.jobs.rows.native_row import RowDefaults
@@ -62,27 +58,15 @@ class Session:
         """
         self._resolved = resolve_settings(run)
         self._plan = plan_replicas(self._resolved, num_requests=num_requests)
-        if self._plan.why:
-            note(self._plan.why)
-        if self._plan.warning:
-            note(f"warning: {self._plan.warning}")
+        for line in filter(None, (self._plan.why, *self._plan.warnings)):
+            note(line)
         self._start = start
         self._note = note
         self._needs_chat_template = needs_chat_template
         self._max_rows = window_rows(run, len(self._plan.engine_configs))
         self.form = OutputForm(created=int(time.time()), model=run.model, text_field=run.job.text_field)
         self._queue = RowQueue()
-        self._feeder = Feeder(
-            self._queue,
-            self._load_tokenizer,
-            self._resolved.model_limits,
-            ChatRenderer(self._resolved.model_path, chat_template=self._resolved.chat_template),
-            GrammarMaker(
-                self._resolved.model_path,
-                vocab_size=self._resolved.model.vocab_size,
-                end_ids=self._resolved.model.eos_token_ids,
-            ),
-        )
+        self._feeder = self._resolved.make_feeder(self._queue, self._load_tokenizer)
         self._counts = Counts()
         self._row_tracebacks = RowTracebacks(None, note)
         self._changed = threading.Condition()
@@ -217,26 +201,13 @@ class Session:
     # What follows is in the thread of the loop.
 
     def _run(self) -> None:
-        engines: list[Engine] = []
+        engines = EngineSet(self._start)
         failure: NvcliError = ClosedError("this LLM was closed")
         try:
             try:
-                for config in self._plan.engine_configs:
-                    engines.append(self._start(config))
+                taken = engines.take(self._plan.engine_configs)
                 self._feeder.start()
-                num_engines = len(engines)
-                self._loop = JobLoop(
-                    engines,
-                    self._feeder,
-                    make_planner(self.run, num_engines, block_size=self._plan.block_size),
-                    make_duplicates(self.run, num_engines),
-                    self,
-                    self._counts,
-                    self,
-                    seed=self.run.seed,
-                    max_num_seqs=self._plan.max_num_seqs,
-                    keep_going=self.run.job.keep_going,
-                )
+                self._loop = JobLoop(self.run, self._plan, taken, self._feeder, self, self._counts, self)
                 self._loop.run(self._each_round)
             except _Closing:
                 pass
@@ -245,7 +216,7 @@ class Session:
             finally:
                 self._queue.close()
                 self._feeder.stop()
-                close_engines(engines)
+                engines.close()
         except Exception as error:
             failure = WorkerError(f"nvcli failed: {first_line(error)}; this is a bug, please report it")
             failure.__cause__ = error
@@ -303,19 +274,15 @@ class Session:
     # What follows is in the thread of the feeder.
 
     def _load_tokenizer(self) -> Tokenizer:
-        tokenizer = self._resolved.load_tokenizer()
+        warnings = RowWarnings()
+        tokenizer = self._resolved.load_tokenizer(warnings)
         if self._needs_chat_template and not tokenizer.chat_template:
             raise ConfigError(
                 f"{self.run.model} has no chat template, so it cannot hold a conversation; name one with "
                 "--chat-template, or have the model continue a text: nvcli generate --raw -p TEXT"
             )
-        if tokenizer.chat_template:
-            warnings = RowWarnings()
-            warnings.add_unknown_variables(
-                unknown_variables(tokenizer.chat_template, self.run.job.chat_template_kwargs)
-            )
-            for warning in warnings.take_new():
-                self._note(warning)
+        for warning in warnings.take_new():
+            self._note(warning)
         with self._changed:
             self._tokenizer = tokenizer
             self._changed.notify_all()

@@ -96,7 +96,7 @@ class ModelConfig:
         """Return how `size` ranks share a layer."""
         return Ranks(size=size, expert_parallel=self.expert_parallel)
 
-    def keeping(self, quantization: KeptWeights) -> ModelConfig:
+    def with_quantization(self, quantization: KeptWeights) -> ModelConfig:
         """Return the model with its weights kept so. Raises ConfigError where the checkpoint names layers that it left
         alone by patterns that cannot be used, and where it does not have the 4 bits that ranks are to keep."""
         if quantization != "none" and self.quantisation is not None:

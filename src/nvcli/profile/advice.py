@@ -50,7 +50,7 @@ def cache_room(config: EngineConfig, model: ModelConfig, use: MemoryUse) -> Cach
     error = use.beside_cache - estimate(config, model, use.total).beside_cache
 
     def room(candidate: EngineConfig) -> int:
-        planned = estimate(candidate, model.keeping(candidate.quantization), use.total)
+        planned = estimate(candidate, model.with_quantization(candidate.quantization), use.total)
         beside = planned.beside_cache + error
         if candidate.kv_cache_memory is None:
             return planned.budget - beside
@@ -165,7 +165,9 @@ def _can_keep(quantization: KeptWeights, config: EngineConfig, model: ModelConfi
     if config.batch_invariant:
         return False
     try:
-        return config.quantization == "none" and model.keeping(quantization).divides_by(config.tensor_parallel_size)
+        return config.quantization == "none" and model.with_quantization(quantization).divides_by(
+            config.tensor_parallel_size
+        )
     except ConfigError:  # the checkpoint does not have 4 bits, or layers that are left alone cannot be told
         return False
 

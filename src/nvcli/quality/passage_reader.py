@@ -39,7 +39,7 @@ class PassageReader:
         device, dtype = group.device, getattr(torch, config.dtype)
         self.config = load_model_config(
             config.model_path, expert_parallel=config.enable_expert_parallel, overrides=config.hf_overrides
-        ).keeping(config.quantization)
+        ).with_quantization(config.quantization)
         self.device = device
         self._batch_invariant = config.batch_invariant
         self.model = build_model(

@@ -143,7 +143,7 @@ class ModelRunner:
                 overrides=self.config.hf_overrides,
             )
             config = config.headless() if self.config.embedding_size else config
-            self.model_config = config.keeping(self.config.quantization)
+            self.model_config = config.with_quantization(self.config.quantization)
             self.model = build_model(
                 self.model_config,
                 self.group,

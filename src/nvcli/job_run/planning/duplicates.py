@@ -12,43 +12,27 @@ import msgspec
 
 from nvcli.errors import RowError
 from nvcli.job_run.text.prepare import PreparedRow
-from nvcli.jobs.job import Choice, JobResult, Logprobs, RowContext, Usage, failed
-from nvcli.jobs.tasks import EmbedAnswer, EmbedAnswers, ScoreAnswer
+from nvcli.jobs.job import JobResult, RowContext, failed
 
-
-class _Answer(msgspec.Struct, frozen=True):
-    choices: list[Choice]
-    usage: Usage
-    num_bytes: int
-    answer: ScoreAnswer | EmbedAnswer | EmbedAnswers | None
-    prompt_logprobs: Logprobs | None
-
-    def for_row(self, place: RowContext) -> JobResult:
-        # Nothing of the prompt was computed for it.
-        usage = msgspec.structs.replace(self.usage, cached_tokens=self.usage.prompt_tokens)
-        return JobResult(
-            place=place,
-            choices=self.choices,
-            usage=usage,
-            answer=self.answer,
-            prompt_logprobs=self.prompt_logprobs,
-        )
+_NOWHERE = RowContext(id=0, index=0, line="")
 
 
 class Duplicates:
     """The rows that wait for the answer of an equal row, and answers kept for rows to come. Not thread-safe."""
 
-    def __init__(self, *, max_rows: int, max_bytes: int, max_kept_bytes: int) -> None:
+    def __init__(self, *, max_rows: int, max_bytes: int, max_kept_bytes: int, is_on: bool = True) -> None:
         """`max_rows` and `max_bytes` bound the rows that wait for another row's answer.
 
-        `max_kept_bytes` bounds the answers that are kept for rows to come. Bytes are estimates.
+        `max_kept_bytes` bounds the answers that are kept for rows to come. Bytes are estimates. Where it is not
+        on, every row is computed.
         """
+        self._is_on = is_on
         self._max_rows = max_rows
         self._max_bytes = max_bytes
         self._max_kept_bytes = max_kept_bytes
         self._followers: dict[bytes, list[tuple[RowContext, int]]] = {}
         """The rows that wait for the one that is computed, with their bytes, by answer key."""
-        self._kept: OrderedDict[bytes, _Answer] = OrderedDict()
+        self._kept: OrderedDict[bytes, JobResult] = OrderedDict()
         """Kept answers by answer key, the least recently used first."""
         self._kept_bytes = 0
         self._ready: list[tuple[PreparedRow, JobResult]] = []
@@ -67,12 +51,12 @@ class Duplicates:
         True: compute it, and then call `finish`. False: its result comes from `take_ready`.
         """
         key = row.answer_key
-        if key is None:
+        if key is None or not self._is_on:
             return True
         answer = self._kept.get(key)
         if answer is not None:
             self._kept.move_to_end(key)
-            self._ready.append((row, answer.for_row(row.place)))
+            self._ready.append((row, msgspec.structs.replace(answer, place=row.place)))
             return False
         followers = self._followers.get(key)
         if followers is None:
@@ -91,16 +75,19 @@ class Duplicates:
     def finish(self, row: PreparedRow, result: JobResult, error: RowError | None) -> None:
         """Take the result of a row that was admitted. `error` is the row's error without its place in the input."""
         key = row.answer_key
-        if key is None:
+        if key is None or not self._is_on:
             return
         followers = self._followers.pop(key)
-        answer = _Answer(result.choices, result.usage, result.num_bytes, result.answer, result.prompt_logprobs)
+        # Nothing of the prompt is computed for equal rows. What the row passes through is not kept with its answer.
+        usage = msgspec.structs.replace(result.usage, cached_tokens=result.usage.prompt_tokens)
+        answer = msgspec.structs.replace(result, place=_NOWHERE, usage=usage)
         if error is None:
             self._keep(key, answer)
         for place, num_bytes in followers:
             self.num_rows -= 1
             self.num_bytes -= num_bytes
-            self._ready.append((row, answer.for_row(place) if error is None else failed(place, error)))
+            copy = msgspec.structs.replace(answer, place=place) if error is None else failed(place, error)
+            self._ready.append((row, copy))
 
     def take_ready(self) -> list[tuple[PreparedRow, JobResult]]:
         """Return the results of rows that were not computed, each of them once.
@@ -110,7 +97,7 @@ class Duplicates:
         ready, self._ready = self._ready, []
         return ready
 
-    def _keep(self, key: bytes, answer: _Answer) -> None:
+    def _keep(self, key: bytes, answer: JobResult) -> None:
         self._kept[key] = answer
         self._kept_bytes += answer.num_bytes
         while self._kept_bytes > self._max_kept_bytes:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from nvcli.byte_sizes import format_bytes
+from nvcli.byte_sizes import counted, format_bytes
 from nvcli.config import EngineConfig
 from nvcli.config_types import ParallelSize
 from nvcli.errors import CapacityError, ConfigError
@@ -67,6 +67,27 @@ class Layout:
         return f"--dp {self.data_parallel_size}{stages} --tp {self.tensor_parallel_size}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutEstimate:
+    """A layout, with an estimate of a job on it."""
+
+    layout: Layout
+    weight_bytes: int
+    """Bytes of weights on one GPU."""
+    room: int
+    """Bytes for the KV cache of the rank that has least room; negative: so many are missing."""
+    num_tokens: int
+    """Tokens that the KV cache of the replica with least room holds; 0: the model does not fit."""
+    start_seconds: float
+    """The time that this layout adds to the start of one rank."""
+    seconds: float
+    """The time of the job once the model is loaded; infinite where it does not fit."""
+
+    @property
+    def all_seconds(self) -> float:
+        return self.start_seconds + self.seconds
+
+
 def choose_layout(
     gpus: Sequence[SmiGpu],
     model: ModelConfig,
@@ -95,33 +116,17 @@ def choose_layout(
         }
         shown = " and ".join(f"{key} is {size}" for key, size in given.items() if size != "auto")
         raise ConfigError(
-            f"{shown}, and {len(gpus)} {'GPU' if len(gpus) == 1 else 'GPUs'} can be seen here: lower it, or "
-            "look at CUDA_VISIBLE_DEVICES"
+            f"{shown}, and {counted(len(gpus), 'GPU')} can be seen here: lower it, or look at CUDA_VISIBLE_DEVICES"
         )
     usual = max(1, min(_USUAL_TOKENS, config.max_model_len // 4))
     lengths = Lengths(prompt=usual, computed=usual, answer=usual)
-    candidates = [_candidate(gpus, model, config, tp, dp, num_requests, lengths) for tp, dp in sizes]
+    candidates = [_estimate(gpus, model, config, tp, dp, num_requests, lengths) for tp, dp in sizes]
     fitting = [one for one in candidates if one.num_tokens > 0]
     if not fitting:
         fitting = [_nearest(candidates, gpus, model, config)]
-    best = min(fitting, key=lambda one: (one.num_tokens < config.max_model_len, one.seconds, one.num_gpus))
-    return Layout(
-        tensor_parallel_size=best.tp,
-        pipeline_parallel_size=best.pp,
-        data_parallel_size=best.dp,
-        gpus=() if best.gpus == tuple(range(best.num_gpus)) else best.gpus,
-        why=_explain(best, fitting, len(gpus), known_requests, config, model),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutEstimate:
-    """What a layout would do with a job."""
-
-    seconds: float
-    """The time of the job once the model is loaded; infinite where it does not fit."""
-    num_tokens: int
-    """Tokens that the KV cache of each replica holds."""
+    best = min(fitting, key=lambda one: (one.num_tokens < config.max_model_len, one.all_seconds, one.layout.num_ranks))
+    taken, why = best.layout.gpus, _explain(best, fitting, len(gpus), known_requests, config, model)
+    return replace(best.layout, gpus=() if taken == tuple(range(len(taken))) else taken, why=why)
 
 
 def estimate_layout(
@@ -135,39 +140,7 @@ def estimate_layout(
 ) -> LayoutEstimate:
     """Estimate what a layout that was chosen from these GPUs does with a job whose lengths are known."""
     tp, dp = layout.tensor_parallel_size, layout.data_parallel_size
-    candidate = _candidate(gpus, model, config, tp, dp, num_requests, lengths)
-    return LayoutEstimate(seconds=candidate.seconds - candidate.start_seconds, num_tokens=candidate.num_tokens)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Candidate:
-    tp: int
-    pp: int
-    dp: int
-    gpus: tuple[int, ...]
-    weight_bytes: int
-    """Bytes of weights on one GPU."""
-    room: int
-    """Bytes for the KV cache of the rank that has least room; negative: so many are missing."""
-    num_tokens: int
-    """Tokens that the KV cache of the replica with least room holds; 0: the model does not fit."""
-    start_seconds: float
-    """The time that this layout adds to the start of one rank."""
-    seconds: float
-    """The estimated time of the job, with these seconds."""
-
-    @property
-    def num_gpus(self) -> int:
-        return self.gpus_each * self.dp
-
-    @property
-    def gpus_each(self) -> int:
-        """The number of GPUs of each replica."""
-        return self.pp * self.tp
-
-    @property
-    def flags(self) -> str:
-        return Layout(tensor_parallel_size=self.tp, pipeline_parallel_size=self.pp, data_parallel_size=self.dp).flags
+    return _estimate(gpus, model, config, tp, dp, num_requests, lengths)
 
 
 def _sizes(
@@ -186,7 +159,7 @@ def _sizes(
                 yield tp, dp
 
 
-def _candidate(
+def _estimate(
     gpus: Sequence[SmiGpu],
     model: ModelConfig,
     config: EngineConfig,
@@ -194,7 +167,7 @@ def _candidate(
     dp: int,
     num_requests: int,
     lengths: Lengths,
-) -> _Candidate:
+) -> LayoutEstimate:
     config = msgspec.structs.replace(config, tensor_parallel_size=tp, gpus=())
     each = config.num_ranks
     stage = largest_stage(model, config.pipeline_parallel_size)
@@ -215,16 +188,19 @@ def _candidate(
     start = (each * dp - 1) * _PROCESS_SECONDS + (dp - 1) * each * weights / _LOAD_BYTES_PER_SECOND
     if each > 1:
         start += _NCCL_SECONDS
-    return _Candidate(
-        tp=tp,
-        pp=config.pipeline_parallel_size,
-        dp=dp,
+    layout = Layout(
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=config.pipeline_parallel_size,
+        data_parallel_size=dp,
         gpus=tuple(chosen),
+    )
+    return LayoutEstimate(
+        layout=layout,
         weight_bytes=weights,
         room=min(rooms[index] for index in chosen),
         num_tokens=least_tokens or 0,
         start_seconds=start,
-        seconds=start + (num_requests / rate if rate else math.inf),
+        seconds=num_requests / rate if rate else math.inf,
     )
 
 
@@ -239,15 +215,16 @@ def _room(gpu: SmiGpu, model: ModelConfig, config: EngineConfig) -> int:
 
 
 def _nearest(
-    candidates: Sequence[_Candidate], gpus: Sequence[SmiGpu], model: ModelConfig, config: EngineConfig
-) -> _Candidate:
+    candidates: Sequence[LayoutEstimate], gpus: Sequence[SmiGpu], model: ModelConfig, config: EngineConfig
+) -> LayoutEstimate:
     """Return the layout that misses least memory, where that may be an error of the estimate.
 
     Raises CapacityError where more is missing.
     """
-    nearest = max(candidates, key=lambda one: (one.room, -one.num_gpus))
-    config = msgspec.structs.replace(config, tensor_parallel_size=nearest.tp, gpus=())
-    worst = min((gpus[index] for index in nearest.gpus), key=lambda gpu: _room(gpu, model, config))
+    nearest = max(candidates, key=lambda one: (one.room, -one.layout.num_ranks))
+    layout = nearest.layout
+    config = msgspec.structs.replace(config, tensor_parallel_size=layout.tensor_parallel_size, gpus=())
+    worst = min((gpus[index] for index in layout.gpus), key=lambda gpu: _room(gpu, model, config))
     short = 2 * block_bytes(config, model) - nearest.room
     if short < _ESTIMATE_ERROR * worst.total_bytes:
         return replace(nearest, num_tokens=0)
@@ -259,10 +236,9 @@ def _nearest(
         items.append(f"KV cache {format_bytes(config.kv_cache_memory)}")
     if worst.used_bytes:
         items.append(f"held by other programs and the driver {format_bytes(worst.used_bytes)}")
-    of = f"{len(gpus)} GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
     raise CapacityError(
-        f"the model does not fit the {of} that can be seen; {nearest.flags} comes nearest: of each GPU's "
-        f"{format_bytes(worst.total_bytes)} the budget is {format_bytes(plan.budget)}, and it needs "
+        f"the model does not fit the {counted(len(gpus), 'GPU')} that can be seen; {layout.flags} comes nearest: of "
+        f"each GPU's {format_bytes(worst.total_bytes)} the budget is {format_bytes(plan.budget)}, and it needs "
         f"{', '.join(items)}: {format_bytes(short)} are missing. To make it fit: free the GPUs, use more or larger "
         f"ones, {setting}, or lower max_num_batched_tokens{_smaller_weights(config, model)}; --tp and --dp in numbers "
         "skip this estimate"
@@ -273,7 +249,7 @@ def _smaller_weights(config: EngineConfig, model: ModelConfig) -> str:
     """Say what FP8 weights would take, where they can be kept and are not."""
     size, stage = config.tensor_parallel_size, largest_stage(model, config.pipeline_parallel_size)
     try:
-        kept = model.keeping("fp8")
+        kept = model.with_quantization("fp8")
     except ConfigError:  # layers that are left alone cannot be told
         return ""
     if config.quantization == "fp8" or not kept.divides_by(size):
@@ -283,19 +259,18 @@ def _smaller_weights(config: EngineConfig, model: ModelConfig) -> str:
 
 
 def _explain(
-    best: _Candidate,
-    fitting: Sequence[_Candidate],
+    best: LayoutEstimate,
+    fitting: Sequence[LayoutEstimate],
     num_gpus: int,
     num_requests: int | None,
     config: EngineConfig,
     model: ModelConfig,
 ) -> str:
-    copies = "1 copy" if best.dp == 1 else f"{best.dp} copies"
-    each = "on" if best.dp == 1 else "each on"
-    which = f" (GPU {', '.join(map(str, best.gpus))})" if best.gpus != tuple(range(best.num_gpus)) else ""
+    layout, dp = best.layout, best.layout.data_parallel_size
+    copies, each = ("1 copy", "on") if dp == 1 else (f"{dp} copies", "each on")
+    which = f" (GPU {', '.join(map(str, layout.gpus))})" if layout.gpus != tuple(range(layout.num_ranks)) else ""
     text = (
-        f"{best.flags}: {copies} of the model, {each} {best.gpus_each} of {num_gpus} "
-        f"GPU{'s' if num_gpus > 1 else ''}{which}; "
+        f"{layout.flags}: {copies} of the model, {each} {layout.num_ranks // dp} of {counted(num_gpus, 'GPU')}{which}; "
         f"weights take {format_bytes(best.weight_bytes)} of a GPU, KV cache for about {best.num_tokens:,} tokens a copy"
     )
     if state_blocks(model):
@@ -308,8 +283,8 @@ def _explain(
     held = [one for one in others if one.num_tokens >= longest]
     if best.num_tokens >= longest and not held:
         return f"{text}; no other choice holds a request of {longest:,} tokens"
-    job = "this job" if num_requests is None else f"{num_requests:,} request{'s' if num_requests > 1 else ''}"
-    second = min(held or others, key=lambda one: one.seconds)
-    ratio = second.seconds / best.seconds
+    job = "this job" if num_requests is None else counted(num_requests, "request")
+    second = min(held or others, key=lambda one: one.all_seconds)
+    ratio = second.all_seconds / best.all_seconds
     times = f"{ratio:.1f} times as long" if ratio >= 1.05 else "as long"
-    return f"{text}; for {job} {second.flags} would take about {times}"
+    return f"{text}; for {job} {second.layout.flags} would take about {times}"

@@ -9,12 +9,14 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from nvcli.job_run.progress.run_status import RunStatus, RunView
 
 if TYPE_CHECKING:
     import rich.progress
+
+    from nvcli.job_run.progress.status_file import StatusFile
 
 ProgressMode = Literal["auto", "bar", "plain", "none"]
 
@@ -31,107 +33,92 @@ _WITHOUT_CURSOR = ("dumb", "unknown")
 
 
 class Progress:
-    """The base of all displays, and the one that shows no progress. All of them show `note` lines."""
+    """The base of all displays, and the one that shows no progress. All of them show notes."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(
+        self, stream: TextIO, *, verbosity: Verbosity = "normal", status_file: StatusFile | None = None
+    ) -> None:
+        """`status_file` is kept up to date too."""
         self._stream = stream
+        self._verbosity = verbosity
+        self._status_file = status_file
 
     def note(self, line: str) -> None:
         """Show one line that is not progress, such as what was chosen or what to look out for."""
-        self._stream.write(f"nvcli: {line}\n")
-        self._stream.flush()
+        if self._verbosity != "quiet":
+            self._say(line)
 
     def warn(self, line: str) -> None:
         """Show a line that begins with `warning:`, also where other notes are not wanted."""
-        self.note(line)
+        self._say(line)
 
     def detail(self, line: str) -> None:
-        """Show a line for those who look into how a run works. Displays leave it out unless they are verbose."""
+        """Show a line for those who look into how a run works."""
+        if self._verbosity == "verbose":
+            self._say(line)
 
     def update(self, view: RunView) -> None:
         """Show how the run stands. Calls may come as often as they like."""
+        self._show(view)
+        if self._status_file is not None:
+            self._status_file.update(view)
 
     def close(self) -> None:
         """Leave the stream in a state in which others can write to it. Idempotent."""
 
     def __enter__(self) -> Progress:
+        if self._status_file is not None:
+            self._status_file.begin(self.warn)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Take note that the run is over. `error` is what ended it early, if anything did."""
+        if self._status_file is not None:
+            self._status_file.end(error)
 
+    def _say(self, line: str) -> None:
+        self._stream.write(f"nvcli: {line}\n")
+        self._stream.flush()
 
-class Beside(Progress):
-    """The base of displays that stand beside another one, `shown`, and hand everything to it."""
-
-    def __init__(self, shown: Progress) -> None:
-        self._shown = shown
-
-    def note(self, line: str) -> None:
-        self._shown.note(line)
-
-    def warn(self, line: str) -> None:
-        self._shown.warn(line)
-
-    def detail(self, line: str) -> None:
-        self._shown.detail(line)
-
-    def update(self, view: RunView) -> None:
-        self._shown.update(view)
-
-    def close(self) -> None:
-        self._shown.close()
-
-
-class Verbose(Beside):
-    """A display that shows details as notes."""
-
-    def detail(self, line: str) -> None:
-        self._shown.note(line)
-
-
-class Quiet(Beside):
-    """A display that shows warnings, and no other notes."""
-
-    def note(self, line: str) -> None:
-        pass
+    def _show(self, view: RunView) -> None:
+        """Show the progress alone."""
 
 
 class PlainProgress(Progress):
     """The display for logs: one line every ten seconds."""
 
-    def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(stream)
+    def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic, **options: Any) -> None:
+        super().__init__(stream, **options)
         self._clock = clock
         self._next = clock() + PLAIN_SECONDS
 
-    def update(self, view: RunView) -> None:
+    def _show(self, view: RunView) -> None:
         if self._clock() < self._next:
             return
         self._next = self._clock() + PLAIN_SECONDS
         status = view.status()
         percent = f"{status.share_done:.0%}, " if status.share_done is not None else ""
-        self.note(f"{format_seconds(status.elapsed_seconds)}: {percent}{rows_text(status)}, {rates_text(status)}")
+        self._say(f"{format_seconds(status.elapsed_seconds)}: {percent}{rows_text(status)}, {rates_text(status)}")
 
 
 class BarProgress(Progress):
     """The display for terminals: a bar in the last line."""
 
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__(stream)
+    def __init__(self, stream: TextIO, **options: Any) -> None:
+        super().__init__(stream, **options)
         self._bar: rich.progress.Progress | None = None
         self._task: rich.progress.TaskID | None = None
         self._next = 0.0
 
-    def note(self, line: str) -> None:
+    def _say(self, line: str) -> None:
         if self._bar is None:
-            super().note(line)
+            super()._say(line)
         else:
             self._bar.console.print(f"nvcli: {line}", markup=False, highlight=False, soft_wrap=True)
 
-    def update(self, view: RunView) -> None:
+    def _show(self, view: RunView) -> None:
         now = time.monotonic()
         if now < self._next:
             return
@@ -179,6 +166,7 @@ def make_progress(
     *,
     beside_answers: bool = False,
     verbosity: Verbosity = "normal",
+    status_file: StatusFile | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Progress:
     """Make a display. `auto` is a bar on a terminal whose cursor can be moved, else plain lines; quiet: neither.
@@ -193,8 +181,7 @@ def make_progress(
     if mode == "bar" and beside_answers and stream.isatty():
         mode = "plain"
     kinds: dict[str, type[Progress]] = {"bar": BarProgress, "plain": PlainProgress, "none": Progress}
-    shown = kinds[mode](stream)
-    return {"quiet": Quiet, "verbose": Verbose}[verbosity](shown) if verbosity != "normal" else shown
+    return kinds[mode](stream, verbosity=verbosity, status_file=status_file)
 
 
 def rows_text(status: RunStatus) -> str:

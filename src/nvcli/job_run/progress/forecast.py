@@ -16,15 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from nvcli.job_run.counts import AnswerLengths, ClassTotals, LengthClass, ReadTotals, bin_of, length_class
-from nvcli.job_run.progress.speed import Work
-from nvcli.job_run.progress.survival import Belief, Known, Outlooks, Survival
+from nvcli.job_run.progress.speed import Range, Work
+from nvcli.job_run.progress.survival import Belief, Known, Survival
 
 _MAX_SLOTS = 256
 """Runs with more slots than this are played through on a smaller scale."""
 _MAX_RUNNING = 1024
-"""Of more running samples only some are looked at."""
+"""Running samples that are looked at, at most."""
 _MAX_ROUNDS = 4
-"""Of the samples that wait, so many for each slot are played through; those before them keep all slots busy."""
+"""Waiting samples for each slot that are played through; those before them keep all slots busy."""
 
 
 class RunningSample(NamedTuple):
@@ -38,14 +38,6 @@ class RunningSample(NamedTuple):
     @property
     def length_class(self) -> LengthClass:
         return length_class(self.max_tokens, self.num_prompt_tokens)
-
-
-class Forecast(NamedTuple):
-    """The work that is left: as little as it may well be, as it is expected, and as much."""
-
-    low: Work
-    middle: Work
-    high: Work
 
 
 class _Sample(NamedTuple):
@@ -68,7 +60,7 @@ def forecast(
     prompt_tokens: int = 0,
     computed_share: float = 1.0,
     uncached_share: float = 1.0,
-) -> Forecast | None:
+) -> Range[Work] | None:
     """Estimate the work that is left; None where no row was read.
 
     `running` are some of the `num_running` samples that run, evenly chosen. `slots` is how many run while others
@@ -94,7 +86,7 @@ def forecast(
         survivals = {key: each[outlook] for key, each in outlooks.items()}
         work = _play(classes, survivals, running, waiting, num_running=num_running, slots=slots)
         works.append(work._replace(prompt_tokens=prompts * uncached_share))
-    return Forecast(*works)
+    return Range(*works)
 
 
 def _outlooks(
@@ -102,12 +94,12 @@ def _outlooks(
     ended: AnswerLengths,
     running: Sequence[RunningSample],
     weight: float,
-) -> dict[LengthClass, Outlooks]:
+) -> dict[LengthClass, Range[Survival]]:
     """Estimate the lengths of each class. Each of the `running` stands for `weight` samples."""
     ages: defaultdict[LengthClass, Counter[int]] = defaultdict(Counter)
     for sample in running:
         ages[sample.length_class][bin_of(sample.length)] += 1
-    result: dict[LengthClass, Outlooks] = {}
+    result: dict[LengthClass, Range[Survival]] = {}
     for is_asked in (True, False):
         known = {
             key: Known(

@@ -21,7 +21,7 @@ from nvcli.errors import NvcliError
 from nvcli.job_run.counts import Counts
 from nvcli.job_run.feeder import Feeder
 from nvcli.job_run.progress.forecast import RunningSample, forecast
-from nvcli.job_run.progress.speed import USUAL_OF_CPU, USUAL_OF_GPU, Speed, Work
+from nvcli.job_run.progress.speed import USUAL_OF_CPU, USUAL_OF_GPU, Range, Speed, Work
 from nvcli.jobs.input.reader import RowReader
 from nvcli.messages import unpack
 
@@ -125,28 +125,12 @@ def how_it_ended(error: BaseException | None) -> tuple[State, str | None]:
 
 class _Snapshot(NamedTuple):
     at: float
-    work: Work
+    work: Work = Work()
     """All work that was done until then."""
-    num_running: int
-    rows: int
-    prompt_tokens: int
-    generated_tokens: int
-
-
-class TimeLeft(NamedTuple):
-    """The time that is left, in seconds: as little as it may well be, as it is expected, and as much."""
-
-    low: float
-    middle: float
-    high: float
-
-    def after(self, before: TimeLeft, seconds: float, elapsed: float) -> TimeLeft:
-        """Return this estimate, evened out with one of so many seconds before: the mean of about the last twentieth of
-        the time."""
-        share = math.exp(-seconds / max(1e-9, min(_EVEN_SHARE * elapsed, _EVEN_SHARE_LEFT * self.middle)))
-        return TimeLeft(
-            *(share * max(0.0, old - seconds) + (1 - share) * new for old, new in zip(before, self, strict=True))
-        )
+    num_running: int = 0
+    rows: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
 
 
 class RunView:
@@ -175,9 +159,9 @@ class RunView:
         self._started = datetime.datetime.now(datetime.UTC)
         self._snapshots: deque[_Snapshot] = deque()
         self._speed = Speed(USUAL_OF_GPU if on_gpu else USUAL_OF_CPU)
-        self._learned = _Snapshot(started_at, Work(), 0, 0, 0, 0)
+        self._learned = _Snapshot(started_at)
         """The figures when `_speed` learned last."""
-        self._left: TimeLeft | None = None
+        self._left: Range[float] | None = None
         self._share_done: float | None = None
         self._work_shown = Work()
         """The work that `_share_done` includes."""
@@ -190,7 +174,7 @@ class RunView:
         seconds = max(1e-3, last.at - first.at)
         share_done, left = self._share_done, self._left
         if state == "done":
-            share_done, left = 1.0, TimeLeft(0.0, 0.0, 0.0)
+            share_done, left = 1.0, Range(0.0, 0.0, 0.0)
         total = self._reader.rows_of_shard if self._feeder.all_read else None
         return RunStatus(
             state=state or ("starting" if counts.started_at is None else "running"),
@@ -235,11 +219,10 @@ class RunView:
         counts = self._counts
         snapshots = self._snapshots
         if not snapshots and counts.started_at is not None:
-            self._learned = _Snapshot(counts.started_at, Work(), 0, 0, 0, 0)
+            self._learned = _Snapshot(counts.started_at)
             snapshots.append(self._learned)
         if not snapshots:
-            present = _Snapshot(now, Work(), 0, 0, 0, 0)
-            return present, present
+            return _Snapshot(now), _Snapshot(now)
         last = snapshots[-1]
         running = self._running_samples()
         present = self._snapshot(now, last, running)
@@ -254,7 +237,7 @@ class RunView:
                 self._learned = present
             left = self._time_left(running, slots)
             if left is not None and self._left is not None:
-                left = left.after(self._left, present.at - last.at, present.at - (counts.started_at or 0.0))
+                left = _evened(left, self._left, present.at - last.at, present.at - (counts.started_at or 0.0))
             self._left = left
         self._move_bar(present.work)
         return snapshots[0], present
@@ -290,7 +273,7 @@ class RunView:
                 running += map(RunningSample, numbers[::3], numbers[1::3], numbers[2::3])
         return running
 
-    def _time_left(self, running: Sequence[RunningSample], slots: int) -> TimeLeft | None:
+    def _time_left(self, running: Sequence[RunningSample], slots: int) -> Range[float] | None:
         counts = self._counts
         share_read = self._share_read()
         if not share_read:
@@ -312,7 +295,7 @@ class RunView:
         if low is None or middle is None or high is None:
             return None
         unsure = _SPEED_SHARE + _FIRST_SPEED_SHARE / math.sqrt(1 + (self._clock() - (counts.started_at or 0.0)))
-        return TimeLeft(min(low, middle) * (1 - unsure), middle, max(middle, high) * (1 + unsure))
+        return Range(min(low, middle) * (1 - unsure), middle, max(middle, high) * (1 + unsure))
 
     def _move_bar(self, work: Work) -> None:
         """Let the bar go on by the share that the work since it last moved has of all the work that was left then."""
@@ -337,7 +320,9 @@ class RunView:
         reader = self._reader
         if self._feeder.all_read:
             return 1.0
-        share = self._share_of_input()
+        shares = [reader.bytes_read / reader.bytes_total] if reader.bytes_total else []
+        shares += [reader.rows_read / self._limit] if self._limit is not None else []
+        share = min(1.0, max(shares, default=0.0))
         if not share:
             return None
         # An earlier run answers the first rows of an input, so few of the rows that are not read yet are answered.
@@ -345,15 +330,12 @@ class RunView:
         rows_to_read = reader.rows_of_shard / share - self._counts.rows_resumed
         return rows_read / max(rows_read, rows_to_read, 1)
 
-    def _share_of_input(self) -> float | None:
-        """Return the share of the input that was read; None where its size is not known."""
-        reader = self._reader
-        shares = []
-        if reader.bytes_total:
-            shares.append(reader.bytes_read / reader.bytes_total)
-        if self._limit is not None:
-            shares.append(reader.rows_read / self._limit)
-        return min(1.0, max(shares)) if shares else None
+
+def _evened(left: Range[float], before: Range[float], seconds: float, elapsed: float) -> Range[float]:
+    """Return the seconds that are left, evened out with the estimate of so many seconds before: the mean of about the
+    last twentieth of the time."""
+    share = math.exp(-seconds / max(1e-9, min(_EVEN_SHARE * elapsed, _EVEN_SHARE_LEFT * left.middle)))
+    return Range(*(share * max(0.0, old - seconds) + (1 - share) * new for old, new in zip(before, left, strict=True)))
 
 
 def iso_time(moment: datetime.datetime) -> str:

@@ -7,10 +7,20 @@ slower. The prices are those that fit the last seconds best (least squares); whe
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 _MEMORY_SECONDS = 15.0
-"""What was measured so long ago counts for half."""
+"""The half-life of measurements."""
+
+
+class Range(NamedTuple, Generic[T]):
+    """An estimate: as little as it may well be, as it is expected, and as much."""
+
+    low: T
+    middle: T
+    high: T
 
 
 class Usual(NamedTuple):
@@ -79,30 +89,21 @@ class Speed:
         return sum(price * amount for price, amount in zip(self._prices, work, strict=True))
 
     def _fit(self) -> Work | None:
+        import numpy as np  # late: the tokenizer has brought it by then
+
         usual = self._usual_prices()
         if usual is None:
             return None
-        kinds = [kind for kind in range(4) if usual[kind] > 0]
+        scale = np.array(usual)
+        matrix = np.array(self._products) * np.outer(scale, scale) / _NOISE**2 + np.eye(4) / _SPREAD**2
+        target = np.array(self._times) * scale / _NOISE**2 + 1 / _SPREAD**2
+        positive = scale > 0
         while True:
-            ratios = _solve(
-                [
-                    [
-                        self._products[row][column] * usual[row] * usual[column] / _NOISE**2
-                        + (row == column) / _SPREAD**2
-                        for column in kinds
-                    ]
-                    for row in kinds
-                ],
-                [self._times[row] * usual[row] / _NOISE**2 + 1 / _SPREAD**2 for row in kinds],
-            )
-            positive = [kind for kind, ratio in zip(kinds, ratios, strict=True) if ratio > 0]
-            if len(positive) == len(kinds):
-                break
-            kinds = positive
-        prices = [0.0] * 4
-        for kind, ratio in zip(kinds, ratios, strict=True):
-            prices[kind] = ratio * usual[kind]
-        return Work(*prices)
+            ratios = np.zeros(4)
+            ratios[positive] = np.linalg.solve(matrix[np.ix_(positive, positive)], target[positive])
+            if (ratios[positive] > 0).all():
+                return Work(*(ratios * scale).tolist())
+            positive = ratios > 0
 
     def _usual_prices(self) -> Work | None:
         """Return usual prices, of which the work that was done comes to the time that it took."""
@@ -110,18 +111,3 @@ class Speed:
         usual = Work(steps * self._slots, 1 - steps, 1 / context, prompt_tokens)
         total = sum(price * amount for price, amount in zip(usual, self._work, strict=True))
         return Work(*(price * self._seconds / total for price in usual)) if total > 0 else None
-
-
-def _solve(matrix: list[list[float]], values: list[float]) -> list[float]:
-    """Solve linear equations whose matrix is positive definite."""
-    size = len(values)
-    rows = [[*row, value] for row, value in zip(matrix, values, strict=True)]
-    for at in range(size):
-        for below in range(at + 1, size):
-            factor = rows[below][at] / rows[at][at]
-            rows[below] = [mine - factor * its for mine, its in zip(rows[below], rows[at], strict=True)]
-    result = [0.0] * size
-    for at in reversed(range(size)):
-        rest = rows[at][size] - sum(rows[at][other] * result[other] for other in range(at + 1, size))
-        result[at] = rest / rows[at][at]
-    return result

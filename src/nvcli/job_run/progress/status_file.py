@@ -11,13 +11,11 @@ import os
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
 from nvcli.errors import ConfigError
 from nvcli.file_limits import why_not_writable
-from nvcli.job_run.progress.display import Beside, Progress
 from nvcli.job_run.progress.run_status import RunStatus, RunView, bare_status, how_it_ended
 from nvcli.regular_file import create_anew, is_too_long
 
@@ -70,36 +68,35 @@ class SideFile:
 WRITE_SECONDS = 1.0
 
 
-class StatusFile(Beside):
-    """`--progress-file`: a display that keeps a `RunStatus` as JSON in a file, beside another display, `shown`.
+class StatusFile:
+    """`--progress-file`: a `RunStatus` as JSON for other programs.
 
-    The file is written about once a second and when the run ends. A run that was killed leaves it in the state
-    `running`; `pid` and `updated_at` tell.
+    It is written about once a second and when the run ends. A run that was killed leaves it in the state `running`;
+    `pid` and `updated_at` tell.
     """
 
-    def __init__(self, file: SideFile, shown: Progress, *, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(shown)
+    def __init__(self, file: SideFile, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._file = file
         self._clock = clock
         self._next = clock()
         self._started = datetime.datetime.now(datetime.UTC)
         self._view: RunView | None = None
-        self._failed = False
+        self._warn: Callable[[str], None] | None = None
+
+    def begin(self, warn: Callable[[str], None]) -> None:
+        """Write the file for the first time. `warn` is told once if it cannot be written: the rows matter more."""
+        self._warn = warn
+        self._write(bare_status("starting", self._started))
 
     def update(self, view: RunView) -> None:
-        super().update(view)
+        """Write the file if it is time to. Calls may come as often as they like."""
         self._view = view
         if self._clock() >= self._next:
             self._next = self._clock() + WRITE_SECONDS
             self._write(view.status())
 
-    def __enter__(self) -> Progress:
-        self._write(bare_status("starting", self._started))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def end(self, error: BaseException | None) -> None:
+        """Write how the run ended. `error` is what ended it early, if anything did."""
         state, message = how_it_ended(error)
         view = self._view
         self._write(bare_status(state, self._started, message) if view is None else view.status(state, message))
@@ -108,6 +105,6 @@ class StatusFile(Beside):
         try:
             self._file.replace(msgspec.json.format(msgspec.json.encode(status), indent=2) + b"\n")
         except OSError as error:
-            if not self._failed:  # the rows matter more
-                self._failed = True
-                self.warn(f"warning: {self._file} cannot be written: {error.strerror}; the run goes on")
+            if self._warn is not None:
+                self._warn(f"warning: {self._file} cannot be written: {error.strerror}; the run goes on")
+                self._warn = None

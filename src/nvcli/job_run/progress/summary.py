@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nvcli.byte_sizes import format_bytes
+from nvcli.byte_sizes import counted, format_bytes
 from nvcli.job_run.counts import Counts, Example
 from nvcli.job_run.progress.display import Verbosity, format_seconds
-from nvcli.job_run.settings import DEFAULT, Setting, is_telling, sampling_name
+from nvcli.job_run.settings import DEFAULT, Setting, is_worth_showing, sampling_name
 from nvcli.jobs.output.manifest import Finished
 from nvcli.terminal_text import one_line
 from nvcli.validation import show
@@ -120,11 +120,11 @@ def _row_lines(counts: Counts) -> Iterator[str]:
     if counts.rows_deduplicated:
         yield (
             f"  equal     {_rows(counts.rows_deduplicated)} answered with the answer of an equal row "
-            f"({_tokens(counts.deduplicated_tokens)} not computed)"
+            f"({counted(counts.deduplicated_tokens, 'token')} not computed)"
         )
     for reason, count in counts.outcomes.finish_reasons.most_common():
         example = counts.outcomes.answer_examples[reason][0]
-        answers = "1 answer" if count == 1 else f"{count:,} answers"
+        answers = counted(count, "answer")
         why = " cut at `max_tokens`" if reason == "length" else ""
         yield f'  {reason:<9} {answers}{why}, such as {_id(example)}: "{one_line(example.text, _EXAMPLE_CHARS)}"'
 
@@ -136,7 +136,7 @@ def _score_lines(counts: Counts) -> Iterator[str]:
         yield f"  accuracy  {share:.2%}: {scores.rows_correct:,} of {_rows(scores.rows_with_answer)} with an answer"
     if scores.prompts:
         perplexity = math.exp(min(-scores.prompt_logprob / scores.prompt_tokens, 700.0))
-        tokens = f"{_tokens(scores.prompt_tokens)} of {_rows(scores.prompts)}"
+        tokens = f"{counted(scores.prompt_tokens, 'token')} of {_rows(scores.prompts)}"
         yield f"  text      perplexity {perplexity:,.4g} over {tokens}"
 
 
@@ -172,8 +172,8 @@ def _token_lines(summary: Summary) -> Iterator[str]:
     generates = counts.completion_tokens > 0
     generated = f", generated {counts.completion_tokens:,}" if generates else ""
     yield f"  tokens    prompt {counts.prompt_tokens:,}{cached}{generated}"
-    if counts.kv_bytes_saved:
-        yield f"  shared    {format_bytes(counts.kv_bytes_saved)} of the KV cache not read again for each row"
+    if saved := counts.engine_total("kv_bytes_saved"):
+        yield f"  shared    {format_bytes(saved)} of the KV cache not read again for each row"
     if seconds > 0:
         speed = f"{counts.completion_tokens / seconds:,.0f} generated and " if generates else ""
         yield (
@@ -181,7 +181,7 @@ def _token_lines(summary: Summary) -> Iterator[str]:
             f"{counts.rows_done / seconds:,.1f} rows/s"
         )
     if summary.num_gpus:
-        gpus = "1 GPU" if summary.num_gpus == 1 else f"{summary.num_gpus} GPUs"
+        gpus = counted(summary.num_gpus, "GPU")
         yield f"  GPUs      {summary.gpu_hours:.3g} GPU-hours ({gpus} for {format_seconds(summary.times.total)})"
 
 
@@ -189,7 +189,7 @@ def _sampling_lines(summary: Summary) -> Iterator[str]:
     """Yield the sampling of rows that bring none, by what set it, and how many rows bring their own."""
     by_origin: dict[str, list[str]] = {}
     for setting in summary.sampling:
-        if is_telling(setting):
+        if is_worth_showing(setting):
             value = one_line(show(setting.value, _EXAMPLE_CHARS)) if setting.value is not None else "unset"
             by_origin.setdefault(setting.origin, []).append(f"{sampling_name(setting)} {value}")
     origins = sorted(by_origin, key=lambda origin: origin == DEFAULT)
@@ -223,16 +223,12 @@ def _notes(counts: Counts) -> Iterator[str]:
     if counts.num_lost_replicas:
         lost = "1 copy of the model" if counts.num_lost_replicas == 1 else f"{counts.num_lost_replicas} copies"
         yield f"  note      {lost} died on the way; the others took over, and all answers are as they would be"
-    if counts.num_preemptions:
+    if num_preemptions := counts.engine_total("num_preemptions"):
         yield (
-            f"  note      {counts.num_preemptions:,} preemptions: the KV cache was full; "
+            f"  note      {num_preemptions:,} preemptions: the KV cache was full; "
             "more memory or a smaller `max_num_seqs` avoids computing these twice"
         )
 
 
-def _tokens(count: int) -> str:
-    return "1 token" if count == 1 else f"{count:,} tokens"
-
-
 def _rows(count: int) -> str:
-    return "1 row" if count == 1 else f"{count:,} rows"
+    return counted(count, "row")

@@ -11,7 +11,7 @@ answer that runs at 500 tokens says that it is longer than 500. Two estimates do
   Hjort, Ann. Stat. 18, 1990). Before anything has ended, long answers are between a usual length and half of what rows
   ask for. Whether lengths go with `max_tokens` and with the length of the prompt is weighed too.
 
-Each is made three times (`Outlooks`): for answers as short as they may well become, as expected, and as long.
+Each is made three times (`Range`): for answers as short as they may well become, as expected, and as long.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from nvcli.job_run.counts import bin_middle, bin_of, bin_start
+from nvcli.job_run.progress.speed import Range
 
 _USUAL = 250.0
 """The usual length of long answers, in tokens: that which one in twenty passes."""
@@ -55,7 +56,7 @@ _NEVER = -1e9
 
 
 class Known(NamedTuple):
-    """What is known of the samples of one class."""
+    """The samples of one class, as far as they are known."""
 
     most: float
     """Their `max_tokens`, on average."""
@@ -104,16 +105,8 @@ class _Believed(NamedTuple):
         return _FORMS[self.form](log_length - self.log_scale)
 
 
-class Outlooks(NamedTuple):
-    """The distributions of the lengths of one class."""
-
-    short: Survival
-    middle: Survival
-    long: Survival
-
-
 class Belief:
-    """What answers may be like, where few samples have come to their length."""
+    """A guess at the lengths of answers, where few samples have come so far."""
 
     def __init__(self, classes: Sequence[Known], *, is_asked: bool) -> None:
         """`is_asked`: rows name their `max_tokens`; else these are all that the model can hold."""
@@ -129,24 +122,15 @@ class Belief:
         kept.sort(key=lambda each: _rest(each[1], age, math.exp(self._log_most)))
         self._windows = [_window(kept, low, high) for low, high in _WINDOWS]
 
-    def outlooks(self, known: Known) -> Outlooks:
+    def outlooks(self, known: Known) -> Range[Survival]:
         """Return the distributions of the lengths of one class."""
         deviation = 1 / math.sqrt(sum(known.stopped.values()) + _SEVERAL)
-        return Outlooks(
-            *(
-                Survival(
-                    known,
-                    [
-                        _Believed(
-                            weight, each.form, each.log_scale + self._shift(known, each.max_power, each.prompt_power)
-                        )
-                        for weight, each in window
-                    ],
-                    exponent=math.exp(-deviations * deviation),
-                )
-                for window, deviations in zip(self._windows, _DEVIATIONS, strict=True)
-            )
-        )
+        survivals = []
+        for window, deviations in zip(self._windows, _DEVIATIONS, strict=True):
+            shifted = ((weight, each, self._shift(known, each.max_power, each.prompt_power)) for weight, each in window)
+            belief = [_Believed(weight, each.form, each.log_scale + shift) for weight, each, shift in shifted]
+            survivals.append(Survival(known, belief, exponent=math.exp(-deviations * deviation)))
+        return Range(*survivals)
 
     def _weighed(self, classes: Sequence[Known], usual: float) -> Iterator[tuple[float, _Hypothesis]]:
         """Yield all hypotheses, each with the logarithm of how likely it is.
@@ -171,7 +155,7 @@ class Belief:
 
 
 class _Tail:
-    """What is known of the longest samples."""
+    """The longest samples."""
 
     def __init__(self, classes: Sequence[Known], shifts: Sequence[float]) -> None:
         """`shifts` are the logarithms by which the lengths of each class are larger than the mean."""

@@ -58,6 +58,7 @@ def build_report(
     """
     counts, outcomes, times = summary.counts, summary.counts.outcomes, summary.times
     state, message = how_it_ended(error)
+    seconds = max(times.generating, 1e-3)
     now = datetime.datetime.now(datetime.UTC)
 
     def text_setter(path: KeyPath) -> str | None:
@@ -96,7 +97,11 @@ def build_report(
             generated=counts.completion_tokens,
             deduplicated=counts.deduplicated_tokens,
         ),
-        rates=_rates(summary),
+        rates=Rates(
+            generated_tokens_per_second=round(counts.completion_tokens / seconds, 3),
+            prompt_tokens_per_second=round(counts.prompt_tokens / seconds, 3),
+            rows_per_second=round(counts.rows_done / seconds, 3),
+        ),
         finish_reasons=_outcomes(outcomes.finish_reasons, outcomes.answer_examples),
         errors=_outcomes(counts.errors, outcomes.error_examples),
         prompt_lengths=describe_lengths(outcomes.prompt_lengths, total=outcomes.prompt_tokens),
@@ -108,16 +113,6 @@ def build_report(
         engine=None if plan is None else _engine(plan, ready, summary),
         versions=installed_versions(),
         warnings=list(summary.row_warnings),
-    )
-
-
-def _rates(summary: Summary) -> Rates:
-    counts = summary.counts
-    seconds = max(summary.times.generating, 1e-3)
-    return Rates(
-        generated_tokens_per_second=round(counts.completion_tokens / seconds, 3),
-        prompt_tokens_per_second=round(counts.prompt_tokens / seconds, 3),
-        rows_per_second=round(counts.rows_done / seconds, 3),
     )
 
 
@@ -151,7 +146,7 @@ def _engine(plan: RunPlan, ready: Sequence[EngineReady], summary: Summary) -> En
         kv_cache_bytes=first.kv_cache_bytes if first else None,
         weight_bytes=first.weight_bytes if first else None,
         startup_seconds={part: round(seconds, 3) for part, seconds in summary.times.startup.items()},
-        preemptions=summary.counts.num_preemptions,
+        preemptions=summary.counts.engine_total("num_preemptions"),
         lost_replicas=summary.counts.num_lost_replicas,
     )
 

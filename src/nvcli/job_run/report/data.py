@@ -101,7 +101,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run did."""
+    """The report of a run."""
 
     format: int = FORMAT
     state: State

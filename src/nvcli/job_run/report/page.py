@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 
@@ -18,7 +17,7 @@ from nvcli.byte_sizes import format_bytes
 from nvcli.job_run.progress.display import format_seconds
 from nvcli.job_run.report.data import Lengths, Report
 from nvcli.job_run.report.timeline import TimePoint, merge_points
-from nvcli.job_run.settings import DEFAULT, is_telling
+from nvcli.job_run.settings import DEFAULT, is_worth_showing
 from nvcli.validation import show
 
 _MAX_POINTS = 120
@@ -47,8 +46,8 @@ def render_html(report: Report) -> str:
         time_charts=list(_time_charts(report.timeline)),
         set_config=[setting for setting in report.config if setting.origin != DEFAULT],
         default_config=[setting for setting in report.config if setting.origin == DEFAULT],
-        sampling=[setting for setting in report.sampling if is_telling(setting)],
-        default_sampling=[setting for setting in report.sampling if not is_telling(setting)],
+        sampling=[setting for setting in report.sampling if is_worth_showing(setting)],
+        default_sampling=[setting for setting in report.sampling if not is_worth_showing(setting)],
         cached_share=report.tokens.cached / max(1, report.tokens.prompt),
         width=WIDTH,
         height=HEIGHT,
@@ -76,34 +75,16 @@ def _time_charts(timeline: list[TimePoint]) -> Iterator[Chart]:
     if len(points) < 2:
         return
     seconds = [point.seconds for point in points]
-    yield over_time(
-        "generated",
-        "Generated tokens",
-        seconds,
-        [("generated", _rates(points, "generated_tokens"))],
-        unit="tokens/s",
-        form=count,
-    )
-    computed = [
-        prompt - cached
-        for prompt, cached in zip(_rates(points, "prompt_tokens"), _rates(points, "cached_tokens"), strict=True)
-    ]
-    yield over_time(
-        "prompt",
-        "Prompt tokens",
-        seconds,
-        [("computed", [max(0.0, rate) for rate in computed]), ("cached", _rates(points, "cached_tokens"))],
-        unit="tokens/s",
-        form=count,
-    )
-    yield over_time(
-        "kv", "KV cache in use", seconds, [("in use", [point.kv_use for point in points])],
-        unit="share", form=percent, top=1.0,
-    )  # fmt: skip
-    yield over_time(
-        "requests", "Running requests", seconds, [("running", [point.running for point in points])],
-        unit="requests", form=count,
-    )  # fmt: skip
+    cached = _rates(points, "cached_tokens")
+    computed = [max(0.0, all - found) for all, found in zip(_rates(points, "prompt_tokens"), cached, strict=True)]
+    generated = [("generated", _rates(points, "generated_tokens"))]
+    yield over_time("generated", "Generated tokens", seconds, generated, unit="tokens/s", form=count)
+    prompts = [("computed", computed), ("cached", cached)]
+    yield over_time("prompt", "Prompt tokens", seconds, prompts, unit="tokens/s", form=count)
+    in_use = [("in use", [point.kv_use for point in points])]
+    yield over_time("kv", "KV cache in use", seconds, in_use, unit="share", form=percent, top=1.0)
+    running = [("running", [point.running for point in points])]
+    yield over_time("requests", "Running requests", seconds, running, unit="requests", form=count)
 
 
 def _rates(points: list[TimePoint], name: str) -> list[float]:
@@ -127,16 +108,14 @@ _MAX_BAR_TICKS = 6
 _BAR_GAP = 0.12
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
+class Tick(NamedTuple):
     """A mark on an axis: its place along the axis, and its text."""
 
     at: float
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
+class Bar(NamedTuple):
     """A bar, or a part of one that stands on another part."""
 
     x: float
@@ -148,17 +127,7 @@ class Bar:
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """A line through the points of one series."""
-
-    points: str
-    """`x,y` pairs, as the attribute `points` has them."""
-    series: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chart:
+class Chart(NamedTuple):
     """One chart with its axes."""
 
     id: str
@@ -167,13 +136,14 @@ class Chart:
     """The unit of the y axis."""
     x_unit: str
     description: str
-    """What the chart shows, for those who cannot see it."""
+    """The chart in words, for those who cannot see it."""
     legend: tuple[str, ...]
     """The names of the series; empty for a single one."""
     x_ticks: list[Tick]
     y_ticks: list[Tick]
     bars: list[Bar]
-    lines: list[Line]
+    lines: list[str]
+    """The `x,y` pairs of each series, as the attribute `points` has them."""
 
 
 def histogram(id: str, title: str, lengths: Lengths, *, noun: str) -> Chart:
@@ -256,13 +226,8 @@ def over_time(
         y_ticks=y_ticks,
         bars=[],
         lines=[
-            Line(
-                points=" ".join(
-                    f"{_round(to_x(at))},{_round(to_y(value))}" for at, value in zip(seconds, values, strict=True)
-                ),
-                series=number,
-            )
-            for number, (_, values) in enumerate(series)
+            " ".join(f"{_round(to_x(at))},{_round(to_y(value))}" for at, value in zip(seconds, values, strict=True))
+            for _, values in series
         ],
     )
 

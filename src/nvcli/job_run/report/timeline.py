@@ -28,7 +28,7 @@ class TimePoint(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     """Prompt tokens that were computed or found in the prefix cache by then."""
     cached_tokens: int
-    """Those among them that were found."""
+    """Prompt tokens found in the prefix cache by then."""
     generated_tokens: int
     kv_use: float
     """The share of the KV cache's blocks that running requests held, on average."""

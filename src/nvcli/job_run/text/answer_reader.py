@@ -10,6 +10,7 @@ import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -32,7 +33,7 @@ _ID_CHARS = 9
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
-class Reading(msgspec.Struct, frozen=True, kw_only=True):
+class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
     """How the answers to one row are to be read."""
 
     reader: AnswerReader
@@ -52,11 +53,11 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
         return b"%d" % self.state.value + msgspec.json.encode(self.tools)
 
 
-class ReadAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class ParsedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """An answer that was taken apart."""
 
     text: str
-    """What is neither thought nor call."""
+    """The answer without its thought and calls."""
     reasoning: str | None = None
     """The thought; None: there is none."""
     num_reasoning_tokens: int = 0
@@ -86,7 +87,7 @@ class AnswerReader:
 
     def reading(
         self, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]], last_message: str | None
-    ) -> Reading | None:
+    ) -> AnswerFormat | None:
         """Return how the answers to a prompt are to be read; None: they are texts.
 
         `last_message` is the message that the answer goes on with; None: it begins a new one.
@@ -97,11 +98,11 @@ class AnswerReader:
             state = self.reasoning.state_of(prompt_ids, last_message)
         if state is PromptState.CLOSED and not tools:
             return None
-        return Reading(reader=self, state=state, tools=tools)
+        return AnswerFormat(reader=self, state=state, tools=tools)
 
     def read(
-        self, ids: array[int], reading: Reading, *, text_before_stop: str | None, skip_special_tokens: bool
-    ) -> ReadAnswer:
+        self, ids: array[int], reading: AnswerFormat, *, text_before_stop: str | None, skip_special_tokens: bool
+    ) -> ParsedAnswer:
         """Take an answer apart. `text_before_stop` is its text if a stop string ended it, else None."""
         num_cut = 0
         if text_before_stop is not None:
@@ -119,7 +120,7 @@ class AnswerReader:
             reasoning, _ = _cut(self.reasoning.text_of(ids[:count]), num_cut)
             text = text.lstrip("\n")
         found, problem = self._find_calls(text if text_before_stop is not None else None, rest, reading)
-        return ReadAnswer(
+        return ParsedAnswer(
             text=text if found is None else found.text,
             reasoning=reasoning,
             num_reasoning_tokens=count or 0,
@@ -127,7 +128,7 @@ class AnswerReader:
             problem=problem,
         )
 
-    def _find_calls(self, cut: str | None, ids: Sequence[int], reading: Reading) -> tuple[FoundCalls | None, str]:
+    def _find_calls(self, cut: str | None, ids: Sequence[int], reading: AnswerFormat) -> tuple[FoundCalls | None, str]:
         """Find the calls in an answer's tokens behind its thought, or in its text where a stop string has `cut` it."""
         if not reading.tools or self._tool_format is None:
             return None, ""
@@ -137,27 +138,33 @@ class AnswerReader:
         except (BadToolCall, RecursionError) as error:
             return None, _problem(error)
 
-    def _read_harmony(self, ids: array[int], reading: Reading, num_cut: int) -> ReadAnswer:
+    def _read_harmony(self, ids: array[int], reading: AnswerFormat, num_cut: int) -> ParsedAnswer:
         """Read the messages of an answer by their channels and recipients."""
         thoughts: list[str] = []
         texts: list[str] = []
         calls: list[FoundCall] = []
         problem, num_reasoning_tokens = "", 0
-        for message in _messages(ids, self._tokenizer, self._tokenizer.token_id("<|start|>")):
-            if message.function is not None and reading.tools:
+        for part in _split(ids, self._tokenizer.token_id("<|start|>")):
+            header, found, body = self._tokenizer.decode_one(part, skip_special_tokens=False).partition("<|message|>")
+            if not found:
+                continue
+            body = _END.sub("", body)
+            recipient = _RECIPIENT.search(header)
+            if recipient is not None and reading.tools:
                 try:
-                    calls.append(harmony_call(message.function, message.body))
+                    calls.append(harmony_call(recipient[1], body))
                     continue
                 except (BadToolCall, RecursionError) as error:
                     problem = problem or _problem(error)
-            if message.is_thought and self.reasoning is not None:
-                thoughts.append(message.body)
-                num_reasoning_tokens += message.num_tokens
+            channel = _CHANNEL.search(header)
+            if channel is not None and channel[1] == "analysis" and self.reasoning is not None:
+                thoughts.append(body)
+                num_reasoning_tokens += len(part)
             else:
-                texts.append(message.body)
+                texts.append(body)
         text, num_cut = _cut("\n".join(texts), num_cut)
         reasoning, _ = _cut("\n".join(thoughts), num_cut)
-        return ReadAnswer(
+        return ParsedAnswer(
             text=text,
             reasoning=reasoning if thoughts else None,
             num_reasoning_tokens=num_reasoning_tokens,
@@ -171,40 +178,16 @@ def _problem(error: BadToolCall | RecursionError) -> str:
     return str(error) if isinstance(error, BadToolCall) else "a call is nested too deep"
 
 
-class _Message(msgspec.Struct, frozen=True):
-    """A message of an answer in the harmony format."""
-
-    is_thought: bool
-    function: str | None
-    """The function that it calls; None: none."""
-    body: str
-    num_tokens: int
-
-
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=functions\.([\w.\-]+)")
 _END = re.compile(r"<\|(?:end|return|call)\|>")
 
 
-def _messages(ids: array[int], tokenizer: Tokenizer, start_id: int | None) -> Iterator[_Message]:
+def _split(ids: array[int], start_id: int | None) -> Iterator[array[int]]:
     """Yield the messages of an answer, which begins behind the role of its first one; `start_id` begins the others."""
-    at = 0
-    while at < len(ids):
-        try:
-            end = len(ids) if start_id is None else ids.index(start_id, at + 1)
-        except ValueError:
-            end = len(ids)
-        text = tokenizer.decode_one(ids[at:end], skip_special_tokens=False)
-        header, found, body = text.partition("<|message|>")
-        if found:
-            channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
-            yield _Message(
-                is_thought=channel is not None and channel[1] == "analysis",
-                function=None if recipient is None else recipient[1],
-                body=_END.sub("", body),
-                num_tokens=end - at,
-            )
-        at = end
+    starts = [at for at, token in enumerate(ids) if at and token == start_id]
+    for start, end in pairwise((0, *starts, len(ids))):
+        yield ids[start:end]
 
 
 def _cut(text: str, num_chars: int) -> tuple[str, int]:

@@ -68,11 +68,11 @@ class _Form:
     """How a format writes calls. All but `mark` are pieces of a grammar; an empty one is nothing."""
 
     mark: str
-    """What the first call begins with; empty: its first character."""
+    """The mark that the first call begins with; empty: none."""
     first: str = ""
     """The characters that calls without a mark begin with, as in a regex's class."""
     head: str = ""
-    """What stands between the mark and the first call."""
+    """The piece between the mark and the first call."""
     call: WriteCall
     between: str
     tail: str = ""
@@ -121,29 +121,19 @@ def _json_call(*, name_key: str = "name", arguments_key: str = "arguments", befo
     return write
 
 
+def _between_tags(lark: LarkWriter, tag: str, call: WriteCall) -> _Form:
+    """Return the form of calls between tags that stand in lines of their own."""
+    opening, closing = lark.mark(f"<{tag}>"), lark.mark(f"</{tag}>")
+    between = f'"\\n" {closing} "\\n" {opening} "\\n"'
+    return _Form(mark=f"<{tag}>", head='"\\n"', call=call, between=between, tail=f'"\\n" {closing}')
+
+
 def _hermes(lark: LarkWriter, template: str) -> _Form:
-    opening, closing = lark.mark("<tool_call>"), lark.mark("</tool_call>")
-    return _Form(
-        mark="<tool_call>",
-        head='"\\n"',
-        call=_json_call(),
-        between=f'"\\n" {closing} "\\n" {opening} "\\n"',
-        tail=f'"\\n" {closing}',
-    )
+    return _between_tags(lark, "tool_call", _json_call())
 
 
 def _function_tags(tag: str, *, line_end: str) -> WriteForm:
     """Return the form of functions and parameters between tags; `line_end` stands on both sides of a value."""
-
-    def form(lark: LarkWriter, template: str) -> _Form:
-        opening, closing = lark.mark(f"<{tag}>"), lark.mark(f"</{tag}>")
-        return _Form(
-            mark=f"<{tag}>",
-            head='"\\n"',
-            call=call,
-            between=f'"\\n" {closing} "\\n" {opening} "\\n"',
-            tail=f'"\\n" {closing}',
-        )
 
     def call(lark: LarkWriter, tool: CallableTool) -> str:
         end, tags = "</parameter>", ("<parameter=", "<function=", "</function>", f"<{tag}>", f"</{tag}>")
@@ -156,7 +146,7 @@ def _function_tags(tag: str, *, line_end: str) -> WriteForm:
         )
         return lark.rule(f'{lark.text(f"<function={tool.name}>")} "\\n" {parameters} "</function>"')
 
-    return form
+    return lambda lark, template: _between_tags(lark, tag, call)
 
 
 def _glm(lark: LarkWriter, template: str) -> _Form:

@@ -55,18 +55,15 @@ class ChatRenderer:
                 RowError(each.error_type, each.error) if each.error_type else each.text for each in self._decode(answer)
             ]
         if len(conversations) == 1:
-            return [_error_of(answer)]
+            if not answer.reason:
+                return [RowError("aborted", "the run ends")]
+            problem = f"the chat template cannot render `messages`: its process {answer.reason}"
+            return [RowError("chat_template_error", problem)]
         return [text for conversation in conversations for text in self.render([conversation])]
 
     def close(self) -> None:
         """End the process, even while it renders. May be called again."""
         self.worker.close()
-
-
-def _error_of(missing: NoAnswer) -> RowError:
-    if not missing.reason:
-        return RowError("aborted", "the run ends")
-    return RowError("chat_template_error", f"the chat template cannot render `messages`: its process {missing.reason}")
 
 
 class Conversation(msgspec.Struct, frozen=True):

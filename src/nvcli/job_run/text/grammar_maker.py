@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,8 +17,7 @@ from pathlib import Path
 import msgspec
 
 from nvcli.errors import RowError
-from nvcli.grammars import CHECK_STACK_BYTES, GrammarError, Vocabulary
-from nvcli.grammars import check_structured as check_grammar
+from nvcli.grammars import CHECK_STACK_BYTES, GrammarError, Vocabulary, check_structured
 from nvcli.host_memory import limit_more_memory
 from nvcli.job_run.text.guarded_process import GuardedProcess, NoAnswer
 from nvcli.structured import MAX_END_IDS, MAX_GRAMMAR_BYTES, Structured
@@ -59,14 +57,15 @@ class GrammarMaker:
 
     def __init__(
         self,
-        model_path: Path,
+        model_path: Path | None,
         *,
-        vocab_size: int,
-        end_ids: Sequence[int],
+        vocab_size: int = 1,
+        end_ids: Sequence[int] = (),
         max_seconds: float = MAX_SECONDS,
         max_kept_bytes: int = MAX_KEPT_BYTES,
     ) -> None:
-        """`vocab_size` is the number of the model's logits, `end_ids` its end-of-sequence ids."""
+        """`vocab_size` is the number of the model's logits, `end_ids` its end-of-sequence ids. Without a model it is
+        not known whether a model's tokens can follow a grammar."""
         self._max_kept_bytes = max_kept_bytes
         self._kept: OrderedDict[bytes, Grammar | RowError] = OrderedDict()
         """Grammars, or errors, by what was asked for; the least recently used first."""
@@ -125,20 +124,6 @@ class GrammarMaker:
             self._kept_bytes -= _num_bytes(*self._kept.popitem(last=False))
 
 
-def check_structured(wanted: Structured) -> None:
-    """Raise RowError with the end of a sentence where what is asked for is no grammar; whether the tokens of a model
-    can follow it is not known. Raises WorkerError if no process can be started."""
-    worker = GuardedProcess(
-        "nvcli.job_run.text.grammar_maker:check", None, name="grammar process", max_seconds=MAX_SECONDS
-    )
-    with closing(worker):
-        answer = worker.ask(msgspec.json.encode(wanted))
-    if isinstance(answer, NoAnswer):
-        raise _not_made(answer)
-    if answer:
-        raise RowError("invalid_structured", f"cannot be used: {answer.decode()}")
-
-
 def _not_made(answer: NoAnswer) -> RowError:
     """Return the end of the sentence that says why there is no grammar."""
     if not answer.reason:
@@ -171,55 +156,36 @@ class MadeGrammar(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
 
 
-def main(model: tuple[Path, int, list[int]], control: Connection) -> None:
+def main(model: tuple[Path | None, int, list[int]], control: Connection) -> None:
     """Load a model's tokens, say so with an empty message, and answer each `Structured`, written as JSON.
 
-    `model` is the checkpoint's folder, the number of its logits, and its end-of-sequence ids. Where the tokens cannot
-    be loaded, every answer is the reason: rows without a grammar need none.
+    `model` is the checkpoint's folder, the number of its logits, and its end-of-sequence ids; without a folder grammars
+    are checked alone. Where the tokens cannot be loaded, every answer is the reason: rows without a grammar need none.
+    Memory and stack are limited.
     """
     path, vocab_size, end_ids = model
     refusal = ""
     vocabulary: Vocabulary | None = None
     try:
-        vocabulary = Vocabulary.load(path, vocab_size=vocab_size, end_ids=end_ids)
+        vocabulary = None if path is None else Vocabulary.load(path, vocab_size=vocab_size, end_ids=end_ids)
     except GrammarError as error:
         refusal = str(error)
 
-    encode = msgspec.msgpack.Encoder().encode
-
-    def make(wanted: Structured) -> bytes:
-        return encode(MadeGrammar("", refusal) if vocabulary is None else _compile(vocabulary, wanted))
-
-    _answer(control, make)
-
-
-def check(argument: None, control: Connection) -> None:
-    """Say that it can work with an empty message, and answer each `Structured`, written as JSON, with the reason why it
-    is no grammar, whatever the model; empty: it is one."""
-
-    def explain(wanted: Structured) -> bytes:
+    def make(wanted: Structured) -> MadeGrammar:
+        if refusal:
+            return MadeGrammar("", refusal)
         try:
-            check_grammar(wanted)
+            if vocabulary is not None:
+                return MadeGrammar(vocabulary.compile(wanted))
+            check_structured(wanted)
+            return MadeGrammar("")
         except GrammarError as error:
-            return str(error).encode()
-        return b""
+            return MadeGrammar("", str(error))
 
-    _answer(control, explain)
-
-
-def _answer(control: Connection, answer: Callable[[Structured], bytes]) -> None:
-    """Answer questions within limits of memory and stack, until the parent is gone."""
-    decode = msgspec.json.Decoder(Structured).decode
+    encode, decode = msgspec.msgpack.Encoder().encode, msgspec.json.Decoder(Structured).decode
     threading.stack_size(CHECK_STACK_BYTES)
     limit_more_memory(_MAX_PROCESS_BYTES)
     with ThreadPoolExecutor(max_workers=1) as thread:
         control.send_bytes(b"")
         while True:
-            control.send_bytes(thread.submit(answer, decode(control.recv())).result())
-
-
-def _compile(vocabulary: Vocabulary, wanted: Structured) -> MadeGrammar:
-    try:
-        return MadeGrammar(vocabulary.compile(wanted))
-    except GrammarError as error:
-        return MadeGrammar("", str(error))
+            control.send_bytes(encode(thread.submit(make, decode(control.recv())).result()))

@@ -24,7 +24,7 @@ class NoAnswer:
     """A question that was not answered, and why."""
 
     reason: str
-    """What the process did instead, as the end of a sentence about it; empty once the GuardedProcess is closed."""
+    """The end of a sentence about the process, such as `exited with code 1`; empty once all is closed."""
     is_late: bool = False
     """Whether the process took too long. It may have been stopped, or the machine busy with something else."""
 
@@ -48,15 +48,11 @@ class GuardedProcess:
         self._name = name
         self._max_seconds = max_seconds
         self._env = env
-        self._process: ChildProcess | None = None
+        self.process: ChildProcess | None = None
+        """The process, if one runs."""
         self._lock = threading.Lock()
         """Held while the process is used."""
         self._closed = False
-
-    @property
-    def process(self) -> ChildProcess | None:
-        """The process, if one runs."""
-        return self._process
 
     def ask(self, question: Any, *, is_last: bool = True) -> bytes | NoAnswer:
         """Send a question, which is pickled, and return the answer.
@@ -70,7 +66,7 @@ class GuardedProcess:
     def close(self) -> None:
         """End the process, even while it works. May be called again; nothing is answered any more."""
         self._closed = True
-        process = self._process
+        process = self.process
         if process is not None:
             process.kill()  # so that whoever waits for it lets go of the lock
         with self._lock:
@@ -81,7 +77,7 @@ class GuardedProcess:
         for _ in range(2):
             if self._closed:
                 return NoAnswer("")
-            process = self._process or self._start()
+            process = self.process or self._start()
             try:
                 process.control.send(question)
                 if self._wait(process, self._max_seconds):
@@ -96,7 +92,7 @@ class GuardedProcess:
 
     def _start(self) -> ChildProcess:
         """Start the process, and wait until it can work, however long that takes."""
-        process = self._process = ChildProcess(self._target, self._argument, name=self._name, env=self._env)
+        process = self.process = ChildProcess(self._target, self._argument, name=self._name, env=self._env)
         try:
             while not self._wait(process, _WAIT_SECONDS):
                 pass
@@ -122,6 +118,6 @@ class GuardedProcess:
         return False
 
     def _drop(self) -> None:
-        if self._process is not None:
-            self._process.close()
-            self._process = None
+        if self.process is not None:
+            self.process.close()
+            self.process = None

@@ -272,7 +272,7 @@ class GemmaNotation(ValueNotation):
     colon, comma = ":", ","
     quote = '<|"|>'
     tags = ("<|tool_call>", "<tool_call|>")
-    """What no string may hold, because it would begin or end a call."""
+    """Marks that no string may hold, because they would begin or end a call."""
 
     def any_string(self) -> str:
         return f"{self.lark.mark(self.quote)} {self.lark.text_until(self.quote, without=self.tags)}"

@@ -1,4 +1,4 @@
-"""What a model and its configuration allow a row: token ids, lengths, and where a prompt is cut.
+"""Limits that a model and its configuration set to a row: token ids, lengths, and where a prompt is cut.
 
 As much of a long text is tokenized as can matter, and no more. A text of 50 MB is 12 million tokens, which take
 gigabytes while they are made, and some tokenizers give up on texts of millions of spaces.

@@ -10,10 +10,9 @@ from typing import Any
 import msgspec
 
 from nvcli.chat_template import unknown_variables
-from nvcli.config_types import OnTooLong
 from nvcli.engine.request import ThoughtLimit
 from nvcli.errors import RowError, unexpected
-from nvcli.job_run.text.answer_reader import AnswerReader, Reading
+from nvcli.job_run.text.answer_reader import AnswerFormat, AnswerReader
 from nvcli.job_run.text.call_grammars import CallConstraints
 from nvcli.job_run.text.chat_renderer import Conversation
 from nvcli.job_run.text.grammar_maker import Grammar, GrammarMaker
@@ -57,12 +56,12 @@ class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
     stop_ids: list[int]
     sampling: SamplingParams
     constraint: Constraint | None = None
-    """What has become of the sampling's `structured`; None: the answer may be anything."""
+    """The grammar of the sampling's `structured`, or of tool calls; None: the answer may be anything."""
     rules: TokenRules | None = None
-    """What `sampling` says about tokens, by their ids."""
+    """Biases and bad words of `sampling`, by token ids."""
     echo: str = ""
     """The text that stands before the answer in its text."""
-    reading: Reading | None = None
+    reading: AnswerFormat | None = None
     """How answers are taken apart; None: they are texts."""
     thought_limit: ThoughtLimit | None = None
     """The limit of an answer's thought; None: it has none."""
@@ -75,7 +74,7 @@ class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int = 0
     """Roughly what the row takes in memory while it waits."""
     task: PreparedTask | None = None
-    """What the row asks for in place of an answer; `sampling.n` is then the number of its requests."""
+    """The task that is computed in place of an answer; `sampling.n` is then the number of its requests."""
 
 
 class Preparer:
@@ -153,7 +152,7 @@ class Preparer:
             for at in [at for at, text in texts.items() if self._is_cut(text, at in wholes)]:
                 job = rows[at]
                 assert isinstance(job, Job)
-                prompts[at] = self._encode_long(texts.pop(at), self._on_too_long(job), is_rendered=is_rendered)
+                prompts[at] = self._encode_long(texts.pop(at), job, is_rendered=is_rendered)
             if texts:
                 encoded = self._rule.encode(list(texts.values()), is_rendered=is_rendered)
                 prompts.update(zip(texts, encoded, strict=True))
@@ -176,10 +175,7 @@ class Preparer:
         assert isinstance(prompt, list)
         limits = self._limits
         try:
-            if job.prompt_token_ids is not None:
-                check_vocabulary("`prompt_token_ids`", prompt, limits)
-            elif not self._ids_fit:
-                check_vocabulary("the tokenized prompt", prompt, limits)
+            self._check_prompt(job, prompt, "`prompt_token_ids`")
             texts: tuple[ScoredText, ...] = ()
             if isinstance(task, ScoreTask) and task.continuations is not None:
                 prompt, texts = scored_continuations(
@@ -254,10 +250,7 @@ class Preparer:
         try:
             if not prompt:
                 raise RowError("empty_prompt", "the prompt has no tokens")
-            if job.prompt_token_ids is not None:
-                check_vocabulary("`prompt_token_ids`" if is_native else "`body.prompt`", prompt, self._limits)
-            elif not self._ids_fit:
-                check_vocabulary("the tokenized prompt", prompt, self._limits)
+            self._check_prompt(job, prompt, "`prompt_token_ids`" if is_native else "`body.prompt`")
             sampling = job.sampling
             if sampling is not self._sampling:
                 self._follow(sampling, under)
@@ -318,6 +311,11 @@ class Preparer:
         except RowError as error:
             return failed(job.place, error)
 
+    def _check_prompt(self, job: Job, ids: list[int], name: str) -> None:
+        """Raise RowError where a token of a prompt is none of the model. `name` is the key of its ids in the row."""
+        if job.prompt_token_ids is not None or not self._ids_fit:
+            check_vocabulary(name if job.prompt_token_ids is not None else "the tokenized prompt", ids, self._limits)
+
     def _follow(self, sampling: SamplingParams, under: str) -> None:
         """Work out what is the same for all rows with this sampling. Raises RowError.
 
@@ -341,8 +339,11 @@ class Preparer:
             )
         self._grammar = self._constraint = None
         if sampling.structured is not None:
-            self._grammar = self._make_grammar(sampling.structured, under)
-            self._constraint = self._constraint_of(self._grammar, _structured_name(sampling.structured, under))
+            name = _structured_name(sampling.structured, under)
+            if self._grammars is None:
+                raise RowError("unsupported_parameter", f"{name} is not supported here; leave it out")
+            self._grammar = self._grammars.grammar(sampling.structured, name=name)
+            self._constraint = self._constraint_of(self._grammar, name)
         self._answers_follow_from = None
         if sampling.is_greedy:
             self._answers_follow_from = msgspec.json.encode(msgspec.structs.replace(sampling, seed=None))
@@ -351,7 +352,7 @@ class Preparer:
         self._sampling = sampling
 
     def _after_thought(
-        self, constraint: Constraint, reading: Reading, sampling: SamplingParams, under: str, *, must_call: bool
+        self, constraint: Constraint, reading: AnswerFormat, sampling: SamplingParams, under: str, *, must_call: bool
     ) -> Constraint:
         """Return the constraint of a conversation's answer, which leaves its thought free. Raises RowError."""
         parser, wanted = self._reader.reasoning, sampling.structured
@@ -370,13 +371,6 @@ class Preparer:
         if not self._eos_ids:
             raise RowError("invalid_structured", f"{name} needs an end-of-sequence token, and the model has none")
         return Constraint(grammar=grammar.text, end_ids=self._eos_ids[:MAX_END_IDS])
-
-    def _make_grammar(self, wanted: Structured, under: str) -> Grammar:
-        """Return the grammar of rows that ask for a structured answer. Raises RowError."""
-        name = _structured_name(wanted, under)
-        if self._grammars is None:
-            raise RowError("unsupported_parameter", f"{name} is not supported here; leave it out")
-        return self._grammars.grammar(wanted, name=name)
 
     def _check_allowed(self, sampling: SamplingParams, allowed: list[int], under: str) -> None:
         """Raise RowError where one of the allowed tokens is none, or none of them may be chosen."""
@@ -430,11 +424,9 @@ class Preparer:
             has_continuations and self._limits.on_too_long != "error"
         )
 
-    def _on_too_long(self, job: Job) -> OnTooLong:
-        """Return what becomes of a prompt that is too long, by its row or the job."""
-        return self._limits.on_too_long if job.sampling.truncate_prompt_tokens is None else "truncate-left"
-
-    def _encode_long(self, text: str, on_too_long: OnTooLong, *, is_rendered: bool) -> list[int] | RowError:
+    def _encode_long(self, text: str, job: Job, *, is_rendered: bool) -> list[int] | RowError:
+        """Tokenize as much of a long prompt as can matter."""
+        on_too_long = self._limits.on_too_long if job.sampling.truncate_prompt_tokens is None else "truncate-left"
         max_len = self._limits.max_model_len
         most = self._tokenizer.max_token_chars
         if on_too_long == "error" and most is not None and len(text) > most * (max_len + 1):

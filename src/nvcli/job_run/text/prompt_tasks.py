@@ -15,7 +15,7 @@ import msgspec
 
 from nvcli.config_types import OnTooLong
 from nvcli.errors import RowError
-from nvcli.job_run.text.special_tokens import SpecialTokenRule
+from nvcli.job_run.text.special_tokens import SpecialTokenRule, frame
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.job import Job, JobResult
 from nvcli.jobs.tasks import EmbedTask, PromptTask, ScoreTask
@@ -34,11 +34,11 @@ class ScoredText(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PreparedTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What a row asks for, in tokens."""
+    """The task of a row, in tokens."""
 
     task: PromptTask
     texts: tuple[ScoredText, ...] = ()
-    """What is scored; empty for a row that is embedded."""
+    """The texts that are scored; empty for a row that is embedded."""
 
     @property
     def num_tokens(self) -> int:
@@ -142,7 +142,7 @@ class Continuations:
 
     @cached_property
     def lead(self) -> list[int]:
-        """What stands for an empty prompt, as in lm-eval: the token that begins a text, else one that ends it."""
+        """The tokens in place of an empty prompt, as in lm-eval: the one that begins a text, else one that ends it."""
         bos_id = self._tokenizer.bos_token_id
         return [bos_id] if bos_id is not None else list(self._eos_ids[:1])
 
@@ -152,9 +152,8 @@ class Continuations:
         (framed,), (bare,) = (self._rule.encode(["a"], is_rendered=is_rendered) for is_rendered in (False, True))
         if isinstance(framed, RowError) or isinstance(bare, RowError):
             return 0
-        starts = range(len(framed) - len(bare) + 1)
-        start = next((at for at in starts if framed[at : at + len(bare)] == bare), 0)
-        return len(framed) - start - len(bare)
+        found = frame(framed, bare)
+        return len(framed) - len(bare) if found is None else len(found[1])
 
     def encode(
         self,
@@ -180,7 +179,8 @@ class Continuations:
                 continue
             refusal = self._rule.check(list(row.task.continuations), row.task.key)
             if refusal is not None:
-                self._forget(at, plain, chats)
+                plain.pop(at, None)
+                chats.pop(at, None)
                 prompts[at] = refusal
                 continue
             is_rendered = at not in plain
@@ -200,7 +200,3 @@ class Continuations:
                     known = prompts.get(at)
                     found[at].append([*known, *ids] if isinstance(known, list) and isinstance(ids, list) else ids)
         return found
-
-    def _forget(self, at: int, *texts: dict[int, str]) -> None:
-        for of_rows in texts:
-            of_rows.pop(at, None)

@@ -1,4 +1,4 @@
-"""What becomes of special tokens that the text of a row spells out (`job.special_tokens`).
+"""Treats special tokens that the text of a row spells out, as `job.special_tokens` says.
 
 Special tokens structure a prompt: `<|im_end|>` ends a message. Spelled out in the text of a row, such a token would be
 taken for the template's own. What counts is the tokenizer's list: its special tokens, and those of its other added
@@ -99,7 +99,11 @@ class _Escape(SpecialTokenRule):
             there = renamed.token_to_id(token.content if number is None else self._names[number])
             if there != token_id:
                 self._ids[there] = token_id
-        self._before, self._behind = _frame(tokenizer)
+        framed, bare = (tokenizer.encode(["a"], add_special_tokens=adds)[0] for adds in (True, False))
+        found = frame(framed, bare) if isinstance(framed, list) and isinstance(bare, list) else None
+        if found is None:
+            raise _cannot_escape("it does not only put tokens before and behind a text")
+        self._before, self._behind = found
         self._stubborn = _any_of([token for token in self._tokens if self._is_stubborn(backend, token)])
 
     def _is_stubborn(self, backend: Any, token: str) -> bool:
@@ -147,15 +151,11 @@ def special_token_rule(choice: SpecialTokens, tokenizer: Tokenizer) -> SpecialTo
     return rules[choice](tokenizer)
 
 
-def _frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Return the tokens that a tokenizer puts before and behind a prompt. Raises ConfigError."""
-    (framed,) = tokenizer.encode(["a"], add_special_tokens=True)
-    (bare,) = tokenizer.encode(["a"], add_special_tokens=False)
-    if isinstance(framed, list) and isinstance(bare, list) and bare:
-        for start in range(len(framed) - len(bare) + 1):
-            if framed[start : start + len(bare)] == bare:
-                return framed[:start], framed[start + len(bare) :]
-    raise _cannot_escape("it does not only put tokens before and behind a text")
+def frame(framed: Sequence[int], bare: Sequence[int]) -> tuple[Sequence[int], Sequence[int]] | None:
+    """Return the tokens before and behind `bare` in `framed`; None: they do not only stand around it."""
+    starts = range(len(framed) - len(bare) + 1)
+    start = next((at for at in starts if bare and framed[at : at + len(bare)] == bare), None)
+    return None if start is None else (framed[:start], framed[start + len(bare) :])
 
 
 def _cannot_escape(reason: str) -> ConfigError:

@@ -26,30 +26,27 @@ class StopStrings:
     def __init__(self, strings: Sequence[str]) -> None:
         """Take any number of texts, none of them empty."""
         assert all(strings)
-        self._root = _Node(0)
+        self.root = _Node(0)
+        """The empty beginning."""
         for string in strings:
             self._add(string)
         self._link()
 
-    def search(self) -> Search:
-        """Return a search through a text that comes in pieces, from its beginning."""
-        return Search(self._root)
-
     def _add(self, string: str) -> None:
-        node = self._root
+        node = self.root
         for depth, char in enumerate(string, 1):
             node = node.children.setdefault(char, _Node(depth))
         node.longest = len(string)
 
     def _link(self) -> None:
         """Set `fallback` and `longest` of all nodes, the shortest ones first."""
-        level = list(self._root.children.values())
+        level = list(self.root.children.values())
         for node in level:
-            node.fallback = self._root
+            node.fallback = self.root
         while level:
             for node in level:
                 for char, child in node.children.items():
-                    child.fallback = _next(node.fallback, char) or self._root
+                    child.fallback = _next(node.fallback, char) or self.root
                     child.longest = child.longest or child.fallback.longest
             level = [child for node in level for child in node.children.values()]
 
@@ -77,35 +74,6 @@ def _next(node: _Node | None, char: str) -> _Node | None:
     return child if node is not None else None
 
 
-class Search:
-    """A search for the stop strings of a row in one text."""
-
-    def __init__(self, root: _Node) -> None:
-        self._root = self._node = root
-        self._num_chars = 0
-
-    @property
-    def num_begun(self) -> int:
-        """The number of characters at the end of the text that a stop string may begin with."""
-        return self._node.depth
-
-    def take(self, piece: str) -> range | None:
-        """Take the next piece of the text. Of the stop strings that end in it, return the place in the text of the one
-        that begins first; None if none ends in it."""
-        root = self._root
-        end = self._num_chars
-        self._num_chars += len(piece)
-        if self._node is root and root.children.keys().isdisjoint(piece):
-            return None  # most pieces
-        found: range | None = None
-        for char in piece:
-            end += 1
-            self._node = node = _next(self._node, char) or root
-            if node.longest and (found is None or end - node.longest < found.start):
-                found = range(end - node.longest, end)
-        return found
-
-
 class StopStringDetector:
     """Takes the tokens of one answer until a stop string is complete."""
 
@@ -120,7 +88,8 @@ class StopStringDetector:
         """`decode` gives the text of token ids. A stop string that is complete before `min_tokens` is just text.
         `keeps_stop`: the answer ends behind the stop string, not before it."""
         self._decode = decode
-        self._search = stop_strings.search()
+        self._root = self._node = stop_strings.root
+        self._num_chars = 0
         self._min_tokens = min_tokens
         self._keeps_stop = keeps_stop
         self._ids: list[int] = []
@@ -159,7 +128,7 @@ class StopStringDetector:
         """
         text = "".join([self._held_back, *self._pieces[self._num_settled_pieces :]])
         self._num_settled_pieces = len(self._pieces)
-        end = len(text) - self._search.num_begun
+        end = len(text) - self._node.depth  # a stop string may begin with these characters
         self._held_back = text[end:]
         return text[:end]
 
@@ -184,8 +153,23 @@ class StopStringDetector:
 
     def _take_piece(self, piece: str) -> bool:
         self._pieces.append(piece)
-        found = self._search.take(piece)
+        found = self._find(piece)
         if found is None or len(self._ids) < self._min_tokens:
             return False
         self.text = "".join(self._pieces)[: found.stop if self._keeps_stop else found.start]
         return True
+
+    def _find(self, piece: str) -> range | None:
+        """Return the place in the text of the stop string that ends in its next piece, of several the one that begins
+        first; None if none ends in it."""
+        root, end = self._root, self._num_chars
+        self._num_chars += len(piece)
+        if self._node is root and root.children.keys().isdisjoint(piece):
+            return None  # most pieces
+        found: range | None = None
+        for char in piece:
+            end += 1
+            self._node = node = _next(self._node, char) or root
+            if node.longest and (found is None or end - node.longest < found.start):
+                found = range(end - node.longest, end)
+        return found

@@ -1,4 +1,4 @@
-"""What a row's `sampling` says about tokens by their text: biases, bad words and allowed tokens, as token ids.
+"""Translates the texts of tokens in a row's `sampling` to token ids: biases and bad words.
 
 A text of `logit_bias` is one token. A bad word is a sequence of tokens: those of the word alone, and those of the word
 behind a space, which are others in most vocabularies. A word that the model spells with yet other tokens is not found,
@@ -21,7 +21,7 @@ class TokenRules(msgspec.Struct, frozen=True, kw_only=True):
     """Rules about tokens by their ids."""
 
     biases: dict[int, float] = {}
-    """What is added to the logits of tokens."""
+    """Token id → what is added to its logit."""
     forbidden_ids: list[int] = []
     """Tokens that are never chosen."""
     bad_words: list[list[int]] = []

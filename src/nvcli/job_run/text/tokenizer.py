@@ -47,19 +47,20 @@ class Tokenizer:
         """`tokenizer` is any of transformers' tokenizer objects."""
         self._tokenizer = tokenizer
         # The Rust object below the Python one: no offsets, masks and dictionaries that nobody reads.
-        self._backend: Any | None = getattr(tokenizer, "backend_tokenizer", None)
-        if self._backend is not None:
-            self._backend.no_padding()
-            self._backend.no_truncation()
+        self.backend: Any | None = getattr(tokenizer, "backend_tokenizer", None)
+        """The `tokenizers.Tokenizer`; None for a tokenizer in plain Python."""
+        if self.backend is not None:
+            self.backend.no_padding()
+            self.backend.no_truncation()
         self._token_texts: dict[int, str] = {}
         self.vocab_size: int | None = None
         """Every id that it gives is below this; None: not known."""
         self.max_token_chars: int | None = None
         """No token stands for more characters of a text than this; None: not known."""
-        if self._backend is not None:
+        if self.backend is not None:
             vocab = self.vocab()
             self.vocab_size = max(vocab.values(), default=-1) + 1
-            if _keeps_every_character(self._backend):
+            if _keeps_every_character(self.backend):
                 self.max_token_chars = 4 * max(map(len, vocab))
 
     @classmethod
@@ -91,27 +92,22 @@ class Tokenizer:
 
     def vocab(self) -> dict[str, int]:
         """Return the id of every token, added ones too; empty where it is not known."""
-        return {} if self._backend is None else self._backend.get_vocab(with_added_tokens=True)
+        return {} if self.backend is None else self.backend.get_vocab(with_added_tokens=True)
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its spelling; None where there is none, or it is not known."""
-        found: int | None = None if self._backend is None else self._backend.token_to_id(token)
+        found: int | None = None if self.backend is None else self.backend.token_to_id(token)
         return found
-
-    @property
-    def backend(self) -> Any | None:
-        """The Rust object (`tokenizers.Tokenizer`); None for a tokenizer in plain Python."""
-        return self._backend
 
     @property
     def control_tokens(self) -> list[str]:
         """The spellings of the special tokens, and of the other added tokens that the chat template's text holds."""
-        if self._backend is None:
+        if self.backend is None:
             return list(self._tokenizer.all_special_tokens)
         text = self.chat_template
         return [
             token.content
-            for token in self._backend.get_added_tokens_decoder().values()
+            for token in self.backend.get_added_tokens_decoder().values()
             if token.content.strip() and (token.special or token.content in text)
         ]
 
@@ -147,10 +143,10 @@ class Tokenizer:
             return [self.encode([text], add_special_tokens=add_special_tokens)[0] for text in texts]
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        if self._backend is None:
+        if self.backend is None:
             ids: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
             return ids
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
     def render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
@@ -178,23 +174,23 @@ class Tokenizer:
 
     def decode(self, answers: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each answer, without special tokens."""
-        if self._backend is None:
+        if self.backend is None:
             return [self.decode_one(ids) for ids in answers]
         if sum(map(len, answers)) <= MAX_INLINE_TOKENS:
-            return [self._backend.decode(list(ids), skip_special_tokens=True) for ids in answers]
-        texts: list[str] = self._backend.decode_batch([list(ids) for ids in answers], skip_special_tokens=True)
+            return [self.backend.decode(list(ids), skip_special_tokens=True) for ids in answers]
+        texts: list[str] = self.backend.decode_batch([list(ids) for ids in answers], skip_special_tokens=True)
         return texts
 
     def decode_one(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of one answer, with special tokens or without."""
-        decode = self._tokenizer.decode if self._backend is None else self._backend.decode
+        decode = self._tokenizer.decode if self.backend is None else self.backend.decode
         return str(decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, special tokens too; bytes that are no text show as U+FFFD."""
         text = self._token_texts.get(token_id)
         if text is None:
-            decode = self._tokenizer.decode if self._backend is None else self._backend.decode
+            decode = self._tokenizer.decode if self.backend is None else self.backend.decode
             text = self._token_texts[token_id] = str(decode([token_id], skip_special_tokens=False))
         return text
 

@@ -338,11 +338,11 @@ _MARKS = (
     ("<|python_start|>", "llama"),
     ('"parameters": dictionary of argument name', "llama"),
 )
-"""What a chat template writes around tool calls or says of them, and the format that follows from it."""
+"""Marks that chat templates write around tool calls, or texts about them → the format."""
 
 
 _BODIES = (("<arg_key>", "glm"), ("<function=", "qwen3_coder"))
-"""What a chat template writes between `<tool_call>` tags where that is no JSON."""
+"""Marks that chat templates write between `<tool_call>` tags where that is no JSON → the format."""
 
 HARMONY = "harmony"
 """The name of gpt-oss's format."""
