@@ -23,13 +23,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from nvcli.kernels.triton.hopper_stages import LOADING_REGISTERS, LOADING_WARPS, make_barriers
 from nvcli.kernels.triton.triton_version import tma_load
 
 BLOCK = gl.constexpr(64)
@@ -38,8 +34,6 @@ TILE = gl.constexpr(128)
 """The input features of a tile."""
 GROUPS = gl.constexpr(2)
 """The groups of warps that multiply, and the blocks of a whole strip."""
-_LOADING_WARPS = gl.constexpr(1)
-_LOADING_REGISTERS = gl.constexpr(24)
 _MULTIPLYING_REGISTERS = gl.constexpr(240)
 
 
@@ -55,9 +49,10 @@ def halves_rows(row_tile):
 
 
 @gluon.jit
-def _item(item, row_tiles, rest_tiles, half_tiles, whole_strips, half_strips, parts, ROW_TILE: gl.constexpr):
-    """Return the first row, the first feature and the part of an item, and whether it is a whole one. Whole ones come
-    first; tiles of rows that share features follow each other."""
+def _item(item, work, ROW_TILE: gl.constexpr):
+    """Return the first row, the first feature and the part of an item, whether it is a whole one, its first tile of
+    input features, and how many it has. Whole ones come first; tiles of rows that share features follow each other."""
+    row_tiles, rest_tiles, half_tiles, whole_strips, half_strips, parts, _, part_tiles, in_tiles = work
     HALF_ROWS: gl.constexpr = ROW_TILE // 2 if halves_rows(ROW_TILE) else ROW_TILE
     HALF_FEATURES: gl.constexpr = GROUPS * BLOCK if halves_rows(ROW_TILE) else BLOCK
     whole_items = row_tiles * whole_strips  # of a part
@@ -77,7 +72,8 @@ def _item(item, row_tiles, rest_tiles, half_tiles, whole_strips, half_strips, pa
         else:
             feature = whole_strips * (GROUPS * BLOCK) + at // half_tiles * HALF_FEATURES
             row = at % half_tiles * HALF_ROWS
-    return row, feature, part, is_whole
+    first = part * part_tiles
+    return row, feature, part, is_whole, first, gl.minimum(part_tiles, in_tiles - first)
 
 
 @gluon.jit
@@ -94,44 +90,21 @@ def _load_weight(weight_desc, weight_smem, bar, stage, feature, start, is_whole,
 
 
 @gluon.jit
-def _load(
-    x_desc,
-    weight_desc,
-    row_tiles,
-    rest_tiles,
-    half_tiles,
-    whole_strips,
-    half_strips,
-    parts,
-    num_items,
-    part_tiles,
-    in_tiles,
-    x_smem,
-    weight_smem,
-    full,
-    free,
-    ROW_TILE: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-):
+def _load(x_desc, weight_desc, work, stages, ROW_TILE: gl.constexpr, NUM_STAGES: gl.constexpr):
     """The group that loads."""
+    x_smem, weight_smem, full, free = stages
     ROWS: gl.constexpr = ROW_TILE // GROUPS
     HALVES_ROWS: gl.constexpr = halves_rows(ROW_TILE)
-    row, feature, part, is_whole = _item(
-        gl.program_id(0), row_tiles, rest_tiles, half_tiles, whole_strips, half_strips, parts, ROW_TILE
-    )
-    first = part * part_tiles
-    num_early = gl.minimum(gl.minimum(part_tiles, in_tiles - first), NUM_STAGES)
+    row, feature, _, is_whole, first, num_tiles = _item(gl.program_id(0), work, ROW_TILE)
+    num_early = gl.minimum(num_tiles, NUM_STAGES)
     for early in range(num_early):
         bar = full.index(early)
         _load_weight(weight_desc, weight_smem, bar, early, feature, (first + early) * TILE, is_whole, ROW_TILE)
     _wait_for_kernel_before()
     i = 0
-    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        row, feature, part, is_whole = _item(
-            item, row_tiles, rest_tiles, half_tiles, whole_strips, half_strips, parts, ROW_TILE
-        )
-        first = part * part_tiles
-        for inner in range(first, gl.minimum(first + part_tiles, in_tiles)):
+    for item in range(gl.program_id(0), work[6], gl.num_programs(0)):
+        row, feature, _, is_whole, first, num_tiles = _item(item, work, ROW_TILE)
+        for inner in range(first, first + num_tiles):
             stage = i % NUM_STAGES
             bar = full.index(stage)
             if i >= num_early:
@@ -147,12 +120,8 @@ def _load(
 @gluon.jit
 def _finish(
     total,
-    x_scales_ptr,
-    weight_scales_ptr,
-    out_ptr,
+    result,
     out_smem,
-    num_rows,
-    out_features,
     row,
     feature,
     part,
@@ -161,14 +130,15 @@ def _finish(
     OF_SUMS: gl.constexpr,
 ):
     """Scale and store the sums of a block: [BLOCK, ROWS]."""
+    x_scales_ptr, weight_scales_ptr, out_ptr, num_rows, out_features = result
     features = gl.arange(0, BLOCK, gl.SliceLayout(1, OF_SUMS))
     rows = gl.arange(0, ROWS, gl.SliceLayout(0, OF_SUMS))
     weight_scales = gl.load(weight_scales_ptr + feature + features, mask=features < out_features - feature, other=0.0)
     x_scales = gl.load(x_scales_ptr + row + rows, mask=rows < num_rows - row, other=0.0)
-    result = (total * x_scales[None, :] * weight_scales[:, None]).to(out_ptr.dtype.element_ty)
-    pieces = (result,)
+    values = (total * x_scales[None, :] * weight_scales[:, None]).to(out_ptr.dtype.element_ty)
+    pieces = (values,)
     if OUT_BYTES == 4:  # as many bytes at once as of numbers of 16 bits
-        pieces = gl.split(result.reshape([BLOCK, 2, ROWS // 2]).permute((0, 2, 1)))
+        pieces = gl.split(values.reshape([BLOCK, 2, ROWS // 2]).permute((0, 2, 1)))
     NUM_PIECES: gl.constexpr = OUT_BYTES // 2
     WIDTH: gl.constexpr = 16 // OUT_BYTES
     in_memory: gl.constexpr = gl.BlockedLayout([1, WIDTH], [32 * WIDTH // BLOCK, BLOCK // WIDTH], [4, 1], [1, 0])
@@ -187,19 +157,10 @@ def _finish(
 def _multiply_strip(
     i,
     num_tiles,
-    x_scales_ptr,
-    weight_scales_ptr,
-    out_ptr,
-    num_rows,
-    out_features,
-    row,
-    feature,
-    part,
-    x_smem,
-    weight_smem,
+    result,
+    corner,  # the first row and feature, and the part
+    stages,
     out_smem,
-    full,
-    free,
     PLACE: gl.constexpr,  # of the rows in a tile
     FIRST_BLOCK: gl.constexpr,
     BLOCKS: gl.constexpr,
@@ -209,6 +170,8 @@ def _multiply_strip(
 ):
     """Multiply ROWS rows by BLOCKS blocks of features: `num_tiles` tiles, the `i`th that come and the next ones. Return
     how many have come then: Triton 3.6 takes a count that loops do not raise by one each time to be constant."""
+    row, feature, part = corner
+    x_smem, weight_smem, full, free = stages
     of_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     # Registers have room for the products of two blocks with up to 64 rows each.
     AT_ONCE: gl.constexpr = BLOCKS if ROWS <= 64 else 1
@@ -235,33 +198,18 @@ def _multiply_strip(
         totals = added
     for n in gl.static_range(BLOCKS):
         _finish(
-            totals[n], x_scales_ptr, weight_scales_ptr, out_ptr, out_smem, num_rows, out_features, row + PLACE * ROWS,
-            feature + (FIRST_BLOCK + n) * BLOCK, part, OUT_BYTES, ROWS, of_sums,
+            totals[n], result, out_smem, row + PLACE * ROWS, feature + (FIRST_BLOCK + n) * BLOCK, part, OUT_BYTES, ROWS,
+            of_sums,
         )  # fmt: skip
     return i
 
 
 @gluon.jit
 def _multiply(
-    x_scales_ptr,
-    weight_scales_ptr,
-    out_ptr,
-    num_rows,
-    out_features,
-    row_tiles,
-    rest_tiles,
-    half_tiles,
-    whole_strips,
-    half_strips,
-    parts,
-    num_items,
-    part_tiles,
-    in_tiles,
-    x_smem,
-    weight_smem,
+    result,
+    work,
+    stages,
     all_out_smem,
-    full,
-    free,
     SELF: gl.constexpr,
     OUT_BYTES: gl.constexpr,
     ROW_TILE: gl.constexpr,
@@ -275,21 +223,17 @@ def _multiply(
     out_smem = all_out_smem.index(SELF)
     _wait_for_kernel_before()
     i = 0
-    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        row, feature, part, is_whole = _item(
-            item, row_tiles, rest_tiles, half_tiles, whole_strips, half_strips, parts, ROW_TILE
-        )
-        num_tiles = gl.minimum(part_tiles, in_tiles - part * part_tiles)
+    for item in range(gl.program_id(0), work[6], gl.num_programs(0)):
+        row, feature, part, is_whole, _, num_tiles = _item(item, work, ROW_TILE)
+        corner = (row, feature, part)
         if is_whole:
             i = _multiply_strip(
-                i, num_tiles, x_scales_ptr, weight_scales_ptr, out_ptr, num_rows, out_features, row, feature, part,
-                x_smem, weight_smem, out_smem, full, free, SELF, 0, BOTH, OUT_BYTES, ROWS, NUM_STAGES,
-            )  # fmt: skip
+                i, num_tiles, result, corner, stages, out_smem, SELF, 0, BOTH, OUT_BYTES, ROWS, NUM_STAGES
+            )
         else:
             i = _multiply_strip(
-                i, num_tiles, x_scales_ptr, weight_scales_ptr, out_ptr, num_rows, out_features, row, feature, part,
-                x_smem, weight_smem, out_smem, full, free, HALF_PLACE, HALF_BLOCK, 1, OUT_BYTES, ROWS, NUM_STAGES,
-            )  # fmt: skip
+                i, num_tiles, result, corner, stages, out_smem, HALF_PLACE, HALF_BLOCK, 1, OUT_BYTES, ROWS, NUM_STAGES
+            )
 
 
 @gluon.jit(
@@ -325,39 +269,19 @@ def hopper_fp8_decode_kernel(
     out_rows: gl.constexpr = ROW_TILE // NUM_GROUPS * 2 // OUT_BYTES
     of_result: gl.constexpr = gl.NVMMASharedLayout(128, OUT_BYTES * 8, 2)
     out_smem = gl.allocate_shared_memory(out_ptr.dtype.element_ty, [NUM_GROUPS, out_rows, BLOCK], of_result)
-    full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(NUM_STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=NUM_GROUPS)
-    fence_async_shared()
+    full, free = make_barriers(NUM_STAGES, NUM_GROUPS)
+    stages = (x_smem, weight_smem, full, free)
     num_items = (whole_strips * (row_tiles + rest_tiles) + half_strips * half_tiles) * parts
+    work = (
+        row_tiles, rest_tiles, half_tiles, whole_strips, half_strips, parts, num_items, part_tiles, in_tiles
+    )  # fmt: skip
+    result = (x_scales_ptr, weight_scales_ptr, out_ptr, num_rows, out_features)
     gl.warp_specialize(
         [
-            (
-                _multiply,
-                (
-                    x_scales_ptr, weight_scales_ptr, out_ptr, num_rows, out_features, row_tiles, rest_tiles,
-                    half_tiles, whole_strips, half_strips, parts, num_items, part_tiles, in_tiles, x_smem, weight_smem,
-                    out_smem, full, free, 0, OUT_BYTES, ROW_TILE, NUM_STAGES,
-                ),
-            ),
-            (
-                _multiply,
-                (
-                    x_scales_ptr, weight_scales_ptr, out_ptr, num_rows, out_features, row_tiles, rest_tiles,
-                    half_tiles, whole_strips, half_strips, parts, num_items, part_tiles, in_tiles, x_smem, weight_smem,
-                    out_smem, full, free, 1, OUT_BYTES, ROW_TILE, NUM_STAGES,
-                ),
-            ),
-            (
-                _load,
-                (
-                    x_desc, weight_desc, row_tiles, rest_tiles, half_tiles, whole_strips, half_strips, parts, num_items,
-                    part_tiles, in_tiles, x_smem, weight_smem, full, free, ROW_TILE, NUM_STAGES,
-                ),
-            ),
+            (_multiply, (result, work, stages, out_smem, 0, OUT_BYTES, ROW_TILE, NUM_STAGES)),
+            (_multiply, (result, work, stages, out_smem, 1, OUT_BYTES, ROW_TILE, NUM_STAGES)),
+            (_load, (x_desc, weight_desc, work, stages, ROW_TILE, NUM_STAGES)),
         ],
-        [4, _LOADING_WARPS],
-        [_MULTIPLYING_REGISTERS, _LOADING_REGISTERS],
-    )  # fmt: skip
+        [4, LOADING_WARPS],
+        [_MULTIPLYING_REGISTERS, LOADING_REGISTERS],
+    )

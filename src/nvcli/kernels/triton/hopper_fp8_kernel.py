@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nvcli.kernels.fp8_types import FP8_MAX, LEAST_MAX
+from nvcli.kernels.triton.hopper_stages import LOADING_REGISTERS, LOADING_WARPS, make_barriers
 from nvcli.kernels.triton.triton_version import reinterpret, tma_load, tma_store
 from nvcli.kernels.weight_formats import FP8_BLOCK
 
@@ -40,8 +41,6 @@ BLOCK = gl.constexpr(FP8_BLOCK)
 """The features of a block, and the input features of a tile."""
 _MAX = gl.constexpr(FP8_MAX)
 _LEAST = gl.constexpr(LEAST_MAX)
-_LOADING_WARPS = gl.constexpr(1)
-_LOADING_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
@@ -320,63 +319,28 @@ def hopper_fp8_kernel(
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [NUM_STAGES * GROUPS, ROWS, BLOCK], of_factors)
     weight_smem = gl.allocate_shared_memory(weight_desc.dtype, [NUM_STAGES * BLOCKS, BLOCK, BLOCK], of_factors)
     out_smem = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, ROWS, BLOCK], out_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(NUM_STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=GROUPS)
-    fence_async_shared()
+    full, free = make_barriers(NUM_STAGES, GROUPS)
     tiles = (num_rows, num_tiles, strips, rows_together, in_tiles, x_smem, weight_smem, full, free)
     scales = (x_scales_ptr, weight_scales_ptr)
     out = (out_desc, exponents_ptr, out_features, out_smem)
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (
-                        scales, out, tiles, 0, GROUPS, BLOCKS, NUM_STAGES, BY_BLOCKS, GATED, GELU,
-                        UNIT_TILES,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        scales, out, tiles, 1, GROUPS, BLOCKS, NUM_STAGES, BY_BLOCKS, GATED, GELU,
-                        UNIT_TILES,
-                    ),
-                ),
+                (_multiply, (scales, out, tiles, 0, GROUPS, BLOCKS, NUM_STAGES, BY_BLOCKS, GATED, GELU, UNIT_TILES)),
+                (_multiply, (scales, out, tiles, 1, GROUPS, BLOCKS, NUM_STAGES, BY_BLOCKS, GATED, GELU, UNIT_TILES)),
                 (_load, (x_desc, weight_desc, tiles, GROUPS, BLOCKS, NUM_STAGES, GATED)),
             ],
-            [4, _LOADING_WARPS],
-            [240, _LOADING_REGISTERS],
-        )  # fmt: skip
+            [4, LOADING_WARPS],
+            [240, LOADING_REGISTERS],
+        )
     else:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (
-                        scales, out, tiles, 0, GROUPS, BLOCKS, NUM_STAGES, BY_BLOCKS, GATED, GELU,
-                        UNIT_TILES,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        scales, out, tiles, 1, GROUPS, BLOCKS, NUM_STAGES, BY_BLOCKS, GATED, GELU,
-                        UNIT_TILES,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        scales, out, tiles, 2, GROUPS, BLOCKS, NUM_STAGES, BY_BLOCKS, GATED, GELU,
-                        UNIT_TILES,
-                    ),
-                ),
+                (_multiply, (scales, out, tiles, 0, GROUPS, BLOCKS, NUM_STAGES, BY_BLOCKS, GATED, GELU, UNIT_TILES)),
+                (_multiply, (scales, out, tiles, 1, GROUPS, BLOCKS, NUM_STAGES, BY_BLOCKS, GATED, GELU, UNIT_TILES)),
+                (_multiply, (scales, out, tiles, 2, GROUPS, BLOCKS, NUM_STAGES, BY_BLOCKS, GATED, GELU, UNIT_TILES)),
                 (_load, (x_desc, weight_desc, tiles, GROUPS, BLOCKS, NUM_STAGES, GATED)),
             ],
-            [4, 4, _LOADING_WARPS],
-            [160, 160, _LOADING_REGISTERS],
-        )  # fmt: skip
+            [4, 4, LOADING_WARPS],
+            [160, 160, LOADING_REGISTERS],
+        )

@@ -23,13 +23,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from nvcli.kernels.triton.hopper_stages import LOADING_REGISTERS, LOADING_WARPS, make_barriers
 from nvcli.kernels.triton.triton_version import reinterpret, tma_load
 
 BLOCK = gl.constexpr(64)
@@ -39,8 +35,6 @@ PART = gl.constexpr(32)
 GROUPS = gl.constexpr(2)
 """The groups of warps that multiply."""
 _PARTS = gl.constexpr(4)
-_LOADING_WARPS = gl.constexpr(1)
-_LOADING_REGISTERS = gl.constexpr(24)
 
 _BF16_INTEGERS = gl.constexpr(
     tuple(
@@ -66,17 +60,10 @@ _FP4_NUMBERS = gl.constexpr(
 
 
 @gluon.jit
-def _tile(
-    tile,
-    num_rows,
-    items_ptr,
-    strips,
-    ROW_TILE: gl.constexpr,
-    GROUPED: gl.constexpr,
-    ITEM_FIELDS: gl.constexpr,
-):
-    """Return the expert, the first row, the number of rows from there on, the strip of features and the part that a
-    tile has."""
+def _tile(tile, work, ROW_TILE: gl.constexpr, GROUPED: gl.constexpr, ITEM_FIELDS: gl.constexpr):
+    """Return the expert, the first row, the number of rows from there on, the strip of features, the first 128 input
+    features and the end of these that a tile has, and its part."""
+    num_rows, _, part_tiles, strips, in_tiles, items_ptr = work
     if GROUPED:
         item_ptr = items_ptr + tile // strips * ITEM_FIELDS
         expert = gl.load(item_ptr)
@@ -91,25 +78,15 @@ def _tile(
         rows = num_rows - row
         strip = tile // row_tiles % strips
         part = tile // row_tiles // strips
-    return expert, row, rows, strip, part
+    first = part * part_tiles
+    return expert, row, rows, strip, part, first, gl.minimum(first + part_tiles, in_tiles)
 
 
 @gluon.jit
 def _load(
-    x_desc,
-    words_desc,
-    scales_desc,
-    items_ptr,
-    num_rows,
-    num_tiles,
-    part_tiles,
-    strips,
-    in_tiles,
-    x_smem,
-    words_smem,
-    scales_smem,
-    full,
-    free,
+    descriptors,
+    work,
+    stages,
     ROW_TILE: gl.constexpr,
     BLOCKS: gl.constexpr,
     NUM_GROUPS: gl.constexpr,
@@ -118,6 +95,9 @@ def _load(
     ITEM_FIELDS: gl.constexpr,
 ):
     """The group that loads."""
+    x_desc, words_desc, scales_desc = descriptors
+    x_smem, words_smem, scales_smem, full, free = stages
+    num_tiles, in_tiles = work[1], work[4]
     ALL_BLOCKS: gl.constexpr = BLOCKS * NUM_GROUPS
     NUM_BYTES: gl.constexpr = _PARTS * PART * ROW_TILE * 2 + ALL_BLOCKS * BLOCK * (PART * 2 + 4)
     words_parts = reinterpret(
@@ -128,9 +108,7 @@ def _load(
     )
     i = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        expert, row, rows, strip, part = _tile(tile, num_rows, items_ptr, strips, ROW_TILE, GROUPED, ITEM_FIELDS)
-        first = part * part_tiles
-        end = gl.minimum(first + part_tiles, in_tiles)
+        expert, row, rows, strip, _, first, end = _tile(tile, work, ROW_TILE, GROUPED, ITEM_FIELDS)
         if rows <= 0:
             end = first
         for inner in range(first, end):
@@ -249,18 +227,10 @@ def _activate(gate, up, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.const
 @gluon.jit
 def _finish(
     total,
-    bias_ptr,
-    order_ptr,
-    weights_ptr,
-    out_ptr,
+    result,
     out_smem,
-    num_rows,
-    expert,
-    row,
-    rows,
+    tile,
     block,
-    part,
-    out_features,
     OUT_BYTES: gl.constexpr,  # of a number of the result
     ROW_TILE: gl.constexpr,
     GATED: gl.constexpr,
@@ -273,6 +243,8 @@ def _finish(
     OF_SUMS: gl.constexpr,
 ):
     """Store a block of sums: the `block`th of all rows of a weight."""
+    bias_ptr, order_ptr, weights_ptr, out_ptr, num_rows, out_features = result
+    expert, row, rows, part = tile
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     FEATURES: gl.constexpr = BLOCK // 2 if GATED else BLOCK
     if HAS_BIAS:
@@ -288,15 +260,15 @@ def _finish(
         # Rounded where the two-step version stores: both give the same bits but for the order of the sums.
         both = total.to(dtype).to(gl.float32).reshape([BLOCK // 16, 2, 8, ROW_TILE]).permute((0, 2, 3, 1))
         gate, up = gl.split(both)
-        result = _activate(gate, up, ACTIVATION, ALPHA, LIMIT).reshape([FEATURES, ROW_TILE])
+        values = _activate(gate, up, ACTIVATION, ALPHA, LIMIT).reshape([FEATURES, ROW_TILE])
     else:
-        result = total
+        values = total
         if GROUPED:
             columns = gl.arange(0, ROW_TILE, gl.SliceLayout(0, OF_SUMS))
             is_pair = columns < rows
             pairs = gl.load(order_ptr + row + columns, mask=is_pair, other=0)
-            result *= gl.load(weights_ptr + pairs, mask=is_pair, other=0.0)[None, :]
-    out_smem.permute((1, 0)).store(result.to(dtype))
+            values *= gl.load(weights_ptr + pairs, mask=is_pair, other=0.0)[None, :]
+    out_smem.permute((1, 0)).store(values.to(dtype))
     LANES: gl.constexpr = FEATURES * OUT_BYTES // 16
     in_memory: gl.constexpr = gl.BlockedLayout([1, 16 // OUT_BYTES], [32 // LANES, LANES], [4, 1], [1, 0])
     inner_rows = gl.arange(0, ROW_TILE, gl.SliceLayout(1, in_memory))
@@ -313,23 +285,10 @@ def _finish(
 
 @gluon.jit
 def _multiply(
-    bias_ptr,
-    items_ptr,
-    order_ptr,
-    weights_ptr,
-    out_ptr,
-    num_rows,
-    num_tiles,
-    part_tiles,
-    strips,
-    in_tiles,
-    out_features,
-    x_smem,
-    words_smem,
-    scales_smem,
+    result,
+    work,
+    stages,
     all_out_smem,
-    full,
-    free,
     SELF: gl.constexpr,
     OUT_BYTES: gl.constexpr,  # of a number of the result
     ROW_TILE: gl.constexpr,
@@ -347,6 +306,8 @@ def _multiply(
     ITEM_FIELDS: gl.constexpr,
 ):
     """The group SELF of those that multiply: BLOCKS blocks of each strip."""
+    x_smem, words_smem, scales_smem, full, free = stages
+    num_tiles = work[1]
     of_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROW_TILE, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, of_sums, 2)
     DTYPE: gl.constexpr = x_smem.dtype
@@ -354,11 +315,9 @@ def _multiply(
     out_smem = all_out_smem.index(SELF)
     i = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        expert, row, rows, strip, part = _tile(tile, num_rows, items_ptr, strips, ROW_TILE, GROUPED, ITEM_FIELDS)
+        expert, row, rows, strip, part, first, end = _tile(tile, work, ROW_TILE, GROUPED, ITEM_FIELDS)
         if rows > 0:
             block = strip * ALL_BLOCKS + SELF * BLOCKS
-            first = part * part_tiles
-            end = gl.minimum(first + part_tiles, in_tiles)
             totals = (gl.zeros([BLOCK, ROW_TILE], gl.float32, of_sums),) * BLOCKS
             for _ in range(first, end):
                 stage = i % NUM_STAGES
@@ -377,9 +336,8 @@ def _multiply(
                 mbarrier.arrive(free.index(stage), count=1)
             for n in gl.static_range(BLOCKS):
                 _finish(
-                    totals[n], bias_ptr, order_ptr, weights_ptr, out_ptr, out_smem, num_rows, expert, row, rows,
-                    block + n, part, out_features, OUT_BYTES, ROW_TILE, GATED, GROUPED, HAS_BIAS, ACTIVATION, ALPHA,
-                    LIMIT, EXPERTS_PER_TOKEN, of_sums,
+                    totals[n], result, out_smem, (expert, row, rows, part), block + n, OUT_BYTES, ROW_TILE, GATED,
+                    GROUPED, HAS_BIAS, ACTIVATION, ALPHA, LIMIT, EXPERTS_PER_TOKEN, of_sums,
                 )  # fmt: skip
 
 
@@ -423,41 +381,34 @@ def hopper_w4_kernel(
     words_smem = gl.allocate_shared_memory(gl.int16, [NUM_STAGES * BLOCKS * NUM_GROUPS, BLOCK, PART], in_panels)
     scales_smem = gl.allocate_shared_memory(gl.int32, [NUM_STAGES * BLOCKS * NUM_GROUPS, BLOCK // 8, 8], of_scales)
     out_smem = gl.allocate_shared_memory(out_dtype, [NUM_GROUPS, ROW_TILE, FEATURES], of_result)
-    full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(NUM_STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=NUM_GROUPS)
-    fence_async_shared()
+    full, free = make_barriers(NUM_STAGES, NUM_GROUPS)
+    stages = (x_smem, words_smem, scales_smem, full, free)
+    work = (num_rows, num_tiles, part_tiles, strips, in_tiles, items_ptr)
+    result = (bias_ptr, order_ptr, weights_ptr, out_ptr, num_rows, out_features)
     gl.warp_specialize(
         [
             (
                 _multiply,
                 (
-                    bias_ptr, items_ptr, order_ptr, weights_ptr, out_ptr, num_rows, num_tiles, part_tiles, strips,
-                    in_tiles, out_features, x_smem, words_smem, scales_smem, out_smem, full, free, 0, OUT_BYTES,
-                    ROW_TILE, BLOCKS, NUM_GROUPS, NUM_STAGES, KIND, GATED, GROUPED, HAS_BIAS, ACTIVATION, ALPHA, LIMIT,
-                    EXPERTS_PER_TOKEN, ITEM_FIELDS,
+                    result, work, stages, out_smem, 0, OUT_BYTES, ROW_TILE, BLOCKS, NUM_GROUPS, NUM_STAGES, KIND,
+                    GATED, GROUPED, HAS_BIAS, ACTIVATION, ALPHA, LIMIT, EXPERTS_PER_TOKEN, ITEM_FIELDS,
                 ),
             ),
             (
                 _multiply,
                 (
-                    bias_ptr, items_ptr, order_ptr, weights_ptr, out_ptr, num_rows, num_tiles, part_tiles, strips,
-                    in_tiles, out_features, x_smem, words_smem, scales_smem, out_smem, full, free, 1, OUT_BYTES,
-                    ROW_TILE, BLOCKS, NUM_GROUPS, NUM_STAGES, KIND, GATED, GROUPED, HAS_BIAS, ACTIVATION, ALPHA, LIMIT,
-                    EXPERTS_PER_TOKEN, ITEM_FIELDS,
+                    result, work, stages, out_smem, 1, OUT_BYTES, ROW_TILE, BLOCKS, NUM_GROUPS, NUM_STAGES, KIND,
+                    GATED, GROUPED, HAS_BIAS, ACTIVATION, ALPHA, LIMIT, EXPERTS_PER_TOKEN, ITEM_FIELDS,
                 ),
             ),
             (
                 _load,
                 (
-                    x_desc, words_desc, scales_desc, items_ptr, num_rows, num_tiles, part_tiles, strips, in_tiles,
-                    x_smem, words_smem, scales_smem, full, free, ROW_TILE, BLOCKS, NUM_GROUPS, NUM_STAGES, GROUPED,
+                    (x_desc, words_desc, scales_desc), work, stages, ROW_TILE, BLOCKS, NUM_GROUPS, NUM_STAGES, GROUPED,
                     ITEM_FIELDS,
                 ),
             ),
         ],
-        [4, _LOADING_WARPS],
-        [240, _LOADING_REGISTERS],
+        [4, LOADING_WARPS],
+        [240, LOADING_REGISTERS],
     )  # fmt: skip
