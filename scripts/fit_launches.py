@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nvcli.kernels.triton import launch_rule
-from nvcli.kernels.triton.fp8_launches import DecodeLaunch, HopperLaunch
 from nvcli.kernels.triton.launch_rule import (
     Coefficients,
     Counts,
@@ -36,7 +35,7 @@ from nvcli.kernels.triton.launch_rule import (
     read_times,
     rounded,
 )
-from nvcli.kernels.triton.product_launch import ProductLaunch
+from nvcli.kernels.triton.product_launch import DecodeLaunch, HopperFP8Launch, ProductLaunch
 
 KEPT: dict[str, list[str]] = json.loads(Path(__file__).with_name("launches.json").read_text())["kept"]
 """The launches that there are; without any other one that was measured products take 0.3 % longer on average."""
@@ -217,7 +216,7 @@ def report(name: str, points: Sequence[Point], times: Times, gpu: dict[str, Any]
     lost = []
     for point in points:
         us = {read_launch(launch): time for launch, time in point.us.items() if not launch.endswith((",fast", ",0"))}
-        kernels: tuple[type, ...] = (ProductLaunch, DecodeLaunch, HopperLaunch)
+        kernels: tuple[type, ...] = (ProductLaunch, DecodeLaunch, HopperFP8Launch)
         if point.may_take("torch") and (point.kind != "block" or TorchLaunch("block") in us):
             kernels += (TorchLaunch,)
         of_gpu = (gpu["multiprocessors"], times.bandwidth / gpu["bandwidth"])

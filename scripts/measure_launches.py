@@ -30,7 +30,7 @@ from nvcli.kernels import fp8, fp8_block_product
 from nvcli.kernels.fp8_types import FP8, QuantisedRows
 from nvcli.kernels.triton import fp8 as fp8_kernels
 from nvcli.kernels.triton import fp8_linear, hopper_fp8, hopper_fp8_decode, launch_rule
-from nvcli.kernels.triton.fp8_launches import DecodeLaunch, HopperLaunch
+from nvcli.kernels.triton.product_launch import DecodeLaunch, HopperFP8Launch
 
 MODELS = (
     *("qwen3-0.6b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "llama-3.1-8b", "llama-3.1-70b", "gemma-3-27b"),
@@ -165,14 +165,13 @@ def product(kind: Kind, name: str, data: Data, num_rows: int, shape: Shape) -> C
     multiply: Callable[[Tensor], Any]
     if sort == "linear":
         launch = launch_rule.read_launch(name)
-        linear = fp8_linear.fp8_linear_for_sum if kind == "sum" else fp8_linear.fp8_linear
-        multiply = partial(_in_place, linear, x, scales, launch)
+        multiply = partial(_in_place, fp8_linear.fp8_linear, x, scales, launch)
     elif sort == "decode":
         multiply = partial(_in_place, hopper_fp8_decode.linear, x, scales, DecodeLaunch(*map(int, words)))
     elif sort == "hopper":
         groups, blocks, unit = map(int, words)
         hopper: Callable[..., object] = hopper_fp8.gated_linear if kind == "gated" else hopper_fp8.linear
-        multiply = partial(_in_place, hopper, x, scales, HopperLaunch(groups, blocks, unit or None))
+        multiply = partial(_in_place, hopper, x, scales, HopperFP8Launch(groups, blocks, unit or None))
     elif name == "torch,block":
         multiply = partial(_in_place_of_three, fp8_block_product.block_product, x, scales)
     elif sort == "torch":

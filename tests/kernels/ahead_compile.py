@@ -22,7 +22,7 @@ from triton.runtime.driver import driver
 from nvcli.kernels.fp8_types import FP8, QuantisedRows
 from nvcli.kernels.triton import compile_ahead, hopper_fp8, hopper_fp8_kernel
 from nvcli.kernels.triton.compile_processes import CompileProcesses, hash_triton
-from nvcli.kernels.triton.fp8_launches import HopperLaunch
+from nvcli.kernels.triton.product_launch import HopperFP8Launch
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def launch_all(numbers: torch.Tensor) -> None:
     for value in (1, 2, 1):
         fill[(1,)](numbers, value)
     codes, scales = torch.zeros(256, 256, dtype=FP8), torch.zeros(256)
-    hopper_fp8.linear(QuantisedRows(codes, scales, torch.bfloat16), codes, scales, HopperLaunch(2, 1))
+    hopper_fp8.linear(QuantisedRows(codes, scales, torch.bfloat16), codes, scales, HopperFP8Launch(2, 1))
 
 
 def main() -> dict[str, Any]:

@@ -20,8 +20,8 @@ from hopper_compile import FakeDriver, assemble
 from triton.runtime.driver import driver
 
 from nvcli.kernels.fp8_types import FP8, QuantisedRows
-from nvcli.kernels.triton import hopper_fp8, hopper_fp8_decode, hopper_w4, w4_launches
-from nvcli.kernels.triton.fp8_launches import DecodeLaunch, HopperLaunch
+from nvcli.kernels.triton import hopper_fp8, hopper_fp8_decode, hopper_w4
+from nvcli.kernels.triton.product_launch import DecodeLaunch, Gate, HopperFP8Launch, HopperW4Launch
 from nvcli.kernels.weight_formats import W4Format
 
 ROWS, OUT_FEATURES, IN_FEATURES = 256, 768, 1024
@@ -40,9 +40,9 @@ def reports(kind: str) -> list[tuple[str, int]]:
 
 def launch_fp8() -> Iterator[Any]:
     for product, launch in (
-        (hopper_fp8.gated_linear, HopperLaunch(2, 2, 2)),
-        (hopper_fp8.gated_linear, HopperLaunch(2, 2, None)),
-        (hopper_fp8.linear, HopperLaunch(3, 1)),
+        (hopper_fp8.gated_linear, HopperFP8Launch(2, 2, 2)),
+        (hopper_fp8.gated_linear, HopperFP8Launch(2, 2, None)),
+        (hopper_fp8.linear, HopperFP8Launch(3, 1)),
     ):
         product(*fp8_product(), launch)  # type: ignore[operator]
         yield hopper_fp8.hopper_fp8_kernel
@@ -58,9 +58,9 @@ def launch_w4() -> Iterator[Any]:
     x = torch.zeros(ROWS, IN_FEATURES, dtype=torch.bfloat16)
     words = torch.zeros(OUT_FEATURES, IN_FEATURES // 4, dtype=torch.int16)
     scales = torch.zeros(IN_FEATURES // 128, OUT_FEATURES, dtype=torch.int32)
-    for product, blocks in ((hopper_w4.linear, 2), (hopper_w4.gated_linear, 3)):
-        launch = w4_launches.HopperLaunch(128, blocks)
-        product(x, words, scales, W4Format("integer", 128), launch)  # type: ignore[operator]
+    gates: tuple[Gate | None, ...] = (None, "silu")
+    for gate, blocks in zip(gates, (2, 3), strict=True):
+        hopper_w4.linear(x, words, scales, W4Format("integer", 128), HopperW4Launch(128, blocks), gate=gate)
         yield hopper_w4.hopper_w4_kernel
 
 

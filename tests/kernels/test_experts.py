@@ -20,8 +20,9 @@ from nvcli.kernels.fp8 import quantise
 from nvcli.kernels.norm import add_rms_norm
 from nvcli.kernels.triton import expert_groups, norm
 from nvcli.kernels.triton.expert_groups import group_by_expert
-from nvcli.kernels.triton.expert_launches import ExpertLaunch, Launch
+from nvcli.kernels.triton.expert_launches import ExpertLaunch
 from nvcli.kernels.triton.experts import apply_experts
+from nvcli.kernels.triton.product_launch import ExpertTiles
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, W4Format
 from nvcli.kernels.whole_numbers import ceil_div
 
@@ -218,7 +219,7 @@ def test_launches(kind: str, rows_first: bool) -> None:
     is_w4 = isinstance(FORMATS[kind], W4Format)
     case = make(FORMATS[kind], (5, 2, 288, 160) if is_w4 else (5, 2, 272, 128), 50, DTYPE, DEVICE, biases=True)
     for row_tile in (32, 64):
-        launch = Launch(64, 128, 3, 4, rows_first, has_halves=True)
+        launch = ExpertTiles(64, 128, 3, 4, rows_first, has_halves=True)
         launches = ExpertLaunch(row_tile, launch, launch._replace(out_tile=128, has_tiles=not is_w4))
         (check_quantised if isinstance(case.scales, ExpertScales) else check)(case, CLAMPED, launches)
 

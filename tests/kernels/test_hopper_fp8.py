@@ -21,7 +21,7 @@ from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
 from nvcli.kernels.fp8 import dequantise_weight, quantise, quantise_weight
 from nvcli.kernels.fp8_types import FP8, FP8_MAX, QuantisedRows, numbers
 from nvcli.kernels.triton import hopper_fp8, hopper_fp8_kernel
-from nvcli.kernels.triton.fp8_launches import HopperLaunch
+from nvcli.kernels.triton.product_launch import HopperFP8Launch
 from nvcli.kernels.triton.triton_version import has_known_gluon
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
 
@@ -30,15 +30,15 @@ on_hopper = pytest.mark.skipif(
     not (HAS_GPU and has_known_gluon() and torch.cuda.get_device_capability() == (9, 0)),
     reason="needs a Hopper GPU and the version of Triton that was tried there",
 )
-CASES: list[tuple[FP8Scaling, HopperLaunch]] = [
-    ("channel", HopperLaunch(2, 2)),
-    ("channel", HopperLaunch(2, 2, 2)),
-    ("channel", HopperLaunch(2, 2, None)),
-    ("channel", HopperLaunch(3, 1)),
-    ("channel", HopperLaunch(3, 1, 4)),
-    ("channel", HopperLaunch(2, 1, None)),
-    ("block", HopperLaunch(3, 1)),
-    ("block", HopperLaunch(2, 1)),
+CASES: list[tuple[FP8Scaling, HopperFP8Launch]] = [
+    ("channel", HopperFP8Launch(2, 2)),
+    ("channel", HopperFP8Launch(2, 2, 2)),
+    ("channel", HopperFP8Launch(2, 2, None)),
+    ("channel", HopperFP8Launch(3, 1)),
+    ("channel", HopperFP8Launch(3, 1, 4)),
+    ("channel", HopperFP8Launch(2, 1, None)),
+    ("block", HopperFP8Launch(3, 1)),
+    ("block", HopperFP8Launch(2, 1)),
 ]
 
 
@@ -107,7 +107,7 @@ def product_of(x: QuantisedRows, weight: tuple[Tensor, Tensor]) -> Tensor:
 
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize(("scaling", "launch"), CASES)
-def test_products(scaling: FP8Scaling, launch: HopperLaunch) -> None:
+def test_products(scaling: FP8Scaling, launch: HopperFP8Launch) -> None:
     """With rows, features and input features that end within a tile, and tiles within a unit."""
     x, weight = make(200, 704, scaling), make_weight(400, 704, scaling)
     out = torch.full((200, 400), torch.nan, dtype=torch.bfloat16)
@@ -120,7 +120,7 @@ def test_products(scaling: FP8Scaling, launch: HopperLaunch) -> None:
 def test_gated_products(activation: Activation, unit_tiles: int | None) -> None:
     x, weight = make(200, 640, "channel"), make_weight(768, 640, "channel")
     expected = ACTIVATE_AND_MUL[activation](product_of(x, weight))
-    found = hopper_fp8.gated_linear(x, *weight, HopperLaunch(2, 2, unit_tiles), is_gelu=activation == "gelu_tanh")
+    found = hopper_fp8.gated_linear(x, *weight, HopperFP8Launch(2, 2, unit_tiles), is_gelu=activation == "gelu_tanh")
     assert found.scaling == "channel"
     assert found.codes.dtype == FP8
     largest = expected.abs().amax(-1)
@@ -145,7 +145,7 @@ def to_device(x: QuantisedRows) -> QuantisedRows:
 @on_hopper
 @pytest.mark.parametrize("rows", [1, 512, 1000])
 @pytest.mark.parametrize(("scaling", "launch"), CASES)
-def test_products_on_a_gpu(scaling: FP8Scaling, launch: HopperLaunch, rows: int) -> None:
+def test_products_on_a_gpu(scaling: FP8Scaling, launch: HopperFP8Launch, rows: int) -> None:
     x, weight = make(rows, 4096, scaling), make_weight(928, 4096, scaling)
     found = hopper_fp8.linear(to_device(x), *(one.to(DEVICE) for one in weight), launch).cpu().float()
     expected = product_of(x, weight)
@@ -161,7 +161,7 @@ def test_products_on_a_gpu(scaling: FP8Scaling, launch: HopperLaunch, rows: int)
 def test_gated_products_on_a_gpu(rows: int, unit_tiles: int | None) -> None:
     x, weight = make(rows, 4096, "channel"), make_weight(1024, 4096, "channel")
     expected = ACTIVATE_AND_MUL["silu"](product_of(x, weight))
-    launch = HopperLaunch(2, 2, unit_tiles)
+    launch = HopperFP8Launch(2, 2, unit_tiles)
     gated = hopper_fp8.gated_linear(to_device(x), *(one.to(DEVICE) for one in weight), launch)
     found = values_of(QuantisedRows(gated.codes.cpu(), gated.scales.cpu(), gated.dtype))
     assert (found - expected).norm() < 0.03 * expected.norm()
@@ -175,6 +175,6 @@ def test_how_much_sums_of_one_sign_lose_on_a_gpu(unit_tiles: int | None, most: f
     x = quantise(torch.rand(512, 4096, generator=torch.Generator().manual_seed(0)).bfloat16(), "channel")
     codes, scales = make_weight(256, 4096, "channel")
     weight = codes.float().abs().to(FP8), scales
-    found = hopper_fp8.linear(to_device(x), *(one.to(DEVICE) for one in weight), HopperLaunch(3, 1, unit_tiles))
+    found = hopper_fp8.linear(to_device(x), *(one.to(DEVICE) for one in weight), HopperFP8Launch(3, 1, unit_tiles))
     lost = 1 - (found.cpu().float() / product_of(x, weight)).mean()
     assert -0.001 < lost < most

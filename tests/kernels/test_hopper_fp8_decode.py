@@ -19,8 +19,8 @@ from kernel_device import DEVICE, HAS_GPU, INTERPRETED_MARKS
 from nvcli.kernels import fp8 as reference
 from nvcli.kernels.fp8_types import QuantisedRows
 from nvcli.kernels.triton import hopper_fp8_decode, hopper_fp8_decode_kernel
-from nvcli.kernels.triton.fp8_launches import DecodeLaunch
-from nvcli.kernels.triton.fp8_linear import fp8_linear, fp8_linear_for_sum
+from nvcli.kernels.triton.fp8_linear import fp8_linear
+from nvcli.kernels.triton.product_launch import DecodeLaunch
 from nvcli.kernels.triton.triton_version import has_known_gluon
 
 pytestmark = INTERPRETED_MARKS
@@ -90,7 +90,7 @@ def test_products(shape: tuple[int, int], num_rows: int, launch: DecodeLaunch, n
         patch.object(hopper_fp8_decode, "hopper_fp8_decode_kernel", Launcher()),
         patch.object(hopper_fp8_decode, "num_multiprocessors", lambda _: num_programs),
     ):
-        found = fp8_linear_for_sum(*product, launch)
+        found = fp8_linear(*product, launch)
         assert_near(found.sum(0) if found.dim() == 3 else found, product, 1e-5)
         if launch.num_parts == 1:
             out = torch.full_like(found, torch.nan)
@@ -141,7 +141,7 @@ def test_what_is_compiled() -> None:
 def test_products_on_a_gpu(shape: tuple[int, int], launch: DecodeLaunch, num_rows: int) -> None:
     """Each result is as near as FP8 units, which keep about 14 bits of a sum, and the 8 bits of bfloat16 allow."""
     x, codes, scales = make(num_rows, shape, DEVICE)
-    found = fp8_linear_for_sum(x, codes, scales, launch)
+    found = fp8_linear(x, codes, scales, launch)
     assert found.dtype == (torch.bfloat16 if launch.num_parts == 1 else torch.float32)
     rows, weight = x.codes.float() * x.scales.unsqueeze(1), reference.dequantise_weight(codes, scales)
     expected = rows @ weight.T

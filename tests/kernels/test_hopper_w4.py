@@ -25,12 +25,12 @@ from nvcli.kernels.activation import ACTIVATE_AND_MUL
 from nvcli.kernels.expert_types import ExpertWeights, Routes, W4Scales
 from nvcli.kernels.experts import apply_experts
 from nvcli.kernels.mxfp4 import numbers_of_codes, powers_of_scales
-from nvcli.kernels.triton import hopper_w4, hopper_w4_kernel, w4_choice
-from nvcli.kernels.triton.hopper_w4 import HopperLaunch
+from nvcli.kernels.triton import experts, hopper_w4, hopper_w4_kernel, w4_linear
+from nvcli.kernels.triton.product_launch import HopperW4Launch
 from nvcli.kernels.weight_formats import W4Format
 
 pytestmark = INTERPRETED_MARKS
-ON_HOPPER = HAS_GPU and w4_choice._has_kernel(DEVICE)
+ON_HOPPER = HAS_GPU and w4_linear.has_hopper_kernel(DEVICE)
 on_hopper = pytest.mark.skipif(
     not ON_HOPPER, reason="needs a Hopper GPU and the version of Triton that was tried there"
 )
@@ -77,13 +77,13 @@ def simulated() -> Any:
 @pytest.mark.parametrize(
     ("rows", "columns", "num_rows", "launch"),
     [
-        (96, 256, 5, HopperLaunch(64, 1)),
-        (400, 512, 130, HopperLaunch(64, 3)),
-        (256, 640, 130, HopperLaunch(128, 2, num_parts=3)),
-        (144, 256, 70, HopperLaunch(64, 1, num_parts=2)),
+        (96, 256, 5, HopperW4Launch(64, 1)),
+        (400, 512, 130, HopperW4Launch(64, 3)),
+        (256, 640, 130, HopperW4Launch(128, 2, num_parts=3)),
+        (144, 256, 70, HopperW4Launch(64, 1, num_parts=2)),
     ],
 )
-def test_products(rows: int, columns: int, num_rows: int, launch: HopperLaunch) -> None:
+def test_products(rows: int, columns: int, num_rows: int, launch: HopperW4Launch) -> None:
     words, scales, values = make(rows, columns, 128)
     x = torch.randn(num_rows, columns, generator=torch.Generator().manual_seed(1))
     expected = F.linear(x, values)
@@ -91,11 +91,9 @@ def test_products(rows: int, columns: int, num_rows: int, launch: HopperLaunch) 
     found = found.sum(0) if launch.num_parts > 1 else found
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     if launch.num_parts == 1:
-        for activation in ("silu", "gelu_tanh"):
-            gated = hopper_w4.gated_linear(
-                x, words, scales, W4Format("integer", 128), launch, is_gelu=activation == "gelu_tanh"
-            )
-            torch.testing.assert_close(gated, ACTIVATE_AND_MUL[activation](expected), rtol=1e-4, atol=1e-4)
+        for gate, activate_and_mul in ACTIVATE_AND_MUL.items():
+            gated = hopper_w4.linear(x, words, scales, W4Format("integer", 128), launch, gate=gate)
+            torch.testing.assert_close(gated, activate_and_mul(expected), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="rows are sorted by a kernel that is interpreted only where there is no GPU")
@@ -112,8 +110,7 @@ def test_experts(blocks: int, num_others: int, bias: bool) -> None:
     assert isinstance(scales, W4Scales)
     expected = apply_experts(x, routes, plain, GPT_OSS)
     out = torch.full(expected.shape, torch.nan)
-    launch = HopperLaunch(64, blocks)
-    hopper_w4.apply_experts(x, routes, words, scales, GPT_OSS, out, launch, launch)
+    experts.apply_experts(x, routes, words, scales, GPT_OSS, out, HopperW4Launch(64, blocks))
     assert error(out, expected) < 1e-5
 
 
@@ -196,14 +193,14 @@ def test_products_run_beside_other_work() -> None:
 @pytest.mark.parametrize(
     ("rows", "columns", "num_rows", "launch"),
     [
-        (6144, 4096, 200, HopperLaunch(128, 3)),
-        (6144, 4096, 64, HopperLaunch(64, 2, num_parts=3)),
-        (928, 1152, 333, HopperLaunch(128, 2)),
-        (928, 1152, 333, HopperLaunch(128, 1, num_parts=4)),
-        (928, 1152, 1, HopperLaunch(64, 3)),
+        (6144, 4096, 200, HopperW4Launch(128, 3)),
+        (6144, 4096, 64, HopperW4Launch(64, 2, num_parts=3)),
+        (928, 1152, 333, HopperW4Launch(128, 2)),
+        (928, 1152, 333, HopperW4Launch(128, 1, num_parts=4)),
+        (928, 1152, 1, HopperW4Launch(64, 3)),
     ],
 )
-def test_products_on_a_gpu(rows: int, columns: int, num_rows: int, launch: HopperLaunch, dtype: torch.dtype) -> None:
+def test_products_on_a_gpu(rows: int, columns: int, num_rows: int, launch: HopperW4Launch, dtype: torch.dtype) -> None:
     """The reference has weights rounded once to the type, as the kernel rounds them. Exact ones give others: where a
     gate is near 0, the error of its 4,096 rounded weights, times `up`, is more than a product's tolerance."""
     words, scales, values = make(rows, columns, 128)
@@ -214,7 +211,7 @@ def test_products_on_a_gpu(rows: int, columns: int, num_rows: int, launch: Hoppe
     found = found.sum(0) if launch.num_parts > 1 else found
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(found.cpu().float(), expected, rtol=tolerance, atol=tolerance)
-    gated = hopper_w4.gated_linear(*on_device, launch._replace(num_parts=1)).cpu().float()
+    gated = hopper_w4.linear(*on_device, launch._replace(num_parts=1), gate="silu").cpu().float()
     two_steps = ACTIVATE_AND_MUL["silu"](expected.to(dtype)).float()
     torch.testing.assert_close(gated, two_steps, rtol=2 * tolerance, atol=2 * tolerance)
 
@@ -222,23 +219,22 @@ def test_products_on_a_gpu(rows: int, columns: int, num_rows: int, launch: Hoppe
 @pytest.mark.gpu
 @on_hopper
 @pytest.mark.parametrize(
-    "launch", [HopperLaunch(64, 1), HopperLaunch(64, 3), HopperLaunch(128, 2), HopperLaunch(128, 3)]
+    "launch", [HopperW4Launch(64, 1), HopperW4Launch(64, 3), HopperW4Launch(128, 2), HopperW4Launch(128, 3)]
 )
 @pytest.mark.parametrize("format", [W4Format("mxfp4", 32), W4Format("integer", 128)], ids=["mxfp4", "integers"])
-def test_experts_on_a_gpu(launch: HopperLaunch, format: W4Format) -> None:
+def test_experts_on_a_gpu(launch: HopperW4Launch, format: W4Format) -> None:
     shape = (8, 2, 1024, 416) if format.kind == "mxfp4" else (8, 2, 1024, 384)
     x, routes, words, scales, plain = make_experts(format, shape, 1000, torch.bfloat16, biases=True)
     assert isinstance(scales, W4Scales)
     expected = apply_experts(x.float(), routes, plain, GPT_OSS)
     out = torch.full(expected.shape, torch.nan, dtype=x.dtype, device=DEVICE)
-    hopper_w4.apply_experts(
+    experts.apply_experts(
         x.to(DEVICE),
         Routes(*(one.to(DEVICE) for one in routes)),
         ExpertWeights(*(one.to(DEVICE) for one in words[:4])),
         W4Scales(scales.gate_up.to(DEVICE), scales.down.to(DEVICE), format, format),
         GPT_OSS,
         out,
-        launch,
         launch,
     )
     assert error(out.cpu(), expected) < 0.01

@@ -15,9 +15,8 @@ pytest.importorskip("triton")
 from nvcli.kernels.fp8 import quantise
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.triton import launch_rule
-from nvcli.kernels.triton.fp8_launches import DecodeLaunch, HopperLaunch
 from nvcli.kernels.triton.launch_rule import Kind, TorchLaunch, choose_for, count, microseconds, read_launch
-from nvcli.kernels.triton.product_launch import ProductLaunch
+from nvcli.kernels.triton.product_launch import DecodeLaunch, HopperFP8Launch, ProductLaunch
 
 GPU = torch.device("cuda", 0)
 POINTS = Path(__file__).with_name("fp8_launch_points.jsonl")
@@ -78,7 +77,7 @@ def test_what_costs_more_takes_longer() -> None:
 def test_launches_serve_what_they_are_chosen_for(kind: Kind, shape: tuple[int, int]) -> None:
     for rows in ROWS:
         launch = choose(kind, rows, shape)
-        if isinstance(launch, HopperLaunch):
+        if isinstance(launch, HopperFP8Launch):
             assert launch.unit_tiles is not None, "whole sums are not exact"
             assert (launch.groups, launch.blocks) in ((2, 1), (3, 1), (2, 2))
             assert kind != "block" or (launch.blocks, launch.unit_tiles) == (1, 1)
@@ -109,20 +108,20 @@ def test_sums_that_leave_multiprocessors_idle_are_cut() -> None:
 
 def test_fast_sums() -> None:
     """FP8 units add up more where that is asked for, and never where it is not."""
-    assert choose("gated", 8192, (24576, 4096), accumulation="fast") == HopperLaunch(2, 2, None)
-    assert choose("gated", 8192, (24576, 4096)) == HopperLaunch(2, 2, 2)
+    assert choose("gated", 8192, (24576, 4096), accumulation="fast") == HopperFP8Launch(2, 2, None)
+    assert choose("gated", 8192, (24576, 4096)) == HopperFP8Launch(2, 2, 2)
 
 
 @pytest.mark.parametrize("kind", ["channel", "sum", "block", "gated"])
 def test_kernels_that_cannot_be_used(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results of 32 bits, odd shapes and versions of Gluon that were not tried leave out kernels for Hopper."""
     for rows in ROWS:
-        assert not isinstance(choose(kind, rows, (4096, 4096), has_16_bits=False), HopperLaunch)
-        assert not isinstance(choose(kind, rows, (4096, 4100)), HopperLaunch | DecodeLaunch)
+        assert not isinstance(choose(kind, rows, (4096, 4096), has_16_bits=False), HopperFP8Launch)
+        assert not isinstance(choose(kind, rows, (4096, 4100)), HopperFP8Launch | DecodeLaunch)
     monkeypatch.setattr(launch_rule, "has_known_gluon", lambda: False)
     choose_for.cache_clear()
     for rows in (*ROWS, 1000):
-        assert not isinstance(choose(kind, rows, (4096, 4096)), HopperLaunch | DecodeLaunch)
+        assert not isinstance(choose(kind, rows, (4096, 4096)), HopperFP8Launch | DecodeLaunch)
     if kind in ("channel", "sum"):
         assert choose(kind, 1000, (4096, 4096)) is None, "torch's is far faster than what is left"
 

@@ -18,7 +18,7 @@ from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
 from nvcli.kernels.fp8 import quantise_weight
 from nvcli.kernels.fp8_types import FP8, QuantisedRows
 from nvcli.kernels.triton import fp8
-from nvcli.kernels.triton.fp8_linear import fp8_linear_for_sum
+from nvcli.kernels.triton.fp8_linear import fp8_linear
 from nvcli.kernels.triton.launch_rule import Kind, choose
 from nvcli.kernels.triton.product_launch import ProductLaunch
 from nvcli.kernels.weight_formats import FP8Scaling
@@ -178,7 +178,7 @@ def test_products(shape: tuple[int, int], kind: Kind, num_rows: int) -> None:
     else:
         launch = choose(kind, x, weight[0])
         assert isinstance(launch, ProductLaunch), "the others have no interpreter"
-        found = fp8_linear_for_sum(x, *weight, launch)
+        found = fp8_linear(x, *weight, launch)
     found = found.sum(0).to(expected.dtype) if found.dim() == 3 else found
     assert found.dtype == expected.dtype
     assert_near(found, expected)

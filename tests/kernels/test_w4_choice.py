@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from nvcli.kernels.expert_settings import GatedActivation
-from nvcli.kernels.expert_types import ExpertWeights, Routes, W4Scales
-from nvcli.kernels.triton import hopper_w4, w4_choice, w4_linear
-from nvcli.kernels.triton.w4_launches import HOPPER_EXPERTS, HOPPER_ROWS, HopperLaunch, Kind
+from nvcli.kernels.expert_types import ExpertMatrix
+from nvcli.kernels.triton import expert_launches, hopper_w4, w4_linear
+from nvcli.kernels.triton.product_launch import HopperW4Launch, Kind
+from nvcli.kernels.triton.w4_linear import HOPPER_EXPERT_ROWS, HOPPER_ROWS, LINEAR
 from nvcli.kernels.weight_formats import W4Format
 
 GROUP_128 = W4Format("integer", 128)
@@ -22,10 +22,14 @@ GROUP_128 = W4Format("integer", 128)
 @pytest.fixture(autouse=True)
 def on_hopper() -> Any:
     with (
-        patch.object(w4_choice, "_has_kernel", lambda device: True),
+        patch.object(w4_linear, "has_hopper_kernel", lambda device: True),
         patch.object(hopper_w4, "num_multiprocessors", lambda device: 132),
     ):
         yield
+
+
+def of_table(kind: Kind, rows: int) -> object:
+    return next((launch for most, launch in LINEAR[kind] if rows <= most), None)
 
 
 def choose(
@@ -37,24 +41,24 @@ def choose(
     out_features: int = 6144,
 ) -> object:
     x, words = torch.empty(rows, 1024, dtype=dtype), torch.empty(out_features, 256, dtype=torch.int16)
-    return w4_choice.choose_launch(kind, x, words, format)
+    return w4_linear.choose_launch(kind, x, words, format)
 
 
 @pytest.mark.parametrize("kind", HOPPER_ROWS)
 def test_ranges(kind: Kind) -> None:
     least, most = HOPPER_ROWS[kind]
     for rows in (least + 1, most):
-        assert isinstance(choose(kind, rows), HopperLaunch)
-        assert isinstance(choose(kind, rows, dtype=torch.float16), HopperLaunch)
+        assert isinstance(choose(kind, rows), HopperW4Launch)
+        assert isinstance(choose(kind, rows, dtype=torch.float16), HopperW4Launch)
     for rows in (1, least):
-        assert choose(kind, rows) == w4_linear.choose_launch(kind, rows)
+        assert choose(kind, rows) == of_table(kind, rows)
     assert choose(kind, 4096) is None, "the library multiplies many rows"
     for other in (
         {"dtype": torch.float32},
         {"format": W4Format("integer", 64)},
         {"out_features": 6152},
     ):
-        assert choose(kind, most, **other) == w4_linear.choose_launch(kind, most)
+        assert choose(kind, most, **other) == of_table(kind, most)
 
 
 @pytest.mark.parametrize("kind", HOPPER_ROWS)
@@ -71,25 +75,18 @@ def test_launches_fit(kind: Kind) -> None:
 def test_as_few_rounds_as_possible() -> None:
     """With 256 rows 128 programs multiply the gate and up projection of an 8B model at the same time."""
     launch = hopper_w4.choose_launch("gated", 256, 12288, 4096, torch.device("cuda"))
-    assert launch == HopperLaunch(128, 3)
+    assert launch == HopperW4Launch(128, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_experts(dtype: torch.dtype) -> None:
     """Experts with many rows take Hopper's kernel: MXFP4 with bfloat16 alone."""
-    least = HOPPER_EXPERTS[0][0]
     format = W4Format("mxfp4", 32)
-    words = [torch.empty(4, rows, 32, dtype=torch.int16) for rows in (128, 64)]
-    scales = W4Scales(torch.empty(4, 1, 128), torch.empty(4, 1, 64), format, format)
-    weights = ExpertWeights(*words, num_others=4)
-    taken = []
-    with (
-        patch.object(hopper_w4, "apply_experts", lambda *args: taken.append(args[-2:])),
-        patch.object(w4_choice.experts, "apply_experts", lambda *args: taken.append(None)),
-    ):
-        for tokens in (4 * least, 4 * least + 1, 8192):
-            x = torch.empty(tokens, 64, dtype=dtype)
-            routes = Routes(torch.zeros(tokens, 2, dtype=torch.int32), torch.zeros(tokens, 2))
-            w4_choice.apply_experts(x, routes, weights, scales, GatedActivation(), torch.empty(2, tokens, 64))
-    expected = [None, HOPPER_EXPERTS[0][1], HOPPER_EXPERTS[-1][1]]
-    assert taken == (expected if dtype == torch.bfloat16 else [None] * 3)
+    gate_up, down = (
+        ExpertMatrix(torch.empty(4, rows, 32, dtype=torch.int16), None, None, format) for rows in (128, 64)
+    )
+    x = torch.empty(1, 64, dtype=dtype)
+    for rows in (HOPPER_EXPERT_ROWS, HOPPER_EXPERT_ROWS + 1, 8192):
+        launch = expert_launches.choose_launch(rows, gate_up, down, x, quantises=False, batch_invariant=False)
+        has_many = rows > HOPPER_EXPERT_ROWS and dtype == torch.bfloat16
+        assert isinstance(launch, HopperW4Launch) == has_many

@@ -65,14 +65,10 @@ def apply_experts(
     quantises = quantises and isinstance(scales, ExpertScales)
     if x.is_cuda:
         from nvcli.kernels.triton import experts as kernels
-        from nvcli.kernels.triton import w4_choice
 
-        if isinstance(scales, W4Scales):
-            w4_choice.apply_experts(x, routes, weights, scales, activation, out)
-        else:
-            kernels.apply_experts(
-                x, routes, weights, scales, activation, out, quantises=quantises, batch_invariant=batch_invariant
-            )
+        kernels.apply_experts(
+            x, routes, weights, scales, activation, out, quantises=quantises, batch_invariant=batch_invariant
+        )
         return out
     product = partial(_multiply, quantises=quantises, batch_invariant=batch_invariant)
     gate_up_matrix, down_matrix = matrices(weights, scales)

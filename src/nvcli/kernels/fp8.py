@@ -10,8 +10,6 @@ may add up products by rows. Shapes: T rows, `in` and `out` features, G = in / 1
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -166,16 +164,10 @@ def _product(
     """x Wᵀ on a GPU: [T, out], in `out` if the kernel takes that, or parts [P, T, out] for a sum."""
     from nvcli.kernels.triton import fp8_linear as kernels
     from nvcli.kernels.triton import launch_rule
-    from nvcli.kernels.triton.fp8_launches import HopperLaunch
 
     launch = launch_rule.choose("sum" if is_for_sum else x.scaling, x, weight, accumulation)
-    if isinstance(launch, HopperLaunch):
-        from nvcli.kernels.triton import hopper_fp8
-
-        return hopper_fp8.linear(x, weight, scales, launch, out)
     if launch is not None:
-        multiply = kernels.fp8_linear_for_sum if is_for_sum else partial(kernels.fp8_linear, out=out)
-        return multiply(x, weight, scales, launch)
+        return kernels.fp8_linear(x, weight, scales, launch, out)
     if scales.dim() == 2:
         return fp8_block_product.block_product(x, weight, scales)
     return _scaled_product(x, weight, scales, accumulation)

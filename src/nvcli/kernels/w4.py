@@ -13,7 +13,7 @@ Whatever a checkpoint's layout is, ranks keep a weight [out, in] in one:
 The scales of integers lose 8 bits of 24, those that scales in 16 bits do not have. Products of few rows are exact but
 for the order of their sums: (code - zero) is a number of any half type, and its scale is applied to sums in float32.
 With more rows values are rounded to the type of x, as they are where a weight is kept in it. How many rows are few, and
-how products are launched, is in `triton/w4_launches.py`. Shapes: T rows, `in` and `out` features.
+how products are launched, is in `triton/w4_linear.py`. Shapes: T rows, `in` and `out` features.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def w4_linear(
 ) -> Tensor:
     """x Wᵀ + b for a weight of integers. x: [T, in]; bias: [out] → [T, out], in `out` (contiguous) if that is given."""
     if x.is_cuda and len(x):
-        from nvcli.kernels.triton import w4_choice
+        from nvcli.kernels.triton import w4_linear as kernels
 
-        result = w4_choice.linear(x, words, scales, format, out)
+        result = kernels.linear("plain", x, words, scales, format, out)
         if result is not None:
             return result if bias is None else result.add_(bias)
     return linear(x, values_for(x, words, scales, format), bias, out)
@@ -97,9 +97,9 @@ def w4_linear_for_sum(
 ) -> Tensor | None:
     """x Wᵀ, for the residual sum behind it, as `linear_for_sum` gives it."""
     if x.is_cuda and len(x):
-        from nvcli.kernels.triton import w4_choice
+        from nvcli.kernels.triton import w4_linear as kernels
 
-        result = w4_choice.linear_for_sum(x, words, scales, format)
+        result = kernels.linear("sum", x, words, scales, format)
         if result is not None:
             return result
     return linear_for_sum(x, values_for(x, words, scales, format), residual)
@@ -108,11 +108,11 @@ def w4_linear_for_sum(
 def w4_gated_linear(x: Tensor, words: Tensor, scales: Tensor, format: W4Format, activation: Activation) -> Tensor:
     """activation(x Gᵀ) × (x Uᵀ) for a weight that holds G above U. [T, in] → [T, out / 2]."""
     if x.is_cuda and len(x):
-        from nvcli.kernels.triton import w4_choice
+        from nvcli.kernels.triton import w4_linear as kernels
 
-        result = w4_choice.gated_linear(x, words, scales, format, activation)
+        result = kernels.linear("gated", x, words, scales, format, gate=activation)
         if result is None:
-            result = w4_choice.linear(x, words, scales, format, None)
+            result = kernels.linear("plain", x, words, scales, format)
             result = None if result is None else ACTIVATE_AND_MUL[activation](result)
         if result is not None:
             return result

@@ -15,26 +15,8 @@ import torch
 from torch import Tensor
 
 from nvcli.kernels.expert_types import ExpertMatrix
-from nvcli.kernels.triton.multiprocessors import shared_memory_bytes
-
-
-class Launch(NamedTuple):
-    """The tiles of one product and how its programs work."""
-
-    out_tile: int
-    """Features of the result, at most 128 for FP8 with scales by blocks. The gated product multiplies as many of the
-    gate and of the up projection."""
-    in_tile: int
-    """128 for FP8 with scales by blocks and for 4 bits."""
-    num_stages: int
-    num_warps: int
-    rows_first: bool = False
-    """Whether a tile's rows are the first operand of the matrix units, of which those of Hopper take 64 or more.
-    Weights in 4 bits always come first."""
-    has_tiles: bool = False
-    """Whether the tensor memory accelerator fetches whole tiles of rows, which are sorted."""
-    has_halves: bool = False
-    """Whether items of at most half the rows are multiplied in tiles of half the size."""
+from nvcli.kernels.triton.product_launch import ExpertTiles, HopperW4Launch, fit
+from nvcli.kernels.triton.w4_linear import takes_experts
 
 
 class ExpertLaunch(NamedTuple):
@@ -42,17 +24,15 @@ class ExpertLaunch(NamedTuple):
 
     row_tile: int
     """The most rows of an item."""
-    gate_up: Launch
-    down: Launch
+    gate_up: ExpertTiles
+    down: ExpertTiles
 
 
-_FLOAT32 = ExpertLaunch(16, Launch(32, 64, 3, 4, rows_first=True), Launch(64, 64, 3, 4, rows_first=True))
+_FLOAT32 = ExpertLaunch(16, ExpertTiles(32, 64, 3, 4, rows_first=True), ExpertTiles(64, 64, 3, 4, rows_first=True))
 _INVARIANT = ExpertLaunch(
-    64, Launch(64, 64, 3, 4, rows_first=True), Launch(128, 64, 3, 4, rows_first=True, has_tiles=True)
+    64, ExpertTiles(64, 64, 3, 4, rows_first=True), ExpertTiles(128, 64, 3, 4, rows_first=True, has_tiles=True)
 )
-_ANY_BYTES = 1 << 30
-_BESIDE_TILES = 2 << 10
-_LEAST_FEATURES, _LEAST_STAGES = 32, 2
+_HOPPER_W4 = HopperW4Launch(128, 2)
 _FEW_FEATURES = 512
 _LARGE_TILES = (9, 10)
 """GPUs, by the first number of their compute capability, whose units take tiles of many rows without filling up all
@@ -65,9 +45,11 @@ _MANY_PROGRAMS = 1600
 
 def choose_launch(
     num_rows: float, gate_up: ExpertMatrix, down: ExpertMatrix, x: Tensor, *, quantises: bool, batch_invariant: bool
-) -> ExpertLaunch:
+) -> ExpertLaunch | HopperW4Launch:
     """Choose the launch for so many rows of an expert on average, which is the same for all numbers of rows of runs
     that are `batch_invariant`."""
+    if takes_experts(num_rows, x, gate_up, down):
+        return _HOPPER_W4
     if not _takes_large_tiles(x.device):
         num_rows = min(num_rows, _MEDIUM_ROWS)
     if gate_up.format is not None:
@@ -80,11 +62,10 @@ def choose_launch(
         launch = _FLOAT32
     else:
         launch = _INVARIANT if batch_invariant else _for_plain(num_rows, down.weight.shape[-1])
-    most_bytes = shared_memory_bytes(x.device) - _BESIDE_TILES if x.is_cuda else _ANY_BYTES
     sizes = (1 if quantises else x.element_size(), gate_up.weight.element_size() if gate_up.format is None else 0.5)
     return launch._replace(
-        gate_up=_fit(launch.gate_up, launch.row_tile, 2, *sizes, most_bytes),
-        down=_fit(launch.down, launch.row_tile, 1, *sizes, most_bytes),
+        gate_up=fit(launch.gate_up, launch.row_tile, x.device, *sizes, num_weights=2),
+        down=fit(launch.down, launch.row_tile, x.device, *sizes),
     )
 
 
@@ -93,60 +74,48 @@ def _takes_large_tiles(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in _LARGE_TILES
 
 
-@lru_cache(maxsize=256)
-def _fit(launch: Launch, row_tile: int, num_weights: int, x_bytes: int, weight_bytes: float, most_bytes: int) -> Launch:
-    """Make the stages so few, and then tiles so small, that shared memory holds them."""
-    while True:
-        features = num_weights * launch.out_tile
-        stage_bytes = launch.in_tile * (row_tile * x_bytes + features * weight_bytes)
-        if launch.num_stages * stage_bytes <= most_bytes or launch.out_tile == _LEAST_FEATURES:
-            return launch
-        if launch.num_stages > _LEAST_STAGES:
-            launch = launch._replace(num_stages=launch.num_stages - 1)
-        else:
-            launch = launch._replace(out_tile=launch.out_tile // 2)
-
-
 def _for_plain(num_rows: float, size: int) -> ExpertLaunch:
     """`size` is that of an expert's hidden layer."""
     has_few_features = size < _FEW_FEATURES
     if num_rows <= 12:
-        gate_up = Launch(32, 256, 3, 4, rows_first=True) if num_rows <= 0.25 else Launch(64, 128, 3, 4)
-        down = Launch(128, 64, 4, 4) if has_few_features else Launch(64 if num_rows <= 1 else 128, 128, 3, 4)
+        gate_up = ExpertTiles(32, 256, 3, 4, rows_first=True) if num_rows <= 0.25 else ExpertTiles(64, 128, 3, 4)
+        down = ExpertTiles(128, 64, 4, 4) if has_few_features else ExpertTiles(64 if num_rows <= 1 else 128, 128, 3, 4)
         return ExpertLaunch(16, gate_up, down)
     if num_rows <= 24:
-        down = Launch(256, 64, 3, 8) if has_few_features else Launch(64, 128, 3, 4, has_halves=True)
-        return ExpertLaunch(32, Launch(64, 64, 5, 4, has_halves=True), down)
+        down = ExpertTiles(256, 64, 3, 8) if has_few_features else ExpertTiles(64, 128, 3, 4, has_halves=True)
+        return ExpertLaunch(32, ExpertTiles(64, 64, 5, 4, has_halves=True), down)
     if num_rows <= _MEDIUM_ROWS:
-        return ExpertLaunch(64, Launch(64, 64, 4, 4, has_halves=True), Launch(128, 64, 4, 4, has_halves=True))
-    gate_up = Launch(64, 64, 3, 4) if num_rows <= 96 else Launch(128, 64, 4, 8, rows_first=True)
-    down = Launch(128, 64, 3, 4, rows_first=True, has_tiles=True, has_halves=True)
+        return ExpertLaunch(64, ExpertTiles(64, 64, 4, 4, has_halves=True), ExpertTiles(128, 64, 4, 4, has_halves=True))
+    gate_up = ExpertTiles(64, 64, 3, 4) if num_rows <= 96 else ExpertTiles(128, 64, 4, 8, rows_first=True)
+    down = ExpertTiles(128, 64, 3, 4, rows_first=True, has_tiles=True, has_halves=True)
     return ExpertLaunch(128, gate_up._replace(has_halves=True), down)
 
 
 def _for_fp8(num_rows: float, *, by_blocks: bool) -> ExpertLaunch:
     if num_rows <= 24:
-        down = Launch(256, 128, 3, 8)
+        down = ExpertTiles(256, 128, 3, 8)
         if by_blocks or num_rows <= 1:
-            down = Launch(128, 128, 4, 8 if by_blocks else 4)
+            down = ExpertTiles(128, 128, 4, 8 if by_blocks else 4)
         if num_rows <= 12:
-            return ExpertLaunch(16, Launch(64, 128, 6, 4), down)
-        return ExpertLaunch(32, Launch(64, 128, 4, 4), down._replace(has_halves=True))
+            return ExpertLaunch(16, ExpertTiles(64, 128, 6, 4), down)
+        return ExpertLaunch(32, ExpertTiles(64, 128, 4, 4), down._replace(has_halves=True))
     if num_rows <= 96 or by_blocks:
         return ExpertLaunch(
-            64, Launch(64, 128, 4, 4, rows_first=True), Launch(128, 128, 4, 4, rows_first=True, has_tiles=True)
+            64,
+            ExpertTiles(64, 128, 4, 4, rows_first=True),
+            ExpertTiles(128, 128, 4, 4, rows_first=True, has_tiles=True),
         )
     return ExpertLaunch(
         128,
-        Launch(128, 128, 3, 8, rows_first=True, has_halves=True),
-        Launch(128, 128, 3, 4, rows_first=True, has_tiles=True, has_halves=True),
+        ExpertTiles(128, 128, 3, 8, rows_first=True, has_halves=True),
+        ExpertTiles(128, 128, 3, 4, rows_first=True, has_tiles=True, has_halves=True),
     )
 
 
 def _for_codes(num_rows: float) -> ExpertLaunch:
     """The launch for FP8 with plain activations, which was not measured."""
     row_tile = 16 if num_rows <= 8 else 32 if num_rows <= 32 else 64
-    both = Launch(64, 64, 3, 4, rows_first=row_tile == 64)
+    both = ExpertTiles(64, 64, 3, 4, rows_first=row_tile == 64)
     return ExpertLaunch(row_tile, both, both)
 
 
@@ -154,6 +123,10 @@ def _for_4_bits(num_rows: float, down: ExpertMatrix, *, is_integer: bool) -> Exp
     if num_rows <= 12:
         num_experts, out_features = down.weight.shape[:2]
         num_programs = min(num_rows, 1) * num_experts * out_features / 128
-        return ExpertLaunch(16, Launch(64, 128, 3, 4), Launch(128 if num_programs >= _MANY_PROGRAMS else 64, 128, 4, 4))
+        return ExpertLaunch(
+            16, ExpertTiles(64, 128, 3, 4), ExpertTiles(128 if num_programs >= _MANY_PROGRAMS else 64, 128, 4, 4)
+        )
     row_tile = 32 if num_rows <= 24 else 64 if num_rows <= _MEDIUM_ROWS or is_integer else 128
-    return ExpertLaunch(row_tile, Launch(64, 128, 3, 4, has_halves=True), Launch(128, 128, 3, 4, has_halves=True))
+    return ExpertLaunch(
+        row_tile, ExpertTiles(64, 128, 3, 4, has_halves=True), ExpertTiles(128, 128, 3, 4, has_halves=True)
+    )

@@ -30,9 +30,10 @@ from nvcli.kernels.fp8_types import Activations, QuantisedRows
 from nvcli.kernels.triton.activation import activate
 from nvcli.kernels.triton.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.triton.expert_groups import ITEM_FIELDS, WorkList, group_by_expert
-from nvcli.kernels.triton.expert_launches import ExpertLaunch, Launch, choose_launch
+from nvcli.kernels.triton.expert_launches import ExpertLaunch, choose_launch
 from nvcli.kernels.triton.fp8 import quantise
 from nvcli.kernels.triton.operands import codes_for, per_feature, per_row
+from nvcli.kernels.triton.product_launch import ExpertTiles, HopperW4Launch
 from nvcli.kernels.triton.tile_product import load_features, multiply_tile
 from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.kernels.whole_numbers import ceil_div
@@ -164,7 +165,7 @@ def apply_experts(
     scales: ExpertScales | W4Scales | None,
     activation: GatedActivation,
     out: Tensor,
-    launch: ExpertLaunch | None = None,
+    launch: ExpertLaunch | HopperW4Launch | None = None,
     *,
     quantises: bool = False,
     batch_invariant: bool = False,
@@ -176,14 +177,24 @@ def apply_experts(
     if launch is None:
         num_rows = routes.experts.numel() / (num_held + weights.num_others)
         launch = choose_launch(num_rows, gate_up, down, x, quantises=quantises, batch_invariant=batch_invariant)
-    if weights.num_others:
-        out.zero_()
     work = group_by_expert(
         routes.experts, num_held, launch.row_tile, first_expert=weights.first_expert, num_others=weights.num_others
     )
+    hidden = torch.empty(len(work.order), weights.gate_up.shape[1] // 2, dtype=x.dtype, device=x.device)
+    if isinstance(launch, HopperW4Launch):
+        from nvcli.kernels.triton import hopper_w4
+
+        # The rows of x, sorted by expert, are where the results will be, which are as large.
+        sorted_rows = hopper_w4.sort_rows(x, work.order, routes.experts.shape[1], out.view(-1, x.shape[1]))
+        hopper_w4.multiply_experts(sorted_rows, gate_up, routes, work, launch, activation, hidden)
+        if weights.num_others:
+            out.zero_()
+        hopper_w4.multiply_experts(hidden, down, routes, work, launch, None, out)
+        return
+    if weights.num_others:
+        out.zero_()
     scaling: FP8Scaling = "block" if gate_up.kind == "block" else "channel"
     rows: Activations = quantise(x, scaling) if quantises else x
-    hidden = torch.empty(len(work.order), weights.gate_up.shape[1] // 2, dtype=x.dtype, device=x.device)
     _multiply(rows, gate_up, routes, work, launch.gate_up, activation, hidden)
     rows = quantise(hidden, scaling) if quantises else hidden
     _multiply(rows, down, routes, work, launch.down, None, out)
@@ -194,7 +205,7 @@ def _multiply(
     matrix: ExpertMatrix,
     routes: Routes,
     work: WorkList,
-    launch: Launch,
+    launch: ExpertTiles,
     activation: GatedActivation | None,
     out: Tensor,
 ) -> None:

@@ -1,5 +1,5 @@
-"""Products with FP8 weights by the kernel of `products.py`, or on Hopper GPUs with the rows of a decode step by that of
-`hopper_fp8_decode.py`. `launch_rule.py` chooses among them.
+"""Products with FP8 weights: by the kernel for all GPUs (`products.py`), or on Hopper GPUs with the rows of a decode
+step by that of `hopper_fp8_decode.py`, and with many rows by that of `hopper_fp8.py`. `launch_rule.py` chooses.
 
 Shapes: T rows, `in` and `out` features, P parts.
 """
@@ -9,8 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from nvcli.kernels.fp8_types import Activations, QuantisedRows
-from nvcli.kernels.triton.fp8_launches import DecodeLaunch
-from nvcli.kernels.triton.product_launch import ProductLaunch
+from nvcli.kernels.triton.product_launch import DecodeLaunch, HopperFP8Launch, ProductLaunch
 from nvcli.kernels.triton.products import multiply
 
 _MANY_ROWS = 64
@@ -32,31 +31,23 @@ def choose_plain_launch(num_rows: int) -> ProductLaunch:
 
 
 def fp8_linear(
-    x: Activations, weight: Tensor, scales: Tensor, launch: ProductLaunch | DecodeLaunch, out: Tensor | None = None
+    x: Activations,
+    weight: Tensor,
+    scales: Tensor,
+    launch: ProductLaunch | DecodeLaunch | HopperFP8Launch,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """See `nvcli.kernels.fp8.fp8_linear` and `fp8_weight_linear`, without a bias. `in` is a multiple of 16, and the
-    launch takes one part."""
-    assert launch.num_parts == 1
-    if isinstance(launch, DecodeLaunch):
-        return _decode_linear(x, weight, scales, launch, out)
-    return multiply(x, weight, _in_bands(launch), out, scales=scales)
-
-
-def fp8_linear_for_sum(
-    x: QuantisedRows, weight: Tensor, scales: Tensor, launch: ProductLaunch | DecodeLaunch
-) -> Tensor:
-    """See `nvcli.kernels.fp8.fp8_linear_for_sum`. `in` is a multiple of 16."""
-    if isinstance(launch, DecodeLaunch):
-        return _decode_linear(x, weight, scales, launch, None)
-    return multiply(x, weight, _in_bands(launch), scales=scales, in_parts=launch.num_parts > 1)
-
-
-def _in_bands(launch: ProductLaunch) -> ProductLaunch:
-    return launch._replace(rows_together=_ROWS_TOGETHER) if launch.row_tile >= _MANY_ROWS else launch
-
-
-def _decode_linear(x: Activations, weight: Tensor, scales: Tensor, launch: DecodeLaunch, out: Tensor | None) -> Tensor:
-    from nvcli.kernels.triton import hopper_fp8_decode
-
+    """Compute `nvcli.kernels.fp8.fp8_linear` or `fp8_weight_linear`, without a bias; or with a launch of several parts
+    `fp8_linear_for_sum`. `in` is a multiple of 16."""
+    if isinstance(launch, ProductLaunch):
+        if launch.row_tile >= _MANY_ROWS:
+            launch = launch._replace(rows_together=_ROWS_TOGETHER)
+        return multiply(x, weight, launch, out, scales=scales, in_parts=launch.num_parts > 1)
     assert isinstance(x, QuantisedRows)
-    return hopper_fp8_decode.linear(x, weight, scales, launch, out)
+    if isinstance(launch, DecodeLaunch):
+        from nvcli.kernels.triton import hopper_fp8_decode
+
+        return hopper_fp8_decode.linear(x, weight, scales, launch, out)
+    from nvcli.kernels.triton import hopper_fp8
+
+    return hopper_fp8.linear(x, weight, scales, launch, out)

@@ -13,10 +13,10 @@ from torch import Tensor
 from nvcli.kernels.fp8_types import FP8, QuantisedRows
 from nvcli.kernels.triton.descriptors import TILE_BYTES, describe, describe_kept
 from nvcli.kernels.triton.fp8 import share_scales
-from nvcli.kernels.triton.fp8_launches import HopperLaunch
 from nvcli.kernels.triton.hopper_fp8_kernel import BLOCK, ROWS, hopper_fp8_kernel
 from nvcli.kernels.triton.kept_kernel import KeptKernel
 from nvcli.kernels.triton.multiprocessors import num_multiprocessors
+from nvcli.kernels.triton.product_launch import HopperFP8Launch
 from nvcli.kernels.whole_numbers import ceil_div
 
 _BLOCK: int = BLOCK.value
@@ -26,14 +26,16 @@ _BAND_ROWS = 2048
 """The rows of a band, in whose tiles the programs work at the same time."""
 
 
-def num_stages(launch: HopperLaunch) -> int:
+def num_stages(launch: HopperFP8Launch) -> int:
     """Count the tiles that shared memory has room for, beside a block of the result of each group, in 16 bits."""
     of_result = launch.groups * _ROWS * _BLOCK * 2
     of_stage = (launch.groups * _ROWS + launch.blocks * _BLOCK) * _BLOCK
     return min(_MOST_STAGES, (TILE_BYTES - of_result) // of_stage)
 
 
-def linear(x: QuantisedRows, weight: Tensor, scales: Tensor, launch: HopperLaunch, out: Tensor | None = None) -> Tensor:
+def linear(
+    x: QuantisedRows, weight: Tensor, scales: Tensor, launch: HopperFP8Launch, out: Tensor | None = None
+) -> Tensor:
     """x Wᵀ of at least one row: [T, in] → [T, out] of 16 bits, in `out` (contiguous) if that is given. `in` and `out`
     are multiples of 16. Both factors have scales by rows; or both by blocks, with one block in the launch (there are no
     registers for two) and one tile in a unit."""
@@ -44,7 +46,7 @@ def linear(x: QuantisedRows, weight: Tensor, scales: Tensor, launch: HopperLaunc
 
 
 def gated_linear(
-    x: QuantisedRows, weight: Tensor, scales: Tensor, launch: HopperLaunch, *, is_gelu: bool = False
+    x: QuantisedRows, weight: Tensor, scales: Tensor, launch: HopperFP8Launch, *, is_gelu: bool = False
 ) -> QuantisedRows:
     """activation(x Wgᵀ) × (x Wuᵀ) of at least one row, quantised by rows, with scales that are powers of two. weight:
     [2 out, in], `out` a multiple of 128 → [T, out]. Both factors have scales by rows, and the launch has two blocks."""
@@ -63,7 +65,7 @@ def _launch(
     x: QuantisedRows,
     weight: Tensor,
     scales: Tensor,
-    launch: HopperLaunch,
+    launch: HopperFP8Launch,
     out: Tensor,
     strips: int,
     *,

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from nvcli.kernels.fp8_types import QuantisedRows
 from nvcli.kernels.triton.descriptors import TILE_BYTES, describe, describe_kept
-from nvcli.kernels.triton.fp8_launches import DecodeLaunch
 from nvcli.kernels.triton.hopper_fp8_decode_kernel import BLOCK, GROUPS, TILE, halves_rows, hopper_fp8_decode_kernel
 from nvcli.kernels.triton.multiprocessors import num_multiprocessors
+from nvcli.kernels.triton.product_launch import DecodeLaunch
 from nvcli.kernels.whole_numbers import ceil_div
 
 _BLOCK: int = BLOCK.value

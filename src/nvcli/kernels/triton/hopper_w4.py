@@ -1,7 +1,7 @@
 """The launches of the products of many rows with weights of 4 bits on Hopper GPUs (`hopper_w4_kernel.py`).
 
 They serve weights of integers in groups of 128, and MXFP4 with activations in bfloat16. Everything else, and every
-other GPU, is for `w4_linear.py` and `experts.py` (`w4_choice.py`). Shapes: T rows, `in` and `out` features, P parts,
+other GPU, is for `products.py` and `experts.py`. Shapes: T rows, `in` and `out` features, P parts,
 H hidden, k experts per token.
 """
 
@@ -15,12 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.expert_settings import GatedActivation
-from nvcli.kernels.expert_types import ExpertWeights, Routes, W4Scales
+from nvcli.kernels.expert_types import ExpertMatrix, Routes
 from nvcli.kernels.triton.descriptors import TILE_BYTES, describe, describe_kept
-from nvcli.kernels.triton.expert_groups import ITEM_FIELDS, WorkList, group_by_expert
+from nvcli.kernels.triton.expert_groups import ITEM_FIELDS, WorkList
 from nvcli.kernels.triton.hopper_w4_kernel import BLOCK, GROUPS, PART, hopper_w4_kernel
 from nvcli.kernels.triton.multiprocessors import num_multiprocessors
-from nvcli.kernels.triton.w4_launches import HopperLaunch, Kind
+from nvcli.kernels.triton.product_launch import Gate, HopperW4Launch, Kind
 from nvcli.kernels.weight_formats import W4Format
 from nvcli.kernels.whole_numbers import ceil_div
 
@@ -42,7 +42,7 @@ _COPIED = 1024
 """The columns of a row that a program copies."""
 
 
-def num_stages(launch: HopperLaunch, out_bytes: int, *, is_gated: bool) -> int:
+def num_stages(launch: HopperW4Launch, out_bytes: int, *, is_gated: bool) -> int:
     """Count the tiles that shared memory has room for. `out_bytes` are those of a number of the result."""
     features = _BLOCK // 2 if is_gated else _BLOCK
     of_result = _GROUPS * launch.row_tile * features * out_bytes
@@ -51,18 +51,20 @@ def num_stages(launch: HopperLaunch, out_bytes: int, *, is_gated: bool) -> int:
 
 
 @lru_cache(maxsize=1024)
-def choose_launch(kind: Kind, num_rows: int, out_features: int, in_features: int, device: torch.device) -> HopperLaunch:
+def choose_launch(
+    kind: Kind, num_rows: int, out_features: int, in_features: int, device: torch.device
+) -> HopperW4Launch:
     """Choose the launch that takes the least time, as `cycles` estimates it. `out_features` are those of the result."""
     most_parts = 1 if kind == "gated" else max(1, min(_MOST_PARTS, in_features // (2 * _TILE)))
     launches = [
-        HopperLaunch(_ROW_TILE, blocks, num_parts) for num_parts in range(1, most_parts + 1) for blocks in _BLOCKS
+        HopperW4Launch(_ROW_TILE, blocks, num_parts) for num_parts in range(1, most_parts + 1) for blocks in _BLOCKS
     ]
     programs = num_multiprocessors(device)
     return min(launches, key=lambda launch: cycles(launch, kind, num_rows, out_features, in_features, programs))
 
 
 def cycles(
-    launch: HopperLaunch, kind: Kind, num_rows: int, out_features: int, in_features: int, num_programs: int
+    launch: HopperW4Launch, kind: Kind, num_rows: int, out_features: int, in_features: int, num_programs: int
 ) -> float:
     """Estimate the cycles that a product of tiles of 128 rows takes on `num_programs` multiprocessors, beside what all
     launches take: what one of them computes, and what adding up parts takes.
@@ -80,64 +82,45 @@ def cycles(
     return -(-programs // num_programs) * of_program + added
 
 
-def _tiles_of_part(in_features: int, launch: HopperLaunch) -> int:
+def _tiles_of_part(in_features: int, launch: HopperW4Launch) -> int:
     return -(-in_features // (_TILE * launch.num_parts))
 
 
 def linear(
-    x: Tensor, words: Tensor, scales: Tensor, format: W4Format, launch: HopperLaunch, out: Tensor | None = None
-) -> Tensor:
-    """x Wᵀ: [T, in] → [T, out], in `out` (contiguous) if that is given; or with several parts [P, T, out] float32."""
-    num_parts = -(-x.shape[1] // (_TILE * _tiles_of_part(x.shape[1], launch)))
-    if num_parts > 1:
-        out = torch.empty(num_parts, len(x), len(words), dtype=torch.float32, device=x.device)
-    elif out is None:
-        out = torch.empty(len(x), len(words), dtype=x.dtype, device=x.device)
-    row_tiles = num_parts * ceil_div(len(x), launch.row_tile)
-    _launch(x, words[None], scales, format, out, launch, row_tiles, len(x), is_gated=False)
-    return out
-
-
-def gated_linear(
-    x: Tensor, words: Tensor, scales: Tensor, format: W4Format, launch: HopperLaunch, *, is_gelu: bool = False
-) -> Tensor:
-    """See `nvcli.kernels.w4.w4_gated_linear`."""
-    out = torch.empty(len(x), len(words) // 2, dtype=x.dtype, device=x.device)
-    row_tiles = ceil_div(len(x), launch.row_tile)
-    activation = GatedActivation(kind="gelu_tanh" if is_gelu else "silu")
-    _launch(x, words[None], scales, format, out, launch, row_tiles, len(x), is_gated=True, activation=activation)
-    return out
-
-
-def apply_experts(
     x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    format: W4Format,
+    launch: HopperW4Launch,
+    out: Tensor | None = None,
+    gate: Gate | None = None,
+) -> Tensor:
+    """x Wᵀ: [T, in] → [T, out], in `out` (contiguous) if that is given; or with several parts [P, T, out] float32; or
+    with a gate, and one part, activation(x Gᵀ) × (x Uᵀ) for a weight that holds G above U."""
+    num_parts = -(-x.shape[1] // (_TILE * _tiles_of_part(x.shape[1], launch)))
+    out_features = len(words) if gate is None else len(words) // 2
+    if num_parts > 1:
+        out = torch.empty(num_parts, len(x), out_features, dtype=torch.float32, device=x.device)
+    elif out is None:
+        out = torch.empty(len(x), out_features, dtype=x.dtype, device=x.device)
+    row_tiles = num_parts * ceil_div(len(x), launch.row_tile)
+    activation = None if gate is None else GatedActivation(kind=gate)
+    _launch(x, ExpertMatrix(words[None], None, scales, format), out, launch, row_tiles, len(x), activation)
+    return out
+
+
+def multiply_experts(
+    x: Tensor,
+    matrix: ExpertMatrix,
     routes: Routes,
-    weights: ExpertWeights,
-    scales: W4Scales,
-    activation: GatedActivation,
+    work: WorkList,
+    launch: HopperW4Launch,
+    activation: GatedActivation | None,
     out: Tensor,
-    gate_up: HopperLaunch,
-    down: HopperLaunch,
 ) -> None:
-    """See `nvcli.kernels.experts.apply_experts`, for at least one token. All tensors are contiguous."""
-    assert gate_up.row_tile == down.row_tile
-    num_held, hidden_size = weights.gate_up.shape[0], x.shape[1]
-    work = group_by_expert(
-        routes.experts, num_held, gate_up.row_tile, first_expert=weights.first_expert, num_others=weights.num_others
-    )
-    # The rows of x, sorted by expert, are where the results will be, which are as large.
-    rows = _sort_rows(x, work.order, routes.experts.shape[1], out.view(-1, hidden_size))
-    hidden = torch.empty(len(rows), weights.gate_up.shape[1] // 2, dtype=x.dtype, device=x.device)
-    _launch(
-        rows, weights.gate_up, scales.gate_up, scales.gate_up_format, hidden, gate_up, len(work.items), len(rows),
-        is_gated=True, activation=activation, bias=weights.gate_up_bias, work=work, routes=routes,
-    )  # fmt: skip
-    if weights.num_others:
-        out.zero_()
-    _launch(
-        hidden, weights.down, scales.down, scales.down_format, out, down, len(work.items), len(x),
-        is_gated=False, bias=weights.down_bias, work=work, routes=routes,
-    )  # fmt: skip
+    """Multiply as `experts.py` does, but rows of x that are sorted by expert for both projections: [T × k, in]."""
+    num_rows = len(x) if activation is not None else len(routes.experts)
+    _launch(x, matrix, out, launch, len(work.items), num_rows, activation, work, routes)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -159,7 +142,7 @@ def _sort_rows_kernel(
     tl.store(out_ptr + pair * SIZE + columns, values, mask=columns < SIZE)
 
 
-def _sort_rows(x: Tensor, order: Tensor, experts_per_token: int, out: Tensor) -> Tensor:
+def sort_rows(x: Tensor, order: Tensor, experts_per_token: int, out: Tensor) -> Tensor:
     """Return the row of each pair, in the order of experts: [T, H] → `out` [T × k, H]."""
     assert out.is_contiguous()
     _sort_rows_kernel[(len(order), ceil_div(x.shape[1], _COPIED))](
@@ -170,25 +153,23 @@ def _sort_rows(x: Tensor, order: Tensor, experts_per_token: int, out: Tensor) ->
 
 def _launch(
     x: Tensor,
-    words: Tensor,
-    scales: Tensor,
-    format: W4Format,
+    matrix: ExpertMatrix,
     out: Tensor,
-    launch: HopperLaunch,
+    launch: HopperW4Launch,
     row_tiles: int,
     num_rows: int,
-    *,
-    is_gated: bool,
-    activation: GatedActivation = GatedActivation(),  # noqa: B008
-    bias: Tensor | None = None,
+    activation: GatedActivation | None,
     work: WorkList | None = None,
     routes: Routes | None = None,
 ) -> None:
-    """Multiply rows of words [E, rows, words of a row]. `row_tiles` are those of all parts."""
-    assert x.is_contiguous()
-    assert words.is_contiguous()
-    assert scales.is_contiguous()
-    assert out.is_contiguous()
+    """Multiply rows by words [E, rows, words of a row]. `row_tiles` are those of all parts."""
+    words, bias, scales, format = matrix
+    assert scales is not None
+    assert format is not None
+    for tensor in (x, words, scales, out):
+        assert tensor.is_contiguous()
+    is_gated = activation is not None
+    kind = activation or GatedActivation()
     in_features, out_features = x.shape[1], out.shape[-1]
     features = _GROUPS * launch.blocks * (_BLOCK // 2 if is_gated else _BLOCK)
     strips = ceil_div(out_features, features)
@@ -226,9 +207,9 @@ def _launch(
         GATED=is_gated,
         GROUPED=work is not None,
         HAS_BIAS=bias is not None,
-        ACTIVATION=activation.kind,
-        ALPHA=activation.alpha,
-        LIMIT=activation.limit,
+        ACTIVATION=kind.kind,
+        ALPHA=kind.alpha,
+        LIMIT=kind.limit,
         EXPERTS_PER_TOKEN=1 if routes is None else routes.experts.shape[1],
         ITEM_FIELDS=ITEM_FIELDS,
         num_warps=4,

@@ -24,9 +24,8 @@ from torch import Tensor
 from nvcli.config_types import FP8Accumulation
 from nvcli.kernels import fp8_block_product
 from nvcli.kernels.fp8_types import QuantisedRows
-from nvcli.kernels.triton.fp8_launches import DecodeLaunch, HopperLaunch
 from nvcli.kernels.triton.multiprocessors import num_multiprocessors
-from nvcli.kernels.triton.product_launch import ProductLaunch
+from nvcli.kernels.triton.product_launch import DecodeLaunch, HopperFP8Launch, ProductLaunch
 from nvcli.kernels.triton.triton_version import has_known_gluon
 from nvcli.kernels.weight_formats import FP8_ALIGNMENT, FP8_BLOCK, FP8Scaling
 from nvcli.kernels.whole_numbers import ceil_div
@@ -65,7 +64,7 @@ class TorchLaunch(NamedTuple):
     accumulation: FP8Accumulation | Literal["block"]
 
 
-AnyLaunch = ProductLaunch | DecodeLaunch | HopperLaunch | TorchLaunch
+AnyLaunch = ProductLaunch | DecodeLaunch | HopperFP8Launch | TorchLaunch
 
 
 class Coefficients(NamedTuple):
@@ -136,7 +135,7 @@ def count(launch: AnyLaunch, kind: Kind, num_rows: int, out_features: int, in_fe
         steps = ceil_div(ceil_div(in_features, launch.in_tile), num_parts) * launch.in_tile / _STEP
     else:
         row_tile = out_tile = _TORCH_TILE
-        if isinstance(launch, HopperLaunch):
+        if isinstance(launch, HopperFP8Launch):
             row_tile, out_tile = launch.groups * 64, launch.blocks * 128
         tiles = ceil_div(num_rows, row_tile) * ceil_div(out_features, out_tile)
         programs = rounds = ceil_div(tiles, num_sms)
@@ -171,7 +170,7 @@ class Times(NamedTuple):
 
 def choose(
     kind: Kind, x: QuantisedRows, weight: Tensor, accumulation: FP8Accumulation = "exact"
-) -> ProductLaunch | DecodeLaunch | HopperLaunch | None:
+) -> ProductLaunch | DecodeLaunch | HopperFP8Launch | None:
     """Choose the launch of a product with a weight [out, in]. None: torch multiplies."""
     num_rows = len(x.codes)
     has_torch = weight.is_cuda and (kind != "block" or fp8_block_product.takes(x, weight))
@@ -182,13 +181,13 @@ def choose(
     )
 
 
-def choose_gated(x: QuantisedRows, weight: Tensor, accumulation: FP8Accumulation) -> HopperLaunch | None:
+def choose_gated(x: QuantisedRows, weight: Tensor, accumulation: FP8Accumulation) -> HopperFP8Launch | None:
     """Choose the launch of gate and up projection with scales by rows, [2 out, in], and their activation. None: they
     are multiplied first, and the activation follows."""
     if x.scaling == "block":
         return None
     launch = choose("gated", x, weight, accumulation)
-    assert launch is None or isinstance(launch, HopperLaunch)
+    assert launch is None or isinstance(launch, HopperFP8Launch)
     return launch
 
 
@@ -210,7 +209,7 @@ def choose_for(
     has_torch: bool = True,
     is_whole: bool = True,
     has_16_bits: bool = True,
-) -> ProductLaunch | DecodeLaunch | HopperLaunch | None:
+) -> ProductLaunch | DecodeLaunch | HopperFP8Launch | None:
     """Choose as `choose` does. `has_torch` says whether torch has such a product, `is_whole` whether the rows are whole
     tiles of it, and `has_16_bits` whether the result has."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) != _CAPABILITY:
@@ -218,8 +217,8 @@ def choose_for(
     kernels: tuple[type, ...] = (ProductLaunch,)
     is_aligned = out_features % FP8_ALIGNMENT == in_features % FP8_ALIGNMENT == 0
     if device.type == "cuda" and is_aligned and has_known_gluon():
-        kernels += (DecodeLaunch, HopperLaunch) if has_16_bits else (DecodeLaunch,)
-    if has_torch and (is_whole or num_rows > _RAGGED_ROWS or HopperLaunch not in kernels):
+        kernels += (DecodeLaunch, HopperFP8Launch) if has_16_bits else (DecodeLaunch,)
+    if has_torch and (is_whole or num_rows > _RAGGED_ROWS or HopperFP8Launch not in kernels):
         kernels += (TorchLaunch,)
     of_gpu = (num_multiprocessors(device), _times().bandwidth / _bandwidth(device))
     product = (num_rows, out_features, in_features)
@@ -229,7 +228,7 @@ def choose_for(
         fixed, of_bytes = _times().activation
         separately += fixed + num_rows * out_features * 2.5e-6 * of_bytes * of_gpu[1]
         is_fused = out_features % (2 * FP8_BLOCK) == 0 and took < separately
-        return launch if is_fused and isinstance(launch, HopperLaunch) else None
+        return launch if is_fused and isinstance(launch, HopperFP8Launch) else None
     return None if isinstance(launch, TorchLaunch) else launch
 
 
@@ -278,7 +277,7 @@ def _adds_up(launch: AnyLaunch, accumulation: FP8Accumulation) -> bool:
     """Whether a launch adds up as is asked for."""
     if isinstance(launch, TorchLaunch):
         return launch.accumulation in (accumulation, "block")
-    return accumulation == "fast" or not isinstance(launch, HopperLaunch) or launch.unit_tiles is not None
+    return accumulation == "fast" or not isinstance(launch, HopperFP8Launch) or launch.unit_tiles is not None
 
 
 def _was_measured(launch: AnyLaunch, kind: Kind, num_rows: int) -> bool:
@@ -290,7 +289,7 @@ def _was_measured(launch: AnyLaunch, kind: Kind, num_rows: int) -> bool:
         return num_rows <= most_tiles * launch.row_tile and (launch.row_tile <= 32 or launch.row_tile < 2 * num_rows)
     if isinstance(launch, DecodeLaunch):
         return num_rows <= _DECODE_TILES * launch.row_tile
-    return not isinstance(launch, HopperLaunch) or num_rows + (kind == "gated") > _HOPPER_ROWS
+    return not isinstance(launch, HopperFP8Launch) or num_rows + (kind == "gated") > _HOPPER_ROWS
 
 
 @lru_cache(maxsize=1)
@@ -315,7 +314,7 @@ def read_launch(name: str) -> AnyLaunch:
         return TorchLaunch(words[0])  # type: ignore[arg-type]
     if kernel == "hopper":
         groups, blocks, unit_tiles = map(int, words)
-        return HopperLaunch(groups, blocks, unit_tiles or None)
+        return HopperFP8Launch(groups, blocks, unit_tiles or None)
     if kernel == "decode":
         return DecodeLaunch(*map(int, words))
     row_tile, out_tile, in_tile, num_stages, num_warps, *parts = map(int, words)
