@@ -29,7 +29,7 @@ from nvcli.bench.shapes import SHAPES
 from nvcli.kernels import fp8, fp8_block_product
 from nvcli.kernels.fp8_types import FP8, QuantisedRows
 from nvcli.kernels.triton import fp8 as fp8_kernels
-from nvcli.kernels.triton import fp8_linear, hopper_fp8, hopper_fp8_decode, launch_rule
+from nvcli.kernels.triton import fp8_linear, hopper_fp8, hopper_fp8_decode, launch_rule, norm
 from nvcli.kernels.triton.product_launch import DecodeLaunch, HopperFP8Launch
 
 MODELS = (
@@ -187,7 +187,7 @@ def product(kind: Kind, name: str, data: Data, num_rows: int, shape: Shape) -> C
     first = len(data.values) // 2
     residual = data.values[first : first + num_rows * out_features].view(num_rows, out_features)
     norm_weight = data.values[:out_features]
-    return lambda weight: fp8_kernels.norm_and_quantise(
+    return lambda weight: norm.norm_and_quantise(
         multiply(weight), residual, norm_weight, 1e-6, "channel", is_centered=False
     )
 

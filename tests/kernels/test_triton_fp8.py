@@ -17,7 +17,7 @@ from nvcli.kernels import fp8 as reference
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
 from nvcli.kernels.fp8 import quantise_weight
 from nvcli.kernels.fp8_types import FP8, QuantisedRows
-from nvcli.kernels.triton import fp8
+from nvcli.kernels.triton import fp8, norm
 from nvcli.kernels.triton.fp8_linear import fp8_linear
 from nvcli.kernels.triton.launch_rule import Kind, choose
 from nvcli.kernels.triton.product_launch import ProductLaunch
@@ -126,7 +126,7 @@ def test_norm_and_quantise(delta: str, dtype: torch.dtype, scaling: FP8Scaling) 
         }[delta]
         on_device, moved = residual.to(DEVICE, copy=True), None if change is None else change.to(DEVICE)
         centred = size == SIZES[1]
-        found = fp8.norm_and_quantise(moved, on_device, weight.to(DEVICE), 1e-6, scaling, is_centered=centred)
+        found = norm.norm_and_quantise(moved, on_device, weight.to(DEVICE), 1e-6, scaling, is_centered=centred)
         expected = reference.norm_and_quantise(change, residual, weight, 1e-6, scaling, is_centered=centred)
         torch.testing.assert_close(on_device.cpu(), residual, atol=1e-6, rtol=1.6e-2)
         assert_same(found, expected)

@@ -43,9 +43,9 @@ def norm_and_quantise(
     """Do what `add_rms_norm` does, or without a `delta` `rms_norm`, and quantise the result, rounded to the residual's
     type as these would."""
     if residual.is_cuda:
-        from nvcli.kernels.triton import fp8 as kernels
+        from nvcli.kernels.triton import norm
 
-        return kernels.norm_and_quantise(delta, residual, weight, eps, scaling, is_centered=is_centered)
+        return norm.norm_and_quantise(delta, residual, weight, eps, scaling, is_centered=is_centered)
     if delta is None:
         return quantise(rms_norm(residual, weight, eps, is_centered=is_centered), scaling)
     return quantise(add_rms_norm(delta, residual, weight, eps, is_centered=is_centered), scaling)

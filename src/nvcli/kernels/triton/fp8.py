@@ -1,4 +1,4 @@
-"""FP8 codes in Triton: of activations alone, of a norm's result, and of an activated MLP's.
+"""FP8 codes in Triton: of activations alone, and of an activated MLP's; those of a norm's result are in `norm.py`.
 
 A program takes one row, or of a scaling by blocks as many groups of 128 as are enough work, and holds it in registers:
 nothing but the codes and their scales is written. What is quantised is rounded first as the kernels in two steps round
@@ -14,11 +14,10 @@ from torch import Tensor
 
 from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX, QuantisedRows
 from nvcli.kernels.triton.activation import activate
-from nvcli.kernels.triton.norm import normed_row
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
-_GROUP = tl.constexpr(FP8_BLOCK)
+FP8_GROUP = tl.constexpr(FP8_BLOCK)
 _MAX = tl.constexpr(FP8_MAX)
 _LEAST = tl.constexpr(LEAST_MAX)
 _GROUPS_CHUNK = 1024
@@ -39,7 +38,7 @@ def _encode(values, scales):
 
 
 @triton.jit
-def _store_quantised(
+def store_quantised(
     values,  # [BLOCK] float32, 0 outside
     codes_ptr,  # the row's codes
     scales_ptr,  # the row's scales
@@ -50,13 +49,13 @@ def _store_quantised(
 ):
     """Write the codes of BLOCK columns of a row and their scales: one, or BY_GROUPS one for each group."""
     if BY_GROUPS:
-        NUM_GROUPS: tl.constexpr = BLOCK // _GROUP
-        tile = tl.reshape(values, (NUM_GROUPS, _GROUP))
+        NUM_GROUPS: tl.constexpr = BLOCK // FP8_GROUP
+        tile = tl.reshape(values, (NUM_GROUPS, FP8_GROUP))
         scales = tl.maximum(tl.max(tl.abs(tile), axis=1), _LEAST) / _MAX
         group = tl.arange(0, NUM_GROUPS)
-        columns = first + group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+        columns = first + group[:, None] * FP8_GROUP + tl.arange(0, FP8_GROUP)[None, :]
         tl.store(codes_ptr + columns, _encode(tile, scales[:, None]), mask=columns < SIZE)
-        tl.store(scales_ptr + first // _GROUP + group, scales, mask=first + group * _GROUP < SIZE)
+        tl.store(scales_ptr + first // FP8_GROUP + group, scales, mask=first + group * FP8_GROUP < SIZE)
     else:
         scale = tl.maximum(tl.max(tl.abs(values), axis=0), _LEAST) / _MAX
         columns = tl.arange(0, BLOCK)
@@ -149,7 +148,7 @@ def _quantise_kernel(
     if BY_GROUPS:
         first = tl.program_id(1) * PART
         values = _load_values(source, first + tl.arange(0, PART), SIZE, SIZE % PART == 0, GATED, GELU, ON_GPU)
-        _store_quantised(values.to(tl.float32), codes_ptr, scales_ptr, first, SIZE, PART, BY_GROUPS=True)
+        store_quantised(values.to(tl.float32), codes_ptr, scales_ptr, first, SIZE, PART, BY_GROUPS=True)
     else:
         parts = ()
         largest = tl.zeros([PART], tl.float32)
@@ -164,46 +163,6 @@ def _quantise_kernel(
             inside = None if (i + 1) * PART <= SIZE else columns < SIZE
             tl.store(codes_ptr + columns, _encode(parts[i].to(tl.float32), scale), mask=inside)
         tl.store(scales_ptr, scale)
-
-
-@triton.jit
-def _norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    codes_ptr,  # [T, SIZE], written
-    scales_ptr,  # [T, NUM_SCALES], written
-    eps,
-    x_part_stride,
-    x_row_stride,
-    residual_row_stride,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUM_SCALES: tl.constexpr,
-    BY_GROUPS: tl.constexpr,
-    ADD: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    CENTERED: tl.constexpr,
-):
-    """Program (row): the codes of `normed_row`."""
-    row = tl.program_id(0).to(tl.int64)
-    values = normed_row(
-        x_ptr,
-        residual_ptr,
-        weight_ptr,
-        row,
-        eps,
-        x_part_stride,
-        x_row_stride,
-        residual_row_stride,
-        SIZE,
-        BLOCK,
-        ADD,
-        NUM_PARTS,
-        CENTERED,
-    )
-    values = values.to(residual_ptr.dtype.element_ty).to(tl.float32)
-    _store_quantised(values, codes_ptr + row * SIZE, scales_ptr + row * NUM_SCALES, 0, SIZE, BLOCK, BY_GROUPS=BY_GROUPS)
 
 
 @triton.jit
@@ -226,7 +185,7 @@ def _share_scales_kernel(
         inside = part < GROUPS
         own = tl.load(exponents_ptr + row * GROUPS + part, mask=inside, other=0).to(tl.int32)
         factors = (tl.maximum(127 + own - shared, 0) << 23).to(tl.float32, bitcast=True)
-        places = codes_ptr + (row * GROUPS + part)[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+        places = codes_ptr + (row * GROUPS + part)[:, None] * FP8_GROUP + tl.arange(0, FP8_GROUP)[None, :]
         values = tl.load(places, mask=inside[:, None], other=0.0).to(tl.float32) * factors[:, None]
         tl.store(places, values.to(tl.float8e4nv), mask=inside[:, None])
 
@@ -264,42 +223,10 @@ def activate_and_quantise(gate_up: Tensor, scaling: FP8Scaling, *, is_gelu: bool
     return _quantise(gate_up, gate_up.shape[1] // 2, scaling, gated=True, gelu=is_gelu)
 
 
-def norm_and_quantise(
-    delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float, scaling: FP8Scaling, *, is_centered: bool
-) -> QuantisedRows:
-    """See `nvcli.kernels.fp8.norm_and_quantise`. Last dimensions are dense."""
-    num_rows, size = residual.shape
-    out = _empty(num_rows, size, scaling, residual)
-    x = residual if delta is None else delta
-    parts = x if x.dim() == 3 else x.unsqueeze(0)
-    assert parts.stride(-1) == residual.stride(-1) == 1
-    block = _block(size)
-    _norm_kernel[(num_rows,)](
-        parts,
-        residual,
-        weight,
-        out.codes,
-        out.scales,
-        eps,
-        parts.stride(0),
-        parts.stride(1),
-        residual.stride(0),
-        SIZE=size,
-        BLOCK=block,
-        NUM_SCALES=_num_scales(size, scaling),
-        BY_GROUPS=scaling == "block",
-        ADD=delta is not None,
-        NUM_PARTS=parts.shape[0],
-        CENTERED=is_centered,
-        num_warps=_num_warps(block),
-    )
-    return out
-
-
 def _quantise(x: Tensor, size: int, scaling: FP8Scaling, *, gated: bool, gelu: bool) -> QuantisedRows:
     num_rows = x.shape[0]
     assert x.stride(1) == 1
-    out = _empty(num_rows, size, scaling, x)
+    out = empty_rows(num_rows, size, scaling, x)
     part = min(_block(size), _GROUPS_CHUNK if scaling == "block" else 32 * _LOADED_ELEMENTS * _warps_of_row(size))
     _quantise_kernel[(num_rows, ceil_div(size, part) if scaling == "block" else 1)](
         x,
@@ -318,7 +245,8 @@ def _quantise(x: Tensor, size: int, scaling: FP8Scaling, *, gated: bool, gelu: b
     return out
 
 
-def _empty(num_rows: int, size: int, scaling: FP8Scaling, like: Tensor) -> QuantisedRows:
+def empty_rows(num_rows: int, size: int, scaling: FP8Scaling, like: Tensor) -> QuantisedRows:
+    """Make room for quantised rows of the type and on the device of another tensor."""
     shape = (num_rows,) if scaling == "channel" else (num_rows, _num_scales(size, scaling))
     return QuantisedRows(
         torch.empty(num_rows, size, dtype=FP8, device=like.device),

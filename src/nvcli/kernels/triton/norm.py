@@ -1,4 +1,4 @@
-"""RMSNorm, alone, with an addition, and with a gate, in Triton: each program holds its rows in registers."""
+"""RMSNorm, alone, with an addition, with a gate, and with FP8 codes for its result, in Triton: each program holds its rows in registers."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.fp8_types import QuantisedRows
 from nvcli.kernels.triton.dependent_launch import await_kernel_before, dependent
+from nvcli.kernels.triton.fp8 import FP8_GROUP, empty_rows, store_quantised
+from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
 _THREAD_ELEMENTS = 16
 
 
 @triton.jit
-def normed_row(
+def _rms_norm_kernel(
     x_ptr,  # [NUM_PARTS, T, SIZE], parts x_part_stride apart, rows x_row_stride
     residual_ptr,  # [T, SIZE], rows residual_row_stride apart, written with ADD
     weight_ptr,  # [SIZE]
-    row,
+    out_ptr,  # [T, SIZE], written; QUANTISED in e4m3
+    scales_ptr,  # QUANTISED: [T] float32, or BY_GROUPS [T, SIZE / 128, rounded up], written
     eps,
     x_part_stride,
     x_row_stride,
@@ -28,10 +32,15 @@ def normed_row(
     ADD: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     CENTERED: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    BY_GROUPS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """norm(x) × weight of one row, [BLOCK] float32, 0 behind the row. With ADD: residual += x, rounded as it is stored,
-    and the norm is that of the sum. x is the sum of NUM_PARTS parts; with CENTERED its mean is taken from it before it
-    is normed. BLOCK is the next power of two of SIZE."""
+    """Program (row). out = norm(x) × weight. With ADD: residual += x, rounded as it is stored, and the norm is that of
+    the sum. x is the sum of NUM_PARTS parts; with CENTERED its mean is taken from it before it is normed. QUANTISED,
+    the result is rounded to the residual's type first. BLOCK is a power of two, at least SIZE."""
+    row = tl.program_id(0).to(tl.int64)
+    await_kernel_before(DEPENDENT)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     # Both loads are on their way before either is waited for.
@@ -48,47 +57,13 @@ def normed_row(
     if CENTERED:
         x = tl.where(inside, x - tl.sum(x, axis=0) / SIZE, 0.0)
     mean_square = tl.sum(x * x, axis=0) / SIZE
-    return x * tl.rsqrt(mean_square + eps) * weight
-
-
-@triton.jit
-def _rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    out_ptr,  # [T, SIZE], written
-    eps,
-    x_part_stride,
-    x_row_stride,
-    residual_row_stride,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
-    CENTERED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """Program (row). out = `normed_row`."""
-    row = tl.program_id(0).to(tl.int64)
-    await_kernel_before(DEPENDENT)
-    normed = normed_row(
-        x_ptr,
-        residual_ptr,
-        weight_ptr,
-        row,
-        eps,
-        x_part_stride,
-        x_row_stride,
-        residual_row_stride,
-        SIZE,
-        BLOCK,
-        ADD,
-        NUM_PARTS,
-        CENTERED,
-    )
-    columns = tl.arange(0, BLOCK)
-    inside = columns < SIZE
-    tl.store(out_ptr + row * SIZE + columns, normed.to(out_ptr.dtype.element_ty), mask=inside)
+    normed = x * tl.rsqrt(mean_square + eps) * weight
+    if QUANTISED:
+        normed = normed.to(residual_ptr.dtype.element_ty).to(tl.float32)
+        NUM_SCALES: tl.constexpr = (SIZE + FP8_GROUP - 1) // FP8_GROUP if BY_GROUPS else 1
+        store_quantised(normed, out_ptr + row * SIZE, scales_ptr + row * NUM_SCALES, 0, SIZE, BLOCK, BY_GROUPS)
+    else:
+        tl.store(out_ptr + row * SIZE + columns, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -169,17 +144,38 @@ def sum_rms_norm(parts: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, 
     return out
 
 
+def norm_and_quantise(
+    delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float, scaling: FP8Scaling, *, is_centered: bool
+) -> QuantisedRows:
+    """See `nvcli.kernels.fp8.norm_and_quantise`. Last dimensions are dense."""
+    out = empty_rows(*residual.shape, scaling, residual)
+    x = residual if delta is None else delta
+    parts = x if x.dim() == 3 else x.unsqueeze(0)
+    _launch(parts, residual, weight, out.codes, eps, add=delta is not None, is_centered=is_centered, scales=out.scales)
+    return out
+
+
 def _launch(
-    x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float, *, add: bool, is_centered: bool
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    eps: float,
+    *,
+    add: bool,
+    is_centered: bool,
+    scales: Tensor | None = None,
 ) -> None:
+    """Launch the kernel; `scales` are those of a result in FP8, [T] or of groups."""
     num_parts, num_rows, size = x.shape
     assert x.stride(-1) == residual.stride(-1) == 1
-    block = next_power_of_2(size)
+    block = next_power_of_2(size) if scales is None else max(FP8_BLOCK, next_power_of_2(size))
     _rms_norm_kernel[(num_rows,)](
         x,
         residual,
         weight,
         out,
+        scales,
         eps,
         x.stride(0),
         x.stride(1),
@@ -189,6 +185,8 @@ def _launch(
         ADD=add,
         NUM_PARTS=num_parts,
         CENTERED=is_centered,
-        **dependent(x.device),
+        QUANTISED=scales is not None,
+        BY_GROUPS=scales is not None and scales.dim() == 2,
+        **(dependent(x.device) if scales is None else {"DEPENDENT": False}),
         num_warps=min(max(block // (32 * _THREAD_ELEMENTS), 1), 16),
     )
