@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import ModuleType
 
 import torch
@@ -50,8 +49,7 @@ def make_columns(temperature: torch.Tensor, limits: list[tuple[int, float, float
 
 
 def on(device: torch.device, columns: SamplingColumns) -> SamplingColumns:
-    moved = {field.name: getattr(columns, field.name).to(device) for field in dataclasses.fields(columns)}
-    return SamplingColumns(**moved)
+    return SamplingColumns(*(column.to(device) for column in columns))
 
 
 def sample(logits: torch.Tensor, columns: SamplingColumns, *, few_allowed: bool = False) -> torch.Tensor:

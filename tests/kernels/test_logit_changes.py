@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 import torch
 
@@ -42,7 +40,7 @@ def make_changes() -> LogitChanges:
 
 
 def to_device(changes: LogitChanges) -> LogitChanges:
-    return LogitChanges(**{field.name: getattr(changes, field.name).to(DEVICE) for field in fields(changes)})
+    return LogitChanges(*(tensor.to(DEVICE) for tensor in changes))
 
 
 @pytest.mark.parametrize(

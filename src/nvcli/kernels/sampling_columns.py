@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -18,9 +18,8 @@ INFINITE_SCORE = 0x7F800000
 +inf among its logits."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingColumns:
-    """The sampling parameters of each slot. Every tensor is [S], contiguous."""
+class SamplingColumns(NamedTuple):
+    """The sampling parameters of each slot. Every tensor is [S], contiguous. Kernels take them as they are."""
 
     temperature: Tensor
     """float32; 0 is greedy, and then no limit matters."""
@@ -39,7 +38,7 @@ class SamplingColumns:
 
     def at(self, slots: Tensor) -> SamplingColumns:
         """Select the parameters of some slots: `slots` [N] int64 → tensors [N]."""
-        return SamplingColumns(**{field.name: getattr(self, field.name)[slots] for field in fields(self)})
+        return SamplingColumns(*(column[slots] for column in self))
 
     @property
     def is_limited(self) -> Tensor:
@@ -52,8 +51,7 @@ class SamplingColumns:
         return (self.temperature > 0) & (self.top_k > 0) & (self.top_k <= MAX_CANDIDATES)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogitChanges:
+class LogitChanges(NamedTuple):
     """What the requests of all slots change in their logits (see `nvcli.kernels.logit_changes`). Every tensor is
     contiguous; a slot has E entries."""
 

@@ -7,7 +7,8 @@ finds the k-th largest logit, the thresholds of top-p and min-p, and the best to
 vocabulary needs noise. Where more groups are *at* the level than there is room for, because many logits are equal, the
 program looks at them in one more pass over the row, and keeps their number and the best of them.
 
-`nvcli.kernels.candidates` says what the lists of several ranks hold.
+A *shard* of a row is a pointer to its logits and its first and last token; *listed* are a pointer to the numbers of
+groups, and how many these are. `nvcli.kernels.candidates` says what the lists of several ranks hold.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.sampling_columns import INFINITE_SCORE, LIST_WIDTH, MAX_CANDIDATES, SamplingColumns
-from nvcli.kernels.triton.philox import gumbel, quad_uniforms, uniforms_at
+from nvcli.kernels.triton.philox import draw_of, gumbel, quad_uniforms, uniforms_at
 from nvcli.kernels.triton.top_k_top_p import min_kept, smallest_value
 from nvcli.messages import NOT_FINITE
 
@@ -59,12 +60,12 @@ def _best(scores, tokens, is_allowed):
 
 
 @triton.jit
-def _load_quads(row_ptr, quads, exists, start, end):
-    """Load the quads [Q] that exist [Q] of a row with the tokens `start` to `end`: → logits [Q, 4] float32, tokens
-    int32.
+def _load_quads(shard, quads, exists):
+    """Load the quads [Q] that exist [Q] of a shard: → logits [Q, 4] float32, tokens int32.
 
     Where a token is not there, or its logit is NaN, the logit is -inf.
     """
+    row_ptr, start, end = shard
     tokens = quads[:, None] * 4 + tl.arange(0, 4)[None, :]
     inside = exists[:, None] & (tokens >= start) & (tokens < end)
     values = tl.load(row_ptr + (tokens - start), mask=inside, other=-float("inf")).to(tl.float32)
@@ -72,19 +73,20 @@ def _load_quads(row_ptr, quads, exists, start, end):
 
 
 @triton.jit
-def _ties_of_row(row_ptr, level, temperature, seed, position, row, sample, start, end, APPROXIMATE: tl.constexpr):
+def _ties_of_row(shard, level, temperature, draw, APPROXIMATE: tl.constexpr):
     """Count the tokens whose logit equals `level`, and find the best of them: → (count float32, score, token),
     scalars."""
+    _, start, end = shard
     count = tl.full([], 0.0, tl.float32)
     best = tl.full([], -float("inf"), tl.float32)
     best_token = tl.full([], NO_TOKEN, tl.int32)
     for first in range(start // 4, tl.cdiv(end, 4), _SCAN_QUADS):
         quads = first + tl.arange(0, _SCAN_QUADS)
-        values, tokens = _load_quads(row_ptr, quads, quads >= 0, start, end)
+        values, tokens = _load_quads(shard, quads, quads >= 0)
         is_tie = values == level
         found = tl.sum(is_tie.to(tl.float32))
         if found > 0:
-            noise = gumbel(quad_uniforms(quads, seed, position, row, sample), APPROXIMATE)
+            noise = gumbel(quad_uniforms(quads, draw), APPROXIMATE)
             score, token = _best(values * (1.0 / temperature) + noise, tokens, is_tie)
             best, best_token = better(best, best_token, score, token)
         count += found
@@ -92,8 +94,9 @@ def _ties_of_row(row_ptr, level, temperature, seed, position, row, sample, start
 
 
 @triton.jit
-def _listed_quads(groups_ptr, lanes, num_listed, start):
+def _listed_quads(listed, lanes, start):
     """Find each lane's quad of the listed groups, and whether it has one: lanes [Q] → [Q] int32, [Q] bool."""
+    groups_ptr, num_listed = listed
     place = lanes // _GROUP_QUADS
     is_listed = place < num_listed
     groups = tl.load(groups_ptr + place, mask=is_listed, other=0)
@@ -101,31 +104,17 @@ def _listed_quads(groups_ptr, lanes, num_listed, start):
 
 
 @triton.jit
-def best_listed(
-    row_ptr,  # [end - start], one row of logits
-    groups_ptr,  # [LISTED_GROUPS] int32, of which num_listed count
-    num_listed,
-    least,
-    temperature,  # with the next four, the row's values of `SamplingColumns` and its position
-    seed,
-    position,
-    row,
-    sample,
-    start,  # first token of the row
-    end,
-    TIES_ONLY: tl.constexpr,
-    APPROXIMATE: tl.constexpr,
-):
+def best_listed(shard, listed, least, temperature, draw, TIES_ONLY: tl.constexpr, APPROXIMATE: tl.constexpr):
     """Find the best (score, token) in the listed groups, among tokens whose logit / temperature is at least `least`, or
     with TIES_ONLY among those whose logit equals `least`. The noise is made here, for few tokens at a time."""
     best = tl.full([], -float("inf"), tl.float32)
     best_token = tl.full([], NO_TOKEN, tl.int32)
-    for first in range(0, num_listed * _GROUP_QUADS, _DRAWN_QUADS):
-        quads, is_listed = _listed_quads(groups_ptr, first + tl.arange(0, _DRAWN_QUADS), num_listed, start)
-        values, tokens = _load_quads(row_ptr, quads, is_listed, start, end)
+    for first in range(0, listed[1] * _GROUP_QUADS, _DRAWN_QUADS):
+        quads, is_listed = _listed_quads(listed, first + tl.arange(0, _DRAWN_QUADS), shard[1])
+        values, tokens = _load_quads(shard, quads, is_listed)
         # The same division, rounded the same way, as that which made the threshold.
         is_kept = values == least if TIES_ONLY else tl.div_rn(values, temperature) >= least
-        noise = gumbel(quad_uniforms(quads, seed, position, row, sample), APPROXIMATE)
+        noise = gumbel(quad_uniforms(quads, draw), APPROXIMATE)
         is_kept &= values > -float("inf")
         score, token = _best(values * (1.0 / temperature) + noise, tokens, is_kept)
         best, best_token = better(best, best_token, score, token)
@@ -171,42 +160,32 @@ def list_groups(
 
 @triton.jit
 def top_k_candidates(
-    row_ptr,  # [end - start], one row of logits
-    groups_ptr,  # [LISTED_GROUPS] int32, of which num_listed count
-    num_listed,  # with the next three, the results of `list_groups`
-    level,
-    top,
-    all_fit,
-    temperature,  # with the next five, the row's values of `SamplingColumns` and its position
+    shard,
+    listed,
+    found,  # the other results of `list_groups`
+    temperature,
     top_k,
-    seed,
-    position,
-    row,
-    sample,
-    start,
-    end,
+    draw,
     LISTED_GROUPS: tl.constexpr,
     APPROXIMATE: tl.constexpr,
 ):
-    """Find the tokens that a small top-k may keep, from what `list_groups` gives; row_ptr: the logits of the tokens
-    `start` to `end`.
+    """Find the tokens that a small top-k may keep, from what `list_groups` gives.
 
     → values [Q, 4] of the listed groups, kth: the k-th largest logit of the row (-inf where it has fewer),
     and (count, score, token) of the tokens that equal `kth` where those are not among the values; count 0 otherwise.
     """
-    dtype: tl.constexpr = row_ptr.dtype.element_ty
+    level, top, all_fit = found
+    dtype: tl.constexpr = shard[0].dtype.element_ty
     NUM_QUADS: tl.constexpr = LISTED_GROUPS * _GROUP_QUADS
-    quads, is_listed = _listed_quads(groups_ptr, tl.arange(0, NUM_QUADS), num_listed, start)
-    values, _ = _load_quads(row_ptr, quads, is_listed, start, end)
+    quads, is_listed = _listed_quads(listed, tl.arange(0, NUM_QUADS), shard[1])
+    values, _ = _load_quads(shard, quads, is_listed)
     values = tl.where(all_fit, values, tl.where(values > level, values, -float("inf")))
     kth = smallest_value(values, tl.full([NUM_QUADS, 4], 1.0, tl.float32), level, top, top_k.to(tl.float32), dtype)
     tie_count = tl.full([], 0.0, tl.float32)
     tie_score = tl.full([], -float("inf"), tl.float32)
     tie_token = tl.full([], NO_TOKEN, tl.int32)
     if (all_fit == 0) & (kth == level):
-        tie_count, tie_score, tie_token = _ties_of_row(
-            row_ptr, level, temperature, seed, position, row, sample, start, end, APPROXIMATE
-        )
+        tie_count, tie_score, tie_token = _ties_of_row(shard, level, temperature, draw, APPROXIMATE)
     return values, kth, tie_count, tie_score, tie_token
 
 
@@ -223,7 +202,7 @@ def min_kept_of_candidates(values, kth, top, tie_count, temperature, top_p, min_
 
 
 @triton.jit
-def store_list(list_ptr, row_ptr, groups_ptr, num_listed, kth, tie_count, tie_token, start, end):
+def store_list(list_ptr, shard, listed, kth, tie_count, tie_token):
     """Write a rank's list for one row to `list_ptr` [LIST_WIDTH] int32, from what `list_groups` and `top_k_candidates`
     give.
 
@@ -232,9 +211,9 @@ def store_list(list_ptr, row_ptr, groups_ptr, num_listed, kth, tie_count, tie_to
     """
     num_above = tl.full([], 0, tl.int32)
     num_listed_ties = tl.full([], 0.0, tl.float32)
-    for first in range(0, num_listed * _GROUP_QUADS, _DRAWN_QUADS):
-        quads, is_listed = _listed_quads(groups_ptr, first + tl.arange(0, _DRAWN_QUADS), num_listed, start)
-        values, tokens = _load_quads(row_ptr, quads, is_listed, start, end)
+    for first in range(0, listed[1] * _GROUP_QUADS, _DRAWN_QUADS):
+        quads, is_listed = _listed_quads(listed, first + tl.arange(0, _DRAWN_QUADS), shard[1])
+        values, tokens = _load_quads(shard, quads, is_listed)
         is_above = (values > kth).to(tl.int32)
         places = num_above + tl.cumsum(tl.reshape(is_above, (_DRAWN_QUADS * 4,)), axis=0) - 1
         places = tl.reshape(places, (_DRAWN_QUADS, 4))
@@ -257,13 +236,7 @@ def store_list(list_ptr, row_ptr, groups_ptr, num_listed, kth, tie_count, tie_to
 def _choose_candidates_kernel(
     packed_ptr,  # [N] int64
     lists_ptr,  # [NUM_RANKS, N, LIST_WIDTH] int32
-    temperature_ptr,  # [S] float32, with the next six the fields of `SamplingColumns`
-    top_k_ptr,  # [S] int32
-    top_p_ptr,  # [S] float32
-    min_p_ptr,  # [S] float32
-    seed_ptr,  # [S] int64
-    row_ptr,  # [S] int64
-    sample_ptr,  # [S] int64
+    columns,  # `SamplingColumns`
     slots_ptr,  # [N] int64
     positions_ptr,  # [N]
     out_ptr,  # [N] int32, written
@@ -275,8 +248,8 @@ def _choose_candidates_kernel(
     """Program (row). RANKS is the next power of two of NUM_RANKS."""
     index = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + index)
-    temperature = tl.load(temperature_ptr + slot)
-    top_k = tl.load(top_k_ptr + slot)
+    temperature = tl.load(columns.temperature + slot)
+    top_k = tl.load(columns.top_k + slot)
     packed = tl.load(packed_ptr + index)
     if has_small_top_k(temperature, top_k) & (packed < _INFINITE_PACKED):
         entries = tl.arange(0, RANKS * _MAX_CANDIDATES)
@@ -300,17 +273,11 @@ def _choose_candidates_kernel(
             kth,
             top,
             temperature,
-            tl.load(top_p_ptr + slot),
-            tl.load(min_p_ptr + slot),
+            tl.load(columns.top_p + slot),
+            tl.load(columns.min_p + slot),
             tl.float32,
         )
-        uniforms = uniforms_at(
-            tokens,
-            tl.load(seed_ptr + slot),
-            tl.load(positions_ptr + index),
-            tl.load(row_ptr + slot),
-            tl.load(sample_ptr + slot),
-        )
+        uniforms = uniforms_at(tokens, draw_of(columns, slot, tl.load(positions_ptr + index)))
         scores = values * (1.0 / temperature) + gumbel(uniforms, APPROXIMATE)
         is_kept = (values > -float("inf")) & (tl.div_rn(values, temperature) >= least)
         _, token = _best(scores, tokens, is_kept)
@@ -329,13 +296,7 @@ def choose_candidates(
     _choose_candidates_kernel[(num_rows,)](
         packed,
         lists,
-        columns.temperature,
-        columns.top_k,
-        columns.top_p,
-        columns.min_p,
-        columns.seed,
-        columns.row,
-        columns.sample,
+        columns,
         slots,
         positions,
         ids,

@@ -31,13 +31,7 @@ def _change_logits_kernel(
     slots_ptr,  # [N] int64
     positions_ptr,  # [N] int32
     token_ids_ptr,  # [S, L] int32, rows token_stride apart
-    presence_ptr,  # [S] float32
-    frequency_ptr,  # [S] float32
-    repetition_ptr,  # [S] float32
-    prompt_len_ptr,  # [S] int32
-    min_len_ptr,  # [S] int32
-    entry_ids_ptr,  # [S, E] int32
-    entry_values_ptr,  # [S, E] float32
+    changes,  # `LogitChanges`
     logits_stride,
     token_stride,
     entry_stride,
@@ -54,10 +48,10 @@ def _change_logits_kernel(
     position = tl.load(positions_ptr + row)
     logits_ptr += row * logits_stride
     if number < num_penalised:
-        presence = tl.load(presence_ptr + slot)
-        frequency = tl.load(frequency_ptr + slot)
-        repetition = tl.load(repetition_ptr + slot)
-        prompt_len = tl.load(prompt_len_ptr + slot)
+        presence = tl.load(changes.presence_penalty + slot)
+        frequency = tl.load(changes.frequency_penalty + slot)
+        repetition = tl.load(changes.repetition_penalty + slot)
+        prompt_len = tl.load(changes.prompt_len + slot)
         counts_ptr += number.to(tl.int64) * vocab_size
         token_ids_ptr += slot * token_stride
         first = 0 if repetition != 1 else prompt_len
@@ -78,12 +72,12 @@ def _change_logits_kernel(
             logit = logit - frequency * count - tl.where(count > 0, presence, 0.0)
             tl.store(logits_ptr + token, logit, mask=is_mine)
         tl.debug_barrier()
-    is_too_short = position < tl.load(min_len_ptr + slot)
+    is_too_short = position < tl.load(changes.min_len + slot)
     for start in range(0, num_entries, ENTRIES):
         entry = start + tl.arange(0, ENTRIES)
         inside = entry < num_entries
-        value = tl.load(entry_values_ptr + slot * entry_stride + entry, mask=inside, other=0.0)
-        token = tl.load(entry_ids_ptr + slot * entry_stride + entry, mask=inside, other=0)
+        value = tl.load(changes.entry_values + slot * entry_stride + entry, mask=inside, other=0.0)
+        token = tl.load(changes.entry_ids + slot * entry_stride + entry, mask=inside, other=0)
         is_added = (value != 0) & (value < float("inf")) & ((value > float("-inf")) | is_too_short)
         tl.atomic_add(logits_ptr + token, value, mask=inside & is_added, sem="relaxed")
 
@@ -113,13 +107,7 @@ def change_logits(
         slots,
         positions,
         token_ids,
-        changes.presence_penalty,
-        changes.frequency_penalty,
-        changes.repetition_penalty,
-        changes.prompt_len,
-        changes.min_len,
-        changes.entry_ids,
-        changes.entry_values,
+        changes,
         logits.stride(0),
         token_ids.stride(0),
         changes.entry_ids.stride(0),

@@ -1,4 +1,5 @@
-"""RMSNorm, alone, with an addition, with a gate, and with FP8 codes for its result, in Triton: each program holds its rows in registers."""
+"""RMSNorm in Triton: alone, with an addition, with a gate, or with FP8 codes for its result. Each program holds its
+rows in registers."""
 
 from __future__ import annotations
 

@@ -16,11 +16,19 @@ def _uniform(word):
 
 
 @triton.jit
-def quad_uniforms(quads, seed, position, row, sample):
+def draw_of(columns, slot, position):
+    """Return what the numbers of a row depend on beside the token, as the next two functions take it. columns: pointers
+    to `SamplingColumns`."""
+    return tl.load(columns.seed + slot), position, tl.load(columns.row + slot), tl.load(columns.sample + slot)
+
+
+@triton.jit
+def quad_uniforms(quads, draw):
     """Make the uniform numbers of the tokens 4 q to 4 q + 3 for each q of `quads`: [Q] int32 → [Q, 4] float32.
 
-    The other arguments are scalars. `tl.philox` is Philox4x32-10 with the same order of key and counter words as ours.
+    `tl.philox` is Philox4x32-10 with the same order of key and counter words as ours.
     """
+    seed, position, row, sample = draw
     words = tl.philox(
         seed, quads.to(tl.uint32, bitcast=True), position.to(tl.uint32), row.to(tl.uint32), sample.to(tl.uint32)
     )
@@ -31,8 +39,9 @@ def quad_uniforms(quads, seed, position, row, sample):
 
 
 @triton.jit
-def uniforms_at(tokens, seed, position, row, sample):
-    """Make the same numbers for tokens in any order: [T] int32 → [T] float32. The other arguments are scalars."""
+def uniforms_at(tokens, draw):
+    """Make the same numbers for tokens in any order: [T] int32 → [T] float32."""
+    seed, position, row, sample = draw
     quads = (tokens // 4).to(tl.uint32, bitcast=True)
     words = tl.philox(seed, quads, position.to(tl.uint32), row.to(tl.uint32), sample.to(tl.uint32))
     place = tokens % 4
@@ -77,13 +86,8 @@ def _token_uniforms_kernel(
     """Program (row, chunk of QUADS quads)."""
     index = tl.program_id(0)
     quads = tl.program_id(1) * QUADS + tl.arange(0, QUADS)
-    uniforms = quad_uniforms(
-        quads,
-        tl.load(seeds_ptr + index),
-        tl.load(positions_ptr + index),
-        tl.load(rows_ptr + index),
-        tl.load(samples_ptr + index),
-    )
+    row, sample = tl.load(rows_ptr + index), tl.load(samples_ptr + index)
+    uniforms = quad_uniforms(quads, (tl.load(seeds_ptr + index), tl.load(positions_ptr + index), row, sample))
     tokens = quads[:, None] * 4 + tl.arange(0, 4)[None, :]
     tl.store(out_ptr + index.to(tl.int64) * vocab_size + tokens, uniforms, mask=tokens < vocab_size)
 

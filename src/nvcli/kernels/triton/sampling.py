@@ -30,7 +30,7 @@ from nvcli.kernels.triton.candidates import (
     store_list,
     top_k_candidates,
 )
-from nvcli.kernels.triton.philox import gumbel, quad_uniforms
+from nvcli.kernels.triton.philox import draw_of, gumbel, quad_uniforms
 from nvcli.kernels.triton.top_k_top_p import min_kept_logit
 
 _QUADS = 512
@@ -45,11 +45,7 @@ _MAX_REGISTERS = 64
 @triton.jit
 def _sample_chunk_kernel(
     logits_ptr,  # [N, M], rows logits_row_stride apart
-    temperature_ptr,  # [S] float32, with the next four the fields of `SamplingColumns`
-    top_k_ptr,  # [S] int32
-    seed_ptr,  # [S] int64
-    row_ptr,  # [S] int64
-    sample_ptr,  # [S] int64
+    columns,  # `SamplingColumns`
     slots_ptr,  # [N] int64
     positions_ptr,  # [N]
     min_kept_ptr,  # [N] float32, with HAS_MIN_KEPT
@@ -85,8 +81,8 @@ def _sample_chunk_kernel(
         inside &= tokens >= start
     score = tl.load(logits, mask=inside, other=-float("inf")).to(tl.float32)
     score = tl.where(score < float("inf"), score, float("inf"))  # maxima pass over a NaN
-    temperature = tl.load(temperature_ptr + slot)
-    if has_small_top_k(temperature, tl.load(top_k_ptr + slot)):
+    temperature = tl.load(columns.temperature + slot)
+    if has_small_top_k(temperature, tl.load(columns.top_k + slot)):
         if HAS_CANDIDATES:
             maxima = tl.max(tl.reshape(score, (QUADS * 4 // GROUP, GROUP)), axis=1)
             groups = (index * num_chunks + chunk) * (QUADS * 4 // GROUP) + tl.arange(0, QUADS * 4 // GROUP)
@@ -96,13 +92,7 @@ def _sample_chunk_kernel(
         if FEW_ALLOWED:
             draws &= tl.max(score) > -float("inf")
         if draws:
-            uniforms = quad_uniforms(
-                quads,
-                tl.load(seed_ptr + slot),
-                tl.load(positions_ptr + index),
-                tl.load(row_ptr + slot),
-                tl.load(sample_ptr + slot),
-            )
+            uniforms = quad_uniforms(quads, draw_of(columns, slot, tl.load(positions_ptr + index)))
             noisy = score * (1.0 / temperature) + gumbel(uniforms, APPROXIMATE)
             if HAS_MIN_KEPT:
                 min_kept = tl.load(min_kept_ptr + index)
@@ -122,13 +112,7 @@ def _sample_chunk_kernel(
 @triton.jit
 def _sample_row_kernel(
     logits_ptr,  # [N, M], rows logits_row_stride apart
-    temperature_ptr,  # [S] float32, with the next six the fields of `SamplingColumns`
-    top_k_ptr,  # [S] int32
-    top_p_ptr,  # [S] float32
-    min_p_ptr,  # [S] float32
-    seed_ptr,  # [S] int64
-    row_ptr,  # [S] int64
-    sample_ptr,  # [S] int64
+    columns,  # `SamplingColumns`
     slots_ptr,  # [N] int64
     positions_ptr,  # [N]
     best_score_ptr,  # [N, num_chunks] float32
@@ -154,63 +138,39 @@ def _sample_row_kernel(
     candidates. Where the best is not finite (a logit is NaN or +inf, or all are -inf), it chooses nothing."""
     index = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + index)
-    temperature = tl.load(temperature_ptr + slot)
-    top_k = tl.load(top_k_ptr + slot)
+    temperature = tl.load(columns.temperature + slot)
+    top_k = tl.load(columns.top_k + slot)
     best = tl.full([], -float("inf"), tl.float32)
     token = tl.full([], NO_TOKEN, tl.int32)
     if has_small_top_k(temperature, top_k):
         if HAS_CANDIDATES:
-            logits_ptr += index * logits_row_stride
-            maxima_ptr += index * num_chunks * CHUNK_GROUPS
+            shard = (logits_ptr + index * logits_row_stride, start, end)
             groups_ptr += index * LISTED_GROUPS
-            seed, position = tl.load(seed_ptr + slot), tl.load(positions_ptr + index)
-            row, sample = tl.load(row_ptr + slot), tl.load(sample_ptr + slot)
+            draw = draw_of(columns, slot, tl.load(positions_ptr + index))
             num_listed, level, top, all_fit = list_groups(
-                maxima_ptr, groups_ptr, top_k, start, end, CHUNKS * CHUNK_GROUPS, LISTED_GROUPS
-            )
-            values, kth, tie_count, tie_score, tie_token = top_k_candidates(
-                logits_ptr,
+                maxima_ptr + index * num_chunks * CHUNK_GROUPS,
                 groups_ptr,
-                num_listed,
-                level,
-                top,
-                all_fit,
-                temperature,
                 top_k,
-                seed,
-                position,
-                row,
-                sample,
                 start,
                 end,
+                CHUNKS * CHUNK_GROUPS,
                 LISTED_GROUPS,
-                APPROXIMATE,
+            )
+            listed = (groups_ptr, num_listed)
+            values, kth, tie_count, tie_score, tie_token = top_k_candidates(
+                shard, listed, (level, top, all_fit), temperature, top_k, draw, LISTED_GROUPS, APPROXIMATE
             )
             if SHARDED:
                 least = kth
             else:
-                top_p, min_p = tl.load(top_p_ptr + slot), tl.load(min_p_ptr + slot)
+                top_p, min_p = tl.load(columns.top_p + slot), tl.load(columns.min_p + slot)
                 dtype: tl.constexpr = logits_ptr.dtype.element_ty
                 least = min_kept_of_candidates(values, kth, top, tie_count, temperature, top_p, min_p, dtype)
-            score, token = best_listed(
-                logits_ptr,
-                groups_ptr,
-                num_listed,
-                least,
-                temperature,
-                seed,
-                position,
-                row,
-                sample,
-                start,
-                end,
-                SHARDED,
-                APPROXIMATE,
-            )
+            score, token = best_listed(shard, listed, least, temperature, draw, SHARDED, APPROXIMATE)
             if SHARDED:
                 score, token = better(score, token, tie_score, tie_token)
                 lists_ptr += index * LIST_WIDTH
-                store_list(lists_ptr, logits_ptr, groups_ptr, num_listed, kth, tie_count, token, start, end)
+                store_list(lists_ptr, shard, listed, kth, tie_count, token)
                 score, token = tl.full([], 0.0, tl.float32), tl.full([], 0, tl.int32)  # the list says more
             elif (tie_count > 0) & (tl.div_rn(kth, temperature) >= least):
                 score, token = better(score, token, tie_score, tie_token)
@@ -288,11 +248,7 @@ def _launch(
         groups = torch.empty(num_rows, _LISTED_GROUPS, dtype=torch.int32, device=device)
     _sample_chunk_kernel[(num_rows, num_chunks)](
         logits,
-        columns.temperature,
-        columns.top_k,
-        columns.seed,
-        columns.row,
-        columns.sample,
+        columns,
         slots,
         positions,
         best_scores if threshold is None else threshold,
@@ -315,13 +271,7 @@ def _launch(
     )
     _sample_row_kernel[(num_rows,)](
         logits,
-        columns.temperature,
-        columns.top_k,
-        columns.top_p,
-        columns.min_p,
-        columns.seed,
-        columns.row,
-        columns.sample,
+        columns,
         slots,
         positions,
         best_scores,

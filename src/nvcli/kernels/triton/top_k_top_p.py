@@ -148,10 +148,7 @@ def _smallest_value_of_row(
 @triton.jit
 def _min_kept_logit_kernel(
     logits_ptr,  # [N, vocab_size], rows logits_row_stride apart
-    temperature_ptr,  # [S] float32, as top_p and min_p (`SamplingColumns`)
-    top_k_ptr,  # [S] int32
-    top_p_ptr,
-    min_p_ptr,
+    columns,  # `SamplingColumns`
     slots_ptr,  # [N] int64
     out_ptr,  # [N] float32, written
     logits_row_stride,
@@ -164,10 +161,10 @@ def _min_kept_logit_kernel(
     dtype: tl.constexpr = logits_ptr.dtype.element_ty
     index = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + index)
-    temperature = tl.load(temperature_ptr + slot)
-    top_k = tl.load(top_k_ptr + slot)
-    top_p = tl.load(top_p_ptr + slot)
-    min_p = tl.load(min_p_ptr + slot)
+    temperature = tl.load(columns.temperature + slot)
+    top_k = tl.load(columns.top_k + slot)
+    top_p = tl.load(columns.top_p + slot)
+    min_p = tl.load(columns.min_p + slot)
     by_k = (top_k > 0) & (top_k < vocab_size)
     by_p = top_p < 1
     is_ours = (top_k <= 0) | (top_k > EXCEPT_TOP_K)
@@ -221,10 +218,7 @@ def min_kept_logit(logits: Tensor, columns: SamplingColumns, slots: Tensor, *, e
     out = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     _min_kept_logit_kernel[(num_rows,)](
         logits,
-        columns.temperature,
-        columns.top_k,
-        columns.top_p,
-        columns.min_p,
+        columns,
         slots,
         out,
         logits.stride(0),
