@@ -18,7 +18,7 @@ from nvcli.kernels.expert_settings import GatedActivation
 from nvcli.kernels.expert_types import ExpertScales
 from nvcli.kernels.fp8 import quantise
 from nvcli.kernels.norm import add_rms_norm
-from nvcli.kernels.triton import expert_groups, norm
+from nvcli.kernels.triton import norm
 from nvcli.kernels.triton.expert_groups import group_by_expert
 from nvcli.kernels.triton.expert_launches import ExpertLaunch
 from nvcli.kernels.triton.experts import apply_experts
@@ -105,13 +105,6 @@ class TestReference:
         assert torch.equal(total, whole)
 
 
-@pytest.fixture(params=[expert_groups._FEW_PAIRS, 500], ids=["together", "in chunks"])
-def few_pairs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More pairs than this are looked at in chunks."""
-    monkeypatch.setattr(expert_groups, "_FEW_PAIRS", request.param)
-
-
-@pytest.mark.usefixtures("few_pairs")
 class TestWorkList:
     @pytest.mark.parametrize("favourite", [None, 3])
     @pytest.mark.parametrize(
