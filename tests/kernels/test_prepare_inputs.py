@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 
 import numpy as np
 import torch
@@ -96,8 +95,8 @@ def test_kernel_and_reference_prepare_the_same_inputs() -> None:
         call(reference.prepare_inputs, "cpu"),
     )
     assert torch.equal(actual_lengths, expected_lengths)
-    for field in fields(StepInputs):
-        assert torch.equal(getattr(actual, field.name).cpu(), getattr(expected, field.name)), field.name
+    for name, found, wanted in zip(StepInputs._fields, actual, expected, strict=True):
+        assert torch.equal(found.cpu(), wanted), name
 
 
 def test_the_reference_looks_up_tokens_blocks_and_rows() -> None:

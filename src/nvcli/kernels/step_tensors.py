@@ -6,12 +6,12 @@ Shapes: R rows and T tokens, padding included; N rows of hidden states that need
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRows:
+class StepRows(NamedTuple):
     """The rows of a step. All tensors are int32, and every row of the padding slot is padding.
 
     The last row is one more than the batch has. It belongs to the padding slot, and its tokens fill the batch up.
@@ -47,8 +47,7 @@ class SlotState:
         return len(self.lengths) - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepInputs:
+class StepInputs(NamedTuple):
     """The buffers that are filled: fields of `ForwardBatch`, and what to sample. They may be larger than a step
     needs."""
 

@@ -116,12 +116,10 @@ class InputBuffers:
             query_start_loc=starts[: num_rows + 2],
             logits_start_loc=kept[: num_rows + 2],
         )
-        all_inputs = self._inputs
-        inputs = replace(
-            all_inputs,
-            logits_rows=all_inputs.logits_rows[:num_logits],
-            sample_slots=all_inputs.sample_slots[:num_logits],
-            sample_positions=all_inputs.sample_positions[:num_logits],
+        inputs = self._inputs._replace(
+            logits_rows=self._inputs.logits_rows[:num_logits],
+            sample_slots=self._inputs.sample_slots[:num_logits],
+            sample_positions=self._inputs.sample_positions[:num_logits],
         )
         forward = ForwardBatch(
             shape=shape,

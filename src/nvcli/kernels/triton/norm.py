@@ -149,7 +149,8 @@ def norm_and_quantise(
     delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float, scaling: FP8Scaling, *, is_centered: bool
 ) -> QuantisedRows:
     """See `nvcli.kernels.fp8.norm_and_quantise`. Last dimensions are dense."""
-    out = empty_rows(*residual.shape, scaling, residual)
+    num_rows, size = residual.shape
+    out = empty_rows(num_rows, size, scaling, residual)
     x = residual if delta is None else delta
     parts = x if x.dim() == 3 else x.unsqueeze(0)
     _launch(parts, residual, weight, out.codes, eps, add=delta is not None, is_centered=is_centered, scales=out.scales)

@@ -25,22 +25,11 @@ _KEPT = 128
     ]
 )  # fmt: skip
 def _prepare_inputs_kernel(
-    slots_ptr,  # [R + 1] int32, the fields of StepRows, as the next four
-    num_tokens_ptr,  # [R + 1] int32
-    num_logits_ptr,  # [R + 1] int32
-    query_start_loc_ptr,  # [R + 2] int32
-    logits_start_loc_ptr,  # [R + 2] int32
+    rows,  # `StepRows`
     lengths_ptr,  # [S] int32, advanced
     token_ids_ptr,  # [S, ...] int32, rows token_ids_stride apart
     block_tables_ptr,  # [G, S, ...] int32, rows block_table_stride apart, groups group_stride
-    input_ids_ptr,  # [T] int32, written, as all below
-    positions_ptr,  # [T] int32
-    slot_mapping_ptr,  # [G, T] int64, groups slot_mapping_stride apart
-    out_slots_ptr,  # [R + 1] int64
-    seq_lens_ptr,  # [R + 1] int32
-    logits_rows_ptr,  # [N] int64
-    sample_slots_ptr,  # [N] int64
-    sample_positions_ptr,  # [N] int32
+    out,  # `StepInputs`, written; groups of slot_mapping are slot_mapping_stride apart
     token_ids_stride,
     block_table_stride,
     group_stride,
@@ -53,12 +42,12 @@ def _prepare_inputs_kernel(
 ):
     """Program (row)."""
     row = tl.program_id(0)
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    num_tokens = tl.load(num_tokens_ptr + row)
-    num_logits = tl.load(num_logits_ptr + row)
-    first_token = tl.load(query_start_loc_ptr + row)
-    first_logits = tl.load(logits_start_loc_ptr + row)
-    end_logits = tl.load(logits_start_loc_ptr + row + 1)
+    slot = tl.load(rows.slots + row).to(tl.int64)
+    num_tokens = tl.load(rows.num_tokens + row)
+    num_logits = tl.load(rows.num_logits + row)
+    first_token = tl.load(rows.query_start_loc + row)
+    first_logits = tl.load(rows.logits_start_loc + row)
+    end_logits = tl.load(rows.logits_start_loc + row + 1)
     is_real = slot != padding_slot
     length = tl.where(is_real, tl.load(lengths_ptr + slot), 0)
 
@@ -68,12 +57,12 @@ def _prepare_inputs_kernel(
         position = tl.where(is_real, length + index, 0)
         token_id = tl.load(token_ids_ptr + slot * token_ids_stride + position, mask=inside, other=0)
         token = first_token + index
-        tl.store(input_ids_ptr + token, token_id, mask=inside)
-        tl.store(positions_ptr + token, position, mask=inside)
+        tl.store(out.input_ids + token, token_id, mask=inside)
+        tl.store(out.positions + token, position, mask=inside)
         column = block_tables_ptr + slot * block_table_stride + position // BLOCK_SIZE
         for group in tl.static_range(NUM_GROUPS):
             block = tl.load(column + group * group_stride, mask=inside, other=0).to(tl.int64)
-            place = slot_mapping_ptr + group * slot_mapping_stride + token
+            place = out.slot_mapping + group * slot_mapping_stride + token
             tl.store(place, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=inside)
 
     for start in range(0, end_logits - first_logits, LOGITS):
@@ -82,12 +71,12 @@ def _prepare_inputs_kernel(
         is_used = index < num_logits
         behind = num_tokens - num_logits + index
         place = first_logits + index
-        tl.store(logits_rows_ptr + place, tl.where(is_used, first_token + behind, 0).to(tl.int64), mask=inside)
-        tl.store(sample_slots_ptr + place, tl.where(is_used, slot, padding_slot), mask=inside)
-        tl.store(sample_positions_ptr + place, tl.where(is_used, length + behind + 1, 0), mask=inside)
+        tl.store(out.logits_rows + place, tl.where(is_used, first_token + behind, 0).to(tl.int64), mask=inside)
+        tl.store(out.sample_slots + place, tl.where(is_used, slot, padding_slot), mask=inside)
+        tl.store(out.sample_positions + place, tl.where(is_used, length + behind + 1, 0), mask=inside)
 
-    tl.store(out_slots_ptr + row, slot)
-    tl.store(seq_lens_ptr + row, length + num_tokens)
+    tl.store(out.slots + row, slot)
+    tl.store(out.seq_lens + row, length + num_tokens)
     # No other row has this slot; the padding slot, which several rows may have, keeps its length. All warps have read
     # the length before one of them writes it.
     tl.debug_barrier()
@@ -98,22 +87,11 @@ def prepare_inputs(rows: StepRows, state: SlotState, out: StepInputs) -> None:
     """See `nvcli.kernels.prepare_inputs.prepare_inputs`."""
     num_groups = state.block_tables.shape[0]
     _prepare_inputs_kernel[(len(rows.slots),)](
-        rows.slots,
-        rows.num_tokens,
-        rows.num_logits,
-        rows.query_start_loc,
-        rows.logits_start_loc,
+        rows,
         state.lengths,
         state.token_ids,
         state.block_tables,
-        out.input_ids,
-        out.positions,
-        out.slot_mapping,
-        out.slots,
-        out.seq_lens,
-        out.logits_rows,
-        out.sample_slots,
-        out.sample_positions,
+        out,
         state.token_ids.stride(0),
         state.block_tables.stride(1),
         state.block_tables.stride(0),
