@@ -9,8 +9,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from gluon_simulator import Pointer, Simulator, described
 from torch import Tensor
+
+from gluon_simulator import Pointer, Simulator, described
 
 pytest.importorskip("triton")
 

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+
 from gluon_simulator import Pointer, Simulator, described
 
 pytest.importorskip("triton")

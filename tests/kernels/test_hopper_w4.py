@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from expert_cases import GPT_OSS, error, share_of
 from expert_cases import make as make_experts
-from gluon_simulator import Pointer, Simulator, described
 from torch import Tensor
+
+from gluon_simulator import Pointer, Simulator, described
 
 pytest.importorskip("triton")
 
