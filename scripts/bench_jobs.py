@@ -22,9 +22,8 @@ from pathlib import Path
 from benchmark import Case, measure_in_child, peak_mebibytes, run_benchmark
 from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Choice, Job, JobResult, Usage
-from nvcli.jobs.output.job_output import OutputOptions
+from nvcli.jobs.output.job_output import OutputOptions, open_output
 from nvcli.jobs.output.manifest import Manifest
-from nvcli.jobs.output.open_output import open_output
 from nvcli.jobs.output.output_scan import scan_output
 from nvcli.jobs.output.writer import ResultWriter
 from nvcli.jobs.rows.parser import RowParser

@@ -29,10 +29,9 @@ from nvcli.config_types import Order
 from nvcli.errors import ConfigError, RowError
 from nvcli.jobs.compression import Unpacker, compression_of
 from nvcli.jobs.job import Choice, JobResult, RowContext, Usage, failed
-from nvcli.jobs.output.job_output import JobOutput, OutputOptions
+from nvcli.jobs.output.job_output import JobOutput, OutputOptions, open_output
 from nvcli.jobs.output.lock_file import this_process
 from nvcli.jobs.output.manifest import Manifest
-from nvcli.jobs.output.open_output import open_output
 from nvcli.jobs.output.output_scan import valid_rows
 from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.writer import ResultWriter

@@ -13,9 +13,8 @@ from nvcli.config_types import Order
 from nvcli.errors import RowError
 from nvcli.jobs.compression import Unpacker, compression_of
 from nvcli.jobs.job import Choice, Job, JobResult, RowContext, RowForm, Usage, failed
-from nvcli.jobs.output.job_output import JobOutput, OutputOptions
+from nvcli.jobs.output.job_output import JobOutput, OutputOptions, open_output
 from nvcli.jobs.output.manifest import Manifest
-from nvcli.jobs.output.open_output import open_output
 from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.writer import ResultWriter
 

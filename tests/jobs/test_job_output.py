@@ -367,7 +367,7 @@ def test_a_full_disk_leaves_whole_rows_that_can_be_continued(tmp_path: Path, mon
 def test_an_output_that_cannot_be_begun_says_which_file_could_not_be_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    def full(path: Path, *flags: int) -> None:
+    def full(path: Path, *flags: int, mode: int = 0) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     with monkeypatch.context() as patch:

@@ -14,8 +14,7 @@ import pytest
 
 from nvcli.errors import ConfigError
 from nvcli.jobs.output import lock_file, locked_file
-from nvcli.jobs.output.file_system import is_on_local_disk
-from nvcli.jobs.output.lock_file import LockFile, LockHolder, this_process
+from nvcli.jobs.output.lock_file import LockFile, LockHolder, is_on_local_disk, this_process
 from nvcli.jobs.own_files import lock_path
 from output_jobs import open_job, rows_of, write
 

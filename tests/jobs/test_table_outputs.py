@@ -14,7 +14,7 @@ from nvcli.config import RESERVED_KEYS, load_run_config
 from nvcli.errors import ConfigError
 from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Choice, Job, JobResult, RowForm
-from nvcli.jobs.output.csv_output import write_csv
+from nvcli.jobs.output.table import write_csv
 from nvcli.jobs.own_files import digests_path, manifest_path, rows_path
 from nvcli.jobs.rows.native_row import RowKeys
 from nvcli.jobs.rows.output_row import OutputForm, output_row
@@ -68,7 +68,7 @@ def test_cells_of_all_kinds(tmp_path: Path) -> None:
 
 
 def test_large_tables_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nvcli.jobs.output.csv_output._CHUNK_BYTES", 100)
+    monkeypatch.setattr("nvcli.jobs.output.table._CHUNK_BYTES", 100)
     path = tmp_path / "out.csv.gz"
     rows = [{"id": number, "text": "t" * 50} for number in range(20)]
     make_table(write_csv, lambda: map(msgspec.json.encode, rows), path, name=path.name)

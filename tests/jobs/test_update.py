@@ -19,11 +19,10 @@ from nvcli.errors import ConfigError, OutputError, RowError
 from nvcli.jobs.input.known_input import know_inputs
 from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Choice, Job, JobResult, Logprobs, Usage, failed
-from nvcli.jobs.output.job_output import JobOutput, OutputOptions
+from nvcli.jobs.output.job_output import JobOutput, OutputOptions, open_output
 from nvcli.jobs.output.locked_file import LockedFile
 from nvcli.jobs.output.manifest import Manifest, load_manifest, save_manifest
 from nvcli.jobs.output.merge import merge_outputs
-from nvcli.jobs.output.open_output import open_output
 from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.writer import ResultWriter
 from nvcli.jobs.own_files import digests_path, is_parquet, manifest_path, temporary_files

@@ -32,8 +32,7 @@ from nvcli.job_run.settings import SetterOf, sampling_settings, unknown_setter
 from nvcli.job_run.text.tokenizer import Tokenizer
 from nvcli.jobs.input.known_input import check_unchanged
 from nvcli.jobs.job import JobResult
-from nvcli.jobs.output.job_output import JobOutput, OutputOptions
-from nvcli.jobs.output.open_output import open_output
+from nvcli.jobs.output.job_output import JobOutput, OutputOptions, open_output
 from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.writer import ResultWriter
 from nvcli.jobs.shard import WHOLE, Shard

@@ -1,4 +1,4 @@
-"""What the system says of a file, by which a change of it is noticed without reading it."""
+"""The state of a file as the system has it, by which a change is noticed without reading the file."""
 
 from __future__ import annotations
 

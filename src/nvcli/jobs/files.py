@@ -13,8 +13,13 @@ from pathlib import Path
 
 from nvcli.errors import ConfigError
 from nvcli.file_limits import why_not_writable
-from nvcli.jobs.dataset_folder import folder_files
-from nvcli.jobs.file_formats import check_input_format, check_output_format, input_format, pyarrow_format
+from nvcli.jobs.file_formats import (
+    check_input_format,
+    check_output_format,
+    folder_files,
+    input_format,
+    pyarrow_format,
+)
 from nvcli.jobs.own_files import (
     is_parquet,
     is_shard_output,

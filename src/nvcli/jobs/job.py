@@ -114,7 +114,7 @@ class RowContext(msgspec.Struct, kw_only=True):
     caller: Caller | None = None
     """Whoever waits for the answer; None where all rows belong to one job."""
     part: Part | None = None
-    """Which prompt it is of a row that has several; None: a row."""
+    """The prompt that it stands for, of a row that has several; None: a whole row."""
 
 
 Prompt = str | list[int] | list[dict[str, Any]]
@@ -122,7 +122,7 @@ Prompt = str | list[int] | list[dict[str, Any]]
 
 
 class CallRule(msgspec.Struct, frozen=True, kw_only=True):
-    """What a row asks of the tool calls in its answer, beside `tools`."""
+    """A rule for the tool calls in an answer, beside `tools`."""
 
     is_required: bool = False
     """Whether the answer is a call, or several, and nothing else; else it may be a text too."""
@@ -141,18 +141,18 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the chat template, beside the messages."""
     template_arguments: dict[str, Any] | None = None
-    """What the row says to the chat template under keys of their own, such as `tools`. It goes over the variables;
-    None: nothing."""
+    """Arguments of the chat template that the row gives under keys of their own, such as `tools`. They go over the
+    variables; None: none."""
     tools: Sequence[dict[str, Any]] = ()
     """The tools that the answer may call; empty: tool calls are not looked for."""
     call_rule: CallRule | None = None
-    """What the tool calls of the answer are held to while it is generated; None: nothing."""
+    """The rule that tool calls are held to while the answer is generated; None: none."""
     prompt_token_ids: list[int] | None = None
     prompts: Sequence[Prompt] = ()
     """Several prompts in any of these forms, which are computed as jobs of their own (`job_run.several_prompts`)."""
     sampling: SamplingParams
     task: PromptTask | None = None
-    """What the row asks for in place of a generated answer; None: it asks for an answer."""
+    """The task that the row asks for in place of a generated answer; None: it asks for an answer."""
 
     @property
     def says_what_follows(self) -> bool:
@@ -220,7 +220,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     token_ids: list[int] | None = None
     logprobs: Logprobs | None = None
     score: float | None = None
-    """What `best_of` put the answers in order by: the mean or the sum of the log-probabilities of its tokens."""
+    """The score by which `best_of` orders answers: the mean or the sum of the log-probabilities of its tokens."""
 
     @property
     def num_bytes(self) -> int:

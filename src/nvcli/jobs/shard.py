@@ -23,7 +23,7 @@ class Shard:
     """One of `count` shards of a job; `str` is its form on the command line and in a manifest."""
 
     number: int
-    """Which one it is, from 0."""
+    """Number of the shard, from 0."""
     count: int
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What a row may ask for beside a generated answer, and the answer that it gets: scores of given texts, or a vector."""
+"""Tasks that a row may ask for beside a generated answer, and their answers: scores of given texts, or a vector."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ScoreTask(msgspec.Struct, frozen=True, kw_only=True):
     answer: int | None = None
     """The number of the right one; None: the row does not say."""
     normalize: Normalization = "none"
-    """What log-probabilities are divided by before they are compared."""
+    """The divisor of log-probabilities before they are compared."""
     token_logprobs: bool = False
     """Whether the log-probability of each token is wanted."""
 

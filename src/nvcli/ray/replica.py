@@ -22,7 +22,7 @@ from nvcli.config import RunConfig
 from nvcli.errors import ClosedError, ConfigError, WorkerError
 from nvcli.job_run.engines import StartEngine, start_engine
 from nvcli.job_run.resolve import row_keys
-from nvcli.jobs.output.answer_columns import ANSWER_TYPES, fit_row
+from nvcli.jobs.output.parquet_output import ANSWER_TYPES, fit_row
 from nvcli.jobs.rows.conversation import CONVERSATION_KEYS
 from nvcli.jobs.rows.raw_values import without_nulls
 from nvcli.jobs.rows.row_warnings import RowWarnings

@@ -18,11 +18,11 @@ from nvcli.jobs.rows.prompt_rules import PromptRules
 from nvcli.validation import shorten
 
 MAX_HELD_ROWS = 100
-"""So many rows at the beginning of an input must all have the same fault, or all rows of a shorter one."""
+"""Number of first rows of an input that must all have the same fault; of a shorter input, all rows."""
 _SHOWN_COLUMNS = 12
 _PROMPT_NAMES = ("prompt", "prompts", "question", "instruction", "input", "query", "problem", "text", "content")
 _MESSAGES_NAMES = ("messages", "conversation", "conversations", "chat", "dialog", "dialogue")
-"""What the columns of prompts and conversations are often called, the likeliest first."""
+"""Common names of columns with prompts and conversations, the likeliest first."""
 
 
 class ColumnsError(ConfigError):

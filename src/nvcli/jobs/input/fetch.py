@@ -28,7 +28,7 @@ _VERSION_KEYS = (
     "ETag", "etag", "md5Hash", "Content-MD5", "generation", "Last-Modified", "LastModified", "last_modified", "updated",
     "mtime", "modified", "created",
 )  # fmt: skip
-"""What stores call the things that differ between two versions of a file."""
+"""Names that stores have for properties that differ between two versions of a file."""
 _NOT_FOUND = 404
 _READ_SECONDS = 60
 """An HTTP server that sends nothing for so long has failed; a whole file may take as long as it likes."""
@@ -62,7 +62,7 @@ class _RemoteFile:
     path: str
     num_bytes: int | None
     version: str
-    """What the store says of it; empty: nothing that tells versions apart."""
+    """The properties by which the store tells versions apart; empty: it has none."""
 
     def place(self, cache: Path) -> Path:
         """Return where the file lies in the cache."""

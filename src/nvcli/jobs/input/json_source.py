@@ -31,7 +31,7 @@ _OPENING = b"[{"
 _MAX_KEY_BYTES = 1024
 """Longer keys are cut off."""
 _MAX_KEYS = 1000
-"""So many keys are told."""
+"""Most keys that are told."""
 _LIST = b"["[0]
 
 
@@ -129,7 +129,7 @@ class ObjectOutline:
         self.has_more = False
         """Whether something stands behind the object."""
         self.begin = self.end = 0
-        """Where in the file the object begins, and ends if it has ended."""
+        """The places in the file at which the object begins, and ends if it has ended."""
         self.has_lines = False
         """Whether the object stands on several lines."""
         self._num_bytes = 0
@@ -139,7 +139,7 @@ class ObjectOutline:
         self._key: bytearray | None = None
         """The text of the key that is being read; None: it is read."""
         self._list_at: int | None = None
-        """Where the list began that nothing was seen of yet."""
+        """The place at which a list began of which nothing else was seen yet."""
 
     def feed(self, chunk: bytes) -> None:
         """Take the next chunk."""

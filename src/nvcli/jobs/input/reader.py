@@ -116,7 +116,7 @@ class RowReader:
 
     @property
     def warnings(self) -> RowWarnings:
-        """What to tell the user of the rows that were read."""
+        """Warnings for the user about the rows that were read."""
         return self._parser.warnings
 
     @property

@@ -27,7 +27,7 @@ from nvcli.validation import shorten
 
 _BATCH_ROWS = 256
 _BATCH_BYTES = 16 * 1024 * 1024
-"""So many rows are made at a time, and fewer where they would take more memory than that."""
+"""Most rows that are made at a time, and the memory that they may take."""
 _OBJECT_BYTES = 64
 """Roughly what a Python object takes beside its value."""
 _READ_BYTES = 1024 * 1024

@@ -1,24 +1,37 @@
-"""An output whose inputs have changed: which of its rows are as they were, and whether to go on with these."""
+"""Brings an output up to inputs that have changed: rows that are as they were keep their answers, under the index they
+have now.
+
+It is all or nothing, whenever the run is killed or the power fails:
+
+    1. the lines that are kept and the new digests are written beside the old ones, and synced
+    2. the manifest names the new inputs, and says that the files beside are to take their places
+    3. they do
+    4. the manifest says so
+
+Before the second step nothing has changed, and from there on any run does the rest (`settle_update`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from nvcli.errors import ConfigError
 from nvcli.jobs.job import RETRYABLE_ERRORS
 from nvcli.jobs.output.locked_file import LockedFile, in_chunks
-from nvcli.jobs.output.manifest import Manifest, save_manifest
+from nvcli.jobs.output.manifest import Manifest, load_manifest, new_file, save_manifest, sync_folder
 from nvcli.jobs.output.output_scan import OutputScan, scan_output, valid_rows
-from nvcli.jobs.output.row_changes import RowChanges, compare_rows
-from nvcli.jobs.output.update import update_output
-from nvcli.jobs.own_files import digests_path, is_csv, is_table
+from nvcli.jobs.own_files import digests_path, is_csv, is_table, rewrite_path
 from nvcli.jobs.rows.output_row import WrittenRow, moved_row, read_output_row
 from nvcli.jobs.rows.row_digest import DIGEST_BYTES, InputRows
 from nvcli.jobs.shard import WHOLE, Shard
 from nvcli.regular_file import read_regular
+
+if TYPE_CHECKING:
+    from nvcli.jobs.output.row_changes import RowChanges
 
 
 class ChangedInput:
@@ -42,6 +55,8 @@ class ChangedInput:
         digests = read_regular(path) if path.exists() else b""
         if not digests:
             raise self._refusal(f"nothing tells which rows have changed: there is no {path.name}, or it is empty")
+        from nvcli.jobs.output.row_changes import compare_rows  # which needs numpy
+
         self._num_known = len(digests) // DIGEST_BYTES
         self._changes = compare_rows(digests, rows.digests, old_is_all=old.num_input_rows == self._num_known)
 
@@ -136,3 +151,49 @@ def _kept_lines(
         name = rows.name_of(index)
         is_same = index == row.index and (name is None or name == row.id)
         yield line if is_same else moved_row(line, index, name)
+
+
+def update_output(
+    output: Path, file: LockedFile, manifest: Manifest, chunks: Iterable[bytes] | None, rows: InputRows
+) -> Manifest:
+    """Make an output one of other inputs, and return its manifest. Raises OSError.
+
+    `file` holds the rows of the output, and `chunks` is what it holds from now on; None: what it has. `manifest` names
+    the new inputs, whose rows are `rows`.
+    """
+    with new_file(rewrite_path(digests_path(output))) as new:
+        new.write(rows.digests)
+    if chunks is not None:
+        file.write_draft(chunks)
+    _sync_folders(output, file)
+    save_manifest(output, msgspec.structs.replace(manifest, is_updating=True))
+    return _finish_update(output, file, manifest)
+
+
+def settle_update(output: Path, file: LockedFile) -> None:
+    """Finish an update that a run which was killed has begun. Raises OSError.
+
+    A manifest that cannot be read is left to those who need it.
+    """
+    try:
+        manifest = load_manifest(output)
+    except ConfigError:
+        return
+    if manifest is not None and manifest.is_updating:
+        _finish_update(output, file, msgspec.structs.replace(manifest, is_updating=False))
+
+
+def _finish_update(output: Path, file: LockedFile, manifest: Manifest) -> Manifest:
+    file.adopt_draft()
+    digests = digests_path(output)
+    draft = rewrite_path(digests)
+    if draft.exists():
+        draft.replace(digests)
+    _sync_folders(output, file)
+    save_manifest(output, manifest)
+    return manifest
+
+
+def _sync_folders(output: Path, file: LockedFile) -> None:
+    for folder in {output.parent, file.path.parent}:
+        sync_folder(folder)

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from nvcli.errors import ConfigError
 from nvcli.file_limits import explain_failed_write
-from nvcli.jobs.output.file_system import is_on_local_disk
-from nvcli.jobs.output.lock_file import LockFile
-from nvcli.jobs.output.manifest import sync_folder
+from nvcli.jobs.output.lock_file import LockFile, is_on_local_disk
+from nvcli.jobs.output.manifest import new_file, sync_folder
 from nvcli.jobs.own_files import lock_path, real_path, rewrite_path
-from nvcli.regular_file import create_anew, open_unlinked
+from nvcli.regular_file import open_unlinked
 
 _CHUNK_BYTES = 1024 * 1024
 
@@ -68,16 +67,9 @@ class LockedFile:
 
     def write_draft(self, chunks: Iterable[bytes]) -> None:
         """Write a new version of the file beside it, and wait until its bytes are on disk."""
-        draft = rewrite_path(self.path)
-        with create_anew(draft) as file:
-            try:
-                os.fchmod(file.fileno(), os.fstat(self.fd).st_mode & 0o7777)
-                file.writelines(chunks)
-                file.flush()
-                os.fsync(file.fileno())
-            except BaseException:
-                draft.unlink(missing_ok=True)
-                raise
+        with new_file(rewrite_path(self.path)) as file:
+            os.fchmod(file.fileno(), os.fstat(self.fd).st_mode & 0o7777)
+            file.writelines(chunks)
 
     def adopt_draft(self) -> None:
         """Put the new version in the file's place, if there is one. The folder is not synced."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -133,16 +135,23 @@ def save_manifest(output: Path, manifest: Manifest) -> None:
     data = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
     path = manifest_path(output)
     temporary = manifest_draft_path(output)
-    try:
-        with create_anew(temporary) as file:
-            file.write(data)
+    with new_file(temporary) as file:
+        file.write(data)
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def new_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """Make a file whose bytes are on disk when the `with` ends; none is left if an error comes. Raises OSError."""
+    with create_anew(path, mode=mode) as file:
+        try:
+            yield file
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
 
 
 def sync_folder(folder: Path) -> None:

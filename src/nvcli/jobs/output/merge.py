@@ -16,9 +16,8 @@ from pathlib import Path
 
 from nvcli.errors import OutputError
 from nvcli.jobs.files import STREAM, check_output
-from nvcli.jobs.output.job_output import JobOutput, OutputOptions
+from nvcli.jobs.output.job_output import JobOutput, OutputOptions, open_output
 from nvcli.jobs.output.locked_file import in_chunks
-from nvcli.jobs.output.open_output import open_output
 from nvcli.jobs.output.reorder import ReorderBuffer
 from nvcli.jobs.output.shard_outputs import (
     ShardOutput,

@@ -8,7 +8,7 @@ they are, because objects made of them could take thirty times the memory.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,10 +17,12 @@ import msgspec
 import pyarrow
 import pyarrow.lib
 import pyarrow.parquet
+from msgspec import inspect
 
 from nvcli.errors import OutputError, first_line
-from nvcli.jobs.output.answer_columns import ANSWER_TYPES, fit_row, json_alternatives, own_types, task_of
+from nvcli.jobs.job import Choice, ErrorInfo, Logprobs, Usage
 from nvcli.jobs.rows.raw_values import as_text, decode, is_null
+from nvcli.jobs.tasks import ScoredChoice
 from nvcli.task_config import Task
 
 _BATCH_ROWS = 1024
@@ -55,6 +57,56 @@ _Row = dict[str, msgspec.Raw]
 
 _decode_row = msgspec.json.Decoder(_Row).decode
 _encode = msgspec.json.Encoder().encode
+
+_TOKEN = pyarrow.struct([("token", pyarrow.string()), ("logprob", pyarrow.float64())])
+_FIRST = ("index", "text", "finish_reason", "token_ids", "logprobs", "score")
+"""The fields of a generated answer that come first in its column."""
+
+
+def _column_of(kind: inspect.Type) -> pyarrow.DataType:
+    """Return the type of a column that holds the JSON of a field."""
+    match kind:
+        case inspect.StructType(fields=fields):
+            if kind.cls is Choice:
+                fields = tuple(sorted(fields, key=lambda field: (*_FIRST, field.name).index(field.name)))
+            return pyarrow.struct([(field.name, _column_of_field(field)) for field in fields])
+        case inspect.ListType(item_type=item):
+            return pyarrow.list_(_column_of(item))
+        case inspect.DictType():  # the alternatives of a token: Hugging Face's datasets have no maps
+            return pyarrow.list_(_TOKEN)
+        case inspect.UnionType(types=(first, *_)):
+            return _column_of(first)
+        case inspect.IntType():
+            return pyarrow.int64()
+        case inspect.FloatType():
+            return pyarrow.float64()
+        case inspect.BoolType():
+            return pyarrow.bool_()
+        case _:
+            return pyarrow.string()
+
+
+def _column_of_field(field: inspect.Field) -> pyarrow.DataType:
+    return pyarrow.list_(pyarrow.int32()) if field.name == "token_ids" else _column_of(field.type)
+
+
+_LOGPROBS, _CHOICE, _SCORED_CHOICE, _USAGE, _ERROR = (
+    _column_of(inspect.type_info(kind)) for kind in (Logprobs, Choice, ScoredChoice, Usage, ErrorInfo)
+)
+_END_TYPES = {"usage": _USAGE, "error": _ERROR}
+ANSWER_TYPES = {"index": pyarrow.int64(), "choices": pyarrow.list_(_CHOICE), **_END_TYPES}
+"""The columns of generated answers."""
+_TASK_TYPES: dict[Task, dict[str, pyarrow.DataType]] = {
+    "generate": {**ANSWER_TYPES, "prompt_logprobs": _LOGPROBS},
+    "score": {
+        "index": pyarrow.int64(),
+        "choices": pyarrow.list_(_SCORED_CHOICE),
+        "best": pyarrow.int64(),
+        "correct": pyarrow.bool_(),
+        **_END_TYPES,
+    },
+    "embed": {"index": pyarrow.int64(), "embedding": pyarrow.list_(pyarrow.float32()), **_END_TYPES},
+}
 
 
 def write_parquet(lines: Callable[[], Iterable[bytes]], file: BinaryIO) -> int:
@@ -115,7 +167,7 @@ def _json_choice(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _json_logprobs(logprobs: dict[str, Any]) -> dict[str, Any]:
-    return {**logprobs, "top_logprobs": [*map(json_alternatives, logprobs["top_logprobs"])]}
+    return {**logprobs, "top_logprobs": [*map(_json_alternatives, logprobs["top_logprobs"])]}
 
 
 def _batches(lines: Iterable[bytes], columns: _Columns) -> Iterator[list[dict[str, Any]]]:
@@ -145,7 +197,7 @@ class _Columns:
     def look_at(self, row: _Row) -> None:
         """Take note of a row. All rows are looked at before the first one is fitted."""
         self._is_native = self._is_native and "index" in row
-        self._tasks[is_null(row.get("error"))].add(task_of(list(row)))
+        self._tasks[is_null(row.get("error"))].add(_task_of(list(row)))
         for key, value in row.items():
             self._kinds.setdefault(key, set()).add(_kind(value))
 
@@ -183,7 +235,7 @@ class _Columns:
     def _own_types(self) -> Mapping[str, pyarrow.DataType]:
         """The types of nvcli's own columns: rows that failed may lack what tells their task."""
         (task, *others) = self._tasks[True] or self._tasks[False] or {"generate"}
-        return {} if others else own_types(task, is_base64=str in self._kinds.get("embedding", ()))
+        return {} if others else _own_types_of(task, is_base64=str in self._kinds.get("embedding", ()))
 
 
 _KINDS = {b'"': str, b"t": bool, b"f": bool, b"n": type(None), b"{": object, b"[": object}
@@ -214,3 +266,35 @@ def _column_type(kinds: set[type]) -> pyarrow.DataType:
     if scalars in _NUMBERS:
         return _SCALARS[float if float in scalars else int]
     return _SCALARS.get(next(iter(scalars)), _SCALARS[str]) if len(scalars) == 1 else _SCALARS[str]
+
+
+def _task_of(names: Sequence[str]) -> Task:
+    """Return the task whose answer begins with these keys. Rows have the keys of the answer first, and columns of the
+    input may have the same names."""
+    own = names[2:4]
+    return "embed" if "embedding" in own else "score" if "best" in own else "generate"
+
+
+def _own_types_of(task: Task, *, is_base64: bool) -> Mapping[str, pyarrow.DataType]:
+    """Return the types of the columns that the answers of a task have. `is_base64`: embeddings are texts."""
+    return {**_TASK_TYPES[task], "embedding": pyarrow.string()} if is_base64 else _TASK_TYPES[task]
+
+
+def fit_row(row: dict[str, Any]) -> None:
+    """Give the alternatives of log-probabilities in a row the form that its columns take."""
+    for part in (*(choice.get("logprobs") for choice in row.get("choices", ())), row.get("prompt_logprobs")):
+        if part:
+            part["top_logprobs"] = [
+                None if top is None else [{"token": token, "logprob": logprob} for token, logprob in top.items()]
+                for top in part["top_logprobs"]
+            ]
+
+
+def _json_alternatives(top: Sequence[Any] | None) -> dict[str, float | None] | None:
+    """Return the alternatives of one token, as a table holds them, in the form that they have in JSON.
+
+    In tables of earlier versions they are maps, which are read as pairs.
+    """
+    if top is None:
+        return None
+    return dict((each["token"], each["logprob"]) if isinstance(each, dict) else each for each in top)

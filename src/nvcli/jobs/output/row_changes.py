@@ -17,7 +17,7 @@ from nvcli.jobs.rows.row_digest import DIGEST_BYTES
 
 _MANY_ROWS = 1 << 20
 _NUM_PARTS = 16
-"""So many rows are compared in so many parts, one after the other, for the sake of memory."""
+"""Parts in which more than `_MANY_ROWS` rows are compared, one after the other, to save memory."""
 _NOWHERE = -1
 
 _Keys = npt.NDArray[np.uint64]

@@ -1,4 +1,4 @@
-"""What the body of an OpenAI row asks its answer to look like, in the API's spelling and in vLLM's.
+"""Reads the form that the body of an OpenAI row asks for its answer, in the API's spelling and in vLLM's.
 
 `response_format` is the API's (platform.openai.com/docs/guides/structured-outputs); `structured_outputs` and, in older
 releases, `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar` are vLLM's.

@@ -17,7 +17,7 @@ _NATIVE_KEYS = frozenset(("id", "index", "choices", "usage", "error", "prompt_lo
 _OPENAI_KEYS = frozenset(("id", "index", "custom_id", "response", "error"))
 """Keys that mean something of the answer in an output row. `index` is how `read_output_row` knows native rows."""
 _INPUT = "input"
-"""Where the input row's own values of such keys are found."""
+"""The key under which the input row's own values of such keys are found."""
 
 
 class OutputForm(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class WrittenRow(msgspec.Struct, frozen=True):
     index: int
     error_type: str | None
     id: Any = None
-    """What stands under `id`; in a row of an OpenAI file it is made of the index."""
+    """The value of `id`; in a row of an OpenAI file it is made of the index."""
 
 
 def output_row(result: JobResult, form: OutputForm) -> dict[str, Any]:

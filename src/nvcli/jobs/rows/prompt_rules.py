@@ -1,4 +1,4 @@
-"""What a job says about the prompts of all its rows: templates over columns, which texts become messages of a user, a
+"""The rules of a job for the prompts of all its rows: templates over columns, texts that become messages of a user, a
 system message, template variables.
 
 A template makes the prompt of every native row. The system message and the variables of the chat template are for
@@ -26,7 +26,7 @@ _SYSTEM_ROLES = ("system", "developer")
 
 
 class PromptKind(Enum):
-    """Where the prompt of a row comes from, where that decides or is worth telling."""
+    """The source of a row's prompt, as far as it decides something or is worth telling."""
 
     __hash__ = object.__hash__  # Enum's own is slow, and every row asks for it
     PROMPT = "prompt"
@@ -43,7 +43,7 @@ class ChatForms(msgspec.Struct, frozen=True, kw_only=True):
     """The kinds of texts that become the message of a user, through the model's chat template."""
 
     prompts: bool = False
-    """Those of the kind PROMPT."""
+    """Whether texts of the kind PROMPT do."""
     other_texts: bool = False
     instructions: bool = False
 

@@ -124,7 +124,7 @@ class MarkedLine(msgspec.Struct, frozen=True):
 
     line: bytes
     mark: bytes
-    """That number, which the line has nowhere else."""
+    """The number, which the line has nowhere else."""
 
     def with_nulls(self, values: Mapping[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
         """Return the values of the line with null in these places."""

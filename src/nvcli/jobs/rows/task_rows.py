@@ -1,4 +1,4 @@
-"""What jobs are made of rows that are scored or embedded. Raises RowError that names the key."""
+"""Makes jobs of rows that are scored or embedded. Raises RowError that names the key."""
 
 from __future__ import annotations
 
