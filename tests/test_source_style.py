@@ -14,7 +14,6 @@ SOURCES = Path(nvcli.__file__).parent
 MAX_LINES = 80
 LONGER = {
     "job_run/resolve.py resolve_job": 83,
-    "jobs/rows/parser.py _parse": 96,
     "kernels/triton/sampling.py _launch": 85,
 }
 """Functions that are still longer than `MAX_LINES`, and how long they may be. The list only becomes shorter."""
