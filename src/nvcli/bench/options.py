@@ -21,7 +21,7 @@ Shape = Annotated[
 
 
 class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What is measured; None: not given."""
+    """The workload and the measurement; None: not given."""
 
     shape: Shape = None
     input: Annotated[

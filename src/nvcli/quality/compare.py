@@ -62,8 +62,7 @@ class QualityReport(msgspec.Struct, frozen=True, kw_only=True):
     """The keys of the configuration in which A and B differ, with both values."""
     passages: int
     predictions: dict[str, Predictions]
-    """By part: all tokens (`all`); for rows that were answered also the prompts (`prompts`) and A's answers
-    (`answers`)."""
+    """Part → predictions: `all` tokens; for rows that were answered also `prompts` and A's `answers`."""
     answers: AnswerAgreement | None
     """None: no answers were asked for."""
 

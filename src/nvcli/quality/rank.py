@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import numpy as np
 import torch
 
-from nvcli.distributed.process_group import join_process_group
 from nvcli.distributed.rendezvous import store_path
 from nvcli.errors import LoadError, NvcliError, first_line
 from nvcli.quality.logits import compare_logits
 from nvcli.quality.passage_reader import CHUNK_TOKENS, PassageReader
 from nvcli.quality.rank_messages import CompareFailed, CompareReady, CompareTask, PassageSums, PassageTask
 from nvcli.quality.statistics import TokenSums
-from nvcli.runner.device import open_device
 from nvcli.runner.interface import RankContext
 from nvcli.runner.memory import oom_as_limits_error
 
@@ -41,15 +40,12 @@ def main(task: CompareTask, control: Connection) -> None:
 
 
 def _run(task: CompareTask, control: Connection) -> None:
-    config = task.configs[0]
     notes: list[str] = []
     with oom_as_limits_error("the comparison, which holds both models at a time"):
-        device = open_device(config, task.rank)
         context = RankContext(rank=task.rank, report_phase=lambda phase: None, store_path=store_path(task.store_fd))
-        world = join_process_group(
-            context, device, size=config.tensor_parallel_size, timeout_seconds=config.step_timeout
-        )
-        a, b = (PassageReader(one, world.group, max_tokens=task.max_tokens, say=notes.append) for one in task.configs)
+        a = PassageReader(task.configs[0], context, max_tokens=task.max_tokens, say=notes.append)
+        context = replace(context, world=a.world)
+        b = PassageReader(task.configs[1], context, max_tokens=task.max_tokens, say=notes.append)
         control.send(CompareReady(tuple(dict.fromkeys(notes))))
         while True:
             control.send(_compare(a, b, control.recv()))
@@ -65,11 +61,11 @@ def _compare(a: PassageReader, b: PassageReader, passage: PassageTask) -> Passag
         for first, last in _row_spans(start, end, passage.answer_start):
             rows = slice(first - start, last - start)
             found = compare_logits(
-                a.model.group,
+                a.group,
                 a.model.compute_logits(hidden_a[rows]),
                 b.model.compute_logits(hidden_b[rows]),
                 ids[first + 1 : last + 1].long(),
-                vocab_size=a.config.vocab_size,
+                vocab_size=a.model_config.vocab_size,
             )
             if found is None:
                 raise LoadError(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from nvcli.kernels.triton.compile_processes import CompileProcesses
 from nvcli.messages import EngineReady, StepInput, StepOutput
+
+if TYPE_CHECKING:
+    from nvcli.distributed.process_group import World
 
 
 class PendingOutput(Protocol):
@@ -48,5 +51,7 @@ class RankContext:
     """The `time.time()` at which the executor started the process."""
     started_at: float = 0.0
     """The `time.time()` at which the process began to run nvcli's code."""
+    world: World | None = None
+    """The ranks of the replica, where this process has met the others already."""
     compilers: CompileProcesses | None = None
     """The processes that compile kernels, where they were started with the rank."""

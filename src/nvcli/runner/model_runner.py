@@ -127,10 +127,10 @@ class ModelRunner:
     def _join_process_group(self) -> None:
         config, rank = self.config, self._context.rank
         with self._phase("process group"):
-            self._world = join_process_group(
+            self.world = self._context.world or join_process_group(
                 self._context, self.device, size=config.num_ranks, timeout_seconds=config.step_timeout
             )
-            self._groups = divide_ranks(config, self._world.group, rank)
+            self._groups = divide_ranks(config, self.world.group, rank)
             self.group = self._groups.tensor
             self.group.sums_in_order = config.batch_invariant
             self.stage = Stage(config.stage_of(rank), config.pipeline_parallel_size)
@@ -198,7 +198,7 @@ class ModelRunner:
             self._wait_for_weights()
             self._weight_bytes = sum(self.model.weight_bytes().values())
         with self._phase("wait for all ranks"):  # their files may be elsewhere, and slow
-            self._world.meet("weights are loaded")
+            self.world.meet("weights are loaded")
 
     def _select_attention(self) -> None:
         """Select the backend that serves all kinds of attention in the model, and define the shape of the KV cache."""
