@@ -71,7 +71,6 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             "--hf-overrides",
             MODEL,
             "Keys that take the place of those in the model's config.json",
-            "JSON",
             example='{"max_position_embeddings": 131072}',
         ),
     ] = {}
@@ -97,31 +96,27 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     fp8_accumulation: FP8Accumulation = "exact"
     """How products with FP8 weights are added up. exact: in float32, at the latest every 256 numbers of a sum; fast:
     the FP8 units, which keep about 14 bits, add up the whole sum where weights have a scale for each row or tensor."""
-    device: Annotated[
-        Device, Flag("--device", MODEL, "Device of the run; auto: a GPU where one is found.", "auto|cpu|cuda")
-    ] = "auto"
+    device: Annotated[Device, Flag("--device", MODEL, "Device of the run; auto: a GPU where one is found.")] = "auto"
     """A GPU counts where a torch built for it is found too."""
     tensor_parallel_size: Annotated[
-        ParallelSize, Flag("--tp", MODEL, "GPUs (processes) for each copy; auto: what is fastest here.", "N|auto")
+        ParallelSize, Flag("--tp", MODEL, "GPUs (processes) for each copy; auto: what is fastest here.")
     ] = "auto"
     """They share every layer. auto: see `job_run.planning.layout`; 1 on a CPU."""
     enable_expert_parallel: Annotated[
         bool, Flag("--ep", MODEL, "Whole experts on each of the --tp GPUs, not a part of every expert.")
     ] = False
     pipeline_parallel_size: Annotated[
-        NumProcesses, Flag("--pp", MODEL, "Stages of layers in each copy, each on --tp GPUs of its own.", "N")
+        NumProcesses, Flag("--pp", MODEL, "Stages of layers in each copy, each on --tp GPUs of its own.")
     ] = 1
     data_parallel_size: Annotated[
-        ParallelSize, Flag("--dp", MODEL, "Copies of the model; auto: what is fastest here.", "N|auto")
+        ParallelSize, Flag("--dp", MODEL, "Copies of the model; auto: what is fastest here.")
     ] = "auto"
     max_model_len: Annotated[
         Annotated[int, Meta(ge=2)] | None,
-        Flag("--max-model-len", MODEL, "Maximum prompt + answer tokens [default: the model's limit]", "N"),
+        Flag("--max-model-len", MODEL, "Maximum prompt + answer tokens [default: the model's limit]"),
     ] = None
     max_num_seqs: Annotated[
-        int,
-        Meta(ge=1, le=MAX_NUM_SEQS),
-        Flag("--max-num-seqs", MODEL, "Maximum requests at a time in each copy.", "N"),
+        int, Meta(ge=1, le=MAX_NUM_SEQS), Flag("--max-num-seqs", MODEL, "Maximum requests at a time in each copy.")
     ] = 256
     max_num_batched_tokens: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)] | None = None
     """Most tokens computed in one step; longer prompts are cut into chunks. null: see
@@ -153,7 +148,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     seed: Annotated[
         int,
         Meta(ge=0, le=MAX_INT),
-        Flag("--seed", SAMPLING, "Seed of the run: each row draws its own random numbers from it.", "N"),
+        Flag("--seed", SAMPLING, "Seed of the run: each row draws its own random numbers from it."),
     ] = 0
     """A row's random numbers follow from it and the row's index."""
     step_timeout: Annotated[float, Meta(gt=0, le=1_000_000)] = 300.0

@@ -1,6 +1,6 @@
 """Flag: the option of the command line that sets a field, said beside the field itself.
 
-A field with a flag is annotated so: `seed: Annotated[int, Flag("--seed", SAMPLING, "Seed of the run.", "N")] = 0`.
+A field with a flag is annotated so: `seed: Annotated[int, Flag("--seed", SAMPLING, "Seed of the run.")] = 0`.
 Commands make their options of such fields (`cli.options`): those of the configuration, and structs of their own.
 """
 
@@ -36,7 +36,7 @@ class Flag:
     """The group of options, one of `GROUPS`."""
     help: str
     metavar: str | None = None
-    """The value in the help; None for a switch."""
+    """The value in the help; None: as the type of the field says, such as `N|auto`."""
     example: str | None = None
     """A JSON object; the value is one, and the help names this."""
     switch: tuple[str, str] | None = None

@@ -34,7 +34,7 @@ class MessageTemplate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The `job:` section: how the file is read and written."""
 
-    order: Annotated[Order, Flag("--order", ROWS, "Order of the output's rows.", "input|completion")] = "completion"
+    order: Annotated[Order, Flag("--order", ROWS, "Order of the output's rows.")] = "completion"
     """completion: rows are written as they finish."""
     on_too_long: OnTooLong = "error"
     """A prompt that leaves no room for its answer in `max_model_len`: an error row, or the prompt is cut at its left
@@ -46,7 +46,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tool_parser: ToolParserName = "auto"
     """How tool calls are found in answers to conversations with tools; auto: as the chat template writes them."""
     max_errors: Annotated[
-        Annotated[int, Meta(ge=0)] | None, Flag("--max-errors", ROWS, "Stop once more than N rows have failed.", "N")
+        Annotated[int, Meta(ge=0)] | None, Flag("--max-errors", ROWS, "Stop once more than N rows have failed.")
     ] = None
     max_leading_errors: Annotated[int, Meta(ge=0)] = 100
     """So many rows at the beginning of a job that all fail with one cause end it, if none was answered by then; 0: it
@@ -84,8 +84,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = None
     """Holds the text of the first choice."""
     prompt_template: Annotated[
-        str | None,
-        Flag("--prompt-template", PROMPTS, "Prompts made of columns, such as 'Translate: {text}'.", "TEXT"),
+        str | None, Flag("--prompt-template", PROMPTS, "Prompts made of columns, such as 'Translate: {text}'.")
     ] = None
     """Makes the prompt of every native row; null: the row brings its prompt."""
     messages_template: list[MessageTemplate] = []
@@ -102,21 +101,13 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = "auto"
     """auto: those of a `prompt_field` that is not `prompt` and of `prompt_template` are messages, if answers are
     generated and the model has a template."""
-    system: Annotated[
-        str | None, Flag("--system", PROMPTS, "System message of conversations that have none.", "TEXT")
-    ] = None
+    system: Annotated[str | None, Flag("--system", PROMPTS, "System message of conversations that have none.")] = None
     chat_template: Annotated[
         Name | None, Flag("--chat-template", PROMPTS, "Jinja chat template instead of the model's own.", "FILE")
     ] = None
     chat_template_kwargs: Annotated[
         dict[str, Any],
-        Flag(
-            "--chat-template-kwargs",
-            PROMPTS,
-            "Variables of the chat template",
-            "JSON",
-            example='{"enable_thinking": false}',
-        ),
+        Flag("--chat-template-kwargs", PROMPTS, "Variables of the chat template", example='{"enable_thinking": false}'),
     ] = {}
     """A row's own go over them."""
     plan: bool = True

@@ -53,7 +53,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     max_tokens: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Flag("--max-tokens", SAMPLING, "Maximum tokens of an answer [default: what --max-model-len leaves]", "N"),
+        Flag("--max-tokens", SAMPLING, "Maximum tokens of an answer [default: what --max-model-len leaves]"),
     ] = None
     temperature: Annotated[
         float,
@@ -75,10 +75,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         int,
         Meta(ge=-1),
         Flag(
-            "--top-k",
-            SAMPLING,
-            "Choose among the K likeliest tokens; 0: off [default: the checkpoint's, else 0]",
-            "K",
+            "--top-k", SAMPLING, "Choose among the K likeliest tokens; 0: off [default: the checkpoint's, else 0]", "K"
         ),
     ] = 0
     """-1: off, too."""
@@ -95,21 +92,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = 0.0
     seed: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
     """With a seed a row's tokens depend on nothing but the row; without, on the run's seed and the row's index."""
-    n: Annotated[int, Meta(ge=1, le=1024), Flag("-n", SAMPLING, "Answers to each row.", "N")] = 1
+    n: Annotated[int, Meta(ge=1, le=1024), Flag("-n", SAMPLING, "Answers to each row.")] = 1
     best_of: Annotated[int, Meta(ge=1, le=1024)] | None = None
     """Answers that are computed, of which the `n` best by log-probability are returned; null: `n`, as they come."""
     rank_by: Literal["mean", "sum"] = "mean"
     """The measure by which `best_of` ranks answers: the mean log-probability of their tokens, or the sum."""
-    stop: Annotated[
-        str | list[str], Flag("--stop", SAMPLING, "Text that ends an answer; may be repeated.", "TEXT")
-    ] = []
+    stop: Annotated[str | list[str], Flag("--stop", SAMPLING, "Text that ends an answer; may be repeated.")] = []
     stop_token_ids: list[Annotated[int, Meta(ge=0)]] = []
     min_tokens: Annotated[int, Meta(ge=0)] = 0
     thinking_budget: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
     """Most tokens of an answer's thought, which is then ended; null: as many as it takes."""
     ignore_eos: Annotated[
-        bool,
-        Flag("--ignore-eos", SAMPLING, "Answers go on behind end-of-sequence tokens, to --max-tokens."),
+        bool, Flag("--ignore-eos", SAMPLING, "Answers go on behind end-of-sequence tokens, to --max-tokens.")
     ] = False
     include_stop_str_in_output: bool = False
     """The stop string, or the stop token's text, that ended an answer is part of it."""
@@ -118,12 +112,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     presence_penalty: Annotated[
         float,
         Meta(ge=-2, le=2),
-        Flag("--presence-penalty", SAMPLING, "Taken from the logits of tokens that the answer has, -2 to 2.", "X"),
+        Flag("--presence-penalty", SAMPLING, "Taken from the logits of tokens that the answer has, -2 to 2."),
     ] = 0.0
     frequency_penalty: Annotated[
         float,
         Meta(ge=-2, le=2),
-        Flag("--frequency-penalty", SAMPLING, "The same, times how often the answer has them, -2 to 2.", "X"),
+        Flag("--frequency-penalty", SAMPLING, "The same, times how often the answer has them, -2 to 2."),
     ] = 0.0
     repetition_penalty: Annotated[
         float,
@@ -133,7 +127,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             SAMPLING,
             "Above 1: tokens of the prompt and the answer become less likely; 1: off "
             "[default: the checkpoint's, else 1]",
-            "X",
         ),
     ] = 1.0
     """Logits are divided by it and by the temperature, in float32, which neither may make infinite."""
@@ -146,10 +139,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: Annotated[
         Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None,
         Flag(
-            "--logprobs",
-            SAMPLING,
-            "Log-probability of each token of an answer, and of the N likeliest in its place.",
-            "N",
+            "--logprobs", SAMPLING, "Log-probability of each token of an answer, and of the N likeliest in its place."
         ),
     ] = None
     """Log-probability of each chosen token, with `echo` of each token of the prompt too, and of this many alternatives;

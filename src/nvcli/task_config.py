@@ -22,13 +22,7 @@ class ScoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The `score:` section: what `nvcli score` reads and writes."""
 
     normalize: Annotated[
-        Normalization,
-        Flag(
-            "--normalize",
-            RESULT,
-            "What log-probabilities are divided by before choices are compared.",
-            "none|tokens|bytes",
-        ),
+        Normalization, Flag("--normalize", RESULT, "What log-probabilities are divided by before choices are compared.")
     ] = "none"
     """tokens, bytes: their number in the choice."""
     token_logprobs: Annotated[bool, Flag("--token-logprobs", RESULT, "Add each token and its log-probability.")] = False
@@ -48,21 +42,15 @@ class EmbedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     pooling: Annotated[
         Literal["auto"] | PoolingName,
-        Flag(
-            "--pooling",
-            RESULT,
-            "Which hidden states become the embedding; auto: as the checkpoint says.",
-            "auto|last|mean|cls",
-        ),
+        Flag("--pooling", RESULT, "Which hidden states become the embedding; auto: as the checkpoint says."),
     ] = "auto"
     """last, cls: that of the last or first token; mean: of all. auto: last where the checkpoint says nothing."""
     normalize: bool | Literal["auto"] = "auto"
     """Whether vectors have length 1. auto: as the checkpoint says; yes where it says nothing."""
     dimensions: Annotated[
-        PositiveInt | None, Flag("--dimensions", RESULT, "Keep the first N numbers of each embedding.", "N")
+        PositiveInt | None, Flag("--dimensions", RESULT, "Keep the first N numbers of each embedding.")
     ] = None
     """For models that were trained for it (Matryoshka)."""
     encoding: Annotated[
-        EmbeddingEncoding,
-        Flag("--encoding", RESULT, "Numbers, or base64 of little-endian float32.", "float|base64"),
+        EmbeddingEncoding, Flag("--encoding", RESULT, "Numbers, or base64 of little-endian float32.")
     ] = "float"

@@ -34,7 +34,6 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
             "--num-requests",
             WORKLOAD,
             "Number of requests; with --input the first N rows [default: 256; with --input all]",
-            "N",
         ),
     ] = None
     input_len: Annotated[
@@ -59,8 +58,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     samples: Annotated[
-        Annotated[int, Meta(ge=1, le=1024)] | None,
-        Flag("--samples", WORKLOAD, "Answers to each prompt [default: 1]", "N"),
+        Annotated[int, Meta(ge=1, le=1024)] | None, Flag("--samples", WORKLOAD, "Answers to each prompt [default: 1]")
     ] = None
     temperature: Annotated[
         Annotated[float, Meta(ge=0, le=100)] | None,
@@ -75,10 +73,10 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
         Flag("--top-p", WORKLOAD, "Sample among tokens of this probability; 1: off [default: 1]", "P"),
     ] = None
     seed: Annotated[
-        int, Meta(ge=0, le=(1 << 63) - 1), Flag("--seed", WORKLOAD, "Seed of the made-up lengths and tokens.", "N")
+        int, Meta(ge=0, le=(1 << 63) - 1), Flag("--seed", WORKLOAD, "Seed of the made-up lengths and tokens.")
     ] = 0
     repeat: Annotated[
-        PositiveInt, Flag("--repeat", RESULT, "Passes over the workload, each with an empty prefix cache.", "N")
+        PositiveInt, Flag("--repeat", RESULT, "Passes over the workload, each with an empty prefix cache.")
     ] = 1
     ablate: Annotated[
         str | None,
@@ -90,6 +88,5 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     plot: Annotated[
-        Path | None,
-        Flag("--plot", RESULT, "Draw step times and KV use over the run: an .svg or .png file.", "FILE"),
+        Path | None, Flag("--plot", RESULT, "Draw step times and KV use over the run: an .svg or .png file.")
     ] = None

@@ -64,16 +64,13 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
     dry_run: Annotated[
         bool, Flag("--dry-run", ROWS, "Only say what the job would do, as `nvcli check` does: nothing is written.")
     ] = False
-    progress: Annotated[ProgressName, Flag("--progress", OTHER, "How to show progress.", "auto|bar|plain|none")] = (
-        "auto"
-    )
+    progress: Annotated[ProgressName, Flag("--progress", OTHER, "How to show progress.")] = "auto"
     progress_file: Annotated[
-        Path | None,
-        Flag("--progress-file", OTHER, "Keep progress as JSON in FILE, replaced every second.", "FILE"),
+        Path | None, Flag("--progress-file", OTHER, "Keep progress as JSON in FILE, replaced every second.")
     ] = None
     report: Annotated[
         Path | None,
-        Flag("--report", OTHER, "Write what the run did to FILE at its end: a page (.html) or JSON (.json).", "FILE"),
+        Flag("--report", OTHER, "Write what the run did to FILE at its end: a page (.html) or JSON (.json)."),
     ] = None
     verbose: Annotated[bool, Flag("--verbose -v", OTHER, "Show how the run works: start-up, caches, times.")] = False
     quiet: Annotated[bool, Flag("--quiet -q", OTHER, "Show nothing but warnings and errors.")] = False

@@ -10,12 +10,7 @@ from nvcli.cli.options import AsJson, Settings, keys_of, with_options
 
 
 @with_options(*keys_of("", without=("device", "seed")))
-def bench(
-    *,
-    settings: Settings,
-    options: BenchOptions,
-    as_json: AsJson = False,
-) -> None:
+def bench(*, settings: Settings, options: BenchOptions, as_json: AsJson = False) -> None:
     """Measure how fast a model runs here, where the time goes, and how far it is from what the device can do.
 
     The default workload is nano-vllm's: 256 requests, prompts and answers of 100 to 1024 tokens, temperature 0.6.

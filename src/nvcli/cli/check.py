@@ -21,11 +21,11 @@ def check(
     limit: Limit = None,
     shard: ShardName = None,
     settings: Settings,
-    prompts: Annotated[int, Meta(ge=0, le=1000), Flag("--prompts", RESULT, "How many prompts to show.", "N")] = 3,
+    prompts: Annotated[int, Meta(ge=0, le=1000), Flag("--prompts", RESULT, "How many prompts to show.")] = 3,
     as_json: AsJson = False,
     answer_tokens: Annotated[
         PositiveInt | None,
-        Flag("--answer-tokens", WORKLOAD, "Expected tokens of an answer, for the estimate [default: 256]", "N"),
+        Flag("--answer-tokens", WORKLOAD, "Expected tokens of an answer, for the estimate [default: 256]"),
     ] = None,
     gpu: Annotated[
         str | None,
@@ -35,8 +35,7 @@ def check(
         ),
     ] = None,
     num_gpus: Annotated[
-        Annotated[int, Meta(ge=1, le=1024)] | None,
-        Flag("--gpus", MODEL, "How many GPUs of that kind [default: 1]", "N"),
+        Annotated[int, Meta(ge=1, le=1024)] | None, Flag("--gpus", MODEL, "How many GPUs of that kind [default: 1]")
     ] = None,
 ) -> None:
     """Say what a job will do with the rows of INPUT, before it takes hours: no GPU is used, no weights are read.

@@ -31,13 +31,13 @@ def compare_quality(
             completes="keys",
         ),
     ] = (),
-    config_b: Annotated[Path | None, Flag("--config-b", MODEL, "YAML file for B [default: A's]", "FILE")] = None,
-    limit: Annotated[PositiveInt, Flag("--limit", ROWS, "Only the first N rows or pieces.", "N")] = 256,
+    config_b: Annotated[Path | None, Flag("--config-b", MODEL, "YAML file for B [default: A's]")] = None,
+    limit: Annotated[PositiveInt, Flag("--limit", ROWS, "Only the first N rows or pieces.")] = 256,
     context: Annotated[
-        int, Meta(ge=2, le=10_000_000), Flag("--context", ROWS, "Tokens of each piece of a text.", "N")
+        int, Meta(ge=2, le=10_000_000), Flag("--context", ROWS, "Tokens of each piece of a text.")
     ] = 2048,
     answer_tokens: Annotated[
-        int, Meta(ge=0, le=1_000_000), Flag("--answer-tokens", ROWS, "Maximum tokens of a greedy answer; 0: none.", "N")
+        int, Meta(ge=0, le=1_000_000), Flag("--answer-tokens", ROWS, "Maximum tokens of a greedy answer; 0: none.")
     ] = 64,
     as_json: AsJson = False,
 ) -> None:

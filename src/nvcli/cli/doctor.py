@@ -17,9 +17,9 @@ from nvcli.flags import RESULT, Flag
 def doctor(
     *,
     settings: Settings,
-    output: Annotated[
-        Path, Flag("--output -o", RESULT, "Where answers would go: its folder is looked at.", "FILE")
-    ] = Path("answers.jsonl"),
+    output: Annotated[Path, Flag("--output -o", RESULT, "Where answers would go: its folder is looked at.")] = Path(
+        "answers.jsonl"
+    ),
     timeout: Annotated[
         float, Meta(ge=1, le=1_000_000), Flag("--timeout", RESULT, "How long a check may take.", "SECONDS")
     ] = 120.0,

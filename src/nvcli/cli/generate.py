@@ -16,8 +16,7 @@ from nvcli.flags import PROMPTS, Flag
 @with_options(*keys_of("", "job", "sampling", without=("device",)))
 def generate(
     inputs: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="INPUT", help="Files, folders, datasets or URLs; - is standard input."),
+        list[str] | None, typer.Argument(metavar="INPUT", help="Files, folders, datasets or URLs; - is standard input.")
     ] = None,
     *,
     prompts: Annotated[

@@ -32,7 +32,7 @@ from nvcli.validation import InvalidValue, convert, describe
 if TYPE_CHECKING:
     from nvcli.config_source import ConfigSource
 
-Limit = Annotated[Annotated[int, Meta(ge=1)] | None, Flag("--limit", ROWS, "Only the first N rows.", "N")]
+Limit = Annotated[Annotated[int, Meta(ge=1)] | None, Flag("--limit", ROWS, "Only the first N rows.")]
 ShardName = Annotated[
     str | None,
     Flag(
@@ -48,7 +48,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     config: Annotated[
         Path | None,
-        Flag("--config -c", OTHER, "YAML file, or `none` [default: ./nvcli.yaml, if there is one]", "FILE"),
+        Flag("--config -c", OTHER, "YAML file, or `none` [default: ./nvcli.yaml, if there is one]"),
     ] = None
     overrides: Annotated[
         list[str], Flag("--set", OTHER, "Any key of the configuration; may be repeated.", "KEY=VALUE", completes="keys")
@@ -146,13 +146,23 @@ def _typer_option(field: FlaggedField) -> inspect.Parameter:
     option = typer.Option(
         default,
         *flag.names.split(),
-        metavar=flag.metavar,
+        metavar=flag.metavar or _metavar(kinds),
         help=_help(field),
         autocompletion=complete,
         rich_help_panel=flag.group,
         show_default=False,
     )
     return inspect.Parameter(_name(flag), inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
+
+
+_METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE", dict[str, Any]: "JSON"}
+"""What the help calls values, by their type."""
+
+
+def _metavar(kinds: list[Any]) -> str | None:
+    """Return what the help calls the value of an option with these types; None for a switch."""
+    words = [get_args(kind) if get_origin(kind) is Literal else (_METAVARS.get(kind),) for kind in kinds]
+    return "|".join(word for each in words for word in each if word) or None
 
 
 def _help(field: FlaggedField) -> str:

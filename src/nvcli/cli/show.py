@@ -31,13 +31,12 @@ def show(
     length: Annotated[
         bool, Flag("--length", ROWS, "Only rows whose answer was cut at its length; with --errors both.")
     ] = False,
-    at_random: Annotated[PositiveInt | None, Flag("--random", ROWS, "N of these rows, at random.", "N")] = None,
+    at_random: Annotated[PositiveInt | None, Flag("--random", ROWS, "N of these rows, at random.")] = None,
     row_id: Annotated[str | None, Flag("--id", ROWS, "The row with this id.", "ID")] = None,
     index: Annotated[
-        Annotated[int, Meta(ge=0)] | None,
-        Flag("--index", ROWS, "The row with this number of the input, from 0.", "N"),
+        Annotated[int, Meta(ge=0)] | None, Flag("--index", ROWS, "The row with this number of the input, from 0.")
     ] = None,
-    limit: Annotated[PositiveInt | None, Flag("--limit -n", ROWS, "At most N rows.", "N")] = None,
+    limit: Annotated[PositiveInt | None, Flag("--limit -n", ROWS, "At most N rows.")] = None,
     as_json: Annotated[bool, Flag("--json", RESULT, "The rows as they are, a line of JSON each.")] = False,
 ) -> None:
     """Show the rows of OUTPUT with their answers, a page at a time on a terminal, in the order of the file.
