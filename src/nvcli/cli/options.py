@@ -156,7 +156,7 @@ def _typer_option(field: FlaggedField) -> inspect.Parameter:
 
 
 _METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE", dict[str, Any]: "JSON"}
-"""What the help calls values, by their type."""
+"""Words for values in the help, by their type."""
 
 
 def _metavar(kinds: list[Any]) -> str | None:
