@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from typing import Any
 
 import msgspec
 
+from fault_kills import KilledJob
 from nvcli.bench.shapes import model_folder
 from nvcli.config import EngineConfig, RunConfig
 from nvcli.engine.client import EngineClient
@@ -216,25 +216,16 @@ def count_after_kill(model: Path, requests: Sequence[Request], config: EngineCon
             command += ["--set", f"{key}={value}"]
         whole, killed = folder / "whole.jsonl", folder / "killed.jsonl"
         subprocess.run([*command, "-o", str(whole)], check=True, capture_output=True)
-        process = subprocess.Popen([*command, "-o", str(killed)], stderr=subprocess.DEVNULL)
-        while process.poll() is None and _count_lines(killed) < len(requests) // 4:
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        num_before = _count_lines(killed)
-        if num_before == len(requests):
+        job = KilledJob([*command, "-o", str(killed)], killed, rng=random.Random(0), run_seconds=0.5)
+        job.run(kills=1, victims=("parent",))
+        if not job.kills:
             raise SystemExit("the job was done before it could be killed: take more --rows or --tokens")
-        subprocess.run([*command, "-o", str(killed)], check=True, capture_output=True)
         expected, found = _token_ids(whole), _token_ids(killed)
         assert expected.keys() == found.keys()
         different = sum(found[index] != tokens for index, tokens in expected.items())
-    label = f"{MODES[config.batch_invariant]}, killed after {num_before} rows and continued"
+    label = f"{MODES[config.batch_invariant]}, killed and continued"
     print(f"{label}: {different} of {len(expected)} rows differ")
     return different
-
-
-def _count_lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def _token_ids(path: Path) -> dict[int, list[int]]:

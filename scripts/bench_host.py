@@ -1,4 +1,4 @@
-"""What the host itself costs per step: scheduler, channel and output handling, with a runner that does nothing.
+"""Measures what the host costs per step: scheduler, channel and output handling, with a runner that does nothing.
 
     python scripts/bench_host.py [--running 256 1024] [--steps 2000]
     python scripts/bench_host.py --start 0 2048 [--requests 1024]    # how a job starts

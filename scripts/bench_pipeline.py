@@ -1,4 +1,6 @@
-"""What the parent costs per row: reading, tokenizing, detokenizing and writing, around an engine that does nothing.
+"""Measures what the parent costs per row: reading, tokenizing, detokenizing and writing.
+
+The engine around which this runs does nothing.
 
     python scripts/bench_pipeline.py                         # each stage alone, then all together
     python scripts/bench_pipeline.py --memory 10000 1000000  # peak memory, from a generator that writes as it is read

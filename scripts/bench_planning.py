@@ -1,4 +1,4 @@
-"""How many prompt tokens are computed with and without the plan, where the KV cache is too small for all prefixes.
+"""Counts the prompt tokens computed with and without the plan, where the KV cache is too small for all prefixes.
 
     python scripts/bench_planning.py [--prefixes 20] [--questions 30] [--kv-cache-memory 12MiB]
 

@@ -1,4 +1,4 @@
-"""What sampling parameters cost: output tokens per second of the same kind of rows, plain and with more and more asked.
+"""Measures what sampling parameters cost: output tokens per second of rows that are plain, or ask for one thing more.
 
     python scripts/bench_sampling.py --model FOLDER --rows 768 --max-num-seqs 256
     python scripts/bench_sampling.py --rows 64 --tokens 32         # the built-in model

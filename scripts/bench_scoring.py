@@ -82,7 +82,7 @@ class NvcliScorer:
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self.num_prompt_tokens = 0
-        """Of the last rows, each row's context once."""
+        """Tokens of the last rows, each row's context once."""
         self.num_scored_tokens = 0
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> list[list[float]]:

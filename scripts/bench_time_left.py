@@ -1,4 +1,4 @@
-"""How far the shown time left is from the truth, in kinds of jobs whose answers are of unlike lengths.
+"""Measures how far the shown time left is from the truth, in kinds of jobs with answers of unlike lengths.
 
     python scripts/bench_time_left.py [--kinds uniform ...] [--machine gpu|cpu] [--slots 256] [--trace]
 
@@ -90,7 +90,7 @@ class Kinds:
         return [FakeRow(self._rng.randint(235, 245), prompt=10, most=2038) for _ in range(400)]
 
     def tasks(self) -> list[FakeRow]:
-        """What the built-in model answers: few tokens, words of the prompt, numbers; no `max_tokens`."""
+        """Answers as the built-in model gives them: few tokens, words of the prompt, numbers; no `max_tokens`."""
         rows = []
         for _ in range(1500):
             task, words = self._rng.random(), self._rng.randint(5, 90)

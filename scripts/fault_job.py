@@ -21,7 +21,7 @@ from nvcli.nvidia_smi import ask_for_gpus, visible_gpus
 RUNNING = "run"
 """The phase in which rows are being answered."""
 END_SECONDS = 5.0
-"""In which a run must have ended once a fault is noticed, and all that it held must be gone."""
+"""Seconds in which a run must end once a fault is noticed, and release all that it held."""
 WAIT_SECONDS = 120.0
 MARK = "NVCLI_FAULTS"
 """Environment variable by which a run's processes are found, whoever their parent is."""
@@ -52,7 +52,7 @@ class Job:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, phase: str) -> subprocess.Popen[bytes]:
-        """With the brake on, to come to a halt in `phase`."""
+        """Start it with the brake on, which halts it in `phase`."""
         script = str(Path(__file__).with_name("fault_runner.py"))
         environment = {
             **os.environ,
@@ -74,7 +74,7 @@ class Job:
         self._process.stdin.flush()
 
     def finish(self) -> int:
-        """Run the same command, without the brake; its exit code."""
+        """Run the same command without the brake, and return its exit code."""
         command = [sys.executable, "-P", "-m", "nvcli", *self._arguments]
         with (self.folder / "finish.txt").open("wb") as log:
             return subprocess.run(command, stderr=log, timeout=2 * WAIT_SECONDS, check=False).returncode
@@ -88,7 +88,7 @@ class Job:
             time.sleep(0.005)
 
     def answers(self) -> dict[int, str]:
-        """Choices by row; a torn last line is left out."""
+        """Return the choices of each row. A torn last line is left out."""
         if not self.output.exists():
             return {}
         lines = self.output.read_text().splitlines(keepends=True)
@@ -102,7 +102,7 @@ class Job:
         return marked_processes(str(self.folder))
 
     def end(self) -> None:
-        """Whatever is left of the run."""
+        """Kill what is left of the run."""
         for pid in self.processes():
             os.kill(pid, signal.SIGKILL)
         if self._process is not None:
@@ -140,14 +140,14 @@ def _environment(pid: int) -> list[bytes]:
 
 
 class Resources:
-    """What is in use, to be compared with after a run."""
+    """Memory and GPUs in use, to compare with after a run."""
 
     def __init__(self) -> None:
         self._shm = set(os.listdir("/dev/shm"))
         self._gpus = _used_gpu_bytes()
 
     def left_by(self, job: Job) -> list[str]:
-        """What a run has left, after it had END_SECONDS to go."""
+        """Return what a run has left behind, after END_SECONDS to go."""
         deadline = time.monotonic() + END_SECONDS
         while (left := self._left_by(job)) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -165,7 +165,7 @@ class Resources:
 
 
 def _used_gpu_bytes() -> dict[int, int]:
-    """Of the GPUs that a run sees, by the driver's numbers; empty where there are none."""
+    """Return the memory in use of each GPU that a run sees, by the driver's numbers; empty where there are none."""
     gpus = visible_gpus(ask_for_gpus(), os.environ)
     return {} if isinstance(gpus, str) else {gpu.index: gpu.used_bytes for gpu in gpus}
 

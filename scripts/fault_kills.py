@@ -91,7 +91,7 @@ class KilledJob:
         self.num_torn = 0
 
     def run(self, *, kills: int, victims: Sequence[str] = VICTIMS) -> int:
-        """Until the job is done; its exit code. It is not touched any more after so many kills."""
+        """Run the job until it is done, and return its exit code. It is not touched any more after so many kills."""
         while self.kills.total() < kills:
             code = self._run_once(victims[self.kills.total() % len(victims)])
             if code in (0, 1):
@@ -135,7 +135,7 @@ class KilledJob:
         return code
 
     def _wait(self, process: subprocess.Popen[bytes], size: int) -> None:
-        """For the moment: while the run starts, or after its first rows were written or an update has begun."""
+        """Wait for the moment of a kill: while the run starts, or after its first rows or the begin of an update."""
         rng = self._rng
         inode = self._inode()
         deadline = time.monotonic() + (rng.uniform(0, self._start_seconds) if rng.random() < 0.2 else 60)
@@ -152,7 +152,7 @@ class KilledJob:
             time.sleep(0.02)
 
     def _tear(self) -> None:
-        """What a power loss may do to rows that were not synced."""
+        """Tear or garble the end of the file, as a power loss may do to rows that were not synced."""
         size = self._size()
         if not size:
             return
@@ -170,13 +170,13 @@ class KilledJob:
 
 
 def comparable(lines: bytes, *, ordered: bool) -> list[bytes]:
-    """A job's lines without the time when it began, sorted unless their order counts."""
+    """Return a job's lines without the time when it began, sorted unless their order counts."""
     kept = [re.sub(rb'"created":\d+', b"", line) for line in lines.splitlines(keepends=True)]
     return kept if ordered else sorted(kept)
 
 
 def unpacked(path: Path) -> bytes:
-    """The bytes of a file, of one that is not compressed as they are."""
+    """Return the unpacked bytes of a file."""
     compression = compression_of(path.name)
     data = path.read_bytes()
     return b"".join(Unpacker(compression).feed(data)) if compression else data

@@ -151,7 +151,7 @@ class SmallJob:
 
 @dataclass(slots=True)
 class Findings:
-    """What was tried, and what did not hold."""
+    """The states that were tried, and the failures."""
 
     num_calls: int = 0
     num_states: int = 0

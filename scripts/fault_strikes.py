@@ -42,11 +42,11 @@ STEP_TIMEOUT = 5
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is done to whom, when, and how the run must end."""
+    """A fault: the victim, the moment, the action, and how the run must end."""
 
     name: str
     phase: str
-    """Of the last rank; RUNNING: rows are being answered."""
+    """The phase of the last rank; RUNNING: rows are being answered."""
     victim: str
     action: signal.Signals | None
     """None: an exception in the last rank's step."""
@@ -123,7 +123,7 @@ def strike(fault: Fault, job: Job, *, tp: int) -> tuple[list[str], float, int]:
 
 
 def last_lines(said: str) -> list[str]:
-    """Those that say how a run ended."""
+    """Return the lines that say how a run ended."""
     return [line for line in said.splitlines() if re.match(r"nvcli: (error|interrupted)", line)]
 
 
@@ -173,7 +173,7 @@ def make_rows(rng: random.Random) -> list[str]:
 
 
 def make_long_rows(rng: random.Random, count: int) -> list[str]:
-    """Of about 480 tokens: together more in a step than a graph was captured for."""
+    """Make rows of about 480 tokens: together more in a step than a graph was captured for."""
     questions = [question for _ in range(count) for question in sample_lookups(rng, 1, 60)]
     return [_row(raw_prompt(question), 8) for question in questions]
 
@@ -206,7 +206,7 @@ class Loop:
         print(f"{'fault':14} {'phase':15} {'ended after':>11} {'exit':>5} {'rows':>5}  last line")
 
     def run(self, chosen: Sequence[Fault]) -> None:
-        """Each fault in a job of its own, which `finish` then finishes."""
+        """Run each fault in a job of its own, which `finish` then finishes."""
         self._whole = self._untouched("whole", self._rows)
         for number, fault in enumerate(chosen):
             job = Job(self._folder / str(number), self._rows, self._few)
@@ -227,7 +227,7 @@ class Loop:
             self._fail(OUT_OF_MEMORY, ["answers differ from those of a run that had enough"])
 
     def finish(self, *, num_at_once: int) -> None:
-        """All jobs that were cut short."""
+        """Finish all jobs that were cut short."""
         with ThreadPoolExecutor(num_at_once) as pool:
             codes = list(pool.map(lambda named: named[1].finish(), self._cut_short))
         equal = 0

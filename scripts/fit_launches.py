@@ -66,7 +66,7 @@ class Point(NamedTuple):
     shape: Shape
     us: dict[str, float]
     rest_us: float
-    """What is behind the product whatever its launch, and part of all times."""
+    """The part of all times that is behind the product, whatever its launch."""
 
     def counts(self, name: str, num_sms: int) -> Counts:
         return count(read_launch(name), self.kind, self.rows, *self.shape, num_sms)
@@ -79,10 +79,10 @@ class Point(NamedTuple):
 
 class Measured(NamedTuple):
     gpu: dict[str, Any]
-    """What is said of the GPU."""
+    """The facts about the GPU."""
     points: list[Point]
     long: list[Point]
-    """Those that were measured under sustained load."""
+    """Points measured under sustained load."""
     activations: list[tuple[float, float]]
     """Their megabytes and microseconds."""
 

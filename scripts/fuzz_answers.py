@@ -42,7 +42,7 @@ PARTS = (*DATA["parts"], "0x" + "f" * 5000, "9" * 5000)
 STATES = (PromptState.OPEN, PromptState.LEFT, PromptState.CLOSED)
 MOST_LEVELS = 20_000
 MOST_SECONDS = 5.0
-"""Of the processor, for one text: all other answers wait meanwhile."""
+"""Processor time for one text: all other answers wait meanwhile."""
 
 KINDS = {"at": "string", "far": "integer", "deep": "object", "sure": ["boolean", "string"], "odd": 5}
 PARAMETERS = {"type": "object", "properties": {key: {"type": kind} for key, kind in KINDS.items()}}
@@ -54,7 +54,7 @@ TOOLS = [
 
 @dataclass(slots=True)
 class Count:
-    """What became of the texts of one format."""
+    """The outcomes of the texts of one format."""
 
     texts: int = 0
     calls: int = 0

@@ -57,7 +57,7 @@ _ENVIRONMENT = {
 MOST_BYTES = 1 << 30
 """The memory that a run with a mutated checkpoint may take beyond that of a sound one."""
 _ADDRESS_SPACE = 8 << 30
-"""What a run may reserve beyond its start, so that one that takes all memory fails before the machine does."""
+"""Address space that a run may reserve beyond its start: one that takes all memory fails before the machine does."""
 _ROWS = (
     {"prompt": "What is 17 + 25?\n", "sampling": {"max_tokens": 6, "temperature": 1.0, "min_tokens": 2}},
     {"messages": [{"role": "user", "content": "What is 3 + 4?"}], "sampling": {"max_tokens": 4}},
@@ -67,7 +67,7 @@ _MODULES = (
     *("nvcli.cli.main", "nvcli.job_run.generate", "nvcli.job_run.progress.summary"),
     *("nvcli.runner.model_runner", "nvcli.attention.torch_backend"),
 )
-"""What a run imports, most of it late."""
+"""Modules that a run imports, most of them late."""
 _MODEL, _INPUT, _OUTPUT = "checkpoint", "in.jsonl", "out.jsonl"
 _TOO_LARGE = "the weights take "
 _FORBIDDEN = ("Traceback", "bug in nvcli", "panicked at")
@@ -124,12 +124,12 @@ class EngineHere:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a run ended."""
+    """The end of a run."""
 
     code: int | None
     """The exit code; None: it was killed when its time was over."""
     text: str
-    """What it printed."""
+    """Its output."""
     peak_bytes: int
     seconds: float
 

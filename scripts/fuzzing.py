@@ -1,4 +1,4 @@
-"""What the fuzz scripts share: their options, the texts and values of `fuzz_data.json`, and the count of outcomes."""
+"""The parts that fuzz scripts share: options, the texts and values of `fuzz_data.json`, and the count of outcomes."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class _Nothing:
 
 
 class _Driver:
-    """What Triton asks of a driver when it compiles."""
+    """Answers what Triton asks of a driver when it compiles."""
 
     def __init__(self, capability: int) -> None:
         properties = {

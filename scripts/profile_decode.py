@@ -64,7 +64,7 @@ _RECORDINGS = 2
 
 
 class InProcess:
-    """What `Executor` is, with rank 0 in this process."""
+    """Stands in for `Executor`, with rank 0 in this process."""
 
     def __init__(self, runner: ModelRunner, peers: Sequence[Connection]) -> None:
         self._runner = runner

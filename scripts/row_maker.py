@@ -11,7 +11,7 @@ from fuzzing import load_data
 from row_oracle import CHAT, COMPLETION, JobFacts
 
 VOCAB_SIZE = 640
-"""Of the built-in model."""
+"""The vocabulary of the built-in model."""
 
 
 class Verbatim(str):

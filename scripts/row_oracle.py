@@ -1,4 +1,4 @@
-"""What must become of a row, by the format's documentation (src/nvcli/jobs/README.md) and not by nvcli's code.
+"""Says what must become of a row, by the format's documentation (src/nvcli/jobs/README.md) and not by nvcli's code.
 
 A line is parsed with Python's own `json`. `Oracle.expect` says whether it is a row, of which form, under which id,
 which keys with which bytes pass through, and which error types are allowed: none, or one of those of everything that is
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 MAX_LEVELS = 400
 _OUTPUT_LEVELS = MAX_LEVELS + 1
-"""What goes under `input` is one level deeper than it was."""
+"""Values under `input` are one level deeper than they were."""
 INT64 = range(-(1 << 63), 1 << 63)
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 OURS = ("kv_cache_too_small", "tokenizer_error", "aborted")
@@ -88,7 +88,7 @@ class JobFacts:
 
 @dataclass(slots=True)
 class Expected:
-    """What must become of one row."""
+    """The required outcome of one row."""
 
     index: int
     id: str | int

@@ -1,4 +1,4 @@
-"""What planning and scheduling make of a job, by simulation: steps, preemptions, filled slots, modelled seconds.
+"""Simulates what planning and scheduling make of a job: steps, preemptions, filled slots, modelled seconds.
 
     python scripts/simulate_scheduling.py [--jobs uniform groups ...] [--seqs 256] [--kv-tokens 745000]
                                           [--order completion] [--known] [--read-once] [--greedy]
@@ -83,7 +83,7 @@ class Lengths:
     def __init__(self, rows: list[Row]) -> None:
         self._rows = rows
         self._ends: dict[int, int] = {}
-        """By slot, the length of prompt and answer at which the answer ends."""
+        """Slot → the length of prompt and answer at which the answer ends."""
         self._outputs: deque[StepOutput] = deque()
 
     def submit(self, step: StepInput) -> None:
@@ -102,7 +102,7 @@ class Lengths:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a simulated run came to."""
+    """The totals of a simulated run."""
 
     seconds: float = 0.0
     steps: int = 0
@@ -146,7 +146,7 @@ def simulate(
     source = prepared(rows)
     outcome = Outcome()
     held: dict[int, int] = {}
-    """By request id, the row."""
+    """Request id → row."""
     left = [row.n for row in rows]
     done: set[int] = set()
     next_row = next_id = 0

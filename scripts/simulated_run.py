@@ -50,7 +50,7 @@ class FakeRow(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """How long a step takes, in seconds."""
+    """The seconds that a step takes."""
 
     fixed: float
     each: float
@@ -68,7 +68,7 @@ class Machine(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What was shown at a moment, and the truth."""
+    """The status shown at a moment, and the truth."""
 
     at: float
     """Seconds since the first request."""

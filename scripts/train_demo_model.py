@@ -436,12 +436,12 @@ def save_examples(out: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one held-out prompt was answered."""
+    """The answer to one held-out prompt."""
 
     example: demo_tasks.Example
     form: str
     text: str
-    """What the model wrote, without the end token."""
+    """The text of the answer, without the end token."""
     is_right: bool
     """The answer is right and is followed by the form's own end token."""
     margin: float

@@ -1,1 +1,1 @@
-"""What `scripts/compare` is made of: the same work through several engines, each in fresh processes."""
+"""The parts of `scripts/compare`: the same work through several engines, each in fresh processes."""

@@ -24,7 +24,7 @@ _SMALL = {
 }
 
 SHAPES: dict[str, dict[str, Any]] = {"qwen3-30m": _SMALL, **REAL_SHAPES}
-"""Those of `nvcli bench`, and one for CPUs: 29.4 M parameters."""
+"""The shapes of `nvcli bench`, and one for CPUs: 29.4 M parameters."""
 
 
 def write_checkpoint(shape: str, folder: Path, dtype: str) -> Path:

@@ -34,7 +34,7 @@ class Job:
     max_num_seqs: int | None
     """None: the engine's own default."""
     batch_size: int
-    """Of engines that take fixed batches."""
+    """The batch size of engines that take fixed batches."""
     temperature: float
     warm_up: Rows
     rows: Rows
@@ -55,9 +55,9 @@ class Outcome:
     """Exactly one of `seconds` and `left_out` is set."""
 
     seconds: float | None = None
-    """From the first request's sending to the last answer's arrival."""
+    """Seconds from the first request's sending to the last answer's arrival."""
     version: str = ""
-    """Of the engine's package."""
+    """The version of the engine's package."""
     left_out: str | None = None
 
     def write(self, path: Path) -> None:

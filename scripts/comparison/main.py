@@ -151,13 +151,13 @@ def run_engine(job: Job, python: str, *, threads: int, timeout: float) -> Outcom
 
 @dataclass
 class Rounds:
-    """What came of all rounds."""
+    """The results of all rounds."""
 
     seconds: dict[str, list[float]]
-    """Of each engine that ran every round so far."""
+    """Seconds by engine, of those that ran every round so far."""
     versions: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
-    """Why the other engines did not."""
+    """Engine → why it did not."""
     any_failed: bool = False
 
 

@@ -23,7 +23,10 @@ class Standing:
 
 
 def standings(seconds: Mapping[str, Sequence[float]], versions: Mapping[str, str], num_tokens: int) -> list[Standing]:
-    """In the order given; `num_tokens` are generated in each round. Engines without a time are not given."""
+    """Return the standings in the order given; `num_tokens` are generated in each round.
+
+    Engines without a time are not given.
+    """
     baseline = next(iter(seconds.values()), [])
     result = []
     for engine, values in seconds.items():

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EngineEntry:
-    """Where an engine is found."""
+    """The place of an engine."""
 
     module: str
     package: str
-    """What must be importable."""
+    """The package that must be importable."""
     distribution: str
-    """What the package is called where it is installed."""
+    """The name under which the package is installed."""
     about: str
 
 

@@ -11,7 +11,7 @@ from comparison.job import Job, LeftOut
 
 
 def load(job: Job) -> Any:
-    """On the job's device. Raises LeftOut for several GPUs."""
+    """Load the model on the job's device. Raises LeftOut for several GPUs."""
     if job.tensor_parallel_size > 1:
         raise LeftOut("transformers is compared on one device; leave --tp out")
     dtype = getattr(torch, job.dtype)

@@ -19,8 +19,8 @@ _WAIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
-    """The record of one pass over a workload."""
+class PassTotals:
+    """The totals of one pass over a workload."""
 
     seconds: float
     """Seconds from the sending of the first request to the arrival of the last answer."""
@@ -33,6 +33,12 @@ class Pass:
     computed_prompt_tokens: int
     """Prompt tokens that were computed, each token of a sample once."""
     output_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass(PassTotals):
+    """The record of one pass over a workload."""
+
     num_preemptions: int
     num_blocks: int
     """KV blocks of one replica."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from nvcli.bench.engines import Pass
+from nvcli.bench.engines import Pass, PassTotals
 from nvcli.bench.roofline import Ceilings, Phase, Roofline
 from nvcli.engine.request import StepRecord
 from nvcli.messages import ForwardMode
@@ -48,23 +48,13 @@ class StepTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(PassTotals):
     """The measures of one pass over the workload.
 
     Where there are several replicas, seconds of the device are those of a replica on average. `seconds` is the sum of
     `phases["prefill"].seconds`, `phases["decode"].seconds` and `idle_seconds`.
     """
 
-    seconds: float
-    num_requests: int
-    """Answers; each sample of a prompt counts."""
-    prompt_tokens: int
-    """Tokens of the prompts; those of one prompt count once, whatever its samples."""
-    cached_tokens: int
-    """Prompt tokens that were found in the prefix cache and not computed, summed over the samples."""
-    computed_prompt_tokens: int
-    """Prompt tokens that were computed, each token of a sample once."""
-    output_tokens: int
     steps: dict[str, StepTimes]
     """The steps of all replicas, by forward mode."""
     limits: dict[str, Roofline]
@@ -114,12 +104,7 @@ def run_of(recorded: Pass, costs: ModelCosts, ceilings: Ceilings) -> Run:
     limit_seconds = sum(phase.limit_seconds for phase in phases.values())
     busy_seconds = sum(record.seconds for record in records)
     return Run(
-        seconds=recorded.seconds,
-        num_requests=recorded.num_requests,
-        prompt_tokens=recorded.prompt_tokens,
-        cached_tokens=recorded.cached_tokens,
-        computed_prompt_tokens=recorded.computed_prompt_tokens,
-        output_tokens=recorded.output_tokens,
+        **{field.name: getattr(recorded, field.name) for field in fields(PassTotals)},
         steps={mode: StepTimes.of(steps) for mode, steps in by_mode.items() if steps},
         limits={mode: Roofline.of(steps, costs, ceilings) for mode, steps in by_mode.items() if steps},
         phases=phases,

@@ -12,26 +12,17 @@ from nvcli.messages import MemoryUse
 if TYPE_CHECKING:
     from nvcli.profile.profile import MemoryProfile
 
-COLORS = {
-    "weights": "#4477aa",
-    "buffers": "#66ccee",
-    "activations": "#228833",
-    "CUDA graphs": "#ccbb44",
-    "other": "#ee6677",
-    "KV cache": "#aa3377",
-    "free": "#bbbbbb",
+_STYLES = {
+    "weights": ("#4477aa", "W"),
+    "buffers": ("#66ccee", "B"),
+    "activations": ("#228833", "A"),
+    "CUDA graphs": ("#ccbb44", "G"),
+    "other": ("#ee6677", "O"),
+    "KV cache": ("#aa3377", "K"),
+    "free": ("#bbbbbb", "."),
 }
-"""Paul Tol's bright scheme, whose colours can be told apart without seeing red and green."""
-_MARKS = {
-    "weights": "W",
-    "buffers": "B",
-    "activations": "A",
-    "CUDA graphs": "G",
-    "other": "O",
-    "KV cache": "K",
-    "free": ".",
-}
-"""Fills an item's part of a bar where there are no colours: in pipes, dumb terminals and with NO_COLOR."""
+"""Item → its colour, and the letter of its part of a bar in pipes, dumb terminals and with NO_COLOR. The colours are
+Paul Tol's bright scheme, which can be told apart without seeing red and green."""
 _WIDTH = 79
 """The characters of a bar with its name."""
 
@@ -51,7 +42,7 @@ def print_bars(profile: MemoryProfile) -> None:
 
     console = Console(highlight=False)
     has_colors = console.color_system is not None and not console.no_color
-    marks = dict.fromkeys(_MARKS, "█") if has_colors else _MARKS
+    marks = {item: "█" if has_colors else letter for item, (_, letter) in _STYLES.items()}
     names = [f"rank {number} " for number in range(len(profile.ranks))]
     width = _WIDTH - len(names[-1])
     for name, use in zip(names, profile.ranks, strict=True):
@@ -63,12 +54,12 @@ def print_bars(profile: MemoryProfile) -> None:
         for item, size in parts.items():
             size_before += size
             cells = round(width * size_before / whole)
-            bar.append(marks[item] * (cells - cells_before), style=COLORS[item])
+            bar.append(marks[item] * (cells - cells_before), style=_STYLES[item][0])
             cells_before = cells
         console.print(bar)
     use = profile.ranks[0]
     legend = [
-        Text.assemble((f"{marks[item]} ", COLORS[item]), f"{item} {format_bytes(size)} ({_share(size, use.total)})")
+        Text.assemble((f"{marks[item]} ", _STYLES[item][0]), f"{item} {format_bytes(size)} ({_share(size, use.total)})")
         for item, size in parts_of(use).items()
         if size
     ]
@@ -89,7 +80,7 @@ def write_plot(profile: MemoryProfile, path: Path) -> None:
     names = [f"rank {number}" for number in range(len(profile.ranks))]
     parts = [parts_of(use) for use in profile.ranks]
     starts = [0.0] * len(names)
-    for item, color in COLORS.items():
+    for item, (color, _) in _STYLES.items():
         sizes = [part.get(item, 0) / 2**30 for part in parts]
         if any(sizes):
             axes.barh(names, sizes, left=starts, color=color, label=item)
@@ -98,7 +89,7 @@ def write_plot(profile: MemoryProfile, path: Path) -> None:
     axes.set_xlabel("GiB")
     how = "estimated" if profile.is_estimate else "measured"
     axes.set_title(f"{profile.model}: memory by rank ({how})")
-    figure.legend(loc="outside lower center", ncols=len(COLORS), frameon=False)
+    figure.legend(loc="outside lower center", ncols=len(_STYLES), frameon=False)
     try:
         figure.savefig(path)
     except OSError as error:
