@@ -34,10 +34,10 @@ class DoublingMethod(PlainLinearMethod):
             if source.parameter == "weight":
                 yield WeightSource(tensor=source.tensor, read=source.read, parameter="copy", write=source.write)
 
-    def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool) -> Tensor:
+    def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool, out: Tensor | None = None) -> Tensor:
         assert isinstance(x, Tensor)
         assert isinstance(layer.copy, Tensor)
-        return x @ ((layer.weight + layer.copy) / 2).float().t()
+        return torch.mm(x, ((layer.weight + layer.copy) / 2).float().t(), out=out)
 
     def apply_gated(
         self, layer: ShardedLinear, x: Activations, activation: Activation, scaling: FP8Scaling | None = None

@@ -1,22 +1,181 @@
-"""CausalLM: what the runner, the loader and the tests may expect of every model family."""
+"""CausalLM: the decoder of every family in `families/`, with its LM head.
+
+What a layer consists of, and where its norms stand, is said by its `LayerConfig`.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
+import torch
 from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionSpec, CacheSpec, attention_kinds
 from nvcli.distributed.tensor_parallel import StageState
+from nvcli.kernels.fp8_types import Activations
+from nvcli.kernels.invariant_linear import row_by_row
 from nvcli.models.config import ModelConfig
-from nvcli.models.layers import TokenMixer
-from nvcli.models.parallel import BuildContext
+from nvcli.models.geometry import EMBEDDING, HEAD
+from nvcli.models.kv_groups import layer_specs
+from nvcli.models.layer_config import LayerConfig
+from nvcli.models.layer_inputs import LayerInput, LayerInputs
+from nvcli.models.layers import Angles, FeedForward, InputNorm, ResultNorm, RotaryTables, TokenMixer
+from nvcli.models.mixers.mixer import NormConfig
+from nvcli.models.parallel import BuildContext, ParallelLMHead, TensorShard, VocabParallelEmbedding
 from nvcli.models.weights import WeightModule
 
 
-class CausalLM(nn.Module, ABC):
-    """A decoder with a language-model head, cut for one rank. Module names follow the checkpoint's tensor names."""
+class DecoderLayer(nn.Module):
+    """One decoder layer. It takes and gives the residual stream as `layers.py` describes."""
+
+    def __init__(
+        self,
+        build: BuildContext,
+        path: str,
+        config: LayerConfig,
+        norm: NormConfig,
+        spec: CacheSpec,
+        cache_layer: int,
+        *,
+        has_input: bool,
+    ) -> None:
+        """`has_input`: whether the layer has an input beside the residual stream."""
+        super().__init__()
+        self.group = build.group
+        self.is_parallel = config.norms.is_parallel
+
+        def before(name: str | None, behind: str | None) -> InputNorm | None:
+            """The norm of a block's input; `behind` is the norm of the result that comes in."""
+            return None if name is None else InputNorm(build, f"{path}.{name}", norm, is_summed=behind is not None)
+
+        def after(name: str | None, *, is_summed: bool = False) -> ResultNorm | None:
+            return None if name is None else ResultNorm(build, f"{path}.{name}", norm, is_summed=is_summed)
+
+        norms = config.norms
+        self.before_attention = before(norms.before_attention, norms.after_mlp)
+        self.mixer: TokenMixer = config.mixer.build(build, path, norm, spec, cache_layer)
+        self.after_attention = after(norms.after_attention)
+        self.before_mlp = before(norms.before_mlp, norms.after_attention)
+        self.mlp: FeedForward = config.mlp.build(build, path, norm)
+        self.after_mlp = after(norms.after_mlp, is_summed=self.mlp.is_summed)
+        self.gives_stream = self.after_mlp is None or self.mlp.is_summed
+        if not self.is_parallel:  # norms quantise for the projections behind them, where nothing else reads the result
+            for input_norm, block in ((self.before_attention, self.mixer), (self.before_mlp, self.mlp)):
+                if input_norm is not None and block.input_proj is not None:
+                    input_norm.quantise_for(block.input_proj)
+        self.input = LayerInput(build, path, norm) if has_input else None
+        self.scalar = Scalar(build, f"{path}.layer_scalar") if config.has_scalar else None
+
+    def forward(
+        self,
+        delta: Tensor | None,
+        residual: Tensor,
+        own: Tensor | None,
+        angles: Angles,
+        batch: ForwardBatch,
+        rows: Tensor | None,
+    ) -> tuple[Tensor | None, Tensor]:
+        """Give the next `delta` and `residual`: [T, H] each, or [N, H] where only the tokens `rows` [N] go on behind
+        the attention. `own` is the layer's input beside the stream [T, P]."""
+        x = _input(self.before_attention, delta, residual)
+        mixed = self.mixer(x, angles, batch)
+        if rows is not None:
+            if len(rows) == 0:
+                return None, residual[rows]
+            mixed = mixed[rows]
+            if self.is_parallel:
+                assert isinstance(x, Tensor)
+                x = x[rows]
+            residual = self.group.residual_rows(residual, rows)
+        if self.is_parallel:
+            return _add_part(self.mlp(x, None), self.mixer.o_proj.part(mixed)), residual
+        delta = self.mixer.o_proj(mixed, residual if self.after_attention is None else None)
+        del mixed  # the MLP can have its memory
+        if self.after_attention is not None:
+            delta = self.after_attention(delta, residual)
+        x = _input(self.before_mlp, delta, residual)
+        delta = self.mlp(x, residual if self.gives_stream else None)
+        if self.after_mlp is not None:
+            delta = self.after_mlp(delta, residual)
+        if self.input is not None:
+            assert own is not None
+            residual, delta = self.input(residual.add_(delta), own if rows is None else own[rows]), None
+        return (delta, residual) if self.scalar is None else (None, self.scalar(delta, residual))
+
+
+class Scalar(TensorShard):
+    """Adds `delta` to `residual` and multiplies it by one number, in place. [T, H] → [T, H]."""
+
+    def forward(self, delta: Tensor | None, residual: Tensor) -> Tensor:
+        return (residual if delta is None else residual.add_(delta)).mul_(self.weight)
+
+
+class Decoder(nn.Module):
+    """The layers of one stage; in the first stage the embedding too, and in the last one the final norm."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__()
+        self.group = build.group
+        stage, decoder, layers = build.stage, config.decoder, config.layers
+        self.embed_tokens = VocabParallelEmbedding(build, EMBEDDING) if stage.is_first else None
+        self.embedding_scale = decoder.embedding_scale
+        if decoder.rounds_embedding_scale:
+            dtype = getattr(torch, build.dtype)
+            self.embedding_scale = torch.tensor(decoder.embedding_scale, dtype=dtype, device="cpu").item()
+        inputs = decoder.layer_inputs
+        self.inputs = None if inputs is None else LayerInputs(build, inputs, decoder.norm, config.hidden_size)
+        numbers, owners = stage.layers(config.num_layers), decoder.kv_owners
+        self.rotary = RotaryTables((layers[number].mixer.rotation for number in numbers), build.max_positions)
+        specs = layer_specs(config, build.group.size, stage)
+        self.layers = nn.ModuleDict(
+            {
+                str(number): DecoderLayer(
+                    build,
+                    f"model.layers.{number}",
+                    layers[number],
+                    decoder.norm,
+                    spec,
+                    owners[number] - numbers.start,
+                    has_input=inputs is not None,
+                )
+                for number, spec in zip(numbers, specs, strict=True)
+            }
+        )
+        # Behind a norm of the result, `delta` is alike on all ranks and need not be summed.
+        self.is_summed = layers[numbers[-1]].norms.after_mlp is not None
+        self.norm = InputNorm(build, "model.norm", decoder.norm, is_summed=self.is_summed) if stage.is_last else None
+
+    def forward(self, batch: ForwardBatch, received: StageState | None) -> Tensor | StageState:
+        delta: Tensor | None = None
+        if self.embed_tokens is not None:
+            residual: Tensor = self.embed_tokens(batch.input_ids)
+            if self.embedding_scale != 1.0:
+                residual.mul_(self.embedding_scale)
+        else:
+            assert received is not None
+            delta, residual = self.group.recv_stage(received)
+        angles = self.rotary(batch.positions)
+        inputs: list[Tensor | None] = [None] * len(self.layers)
+        if self.inputs is not None:
+            inputs = list(self.inputs(batch.input_ids, residual).unbind(1))
+        *layers, last_layer = self.layers.values()
+        for layer, own in zip(layers, inputs, strict=False):
+            delta, residual = layer(delta, residual, own, angles, batch, None)
+        # Behind the last attention only rows that need logits are of use.
+        rows = None if self.norm is None else batch.logits_rows
+        delta, residual = last_layer(delta, residual, inputs[-1], angles, batch, rows)
+        if self.norm is None:
+            if self.is_summed and delta is not None:
+                residual, delta = residual.add_(delta), None
+            return self.group.send_stage(delta, residual)
+        if len(residual) == 0:
+            return residual
+        hidden: Tensor = self.norm(delta, residual)
+        return hidden
+
+
+class CausalLM(nn.Module):
+    """A decoder with a language-model head, cut for one rank: what the runner, the loader and the tests know of it.
+    Module names follow the checkpoint's tensor names."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
@@ -25,8 +184,14 @@ class CausalLM(nn.Module, ABC):
         self.stage = build.stage
         self.tensors = build.tensors
         """The checkpoint tensors that this rank's stage is made of, by name."""
+        self.model = Decoder(config, build)
+        self.batch_invariant = build.batch_invariant
+        self.lm_head: ParallelLMHead | None = None
+        if build.stage.is_last:
+            name = EMBEDDING if config.tie_word_embeddings else HEAD
+            tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
+            self.lm_head = ParallelLMHead(build, name, tied_to=tied_to)
 
-    @abstractmethod
     def forward(self, batch: ForwardBatch, received: StageState | None = None) -> Tensor | StageState:
         """Compute the hidden states behind the final norm of the tokens that need logits (`batch.logits_rows`): [N, H],
         alike on every rank of the stage. A stage that is not the last gives what the next one needs. Keys and values
@@ -34,14 +199,23 @@ class CausalLM(nn.Module, ABC):
 
         `received` is what the stage before sent, which is written over; None in the first stage.
         """
+        out: Tensor | StageState = self.model(batch, received)
+        return out
 
-    @abstractmethod
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Compute [N, H] → [N, M] in the model's dtype, for this rank's part of the vocabulary: M tokens from
         rank × M on. Only the last stage can.
 
         All ranks have the same M: tokens from vocab_size on are padding.
         """
+        assert self.lm_head is not None
+        logits: Tensor = self.lm_head(hidden)
+        cap = self.config.decoder.logit_soft_cap
+        if cap is None:
+            return logits
+        logits.div_(cap)
+        logits = row_by_row(torch.tanh_, logits) if self.batch_invariant else logits.tanh_()
+        return logits.mul_(cap)
 
     @property
     def mixers(self) -> tuple[TokenMixer, ...]:
@@ -72,3 +246,17 @@ class CausalLM(nn.Module, ABC):
                     parameter = getattr(module, name)
                     parts[part] = parts.get(part, 0) + parameter.numel() * parameter.element_size()
         return parts
+
+
+def _input(norm: InputNorm | None, delta: Tensor | None, residual: Tensor) -> Activations:
+    """Make a block's input: `delta` and `residual` added up, normed where there is a norm."""
+    if norm is not None:
+        x: Activations = norm(delta, residual)
+        return x
+    return residual if delta is None else residual.add_(delta)
+
+
+def _add_part(delta: Tensor, part: Tensor) -> Tensor:
+    """Add this rank's part [T, H] of one block's result to another's: [T, H], or float32 parts [P, T, H]."""
+    (delta[0] if delta.dim() == 3 else delta).add_(part)
+    return delta

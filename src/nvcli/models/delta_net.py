@@ -23,7 +23,14 @@ from nvcli.kernels.state_rows import StateRows
 from nvcli.models.layers import Angles, Norm, TokenMixer
 from nvcli.models.mixers.delta_net import DeltaNetConfig
 from nvcli.models.mixers.mixer import NormConfig
-from nvcli.models.parallel import BuildContext, ColumnParallelLinear, LinearPiece, RowParallelLinear, linear_piece
+from nvcli.models.parallel import (
+    BuildContext,
+    ColumnParallelLinear,
+    LinearPiece,
+    RowParallelLinear,
+    TensorShard,
+    linear_piece,
+)
 from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, length
 
 
@@ -49,8 +56,9 @@ class GatedDeltaNet(TokenMixer):
         pieces = _pieces_by_head(build, path, config) if config.is_fused_by_head else _pieces(build, path, config)
         self.in_proj = ColumnParallelLinear(build, f"{path}.in_proj", pieces)
         self.conv = ConvWeight(build, f"{path}.conv1d", config)
-        self.log_rate = HeadNumbers(build, f"{path}.A_log")
-        self.step_bias = HeadNumbers(build, f"{path}.dt_bias")
+        # One number for each of this rank's value heads: [Hv].
+        self.log_rate = TensorShard(build, f"{path}.A_log")
+        self.step_bias = TensorShard(build, f"{path}.dt_bias")
         self.norm = Norm(build, f"{path}.norm", replace(norm, weight_offset=0.0))
         self.o_proj = RowParallelLinear(build, f"{path}.out_proj")
 
@@ -94,20 +102,6 @@ class ConvWeight(WeightModule):
             taps = self.tensor.shard(0, 1)[1:]
             yield WeightSource(tensor=self.tensor, read=(part, *taps), parameter="weight", write=(rows, *taps))
             start = rows.stop
-
-
-class HeadNumbers(WeightModule):
-    """One number for each of this rank's value heads: [Hv]."""
-
-    def __init__(self, build: BuildContext, name: str) -> None:
-        super().__init__()
-        self.tensor = build.tensors[name]
-        self.read = self.tensor.shard(build.group.rank, build.group.size)
-        self.weight = empty_parameter(self.tensor, length(self.read[0]))
-
-    def weight_sources(self) -> Iterator[WeightSource]:
-        write = (slice(0, length(self.read[0])),)
-        yield WeightSource(tensor=self.tensor, read=self.read, parameter="weight", write=write)
 
 
 def _state_rows(batch: ForwardBatch, group: int) -> StateRows:

@@ -28,8 +28,8 @@ from nvcli.models.layers import FeedForward
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.mixers.mlp import MLPConfig
-from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear
-from nvcli.models.tensor_spec import EXPERTS, TensorSpec
+from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear, TensorShard, TensorShards
+from nvcli.models.tensor_spec import EXPERTS
 from nvcli.models.weights import ScaleTarget, WeightModule, WeightSource, empty_parameter, length
 
 
@@ -71,35 +71,16 @@ def part_of_sum(group: TensorParallelGroup, parts: Tensor, *, batch_invariant: b
     return parts.sum(dim=0) if buffer is None else torch.sum(parts, dim=0, out=buffer)
 
 
-class WholeTensors(WeightModule):
-    """A module whose tensors every rank has whole. A parameter is named like the last part of its tensor's name."""
-
-    def __init__(self, build: BuildContext, path: str, names: tuple[str, ...]) -> None:
-        """Those of `names` that the model does not have become None."""
-        super().__init__()
-        self.tensors: dict[str, TensorSpec] = {}
-        for name in names:
-            tensor = build.tensors.get(f"{path}.{name}")
-            self.register_parameter(name, None if tensor is None else empty_parameter(tensor, *tensor.shape))
-            if tensor is not None:
-                self.tensors[name] = tensor
-
-    def weight_sources(self) -> Iterator[WeightSource]:
-        for name, tensor in self.tensors.items():
-            everything = tensor.shard(0, 1)
-            yield WeightSource(tensor=tensor, read=everything, parameter=name, write=everything)
-
-
-class Router(WholeTensors):
+class Router(TensorShards):
     """Chooses each token's experts. [T, H] → Routes."""
 
-    weight: nn.Parameter
     bias: nn.Parameter | None
     e_score_correction_bias: nn.Parameter | None
     per_expert_scale: nn.Parameter | None
 
     def __init__(self, build: BuildContext, path: str, config: ExpertsConfig) -> None:
-        super().__init__(build, path, ("weight", "bias", "e_score_correction_bias", "per_expert_scale"))
+        names = ("weight", "bias", "e_score_correction_bias", "per_expert_scale")
+        super().__init__(build, {name: f"{path}.{name}" for name in names})
         self.routing = config.routing
         self.batch_invariant = build.batch_invariant
 
@@ -246,14 +227,12 @@ def _with_scales(source: WeightSource, scaling: FP8Scaling) -> WeightSource:
     return source.with_scales(ScaleTarget(parameter=parameter, write=(expert, rows), scaling=scaling))
 
 
-class SharedGate(WholeTensors):
+class SharedGate(TensorShard):
     """How much of the shared expert each token has: multiplies `values` [T, I] by sigmoid(gate(x)), x: [T, H], in
     place."""
 
-    weight: nn.Parameter
-
     def __init__(self, build: BuildContext, path: str) -> None:
-        super().__init__(build, path, ("weight",))
+        super().__init__(build, f"{path}.weight")
         self.batch_invariant = build.batch_invariant
 
     def forward(self, values: Tensor, x: Tensor) -> Tensor:
@@ -278,4 +257,4 @@ class SharedExpert(nn.Module):
         assert isinstance(hidden, Tensor)
         if self.gate is not None:
             self.gate(hidden, x)
-        self.down_proj.write_part(hidden, out)
+        self.down_proj.part(hidden, out)

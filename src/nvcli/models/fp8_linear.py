@@ -59,8 +59,10 @@ class Fp8LinearMethod(PlainLinearMethod):
                 assert length(columns) == layer.weight.shape[1]
             yield source.with_scales(ScaleTarget(parameter="weight_scale", write=place, scaling=self.scaling))
 
-    def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool) -> Tensor:
-        return self._multiply(layer, x, with_bias=with_bias, out=None)
+    def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool, out: Tensor | None = None) -> Tensor:
+        bias = layer.bias if with_bias else None
+        quantised = self._quantised(x)
+        return fp8_linear(quantised, layer.weight, layer.weight_scale, bias, out, accumulation=self.accumulation)
 
     def apply_gated(
         self, layer: ShardedLinear, x: Activations, activation: Activation, scaling: FP8Scaling | None = None
@@ -78,14 +80,6 @@ class Fp8LinearMethod(PlainLinearMethod):
         quantised = self._quantised(x)
         return fp8_linear_for_sum(quantised, layer.weight, layer.weight_scale, accumulation=self.accumulation)
 
-    def apply_into(self, layer: ShardedLinear, x: Activations, out: Tensor, *, with_bias: bool) -> Tensor:
-        return self._multiply(layer, x, with_bias=with_bias, out=out)
-
-    def _multiply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool, out: Tensor | None) -> Tensor:
-        bias = layer.bias if with_bias else None
-        quantised = self._quantised(x)
-        return fp8_linear(quantised, layer.weight, layer.weight_scale, bias, out, accumulation=self.accumulation)
-
     def _quantised(self, x: Activations) -> QuantisedRows:
         return x if isinstance(x, QuantisedRows) else quantise(x, self.scaling)
 
@@ -100,6 +94,6 @@ class Fp8WeightLinearMethod(Fp8LinearMethod):
     def apply_for_sum(self, layer: ShardedLinear, x: Activations, residual: Tensor | None) -> Tensor | None:
         return self.apply(layer, x, with_bias=True)
 
-    def _multiply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool, out: Tensor | None) -> Tensor:
+    def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool, out: Tensor | None = None) -> Tensor:
         assert isinstance(x, Tensor), "what comes before is not told to quantise"
         return fp8_weight_linear(x, layer.weight, layer.weight_scale, layer.bias if with_bias else None, out)

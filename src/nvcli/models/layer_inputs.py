@@ -6,8 +6,6 @@ Shapes: T tokens, H hidden, L layers, P size of a layer's input.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,22 +15,15 @@ from nvcli.models.geometry import LAYER_EMBEDDING
 from nvcli.models.layer_config import LayerInputsConfig
 from nvcli.models.layers import Norm
 from nvcli.models.mixers.mixer import NormConfig
-from nvcli.models.parallel import BuildContext, VocabParallelEmbedding
-from nvcli.models.weights import WeightModule, WeightSource, empty_parameter
+from nvcli.models.parallel import BuildContext, TensorShard, VocabParallelEmbedding
 
 
-class ReplicatedLinear(WeightModule):
+class ReplicatedLinear(TensorShard):
     """A projection that every rank has whole: [T, in] → [T, out]."""
 
     def __init__(self, build: BuildContext, path: str) -> None:
-        super().__init__()
+        super().__init__(build, f"{path}.weight")
         self.product = build.product
-        self.tensor = build.tensors[f"{path}.weight"]
-        self.weight = empty_parameter(self.tensor, *self.tensor.shape)
-
-    def weight_sources(self) -> Iterator[WeightSource]:
-        everything = self.tensor.shard(0, 1)
-        yield WeightSource(tensor=self.tensor, read=everything, parameter="weight", write=everything)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.weight)

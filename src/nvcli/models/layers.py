@@ -28,26 +28,25 @@ from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.mixer import NormConfig, Rotation
 from nvcli.models.mixers.mlp import MLPConfig
-from nvcli.models.parallel import BuildContext, ColumnParallelLinear, LinearPiece, RowParallelLinear, linear_piece
+from nvcli.models.parallel import (
+    BuildContext,
+    ColumnParallelLinear,
+    LinearPiece,
+    RowParallelLinear,
+    TensorShard,
+    linear_piece,
+)
 from nvcli.models.qkv import QKVPreparation, QueryScaleTable
 from nvcli.models.rope import RotaryTable
-from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, length
 
 
-class Norm(WeightModule):
+class Norm(TensorShard):
     """The weight of a norm, which every rank has whole."""
 
     def __init__(self, build: BuildContext, path: str, config: NormConfig) -> None:
-        super().__init__()
-        self.group = build.group
+        super().__init__(build, f"{path}.weight")
         self.eps = config.eps
         self.is_centered = config.kind == "layer"
-        self.tensor = build.tensors[f"{path}.weight"]
-        self.weight = empty_parameter(self.tensor, *self.tensor.shape)
-
-    def weight_sources(self) -> Iterator[WeightSource]:
-        everything = self.tensor.shard(0, 1)
-        yield WeightSource(tensor=self.tensor, read=everything, parameter="weight", write=everything)
 
 
 class InputNorm(Norm):
@@ -171,20 +170,6 @@ class RotaryTables(nn.Module):
         return Angles({key: table(positions) for key, table in zip(self.keys, self.tables, strict=True)})
 
 
-class Sinks(WeightModule):
-    """The sinks of this rank's heads, [heads] float32."""
-
-    def __init__(self, build: BuildContext, path: str) -> None:
-        super().__init__()
-        self.tensor = build.tensors[path]
-        self.read = self.tensor.shard(build.group.rank, build.group.size)
-        self.weight = empty_parameter(self.tensor, *self.tensor.kept_shape(build.group.size))
-
-    def weight_sources(self) -> Iterator[WeightSource]:
-        write = tuple(slice(0, length(part)) for part in self.read)
-        yield WeightSource(tensor=self.tensor, read=self.read, parameter="weight", write=write)
-
-
 class Attention(TokenMixer):
     """Grouped-query attention, cut over the ranks by heads. [T, H] → [T, this rank's heads × D].
 
@@ -218,7 +203,7 @@ class Attention(TokenMixer):
         norms_heads = config.qk_norm == "head"
         self.q_norm = Norm(build, f"{path}.q_norm", norm) if norms_heads else None
         self.k_norm = Norm(build, f"{path}.k_norm", norm) if norms_heads and not config.shares_kv else None
-        self.sinks = Sinks(build, f"{path}.sinks") if config.has_sinks else None
+        self.sinks = TensorShard(build, f"{path}.sinks") if config.has_sinks else None
         self.prepare = QKVPreparation(build, path, config, norm.eps) if QKVPreparation.is_needed(config) else None
         scaling = config.query_scaling
         scales = scaling is not None and build.max_positions > scaling.length

@@ -1,15 +1,40 @@
-"""The choice of a linear layer's method, by how ranks keep the weights of its pieces."""
+"""The choice of a linear layer's method, by how ranks keep the weights of its pieces, and the method of runs that are
+batch-invariant: plain weights, and one way to multiply any number of rows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from nvcli.config_types import FP8Accumulation
+from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
+from nvcli.kernels.fp8_types import Activations
+from nvcli.kernels.invariant_linear import invariant_gated_linear, invariant_linear, row_by_row
+from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models.fp8_linear import Fp8LinearMethod, Fp8WeightLinearMethod
-from nvcli.models.invariant_linear_method import InvariantLinearMethod
-from nvcli.models.parallel import LinearMethod, LinearPiece, PlainLinearMethod
+from nvcli.models.parallel import LinearMethod, LinearPiece, PlainLinearMethod, ShardedLinear
 from nvcli.models.w4_linear import W4LinearMethod
 from nvcli.models.weights import length
+
+
+class InvariantLinearMethod(PlainLinearMethod):
+    """Weights as they are. A row's product has the same bits whatever other rows there are."""
+
+    def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool, out: Tensor | None = None) -> Tensor:
+        assert isinstance(x, Tensor)
+        return invariant_linear(x, layer.weight, layer.bias if with_bias else None, out)
+
+    def apply_gated(
+        self, layer: ShardedLinear, x: Activations, activation: Activation, scaling: FP8Scaling | None = None
+    ) -> Activations:
+        if layer.bias is None:
+            assert isinstance(x, Tensor)
+            return invariant_gated_linear(x, layer.weight, activation)
+        return row_by_row(ACTIVATE_AND_MUL[activation], self.apply(layer, x, with_bias=True))
+
+    def apply_for_sum(self, layer: ShardedLinear, x: Activations, residual: Tensor | None) -> Tensor | None:
+        return self.apply(layer, x, with_bias=True)
 
 
 def linear_method(

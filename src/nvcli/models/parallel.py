@@ -87,8 +87,8 @@ class LinearMethod(ABC):
         return None
 
     @abstractmethod
-    def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool) -> Tensor:
-        """Multiply: [T, columns] → [T, rows] of this rank."""
+    def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool, out: Tensor | None = None) -> Tensor:
+        """Multiply: [T, columns] → [T, rows] of this rank, in `out` (contiguous) if that is given."""
 
     @property
     def input_scaling(self) -> FP8Scaling | None:
@@ -108,10 +108,6 @@ class LinearMethod(ABC):
         """Multiply for the residual sum: [T, columns] → what is to be added to `residual` [T, rows], as [T, rows] or
         float32 parts [P, T, rows], or None where it has been added in place. Without a `residual` it never is."""
         return self.apply(layer, x, with_bias=True)
-
-    def apply_into(self, layer: ShardedLinear, x: Activations, out: Tensor, *, with_bias: bool) -> Tensor:
-        """Do as `apply` does, with the result in `out`, which is contiguous."""
-        return out.copy_(self.apply(layer, x, with_bias=with_bias))
 
 
 LinearMethodFactory = Callable[[str, Sequence[LinearPiece]], LinearMethod]
@@ -141,9 +137,9 @@ class PlainLinearMethod(LinearMethod):
                 yield WeightSource(tensor=piece.bias, read=(piece.rows,), parameter="bias", write=(rows,))
             start = rows.stop
 
-    def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool) -> Tensor:
+    def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool, out: Tensor | None = None) -> Tensor:
         assert isinstance(x, Tensor), "only FP8 layers take quantised rows"
-        return linear(x, layer.weight, layer.bias if with_bias else None)
+        return linear(x, layer.weight, layer.bias if with_bias else None, out)
 
     def apply_gated(
         self, layer: ShardedLinear, x: Activations, activation: Activation, scaling: FP8Scaling | None = None
@@ -158,10 +154,6 @@ class PlainLinearMethod(LinearMethod):
         if layer.bias is not None:
             return super().apply_for_sum(layer, x, residual)
         return linear_for_sum(x, layer.weight, residual)
-
-    def apply_into(self, layer: ShardedLinear, x: Activations, out: Tensor, *, with_bias: bool) -> Tensor:
-        assert isinstance(x, Tensor)
-        return linear(x, layer.weight, layer.bias if with_bias else None, out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,39 +209,51 @@ class RowParallelLinear(ShardedLinear):
         """`residual` is the stream [T, out] that the projection belongs to; None: it is not to be added yet."""
         if self.group.size == 1:
             return self.method.apply_for_sum(self, x, residual)
-        with_bias = self.group.rank == 0  # every rank holds it, one adds it: it must enter the sum once
-        buffer = self.group.partial_sum_buffer((x.shape[0], self.out_features), x.dtype)
-        if buffer is None:
-            return self.method.apply(self, x, with_bias=with_bias)
-        return self.method.apply_into(self, x, buffer, with_bias=with_bias)
+        return self.part(x, self.group.partial_sum_buffer((x.shape[0], self.out_features), x.dtype))
 
-    def part(self, x: Tensor) -> Tensor:
-        """Compute this rank's part [T, out] in memory of its own, for a sum that another layer's part belongs to."""
-        return self.method.apply(self, x, with_bias=self.group.rank == 0)
-
-    def write_part(self, x: Tensor, out: Tensor) -> None:
-        """Do as `part` does, with the result in `out`, which is contiguous."""
-        self.method.apply_into(self, x, out, with_bias=self.group.rank == 0)
+    def part(self, x: Activations, out: Tensor | None = None) -> Tensor:
+        """Compute this rank's part [T, out] of a sum, in `out` (contiguous) or in memory of its own."""
+        # Every rank holds the bias, one adds it: it must enter the sum once.
+        return self.method.apply(self, x, with_bias=self.group.rank == 0, out=out)
 
 
-class VocabShard(WeightModule):
-    """[vocab_size, H], cut by vocabulary over the ranks and padded so that it divides."""
+class TensorShards(WeightModule):
+    """A module whose parameters each hold this rank's part of one tensor, or all of it."""
 
-    def __init__(self, build: BuildContext, path: str) -> None:
-        """`path` is the name of the weight's tensor, without its last part."""
+    weight: nn.Parameter
+
+    def __init__(self, build: BuildContext, names: Mapping[str, str]) -> None:
+        """`names`: parameter → tensor. A parameter whose tensor the model does not have is None."""
         super().__init__()
         self.group = build.group
-        self.tensor = build.tensors[f"{path}.weight"]
-        self.weight = empty_parameter(self.tensor, *self.tensor.kept_shape(self.group.size))
+        self.tensors: dict[str, TensorSpec] = {}
+        for parameter, name in names.items():
+            if (tensor := build.tensors.get(name)) is not None:
+                self.tensors[parameter] = tensor
+                self.register_parameter(parameter, empty_parameter(tensor, *tensor.kept_shape(self.group.size)))
+            else:
+                self.register_parameter(parameter, None)
 
     def weight_sources(self) -> Iterator[WeightSource]:
-        read = self.tensor.shard(self.group.rank, self.group.size)
-        write = tuple(slice(0, length(part)) for part in read)
-        yield WeightSource(tensor=self.tensor, read=read, parameter="weight", write=write)
+        for parameter, tensor in self.tensors.items():
+            read = tensor.shard(self.group.rank, self.group.size)
+            write = tuple(slice(0, length(part)) for part in read)
+            yield WeightSource(tensor=tensor, read=read, parameter=parameter, write=write)
 
 
-class VocabParallelEmbedding(VocabShard):
-    """[T] ids → [T, H]."""
+class TensorShard(TensorShards):
+    """A module with one parameter, `weight`: this rank's part of a tensor, or all of it."""
+
+    def __init__(self, build: BuildContext, name: str) -> None:
+        super().__init__(build, {"weight": name})
+        assert self.tensors, name
+
+
+class VocabParallelEmbedding(TensorShard):
+    """[T] ids → [T, H], cut by vocabulary over the ranks and padded so that it divides."""
+
+    def __init__(self, build: BuildContext, path: str) -> None:
+        super().__init__(build, f"{path}.weight")
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.group.size == 1:
@@ -259,13 +263,13 @@ class VocabParallelEmbedding(VocabShard):
         return self.group.sum(embed_part(ids, self.weight, self.group.rank * num_rows, buffer))
 
 
-class ParallelLMHead(VocabShard):
+class ParallelLMHead(TensorShard):
     """The output projection: [N, H] → [N, M], for this rank's M tokens: those from rank × M on. Tokens past the
     vocabulary are padding."""
 
-    def __init__(self, build: BuildContext, path: str, *, tied_to: VocabShard | None = None) -> None:
+    def __init__(self, build: BuildContext, path: str, *, tied_to: TensorShard | None = None) -> None:
         """`tied_to` is an embedding in this stage whose weight is used here too."""
-        super().__init__(build, path)
+        super().__init__(build, f"{path}.weight")
         self.product = build.product
         self.is_tied = tied_to is not None
         if tied_to is not None:

@@ -5,14 +5,12 @@ Shapes: T tokens, D head_dim, KV heads of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 
 from nvcli.models.mixers.attention import AttentionConfig, QueryScaling
-from nvcli.models.parallel import BuildContext
-from nvcli.models.weights import DerivedModule, WeightModule, WeightSource, empty_parameter, length
+from nvcli.models.parallel import BuildContext, TensorShards
+from nvcli.models.weights import DerivedModule
 
 
 class QKVPreparation(nn.Module):
@@ -50,7 +48,7 @@ class QKVPreparation(nn.Module):
         return qkv
 
 
-class QKRowNorm(WeightModule):
+class QKRowNorm(TensorShards):
     """RMSNorm of all heads of a token together, of the queries and of the keys, in place. The ranks have some heads
     each, and sum up their squares."""
 
@@ -58,22 +56,12 @@ class QKRowNorm(WeightModule):
     k_weight: nn.Parameter
 
     def __init__(self, build: BuildContext, path: str, attention: AttentionConfig, eps: float) -> None:
-        super().__init__()
-        self.group = build.group
+        super().__init__(build, {f"{name}_weight": f"{path}.{name}_norm.weight" for name in ("q", "k")})
         self.eps = eps
-        self.tensors = {name: build.tensors[f"{path}.{name}_norm.weight"] for name in ("q", "k")}
         size = self.group.size
-        for name, tensor in self.tensors.items():
-            setattr(self, f"{name}_weight", empty_parameter(tensor, *tensor.kept_shape(size)))
         # Where ranks share a KV head, each of its squares is counted once for each of them.
         kv_heads = attention.kv_heads_per_rank(size) * size
         self.widths = (attention.num_heads * attention.head_dim, kv_heads * attention.head_dim)
-
-    def weight_sources(self) -> Iterator[WeightSource]:
-        for name, tensor in self.tensors.items():
-            read = tensor.shard(self.group.rank, self.group.size)
-            write = (slice(0, length(read[0])),)
-            yield WeightSource(tensor=tensor, read=read, parameter=f"{name}_weight", write=write)
 
     def forward(self, q: Tensor, k: Tensor) -> None:
         rows = (q.float(), k.float())

@@ -42,7 +42,7 @@ def build_model(
     """
     import torch
 
-    from nvcli.models.dense import DenseForCausalLM
+    from nvcli.models.causal_lm import CausalLM
     from nvcli.models.linear_methods import invariant_linear_method
     from nvcli.models.linear_methods import linear_method as method_of_pieces
     from nvcli.models.parallel import BuildContext
@@ -66,7 +66,7 @@ def build_model(
         batch_invariant=batch_invariant,
     )
     with torch.device("meta"):
-        return DenseForCausalLM(config, build)
+        return CausalLM(config, build)
 
 
 def _stored_dtype(dtype: torch.dtype) -> StoredDtype:

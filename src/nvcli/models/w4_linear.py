@@ -59,9 +59,9 @@ class W4LinearMethod(PlainLinearMethod):
             "none"
         )
 
-    def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool) -> Tensor:
+    def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool, out: Tensor | None = None) -> Tensor:
         bias = layer.bias if with_bias else None
-        return w4_linear(self._inputs(layer, x), layer.weight, layer.weight_scale, self.format, bias)
+        return w4_linear(self._inputs(layer, x), layer.weight, layer.weight_scale, self.format, bias, out)
 
     def apply_gated(
         self, layer: ShardedLinear, x: Activations, activation: Activation, scaling: FP8Scaling | None = None
@@ -74,10 +74,6 @@ class W4LinearMethod(PlainLinearMethod):
         if layer.bias is not None:
             return self.apply(layer, x, with_bias=True)
         return w4_linear_for_sum(self._inputs(layer, x), layer.weight, layer.weight_scale, self.format, residual)
-
-    def apply_into(self, layer: ShardedLinear, x: Activations, out: Tensor, *, with_bias: bool) -> Tensor:
-        bias = layer.bias if with_bias else None
-        return w4_linear(self._inputs(layer, x), layer.weight, layer.weight_scale, self.format, bias, out)
 
     def _inputs(self, layer: ShardedLinear, x: Activations) -> Tensor:
         """Put activations into the order of the weight's columns."""
