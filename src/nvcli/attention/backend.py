@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,6 +66,14 @@ class AttentionCase:
     def cache_dtype(self) -> torch.dtype:
         """The type of keys and values in the cache."""
         return self.kv_dtype or self.dtype
+
+
+class AttentionLayer(NamedTuple):
+    """A layer as a backend attends in it; the fields are the arguments of `AttentionBackend.forward`."""
+
+    spec: AttentionSpec
+    number: int
+    sinks: Tensor | None
 
 
 class AttentionBackend(ABC):
@@ -147,17 +156,17 @@ class AttentionBackend(ABC):
         sinks: [num_heads] float32, the layer's own, where `spec.has_sinks`; they are not scaled.
         → [T, num_heads, head_dim], contiguous.
         """
-        num_single = batch.num_single_rows
+        num_single, one = batch.num_single_rows, AttentionLayer(spec, layer, sinks)
         if batch.shape.num_rows == 0:
             return output_buffer(None, q)
         if num_single == batch.shape.num_rows:
-            return self.decode(spec, layer, q, batch, None, sinks)
+            return self.decode(one, q, batch, None)
         if num_single == 0:
-            return self.prefill(spec, layer, q, None if k is None else (k, v), batch, None, sinks)
+            return self.prefill(one, q, None if k is None else (k, v), batch, None)
         out = output_buffer(None, q)
-        self.decode(spec, layer, q[:num_single], batch, out[:num_single], sinks)
+        self.decode(one, q[:num_single], batch, out[:num_single])
         new = None if k is None else (k[num_single:], v[num_single:])
-        self.prefill(spec, layer, q[num_single:], new, batch, out[num_single:], sinks)
+        self.prefill(one, q[num_single:], new, batch, out[num_single:])
         return out
 
     # ------------------------------------------------------------------ the halves
@@ -175,28 +184,11 @@ class AttentionBackend(ABC):
         """`plan_on_device` for the chunks."""
 
     @abstractmethod
-    def decode(
-        self,
-        spec: AttentionSpec,
-        layer: int,
-        q: Tensor,
-        batch: ForwardBatch,
-        out: Tensor | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def decode(self, layer: AttentionLayer, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
         """Attend the rows of one token. q: [rows, num_heads, head_dim] → the same shape, in `out` where it is given."""
 
     @abstractmethod
-    def prefill(
-        self,
-        spec: AttentionSpec,
-        layer: int,
-        q: Tensor,
-        new: NewKV,
-        batch: ForwardBatch,
-        out: Tensor | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def prefill(self, layer: AttentionLayer, q: Tensor, new: NewKV, batch: ForwardBatch, out: Tensor | None) -> Tensor:
         """Attend the chunks. q, new: their tokens' → q's shape, in `out` where it is given."""
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionBackend, AttentionCase, NewKV, copied_to
+from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionLayer, NewKV, copied_to
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.requirements import import_failure, unmet_requirements
 from nvcli.attention.spec import AttentionSpec
@@ -95,35 +95,19 @@ class FlashAttnBackend(AttentionBackend):
             most_keys=next(iter(tables.values())).shape[1] * self._block_size,
         )
 
-    def decode(
-        self,
-        spec: AttentionSpec,
-        layer: int,
-        q: Tensor,
-        batch: ForwardBatch,
-        out: Tensor | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        tables = {"page_table" if self._is_version_3 else "block_table": self._decode_tables[spec.kv_group]}
+    def decode(self, layer: AttentionLayer, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
+        tables = {"page_table" if self._is_version_3 else "block_table": self._decode_tables[layer.spec.kv_group]}
         seq_lens = batch.seq_lens[: batch.num_single_rows]
-        cache = batch.kv_cache.layer(layer)
-        result = self._with_kvcache(q.unsqueeze(1), *cache, cache_seqlens=seq_lens, **tables, **_options(spec))
+        cache = batch.kv_cache.layer(layer.number)
+        result = self._with_kvcache(q.unsqueeze(1), *cache, cache_seqlens=seq_lens, **tables, **_options(layer.spec))
         return copied_to(out, result.squeeze(1))
 
-    def prefill(
-        self,
-        spec: AttentionSpec,
-        layer: int,
-        q: Tensor,
-        new: NewKV,
-        batch: ForwardBatch,
-        out: Tensor | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def prefill(self, layer: AttentionLayer, q: Tensor, new: NewKV, batch: ForwardBatch, out: Tensor | None) -> Tensor:
         """Attend the chunks. Version 3 is called as `hopper/flash_attn_interface.py` of its repository documents it."""
         assert self._chunks is not None, "plan_on_device comes before forward"
-        chunks, tables, cache = self._chunks, self._chunk_tables[spec.kv_group], batch.kv_cache.layer(layer)
-        options = {**_options(spec), "cu_seqlens_q": chunks.query_starts, "max_seqlen_q": chunks.longest}
+        chunks, tables = self._chunks, self._chunk_tables[layer.spec.kv_group]
+        cache = batch.kv_cache.layer(layer.number)
+        options = {**_options(layer.spec), "cu_seqlens_q": chunks.query_starts, "max_seqlen_q": chunks.longest}
         if self._is_version_3:
             result = self._with_kvcache(q, *cache, cache_seqlens=chunks.seq_lens, page_table=tables, **options)
         else:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionBackend, AttentionCase, NewKV, output_buffer
+from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionLayer, NewKV, output_buffer
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.requirements import import_failure, unmet_requirements
 from nvcli.attention.spec import AttentionSpec
@@ -107,31 +107,16 @@ class FlashInferBackend(AttentionBackend):
         for planned in self._prefills.values():
             planned.gather_ids(batch, slice(batch.num_single_rows, batch.shape.num_rows))
 
-    def decode(
-        self,
-        spec: AttentionSpec,
-        layer: int,
-        q: Tensor,
-        batch: ForwardBatch,
-        out: Tensor | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        return self._decodes[self._kind_of[spec]].run(q, batch.kv_cache.layer(layer), spec.scale, output_buffer(out, q))
+    def decode(self, layer: AttentionLayer, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
+        decode, cache = self._decodes[self._kind_of[layer.spec]], batch.kv_cache.layer(layer.number)
+        return decode.run(q, cache, layer.spec.scale, output_buffer(out, q))
 
-    def prefill(
-        self,
-        spec: AttentionSpec,
-        layer: int,
-        q: Tensor,
-        new: NewKV,
-        batch: ForwardBatch,
-        out: Tensor | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def prefill(self, layer: AttentionLayer, q: Tensor, new: NewKV, batch: ForwardBatch, out: Tensor | None) -> Tensor:
         out = output_buffer(out, q)
         num_tokens = int(batch.num_tokens_host[batch.num_single_rows :].sum())
         out[num_tokens:].zero_()  # padding, which FlashInfer does not write
-        self._prefills[self._kind_of[spec]].run(q, batch.kv_cache.layer(layer), spec.scale, out)
+        cache = batch.kv_cache.layer(layer.number)
+        self._prefills[self._kind_of[layer.spec]].run(q, cache, layer.spec.scale, out)
         return out
 
     def _make_captured(self, kind: AttentionSpec, num_rows: int, max_blocks: int) -> _Planned:

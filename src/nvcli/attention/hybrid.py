@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionBackend, AttentionCase, NewKV
+from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionLayer, NewKV
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
-from nvcli.attention.spec import AttentionSpec
 
 
 class HybridBackend(AttentionBackend):
@@ -53,25 +52,8 @@ class HybridBackend(AttentionBackend):
     def plan_prefill_on_device(self, batch: ForwardBatch) -> None:
         self._prefill.plan_prefill_on_device(batch)
 
-    def decode(
-        self,
-        spec: AttentionSpec,
-        layer: int,
-        q: Tensor,
-        batch: ForwardBatch,
-        out: Tensor | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        return self._decode.decode(spec, layer, q, batch, out, sinks)
+    def decode(self, layer: AttentionLayer, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
+        return self._decode.decode(layer, q, batch, out)
 
-    def prefill(
-        self,
-        spec: AttentionSpec,
-        layer: int,
-        q: Tensor,
-        new: NewKV,
-        batch: ForwardBatch,
-        out: Tensor | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        return self._prefill.prefill(spec, layer, q, new, batch, out, sinks)
+    def prefill(self, layer: AttentionLayer, q: Tensor, new: NewKV, batch: ForwardBatch, out: Tensor | None) -> Tensor:
+        return self._prefill.prefill(layer, q, new, batch, out)

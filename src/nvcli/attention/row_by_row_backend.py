@@ -6,16 +6,18 @@ It is slow, and serves CPUs: for tests, and for models that are small enough. Ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionBackend, AttentionCase, NewKV, output_buffer
+from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionLayer, NewKV, output_buffer
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import AttentionSpec, first_seen
+from nvcli.attention.spec import first_seen
 from nvcli.attention.torch_backend import TorchBackend, softmax_attention
+
+_Kind = tuple[int | None, int]
+"""The window and the KV group, on which a plan depends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,8 @@ class RowByRowBackend(AttentionBackend):
     def __init__(self, case: AttentionCase) -> None:
         self._block_size = case.block_size
         self._kinds = list(dict.fromkeys((spec.window, spec.kv_group) for spec in case.specs))
-        self._decodes: dict[tuple[int | None, int], list[_Token]] = {}
-        self._chunks: dict[tuple[int | None, int], list[_Token]] = {}
+        self._decodes: dict[_Kind, list[_Token]] = {}
+        self._chunks: dict[_Kind, list[_Token]] = {}
 
     @classmethod
     def unsupported(cls, case: AttentionCase) -> list[str]:
@@ -60,30 +62,13 @@ class RowByRowBackend(AttentionBackend):
         ]
         self._chunks = {kind: [self._lay_out(kind, batch, row, end) for row, end in ends] for kind in self._kinds}
 
-    def decode(
-        self,
-        spec: AttentionSpec,
-        layer: int,
-        q: Tensor,
-        batch: ForwardBatch,
-        out: Tensor | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        return self._attend(spec, layer, q, batch, self._decodes[spec.window, spec.kv_group], out, sinks)
+    def decode(self, layer: AttentionLayer, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
+        return self._attend(layer, q, batch, self._decodes, out)
 
-    def prefill(
-        self,
-        spec: AttentionSpec,
-        layer: int,
-        q: Tensor,
-        new: NewKV,
-        batch: ForwardBatch,
-        out: Tensor | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        return self._attend(spec, layer, q, batch, self._chunks[spec.window, spec.kv_group], out, sinks)
+    def prefill(self, layer: AttentionLayer, q: Tensor, new: NewKV, batch: ForwardBatch, out: Tensor | None) -> Tensor:
+        return self._attend(layer, q, batch, self._chunks, out)
 
-    def _lay_out(self, kind: tuple[int | None, int], batch: ForwardBatch, row: int, end: int) -> _Token:
+    def _lay_out(self, kind: _Kind, batch: ForwardBatch, row: int, end: int) -> _Token:
         """Find the keys of the token at position `end` - 1 of a row's request."""
         window, kv_group = kind
         first = first_seen(end - 1, window)
@@ -95,14 +80,14 @@ class RowByRowBackend(AttentionBackend):
 
     def _attend(
         self,
-        spec: AttentionSpec,
-        layer: int,
+        layer: AttentionLayer,
         q: Tensor,
         batch: ForwardBatch,
-        tokens: Sequence[_Token],
+        plans: dict[_Kind, list[_Token]],
         out: Tensor | None,
-        sinks: Tensor | None,
     ) -> Tensor:
+        spec, number, sinks = layer
+        tokens = plans[spec.window, spec.kv_group]
         out = output_buffer(out, q)
         heads = q.view(len(q), 1, spec.num_kv_heads, -1, spec.head_dim)  # [T, 1, KV, G, D]
         results = out.view(heads.shape)
@@ -110,7 +95,7 @@ class RowByRowBackend(AttentionBackend):
         for query, token, result in zip(heads, tokens, results, strict=False):
             k, v = (
                 cache.index_select(0, token.block_ids).flatten(0, 1)[token.keys].transpose(0, 1).unsqueeze(0)
-                for cache in batch.kv_cache.layer(layer)
+                for cache in batch.kv_cache.layer(number)
             )
             result.copy_(
                 softmax_attention(spec, query.contiguous(), k, v, mask=None, is_causal=False, sinks=by_head)

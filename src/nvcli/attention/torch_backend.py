@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nvcli.attention import written_softmax
-from nvcli.attention.backend import AttentionBackend, AttentionCase, NewKV, output_buffer
+from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionLayer, NewKV, output_buffer
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.kv_cache import NULL_BLOCK, KVCache
 from nvcli.attention.spec import AttentionSpec, first_seen
@@ -131,18 +131,11 @@ class TorchBackend(AttentionBackend):
             if batch.prefixes is not None and window is None
         }
 
-    def decode(
-        self,
-        spec: AttentionSpec,
-        layer: int,
-        q: Tensor,
-        batch: ForwardBatch,
-        out: Tensor | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def decode(self, layer: AttentionLayer, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
+        spec, number, sinks = layer
         decodes = self._decodes[spec.window, spec.kv_group]
-        k_cache, v_cache = batch.kv_cache.layer(layer)
-        scales = batch.kv_cache.scales(layer)
+        k_cache, v_cache = batch.kv_cache.layer(number)
+        scales = batch.kv_cache.scales(number)
         num_kv_heads, head_dim = k_cache.shape[2:]
         sorted_q = q.index_select(0, decodes.order).view(q.shape[0], num_kv_heads, -1, head_dim)
         is_part = decodes.shared is not None
@@ -173,7 +166,7 @@ class TorchBackend(AttentionBackend):
             whole, log_sums = sorted_out[decodes.rank], log_sums[decodes.rank]
             grouped_q = q.unflatten(1, (num_kv_heads, -1))  # type: ignore[no-untyped-call]
             for read in decodes.shared:
-                keys, values = self._read_blocks(layer, read.block_ids, batch.kv_cache)
+                keys, values = self._read_blocks(number, read.block_ids, batch.kv_cache)
                 own = whole[read.rows], log_sums[read.rows]
                 whole[read.rows], log_sums[read.rows] = written_softmax.join_parts(
                     own, read.attend(spec, grouped_q, keys, values)
@@ -181,17 +174,9 @@ class TorchBackend(AttentionBackend):
             return output_buffer(out, q).copy_(whole.flatten(1, 2))
         return torch.index_select(sorted_out.flatten(1, 2), 0, decodes.rank, out=output_buffer(out, q))
 
-    def prefill(
-        self,
-        spec: AttentionSpec,
-        layer: int,
-        q: Tensor,
-        new: NewKV,
-        batch: ForwardBatch,
-        out: Tensor | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def prefill(self, layer: AttentionLayer, q: Tensor, new: NewKV, batch: ForwardBatch, out: Tensor | None) -> Tensor:
         assert (new is not None) == self.reads_new_keys
+        spec, number, sinks = layer
         out = output_buffer(out, q)
         chunks = self._chunks[spec.window, spec.kv_group]
         for chunk in chunks:
@@ -208,7 +193,7 @@ class TorchBackend(AttentionBackend):
                 keys, values = k[rows], v[rows]
             else:
                 num_keys = chunk.prefix + num_tokens - chunk.first_key
-                keys, values = (part[:num_keys] for part in self._read_blocks(layer, chunk.block_ids, batch.kv_cache))
+                keys, values = (part[:num_keys] for part in self._read_blocks(number, chunk.block_ids, batch.kv_cache))
             for start in range(0, num_tokens, _QUERY_CHUNK):
                 end = min(start + _QUERY_CHUNK, num_tokens)
                 position = chunk.prefix + start
@@ -218,27 +203,21 @@ class TorchBackend(AttentionBackend):
                 out[queries] = _attend(spec, q[queries], keys[seen], values[seen], mask=mask, sinks=sinks)
         out[chunks[-1].end :].zero_()  # padding
         if reads := self._prefix_reads.get((spec.window, spec.kv_group)):
-            self._attend_shared(spec, layer, q, reads, batch.kv_cache, out, sinks)
+            self._attend_shared(layer, q, reads, batch.kv_cache, out)
         return out
 
     def _attend_shared(
-        self,
-        spec: AttentionSpec,
-        layer: int,
-        q: Tensor,
-        reads: list[SharedRead],
-        kv_cache: KVCache,
-        out: Tensor,
-        sinks: Tensor | None,
+        self, layer: AttentionLayer, q: Tensor, reads: list[SharedRead], kv_cache: KVCache, out: Tensor
     ) -> None:
         """Attend the chunks that share prefixes, and write their rows of `out`. A sink is a part without a value."""
+        spec, number, sinks = layer
         grouped_q = q.unflatten(1, (spec.num_kv_heads, -1))  # type: ignore[no-untyped-call]
         whole = torch.zeros(grouped_q.shape, device=q.device)
         log_sums = torch.full(grouped_q.shape[:-1], float("-inf"), device=q.device)
         if sinks is not None:
             log_sums.copy_(sinks.view(spec.num_kv_heads, -1).expand_as(log_sums))
         for read in reads:
-            keys, values = self._read_blocks(layer, read.block_ids, kv_cache)
+            keys, values = self._read_blocks(number, read.block_ids, kv_cache)
             before = whole[read.rows], log_sums[read.rows]
             whole[read.rows], log_sums[read.rows] = written_softmax.join_parts(
                 before, read.attend(spec, grouped_q, keys, values)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionBackend, AttentionCase, NewKV, output_buffer
+from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionLayer, NewKV, output_buffer
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.kv_layout import scratch_tokens
 from nvcli.attention.requirements import import_failure, unmet_requirements
-from nvcli.attention.spec import AttentionSpec, Geometry
+from nvcli.attention.spec import Geometry
 
 _MAX_ROWS = 64_000
 """A launch grid has at most 65,535 rows, and each sequence makes at least one."""
@@ -132,36 +132,19 @@ class TritonBackend(AttentionBackend):
             assert self._prefixed is not None
             self._prefixed.plan(batch)
 
-    def decode(
-        self,
-        spec: AttentionSpec,
-        layer: int,
-        q: Tensor,
-        batch: ForwardBatch,
-        out: Tensor | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def decode(self, layer: AttentionLayer, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
         out = output_buffer(out, q)
-        inputs = self._inputs(spec, layer, q, batch, sinks)
+        inputs = self._inputs(layer, q, batch)
         if batch.segments is not None:
             assert self._segmented is not None
-            self._segmented.run(spec, inputs, batch, out)
+            self._segmented.run(layer.spec, inputs, batch, out)
         else:
-            self._decodes[spec.geometry].run(inputs, out)
+            self._decodes[layer.spec.geometry].run(inputs, out)
         return out
 
-    def prefill(
-        self,
-        spec: AttentionSpec,
-        layer: int,
-        q: Tensor,
-        new: NewKV,
-        batch: ForwardBatch,
-        out: Tensor | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def prefill(self, layer: AttentionLayer, q: Tensor, new: NewKV, batch: ForwardBatch, out: Tensor | None) -> Tensor:
         out = output_buffer(out, q)
-        inputs = self._inputs(spec, layer, q, batch, sinks)
+        spec, inputs = layer.spec, self._inputs(layer, q, batch)
         if batch.prefixes is not None and spec.window is None:
             assert self._prefixed is not None
             self._prefixed.run(spec, inputs, out)

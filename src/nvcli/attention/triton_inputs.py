@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nvcli.attention.backend import AttentionCase
+from nvcli.attention.backend import AttentionCase, AttentionLayer
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.spec import AttentionSpec, Geometry
+from nvcli.attention.spec import Geometry
 from nvcli.kernels.triton.attention_launch import AttentionShape, LayerInputs
 
 
@@ -24,8 +24,9 @@ def attention_shape(case: AttentionCase, geometry: Geometry) -> AttentionShape:
     )
 
 
-def layer_inputs(spec: AttentionSpec, layer: int, q: Tensor, batch: ForwardBatch, sinks: Tensor | None) -> LayerInputs:
+def layer_inputs(layer: AttentionLayer, q: Tensor, batch: ForwardBatch) -> LayerInputs:
     """Return what a layer attends to; the arguments are those of `AttentionBackend.decode`."""
-    k_cache, v_cache = batch.kv_cache.layer(layer)
+    spec, number, sinks = layer
+    k_cache, v_cache = batch.kv_cache.layer(number)
     tables = batch.block_tables[spec.kv_group]
     return LayerInputs(q, k_cache, v_cache, tables, spec.scale, spec.window, spec.soft_cap, sinks)

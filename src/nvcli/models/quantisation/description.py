@@ -6,7 +6,7 @@ Which tensors are quantised, and how large their groups are, is told by the tens
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from nvcli.models.json_file import JsonFile
@@ -175,23 +175,11 @@ def _read_compressed(config: JsonFile) -> Quantisation:
     }
     if len(kinds) != 1:
         raise config.error("config_groups", f"{len(kinds)} kinds of weights; supported: one")
-    numbers, bits, block, group_size, needed = kinds.pop()
-    return Quantisation(
-        method="compressed-tensors",
-        numbers=numbers,
-        bits=bits,
-        weight_block=block,
-        group_size=group_size,
-        words="compressed",
-        needed=needed,
-        left_alone=_read_names(config, "ignore"),
-    )
+    return replace(kinds.pop(), left_alone=_read_names(config, "ignore"))
 
 
-def _read_group(
-    group: JsonFile,
-) -> tuple[Literal["fp8", "integer"], int, tuple[int, int] | None, int | None, tuple[str, ...]]:
-    """Read (numbers, bits, weight_block, group_size, needed) of the weights of one group of layers."""
+def _read_group(group: JsonFile) -> Quantisation:
+    """Read how the weights of one group of layers are stored."""
     found = group.values.get("weights")
     if not isinstance(found, dict):
         raise group.error("weights", f"{show(found)} does not describe weights")
@@ -202,12 +190,19 @@ def _read_group(
     bits = _read_bits(weights, "num_bits", (8,) if kind == "float" else _WORD_SIZES)
     block = _read_block(weights, "block_structure") if found.get("strategy") == "block" else None
     group_size = _read_group_size(weights, None)
-    if kind == "float":
-        return "fp8", bits, block, group_size, ()
-    needed = () if weights.get("symmetric", bool, True) else ("weight_zero_point",)
-    if found.get("actorder") in ("group", "dynamic", True):
-        needed = (*needed, "weight_g_idx")
-    return "integer", bits, block, group_size, needed
+    needed: tuple[str, ...] = ()
+    if kind == "int":
+        needed = () if weights.get("symmetric", bool, True) else ("weight_zero_point",)
+        if found.get("actorder") in ("group", "dynamic", True):
+            needed = (*needed, "weight_g_idx")
+    return Quantisation(
+        method="compressed-tensors",
+        numbers="fp8" if kind == "float" else "integer",
+        bits=bits,
+        weight_block=block,
+        group_size=group_size,
+        needed=needed,
+    )
 
 
 def _read_group_size(config: JsonFile, default: int | None) -> int | None:
