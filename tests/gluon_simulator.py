@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_LAUNCH_OPTIONS = ("num_warps", "launch_pdl")
 SECONDS = 20.0
 """A group that waits so long for a barrier will wait forever."""
 
@@ -320,7 +321,11 @@ class SimulatedKernel:
         """Compile nothing, as Triton's interpreter does."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *arguments: self._simulator.launch(self._name, grid[0], *map(as_argument, arguments))
+        def launch(*arguments: object, **named: object) -> None:
+            constants = {name: value for name, value in named.items() if name not in _LAUNCH_OPTIONS}
+            self._simulator.launch(self._name, grid[0], *map(as_argument, arguments), **constants)
+
+        return launch
 
 
 def as_argument(argument: Any) -> Any:

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
+
+from nvcli.kernels.triton.triton_version import has_known_gluon
 
 HAS_GPU = torch.cuda.is_available()
 # conftest.py sets it, before Triton is imported.
@@ -33,6 +37,22 @@ INTERPRETED_MARKS = [
     pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning"),
 ]
 MARKS = [pytest.mark.gpu] if HAS_GPU else INTERPRETED_MARKS
+Result = TypeVar("Result")
+ON_HOPPER = HAS_GPU and has_known_gluon() and torch.cuda.get_device_capability() == (9, 0)
+on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU and a version of Triton that was tried there")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if HAS_GPU else [torch.float32]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Absolute and relative, for numbers of about 1: two units in the last place of the half types."""
+
+
+def captured(run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """Capture a graph of what ran once before; return it and the result that its replays write."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+    return graph, result

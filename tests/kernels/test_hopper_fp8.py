@@ -11,26 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from gluon_simulator import Pointer, Simulator, described
+from gluon_simulator import SimulatedKernel, Simulator
 
 pytest.importorskip("triton")
 
 from hopper_products_compile import reports
 
-from kernel_device import DEVICE, HAS_GPU, INTERPRETED_MARKS
+from kernel_device import DEVICE, INTERPRETED_MARKS, on_hopper
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
 from nvcli.kernels.fp8 import dequantise_weight, quantise, quantise_weight
 from nvcli.kernels.fp8_types import FP8, FP8_MAX, QuantisedRows, numbers
 from nvcli.kernels.triton import hopper_fp8, hopper_fp8_kernel
 from nvcli.kernels.triton.product_launch import HopperFP8Launch
-from nvcli.kernels.triton.triton_version import has_known_gluon
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
 
 pytestmark = INTERPRETED_MARKS
-on_hopper = pytest.mark.skipif(
-    not (HAS_GPU and has_known_gluon() and torch.cuda.get_device_capability() == (9, 0)),
-    reason="needs a Hopper GPU and the version of Triton that was tried there",
-)
 CASES: list[tuple[FP8Scaling, HopperFP8Launch]] = [
     ("channel", HopperFP8Launch(2, 2)),
     ("channel", HopperFP8Launch(2, 2, 2)),
@@ -43,13 +38,6 @@ CASES: list[tuple[FP8Scaling, HopperFP8Launch]] = [
 ]
 
 
-def simulated_argument(argument: Any) -> Any:
-    """What a kernel gets: for a descriptor what it describes."""
-    if isinstance(argument, Tensor):
-        return Pointer(argument.as_strided((argument.numel(),), (1,)))
-    return described(argument) if hasattr(argument, "base") else argument
-
-
 def exponents(numbers: Tensor) -> Tensor:
     return (numbers.view(torch.int32) + 0x7FFFFF) >> 23
 
@@ -58,26 +46,13 @@ def inverse_powers(exponents: Tensor) -> Tensor:
     return ((254 - exponents) << 23).to(torch.int32).view(torch.float32)
 
 
-class SimulatedKernel:
-    """Takes the place of the kernel, compiled or not."""
-
-    def warmup(self, *args: Any, grid: tuple[int, ...], num_warps: int) -> SimulatedKernel:
-        return self
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any) -> None:
-            functions = {"_sigmoid": torch.sigmoid, "_exponents": exponents, "_inverse_powers": inverse_powers}
-            simulator = Simulator(hopper_fp8_kernel, functions=functions)
-            simulator.launch("hopper_fp8_kernel", grid[0], *map(simulated_argument, args))
-
-        return launch
-
-
 @pytest.fixture
 def simulated() -> Any:
+    functions = {"_sigmoid": torch.sigmoid, "_exponents": exponents, "_inverse_powers": inverse_powers}
+    simulator = Simulator(hopper_fp8_kernel, functions=functions)
     hopper_fp8._kernel.cache_clear()
     with (
-        patch.object(hopper_fp8, "hopper_fp8_kernel", SimulatedKernel()),
+        patch.object(hopper_fp8, "hopper_fp8_kernel", SimulatedKernel(simulator, "hopper_fp8_kernel")),
         patch.object(hopper_fp8, "num_multiprocessors", lambda _: 3),
     ):
         yield

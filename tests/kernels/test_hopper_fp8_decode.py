@@ -4,47 +4,26 @@ says; on such a GPU the kernel itself."""
 from __future__ import annotations
 
 import re
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from gluon_simulator import Pointer, Simulator, described
+from gluon_simulator import SimulatedKernel, Simulator
 
 pytest.importorskip("triton")
 
 from hopper_products_compile import reports
 
-from kernel_device import DEVICE, HAS_GPU, INTERPRETED_MARKS
+from kernel_device import DEVICE, INTERPRETED_MARKS, captured, on_hopper
 from nvcli.kernels import fp8 as reference
 from nvcli.kernels.fp8_types import QuantisedRows
 from nvcli.kernels.triton import hopper_fp8_decode, hopper_fp8_decode_kernel
 from nvcli.kernels.triton.fp8_linear import fp8_linear
 from nvcli.kernels.triton.product_launch import DecodeLaunch
-from nvcli.kernels.triton.triton_version import has_known_gluon
 
 pytestmark = INTERPRETED_MARKS
-ON_HOPPER = HAS_GPU and has_known_gluon() and torch.cuda.get_device_capability() == (9, 0)
-on_hopper = pytest.mark.skipif(
-    not ON_HOPPER, reason="needs a Hopper GPU and the version of Triton that was tried there"
-)
 Product = tuple[QuantisedRows, torch.Tensor, torch.Tensor]
-
-
-class Launcher:
-    """Takes the place of the kernel, and simulates it."""
-
-    def __getitem__(self, grid: tuple[int]) -> Any:
-        def launch(*args: Any, num_warps: int, launch_pdl: bool, **constants: Any) -> None:
-            x, x_scales, weight, weight_scales, out, *numbers = args
-            functions = {"_wait_for_kernel_before": lambda: None}
-            Simulator(hopper_fp8_decode_kernel, functions=functions).launch(
-                "hopper_fp8_decode_kernel", *grid, described(x), Pointer(x_scales), described(weight),
-                Pointer(weight_scales), Pointer(out.view(-1)), *numbers, **constants,
-            )  # fmt: skip
-
-        return launch
 
 
 CPU = torch.device("cpu")
@@ -87,8 +66,11 @@ def assert_near(found: torch.Tensor, product: Product, tolerance: float) -> None
 def test_products(shape: tuple[int, int], num_rows: int, launch: DecodeLaunch, num_programs: int) -> None:
     """With strips of one block and of two, and with rows, features and inputs that end within a tile."""
     product = make(num_rows, shape, CPU)
+    simulator = Simulator(hopper_fp8_decode_kernel, functions={"_wait_for_kernel_before": lambda: None})
     with (
-        patch.object(hopper_fp8_decode, "hopper_fp8_decode_kernel", Launcher()),
+        patch.object(
+            hopper_fp8_decode, "hopper_fp8_decode_kernel", SimulatedKernel(simulator, "hopper_fp8_decode_kernel")
+        ),
         patch.object(hopper_fp8_decode, "num_multiprocessors", lambda _: num_programs),
     ):
         found = fp8_linear(*product, launch)
@@ -162,14 +144,7 @@ def test_a_product_waits_for_its_rows() -> None:
     def run() -> torch.Tensor:
         return fp8_linear(reference.quantise(x, "channel"), codes, scales, DecodeLaunch(256))
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
+    graph, out = captured(run)
     for _ in range(20):
         x.normal_()
         graph.replay()

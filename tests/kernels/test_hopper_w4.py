@@ -14,27 +14,23 @@ from expert_cases import GPT_OSS, error, share_of
 from expert_cases import make as make_experts
 from torch import Tensor
 
-from gluon_simulator import Pointer, Simulator, described
+from gluon_simulator import SimulatedKernel, Simulator
 
 pytest.importorskip("triton")
 
 from hopper_products_compile import reports
 from test_w4 import make
 
-from kernel_device import DEVICE, HAS_GPU, INTERPRETED_MARKS, TOLERANCE
+from kernel_device import DEVICE, HAS_GPU, INTERPRETED_MARKS, TOLERANCE, on_hopper
 from nvcli.kernels.activation import ACTIVATE_AND_MUL
 from nvcli.kernels.expert_types import ExpertWeights, Routes, W4Scales
 from nvcli.kernels.experts import apply_experts
 from nvcli.kernels.mxfp4 import numbers_of_codes, powers_of_scales
-from nvcli.kernels.triton import experts, hopper_w4, hopper_w4_kernel, w4_linear
+from nvcli.kernels.triton import experts, hopper_w4, hopper_w4_kernel
 from nvcli.kernels.triton.product_launch import HopperW4Launch
 from nvcli.kernels.weight_formats import W4Format
 
 pytestmark = INTERPRETED_MARKS
-ON_HOPPER = HAS_GPU and w4_linear.has_hopper_kernel(DEVICE)
-on_hopper = pytest.mark.skipif(
-    not ON_HOPPER, reason="needs a Hopper GPU and the version of Triton that was tried there"
-)
 
 
 def factors(pairs: Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,24 +47,11 @@ def numbers(words: Tensor, scales: Tensor, pairs: Tensor, zeros: Tensor, part: i
     return (codes - zeros[:, None]) * scales[:, None]
 
 
-class Launcher:
-    """Takes the place of the kernel, and simulates it."""
-
-    def __getitem__(self, grid: tuple[int]) -> Any:
-        def launch(*args: Any, num_warps: int, **constants: Any) -> None:
-            tensors = [described(arg) for arg in args[:3]]
-            pointers = [Pointer(arg.view(-1)) for arg in args[3:8]]
-            functions = {"_factors": factors, "_numbers": numbers}
-            simulator = Simulator(hopper_w4_kernel, functions=functions)
-            simulator.launch("hopper_w4_kernel", *grid, *tensors, *pointers, *args[8:], **constants)
-
-        return launch
-
-
 @pytest.fixture
 def simulated() -> Any:
+    simulator = Simulator(hopper_w4_kernel, functions={"_factors": factors, "_numbers": numbers})
     with (
-        patch.object(hopper_w4, "hopper_w4_kernel", Launcher()),
+        patch.object(hopper_w4, "hopper_w4_kernel", SimulatedKernel(simulator, "hopper_w4_kernel")),
         patch.object(hopper_w4, "num_multiprocessors", lambda _: 3),
     ):
         yield

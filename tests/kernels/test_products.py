@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from fp8_interpreter import exact_conversions
-from kernel_device import DEVICE, HAS_GPU, MARKS
+from kernel_device import DEVICE, HAS_GPU, MARKS, captured
 from nvcli.kernels import linear, w4
 from nvcli.kernels import norm as norm_reference
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation, silu_and_mul
@@ -214,14 +214,7 @@ def test_a_graph_follows_its_inputs_and_nothing_compiles_anew() -> None:
     def run(rows: torch.Tensor) -> torch.Tensor:
         return multiply(rows, weight, launch, gate="silu")
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run(x)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run(x)
+    graph, out = captured(lambda: run(x))
     compiled = products.product_kernel.device_caches[torch.cuda.current_device()][0]
     before = len(compiled)
     for num_rows in (2048, 2000, 1024, 17, 1):

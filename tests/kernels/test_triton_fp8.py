@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fp8_interpreter import exact_conversions
-from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS
+from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS, captured
 from nvcli.kernels import fp8 as reference
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
 from nvcli.kernels.fp8 import quantise_weight
@@ -212,14 +212,7 @@ def test_a_graph_follows_its_inputs(scaling: FP8Scaling) -> None:
     def run() -> torch.Tensor:
         return reference.fp8_linear(reference.quantise(x, scaling), codes, scales, None, None)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
+    graph, out = captured(run)
     for _ in range(3):
         x.normal_()
         graph.replay()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from kernel_device import DTYPES, TOLERANCE
+from kernel_device import DTYPES, TOLERANCE, captured
 from nvcli.kernels import activation, candidates, norm, rotary, sampling
 from nvcli.kernels.philox import token_uniforms
 from nvcli.kernels.prepare_inputs import keep_tokens
@@ -86,18 +86,6 @@ def assert_best_of_kept(
         # Equal logits are common in half types: the first of them is to be taken.
         num_different += int((ids[rows] != (scores == best[:, None]).int().argmax(dim=-1)).sum())
     assert num_different <= 2
-
-
-def captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph
 
 
 def test_uniforms_are_the_cpu_s() -> None:
@@ -228,8 +216,7 @@ def test_sampling_in_a_graph_follows_its_inputs() -> None:
     """Captured once, replayed with other logits, temperatures, limits and positions: what an eager call gives."""
     columns, slots, positions = parameters(64)
     logits = torch.randn(64, VOCAB_SIZE, device="cuda").to(torch.bfloat16)
-    out = torch.zeros(64, dtype=torch.int32, device="cuda")
-    graph = captured(lambda: out.copy_(sampling.sample(logits, columns, slots, positions)))
+    graph, out = captured(lambda: sampling.sample(logits, columns, slots, positions))
     seen = []
     for _ in range(3):
         graph.replay()
@@ -264,8 +251,7 @@ def test_broken_rows_in_a_graph_get_no_token(dtype: torch.dtype) -> None:
             found.append(candidates.choose_candidates(packed, lists, columns, slots, positions)[small])
         return found
 
-    outputs: list[torch.Tensor] = []
-    graph = captured(lambda: outputs.__setitem__(slice(None), choose()))
+    graph, outputs = captured(choose)
     graph.replay()
     sound = [ids.clone() for ids in outputs]
     assert all((ids >= 0).all() for ids in sound)
@@ -354,8 +340,7 @@ def test_layer_kernels(hidden: int, heads: int, kv_heads: int, intermediate: int
 
     inputs = [delta, residual, gate_up, qkv, weight, head_weights, cos_sin, cache, slots]
     on_gpu = [x.cuda() for x in inputs]
-    outputs: list[torch.Tensor] = []
-    graph = captured(lambda: outputs.__setitem__(slice(None), layer(on_gpu)))
+    graph, outputs = captured(lambda: layer(on_gpu))
     for there, here in zip(on_gpu, inputs, strict=True):
         there.copy_(here)  # what the warm-up run changed
     graph.replay()
