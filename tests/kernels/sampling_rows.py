@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from types import ModuleType
 
+import pytest
 import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
 
 from kernel_device import DEVICE
 from nvcli.kernels import candidates as candidates_reference
 from nvcli.kernels import sampling as reference
 from nvcli.kernels.sampling_columns import SamplingColumns
 from nvcli.kernels.triton import candidates, sampling
+from nvcli.kernels.triton.philox import quad_uniforms
 
 V = 9001
 """More than one program's share in each kernel, and no round number."""
@@ -82,3 +89,33 @@ def through_shards(logits: torch.Tensor, num_ranks: int, columns: SamplingColumn
     ids = choosing.choose_candidates(best, torch.stack(lists), columns, slots, positions)
     assert ids.dtype == torch.int32
     return ids.cpu()
+
+
+@triton.jit
+def _token_uniforms_kernel(  # type: ignore[no-untyped-def]
+    seeds_ptr,  # [N] int64, as the next three
+    positions_ptr,
+    rows_ptr,
+    samples_ptr,
+    out_ptr,  # [N, vocab_size] float32, written
+    vocab_size,
+    QUADS: tl.constexpr,
+):
+    """Program (row, chunk of QUADS quads)."""
+    index = tl.program_id(0)
+    quads = tl.program_id(1) * QUADS + tl.arange(0, QUADS)
+    row, sample = tl.load(rows_ptr + index), tl.load(samples_ptr + index)
+    uniforms = quad_uniforms(quads, (tl.load(seeds_ptr + index), tl.load(positions_ptr + index), row, sample))
+    tokens = quads[:, None] * 4 + tl.arange(0, 4)[None, :]
+    tl.store(out_ptr + index.to(tl.int64) * vocab_size + tokens, uniforms, mask=tokens < vocab_size)
+
+
+def token_uniforms(
+    seeds: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, samples: torch.Tensor, vocab_size: int
+) -> torch.Tensor:
+    """Make the numbers of `nvcli.kernels.philox.token_uniforms` as kernels do."""
+    quads = 256
+    out = torch.empty(len(seeds), vocab_size, dtype=torch.float32, device=seeds.device)
+    grid = (len(seeds), triton.cdiv(vocab_size, 4 * quads))
+    _token_uniforms_kernel[grid](seeds, positions, rows, samples, out, vocab_size, QUADS=quads)
+    return out

@@ -148,5 +148,4 @@ def test_rows_and_weights() -> None:
     for rows in (1, 300):
         x = quantise(torch.ones(rows, 512, dtype=torch.bfloat16), "channel")
         assert isinstance(launch_rule.choose("channel", x, weight), ProductLaunch)
-        assert launch_rule.choose_gated(x, weight, "exact") is None
-        assert launch_rule.choose_gated(quantise(torch.ones(rows, 512), "block"), weight, "exact") is None
+        assert launch_rule.choose("gated", x, weight) is None

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from sampling_rows import token_uniforms as uniforms_of_kernels
 
 from kernel_device import DTYPES, TOLERANCE, captured
 from nvcli.kernels import activation, candidates, norm, rotary, sampling
@@ -90,12 +91,10 @@ def assert_best_of_kept(
 
 def test_uniforms_are_the_cpu_s() -> None:
     """The pure-torch generator on the GPU, which the tests below use, and the kernel's, against the CPU."""
-    from nvcli.kernels.triton import philox
-
     columns, _, positions = parameters(4)
     counter = [columns.seed, positions, columns.row, columns.sample]
     expected = token_uniforms(*(x.cpu().long() for x in counter), VOCAB_SIZE)
-    assert torch.equal(philox.token_uniforms(*counter, VOCAB_SIZE).cpu(), expected)
+    assert torch.equal(uniforms_of_kernels(*counter, VOCAB_SIZE).cpu(), expected)
     assert torch.equal(token_uniforms(*(x.long() for x in counter), VOCAB_SIZE).cpu(), expected)
 
 

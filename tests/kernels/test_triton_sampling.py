@@ -6,13 +6,13 @@ from types import ModuleType
 
 import pytest
 import torch
-from sampling_rows import CPU, V, expected_sample, keys, make_columns, on, random_logits, sample
+from sampling_rows import CPU, V, expected_sample, keys, make_columns, on, random_logits, sample, token_uniforms
 
 from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS
 from nvcli.kernels import philox as philox_reference
 from nvcli.kernels import sampling as reference
 from nvcli.kernels.sampling_columns import SamplingColumns
-from nvcli.kernels.triton import philox, sampling, top_k_top_p
+from nvcli.kernels.triton import sampling, top_k_top_p
 
 pytestmark = MARKS
 
@@ -33,7 +33,7 @@ def test_uniforms_are_bit_equal(positions_dtype: torch.dtype) -> None:
     expected = philox_reference.token_uniforms(**counters, vocab_size=2003)
     counters["positions"] = counters["positions"].to(positions_dtype)
     moved = {name: x.to(DEVICE) for name, x in counters.items()}
-    assert torch.equal(philox.token_uniforms(**moved, vocab_size=2003).cpu(), expected)
+    assert torch.equal(token_uniforms(**moved, vocab_size=2003).cpu(), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

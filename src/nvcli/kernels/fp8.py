@@ -114,11 +114,12 @@ def fp8_gated_linear(
     accumulation: FP8Accumulation = "exact",
 ) -> QuantisedRows:
     """activation(gate) × up of x Wᵀ + b, quantised. weight: [2 I, in], gate before up → [T, I]."""
-    if weight.is_cuda and bias is None and scaling == "channel":
+    if weight.is_cuda and bias is None and scaling == x.scaling == "channel":
         from nvcli.kernels.triton import launch_rule
+        from nvcli.kernels.triton.product_launch import HopperFP8Launch
 
-        launch = launch_rule.choose_gated(x, weight, accumulation)
-        if launch is not None:
+        launch = launch_rule.choose("gated", x, weight, accumulation)
+        if isinstance(launch, HopperFP8Launch):
             from nvcli.kernels.triton import hopper_fp8
 
             return hopper_fp8.gated_linear(x, weight, scales, launch, is_gelu=activation == "gelu_tanh")

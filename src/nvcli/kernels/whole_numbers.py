@@ -3,10 +3,17 @@ host, as they serve the constants of kernels, too."""
 
 from __future__ import annotations
 
+_WARP_THREADS, _THREAD_ELEMENTS, _MOST_WARPS = 32, 16, 16
+
 
 def ceil_div(number: int, divisor: int) -> int:
     """Return number / divisor, rounded up; both are positive, or the number is 0."""
     return -(-number // divisor)
+
+
+def warps_of_row(columns: int) -> int:
+    """Choose the warps of a program that holds a row of so many columns, a power of two, in registers."""
+    return min(max(columns // (_WARP_THREADS * _THREAD_ELEMENTS), 1), _MOST_WARPS)
 
 
 def next_power_of_2(number: int) -> int:

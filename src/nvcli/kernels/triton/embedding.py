@@ -7,9 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.whole_numbers import next_power_of_2
-
-_THREAD_ELEMENTS = 16
+from nvcli.kernels.whole_numbers import next_power_of_2, warps_of_row
 
 
 @triton.jit
@@ -48,6 +46,6 @@ def embed_part(ids: Tensor, weight: Tensor, start: int, out: Tensor | None) -> T
         num_tokens,
         SIZE=size,
         BLOCK=block,
-        num_warps=min(max(block // (32 * _THREAD_ELEMENTS), 1), 16),
+        num_warps=warps_of_row(block),
     )
     return out

@@ -15,14 +15,13 @@ from torch import Tensor
 from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX, QuantisedRows
 from nvcli.kernels.triton.activation import activate
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
-from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
+from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2, warps_of_row
 
 FP8_GROUP = tl.constexpr(FP8_BLOCK)
 _MAX = tl.constexpr(FP8_MAX)
 _LEAST = tl.constexpr(LEAST_MAX)
 _GROUPS_CHUNK = 1024
 """Columns of a program where a row's groups have nothing to do with each other."""
-_THREAD_ELEMENTS = 16
 _LOADED_ELEMENTS = 8
 """Neighbours that a thread loads in 16 bytes: of a part of a row, a thread has so many."""
 _MOST_WARPS = 16
@@ -208,7 +207,7 @@ def share_scales(codes: Tensor, exponents: Tensor) -> Tensor:
         GROUPS=num_groups,
         ALL_GROUPS=all_groups,
         PART=part,
-        num_warps=max(1, part * FP8_BLOCK // (32 * _THREAD_ELEMENTS)),
+        num_warps=warps_of_row(part * FP8_BLOCK),
     )
     return scales
 
@@ -240,7 +239,7 @@ def _quantise(x: Tensor, size: int, scaling: FP8Scaling, *, gated: bool, gelu: b
         GATED=gated,
         GELU=gelu,
         ON_GPU=x.is_cuda,
-        num_warps=_num_warps(part) if scaling == "block" else max(1, part // (32 * _LOADED_ELEMENTS)),
+        num_warps=warps_of_row(part) if scaling == "block" else max(1, part // (32 * _LOADED_ELEMENTS)),
     )
     return out
 
@@ -267,7 +266,3 @@ def _block(size: int) -> int:
 def _warps_of_row(size: int) -> int:
     """The most warps of a program that holds a row of `size` columns in parts."""
     return _MOST_WARPS if size > 4096 else _MOST_WARPS // 2
-
-
-def _num_warps(block: int) -> int:
-    return min(max(block // (32 * _THREAD_ELEMENTS), 1), 16)

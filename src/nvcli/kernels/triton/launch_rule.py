@@ -171,7 +171,8 @@ class Times(NamedTuple):
 def choose(
     kind: Kind, x: QuantisedRows, weight: Tensor, accumulation: FP8Accumulation = "exact"
 ) -> ProductLaunch | DecodeLaunch | HopperFP8Launch | None:
-    """Choose the launch of a product with a weight [out, in]. None: torch multiplies."""
+    """Choose the launch of a product with a weight [out, in]. None: torch multiplies; or of a gated one with a weight
+    [2 out, in], that the activation follows a product."""
     num_rows = len(x.codes)
     has_torch = weight.is_cuda and (kind != "block" or fp8_block_product.takes(x, weight))
     is_whole = num_rows % _TORCH_TILE == 0
@@ -179,16 +180,6 @@ def choose(
     return choose_for(
         kind, rounded(num_rows), *weight.shape, weight.device, accumulation, has_torch, is_whole, has_16_bits
     )
-
-
-def choose_gated(x: QuantisedRows, weight: Tensor, accumulation: FP8Accumulation) -> HopperFP8Launch | None:
-    """Choose the launch of gate and up projection with scales by rows, [2 out, in], and their activation. None: they
-    are multiplied first, and the activation follows."""
-    if x.scaling == "block":
-        return None
-    launch = choose("gated", x, weight, accumulation)
-    assert launch is None or isinstance(launch, HopperFP8Launch)
-    return launch
 
 
 def rounded(num_rows: int) -> int:

@@ -12,9 +12,7 @@ from nvcli.kernels.fp8_types import QuantisedRows
 from nvcli.kernels.triton.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.triton.fp8 import FP8_GROUP, empty_rows, store_quantised
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
-from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
-
-_THREAD_ELEMENTS = 16
+from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2, warps_of_row
 
 
 @triton.jit
@@ -190,5 +188,5 @@ def _launch(
         QUANTISED=scales is not None,
         BY_GROUPS=scales is not None and scales.dim() == 2,
         **(dependent(x.device) if scales is None else {"DEPENDENT": False}),
-        num_warps=min(max(block // (32 * _THREAD_ELEMENTS), 1), 16),
+        num_warps=warps_of_row(block),
     )

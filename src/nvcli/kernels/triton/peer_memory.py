@@ -21,9 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
+from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2, warps_of_row
 
-_THREAD_ELEMENTS = 16
 _KEY_ROWS = 32
 """The rows of one program of `max_of_keys`: one for each lane of its only warp."""
 
@@ -317,7 +316,7 @@ def one_shot(
         BLOCK=block,
         NORM=residual is not None,
         ON_GPU=out.is_cuda,
-        num_warps=_num_warps(block),
+        num_warps=warps_of_row(block),
     )
 
 
@@ -352,7 +351,7 @@ def two_shot(
         SIZE=size,
         BLOCK=block,
         ON_GPU=residual.is_cuda,
-        num_warps=_num_warps(block),
+        num_warps=warps_of_row(block),
     )
 
 
@@ -373,7 +372,3 @@ def max_of_keys(keys: Tensor, words: Tensor, epochs: Tensor, rank: int) -> Tenso
         num_warps=1,
     )
     return out
-
-
-def _num_warps(block: int) -> int:
-    return min(max(block // (32 * _THREAD_ELEMENTS), 1), 16)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 
 @triton.jit
@@ -71,32 +69,3 @@ def gumbel(uniform, APPROXIMATE: tl.constexpr):
     series = 1 / 2 + rest * (1 / 3 + rest * (1 / 4 + rest * (1 / 5 + rest * (1 / 6 + rest * (1 / 7)))))
     series = rest + rest * rest * series
     return -LOG_2 * _log2(tl.where(rest < 0.125, series, -LOG_2 * _log2(uniform, APPROXIMATE)), APPROXIMATE)
-
-
-@triton.jit
-def _token_uniforms_kernel(
-    seeds_ptr,  # [N] int64, as the next three
-    positions_ptr,
-    rows_ptr,
-    samples_ptr,
-    out_ptr,  # [N, vocab_size] float32, written
-    vocab_size,
-    QUADS: tl.constexpr,
-):
-    """Program (row, chunk of QUADS quads)."""
-    index = tl.program_id(0)
-    quads = tl.program_id(1) * QUADS + tl.arange(0, QUADS)
-    row, sample = tl.load(rows_ptr + index), tl.load(samples_ptr + index)
-    uniforms = quad_uniforms(quads, (tl.load(seeds_ptr + index), tl.load(positions_ptr + index), row, sample))
-    tokens = quads[:, None] * 4 + tl.arange(0, 4)[None, :]
-    tl.store(out_ptr + index.to(tl.int64) * vocab_size + tokens, uniforms, mask=tokens < vocab_size)
-
-
-def token_uniforms(seeds: Tensor, positions: Tensor, rows: Tensor, samples: Tensor, vocab_size: int) -> Tensor:
-    """See `nvcli.kernels.philox.token_uniforms`. The sampler makes these numbers where it uses them; this function
-    shows them to tests."""
-    quads = 256
-    out = torch.empty(len(seeds), vocab_size, dtype=torch.float32, device=seeds.device)
-    grid = (len(seeds), triton.cdiv(vocab_size, 4 * quads))
-    _token_uniforms_kernel[grid](seeds, positions, rows, samples, out, vocab_size, QUADS=quads)
-    return out

@@ -38,6 +38,19 @@ def _norm_and_turn(
 
 
 @triton.jit
+def _load_heads(source, angles, mask, inside, HALF: tl.constexpr, ROTATE: tl.constexpr):
+    """Load both halves of some heads in float32, and the angles by which they are turned where ROTATE."""
+    first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+    if ROTATE:
+        cos = tl.load(angles, mask=inside, other=0.0)[None, :]
+        sin = tl.load(angles + HALF, mask=inside, other=0.0)[None, :]
+    else:
+        cos, sin = 1.0, 0.0
+    return first, second, cos, sin
+
+
+@triton.jit
 def _qk_norm_rope_store_kernel(
     qkv_ptr,
     cos_sin_ptr,
@@ -78,13 +91,7 @@ def _qk_norm_rope_store_kernel(
         heads = group * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM)
         mask = (heads < NUM_HEADS)[:, None] & inside[None, :]
         offsets = heads[:, None] * HEAD_DIM + halves[None, :]
-        first = tl.load(qkv_row + offsets, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(qkv_row + offsets + HALF, mask=mask, other=0.0).to(tl.float32)
-        if ROTATE:
-            cos = tl.load(angles, mask=inside, other=0.0)[None, :]
-            sin = tl.load(angles + HALF, mask=inside, other=0.0)[None, :]
-        else:
-            cos, sin = 1.0, 0.0
+        first, second, cos, sin = _load_heads(qkv_row + offsets, angles, mask, inside, HALF, ROTATE)
         first, second = _norm_and_turn(
             first, second, q_weight_ptr, cos, sin, eps, halves, inside, HEAD_DIM, NORM_Q, ROTATE
         )
@@ -97,13 +104,7 @@ def _qk_norm_rope_store_kernel(
         mask = (heads < 2 * NUM_KV_HEADS)[:, None] & inside[None, :]
         is_key = heads < NUM_KV_HEADS
         source = qkv_row + (NUM_HEADS + heads)[:, None] * HEAD_DIM + halves[None, :]
-        first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
-        if ROTATE:
-            cos = tl.load(angles, mask=inside, other=0.0)[None, :]
-            sin = tl.load(angles + HALF, mask=inside, other=0.0)[None, :]
-        else:
-            cos, sin = 1.0, 0.0
+        first, second, cos, sin = _load_heads(source, angles, mask, inside, HALF, ROTATE)
         slot = tl.load(slot_mapping_ptr + token)
         place = slot * cache_slot_stride
         if BLOCK_SIZE:
