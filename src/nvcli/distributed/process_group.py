@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,20 +27,6 @@ which rank is missing."""
 _NO_TIMEOUT = timedelta(days=365)
 
 
-class Rendezvous(Protocol):
-    """The part of a rank's process that lets the rank find the others of its replica."""
-
-    @property
-    def rank(self) -> int:
-        """The number of the rank in its replica, from 0."""
-        ...
-
-    @property
-    def store_path(self) -> str:
-        """The path of the file over which the ranks meet; it is not looked at where the replica has one rank."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class World:
     """All ranks of a replica, and the store over which they met."""
@@ -60,23 +45,22 @@ class World:
             self.store.wait([f"{place}/{rank}" for rank in range(self.group.size)], _NO_TIMEOUT)
 
 
-def join_process_group(context: Rendezvous, device: torch.device, *, size: int, timeout_seconds: float) -> World:
+def join_process_group(rank: int, store_path: str, device: torch.device, *, size: int, timeout_seconds: float) -> World:
     """Let the `size` ranks of a replica meet. The call is collective. A lone rank makes no process group.
 
-    `timeout_seconds` is the time after which the executor ends a run whose ranks do not answer.
+    `store_path` is the file over which they meet. `timeout_seconds` is the time after which the executor ends a run
+    whose ranks do not answer.
     """
     if size == 1:
         return World(TensorParallelGroup(None, device), None)
     timeout = _collective_timeout(timeout_seconds)
     os.environ.update(_LOOPBACK_ONLY)
-    store = dist.FileStore(context.store_path, size)  # type: ignore[attr-defined]
+    store = dist.FileStore(store_path, size)  # type: ignore[attr-defined]
     store.set_timeout(timeout)
     if device.type == "cuda":
-        dist.init_process_group(
-            "nccl", store=store, rank=context.rank, world_size=size, timeout=timeout, device_id=device
-        )
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
     else:
-        dist.init_process_group("gloo", store=store, rank=context.rank, world_size=size, timeout=timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     return World(TensorParallelGroup(dist.group.WORLD, device), store)
 
 

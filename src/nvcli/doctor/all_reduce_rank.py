@@ -57,13 +57,7 @@ def main(task: AllReduceTask, control: Connection) -> None:
     import torch
 
     from nvcli.distributed.process_group import join_process_group
-    from nvcli.runner.interface import RankContext
 
-    context = RankContext(
-        rank=task.rank,
-        report_phase=lambda name: control.send(Phase(name)),
-        store_path=store_path(task.store_fd),
-    )
     device = torch.device("cpu")
     if task.device == "cuda":
         device = torch.device("cuda", task.gpu_index)
@@ -71,7 +65,9 @@ def main(task: AllReduceTask, control: Connection) -> None:
     else:
         torch.set_num_threads(1)
     control.send(Phase("joining the group"))
-    world = join_process_group(context, device, size=task.size, timeout_seconds=task.timeout_seconds)
+    world = join_process_group(
+        task.rank, store_path(task.store_fd), device, size=task.size, timeout_seconds=task.timeout_seconds
+    )
     group = world.group
     control.send(Phase("the all-reduce"))
     wrong, seconds = "", {}

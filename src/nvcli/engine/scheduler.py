@@ -94,7 +94,8 @@ class Scheduler:
                 assert sample.request_id not in self._by_id
                 self._by_id[sample.request_id] = state
                 self._waiting.append(state)
-                self._look(state)
+                if state.watch is not None:
+                    self._look(state)  # it may have something to say before the first token
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """End requests early. Requests that have ended already are skipped: their last output is on its way."""
@@ -220,7 +221,11 @@ class Scheduler:
 
     def _check(self, state: RequestState) -> None:
         """Finish, register or report, as is due, after a token that is not a stop id has come back."""
-        self._look(state)
+        if state.num_tokens == state.max_len:
+            self._finish(state, "length")
+            return
+        if state.watch is not None:
+            self._look(state)
         if not state.finished:
             self._registered += self._tables.register(state)
             if state.stream:

@@ -121,12 +121,12 @@ class RequestState:
         return self.max_len if self.watch is None else self.num_prompt + self.watch.barrier
 
     def look(self, block_size: int) -> tuple[int, FinishReason | None]:
-        """Look at the answer, as is due once it has `checked_at` tokens. Returns the number of tokens with which it
-        goes on in the place of the model's, none of which is on its way then, and why it ends here, if it does."""
-        if self.num_tokens == self.max_len:
-            return 0, "length"
-        if self.watch is None:
-            return 0, None
+        """Let the watch look at the answer, as is due once it has `checked_at` tokens.
+
+        Returns the number of tokens with which the answer goes on in the place of the model's (none of these is on its
+        way then), and why it ends here, if it does.
+        """
+        assert self.watch is not None
         if self.watch.is_loop(self.generated):
             return 0, "repetition"
         num_forced = self._take_forced(self.watch, block_size)

@@ -216,7 +216,7 @@ class StepDraft:
         self,
         step_id: int,
         *,
-        decoding: Sequence[RequestState],
+        decoding: list[RequestState],
         decode_slots: bytes,
         decode_width: int,
         decode_lens: bytes,
@@ -268,7 +268,7 @@ class StepDraft:
         sampling = [
             state for state, (_, _, num_logits, _) in zip(self._states, self._chunks, strict=True) if num_logits
         ]
-        return ScheduledStep(step, [*decoding, *sampling], registered, self._querying)
+        return ScheduledStep(step, decoding + sampling, registered, self._querying)
 
 
 def _pack_blocks(runs: Sequence[tuple[int, int, int, Sequence[int]]]) -> list[bytes]:

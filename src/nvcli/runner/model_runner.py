@@ -128,7 +128,11 @@ class ModelRunner:
         config, rank = self.config, self._context.rank
         with self._phase("process group"):
             self.world = self._context.world or join_process_group(
-                self._context, self.device, size=config.num_ranks, timeout_seconds=config.step_timeout
+                rank,
+                self._context.store_path,
+                self.device,
+                size=config.num_ranks,
+                timeout_seconds=config.step_timeout,
             )
             self._groups = divide_ranks(config, self.world.group, rank)
             self.group = self._groups.tensor
