@@ -11,7 +11,7 @@ Shapes: T tokens, H hidden, E experts of this rank, k experts per token, I this 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,13 @@ from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.gates import gate_rows
 from nvcli.kernels.norm import sum_in_order
 from nvcli.kernels.routing import route, route_row_by_row, router_logits
-from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, W4Format, scale_shape
 from nvcli.models.layers import FeedForward
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.mixers.mlp import MLPConfig
 from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear, TensorShard, TensorShards
 from nvcli.models.tensor_spec import EXPERTS
-from nvcli.models.weights import ScaleTarget, WeightModule, WeightSource, empty_parameter, length
+from nvcli.models.weights import WeightModule, WeightSource, empty_fp8_scales, empty_parameter, empty_w4, length
 
 
 class MixtureOfExperts(FeedForward):
@@ -142,14 +141,14 @@ class Experts(WeightModule):
         self.formats = None if gate_format is None or down_format is None else (gate_format, down_format)
         gate_up_shape, down_shape = (num_experts, 2 * size, hidden), down.kept_shape(self.size)
         if self.formats is not None:
-            self.gate_up_proj, self.gate_up_scale = _empty_words(gate_up_shape, self.formats[0])
-            self.down_proj, self.down_scale = _empty_words(down_shape, self.formats[1])
+            self.gate_up_proj, self.gate_up_scale = empty_w4(gate_up_shape, self.formats[0])
+            self.down_proj, self.down_scale = empty_w4(down_shape, self.formats[1])
         else:
             self.gate_up_proj = empty_parameter(gate, *gate_up_shape)
             self.down_proj = empty_parameter(down, *down_shape)
         if gate.scaling is not None:
-            self.gate_up_scale = _empty_scales(self.gate_up_proj, gate.scaling)
-            self.down_scale = _empty_scales(self.down_proj, gate.scaling)
+            self.gate_up_scale = empty_fp8_scales(self.gate_up_proj, gate.scaling)
+            self.down_scale = empty_fp8_scales(self.down_proj, gate.scaling)
         self.gate_up_bias = empty_parameter(gate, num_experts, 2 * size) if config.bias else None
         self.down_bias = empty_parameter(down, num_experts, hidden) if config.bias else None
 
@@ -166,10 +165,11 @@ class Experts(WeightModule):
                     parameter=_PARAMETERS[name],
                     write=(expert - experts.start, *write),
                 )
+                scale = source.parameter.replace("_proj", "_scale")
                 if self.formats is not None and name.endswith("weight"):
-                    yield _with_words(source, self.formats[name == "down_proj.weight"])
+                    yield source.in_w4(scale, self.formats[name == "down_proj.weight"])
                 else:
-                    yield source if self.scaling is None else _with_scales(source, self.scaling)
+                    yield source if self.scaling is None else source.in_fp8(scale, self.scaling)
 
     def forward(self, x: Tensor, routes: Routes, out: Tensor) -> None:
         bias = self.down_bias if self.rank == 0 or self.num_others else None
@@ -191,40 +191,6 @@ class Experts(WeightModule):
             quantises=self.quantises,
             batch_invariant=self.batch_invariant,
         )
-
-
-def _empty_scales(weight: nn.Parameter, scaling: FP8Scaling) -> nn.Parameter:
-    """The scales of [E, out, in]: [E, out] or, for blocks, [E, out / 128, in / 128], rounded up."""
-    experts, rows, columns = weight.shape
-    scales = torch.empty(experts, *scale_shape(rows, columns, scaling), dtype=torch.float32)
-    return nn.Parameter(scales, requires_grad=False)
-
-
-def _empty_words(shape: Sequence[int], kept: W4Format) -> tuple[nn.Parameter, nn.Parameter]:
-    """The words and the scales of [E, out, in] in 4 bits: [E, out, words] int16 and [E, groups, out] int32."""
-    experts, rows, columns = shape
-    words = torch.empty(experts, rows, kept.words_of_row(columns), dtype=torch.int16)
-    scales = torch.empty(experts, kept.scales_of_row(columns), rows, dtype=torch.int32)
-    return nn.Parameter(words, requires_grad=False), nn.Parameter(scales, requires_grad=False)
-
-
-def _with_words(source: WeightSource, kept: W4Format) -> WeightSource:
-    """Say where the words and the scales of an expert's weight go."""
-    expert, rows = source.write[:2]
-    parameter = source.parameter.replace("_proj", "_scale")
-    scales = ScaleTarget(parameter=parameter, write=(expert, slice(None), rows), scaling=kept)
-    return source.with_codes((expert, rows, slice(None)), scales)
-
-
-def _with_scales(source: WeightSource, scaling: FP8Scaling) -> WeightSource:
-    """Say where the scales of an expert's weight go."""
-    expert, rows = source.write[:2]
-    assert isinstance(rows, slice)
-    if scaling == "block":  # ModelConfig.check_tensor_parallel comes first
-        assert rows.start % FP8_BLOCK == 0, "blocks of gate and up must not overlap"
-        rows = slice(rows.start // FP8_BLOCK, -(-rows.stop // FP8_BLOCK))
-    parameter = source.parameter.replace("_proj", "_scale")
-    return source.with_scales(ScaleTarget(parameter=parameter, write=(expert, rows), scaling=scaling))
 
 
 class SharedGate(TensorShard):

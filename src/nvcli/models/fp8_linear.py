@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nvcli.config_types import FP8Accumulation
 from nvcli.kernels.activation import Activation
 from nvcli.kernels.fp8 import fp8_gated_linear, fp8_linear, fp8_linear_for_sum, fp8_weight_linear, quantise
 from nvcli.kernels.fp8_types import Activations, QuantisedRows
-from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, scale_shape
+from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models.parallel import LinearMethod, PlainLinearMethod, ShardedLinear
-from nvcli.models.weights import ScaleTarget, WeightSource, empty_parameter, length
+from nvcli.models.weights import WeightSource, empty_fp8_scales
 
 
 class Fp8LinearMethod(PlainLinearMethod):
@@ -35,29 +34,11 @@ class Fp8LinearMethod(PlainLinearMethod):
 
     def create(self, layer: ShardedLinear) -> None:
         super().create(layer)
-        rows, columns = layer.weight.shape
-        scales = torch.empty(scale_shape(rows, columns, self.scaling), dtype=torch.float32)
-        layer.weight_scale = nn.Parameter(scales, requires_grad=False)
-        if layer.bias is not None:
-            assert layer.pieces[0].bias is not None
-            layer.bias = empty_parameter(layer.pieces[0].bias, rows)
+        layer.weight_scale = empty_fp8_scales(layer.weight, self.scaling)
 
     def sources(self, layer: ShardedLinear) -> Iterator[WeightSource]:
         for source in super().sources(layer):
-            if source.parameter != "weight":
-                yield source
-                continue
-            rows, columns = source.write
-            assert isinstance(rows, slice)
-            assert isinstance(columns, slice)
-            place: tuple[int | slice, ...] = (rows,)
-            if self.scaling == "block":
-                place = (slice(rows.start // FP8_BLOCK, -(-rows.stop // FP8_BLOCK)), slice(None))
-                # ModelConfig.check_tensor_parallel comes first
-                assert rows.start % FP8_BLOCK == 0, "blocks of fused projections must not overlap"
-                assert all(part.start % FP8_BLOCK == 0 for part in source.read), "blocks must not be cut"
-                assert length(columns) == layer.weight.shape[1]
-            yield source.with_scales(ScaleTarget(parameter="weight_scale", write=place, scaling=self.scaling))
+            yield source.in_fp8("weight_scale", self.scaling) if source.parameter == "weight" else source
 
     def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool, out: Tensor | None = None) -> Tensor:
         bias = layer.bias if with_bias else None

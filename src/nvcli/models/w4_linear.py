@@ -16,7 +16,7 @@ from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.w4 import w4_gated_linear, w4_linear, w4_linear_for_sum
 from nvcli.kernels.weight_formats import FP8Scaling, W4Format
 from nvcli.models.parallel import LinearMethod, PlainLinearMethod, ShardedLinear
-from nvcli.models.weights import ScaleTarget, WeightSource, empty_parameter, length
+from nvcli.models.weights import WeightSource, empty_parameter, empty_w4, length
 
 
 class W4LinearMethod(PlainLinearMethod):
@@ -28,10 +28,10 @@ class W4LinearMethod(PlainLinearMethod):
 
     def create(self, layer: ShardedLinear) -> None:
         rows, columns = sum(length(piece.rows) for piece in layer.pieces), length(layer.pieces[0].columns)
-        layer.weight = _empty(rows, self.format.words_of_row(columns), dtype=torch.int16)
-        layer.weight_scale = _empty(self.format.scales_of_row(columns), rows, dtype=torch.int32)
+        layer.weight, layer.weight_scale = empty_w4((rows, columns), self.format)
         if self.has_order:
-            layer.column_order = _empty(len(layer.pieces), columns, dtype=torch.int32)
+            order = torch.empty(len(layer.pieces), columns, dtype=torch.int32)
+            layer.column_order = nn.Parameter(order, requires_grad=False)
         bias = layer.pieces[0].bias
         layer.bias = None if bias is None else empty_parameter(bias, rows)
 
@@ -41,13 +41,7 @@ class W4LinearMethod(PlainLinearMethod):
             if source.parameter != "weight":
                 yield source
                 continue
-            target = ScaleTarget(
-                parameter="weight_scale",
-                write=(slice(None), source.write[0]),
-                scaling=self.format,
-                order_row=weights if self.has_order else None,
-            )
-            yield source.with_codes((source.write[0], slice(None)), target)
+            yield source.in_w4("weight_scale", self.format, weights if self.has_order else None)
             weights += 1
 
     def weight_problem(self, layer: ShardedLinear) -> str | None:
@@ -79,7 +73,3 @@ class W4LinearMethod(PlainLinearMethod):
         """Put activations into the order of the weight's columns."""
         assert isinstance(x, Tensor), "only FP8 layers take quantised rows"
         return x.index_select(1, layer.column_order[0]) if self.has_order else x
-
-
-def _empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)

@@ -7,13 +7,13 @@ threads. Neither knows the other.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from nvcli.kernels.weight_formats import FP8Scaling, W4Format
+from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, W4Format, scale_shape
 from nvcli.models.tensor_spec import TensorSpec
 
 
@@ -50,13 +50,21 @@ class WeightSource:
         """The name of what is read in a checkpoint."""
         return self.tensor.stored_name(self.expert)
 
-    def with_codes(self, write: tuple[int | slice, ...], scales: ScaleTarget) -> WeightSource:
-        """Return the same source for a parameter of words, of which it is the part `write`."""
-        return replace(self, write=write, scales=scales)
+    def in_fp8(self, parameter: str, scaling: FP8Scaling) -> WeightSource:
+        """Return the same source for a parameter of FP8 codes, with its scales in `parameter`."""
+        *outer, rows, _ = self.write
+        assert isinstance(rows, slice)
+        if scaling == "block":  # ModelConfig.check_tensor_parallel comes first
+            assert rows.start % FP8_BLOCK == 0, "blocks of fused projections must not overlap"
+            assert all(part.start % FP8_BLOCK == 0 for part in self.read), "blocks must not be cut"
+            rows = slice(rows.start // FP8_BLOCK, -(-rows.stop // FP8_BLOCK))
+        return replace(self, scales=ScaleTarget(parameter=parameter, write=(*outer, rows), scaling=scaling))
 
-    def with_scales(self, scales: ScaleTarget) -> WeightSource:
-        """Return the same source for a parameter of codes."""
-        return replace(self, scales=scales)
+    def in_w4(self, parameter: str, kept: W4Format, order_row: int | None = None) -> WeightSource:
+        """Return the same source for a parameter of words, with its scales in `parameter`."""
+        *outer, rows, _ = self.write
+        scales = ScaleTarget(parameter=parameter, write=(*outer, slice(None), rows), scaling=kept, order_row=order_row)
+        return replace(self, write=(*outer, rows, slice(None)), scales=scales)
 
 
 class WeightModule(nn.Module, ABC):
@@ -83,6 +91,22 @@ def empty_parameter(tensor: TensorSpec, *shape: int) -> nn.Parameter:
     """A parameter of that shape, in the type that ranks keep the tensor in."""
     memory: Tensor = torch.empty(shape, dtype=getattr(torch, tensor.dtype))
     return nn.Parameter(memory, requires_grad=False)
+
+
+def empty_fp8_scales(weight: nn.Parameter, scaling: FP8Scaling) -> nn.Parameter:
+    """The scales of a weight [..., out, in]: [..., out], or for blocks [..., out / 128, in / 128], rounded up."""
+    *outer, rows, columns = weight.shape
+    scales = torch.empty(*outer, *scale_shape(rows, columns, scaling), dtype=torch.float32)
+    return nn.Parameter(scales, requires_grad=False)
+
+
+def empty_w4(shape: Sequence[int], kept: W4Format) -> tuple[nn.Parameter, nn.Parameter]:
+    """The words and the scales of a weight [..., out, in] in 4 bits: [..., out, words] int16 and [..., groups, out]
+    int32."""
+    *outer, rows, columns = shape
+    words = torch.empty(*outer, rows, kept.words_of_row(columns), dtype=torch.int16)
+    scales = torch.empty(*outer, kept.scales_of_row(columns), rows, dtype=torch.int32)
+    return nn.Parameter(words, requires_grad=False), nn.Parameter(scales, requires_grad=False)
 
 
 def length(part: slice) -> int:
