@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, takewhile
-from typing import Protocol
 
 from nvcli.errors import LoadError
 from nvcli.models.interleaved_experts import split_interleaved
 from nvcli.models.quantisation.description import Quantisation
 from nvcli.models.quantisation.stored_weights import join_parts
 from nvcli.models.safetensors_header import TensorInfo
-from nvcli.models.tensor_spec import EXPERTS, FUSED
+from nvcli.models.tensor_spec import EXPERTS, FUSED, TensorSpec
 
 STACKED = {
     "gate_up_proj": ("gate_proj.weight", "up_proj.weight"),
@@ -82,16 +81,6 @@ PLAIN_LAYOUT = CheckpointLayout()
 """The decoder's own names, whether projections are fused or not."""
 
 
-class Wanted(Protocol):
-    """A tensor of the decoder, as far as it matters here."""
-
-    @property
-    def stored_names(self) -> Iterable[str]: ...
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocatedTensors:
     """The tensors of a checkpoint, as the decoder names them."""
@@ -116,7 +105,7 @@ class LocatedTensors:
 def locate_tensors(
     layout: CheckpointLayout,
     stored: Mapping[str, TensorInfo],
-    wanted: Iterable[Wanted],
+    wanted: Iterable[TensorSpec],
     quantisation: Quantisation | None = None,
 ) -> LocatedTensors:
     """Find the tensors of a checkpoint (`stored`, by the names in its files) under the decoder's names.
