@@ -238,7 +238,6 @@ def test_a_flag_that_takes_a_json_object_says_so(text: str) -> None:
     ):
         json_object("--x", text, example='{"enable_thinking": false}')
     assert json_object("--x", '{"a": [1]}', example="") == {"a": [1]}
-    assert json_object("--x", None, example="") is None
 
 
 def test_an_overridden_error_of_the_file_does_not_count(tmp_path: Path) -> None:

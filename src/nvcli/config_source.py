@@ -141,13 +141,13 @@ class ConfigSource:
         self._flags[path] = flag
 
 
-def json_object(flag: str, text: str | None, *, example: str) -> dict[str, Any] | None:
+def json_object(flag: str, text: str, *, example: str) -> dict[str, Any]:
     """Return the JSON object that a flag was given. Raises ConfigError for another text."""
     try:
-        return None if text is None else msgspec.json.decode(text, type=dict[str, Any])
+        return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
         raise ConfigError(
-            f"{flag} {shorten(text or '')}: expected a JSON object in quotes, such as {flag} '{example}'"
+            f"{flag} {shorten(text)}: expected a JSON object in quotes, such as {flag} '{example}'"
         ) from None
 
 
