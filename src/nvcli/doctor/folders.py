@@ -22,14 +22,14 @@ def check_folders(device: Literal["cpu", "cuda"], output: Path) -> list[Finding]
 def check_output(folder: Path) -> Finding:
     if not os.path.isdir(folder):  # Path's own raises where a folder above cannot be entered
         return problem("output", f"{folder} is not a folder", f"mkdir -p {folder}, or name another with --output")
-    if (reason := why_not_writable(folder)) is not None:
+    if (reason := folder_problem(folder)) is not None:
         return problem("output", f"{folder} cannot be written to: {reason}", "name another folder with --output")
     return _space("output", folder, "free some space, or name a folder on another disk with --output")
 
 
 def check_kernel_cache(folder: Path, device: Literal["cpu", "cuda"]) -> Finding:
     existing = next(part for part in (folder, *folder.parents) if os.path.exists(part))
-    reason = why_not_writable(existing) if existing.is_dir() else f"{existing} is a file"
+    reason = folder_problem(existing) if existing.is_dir() else f"{existing} is a file"
     if reason is None:
         return _space("kernel cache", folder, "set TRITON_CACHE_DIR to a folder on another disk", existing)
     found = f"{folder} cannot be written to: {reason}"
@@ -46,7 +46,7 @@ def check_temporary() -> Finding:
     return _space("temporary files", folder, "set TMPDIR to a folder on another disk")
 
 
-def why_not_writable(folder: Path) -> str | None:
+def folder_problem(folder: Path) -> str | None:
     """Say why no file can be made in a folder; None where one can.
 
     It is tried, because permissions do not tell of read-only and full disks.

@@ -7,7 +7,7 @@ import glob
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -58,24 +58,21 @@ def expand_inputs(inputs: Sequence[str], output: str | None = None) -> list[str]
     for name in inputs:
         if name != STREAM and is_text(name) and os.path.isdir(name):
             names += _expand_folder(name, output)
-            continue
-        if (
-            name == STREAM
-            or is_remote(name)
-            or not any(character in name for character in "*?[")
-            or os.path.exists(name)
-        ):
+        elif name == STREAM or is_remote(name) or not any(mark in name for mark in "*?[") or os.path.exists(name):
             names.append(name)
-            continue
-        found = sorted(glob.glob(os.path.expanduser(name), recursive=True))
-        is_named = output is not None and not is_folder(output)
-        outputs = [str(output)] if is_named else [choose_output([file], output) for file in found]
-        own = {os.path.realpath(path) for name in outputs if name != STREAM for path in own_files(Path(name))}
-        files = [file for file in found if Path(file).is_file() and not _is_of_output(file, output, own)]
-        if not files:
-            raise ConfigError(f"the input {name} matches no file")
-        names += files
+        else:
+            names += _expand_pattern(name, output)
     return names
+
+
+def _expand_pattern(name: str, output: str | None) -> list[str]:
+    found = sorted(glob.glob(os.path.expanduser(name), recursive=True))
+    is_named = output is not None and not is_folder(output)
+    outputs = [str(output)] if is_named else [choose_output([file], output) for file in found]
+    files = [file for file in _without_outputs(found, outputs, output) if Path(file).is_file()]
+    if not files:
+        raise ConfigError(f"the input {name} matches no file")
+    return files
 
 
 def _expand_folder(name: str, output: str | None) -> list[str]:
@@ -90,12 +87,27 @@ def _expand_folder(name: str, output: str | None) -> list[str]:
     if found and output is None:
         raise ConfigError(f"name the output with -o FILE: it cannot follow from the folder {name}")
     outputs = [choose_output([file], None) for file in found]
-    if output is not None and is_folder(output):
-        outputs += [choose_output([file], output) for file in found]
-    elif output is not None and output != STREAM:
-        outputs.append(output)
-    own = {os.path.realpath(path) for each in outputs for path in own_files(Path(each))}
-    return [file for file in found if not _is_of_output(file, output, own)] or [name]
+    if output is not None:
+        outputs += [choose_output([file], output) for file in found] if is_folder(output) else [output]
+    return _without_outputs(found, outputs, output) or [name]
+
+
+def _without_outputs(files: Sequence[str], outputs: Sequence[str], output: str | None) -> list[str]:
+    """Return the files that are neither own files of these `outputs`, nor those of any shard or sidecars of any output.
+
+    `output` is the output that was named.
+    """
+    own = {os.path.realpath(path) for name in outputs if name != STREAM for path in own_files(Path(name))}
+    return [
+        file
+        for file in files
+        if not (
+            is_sidecar(file)
+            or is_shard_output(file)
+            or os.path.realpath(file) in own
+            or (output is not None and _is_same(file, output))
+        )
+    ]
 
 
 def check_inputs(inputs: Sequence[str]) -> None:
@@ -229,31 +241,27 @@ def check_output(inputs: Sequence[str], output: str) -> None:
                 f"the input {name} has the name of a file that the job itself writes beside its output {output}; "
                 "name another output with -o, or rename the input"
             )
-    if path.exists():
-        if not os.access(path, os.W_OK):
-            raise ConfigError(f"the output {output} cannot be written: {why_not_writable(path)}; name another with -o")
-        if path.is_file() and path.parent != Path("/dev") and not os.access(path.parent, os.W_OK):
-            raise ConfigError(
-                f"nothing can be written in {path.parent}, where the output's manifest belongs: "
-                f"{why_not_writable(path.parent)}; name another output with -o"
-            )
-    elif not os.access(path.parent, os.W_OK):
-        raise ConfigError(
-            f"the output {output} cannot be made in {path.parent}: {why_not_writable(path.parent)}; name another "
-            "with -o"
-        )
+    if not path.exists():
+        _check_writable(path.parent, f"the output {output} cannot be made in {path.parent}")
+    else:
+        _check_writable(path, f"the output {output} cannot be written")
+        if path.is_file() and path.parent != Path("/dev"):
+            trouble = f"nothing can be written in {path.parent}, where the output's manifest belongs"
+            _check_writable(path.parent, trouble, way_out="name another output with -o")
     if is_table(path):
         if is_parquet(path):
             _check_pyarrow("output", output, "Parquet")
         if path.exists() and not path.is_file():
             raise ConfigError(f"the output {output} is no regular file, as a table has to be")
         folder = Path(os.path.realpath(path)).parent  # behind a link
-        if not os.access(folder, os.W_OK):
-            raise ConfigError(
-                f"the output {output} leads to {folder}, which cannot be written to: {why_not_writable(folder)}; name "
-                "another with -o"
-            )
+        _check_writable(folder, f"the output {output} leads to {folder}, which cannot be written to")
     _check_kinds(path)
+
+
+def _check_writable(path: Path, trouble: str, *, way_out: str = "name another with -o") -> None:
+    """Raise ConfigError where a file or folder cannot be written to. `trouble` is how the message begins."""
+    if not os.access(path, os.W_OK):
+        raise ConfigError(f"{trouble}: {why_not_writable(path)}; {way_out}")
 
 
 def _check_kinds(path: Path) -> None:
@@ -323,15 +331,6 @@ def _look_at(name: str, trouble: str) -> None:
         pass
     except OSError as error:
         raise ConfigError(f"{trouble}: {error.strerror}") from None
-
-
-def _is_of_output(file: str, output: str | None, own: Collection[str]) -> bool:
-    """Tell whether a file is this output or that of a shard, or lies beside an output.
-
-    `own` holds the real paths of this job's own files.
-    """
-    is_other = is_sidecar(file) or is_shard_output(file)
-    return is_other or os.path.realpath(file) in own or (output is not None and _is_same(file, output))
 
 
 def _is_same(name: str, other: str) -> bool:
