@@ -11,8 +11,8 @@ from nvcli.bench.shapes import write_shape
 from nvcli.config import EngineConfig, RunConfig
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.job_run.planning.job_time import Lengths
-from nvcli.job_run.planning.layout import Layout, choose_layout, estimate_layout
-from nvcli.job_run.resolve import resolve_engine_config, resolve_layout
+from nvcli.job_run.planning.layout import Layout, choose_layout, estimate_layout, resolve_layout
+from nvcli.job_run.resolve import resolve_engine_config
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.nvidia_smi import SmiGpu, SmiReport
 
@@ -245,7 +245,7 @@ def test_on_a_cpu_auto_is_one(shapes: Any, monkeypatch: pytest.MonkeyPatch) -> N
     model, _ = shapes("qwen3-0.6b")
     run = RunConfig(model="m", device="cpu", tensor_parallel_size=2)
     config = resolve_engine_config(run, Path("/m"), model)
-    monkeypatch.setattr("nvcli.job_run.resolve.ask_for_gpus", lambda: pytest.fail("nvidia-smi was asked"))
+    monkeypatch.setattr("nvcli.job_run.planning.layout.ask_for_gpus", lambda: pytest.fail("nvidia-smi was asked"))
     assert resolve_layout(run, config, model) == Layout(tensor_parallel_size=2, data_parallel_size=1)
 
 

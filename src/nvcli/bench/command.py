@@ -18,7 +18,8 @@ from nvcli.config import RunConfig
 from nvcli.engine.request import Request
 from nvcli.errors import ConfigError
 from nvcli.host_memory import available_ram
-from nvcli.job_run.resolve import load_model, resolve_engine_config, resolve_layout
+from nvcli.job_run.planning.layout import resolve_layout
+from nvcli.job_run.resolve import load_model, resolve_engine_config
 from nvcli.messages import unpack
 from nvcli.sizing.ram import check_ram
 

@@ -13,8 +13,8 @@ from nvcli.errors import CapacityError, ConfigError
 from nvcli.host_memory import available_ram
 from nvcli.job_run.plan import MANY_REQUESTS, QUICKLY_READ_BYTES
 from nvcli.job_run.planning.job_time import Lengths, is_known_gpu
-from nvcli.job_run.planning.layout import Layout, choose_layout, estimate_layout
-from nvcli.job_run.resolve import ResolvedJob, layout_as_given
+from nvcli.job_run.planning.layout import Layout, choose_layout, estimate_layout, layout_as_given
+from nvcli.job_run.resolve import ResolvedJob
 from nvcli.nvidia_smi import SmiGpu, ask_for_gpus, visible_gpus
 from nvcli.sizing.ram import check_ram
 

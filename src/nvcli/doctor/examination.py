@@ -28,14 +28,8 @@ from nvcli.errors import CapacityError, ConfigError
 from nvcli.host_memory import available_ram
 from nvcli.job_run.device import detect_device
 from nvcli.job_run.kept_weights import keep_weights
-from nvcli.job_run.planning.layout import Layout
-from nvcli.job_run.resolve import (
-    attention_choice,
-    layout_as_given,
-    resolve_engine_config,
-    resolve_layout,
-    sampling_defaults,
-)
+from nvcli.job_run.planning.layout import Layout, layout_as_given, resolve_layout
+from nvcli.job_run.resolve import attention_choice, resolve_engine_config, sampling_defaults
 from nvcli.nvidia_smi import SmiReport, ask_nvidia_smi
 from nvcli.sizing.kv_cache import DEFAULT_BLOCK_SIZE
 

@@ -34,46 +34,39 @@ def check_default_sampling(
     ConfigError that names the key and what set it, and what `load_tokenizer` raises.
     """
     sampling = convert(dict(given), SamplingParams)
-    tokenizer: Tokenizer | None = None
+    loaded: list[Tokenizer] = []
+
+    def tokenizer() -> Tokenizer:
+        if not loaded:
+            loaded.append(load_tokenizer())
+        return loaded[0]
+
     for key in given:
-        name = f"{_SECTION}.{key}"
         try:
-            if _needs_tokenizer(key, sampling, limits):
-                tokenizer = tokenizer or load_tokenizer()
-            _check_key(key, name, sampling, limits, tokenizer)
+            _check_key(key, f"{_SECTION}.{key}", sampling, limits, tokenizer)
         except RowError as error:
             setter = setter_of((_SECTION, key))
             raise ConfigError(f"{setter}: {error}" if setter else str(error)) from None
-    return tokenizer
+    return loaded[0] if loaded else None
 
 
-def _needs_tokenizer(key: str, sampling: SamplingParams, limits: ModelLimits) -> bool:
-    match key:
-        case "logit_bias":
-            return any(isinstance(token, str) for token in sampling.logit_bias)
-        case "bad_words":
-            return bool(sampling.bad_words)
-        case "thinking_budget":
-            return sampling.thinking_budget is not None and limits.reasoning_parser == "auto"
-        case _:
-            return False
-
-
-def _check_key(key: str, name: str, sampling: SamplingParams, limits: ModelLimits, tokenizer: Tokenizer | None) -> None:
-    """Check one key. Raises RowError."""
+def _check_key(
+    key: str, name: str, sampling: SamplingParams, limits: ModelLimits, tokenizer: Callable[[], Tokenizer]
+) -> None:
+    """Check one key. Raises RowError, and what `tokenizer` raises, which is called where a value is looked up."""
     match key:
         case "stop_token_ids" | "allowed_token_ids":
             check_vocabulary(f"`{name}`", getattr(sampling, key) or (), limits)
         case "logit_bias" | "bad_words":
             own = SamplingParams(**{key: getattr(sampling, key)})
             check_vocabulary(f"`{name}`", [token for token in own.logit_bias if isinstance(token, int)], limits)
-            if tokenizer is not None:
-                token_rules(own, tokenizer, under=_SECTION)
+            if own.bad_words or any(isinstance(token, str) for token in own.logit_bias):
+                token_rules(own, tokenizer(), under=_SECTION)
         case "thinking_budget":
-            template = "" if tokenizer is None else tokenizer.chat_template
-            form = find_reasoning_format(limits.reasoning_parser, template)
-            if sampling.thinking_budget is not None and form is None:
-                raise unknown_marks(name)
+            if sampling.thinking_budget is not None:
+                template = tokenizer().chat_template if limits.reasoning_parser == "auto" else ""
+                if find_reasoning_format(limits.reasoning_parser, template) is None:
+                    raise unknown_marks(name)
         case "structured":
             if sampling.structured is not None:
                 with closing(GrammarMaker(None)) as grammars:

@@ -12,8 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType
 
 from nvcli.end_signals import handle_end_signals
 from nvcli.errors import NvcliError, WorkerError, reworded
@@ -40,18 +39,16 @@ class Interrupts:
     def __init__(self) -> None:
         self._pending = False
         self._is_at_once = False
-        self._previous: dict[signal.Signals, Any] = {}
+        self._restore = contextlib.ExitStack()
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            self._previous = handle_end_signals(self._remember)
+            for number, handler in handle_end_signals(self._remember).items():
+                self._restore.callback(signal.signal, number, handler)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+    def __exit__(self, *error: object) -> None:
+        self._restore.close()
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if there was a signal."""

@@ -14,8 +14,9 @@ from nvcli.host_memory import available_ram
 from nvcli.job_run.device import unused_gpu
 from nvcli.job_run.kept_weights import explain_choice
 from nvcli.job_run.planning.duplicates import Duplicates
+from nvcli.job_run.planning.layout import chooses_layout, resolve_layout
 from nvcli.job_run.planning.planner import Planner
-from nvcli.job_run.resolve import ResolvedJob, ResolvedModel, chooses_layout, resolve_layout
+from nvcli.job_run.resolve import ResolvedJob, ResolvedModel
 from nvcli.jobs.files import STREAM
 from nvcli.jobs.input.reader import RowReader
 from nvcli.jobs.job import Job

@@ -27,8 +27,14 @@ _NOT_FINITE = (
 def task_requests(prepared: PreparedRow, task: PreparedTask, first_id: int) -> list[Request]:
     """Return a request for each text that is scored, or the one of a row that is embedded."""
 
-    def request(number: int, prompt_ids: bytes, read: PromptScoring | Pooling) -> Request:
-        return Request(
+    wanted: list[tuple[bytes, PromptScoring | Pooling]] = []
+    if isinstance(task.task, EmbedTask):
+        wanted.append((prepared.prompt_ids, Pooling(position=task.task.position)))
+    for text in task.texts:
+        prompt_ids, first, last_id = request_tokens(prepared.prompt_ids, text)
+        wanted.append((prompt_ids, PromptScoring(first=first, next_id=last_id)))
+    return [
+        Request(
             request_id=first_id + number,
             prompt_ids=prompt_ids,
             max_tokens=1,
@@ -39,14 +45,8 @@ def task_requests(prepared: PreparedRow, task: PreparedTask, first_id: int) -> l
             sample=0,
             read=read,
         )
-
-    if isinstance(task.task, EmbedTask):
-        return [request(0, prepared.prompt_ids, Pooling(position=task.task.position))]
-    requests = []
-    for number, text in enumerate(task.texts):
-        prompt_ids, first, last_id = request_tokens(prepared.prompt_ids, text)
-        requests.append(request(number, prompt_ids, PromptScoring(first=first, next_id=last_id)))
-    return requests
+        for number, (prompt_ids, read) in enumerate(wanted)
+    ]
 
 
 def task_result(

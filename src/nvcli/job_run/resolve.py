@@ -5,7 +5,6 @@ Every choice is made and everything is checked that can be without starting a pr
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -26,7 +25,7 @@ from nvcli.job_run.device import detect_device
 from nvcli.job_run.feeder import Feeder, RowSource
 from nvcli.job_run.job_facts import job_facts
 from nvcli.job_run.kept_weights import check_fast_accumulation, keep_weights
-from nvcli.job_run.planning.layout import Layout, choose_layout
+from nvcli.job_run.planning.layout import layout_as_given
 from nvcli.job_run.settings import SetterOf, unknown_setter
 from nvcli.job_run.task import task_rows
 from nvcli.job_run.text.chat_renderer import ChatRenderer
@@ -50,7 +49,7 @@ from nvcli.jobs.rows.task_rows import TaskRows
 from nvcli.jobs.shard import WHOLE, Shard
 from nvcli.models.checkpoint import check_weight_files, is_hub_id, resolve_model
 from nvcli.models.config import ModelConfig, load_model_config
-from nvcli.nvidia_smi import SmiGpu, SmiReport, ask_for_gpus, visible_gpus
+from nvcli.nvidia_smi import SmiGpu
 from nvcli.sampling_params import SamplingParams
 from nvcli.sizing.graph_sizes import default_batched_tokens
 from nvcli.sizing.kv_cache import default_block_size
@@ -424,51 +423,6 @@ def _check_batch_invariant(run: RunConfig, model: ModelConfig, dtype: ModelDtype
             f"`kv_cache_dtype` is {run.kv_cache_dtype}, and `batch_invariant` keeps keys and values in the model's "
             f"type ({dtype}); leave one of the two out"
         )
-
-
-def chooses_layout(run: RunConfig, config: EngineConfig) -> bool:
-    """Tell whether `resolve_layout` has something to choose, and so asks for the GPUs."""
-    return config.device == "cuda" and "auto" in (run.tensor_parallel_size, run.data_parallel_size)
-
-
-def resolve_layout(
-    run: RunConfig,
-    config: EngineConfig,
-    model: ModelConfig,
-    *,
-    num_requests: int | None = None,
-    report: SmiReport | None = None,
-    environ: Mapping[str, str] = os.environ,
-) -> Layout:
-    """Choose numbers for `tensor_parallel_size` and `data_parallel_size`; `auto` is 1 where nothing can be chosen.
-
-    `pipeline_parallel_size` stays as it was given. `config` is what `run` comes to otherwise. `num_requests` is the
-    size of the job; None: many. `report` is what nvidia-smi says; None: ask it. Raises ConfigError and CapacityError.
-    """
-    given = layout_as_given(run)
-    if not chooses_layout(run, config):
-        return given
-    gpus = visible_gpus(ask_for_gpus() if report is None else report, environ)
-    if isinstance(gpus, str):
-        return replace(given, why=f"{given.flags}: could not choose a layout: {gpus}")
-    return choose_layout(
-        gpus,
-        model,
-        config,
-        num_requests=num_requests,
-        tensor_parallel_size=run.tensor_parallel_size,
-        data_parallel_size=run.data_parallel_size,
-    )
-
-
-def layout_as_given(run: RunConfig) -> Layout:
-    """Return the layout that was given, with 1 for every `auto`."""
-    tp, dp = run.tensor_parallel_size, run.data_parallel_size
-    return Layout(
-        tensor_parallel_size=1 if tp == "auto" else tp,
-        pipeline_parallel_size=run.pipeline_parallel_size,
-        data_parallel_size=1 if dp == "auto" else dp,
-    )
 
 
 def attention_choice(choice: str | AttentionBackends) -> str:

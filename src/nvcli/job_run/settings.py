@@ -54,15 +54,13 @@ def sampling_settings(
     `generation_defaults` are those of the checkpoint's generation_config.json.
     """
     own = generation_defaults if run.generation_config == "auto" else {}
-    defaults = msgspec.to_builtins(msgspec.structs.asdict(SamplingParams()))
     settings = []
-    for key, default in defaults.items():
+    for key, default in msgspec.to_builtins(msgspec.structs.asdict(SamplingParams())).items():
+        value, origin = default, DEFAULT
         if key in run.sampling:
             value, origin = run.sampling[key], setter_of(("sampling", key)) or CONFIGURATION
         elif key in own:
             value, origin = own[key], GENERATION_CONFIG_FILE
-        else:
-            value, origin = default, DEFAULT
         settings.append(Setting(key=f"sampling.{key}", value=value, origin=origin))
     return settings
 

@@ -13,7 +13,8 @@ from nvcli.byte_sizes import parse_size
 from nvcli.config import EngineConfig, RunConfig
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.host_memory import available_ram
-from nvcli.job_run.resolve import load_model, resolve_engine_config, resolve_layout
+from nvcli.job_run.planning.layout import resolve_layout
+from nvcli.job_run.resolve import load_model, resolve_engine_config
 from nvcli.job_run.text.prepare import PreparedRow
 from nvcli.models.config import ModelConfig
 from nvcli.profile.lengths import FileLengths, lengths_of

@@ -14,7 +14,8 @@ import msgspec
 
 from nvcli.config import EngineConfig, RunConfig
 from nvcli.errors import ConfigError, NvcliError, reworded
-from nvcli.job_run.resolve import ResolvedModel, resolve_layout, resolve_settings
+from nvcli.job_run.planning.layout import resolve_layout
+from nvcli.job_run.resolve import ResolvedModel, resolve_settings
 from nvcli.quality.answers import AnswerAgreement, agreement, greedy_answers
 from nvcli.quality.passages import Passage, read_passages
 from nvcli.quality.rank_messages import PassageTask

@@ -14,18 +14,19 @@ micro-batch, and between others nothing has been measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 
 from nvcli.byte_sizes import counted, format_bytes
-from nvcli.config import EngineConfig
+from nvcli.config import EngineConfig, RunConfig
 from nvcli.config_types import ParallelSize
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.job_run.planning.job_time import Lengths, gpu_speed, replica_seconds
 from nvcli.models.config import ModelConfig
-from nvcli.nvidia_smi import SmiGpu
+from nvcli.nvidia_smi import SmiGpu, SmiReport, ask_for_gpus, visible_gpus
 from nvcli.sizing.kv_cache import block_bytes, state_blocks, state_share, tokens_in
 from nvcli.sizing.memory import estimate
 from nvcli.sizing.weights import largest_stage, weight_bytes
@@ -127,6 +128,51 @@ def choose_layout(
     best = min(fitting, key=lambda one: (one.num_tokens < config.max_model_len, one.all_seconds, one.layout.num_ranks))
     taken, why = best.layout.gpus, _explain(best, fitting, len(gpus), known_requests, config, model)
     return replace(best.layout, gpus=() if taken == tuple(range(len(taken))) else taken, why=why)
+
+
+def chooses_layout(run: RunConfig, config: EngineConfig) -> bool:
+    """Tell whether `resolve_layout` has something to choose, and so asks for the GPUs."""
+    return config.device == "cuda" and "auto" in (run.tensor_parallel_size, run.data_parallel_size)
+
+
+def resolve_layout(
+    run: RunConfig,
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    num_requests: int | None = None,
+    report: SmiReport | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Layout:
+    """Choose numbers for `tensor_parallel_size` and `data_parallel_size`; `auto` is 1 where nothing can be chosen.
+
+    `pipeline_parallel_size` stays as it was given. `config` is what `run` comes to otherwise. `num_requests` is the
+    size of the job; None: many. `report` is what nvidia-smi says; None: ask it. Raises ConfigError and CapacityError.
+    """
+    given = layout_as_given(run)
+    if not chooses_layout(run, config):
+        return given
+    gpus = visible_gpus(ask_for_gpus() if report is None else report, environ)
+    if isinstance(gpus, str):
+        return replace(given, why=f"{given.flags}: could not choose a layout: {gpus}")
+    return choose_layout(
+        gpus,
+        model,
+        config,
+        num_requests=num_requests,
+        tensor_parallel_size=run.tensor_parallel_size,
+        data_parallel_size=run.data_parallel_size,
+    )
+
+
+def layout_as_given(run: RunConfig) -> Layout:
+    """Return the layout that was given, with 1 for every `auto`."""
+    tp, dp = run.tensor_parallel_size, run.data_parallel_size
+    return Layout(
+        tensor_parallel_size=1 if tp == "auto" else tp,
+        pipeline_parallel_size=run.pipeline_parallel_size,
+        data_parallel_size=1 if dp == "auto" else dp,
+    )
 
 
 def estimate_layout(

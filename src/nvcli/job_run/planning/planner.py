@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from typing import Generic, TypeVar
 
 from nvcli.job_run.text.prepare import PreparedRow
 
@@ -48,7 +47,7 @@ class Planner:
         most later rows that may go before a row.
         """
         assert max_passed_over >= 0
-        self._tree: PrefixTree[PreparedRow] = PrefixTree(block_size or 1)
+        self._tree: PrefixTree = PrefixTree(block_size or 1)
         self._shares_prefixes = block_size is not None
         self._max_rows = max_rows
         self._max_bytes = max_bytes
@@ -56,7 +55,7 @@ class Planner:
         self._longest_first = longest_first
         self._last: list[tuple[bytes, int] | None] = [None] * num_replicas
         """The prompt that each replica took last, and the number of its shareable blocks."""
-        self._in_order: deque[WaitingRow[PreparedRow]] = deque()
+        self._in_order: deque[WaitingRow] = deque()
         """Waiting rows in the order of their arrival; rows taken meanwhile are dropped when they come to the front."""
         self._num_added = 0
         self.num_rows = 0
@@ -90,7 +89,7 @@ class Planner:
         self.num_bytes -= row.num_bytes
         return row
 
-    def _choose(self, replica: int) -> WaitingRow[PreparedRow]:
+    def _choose(self, replica: int) -> WaitingRow:
         in_order = self._in_order
         while in_order[0].item is None:
             in_order.popleft()
@@ -121,8 +120,6 @@ def _length_class(row: PreparedRow) -> int:
     return _MAX_LENGTH_CLASS if asked is None else min(asked.bit_length(), _MAX_LENGTH_CLASS - 1)
 
 
-T = TypeVar("T")
-
 Rank = tuple[int, int]
 """Among rows that begin alike the one of the smallest rank is taken first. Ranks are unique in a tree."""
 
@@ -133,41 +130,41 @@ _MAX_STALE = 64
 """Entries of taken rows that a node's heap may hold beyond those of waiting rows."""
 
 
-class WaitingRow(Generic[T]):
+class WaitingRow:
     """A row that waits in the tree."""
 
     __slots__ = ("item", "node", "num_blocks", "prompt_ids", "rank")
 
-    def __init__(self, item: T, prompt_ids: bytes, num_blocks: int, rank: Rank) -> None:
-        self.item: T | None = item
+    def __init__(self, item: PreparedRow, prompt_ids: bytes, num_blocks: int, rank: Rank) -> None:
+        self.item: PreparedRow | None = item
         """The row itself; None once it is taken, so that lists that have not noticed yet do not keep it in memory."""
         self.prompt_ids = prompt_ids
         """The prompt's token ids, packed as int32."""
         self.num_blocks = num_blocks
         """Leading KV blocks that the row can share; 0 where prefixes do not matter."""
         self.rank = rank
-        self.node: Node[T] | None = None
+        self.node: Node | None = None
         """The deepest node that holds the row."""
 
 
-class Node(Generic[T]):
+class Node:
     """A prefix of `num_blocks` whole blocks that at least two rows had in common, and every waiting row below it."""
 
     __slots__ = ("children", "heap", "num_blocks", "num_waiting", "parent", "prefix_ids", "replica")
 
-    def __init__(self, prefix_ids: bytes, num_blocks: int, parent: Node[T] | None) -> None:
+    def __init__(self, prefix_ids: bytes, num_blocks: int, parent: Node | None) -> None:
         self.prefix_ids = prefix_ids
         self.num_blocks = num_blocks
         self.parent = parent
-        self.children: dict[bytes, Node[T] | WaitingRow[T]] = {}
+        self.children: dict[bytes, Node | WaitingRow] = {}
         """The nodes and rows below, by the block that follows the prefix."""
-        self.heap: list[tuple[Rank, WaitingRow[T]]] = []
+        self.heap: list[tuple[Rank, WaitingRow]] = []
         """All rows below as a heap; rows taken meanwhile are dropped when they come up, or when they are many."""
         self.num_waiting = 0
         self.replica: int | None = None
         """The replica that took a row from here last."""
 
-    def push(self, row: WaitingRow[T]) -> None:
+    def push(self, row: WaitingRow) -> None:
         heapq.heappush(self.heap, (row.rank, row))
         self.num_waiting += 1
 
@@ -181,17 +178,17 @@ class Node(Generic[T]):
             heapq.heappop(heap)
 
 
-class PrefixTree(Generic[T]):
+class PrefixTree:
     """The tree. Rows come with `add` and go with `remove`; `deepest` and `best` look for one."""
 
     def __init__(self, block_size: int) -> None:
         self._block_bytes = block_size * TOKEN_BYTES
-        self.root: Node[T] = Node(b"", 0, None)
+        self.root: Node = Node(b"", 0, None)
 
     def num_shareable_blocks(self, prompt_ids: bytes) -> int:
         return (len(prompt_ids) // TOKEN_BYTES - 1) * TOKEN_BYTES // self._block_bytes
 
-    def add(self, row: WaitingRow[T]) -> None:
+    def add(self, row: WaitingRow) -> None:
         node = self.root
         while True:
             node.push(row)
@@ -205,7 +202,7 @@ class PrefixTree(Generic[T]):
                 return
             node = self._join(node, key, child, row)
 
-    def remove(self, row: WaitingRow[T]) -> T:
+    def remove(self, row: WaitingRow) -> PreparedRow:
         """Take a waiting row out."""
         item, row.item = row.item, None
         assert item is not None
@@ -220,7 +217,7 @@ class PrefixTree(Generic[T]):
             node = node.parent
         return item
 
-    def deepest(self, prompt_ids: bytes, num_blocks: int) -> Node[T] | WaitingRow[T]:
+    def deepest(self, prompt_ids: bytes, num_blocks: int) -> Node | WaitingRow:
         """Find the rows that share most blocks with the first `num_blocks` of a prompt; the root if none does."""
         node = self.root
         while node.num_blocks < num_blocks:
@@ -232,7 +229,7 @@ class PrefixTree(Generic[T]):
             node = child
         return node
 
-    def best(self, node: Node[T], *, replica: int | None = None, max_passed: int = 0) -> WaitingRow[T]:
+    def best(self, node: Node, *, replica: int | None = None, max_passed: int = 0) -> WaitingRow:
         """Return the row of the smallest rank below a node that has any.
 
         Where `replica` is given, up to `max_passed` rows are passed over whose prefix another replica has taken up.
@@ -241,7 +238,7 @@ class PrefixTree(Generic[T]):
         row = node.heap[0][1]
         if replica is None or not _belongs_elsewhere(row, node, replica):
             return row
-        passed: list[tuple[Rank, WaitingRow[T]]] = []
+        passed: list[tuple[Rank, WaitingRow]] = []
         while len(passed) < max_passed and node.heap:
             passed.append(heapq.heappop(node.heap))
             node.drop_taken()
@@ -252,14 +249,14 @@ class PrefixTree(Generic[T]):
             heapq.heappush(node.heap, entry)
         return row
 
-    def _join(self, node: Node[T], key: bytes, child: Node[T] | WaitingRow[T], row: WaitingRow[T]) -> Node[T]:
+    def _join(self, node: Node, key: bytes, child: Node | WaitingRow, row: WaitingRow) -> Node:
         """Return the node for what `child` and `row` have in common below `node`; make it if it is not there yet."""
         other_ids = child.prompt_ids if isinstance(child, WaitingRow) else child.prefix_ids
         most = min(child.num_blocks, row.num_blocks)
         shared = self._num_common(other_ids, row.prompt_ids, node.num_blocks + 1, most)
         if isinstance(child, Node) and shared == child.num_blocks:
             return child
-        joint: Node[T] = Node(row.prompt_ids[: shared * self._block_bytes], shared, node)
+        joint: Node = Node(row.prompt_ids[: shared * self._block_bytes], shared, node)
         node.children[key] = joint
         if child.num_blocks > shared:
             joint.children[self._block(other_ids, shared)] = child
@@ -292,7 +289,7 @@ class PrefixTree(Generic[T]):
         """Assert that nodes, heaps and rows agree."""
         self._check(self.root)
 
-    def _check(self, node: Node[T]) -> set[int]:
+    def _check(self, node: Node) -> set[int]:
         waiting = {id(row): row for _, row in node.heap if row.item is not None}
         assert len(waiting) == node.num_waiting
         below: set[int] = set()
@@ -319,6 +316,6 @@ class PrefixTree(Generic[T]):
         return set(waiting)
 
 
-def _belongs_elsewhere(row: WaitingRow[T], node: Node[T], replica: int) -> bool:
+def _belongs_elsewhere(row: WaitingRow, node: Node, replica: int) -> bool:
     """Tell whether a row below `node` begins with a longer prefix that another replica has taken up."""
     return row.node is not node and row.node is not None and row.node.replica not in (None, replica)

@@ -26,10 +26,14 @@ class SpecialTokenRule:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._refused = _any_of([])
+        self._refusal = ""
+        """The end of the message on a token that is refused."""
 
     def check(self, value: Any, name: str) -> RowError | None:
         """Return the error of a prompt or conversation that is not allowed. `name` is its key in the row."""
-        return None
+        found = _find(self._refused, value, name) if self._refusal else None
+        return found and RowError("special_token", f"`{found[0]}` holds {found[1]}, {self._refusal}")
 
     def to_template(self, value: T) -> T:
         """Return messages, or variables of the chat template, as they are to be rendered."""
@@ -46,17 +50,10 @@ class _Refuse(SpecialTokenRule):
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
-        self._pattern = _any_of(tokenizer.control_tokens)
-
-    def check(self, value: Any, name: str) -> RowError | None:
-        found = _find(self._pattern, value, name)
-        if found is None:
-            return None
-        where, token = found
-        return RowError(
-            "special_token",
-            f"`{where}` holds {token}, a special token of the model; take it out, or let `job.special_tokens` be "
-            "`escape` (it is text then) or `allow`",
+        self._refused = _any_of(tokenizer.control_tokens)
+        self._refusal = (
+            "a special token of the model; take it out, or let `job.special_tokens` be `escape` (it is text then) or "
+            "`allow`"
         )
 
 
@@ -104,18 +101,12 @@ class _Escape(SpecialTokenRule):
         if found is None:
             raise _cannot_escape("it does not only put tokens before and behind a text")
         self._before, self._behind = found
-        self._stubborn = _any_of([token for token in self._tokens if self._is_stubborn(backend, token)])
+        self._refused = _any_of([token for token in self._tokens if self._is_stubborn(backend, token)])
+        self._refusal = "which this tokenizer cannot read as plain text"
 
     def _is_stubborn(self, backend: Any, token: str) -> bool:
         (ids,) = self._plain.encode([token], add_special_tokens=False)
         return isinstance(ids, RowError) or backend.token_to_id(token) in ids
-
-    def check(self, value: Any, name: str) -> RowError | None:
-        found = _find(self._stubborn, value, name)
-        if found is None:
-            return None
-        where, token = found
-        return RowError("special_token", f"`{where}` holds {token}, which this tokenizer cannot read as plain text")
 
     def to_template(self, value: T) -> T:
         replacement = rf"{self._open}\g<0>{self._close}"

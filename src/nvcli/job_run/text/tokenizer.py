@@ -133,7 +133,11 @@ class Tokenizer:
         `add_special_tokens` adds those that the tokenizer adds by default.
         """
         try:
-            return [*self._encode(texts, add_special_tokens)]
+            if self.backend is None:
+                ids: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
+                return [*ids]
+            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            return [encoding.ids for encoding in encodings]
         except BaseException as error:
             if not is_library_failure(error):
                 raise
@@ -141,13 +145,6 @@ class Tokenizer:
                 reason = describe_surrogate(texts[0]) or str(error)
                 return [RowError("tokenizer_error", f"the tokenizer cannot read this text: {reason}")]
             return [self.encode([text], add_special_tokens=add_special_tokens)[0] for text in texts]
-
-    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        if self.backend is None:
-            ids: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
-            return ids
-        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in encodings]
 
     def render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
         """Return the prompt text of a conversation, up to where the answer begins. Raises RowError and MemoryError.
