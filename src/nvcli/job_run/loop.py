@@ -139,11 +139,13 @@ class JobLoop:
         `counts` is kept up to date for whoever shows progress. With `job.keep_going` the death of a replica does not
         end the run while another one is left.
         """
-        self._replicas = [_Replica(number, engine, 2 * plan.max_num_seqs) for number, engine in enumerate(engines)]
+        self._replicas = [
+            _Replica(number, engine, 2 * plan.first.max_num_seqs) for number, engine in enumerate(engines)
+        ]
         self._num_started = len(self._replicas)
         self._stats_of_lost: list[EngineStats] = []
         self._feeder = feeder
-        self._planner = make_planner(run, self._num_started, block_size=plan.block_size)
+        self._planner = make_planner(run, self._num_started, block_size=plan.first.block_size)
         self._duplicates = make_duplicates(run, self._num_started)
         self._writer = writer
         self._counts = counts

@@ -47,14 +47,9 @@ class RunPlan:
     """Lines for the user, before the run takes long."""
 
     @property
-    def max_num_seqs(self) -> int:
-        """The most requests that one replica runs at the same time."""
-        return self.engine_configs[0].max_num_seqs
-
-    @property
-    def block_size(self) -> int:
-        """The tokens in one KV block."""
-        return self.engine_configs[0].block_size
+    def first(self) -> EngineConfig:
+        """The configuration of the first replica."""
+        return self.engine_configs[0]
 
     @property
     def num_gpus(self) -> int:

@@ -56,7 +56,7 @@ class Duplicates:
         answer = self._kept.get(key)
         if answer is not None:
             self._kept.move_to_end(key)
-            self._ready.append((row, msgspec.structs.replace(answer, place=row.place)))
+            self._ready.append((row, _copy(answer, row.place)))
             return False
         followers = self._followers.get(key)
         if followers is None:
@@ -78,16 +78,12 @@ class Duplicates:
         if key is None or not self._is_on:
             return
         followers = self._followers.pop(key)
-        # Nothing of the prompt is computed for equal rows. What the row passes through is not kept with its answer.
-        usage = msgspec.structs.replace(result.usage, cached_tokens=result.usage.prompt_tokens)
-        answer = msgspec.structs.replace(result, place=_NOWHERE, usage=usage)
-        if error is None:
-            self._keep(key, answer)
+        if error is None:  # what the row passes through is not kept with its answer
+            self._keep(key, msgspec.structs.replace(result, place=_NOWHERE))
         for place, num_bytes in followers:
             self.num_rows -= 1
             self.num_bytes -= num_bytes
-            copy = msgspec.structs.replace(answer, place=place) if error is None else failed(place, error)
-            self._ready.append((row, copy))
+            self._ready.append((row, _copy(result, place) if error is None else failed(place, error)))
 
     def take_ready(self) -> list[tuple[PreparedRow, JobResult]]:
         """Return the results of rows that were not computed, each of them once.
@@ -103,3 +99,9 @@ class Duplicates:
         while self._kept_bytes > self._max_kept_bytes:
             _, oldest = self._kept.popitem(last=False)
             self._kept_bytes -= oldest.num_bytes
+
+
+def _copy(answer: JobResult, place: RowContext) -> JobResult:
+    """Return the answer of a row as that of an equal one, for which nothing of the prompt is computed."""
+    usage = msgspec.structs.replace(answer.usage, cached_tokens=answer.usage.prompt_tokens)
+    return msgspec.structs.replace(answer, place=place, usage=usage)

@@ -131,8 +131,7 @@ def _answer_lengths(summary: Summary) -> Lengths:
 
 
 def _engine(plan: RunPlan, ready: Sequence[EngineReady], summary: Summary) -> Engine:
-    config = plan.engine_configs[0]
-    first = ready[0] if ready else None
+    config, first = plan.first, ready[0] if ready else None
     return Engine(
         device=config.device,
         dtype=config.weights_type,

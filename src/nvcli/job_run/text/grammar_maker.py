@@ -103,19 +103,16 @@ class GrammarMaker:
         """Make a grammar, or the end of the sentence that says why there is none, and keep it."""
         if len(key) > MAX_GRAMMAR_BYTES:
             return RowError("invalid_structured", f"takes {len(key):,} bytes; allowed: {MAX_GRAMMAR_BYTES:,}")
-        made = self._ask(wanted, key)
+        answer = self.worker.ask(key)
+        if isinstance(answer, NoAnswer):
+            made: Grammar | RowError = _not_made(answer)
+        elif error := (found := self._decode(answer)).error:
+            made = RowError("invalid_structured", f"cannot be used: {error}")
+        else:
+            made = Grammar(found.grammar, wanted)
         if not isinstance(made, RowError) or made.type != "aborted":
             self._keep(key, made)
         return made
-
-    def _ask(self, wanted: Structured, key: bytes) -> Grammar | RowError:
-        answer = self.worker.ask(key)
-        if isinstance(answer, NoAnswer):
-            return _not_made(answer)
-        made = self._decode(answer)
-        if made.error:
-            return RowError("invalid_structured", f"cannot be used: {made.error}")
-        return Grammar(made.grammar, wanted)
 
     def _keep(self, key: bytes, made: Grammar | RowError) -> None:
         self._kept[key] = made
