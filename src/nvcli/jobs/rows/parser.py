@@ -127,7 +127,10 @@ class RowParser:
         context = RowContext(id="", is_named=True, index=index, line=where, form=form, caller=self._caller)
         try:
             given, marked = self._values_of(row)
-            is_native = not looks_like_openai(given) or any(not is_null(given.get(key)) for key in self.keys.prompts)
+            is_native = "url" not in given and "body" not in given  # as in most rows, or:
+            if not is_native:
+                has_prompt = any(not is_null(given.get(key)) for key in self.keys.prompts)
+                is_native = has_prompt or not looks_like_openai(given)
             own_of = _own_objects if isinstance(row, (dict, str)) else _own_values
             own_keys, values = OPENAI_KEYS, {}
             kind: PromptKind | None = None
