@@ -146,12 +146,7 @@ class PeerMemory:
 
     def sum(self, part: Tensor) -> Tensor:
         """Sum the ranks' parts into a new tensor. A part that lies outside the block is the first of a pass."""
-        from nvcli.kernels.triton import peer_memory
-
-        parts = self._parts_of(part, first=True)
-        out = torch.empty_like(part)
-        peer_memory.one_shot(parts, self._flags, self._epochs, None, None, out, 0.0, self.rank)
-        return out
+        return self._sum(self._parts_of(part, first=True), torch.empty_like(part))
 
     def own_rows(self, residual: Tensor, rows: Tensor) -> Tensor:
         """Write the rows of a residual stream that this rank owns, and zeros for those of others, as this rank's part
@@ -169,16 +164,27 @@ class PeerMemory:
         A rank may update only those rows of `residual` that it will read again. With two shots they are the rows that
         it owns, which are the same ones for every sum of as many rows.
         """
+        parts = self._parts_of(part, first=False)
+        has_two_shots = len(part) >= self.two_shot_rows
+        out = self._outs[self.rank][: len(part)] if has_two_shots else torch.empty_like(part)
+        return self._sum(parts, out, residual, weight, eps, has_two_shots=has_two_shots)
+
+    def _sum(
+        self,
+        parts: tuple[Tensor, ...],
+        out: Tensor,
+        residual: Tensor | None = None,
+        weight: Tensor | None = None,
+        eps: float = 0.0,
+        *,
+        has_two_shots: bool = False,
+    ) -> Tensor:
         from nvcli.kernels.triton import peer_memory
 
-        parts = self._parts_of(part, first=False)
-        if len(part) >= self.two_shot_rows:
-            peer_memory.two_shot(
-                parts, self._outs, self._flags, self._done, self._epochs, residual, weight, eps, self.rank
-            )
-            return self._outs[self.rank][: len(part)]
-        out = torch.empty_like(part)
-        peer_memory.one_shot(parts, self._flags, self._epochs, residual, weight, out, eps, self.rank)
+        outs = self._outs if has_two_shots else None
+        peer_memory.add_rms_norm(
+            parts, outs, self._flags, self._done, self._epochs, residual, weight, out, eps, self.rank
+        )
         return out
 
     def max(self, keys: Tensor) -> Tensor:

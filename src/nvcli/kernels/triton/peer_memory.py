@@ -285,9 +285,11 @@ def _max_kernel(
     tl.store(epochs_ptr + rows, epoch, mask=inside)
 
 
-def one_shot(
+def add_rms_norm(
     parts: tuple[Tensor, ...],
+    outs: tuple[Tensor, ...] | None,
     flags: Tensor,
+    done: Tensor,
     epochs: Tensor,
     residual: Tensor | None,
     weight: Tensor | None,
@@ -296,12 +298,22 @@ def one_shot(
     rank: int,
 ) -> None:
     """Sum all ranks' `parts` into `out` [T, H]. With a residual [T, H] and a weight [H], the sum is added to the
-    residual, in place, and `out` is the norm of the result. parts: [at least T, H] of each rank; flags: [ranks] int64
-    addresses; epochs: [at least T] int32."""
+    residual, in place, and `out` is the norm of the result.
+
+    With `outs` it takes two shots: the result is written to these, [at least T, H] of each rank, of which `out` is this
+    rank's, and only the rows of `residual` that this rank owns (with row % ranks == rank) are read and updated. parts:
+    [at least T, H] of each rank; flags, done: [ranks] int64 addresses; epochs: [at least T] int32.
+    """
     num_rows, size = out.shape
     assert out.is_contiguous()
     assert residual is None or (residual.is_contiguous() and residual.shape == out.shape)
     block = next_power_of_2(size)
+    constants = {"NUM_RANKS": len(parts), "SIZE": size, "BLOCK": block, "ON_GPU": out.is_cuda}
+    if outs is not None:
+        _two_shot_kernel[(num_rows,)](
+            parts, outs, flags, done, epochs, residual, weight, eps, rank, **constants, num_warps=warps_of_row(block)
+        )
+        return
     _one_shot_kernel[(num_rows,)](
         parts,
         flags,
@@ -311,46 +323,8 @@ def one_shot(
         out,
         eps,
         rank,
-        NUM_RANKS=len(parts),
-        SIZE=size,
-        BLOCK=block,
         NORM=residual is not None,
-        ON_GPU=out.is_cuda,
-        num_warps=warps_of_row(block),
-    )
-
-
-def two_shot(
-    parts: tuple[Tensor, ...],
-    outs: tuple[Tensor, ...],
-    flags: Tensor,
-    done: Tensor,
-    epochs: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    rank: int,
-) -> None:
-    """Sum, add and norm as `one_shot` with a residual does, but write the result to `outs`, [at least T, H] of each
-    rank. Only the rows of `residual` that this rank owns (with row % ranks == rank) are read and updated. done: [ranks]
-    int64 addresses."""
-    num_rows, size = residual.shape
-    assert residual.is_contiguous()
-    block = next_power_of_2(size)
-    _two_shot_kernel[(num_rows,)](
-        parts,
-        outs,
-        flags,
-        done,
-        epochs,
-        residual,
-        weight,
-        eps,
-        rank,
-        NUM_RANKS=len(parts),
-        SIZE=size,
-        BLOCK=block,
-        ON_GPU=residual.is_cuda,
+        **constants,
         num_warps=warps_of_row(block),
     )
 

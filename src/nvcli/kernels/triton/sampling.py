@@ -196,27 +196,21 @@ def sample(
     logits: Tensor, columns: SamplingColumns, slots: Tensor, positions: Tensor, *, few_allowed: bool = False
 ) -> Tensor:
     """See `nvcli.kernels.sampling.sample`."""
-    ids = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
     threshold = min_kept_logit(logits, columns, slots, except_top_k=MAX_CANDIDATES)
-    _launch(logits, columns, slots, positions, threshold, ids, None, start=None, few_allowed=few_allowed)
-    return ids
+    return _launch(logits, columns, slots, positions, threshold=threshold, few_allowed=few_allowed)[0]
 
 
 def packed_argmax(logits: Tensor, columns: SamplingColumns, slots: Tensor, positions: Tensor, *, start: int) -> Tensor:
     """See `nvcli.kernels.sampling.packed_argmax`."""
-    packed = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-    _launch(logits, columns, slots, positions, None, packed, None, start=start)
-    return packed
+    return _launch(logits, columns, slots, positions, start=start)[0]
 
 
 def shard_candidates(
     logits: Tensor, columns: SamplingColumns, slots: Tensor, positions: Tensor, *, start: int
 ) -> tuple[Tensor, Tensor]:
     """See `nvcli.kernels.candidates.shard_candidates`."""
-    packed = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     lists = torch.empty(logits.shape[0], LIST_WIDTH, dtype=torch.int32, device=logits.device)
-    _launch(logits, columns, slots, positions, None, packed, lists, start=start)
-    return packed, lists
+    return _launch(logits, columns, slots, positions, lists, start=start)
 
 
 def _launch(
@@ -224,25 +218,25 @@ def _launch(
     columns: SamplingColumns,
     slots: Tensor,
     positions: Tensor,
-    threshold: Tensor | None,
-    out: Tensor,
-    lists: Tensor | None,
+    lists: Tensor | None = None,
     *,
-    start: int | None,
+    threshold: Tensor | None = None,
+    start: int | None = None,
     few_allowed: bool = False,
-) -> None:
-    """Launch the pass and the choice. `start` is the first token of a shard, and `out` gets packed numbers; with None,
-    `logits` is the whole vocabulary, and `out` gets tokens."""
+) -> tuple[Tensor, Tensor]:
+    """Launch the pass and the choice. `start` is the first token of a shard, of which packed numbers are returned; with
+    None, `logits` is the whole vocabulary, of which tokens are. With `lists` these are written and returned, too."""
     num_rows, num_tokens = logits.shape
     assert logits.stride(1) == 1
     device = logits.device
     is_sharded, start = start is not None, start or 0
+    out = torch.empty(num_rows, dtype=torch.int64 if is_sharded else torch.int32, device=device)
     has_candidates = lists is not None or not is_sharded
     num_chunks = max(1, triton.cdiv(start % 4 + num_tokens, 4 * _QUADS))
     chunk_groups = 4 * _QUADS // GROUP_TOKENS
     best_scores = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=device)
     best_tokens = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device)
-    maxima, groups = best_scores, best_tokens
+    maxima, groups, written = best_scores, best_tokens, out if lists is None else lists
     if has_candidates:
         maxima = torch.empty(num_rows, num_chunks * chunk_groups, dtype=logits.dtype, device=device)
         groups = torch.empty(num_rows, _LISTED_GROUPS, dtype=torch.int32, device=device)
@@ -279,7 +273,7 @@ def _launch(
         maxima,
         groups,
         out,
-        out if lists is None else lists,
+        written,
         logits.stride(0),
         start,
         start + num_tokens,
@@ -294,3 +288,4 @@ def _launch(
         num_warps=_ROW_WARPS if has_candidates else 1,
         maxnreg=_MAX_REGISTERS,
     )
+    return out, written
