@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,8 +42,11 @@ def variant(kernel: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -
             return value == 1, name in unaligned or value % 16 == 0
         return value if value is None else type(value)
 
-    positional = (what(name, value) for name, value in zip(kernel.arg_names, arguments, strict=False))
-    return kernel.__name__, *positional, *sorted(keywords.items())
+    constants = {name for name, one in signature(kernel.fn).parameters.items() if "constexpr" in str(one.annotation)}
+    given = list(zip(kernel.arg_names, arguments, strict=False))
+    values = (what(name, value) for name, value in given if name not in constants)
+    named = keywords | {name: value for name, value in given if name in constants}
+    return kernel.__name__, *values, *sorted(named.items())
 
 
 @pytest.fixture
