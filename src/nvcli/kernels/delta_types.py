@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
 
 
-class DeltaHeads(NamedTuple):
-    """The heads of one rank's part of a layer."""
+@dataclass(frozen=True, slots=True)
+class DeltaHeads:
+    """The heads of one rank's part of a layer. Kernels take it whole: each field is a constant of theirs."""
 
     num_key_heads: int
     key_dim: int

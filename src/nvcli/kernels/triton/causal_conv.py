@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.dependent_launch import await_kernel_before, dependent
-from nvcli.kernels.triton.state_rows import row_arguments, row_of
+from nvcli.kernels.triton.state_rows import RowTensors, row_of
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
 _STEP_CHANNELS = 1024
@@ -30,12 +30,7 @@ def _step_kernel(
     weight_ptr,  # [NUM_CHANNELS, TAPS]
     pool_ptr,  # [num_blocks, TAPS - 1, NUM_CHANNELS], blocks pool_stride apart, read and written
     out_ptr,  # [T, NUM_CHANNELS], written
-    slots_ptr,  # [R] int64
-    seq_lens_ptr,  # [R] int32
-    starts_ptr,  # [R + 1] int32
-    places_ptr,  # [T] int64
-    tables_ptr,  # [slots, max_blocks] int32, rows table_stride apart
-    table_stride,
+    rows,  # `RowTensors`
     x_stride,
     pool_stride,
     NUM_CHANNELS: tl.constexpr,
@@ -47,10 +42,8 @@ def _step_kernel(
 ):
     """Program (row, tile of channels), for a row of one token. TAPS_TILE is the next power of two of TAPS."""
     await_kernel_before(DEPENDENT)
-    token, _, _, source = row_of(
-        tl.program_id(0), slots_ptr, seq_lens_ptr, starts_ptr, tables_ptr, table_stride, BLOCK_SIZE
-    )
-    target = tl.load(places_ptr + token) // BLOCK_SIZE
+    token, _, _, source = row_of(tl.program_id(0), rows, BLOCK_SIZE)
+    target = tl.load(rows.places + token) // BLOCK_SIZE
     tap = tl.arange(0, TAPS_TILE)[:, None]
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     inside = channel < NUM_CHANNELS
@@ -88,12 +81,7 @@ def _chunk_kernel(
     weight_ptr,
     pool_ptr,  # read
     out_ptr,
-    slots_ptr,
-    seq_lens_ptr,
-    starts_ptr,
-    places_ptr,
-    tables_ptr,
-    table_stride,
+    rows,
     first_row,
     num_rows,
     num_halvings,
@@ -109,19 +97,19 @@ def _chunk_kernel(
     """Program (tile of tokens, tile of channels), for the tokens of the rows from `first_row` on. Those behind the rows
     get zeros. `num_halvings` are enough to find a row; it is no constant, so that no other number of rows compiles
     anew."""
-    token = tl.load(starts_ptr + first_row) + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    end = tl.load(starts_ptr + num_rows)
+    token = tl.load(rows.starts + first_row) + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    end = tl.load(rows.starts + num_rows)
     is_token = token < end
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     in_channels = channel < NUM_CHANNELS
     inside = is_token[:, None] & in_channels
-    row = _row_of_token(tl.minimum(token, end - 1), starts_ptr, first_row, num_rows, num_halvings)
-    start = tl.load(starts_ptr + row)
-    before = tl.load(seq_lens_ptr + row) - (tl.load(starts_ptr + row + 1) - start)
+    row = _row_of_token(tl.minimum(token, end - 1), rows.starts, first_row, num_rows, num_halvings)
+    start = tl.load(rows.starts + row)
+    before = tl.load(rows.seq_lens + row) - (tl.load(rows.starts + row + 1) - start)
     # Some inputs of a row's first tokens are in the state that it goes on from.
     reads_state = is_token & (token - start < TAPS - 1) & (before > 0)
-    places = tl.load(slots_ptr + row) * table_stride + tl.maximum(before - 1, 0) // BLOCK_SIZE
-    source = tl.load(tables_ptr + places, mask=reads_state, other=0).to(tl.int64)
+    places = tl.load(rows.slots + row) * rows.table_stride + tl.maximum(before - 1, 0) // BLOCK_SIZE
+    source = tl.load(rows.tables + places, mask=reads_state, other=0).to(tl.int64)
     total = tl.zeros([TOKENS, CHANNELS], tl.float32)
     for tap in tl.static_range(TAPS):
         at = token - (TAPS - 1 - tap)
@@ -148,12 +136,7 @@ def _chunk_kernel(
 def _keep_inputs_kernel(
     x_ptr,  # as in _step_kernel
     pool_ptr,
-    slots_ptr,
-    seq_lens_ptr,
-    starts_ptr,
-    places_ptr,
-    tables_ptr,
-    table_stride,
+    rows,
     first_row,
     x_stride,
     pool_stride,
@@ -165,13 +148,13 @@ def _keep_inputs_kernel(
     """Program (row - first_row, tile of channels). It stores the last inputs of each column of the row that has a
     block."""
     row = tl.program_id(0) + first_row
-    start, end, before, source = row_of(row, slots_ptr, seq_lens_ptr, starts_ptr, tables_ptr, table_stride, BLOCK_SIZE)
+    start, end, before, source = row_of(row, rows, BLOCK_SIZE)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < NUM_CHANNELS
     first = start
     while first < end:
         first = tl.minimum(first + BLOCK_SIZE - (before + first - start) % BLOCK_SIZE, end)
-        block = tl.load(places_ptr + first - 1) // BLOCK_SIZE
+        block = tl.load(rows.places + first - 1) // BLOCK_SIZE
         if block > 0:
             # As in _step_kernel, no entry is read that was overwritten.
             for tap in tl.static_range(1, TAPS):
@@ -196,7 +179,7 @@ def causal_conv(x: Tensor, weight: Tensor, pool: Tensor, rows: StateRows) -> Ten
     assert pool[0].is_contiguous()
     num_rows, num_single = len(rows.slots), rows.num_single_rows
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    strides, arguments = (x.stride(0), pool.stride(0)), row_arguments(rows)
+    strides, tensors = (x.stride(0), pool.stride(0)), RowTensors.of(rows)
     sizes = {"NUM_CHANNELS": num_channels, "TAPS": taps, "BLOCK_SIZE": rows.block_size}
     if num_single:
         grid = num_single, ceil_div(num_channels, _STEP_CHANNELS)
@@ -205,7 +188,7 @@ def causal_conv(x: Tensor, weight: Tensor, pool: Tensor, rows: StateRows) -> Ten
             weight,
             pool,
             out,
-            *arguments,
+            tensors,
             *strides,
             **sizes,
             TAPS_TILE=next_power_of_2(taps),
@@ -219,7 +202,7 @@ def causal_conv(x: Tensor, weight: Tensor, pool: Tensor, rows: StateRows) -> Ten
             weight,
             pool,
             out,
-            *arguments,
+            tensors,
             num_single,
             num_rows,
             (num_rows - num_single).bit_length(),
@@ -230,6 +213,6 @@ def causal_conv(x: Tensor, weight: Tensor, pool: Tensor, rows: StateRows) -> Ten
             CHANNELS=_CHANNELS,
         )
         _keep_inputs_kernel[num_rows - num_single, tiles](
-            x, pool, *arguments, num_single, *strides, **sizes, CHANNELS=_CHANNELS
+            x, pool, tensors, num_single, *strides, **sizes, CHANNELS=_CHANNELS
         )
     return out

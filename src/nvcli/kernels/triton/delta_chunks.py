@@ -24,7 +24,7 @@ from torch import Tensor
 from nvcli.kernels.delta_types import DeltaGates, DeltaHeads
 from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.multiprocessors import shared_memory_bytes
-from nvcli.kernels.triton.state_rows import row_arguments, row_of, row_span
+from nvcli.kernels.triton.state_rows import RowTensors, row_of, row_span
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
 NORM_EPS = tl.constexpr(1e-6)
@@ -40,11 +40,14 @@ _VALUE_TILE, _PASS_WARPS, _PASS_STAGES = 64, 4, 2
 
 
 @triton.jit
-def log_decay(step, log_rate, step_bias):
-    """The logarithm of a token's decay: -exp(log_rate) × softplus(step + step_bias)."""
-    x = step + step_bias
+def read_gates(gates, token, head, is_token, beta_stride, step_stride):
+    """Return β of tokens, and the logarithms of their decays: -exp(log_rate) × softplus(step + step_bias)."""
+    beta = tl.sigmoid(tl.load(gates.beta + token * beta_stride + head, mask=is_token, other=0.0).to(tl.float32))
+    step = tl.load(gates.step + token * step_stride + head, mask=is_token, other=0.0).to(tl.float32)
+    log_rate = tl.load(gates.log_rate + head).to(tl.float32)
+    x = step + tl.load(gates.step_bias + head).to(tl.float32)
     softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-    return -tl.exp(log_rate) * softplus
+    return beta, -tl.exp(log_rate) * softplus
 
 
 @triton.jit
@@ -66,22 +69,19 @@ def _chunk_tokens(chunk, start, end, before, BLOCK_SIZE: tl.constexpr, CHUNK: tl
 
 
 @triton.jit
-def _find_chunk(
-    index, starts_ptr, seq_lens_ptr, first_row, num_rows, num_halvings,
-    BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+def _find_chunk(index, rows, first_row, num_rows, num_halvings, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr):
     """Return the row and the chunk that a program has: of the rows from `first_row` on, each has the next programs, as
     many as its chunks may be. Some of these find a chunk behind the row's last one."""
     CHUNKS: tl.constexpr = (BLOCK_SIZE + CHUNK - 1) // CHUNK
-    origin = tl.load(starts_ptr + first_row)
+    origin = tl.load(rows.starts + first_row)
     low = first_row
     high = num_rows
     for _ in range(num_halvings):
         middle = (low + high) // 2
-        first = (tl.load(starts_ptr + middle) - origin) * CHUNKS // BLOCK_SIZE + _MORE_CHUNKS * (middle - first_row)
+        first = (tl.load(rows.starts + middle) - origin) * CHUNKS // BLOCK_SIZE + _MORE_CHUNKS * (middle - first_row)
         low = tl.where(first <= index, middle, low)
         high = tl.where(first <= index, high, middle)
-    start, _, before = row_span(low, seq_lens_ptr, starts_ptr)
+    start, _, before = row_span(low, rows)
     index -= (start - origin) * CHUNKS // BLOCK_SIZE + _MORE_CHUNKS * (low - first_row)
     return low, _chunk_of(before, BLOCK_SIZE, CHUNK) + index
 
@@ -131,20 +131,12 @@ def _unit_lower_inverse(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit(do_not_specialize=["first_row", "num_rows", "num_halvings", "num_tokens"])
 def _solve_kernel(
     qkv_ptr,  # [T, NUM_CHANNELS], rows qkv_stride apart
-    beta_ptr,  # [T, VALUE_HEADS], rows beta_stride apart
-    step_ptr,  # [T, VALUE_HEADS], rows step_stride apart
-    log_rate_ptr,  # [VALUE_HEADS]
-    step_bias_ptr,  # [VALUE_HEADS]
+    gates,  # `DeltaGates`, rows beta_stride and step_stride apart
     solved_ptr,  # [T, VALUE_HEADS, CHUNK], written: A
     scores_ptr,  # [T, VALUE_HEADS, CHUNK], written: P
     scales_ptr,  # [4, VALUE_HEADS, T] float32, written: of queries that read the state behind the chunk before, of keys
     # that read it, of keys that write the state behind the chunk, and what is left of the state before
-    slots_ptr,  # [R] int64
-    seq_lens_ptr,  # [R] int32
-    starts_ptr,  # [R + 1] int32
-    places_ptr,  # [T] int64
-    tables_ptr,  # [slots, max_blocks] int32, rows table_stride apart
-    table_stride,
+    rows,  # `RowTensors`
     first_row,
     num_rows,
     num_halvings,
@@ -154,21 +146,20 @@ def _solve_kernel(
     step_stride,
     scale,
     BLOCK_SIZE: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
+    HEADS: tl.constexpr,  # `DeltaHeads`
     KEY_TILE: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
     INVERSE_PRECISION: tl.constexpr,
 ):
     """Program (chunk, value head)."""
+    KEY_HEADS: tl.constexpr = HEADS.num_key_heads
+    VALUE_HEADS: tl.constexpr = HEADS.num_value_heads
+    KEY_DIM: tl.constexpr = HEADS.key_dim
     head = tl.program_id(1)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
-    row, chunk = _find_chunk(
-        tl.program_id(0), starts_ptr, seq_lens_ptr, first_row, num_rows, num_halvings, BLOCK_SIZE, CHUNK
-    )
-    start, end, before = row_span(row, seq_lens_ptr, starts_ptr)
+    row, chunk = _find_chunk(tl.program_id(0), rows, first_row, num_rows, num_halvings, BLOCK_SIZE, CHUNK)
+    start, end, before = row_span(row, rows)
     first, count = _chunk_tokens(chunk, start, end, before, BLOCK_SIZE, CHUNK)
     if count > 0:
         i = tl.arange(0, KEY_TILE)
@@ -184,11 +175,8 @@ def _solve_kernel(
         overlap = tl.dot(k, tl.trans(k), input_precision=PRECISION)
         k_scale = tl.rsqrt(tl.sum(tl.where(n[:, None] == n[None, :], overlap, 0.0), 1) + NORM_EPS)
         similarity = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        beta = tl.sigmoid(tl.load(beta_ptr + token * beta_stride + head, mask=is_token, other=0.0).to(tl.float32))
-        step = tl.load(step_ptr + token * step_stride + head, mask=is_token, other=0.0).to(tl.float32)
-        log_rate = tl.load(log_rate_ptr + head).to(tl.float32)
-        step_bias = tl.load(step_bias_ptr + head).to(tl.float32)
-        decay = tl.where(is_token, log_decay(step, log_rate, step_bias), 0.0)
+        beta, decay = read_gates(gates, token, head, is_token, beta_stride, step_stride)
+        decay = tl.where(is_token, decay, 0.0)
         total = tl.cumsum(decay, 0)
         whole = tl.sum(decay, 0)
         # Above the diagonal the difference may be too large for exp.
@@ -217,22 +205,14 @@ def _pass_kernel(
     scales_ptr,
     pool_ptr,  # [num_blocks, VALUE_HEADS, KEY_DIM, VALUE_DIM] float32, blocks pool_stride apart, read and written
     out_ptr,  # [T, VALUE_HEADS, VALUE_DIM], written
-    slots_ptr,
-    seq_lens_ptr,
-    starts_ptr,
-    places_ptr,
-    tables_ptr,
-    table_stride,
+    rows,
     first_row,
     num_rows,
     num_tokens,
     qkv_stride,
     pool_stride,
     BLOCK_SIZE: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
+    HEADS: tl.constexpr,  # `DeltaHeads`
     KEY_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -240,10 +220,14 @@ def _pass_kernel(
     NUM_STAGES: tl.constexpr,
 ):
     """Program (row - first_row, value head, tile of the state's columns)."""
+    KEY_HEADS: tl.constexpr = HEADS.num_key_heads
+    VALUE_HEADS: tl.constexpr = HEADS.num_value_heads
+    KEY_DIM: tl.constexpr = HEADS.key_dim
+    VALUE_DIM: tl.constexpr = HEADS.value_dim
     CHUNKS: tl.constexpr = (BLOCK_SIZE + CHUNK - 1) // CHUNK
     row = tl.program_id(0) + first_row
     head = tl.program_id(1)
-    start, end, before, source = row_of(row, slots_ptr, seq_lens_ptr, starts_ptr, tables_ptr, table_stride, BLOCK_SIZE)
+    start, end, before, source = row_of(row, rows, BLOCK_SIZE)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
     i = tl.arange(0, KEY_TILE)
     j = tl.program_id(2) * VALUE_TILE + tl.arange(0, VALUE_TILE)
@@ -287,7 +271,7 @@ def _pass_kernel(
         out_ptrs = out_ptr + (token[:, None] * VALUE_HEADS + head) * VALUE_DIM + j[None, :]
         tl.store(out_ptrs, tl.trans(out).to(out_ptr.dtype.element_ty), mask=value_mask)
         if (number == num_chunks - 1) | ((chunk + 1) % CHUNKS == 0):
-            target = tl.load(places_ptr + first + count - 1) // BLOCK_SIZE
+            target = tl.load(rows.places + first + count - 1) // BLOCK_SIZE
             tl.store(pool_ptr + target * pool_stride + places, tl.trans(state), mask=inside & (target > 0))
     if row == num_rows - 1:
         # Tokens behind the last row's.
@@ -306,6 +290,7 @@ def compute_chunks(
     """Compute the rows behind the single ones, as `nvcli.kernels.delta_net.delta_rule` does, into `out`, and zeros for
     tokens behind them."""
     num_tokens, num_rows, first_row = len(qkv), len(rows.slots), rows.num_single_rows
+    tensors = RowTensors.of(rows)
     solved, scores = torch.empty(2, num_tokens, heads.num_value_heads, _CHUNK, dtype=qkv.dtype, device=qkv.device)
     scales = torch.empty(4, heads.num_value_heads, num_tokens, dtype=torch.float32, device=qkv.device)
     is_half = qkv.element_size() == 2
@@ -314,9 +299,7 @@ def compute_chunks(
     key_tile = max(16, next_power_of_2(heads.key_dim))
     sizes = {
         "BLOCK_SIZE": rows.block_size,
-        "KEY_HEADS": heads.num_key_heads,
-        "VALUE_HEADS": heads.num_value_heads,
-        "KEY_DIM": heads.key_dim,
+        "HEADS": heads,
         "KEY_TILE": key_tile,
         "CHUNK": _CHUNK,
         "PRECISION": precision,
@@ -325,11 +308,11 @@ def compute_chunks(
     num_chunks += _MORE_CHUNKS.value * (num_rows - first_row)
     _solve_kernel[num_chunks, heads.num_value_heads](
         qkv,
-        *gates,
+        gates,
         solved,
         scores,
         scales,
-        *row_arguments(rows),
+        tensors,
         first_row,
         num_rows,
         (num_rows - first_row).bit_length(),
@@ -353,14 +336,13 @@ def compute_chunks(
         scales,
         pool,
         out,
-        *row_arguments(rows),
+        tensors,
         first_row,
         num_rows,
         num_tokens,
         qkv.stride(0),
         pool.stride(0),
         **sizes,
-        VALUE_DIM=heads.value_dim,
         VALUE_TILE=tile,
         NUM_STAGES=num_stages,
         num_warps=_PASS_WARPS,

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from nvcli.kernels.delta_types import DeltaGates, DeltaHeads
 from nvcli.kernels.state_rows import StateRows
-from nvcli.kernels.triton.delta_chunks import NORM_EPS, compute_chunks, log_decay
+from nvcli.kernels.triton.delta_chunks import NORM_EPS, compute_chunks, read_gates
 from nvcli.kernels.triton.dependent_launch import await_kernel_before, dependent
-from nvcli.kernels.triton.state_rows import row_arguments, row_of
+from nvcli.kernels.triton.state_rows import RowTensors, row_of
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
 _STEP_TILE, _STEP_WARPS = 64, 4
@@ -23,37 +23,30 @@ _STEP_TILE, _STEP_WARPS = 64, 4
 @triton.jit
 def _step_kernel(
     qkv_ptr,  # [T, NUM_CHANNELS]
-    beta_ptr,  # [T, VALUE_HEADS], rows beta_stride apart
-    step_ptr,  # [T, VALUE_HEADS], rows step_stride apart
-    log_rate_ptr,  # [VALUE_HEADS]
-    step_bias_ptr,  # [VALUE_HEADS]
+    gates,  # `DeltaGates`, rows beta_stride and step_stride apart
     pool_ptr,  # [num_blocks, VALUE_HEADS, KEY_DIM, VALUE_DIM] float32, blocks pool_stride apart, read and written
     out_ptr,  # [T, VALUE_HEADS, VALUE_DIM], written
-    slots_ptr,  # [R] int64
-    seq_lens_ptr,  # [R] int32
-    starts_ptr,  # [R + 1] int32
-    places_ptr,  # [T] int64
-    tables_ptr,  # [slots, max_blocks] int32, rows table_stride apart
-    table_stride,
+    rows,  # `RowTensors`
     qkv_stride,
     beta_stride,
     step_stride,
     pool_stride,
     scale,
     BLOCK_SIZE: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
+    HEADS: tl.constexpr,  # `DeltaHeads`
     KEY_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (row, value head, tile of the state's columns). KEY_TILE is the next power of two of KEY_DIM."""
+    KEY_HEADS: tl.constexpr = HEADS.num_key_heads
+    VALUE_HEADS: tl.constexpr = HEADS.num_value_heads
+    KEY_DIM: tl.constexpr = HEADS.key_dim
+    VALUE_DIM: tl.constexpr = HEADS.value_dim
     await_kernel_before(DEPENDENT)
     row = tl.program_id(0)
     head = tl.program_id(1)
-    token, _, _, source = row_of(row, slots_ptr, seq_lens_ptr, starts_ptr, tables_ptr, table_stride, BLOCK_SIZE)
+    token, _, _, source = row_of(row, rows, BLOCK_SIZE)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
     i = tl.arange(0, KEY_TILE)
     j = tl.program_id(2) * VALUE_TILE + tl.arange(0, VALUE_TILE)
@@ -64,12 +57,7 @@ def _step_kernel(
     v = tl.load(qkv_ptr + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j, mask=in_value, other=0.0).to(tl.float32)
     q *= tl.rsqrt(tl.sum(q * q, 0) + NORM_EPS) * scale
     k *= tl.rsqrt(tl.sum(k * k, 0) + NORM_EPS)
-    beta = tl.sigmoid(tl.load(beta_ptr + token.to(tl.int64) * beta_stride + head).to(tl.float32))
-    decay = log_decay(
-        tl.load(step_ptr + token.to(tl.int64) * step_stride + head).to(tl.float32),
-        tl.load(log_rate_ptr + head).to(tl.float32),
-        tl.load(step_bias_ptr + head).to(tl.float32),
-    )
+    beta, decay = read_gates(gates, token.to(tl.int64), head, True, beta_stride, step_stride)
     places = head * KEY_DIM * VALUE_DIM + i[:, None] * VALUE_DIM + j[None, :]
     inside = in_key[:, None] & in_value[None, :]
     state = tl.load(pool_ptr + source * pool_stride + places, mask=inside & (source > 0), other=0.0) * tl.exp(decay)
@@ -78,7 +66,7 @@ def _step_kernel(
     out = tl.sum(state * q[:, None], 0)
     out_ptr += (token.to(tl.int64) * VALUE_HEADS + head) * VALUE_DIM
     tl.store(out_ptr + j, out.to(out_ptr.dtype.element_ty), mask=in_value)
-    target = tl.load(places_ptr + token) // BLOCK_SIZE
+    target = tl.load(rows.places + token) // BLOCK_SIZE
     tl.store(pool_ptr + target * pool_stride + places, state, mask=inside & (target > 0))
 
 
@@ -93,20 +81,17 @@ def delta_rule(qkv: Tensor, gates: DeltaGates, pool: Tensor, rows: StateRows, he
         tile = min(_STEP_TILE, next_power_of_2(heads.value_dim))
         _step_kernel[num_single, heads.num_value_heads, ceil_div(heads.value_dim, tile)](
             qkv,
-            *gates,
+            gates,
             pool,
             out,
-            *row_arguments(rows),
+            RowTensors.of(rows),
             qkv.stride(0),
             gates.beta.stride(0),
             gates.step.stride(0),
             pool.stride(0),
             heads.key_dim**-0.5,
             BLOCK_SIZE=rows.block_size,
-            KEY_HEADS=heads.num_key_heads,
-            VALUE_HEADS=heads.num_value_heads,
-            KEY_DIM=heads.key_dim,
-            VALUE_DIM=heads.value_dim,
+            HEADS=heads,
             KEY_TILE=next_power_of_2(heads.key_dim),
             VALUE_TILE=tile,
             **dependent(qkv.device),
