@@ -14,7 +14,7 @@ from attention_setup import History
 
 from fp8_interpreter import exact_conversions
 from kernel_device import DEVICE, HAS_GPU, MARKS
-from nvcli.attention import triton_backend
+from nvcli.attention import triton_kernels
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels.fp8_types import FP8
@@ -23,7 +23,7 @@ from nvcli.kernels.triton.attention_launch import AttentionShape
 from nvcli.kernels.triton.prefill_attention import PrefillAttention
 from nvcli.kernels.triton.prefill_scratch import UNIT as UNIT_KEYS
 from nvcli.kernels.triton.prefill_scratch import ScratchPrefillAttention, ScratchTiles
-from nvcli.kernels.triton.prefill_tiles import TileKey
+from nvcli.kernels.triton.prefill_tiles import Chunks, TileKey
 
 pytestmark = MARKS
 __all__ = ["exact_conversions"]
@@ -57,7 +57,7 @@ def test_steps(
     """All kinds of steps, with room for some of their keys or for all; the garbage of earlier owners does not count."""
     with (
         patch.object(prefill_choice, "prefill_kernel", scratch_kernel),
-        patch.object(triton_backend, "scratch_tokens", return_value=scratch_tokens),
+        patch.object(triton_kernels, "scratch_tokens", return_value=scratch_tokens),
     ):
         bench = AnyBench(
             TritonBackend, head_dim=head_dim, num_kv_heads=num_kv_heads, ratio=ratio, block_size=block_size,
@@ -85,17 +85,13 @@ def test_plan(num_chunks: int, longest: int) -> None:
     needed = sum(-(-keys // UNIT) for keys in lens)
     padding = 45
     starts = torch.tensor([sum(counts[:i]) for i in range(len(counts) + 1)], dtype=torch.int32, device=DEVICE)
+    seq_lens, num_tokens = torch.tensor(lens, dtype=torch.int32, device=DEVICE), sum(counts) + padding
+    chunks = Chunks(query_start_loc=starts, seq_lens=seq_lens, slots=slots, first=0, num_tokens=num_tokens)
     for num_units in (1, needed - 1, needed):
         key = TileKey(group, rows, scratch_units=max(num_units, 1))
-        tiles = ScratchTiles(key, max_tokens=sum(counts) + padding, max_chunks=len(counts), device=DEVICE)
+        tiles = ScratchTiles(key, max_tokens=num_tokens, max_chunks=len(counts), device=DEVICE)
         for _ in range(2):  # nothing remains of a step before
-            tiles.plan(
-                starts,
-                torch.tensor(lens, dtype=torch.int32, device=DEVICE),
-                slots,
-                first_chunk=0,
-                num_tokens=sum(counts) + padding,
-            )
+            tiles.plan(chunks)
         assert tiles.num_before is not None
         num_copied, num_listed = int(tiles.num_before), int(tiles.num_units)
         listed, copied = tiles.items.tolist(), tiles.copied.items.tolist()

@@ -204,7 +204,7 @@ def test_which_runs_on_hopper_have_a_prefill_kernel_of_their_own(monkeypatch: py
     case = replace(CASE, dtype=torch.bfloat16, specs=(wide, windowed), block_size=64)
     backend = TritonBackend(case)
     assert backend.notes == (HOPPER_NOTE,)
-    kernels = [backend._prefills[spec.geometry, spec.window is not None] for spec in case.specs]
+    kernels = [backend._prefill.kernels[spec.geometry, spec.window is not None] for spec in case.specs]
     kinds = [kernel.kind if isinstance(kernel, PrefillAttention) else None for kernel in kernels]
     assert kinds == [PrefillKind.HOPPER, PrefillKind.USUAL]
     others = (
@@ -217,7 +217,10 @@ def test_which_runs_on_hopper_have_a_prefill_kernel_of_their_own(monkeypatch: py
     # The scratch for copies is allocated where the case says; here that must not be a GPU.
     over_fp8 = TritonBackend(replace(case, kv_dtype=FP8, device=torch.device("cpu"), max_num_seqs=1, max_model_len=128))
     assert over_fp8.notes == (SCRATCH_NOTE,)
-    assert {type(tiles).__name__ for tiles in over_fp8._tiles.values()} == {"ScratchTiles", "PrefillTiles"}
+    assert {type(tiles).__name__ for tiles in over_fp8._prefill._tiles._lists.values()} == {
+        "ScratchTiles",
+        "PrefillTiles",
+    }
     monkeypatch.setattr(triton, "__version__", "4.0.0")
     (what_is_slower,) = TritonBackend(case).notes
     assert what_is_slower.startswith("Triton 4.0.0: ")

@@ -23,7 +23,7 @@ from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels.triton.decode_work_list import SPLIT as SPLIT_KEYS
 from nvcli.kernels.triton.decode_work_list import plan_decode_kernel
-from nvcli.kernels.triton.prefill_tiles import PrefillTiles, TileKey
+from nvcli.kernels.triton.prefill_tiles import Chunks, PrefillTiles, TileKey
 
 Bench = partial(AnyBench, TritonBackend)
 SPLIT: int = SPLIT_KEYS.value
@@ -231,12 +231,9 @@ def test_the_tiles_cover_every_row_once_longest_requests_first(num_chunks: int, 
         max_chunks=len(counts),
         device=torch.device("cpu"),
     )
+    seq_lens = torch.tensor([9] * num_decodes + lens, dtype=torch.int32)
     tiles.plan(
-        starts.int(),
-        torch.tensor([9] * num_decodes + lens, dtype=torch.int32),
-        slots,
-        first_chunk=num_decodes,
-        num_tokens=num_tokens,
+        Chunks(query_start_loc=starts.int(), seq_lens=seq_lens, slots=slots, first=num_decodes, num_tokens=num_tokens)
     )
     num_tiles = int(tiles.num_items)
     assert num_tiles <= tiles.capacity <= tiles.items.shape[0]
@@ -268,7 +265,8 @@ def test_programs_that_take_sorted_tiles_in_turns_have_equally_much_to_do(counts
     tiles = PrefillTiles(key, max_tokens=sum(counts), max_chunks=len(counts), device=torch.device("cpu"))
     starts = torch.tensor([sum(counts[:i]) for i in range(len(counts) + 1)], dtype=torch.int32)
     lens = torch.tensor(counts, dtype=torch.int32)
-    tiles.plan(starts, lens, torch.arange(len(counts)), first_chunk=0, num_tokens=sum(counts))
+    slots = torch.arange(len(counts))
+    tiles.plan(Chunks(query_start_loc=starts, seq_lens=lens, slots=slots, first=0, num_tokens=sum(counts)))
     costs = [
         groups_of_keys(tile, 4, 128) + 4 for tile in tiles.items[: int(tiles.num_items)].tolist() for _ in range(8)
     ]

@@ -290,11 +290,10 @@ class PrefillAttention:
     def run(self, layer: LayerInputs, tiles: TileList, out: Tensor, log_sums: Tensor | None = None) -> None:
         """Attend the tiles. q, out: [T, H, D], the chunks' tokens; out is contiguous. log_sums: [at least T, H]
         float32, written by tiles of prefixes, beside their results in `out`, and read by those of rests; neither has
-        windows."""
+        windows. Other tiles leave it alone."""
         is_prefix, is_rest = tiles.part is TilePart.PREFIX, tiles.part is TilePart.REST
-        assert (log_sums is not None) == (is_prefix or is_rest)
         assert out.is_contiguous()
-        memory = out, tiles.items, tiles.num_items, log_sums
+        memory = out, tiles.items, tiles.num_items, log_sums if is_prefix or is_rest else None
         programs = self._shape.num_kv_heads * tiles.capacity
         if self.kind is PrefillKind.HOPPER:
             programs = min(programs, num_multiprocessors(self._shape.device))

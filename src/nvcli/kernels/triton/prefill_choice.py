@@ -13,7 +13,8 @@ import torch
 
 from nvcli.kernels.triton.attention_launch import AttentionShape
 from nvcli.kernels.triton.prefill_attention import PrefillAttention, PrefillKind
-from nvcli.kernels.triton.prefill_scratch import ScratchPrefillAttention
+from nvcli.kernels.triton.prefill_scratch import ScratchPrefillAttention, ScratchTiles
+from nvcli.kernels.triton.prefill_tiles import Chunks, PrefillTiles, TileKey, TilePart
 from nvcli.kernels.triton.triton_version import why_slower
 
 PrefillKernel: TypeAlias = PrefillAttention | ScratchPrefillAttention
@@ -61,3 +62,35 @@ def prefill_kernel(
     if shape.is_fp8:
         return ScratchPrefillAttention(shape, scratch_tokens=scratch_tokens), [SCRATCH_NOTE]
     return PrefillAttention(shape, PrefillKind.HOPPER), [HOPPER_NOTE]
+
+
+class TileLists:
+    """The lists of a run's tiles, which kernels with equal tiles have in common.
+
+    max_tokens, max_chunks: the most of a step, padding included.
+    """
+
+    def __init__(self, *, max_tokens: int, max_chunks: int, device: torch.device) -> None:
+        self._max_tokens, self._max_chunks, self._device = max_tokens, max_chunks, device
+        self._lists: dict[tuple[TileKey, TilePart], PrefillTiles] = {}
+
+    def of(self, kernel: PrefillKernel, part: TilePart = TilePart.WHOLE) -> PrefillTiles:
+        """Return the list of a kernel's tiles, for some of the keys."""
+        key = kernel.tile_key
+        if part in (TilePart.PREFIX, TilePart.REST):  # those of prefixes are sorted by their keys as they are
+            key = key._replace(is_sorted=False)
+        if (key, part) not in self._lists:
+            sizes = {"max_tokens": self._max_tokens, "max_chunks": self._max_chunks}
+            made = (
+                ScratchTiles(key, **sizes, device=self._device)
+                if key.scratch_units
+                else PrefillTiles(key, **sizes, device=self._device, part=part)
+            )
+            self._lists[key, part] = made
+        return self._lists[key, part]
+
+    def plan(self, chunks: Chunks) -> None:
+        """List the tiles of a step, those of prefixes only where chunks share any."""
+        for (_, part), tiles in self._lists.items():
+            if part is TilePart.WHOLE or chunks.prefixes is not None:
+                tiles.plan(chunks)

@@ -21,12 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.chunk_prefixes import ChunkPrefixes
 from nvcli.kernels.triton.attention_fold import ITEM_FIELDS
 from nvcli.kernels.triton.attention_launch import AttentionShape, LayerInputs
 from nvcli.kernels.triton.fp8_kv import scale_pointers
 from nvcli.kernels.triton.prefill_attention import PrefillAttention, PrefillKind
-from nvcli.kernels.triton.prefill_tiles import PrefillTiles, TileKey, TileList
+from nvcli.kernels.triton.prefill_tiles import Chunks, PrefillTiles, TileKey, TileList
 
 UNIT = tl.constexpr(64)
 """Keys of a unit."""
@@ -163,18 +162,8 @@ class ScratchTiles(PrefillTiles):
         see most keys first."""
         self._copied_by_chunks = torch.zeros_like(self.items)
 
-    def plan(
-        self,
-        query_start_loc: Tensor,
-        seq_lens: Tensor,
-        slots: Tensor,
-        *,
-        first_chunk: int,
-        num_tokens: int,
-        prefixes: ChunkPrefixes | None = None,
-    ) -> None:
-        assert prefixes is None, "copies have no lists of prefixes"
-        super().plan(query_start_loc, seq_lens, slots, first_chunk=first_chunk, num_tokens=num_tokens)
+    def plan(self, chunks: Chunks) -> None:
+        super().plan(chunks)
         self.copied.capacity = self.capacity
         plan_scratch_kernel[(1,)](
             self.items,
@@ -224,7 +213,7 @@ class ScratchPrefillAttention:
         """What its tiles are, which are `ScratchTiles`."""
         return self._copies.tile_key._replace(scratch_units=self._num_units)
 
-    def run(self, layer: LayerInputs, tiles: PrefillTiles, out: Tensor) -> None:
+    def run(self, layer: LayerInputs, tiles: PrefillTiles, out: Tensor, log_sums: Tensor | None = None) -> None:
         """Attend the tiles, which are `ScratchTiles`, as `PrefillAttention.run` does; there is no window."""
         assert isinstance(tiles, ScratchTiles)
         shape, tables = self._shape, layer.block_tables

@@ -195,6 +195,23 @@ class TileKey(NamedTuple):
     """Units of the scratch that the kernel attends to (`prefill_scratch.py`); 0: it has none."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunks:
+    """The prefill chunks of a step: the rows of a batch of R rows from `first` on."""
+
+    query_start_loc: Tensor
+    """[R + 1] int32, first token of each row of the batch."""
+    seq_lens: Tensor
+    """[R] int32."""
+    slots: Tensor
+    """[R] int64."""
+    first: int
+    num_tokens: int
+    """Tokens of all chunks, padding included."""
+    prefixes: ChunkPrefixes | None = None
+    """What the rows share; None: nothing."""
+
+
 @dataclass(slots=True)
 class TileList:
     """Tiles as kernels read them."""
@@ -235,34 +252,22 @@ class PrefillTiles(TileList):
         )
         self._by_chunks = torch.zeros_like(self.items) if key.is_sorted else self.items
 
-    def plan(
-        self,
-        query_start_loc: Tensor,
-        seq_lens: Tensor,
-        slots: Tensor,
-        *,
-        first_chunk: int,
-        num_tokens: int,
-        prefixes: ChunkPrefixes | None = None,
-    ) -> None:
-        """List the tiles of the rows from `first_chunk` on, which have `num_tokens` tokens, padding included.
-
-        query_start_loc: [R + 1] int32, seq_lens: [R] int32, slots: [R] int64, of all rows of the batch. `prefixes`:
-        what the rows share; None for a list of the whole.
-        """
-        assert (prefixes is None) == (self.part is TilePart.WHOLE)
-        num_chunks = seq_lens.shape[0] - first_chunk
+    def plan(self, chunks: Chunks) -> None:
+        """List the tiles of a step's chunks, which share prefixes unless the list is of the whole."""
+        prefixes = None if self.part is TilePart.WHOLE else chunks.prefixes
+        assert prefixes is not None or self.part is TilePart.WHOLE
+        num_chunks, num_tokens = len(chunks.seq_lens) - chunks.first, chunks.num_tokens
         self.capacity = self._most_tiles(num_tokens, num_chunks)
         assert self.capacity <= self.items.shape[0], f"{num_tokens} tokens in {num_chunks} chunks are too many"
         plan_prefill_kernel[(num_chunks + 1,)](
-            query_start_loc,
-            seq_lens,
-            slots,
+            chunks.query_start_loc,
+            chunks.seq_lens,
+            chunks.slots,
             self._by_chunks,
             self.num_items,
             None if prefixes is None else prefixes.ends,
             prefixes.group_ends if prefixes is not None and self.part is TilePart.PREFIX else None,
-            first_chunk,
+            chunks.first,
             num_chunks,
             num_tokens,
             IS_REST=self.part is TilePart.REST,

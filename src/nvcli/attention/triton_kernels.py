@@ -1,0 +1,183 @@
+"""The kernels of the `triton` backend with their work lists: for decode rows that share segments of their keys, which
+are read once for many rows, and for prefill chunks, which may share prefixes.
+
+Everything is planned on the GPU, so that steps may be captured. What only steps with shared blocks need is made for
+runs in which requests may share any.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nvcli.attention.backend import AttentionCase, AttentionLayer
+from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.kv_layout import scratch_tokens
+from nvcli.attention.spec import AttentionSpec, Geometry
+from nvcli.kernels.triton import prefill_choice
+from nvcli.kernels.triton.attention_launch import AttentionShape, LayerInputs
+from nvcli.kernels.triton.decode_attention import DecodeAttention
+from nvcli.kernels.triton.decode_work_list import DecodeWorkList
+from nvcli.kernels.triton.prefill_attention import PrefillAttention, PrefillKind
+from nvcli.kernels.triton.prefill_choice import PrefillKernel, TileLists, attends_prefixes, attends_segments
+from nvcli.kernels.triton.prefill_tiles import Chunks, PrefillTiles, TilePart
+from nvcli.kernels.triton.segment_attention import SegmentAttention
+from nvcli.kernels.triton.segment_merge import merge_segments
+from nvcli.kernels.triton.segment_work_list import SegmentWorkList
+
+_PARTS = TilePart.PREFIX, TilePart.REST, TilePart.OTHERS
+"""Prefix first; the rest continues its softmax."""
+
+
+def attention_shape(case: AttentionCase, geometry: Geometry) -> AttentionShape:
+    """Return the heads of a geometry and their cache."""
+    num_heads, num_kv_heads, head_dim = geometry
+    return AttentionShape(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=case.block_size,
+        dtype=case.dtype,
+        kv_dtype=case.cache_dtype,
+        device=case.device,
+    )
+
+
+def layer_inputs(layer: AttentionLayer, q: Tensor, batch: ForwardBatch) -> LayerInputs:
+    """Return what a layer attends to; the arguments are those of `AttentionBackend.decode`."""
+    spec, number, sinks = layer
+    k_cache, v_cache = batch.kv_cache.layer(number)
+    tables = batch.block_tables[spec.kv_group]
+    return LayerInputs(q, k_cache, v_cache, tables, spec.scale, spec.window, spec.soft_cap, sinks)
+
+
+class ChunkedPrefill:
+    """Prefill attention of all kinds of a run. Where chunks share prefixes, a tile takes tokens of several requests
+    over the keys that they share, and then each of these chunks attends to the rest of its keys."""
+
+    def __init__(self, case: AttentionCase) -> None:
+        self._tiles = TileLists(
+            max_tokens=case.max_num_batched_tokens, max_chunks=case.max_num_seqs, device=case.device
+        )
+        self.kernels: dict[tuple[Geometry, bool], PrefillKernel] = {}
+        """By geometry and whether there is a window."""
+        notes: list[str] = []
+        geometries = dict.fromkeys(spec.geometry for spec in case.specs)
+        has_plain_blocks = not case.has_states and len({geometry[1:] for geometry in geometries}) == 1
+        for kind in dict.fromkeys((spec.geometry, spec.window is not None) for spec in case.specs):
+            geometry, has_window = kind
+            self.kernels[kind], notes_of_kernel = prefill_choice.prefill_kernel(
+                attention_shape(case, geometry),
+                has_window=has_window,
+                batch_invariant=case.batch_invariant,
+                has_plain_blocks=has_plain_blocks,
+                scratch_tokens=scratch_tokens(case.max_model_len, case.max_num_seqs),
+            )
+            notes += notes_of_kernel
+        self._whole = {kind: [(kernel, self._tiles.of(kernel))] for kind, kernel in self.kernels.items()}
+        self.notes = tuple(dict.fromkeys(notes))
+        self.prefix_tile_tokens = 0
+        """The tokens that fill a tile, of the kernel whose tiles hold the fewest; 0: none attends to prefixes."""
+        self._prefixed: dict[Geometry, list[tuple[PrefillKernel, PrefillTiles]]] = {}
+        for (geometry, has_window), kernel in self.kernels.items():
+            if case.max_shared_rows and not has_window and attends_prefixes(kernel):
+                for_rests = PrefillAttention(attention_shape(case, geometry), PrefillKind.REST)
+                kernels = (for_rests if part is TilePart.REST else kernel for part in _PARTS)
+                self._prefixed[geometry] = [
+                    (one, self._tiles.of(one, part)) for one, part in zip(kernels, _PARTS, strict=True)
+                ]
+                tokens = max(1, kernel.tile_key.rows // kernel.tile_key.group)
+                self.prefix_tile_tokens = min(self.prefix_tile_tokens or tokens, tokens)
+        most_heads = max((num_heads for num_heads, _, _ in self._prefixed), default=0)
+        self._log_sums = torch.empty(case.max_num_batched_tokens * most_heads, dtype=torch.float32, device=case.device)
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """List the step's work."""
+        first = batch.num_single_rows
+        chunks = Chunks(
+            query_start_loc=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
+            slots=batch.slots,
+            first=first,
+            num_tokens=batch.num_tokens - first,
+            prefixes=batch.prefixes,
+        )
+        self._tiles.plan(chunks)
+
+    def run(self, spec: AttentionSpec, inputs: LayerInputs, batch: ForwardBatch, out: Tensor) -> None:
+        """Attend the chunks as planned."""
+        has_window = spec.window is not None
+        is_whole = batch.prefixes is None or has_window
+        for kernel, tiles in self._whole[spec.geometry, has_window] if is_whole else self._prefixed[spec.geometry]:
+            kernel.run(inputs, tiles, out, self._log_sums)
+
+    def segment_kinds(self) -> set[tuple[Geometry, bool]]:
+        """Return the kinds whose decode rows a kernel for Hopper GPUs may serve where they share segments."""
+        return {kind for kind, kernel in self.kernels.items() if attends_segments(kernel)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernels:
+    """What attends for one geometry, with windows or without."""
+
+    shared: SegmentAttention
+    own: DecodeAttention
+
+
+@dataclass(frozen=True, slots=True)
+class _Lists:
+    """The work lists of one geometry, window and KV group."""
+
+    kv_group: int
+    shared: SegmentWorkList
+    own: DecodeWorkList
+
+
+class SegmentedDecode:
+    """The kernels and work lists for steps with shared segments.
+
+    `on_hopper`: the kinds of attention, by whether they have windows, that the kernels for Hopper GPUs serve.
+    """
+
+    def __init__(
+        self, case: AttentionCase, decodes: dict[Geometry, DecodeAttention], on_hopper: set[tuple[Geometry, bool]]
+    ) -> None:
+        self._kernels: dict[tuple[Geometry, bool], _Kernels] = {}
+        self._lists: dict[tuple[Geometry, int | None, int], _Lists] = {}
+        for spec in case.specs:
+            geometry, kind = spec.geometry, (spec.geometry, spec.window is not None)
+            if kind not in self._kernels:
+                shape, max_rows = attention_shape(case, geometry), case.max_shared_rows
+                own = decodes[geometry]
+                if kind in on_hopper:
+                    own = DecodeAttention(shape, windows=[None], max_rows=max_rows, is_beside=True)
+                shared = SegmentAttention(shape, max_rows=max_rows, on_hopper=kind in on_hopper)
+                self._kernels[kind] = _Kernels(shared, own)
+            kernels = self._kernels[kind]
+            key = geometry, spec.window, spec.kv_group
+            if key not in self._lists:
+                lists = kernels.shared.work_list(spec.window), kernels.own.work_list(spec.window)
+                self._lists[key] = _Lists(spec.kv_group, *lists)
+        most_heads = max(spec.geometry[0] for spec in case.specs)
+        self._log_sums = torch.empty(case.max_shared_rows * most_heads, dtype=torch.float32, device=case.device)
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """List the step's work; the batch has segments."""
+        tables, num_rows = batch.segments, batch.num_single_rows
+        assert tables is not None
+        seq_lens, slots = batch.seq_lens[:num_rows], batch.slots[:num_rows]
+        for lists in self._lists.values():
+            group = lists.kv_group
+            lists.shared.plan(seq_lens, slots, tables.segments[group], tables.slot_segments[group])
+            lists.own.plan(seq_lens, slots, lists.shared.own_begins)
+
+    def run(self, spec: AttentionSpec, inputs: LayerInputs, batch: ForwardBatch, out: Tensor) -> None:
+        """Attend the rows of one token as planned; the arguments are those of `AttentionBackend.decode`."""
+        num_rows = batch.num_single_rows
+        lists = self._lists[spec.geometry, spec.window, spec.kv_group]
+        kernels = self._kernels[spec.geometry, spec.window is not None]
+        results = kernels.shared.run(inputs, lists.shared, batch.slots[:num_rows], batch.seq_lens[:num_rows])
+        kernels.own.run(inputs, out, own=(lists.own, self._log_sums))
+        merge_segments(out, self._log_sums, results)
