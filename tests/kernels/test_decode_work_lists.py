@@ -56,8 +56,8 @@ def test_what_there_is_to_do_is_counted() -> None:
     for last_segments, own_keys, of_tiles in (([2] * 64, 7, 2 * 448), ([1] * 3 + [3], 1, 320 + 64), ([0] * 5, 9, 0)):
         for _ in range(2):
             plan_segments(planned, last_segments, own_keys)
-        num_items = int(planned.num_items)
-        assert planned.work.tolist() == [of_tiles + num_items * 256, len(last_segments) * own_keys]
+        num_items = int(planned.lists.num_items)
+        assert planned.lists.work.tolist() == [of_tiles + num_items * 256, len(last_segments) * own_keys]
 
 
 def test_segments_whose_rows_fill_their_tiles_take_the_keys_before_them() -> None:
@@ -66,8 +66,8 @@ def test_segments_whose_rows_fill_their_tiles_take_the_keys_before_them() -> Non
     planned = segment_list(110)
     planned.num_programs = 2
     plan_segments(planned, last_segments, own_keys=5)
-    assert planned.num_partials[: len(last_segments)].tolist() == [1] * 64 + [2] * 33 + [1] * 5
-    items = planned.items[: int(planned.num_items)].tolist()
+    assert planned.lists.num_partials[: len(last_segments)].tolist() == [1] * 64 + [2] * 33 + [1] * 5
+    items = planned.lists.items[: int(planned.lists.num_items)].tolist()
     tiles = sorted((num_rows, begin, end) for _, _, num_rows, begin, end, _, _, _ in items)
     joined = [(32, 0, 448)] * 2
     assert tiles == sorted([*joined, (32, 0, 320), (6, 0, 320), (32, 320, 384), (1, 320, 384)])

@@ -171,7 +171,7 @@ class SegmentedDecode:
         for lists in self._lists.values():
             group = lists.kv_group
             lists.shared.plan(seq_lens, slots, tables.segments[group], tables.slot_segments[group])
-            lists.own.plan(seq_lens, slots, lists.shared.own_begins)
+            lists.own.plan(seq_lens, slots, lists.shared.lists.own_begins)
 
     def run(self, spec: AttentionSpec, inputs: LayerInputs, batch: ForwardBatch, out: Tensor) -> None:
         """Attend the rows of one token as planned; the arguments are those of `AttentionBackend.decode`."""

@@ -175,14 +175,15 @@ class SegmentAttention:
         """Attend the rows to their segments, as planned. q: [R, H, D]; slots: [R] int64; seq_lens: [R] int32."""
         on_hopper = self._tile is None
         programs = work_list.num_processors if on_hopper else work_list.num_programs
+        lists = work_list.lists
         memory = (
             self._partial_out,
-            work_list.items,
-            work_list.num_items,
+            lists.items,
+            lists.num_items,
             self._partial_lse,
-            *([work_list.work] if on_hopper else [slots, seq_lens]),
-            work_list.members,
-            work_list.first_partials,
+            *([lists.work] if on_hopper else [slots, seq_lens]),
+            lists.members,
+            lists.first_partials,
         )
         self._launch(self._kernel, (programs,), layer, memory, self._tile)
-        return SegmentResults(self._partial_out, self._partial_lse, work_list.first_partials[0], work_list.num_partials)
+        return SegmentResults(self._partial_out, self._partial_lse, lists.first_partials[0], lists.num_partials)

@@ -12,6 +12,8 @@ Shapes: R rows, LEVELS levels.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -34,6 +36,33 @@ _ROWS, _COLUMNS = tl.constexpr(16), tl.constexpr(256)
 """A program places _ROWS rows, and compares them with _COLUMNS others at a time."""
 
 
+class SegmentLists(NamedTuple):
+    """What the kernels write; all are int32."""
+
+    row_segments: Tensor
+    """[LEVELS, max_rows], the segment of each row at each level; 0: it has none."""
+    joined_segments: Tensor
+    """[LEVELS, max_rows], the same once some are joined to those behind them."""
+    joined_spans: Tensor
+    """[LEVELS, max_rows], keys of these segments and of those before them that they took."""
+    members: Tensor
+    """[LEVELS, max_rows], the rows with a segment, those of one segment side by side."""
+    first_partials: Tensor
+    """[LEVELS, max_rows], the place of each row's first partial result of its segment."""
+    own_begins: Tensor
+    """[max_rows], the first key of each row behind its segments."""
+    num_partials: Tensor
+    """[max_rows], the number of each row's partial results, which begin at its place of level 0."""
+    items: Tensor
+    """[capacity, ITEM_FIELDS]: where the item's level begins in the lists of rows, the first of the tile's rows among
+    the members of the level, number of rows, first key of the chunk, end of its keys, number of the chunk, slot of the
+    first row."""
+    num_items: Tensor
+    """[1], the number of items."""
+    work: Tensor
+    """[2], what there is to do: keys of all tiles, with what a tile takes beside them, and keys of the rows' own."""
+
+
 @triton.jit(
     do_not_specialize=["num_rows", "window"],
     do_not_specialize_on_alignment=["slots", "seq_lens", "slot_segments", "segments"],
@@ -43,10 +72,7 @@ def find_segments_kernel(
     seq_lens,  # [R] int32
     slot_segments,  # [S] int32
     segments,  # [N + 1, SEGMENT_FIELDS] int32
-    row_segments,  # [LEVELS, max_rows] int32, written
-    own_begins,  # [R] int32, written: the first key behind the row's segments
-    num_items,  # [1] int32, cleared
-    work,  # [2] int32, cleared
+    lists,  # `SegmentLists`, of which `row_segments` and `own_begins` are written, and the counts cleared
     max_rows,
     num_rows,
     window,  # keys that a row sees at most, where HAS_WINDOW
@@ -75,19 +101,17 @@ def find_segments_kernel(
         lens = tl.load(seq_lens + rows, mask=is_row, other=0)
         found = tl.where(end > (lens - window)[:, None], found, 0)
     place = levels[None, :] * max_rows + rows[:, None]
-    tl.store(row_segments + place, found, mask=is_row[:, None])
-    tl.store(own_begins + rows, tl.max(tl.where(found > 0, end, 0), 1), mask=is_row)
+    tl.store(lists.row_segments + place, found, mask=is_row[:, None])
+    tl.store(lists.own_begins + rows, tl.max(tl.where(found > 0, end, 0), 1), mask=is_row)
     if tl.program_id(0) == 0:
-        tl.store(num_items, 0)
-        tl.store(work + tl.arange(0, 2), tl.zeros([2], tl.int32))
+        tl.store(lists.num_items, 0)
+        tl.store(lists.work + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["segments"])
 def join_levels_kernel(
     segments,  # [N + 1, SEGMENT_FIELDS] int32
-    row_segments,  # [LEVELS, max_rows] int32
-    joined_segments,  # [LEVELS, max_rows] int32, written
-    joined_spans,  # [LEVELS, max_rows] int32, written: keys of the segment and of those before it that it took
+    lists,  # `SegmentLists`, of which `joined_segments` and `joined_spans` are written
     max_rows,
     num_rows,
     TILE_ROWS: tl.constexpr,
@@ -99,28 +123,28 @@ def join_levels_kernel(
     columns = tl.arange(0, _COLUMNS)
     rows = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)
     is_row = rows < num_rows
-    segment = tl.load(row_segments + rows, mask=is_row, other=0)
+    segment = tl.load(lists.row_segments + rows, mask=is_row, other=0)
     begin = tl.load(segments + segment * _FIELDS)
     for level in tl.static_range(LEVELS):
         span = tl.load(segments + segment * _FIELDS + 1) - begin
         place = level * max_rows + rows
         if level + 1 < LEVELS:
-            child = tl.load(row_segments + place + max_rows, mask=is_row, other=0)
+            child = tl.load(lists.row_segments + place + max_rows, mask=is_row, other=0)
             num_members = tl.zeros([_ROWS], tl.int32)
             for start in range(0, num_rows, _COLUMNS):
                 others = start + columns
-                other = tl.load(row_segments + (level + 1) * max_rows + others, mask=others < num_rows, other=0)
+                other = tl.load(lists.row_segments + (level + 1) * max_rows + others, mask=others < num_rows, other=0)
                 num_members += tl.sum((other[None, :] == child[:, None]).to(tl.int32), 1)
             padding = tl.cdiv(num_members, TILE_ROWS) * TILE_ROWS - num_members
             pays = padding.to(tl.int64) * span <= num_members.to(tl.int64) * _TILE_COST
             is_joined = (segment > 0) & (child > 0) & pays & (not HAS_WINDOW)
-            tl.store(joined_segments + place, tl.where(is_joined, 0, segment), mask=is_row)
-            tl.store(joined_spans + place, tl.where(is_joined, 0, span), mask=is_row)
+            tl.store(lists.joined_segments + place, tl.where(is_joined, 0, segment), mask=is_row)
+            tl.store(lists.joined_spans + place, tl.where(is_joined, 0, span), mask=is_row)
             begin = tl.where(is_joined, begin, tl.load(segments + child * _FIELDS))
             segment = child
         else:
-            tl.store(joined_segments + place, segment, mask=is_row)
-            tl.store(joined_spans + place, span, mask=is_row)
+            tl.store(lists.joined_segments + place, segment, mask=is_row)
+            tl.store(lists.joined_spans + place, span, mask=is_row)
 
 
 @triton.jit(
@@ -130,19 +154,8 @@ def join_levels_kernel(
 def plan_segments_kernel(
     slots,  # [R] int64
     seq_lens,  # [R] int32
-    own_begins,  # [R] int32
     segments,  # [N + 1, SEGMENT_FIELDS] int32
-    row_segments,  # [LEVELS, max_rows] int32
-    row_spans,  # [LEVELS, max_rows] int32
-    members,  # [LEVELS, max_rows] int32, written: the rows with a segment, those of a segment side by side
-    first_partials,  # [LEVELS, max_rows] int32, written: place of the row's first partial result of the segment
-    num_partials,  # [R] int32, written: partial results of the row, from its place of level 0 on
-    # [capacity, ITEM_FIELDS] int32, written: where its level begins in the lists of rows, first of the tile's rows
-    # among the members of the level, number of rows, first key of the chunk, end of its keys, number of the chunk, slot
-    # of the first row
-    items,
-    num_items,  # [1] int32, 0 before
-    work,  # [2] int32, 0 before, written
+    lists,  # `SegmentLists`, of which the rest is written
     max_rows,
     num_rows,
     target_programs,
@@ -156,53 +169,55 @@ def plan_segments_kernel(
     for level in tl.static_range(LEVELS):
         for start in range(0, num_rows, _COLUMNS):
             others = start + columns
-            tokens += tl.load(row_spans + level * max_rows + others, mask=others < num_rows, other=0)
+            tokens += tl.load(lists.joined_spans + level * max_rows + others, mask=others < num_rows, other=0)
     per_program = tl.cdiv(tl.sum(tokens, 0) * NUM_KV_HEADS, target_programs * TILE_ROWS).to(tl.int32)
     chunk = tl.maximum(tl.cdiv(per_program, KEYS) * KEYS, _MIN_CHUNK)
 
     rows = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)
     is_row = rows < num_rows
     row_slots = tl.load(slots + rows, mask=is_row, other=0).to(tl.int32)
-    own = tl.load(seq_lens + rows, mask=is_row, other=0) - tl.load(own_begins + rows, mask=is_row, other=0)
-    tl.atomic_add(work + 1, tl.sum(tl.maximum(own, 0), 0), sem="relaxed")
+    own = tl.load(seq_lens + rows, mask=is_row, other=0) - tl.load(lists.own_begins + rows, mask=is_row, other=0)
+    tl.atomic_add(lists.work + 1, tl.sum(tl.maximum(own, 0), 0), sem="relaxed")
     tile_keys = tl.zeros([_ROWS], tl.int32)
     first_partial = tl.zeros([_ROWS], tl.int32)
     for level in tl.static_range(LEVELS):
         for start in range(0, num_rows, _COLUMNS):
             others = start + columns
-            other_span = tl.load(row_spans + level * max_rows + others, mask=others < num_rows, other=0)
+            other_span = tl.load(lists.joined_spans + level * max_rows + others, mask=others < num_rows, other=0)
             _, other_chunks = cut(other_span, chunk, KEYS)
             is_before = (others[None, :] < rows[:, None]) & (other_span > 0)[None, :]
             first_partial += tl.sum(tl.where(is_before, other_chunks[None, :], 0), 1)
     count = tl.zeros([_ROWS], tl.int32)
     for level in tl.static_range(LEVELS):
-        segment = tl.load(row_segments + level * max_rows + rows, mask=is_row, other=0)
-        span = tl.load(row_spans + level * max_rows + rows, mask=is_row, other=0)
+        segment = tl.load(lists.joined_segments + level * max_rows + rows, mask=is_row, other=0)
+        span = tl.load(lists.joined_spans + level * max_rows + rows, mask=is_row, other=0)
         size, num_chunks = cut(span, chunk, KEYS)
         num_chunks = tl.where(segment > 0, num_chunks, 0)
-        tl.store(first_partials + level * max_rows + rows, first_partial + count, mask=is_row)
+        tl.store(lists.first_partials + level * max_rows + rows, first_partial + count, mask=is_row)
         count += num_chunks
         rank = tl.zeros([_ROWS], tl.int32)
         num_members = tl.zeros([_ROWS], tl.int32)
         place = tl.zeros([_ROWS], tl.int32)
         for start in range(0, num_rows, _COLUMNS):
             others = start + columns
-            other = tl.load(row_segments + level * max_rows + others, mask=others < num_rows, other=0)[None, :]
+            other = tl.load(lists.joined_segments + level * max_rows + others, mask=others < num_rows, other=0)[None, :]
             is_same = (other == segment[:, None]).to(tl.int32)
             num_members += tl.sum(is_same, 1)
             rank += tl.sum(tl.where(others[None, :] < rows[:, None], is_same, 0), 1)
             place += tl.sum(((other > 0) & (other < segment[:, None])).to(tl.int32), 1)
         place += rank
-        tl.store(members + level * max_rows + place, rows, mask=segment > 0)
+        tl.store(lists.members + level * max_rows + place, rows, mask=segment > 0)
         # The first row of each tile lists its items.
         is_first = (segment > 0) & (rank % TILE_ROWS == 0)
         num_chunks = tl.where(is_first, num_chunks, 0)
         tile_keys += tl.where(is_first, span + num_chunks * _TILE_COST, 0)
-        first_item = tl.atomic_add(num_items + tl.zeros([_ROWS], tl.int32), num_chunks, mask=is_first, sem="relaxed")
+        first_item = tl.atomic_add(
+            lists.num_items + tl.zeros([_ROWS], tl.int32), num_chunks, mask=is_first, sem="relaxed"
+        )
         end = tl.load(segments + segment * _FIELDS + 1)
         begin = end - span
         for index in range(tl.max(num_chunks, 0)):
-            item = items + (first_item + index) * ITEM_FIELDS
+            item = lists.items + (first_item + index) * ITEM_FIELDS
             is_mine = index < num_chunks
             tl.store(item, tl.full([_ROWS], level, tl.int32) * max_rows, mask=is_mine)
             tl.store(item + 1, place, mask=is_mine)
@@ -211,8 +226,8 @@ def plan_segments_kernel(
             tl.store(item + 4, tl.minimum(begin + (index + 1) * size, end), mask=is_mine)
             tl.store(item + 5, tl.zeros([_ROWS], tl.int32) + index, mask=is_mine)
             tl.store(item + 6, row_slots, mask=is_mine)
-    tl.store(num_partials + rows, count, mask=is_row)
-    tl.atomic_add(work, tl.sum(tile_keys, 0), sem="relaxed")
+    tl.store(lists.num_partials + rows, count, mask=is_row)
+    tl.atomic_add(lists.work, tl.sum(tile_keys, 0), sem="relaxed")
 
 
 class SegmentWorkList:
@@ -234,24 +249,12 @@ class SegmentWorkList:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        self._row_segments = ints(LEVELS.value, max_rows)
-        self._joined_segments, self._joined_spans = ints(LEVELS.value, max_rows), ints(LEVELS.value, max_rows)
-        self.own_begins = ints(max_rows)
-        """[R] int32, the first key of each row behind its segments."""
-        self.members = ints(LEVELS.value, max_rows)
-        """[LEVELS, max_rows] int32, the rows with a segment, those of one segment side by side."""
-        self.first_partials = ints(LEVELS.value, max_rows)
-        """[LEVELS, max_rows] int32, the place of each row's first partial result of its segment."""
-        self.num_partials = ints(max_rows)
-        """[R] int32, the number of each row's partial results."""
+        by_level = [(LEVELS.value, max_rows)] * 5
         # A tile has a row at least, and all rows' chunks together are at most `max_partials`.
-        self.items = ints(self.max_partials, ITEM_FIELDS.value)
-        """[capacity, ITEM_FIELDS] int32."""
-        self.num_items = ints(1)
-        """[1] int32, the number of items."""
-        self.work = ints(2)
-        """[2] int32, what there is to do: keys of all tiles, with what a tile takes beside them, and keys of the rows'
-        own."""
+        items = self.max_partials, ITEM_FIELDS.value
+        self.lists = SegmentLists._make(
+            ints(*shape) for shape in (*by_level, (max_rows,), (max_rows,), items, (1,), (2,))
+        )
 
     @property
     def max_partials(self) -> int:
@@ -270,10 +273,7 @@ class SegmentWorkList:
             seq_lens,
             slot_segments,
             segments,
-            self._row_segments,
-            self.own_begins,
-            self.num_items,
-            self.work,
+            self.lists,
             self.max_rows,
             num_rows,
             self._window or 0,
@@ -282,9 +282,7 @@ class SegmentWorkList:
         )
         join_levels_kernel[grid](
             segments,
-            self._row_segments,
-            self._joined_segments,
-            self._joined_spans,
+            self.lists,
             self.max_rows,
             num_rows,
             TILE_ROWS=self._tile_rows,
@@ -294,16 +292,8 @@ class SegmentWorkList:
         plan_segments_kernel[grid](
             slots,
             seq_lens,
-            self.own_begins,
             segments,
-            self._joined_segments,
-            self._joined_spans,
-            self.members,
-            self.first_partials,
-            self.num_partials,
-            self.items,
-            self.num_items,
-            self.work,
+            self.lists,
             self.max_rows,
             num_rows,
             self.num_programs,
