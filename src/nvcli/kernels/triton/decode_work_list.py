@@ -40,15 +40,17 @@ _ROWS, _COLUMNS = tl.constexpr(16), tl.constexpr(256)
 
 
 @triton.jit
-def _first_keys(lens, rows, is_row, own_begins, window, HAS_WINDOW: tl.constexpr, ALIGN: tl.constexpr):
-    """Find the first key that each row attends to on its own, rounded down to a multiple of ALIGN: [R] int32 → [R]
-    int32."""
+def _own_keys(seq_lens, rows, num_rows, own_begins, window, HAS_WINDOW: tl.constexpr, ALIGN: tl.constexpr):
+    """Find the first key that each row attends to on its own, rounded down to a multiple of ALIGN, and the end of its
+    keys: rows [R] → [R] int32 each."""
+    is_row = rows < num_rows
+    lens = tl.load(seq_lens + rows, mask=is_row, other=0)
     first_keys = tl.zeros_like(lens)
     if HAS_WINDOW:
         first_keys = tl.maximum(lens - window, 0) // ALIGN * ALIGN
     if own_begins is not None:
         first_keys = tl.maximum(first_keys, tl.load(own_begins + rows, mask=is_row, other=0))
-    return first_keys
+    return first_keys, lens
 
 
 @triton.jit
@@ -91,34 +93,29 @@ def plan_decode_kernel(
     columns = tl.arange(0, _COLUMNS)
     tokens = tl.zeros([_COLUMNS], tl.int64)
     for start in range(0, num_rows, _COLUMNS):
-        others = start + columns
-        lens = tl.load(seq_lens + others, mask=others < num_rows, other=0)
-        tokens += lens - _first_keys(lens, others, others < num_rows, own_begins, window, HAS_WINDOW, ALIGN)
+        begins, ends = _own_keys(seq_lens, start + columns, num_rows, own_begins, window, HAS_WINDOW, ALIGN)
+        tokens += ends - begins
     per_program = tl.cdiv(tl.sum(tokens, 0) * NUM_KV_HEADS, target_programs).to(tl.int32)
     chunk = tl.maximum(tl.cdiv(per_program, TILE) * TILE, SPLIT if HAS_SPLITS else _MIN_CHUNK)
     if HAS_SPLITS:
         partials = tl.zeros([_COLUMNS], tl.int64)
         for start in range(0, num_rows, _COLUMNS):
-            others = start + columns
-            lens = tl.load(seq_lens + others, mask=others < num_rows, other=0)
-            spans = lens - _first_keys(lens, others, others < num_rows, own_begins, window, HAS_WINDOW, ALIGN)
-            partials += tl.where(spans > chunk, tl.cdiv(spans, SPLIT), 0)
+            begins, ends = _own_keys(seq_lens, start + columns, num_rows, own_begins, window, HAS_WINDOW, ALIGN)
+            partials += tl.where(ends - begins > chunk, tl.cdiv(ends - begins, SPLIT), 0)
         if tl.sum(partials, 0) > MAX_PARTIALS:
             chunk = 2147483647
 
     rows = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)
-    lens = tl.load(seq_lens + rows, mask=rows < num_rows, other=0)
     row_slots = tl.load(slots + rows, mask=rows < num_rows, other=0).to(tl.int32)
-    first_keys = _first_keys(lens, rows, rows < num_rows, own_begins, window, HAS_WINDOW, ALIGN)
+    first_keys, lens = _own_keys(seq_lens, rows, num_rows, own_begins, window, HAS_WINDOW, ALIGN)
     size, num_chunks = cut(lens - first_keys, chunk, TILE, HAS_SPLITS)
     first_item = tl.zeros([_ROWS], tl.int32)
     first_partial = tl.zeros([_ROWS], tl.int32)
     total = tl.zeros([_COLUMNS], tl.int32)
     for start in range(0, num_rows, _COLUMNS):
         others = start + columns
-        other_lens = tl.load(seq_lens + others, mask=others < num_rows, other=0)
-        other_first = _first_keys(other_lens, others, others < num_rows, own_begins, window, HAS_WINDOW, ALIGN)
-        other_size, other_chunks = cut(other_lens - other_first, chunk, TILE, HAS_SPLITS)
+        begins, ends = _own_keys(seq_lens, others, num_rows, own_begins, window, HAS_WINDOW, ALIGN)
+        other_size, other_chunks = cut(ends - begins, chunk, TILE, HAS_SPLITS)
         other_chunks = tl.where(others < num_rows, other_chunks, 0)
         total += other_chunks
         is_before = (other_size[None, :] > size[:, None]) | (
