@@ -30,74 +30,45 @@ SPLIT: int = SPLIT_KEYS.value
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")  # the interpreter
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "num_kv_heads", "ratio", "block_size"),
-    [
-        (64, 2, 1, 64),
-        (64, 1, 8, 1),
-        (128, 2, 2, 16),
-        (256, 1, 4, 32),
-        (16, 1, 16, 4),
-        (32, 3, 3, 24),
-        (64, 1, 2, 256),
-        (512, 1, 2, 16),
-    ],
-)  # fmt: skip
-def test_shapes_and_step_kinds(head_dim: int, num_kv_heads: int, ratio: int, block_size: int) -> None:
-    """Prompts, chunks behind a cached prefix, decode rows of all lengths, and all of them at once."""
-    bench = Bench(num_kv_heads=num_kv_heads, ratio=ratio, head_dim=head_dim, block_size=block_size)
+GEOMETRIES: list[dict[str, Any]] = [
+    *(
+        {"head_dim": head_dim, "num_kv_heads": num_kv_heads, "ratio": ratio, "block_size": block_size}
+        for head_dim, num_kv_heads, ratio, block_size in [
+            (64, 2, 1, 64), (64, 1, 8, 1), (128, 2, 2, 16), (256, 1, 4, 32), (16, 1, 16, 4), (32, 3, 3, 24),
+            (64, 1, 2, 256), (512, 1, 2, 16),
+        ]
+    ),
+    # Windows of one token, shorter and longer than chunks and prompts, in KV groups with blocks of their own.
+    *(
+        {"num_kv_heads": 2, "ratio": 2, "windows": windows, "block_size": block_size}
+        for windows, block_size in [
+            ((1,), 16), ((5, None), 64), ((40, 64, 40), 16), ((33,), 24), ((100, 17), 32), ((257,), 64), ((70,), 1),
+        ]
+    ),
+    # A score of each head's own that belongs to no key, once in each softmax.
+    {"num_kv_heads": 2, "ratio": 8, "windows": (40, None), "has_sinks": True},
+    {"num_kv_heads": 2, "ratio": 3, "windows": (40, None), "has_sinks": True, "soft_cap": 0.7},
+    # Blocks that hold keys of several shapes, so that they do not lie side by side.
+    {"num_kv_heads": 2, "ratio": 2, "windows": (40, None), "head_dims": (32, 64), "soft_cap": 0.7},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_steps_of_all_kinds(geometry: dict[str, Any]) -> None:
+    """Prompts, chunks behind a cached prefix, decode rows of all lengths, also of one that is cut into many chunks, all
+    of them at once, decode rows of several tokens, and padding, which disturbs no other row."""
+    bench = Bench(**geometry, num_tokens=3000)
     bench.leave_garbage(float("nan"))  # what an earlier owner left must not be read
     a, b, c, d = (History() for _ in range(4))
-    bench.step((a, 1), (b, 15), (c, 33), (d, 65))
+    bench.step((a, 1), (b, 15), (c, 33), (d, 90), shape=BatchShape(prefill_rows=6, prefill_tokens=150))
     bench.step((a, 1), (c, 1), (b, 20), (d, 31))
-    bench.fill(d, 150)
-    bench.step((d, 1), (c, 1), (a, 1), (b, 2))
-    bench.step((a, 1), (b, 1), (c, 1), (d, 1))
-
-
-@pytest.mark.parametrize(
-    ("windows", "block_size"),
-    [((1,), 16), ((5, None), 64), ((40, 64, 40), 16), ((33,), 24), ((100, 17), 32), ((257,), 64), ((70,), 1)],
-    ids=str,
-)
-def test_windows(windows: tuple[int | None, ...], block_size: int) -> None:
-    """Windows of one token, shorter and longer than chunks and prompts, in KV groups with blocks of their own; what a
-    window has left behind may be anything."""
-    bench = Bench(num_kv_heads=2, ratio=2, block_size=block_size, windows=windows, num_tokens=2000)
-    bench.leave_garbage(float("nan"))
-    a, b, c, d = (History() for _ in range(4))
-    bench.step((a, 1), (b, 15), (c, 33), (d, 200))
-    bench.step((a, 1), (c, 1), (b, 20), (d, 90))
-    bench.fill(c, 150)
-    bench.step((d, 1), (c, 1), (a, 2), (b, 1))
-    bench.step((a, 1), (b, 1), (c, 1), (d, 1))
+    bench.fill(d, 600)
+    bench.step((d, 1))
+    bench.step((d, 1), (c, 1), (a, 1), (b, 2), shape=BatchShape(decode_rows=4, prefill_rows=3, prefill_tokens=11))
+    bench.step((a, 1), (b, 1), (c, 1), (d, 1), shape=BatchShape(decode_rows=5))
     bench.step((a, 1), (c, 70), (d, 5))
-
-
-@pytest.mark.parametrize(("ratio", "soft_cap"), [(8, None), (3, 0.7)], ids=str)
-def test_sinks(ratio: int, soft_cap: float | None) -> None:
-    """A score of each head's own that belongs to no key, once in each softmax: also of a row that is cut into many
-    chunks."""
-    bench = Bench(num_kv_heads=2, ratio=ratio, windows=(40, None), has_sinks=True, soft_cap=soft_cap, num_tokens=3000)
-    bench.leave_garbage(float("nan"))
-    a, b, c = (History() for _ in range(3))
-    bench.step((a, 1), (b, 15), (c, 50))
-    bench.fill(c, 600)
-    bench.step((c, 1))
-    bench.step((a, 1), (c, 1), (b, 20))
-    bench.step((a, 1), (b, 1), shape=BatchShape(decode_rows=4, prefill_rows=2, prefill_tokens=10))
-
-
-def test_soft_caps_and_groups_of_other_head_sizes() -> None:
-    """Scores that a cap bends, and blocks that hold keys of several shapes, so that they do not lie side by side."""
-    bench = Bench(num_kv_heads=2, ratio=2, windows=(40, None), head_dims=(32, 64), soft_cap=0.7, num_tokens=2000)
-    assert not bench.kv_cache.spec.is_uniform
-    bench.leave_garbage(float("nan"))
-    a, b, c = (History() for _ in range(3))
-    bench.step((a, 1), (b, 15), (c, 100))
-    bench.fill(c, 500)
-    bench.step((a, 1), (c, 1), (b, 20))
-    bench.step((a, 1), (b, 1), (c, 70))
+    shape = BatchShape(decode_rows=4, tokens_per_row=4, prefill_rows=2, prefill_tokens=30)
+    bench.step((a, 4), (b, 4), (c, 25), shape=shape)
 
 
 def test_a_row_of_many_chunks() -> None:
@@ -141,28 +112,6 @@ def test_the_kernel_for_hopper(
     bench.fill(a, 930)
     bench.fill(b, 450)
     bench.step((a, 70), (b, 200), (c, 33), shape=BatchShape(prefill_rows=5, prefill_tokens=348))
-
-
-@pytest.mark.parametrize("windows", [(None,), (9, None)], ids=str)
-def test_padding_is_harmless(windows: tuple[int | None, ...]) -> None:
-    """Rows and tokens of padding get some finite answer and disturb no other row."""
-    bench = Bench(num_kv_heads=2, ratio=2, windows=windows)
-    a, b, c = History(), History(), History()
-    bench.fill(a, 300)
-    bench.step((b, 30), shape=BatchShape(prefill_rows=4, prefill_tokens=100))
-    bench.step((a, 1), (b, 1), shape=BatchShape(decode_rows=5))
-    bench.step((a, 1), (b, 1), (c, 3), shape=BatchShape(decode_rows=3, prefill_rows=2, prefill_tokens=10))
-    bench.step((a, 1), (b, 40), shape=BatchShape(decode_rows=4, prefill_rows=3, prefill_tokens=41))
-
-
-@pytest.mark.parametrize("windows", [(None,), (5, None)], ids=str)
-def test_decode_rows_of_several_tokens(windows: tuple[int | None, ...]) -> None:
-    bench = Bench(num_kv_heads=2, ratio=2, windows=windows)
-    a, b, c = History(), History(), History()
-    bench.step((a, 20), (b, 50))
-    bench.step((a, 4), (b, 4), shape=BatchShape(decode_rows=2, tokens_per_row=4))
-    shape = BatchShape(decode_rows=4, tokens_per_row=4, prefill_rows=2, prefill_tokens=30)
-    bench.step((a, 4), (b, 4), (c, 25), shape=shape)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,11 @@ from nvcli.kernels.triton.attention_fold import (
 from nvcli.kernels.triton.attention_launch import AttentionLauncher, AttentionShape, LayerInputs
 from nvcli.kernels.triton.decode_work_list import FEW_ROWS, SPLIT, DecodeWorkList
 from nvcli.kernels.triton.dependent_launch import await_kernel_before, dependent
-from nvcli.kernels.triton.invariant_attention import invariant_attention_kernel, invariant_decode_tile
+from nvcli.kernels.triton.invariant_attention import (
+    invariant_attention_kernel,
+    invariant_decode_tile,
+    invariant_registers,
+)
 from nvcli.kernels.triton.triton_version import has_known_gluon
 from nvcli.kernels.whole_numbers import next_power_of_2
 
@@ -43,9 +47,6 @@ _MANY_ROWS = 512
 _FEW_LONG_ROWS = 32
 """Up to this many rows there are too few programs of `fp8_decode_attention.py` to fill a GPU. An H200 took 97 µs here
 and 114 with an earlier form of it for 16 rows of 8,192 keys, and 55 and 53 for 64 of 900."""
-_INVARIANT_REGISTERS = 168
-"""Of each thread of batch-invariant programs of two warps, with heads of up to 64: an H200 takes 31.1 µs for 256 rows
-with windows of 128, and 31.8 without a limit."""
 _TILE_BYTES = 16 << 10
 """Bytes of keys, and as many of values, in each pipeline stage: more loses occupancy (measured on an H200)."""
 
@@ -267,9 +268,7 @@ class DecodeAttention:
         grid = (shape.num_kv_heads, num_programs)
         if self._is_invariant:
             tile = invariant_decode_tile(shape, num_rows)
-            is_small = shape.head_dim <= 64 and tile.num_warps == 2
-            programs = (shape.num_kv_heads * num_programs,)
-            registers = _INVARIANT_REGISTERS if is_small else None
+            programs, registers = (shape.num_kv_heads * num_programs,), invariant_registers(shape, tile)
             self._launch(invariant_attention_kernel, programs, layer, memory, tile, True, maxnreg=registers)
         elif self._direct_kernel is not None and num_rows > _FEW_LONG_ROWS:
             assert not self._is_beside

@@ -29,6 +29,10 @@ from nvcli.kernels.whole_numbers import next_power_of_2
 _TILE_BYTES = 16 << 10
 """Bytes of keys, and as many of values, in each pipeline stage."""
 _DECODE_STAGES = 3
+_SMALL_STAGES, _SMALL_REGISTERS = 2, 128
+"""Of decode programs of two warps with heads of up to 64, and of each of their threads: a multiprocessor has room for
+more of them so. An H200 takes 28 µs for 256 rows with windows of 128, and 31 with three stages and 168 registers;
+without windows 120 and 121."""
 _FEW_ROWS = 64
 """Up to so many decode rows, programs of more warps are faster: Qwen3-8B's layer on an H200 takes 19 us for 16 rows of
 860 keys with 4 warps and 25 with 2, and 219 and 215 us for 256 rows."""
@@ -263,7 +267,17 @@ def invariant_decode_tile(shape: AttentionShape, num_rows: int) -> Tile:
     """Choose the tile of decode rows, of which a step has so many."""
     rows = max(16, next_power_of_2(shape.group))
     num_warps = 4 if num_rows <= _FEW_ROWS or shape.head_dim > 256 else 2
-    return Tile(rows=rows, keys=_keys(shape), num_warps=num_warps, num_stages=_DECODE_STAGES)
+    num_stages = _SMALL_STAGES if _is_small(shape, num_warps) else _DECODE_STAGES
+    return Tile(rows=rows, keys=_keys(shape), num_warps=num_warps, num_stages=num_stages)
+
+
+def invariant_registers(shape: AttentionShape, tile: Tile) -> int | None:
+    """Limit the registers of a thread of decode programs, or not (None)."""
+    return _SMALL_REGISTERS if _is_small(shape, tile.num_warps) else None
+
+
+def _is_small(shape: AttentionShape, num_warps: int) -> bool:
+    return shape.head_dim <= 64 and num_warps == 2
 
 
 def invariant_prefill_tile(shape: AttentionShape) -> Tile:
