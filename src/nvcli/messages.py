@@ -1,8 +1,8 @@
-"""The messages between the engine and the ranks, and how large they may become.
+"""The messages between the engine and the ranks, and their maximum sizes.
 
 `StepInput` carries deltas only; everything that a rank can remember (block tables, lengths, tokens, sampling
-parameters) lives in its slot table. Token ids, slots and block ids travel as packed int32, so that a message is
-built and read without a Python object per token. Sizes are bounded by the config (`max_step_input_bytes`,
+parameters) lives in its slot table. Token ids, slots and block ids travel as packed int32, so that a message is built
+and read without a Python object per token. Sizes are bounded by the config (`max_step_input_bytes`,
 `max_step_output_bytes`): the channel between the processes is sized from them and never overflows.
 """
 
@@ -18,25 +18,25 @@ from nvcli.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROBS
 from nvcli.structured import MAX_END_IDS, MAX_GRAMMAR_BYTES, MAX_MARK_IDS, Constraint
 
 MAX_STOP_IDS = MAX_BIASED_TOKENS + 64
-"""The most ids that a request may stop on: its own and the model's end-of-sequence ids."""
+"""The maximum ids that a request may stop on: its own and the model's end-of-sequence ids."""
 
 NOT_FINITE = -1
-"""Takes the place of a token id where none can be chosen, because a logit is NaN or +inf, or because all are -inf."""
+"""Stands for a token id when none can be chosen, because a logit is NaN or +inf, or because all are -inf."""
 
 CONSTRAINT_FAILED = -2
-"""Takes the place of a token id where the grammar of an answer has become too complex to follow."""
+"""Stands for a token id when the grammar of an answer has become too complex to follow."""
 
 MAX_STEP_GRAMMAR_BYTES = 2 * MAX_GRAMMAR_BYTES
-"""The most bytes of the different grammars that a step brings."""
+"""The maximum bytes of the different grammars in a step."""
 FORBIDDEN = -1e30
-"""Added to the logit of a token that must not be chosen. It is finite, so that a row of which nothing else is left gets
-a token, and stays so when it is divided by the lowest temperature."""
+"""Added to the logit of a token that must not be chosen. It is finite, so that a row with nothing else left still
+gets a token, and stays finite when divided by the lowest temperature."""
 
 MOST_KEY_COPIES = 2
 """Most copy runs per new slot and KV group."""
 
 MAX_KV_GROUPS = 16
-"""The most KV groups that a model may have. The step channel is made before a rank can say how many there are."""
+"""The maximum KV groups of a model. The step channel is made before a rank can report their number."""
 
 
 def pack(ids: Iterable[int]) -> bytes:
@@ -52,8 +52,8 @@ def unpack(data: bytes) -> array[int]:
 
 
 class ForwardMode(IntEnum):
-    """The kinds of rows that a step contains (SGLang's names). The mode is derived, for records and logs: no code path
-    hangs on it."""
+    """The kinds of rows that a step contains (SGLang's names). The mode is derived, for records and logs: no code
+    path depends on it."""
 
     EXTEND = 1
     """Prefill chunks only."""
@@ -84,7 +84,7 @@ class SlotSampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     repetition_penalty: float = 1.0
     min_tokens: int = 0
     num_logprobs: int = -1
-    """The number of alternatives wanted beside the chosen token; -1: no log-probabilities at all."""
+    """The number of alternatives wanted besides the chosen token; -1: no log-probabilities at all."""
     stop_ids: list[int] = []
     """Ids that must not be chosen before `min_tokens`, unless a constraint allows no others; empty when `min_tokens` is
     0."""
@@ -93,8 +93,8 @@ class SlotSampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     allowed_ids: list[int] = []
     """The only ids that may be chosen; empty: all."""
     bad_words: list[list[int]] = []
-    """Sequences of at least two ids, none of which the answer may hold. Together with the ids of the other lists, but
-    for the model's own end-of-sequence ids, they are at most `MAX_BIASED_TOKENS`."""
+    """Sequences of at least two ids, none of which the answer may hold. Together with the ids of the other lists,
+    not counting the model's own end-of-sequence ids, they are at most `MAX_BIASED_TOKENS`."""
 
 
 class NewSlot(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -102,15 +102,15 @@ class NewSlot(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     slot: int
     num_cached_tokens: int
-    """Leading tokens whose keys and values are in its blocks already; the first chunk starts behind them."""
+    """Leading tokens whose keys and values are already in its blocks; the first chunk starts after them."""
     sampling: SlotSampling
     constraint: int | None = None
-    """The place of what the answer must look like in `StepInput.constraints`; None: it may be anything."""
+    """The index of the answer's constraint in `StepInput.constraints`; None: unconstrained."""
 
 
 class PromptQuery(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What a step is to report of some consecutive tokens of one prefill chunk: the log-probabilities of given next
-    tokens, or the sum of their hidden states."""
+    """A query about consecutive tokens of one prefill chunk: the log-probabilities of given next tokens, or the sum
+    of their hidden states."""
 
     row: int
     """The number of the chunk's row in the batch."""
@@ -119,10 +119,10 @@ class PromptQuery(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     count: int
     """The number of the tokens, at least 1."""
     targets: bytes = b""
-    """The packed ids of the `count` tokens whose log-probabilities are wanted, each behind one of the tokens that are
+    """The packed ids of the `count` tokens whose log-probabilities are wanted, each following one of the tokens
     read. Empty: the hidden states are wanted."""
     num_top: int = 0
-    """The number of likeliest next tokens that are wanted beside each target."""
+    """The number of likeliest next tokens wanted besides each target."""
 
 
 class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -168,27 +168,27 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     restarts: bool = False
     """Whether this is the first step after one that did not run: every slot is freed, and requests enter slots anew."""
     queries: list[PromptQuery] = []
-    """What is wanted of the prompts beside the rows' own logits; at most one for each prefill chunk."""
+    """Queries about the prompts, besides the rows' own logits; at most one for each prefill chunk."""
     segments: bytes = b""
     """Segments of KV blocks that decoding requests share and that are new or changed (`engine.shared_segments`), five
     numbers each: KV group, number of the segment (from 1), first key, end of its keys, and number of the segment before
     it (0: none)."""
     slot_segments: bytes = b""
-    """Three numbers for each slot whose last shared segment is another one: KV group, slot, and number of the segment
+    """Three numbers for each slot whose last shared segment has changed: KV group, slot, and number of the segment
     (0: none)."""
     shares_segments: bool = False
-    """Whether decode rows are to read the segments that they share once for all of them."""
+    """Whether decode rows read their shared segments once for all of them."""
     shared_prefixes: bytes = b""
-    """Three numbers for each group of prefill chunks that are to be attended together to the keys with which all of
-    their requests begin: the number of the first chunk's row in the batch, the number of chunks, and the number of
-    keys, which are whole blocks and come before all of the chunks' tokens (`engine.chunk_groups`)."""
+    """Three numbers for each group of prefill chunks that are attended together to their requests' shared first
+    keys: the number of the first chunk's row in the batch, the number of chunks, and the number of keys, which are
+    whole blocks and come before all of the chunks' tokens (`engine.chunk_groups`)."""
     key_copies: bytes = b""
-    """Five numbers for each run of keys and values that is copied in all layers of a KV group: KV group, block that has
-    them, block that gets them, and the first token and the end of the run, counted in either block
-    (`engine.key_copies`). They are sorted by KV group. No copy reads what another copy of the step writes."""
+    """Five numbers for each run of keys and values that is copied in all layers of a KV group: KV group, source
+    block, target block, and the first token and the end of the run, counted in either block (`engine.key_copies`).
+    They are sorted by KV group. No copy reads what another copy of the step writes."""
     copies_new_keys: bool = False
-    """Whether some of these keys are computed by the step itself, so that each layer copies when it has stored them;
-    else all are copied before the step."""
+    """Whether the step itself computes some of these keys, so that each layer copies after storing them; else all
+    are copied before the step."""
 
     @property
     def num_rows(self) -> int:
@@ -214,7 +214,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class PromptQueryResult(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What a step found for one `PromptQuery`. Packed numbers are in native byte order."""
+    """The result of one `PromptQuery`. Packed numbers are in native byte order."""
 
     logprobs: bytes = b""
     """[count] packed float32, the log-probability of each target under the unmodified distribution."""
@@ -246,16 +246,16 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     is_graph: bool = False
     """Whether the step ran as a CUDA graph."""
     out_of_memory: str = ""
-    """The reason for which this step, or the one before it, did not run; empty if it ran. Nothing else in the output of
-    such a step counts, and no step runs until one that `restarts`."""
+    """The reason why this step, or the one before it, did not run; empty if it ran. The rest of the output is then
+    meaningless, and no step runs until one that `restarts`."""
     query_results: list[PromptQueryResult] = []
     """One entry for each of the step's `queries`, in their order."""
     note: str = ""
-    """What the user should know; a line of up to 300 characters, or empty."""
+    """A message for the user; a line of up to 300 characters, or empty."""
 
 
 class MemoryUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """One rank's memory, in bytes: what was planned for each item, and what the item then took."""
+    """One rank's memory, in bytes: planned and measured for each item."""
 
     device: str
     """The name of the GPU, or CPU."""
@@ -272,7 +272,7 @@ class MemoryUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     @property
     def beside_cache(self) -> int:
-        """The sum of all planned items but the KV cache."""
+        """The sum of all planned items except the KV cache."""
         return sum(size for name, size in self.planned.items() if name != "KV cache")
 
 
@@ -282,23 +282,23 @@ class KVGroup(msgspec.Struct, frozen=True, array_like=True):
     window: int | None = None
     """A token attends to itself and the `window - 1` tokens before it; None: to all tokens before it."""
     is_state: bool = False
-    """Whether a block holds the recurrent state behind the last token of its column, and not keys. Its window is of two
-    tokens: a token goes on from the state behind the one before it."""
+    """Whether a block holds the recurrent state after the last token of its column, rather than keys. Its window is
+    two tokens: a token continues from the state after the previous one."""
     token_bytes: int = 0
     """The bytes that a token's keys and values take in the layers: on one rank in its report, and on all ranks of a
     replica for its scheduler."""
     layers: tuple[int, ...] = ()
-    """The layers' numbers in a stage, from 0, in ascending order. A stage may have none of a group. Layers that read
-    the keys and values of others are in none."""
+    """The layers' numbers in a stage, from 0, in ascending order. A stage may have no layers of a group. Layers that
+    read the keys and values of others are in no group."""
 
     def first_column(self, position: int, block_size: int) -> int:
         """The first column of a block table that a token at `position`, or one behind it, attends to."""
         return 0 if self.window is None else max(0, position - self.window + 1) // block_size
 
     def most_blocks(self, num_tokens: int, block_size: int, chunk: int = 1) -> int:
-        """The most blocks that are needed at a time when `num_tokens` tokens are computed, up to `chunk` in a step.
-        Blocks behind a window are freed between steps."""
-        if self.is_state:  # it goes along from column to column
+        """The maximum blocks needed at a time to compute `num_tokens` tokens, up to `chunk` in a step. Blocks behind
+        a window are freed between steps."""
+        if self.is_state:  # it moves along from column to column
             return 1
         blocks = -(-num_tokens // block_size)
         if self.window is None:
@@ -322,14 +322,14 @@ class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_onl
     kv_groups: list[KVGroup] = msgspec.field(default_factory=lambda: [KVGroup()])
     """The KV groups of rank 0. At most `MAX_KV_GROUPS`."""
     reads_segments: bool = False
-    """Whether the ranks read blocks that decoding requests share once for all of them."""
+    """Whether the ranks read shared blocks of decoding requests once for all of them."""
     prefix_tile_tokens: int = 0
     """`AttentionBackend.prefix_tile_tokens`, where the ranks attend prefill chunks that share prefixes together; 0:
     they do not."""
     seconds: dict[str, float]
     """The seconds that each part of rank 0's start took: imports, process group, loading weights, warm-up and so on."""
     notes: list[str] = []
-    """Messages for the log: what `auto` chose and why, and limits worth a warning."""
+    """Messages for the log: the choices of `auto` and why, and limits worth a warning."""
     memory: list[MemoryUse] = []
     """A rank reports its own memory; the engine reports one entry for each rank."""
 
@@ -340,12 +340,12 @@ def max_step_input_bytes(
     """Compute the size in bytes of the largest encoded StepInput that the scheduler can produce.
 
     `max_blocks_per_seq` counts the blocks of all KV groups. Each new slot has fixed fields (under 256 bytes), stop and
-    biased ids and those of its constraint (5 bytes an id, 9 a float). Allowed ids and bad words take the place of
-    biased ids, and less room. In each KV group a slot may have another shared segment, and as many segments may change.
-    Cached prefixes that travel for penalties, bad words and grammars are together held under
-    `max_model_len + max_num_batched_tokens` tokens by the scheduler. A row takes 16 bytes in the batch, 24 in two spans
-    of tokens, 4 where its slot was freed before, 32 where its prompt is read, beside the targets, and 6 for its part of
-    a group of chunks. A new slot may have keys copied in each KV group.
+    biased ids and those of its constraint (5 bytes an id, 9 a float). Allowed ids and bad words replace biased ids and
+    take less room. In each KV group a slot may have another shared segment, and as many segments may change. Cached
+    prefixes that travel for penalties, bad words and grammars are together held under `max_model_len +
+    max_num_batched_tokens` tokens by the scheduler. A row takes 16 bytes in the batch, 24 in two spans of tokens, 4
+    where its slot was freed before, 32 where its prompt is read, plus the targets, and 6 for its part of a group of
+    chunks. A new slot may have keys copied in each KV group.
     """
     num_ids = MAX_STOP_IDS + MAX_BIASED_TOKENS + MAX_END_IDS + 2 * MAX_MARK_IDS
     new_slot_bytes = 256 + 5 * num_ids + 9 * MAX_BIASED_TOKENS
@@ -359,7 +359,7 @@ def max_step_input_bytes(
 
 def max_step_output_bytes(*, max_num_seqs: int, max_num_batched_tokens: int, hidden_size: int = 0) -> int:
     """Compute the size in bytes of the largest encoded StepOutput: one token a request, with `MAX_LOGPROBS`
-    alternatives each, and as many for each token of the step that is read. `hidden_size` is that of the hidden states
-    that requests may ask for; 0: they may not."""
+    alternatives each, and as many for each prompt token that is read. `hidden_size`: that of the hidden states that
+    requests may ask for; 0: they may not."""
     per_seq = 2 * 4 + 32 + MAX_LOGPROBS * (5 + 9) + 32 + 4 * hidden_size
     return 1024 + max_num_seqs * per_seq + max_num_batched_tokens * 8 * (1 + MAX_LOGPROBS)

@@ -49,18 +49,18 @@ class AttentionCase:
     kv_dtype: torch.dtype | None = None
     """The type in which the cache keeps keys and values; None: the model's."""
     max_num_seqs: int = 256
-    """The most rows of a step, padding included; workspaces are sized by it."""
+    """The maximum rows of a step, padding included; workspaces are sized by it."""
     max_num_batched_tokens: int = 8192
-    """The most tokens of a step, padding included."""
+    """The maximum tokens of a step, padding included."""
     max_model_len: int = 8192
-    """The most tokens of a request."""
+    """The maximum tokens of a request."""
     batch_invariant: bool = False
     """Whether a token's result must have the same bits in every batch, decoded or in any chunk."""
     has_states: bool = False
     """Whether some layers of this rank keep recurrent states in the pool's blocks."""
     max_shared_rows: int = 0
-    """The most decode rows, padding included, of a step whose batch has shared segments; 0: there are none, and no
-    shared prefixes of chunks either."""
+    """The maximum decode rows, padding included, of a step whose batch has shared segments; 0: no shared segments,
+    and no shared chunk prefixes either."""
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -77,7 +77,7 @@ class AttentionLayer(NamedTuple):
 
 
 class AttentionBackend(ABC):
-    """The attention of one run. It keeps nothing between steps but what the plans prepare, and is used on one stream.
+    """The attention of one run. Between steps it keeps only its plans; it is used on one stream.
 
     A backend may read keys that no token of the batch sees if it masks them. Those of the null block are finite. Those
     behind a row's last key, in its last block, may be NaN that a broken request has left there, unless the backend says
@@ -86,24 +86,26 @@ class AttentionBackend(ABC):
 
     name: str
     reads_new_keys: bool = False
-    """Whether it reads the keys of the step's tokens from `k`; else `k` is None, and keys are read from the cache."""
+    """Whether the backend reads the keys of the step's tokens from `k`. If not, `k` is None and keys come from the
+    cache."""
     reads_behind_rows: bool = False
     """Whether keys and values behind a row's last key must be finite, because they are multiplied by 0. Blocks are then
     cleared before a row decodes into them."""
 
     needs_exact_lens: bool = False
-    """Whether `ForwardBatch.seq_lens_host` must be exact, where the others take upper bounds."""
+    """Whether `ForwardBatch.seq_lens_host` must be exact; other backends accept upper bounds."""
 
     notes: tuple[str, ...] = ()
-    """What the log says of the kernels that were chosen."""
+    """Notes for the log about the chosen kernels."""
 
     reads_segments: bool = False
-    """Whether it reads the segments of keys that decode rows share (`ForwardBatch.segments`) once for all of them. The
-    others ignore segments, and compute the same."""
+    """Whether the backend reads key segments that decode rows share (`ForwardBatch.segments`) once for all of them.
+    Other backends ignore segments and compute the same result."""
 
     prefix_tile_tokens: int = 0
-    """The tokens that fill a tile of the backend's, which may be those of several chunks that share a prefix
-    (`ForwardBatch.prefixes`); 0: it gains nothing by such prefixes, and computes the same with them."""
+    """Tokens that fill one of the backend's tiles, possibly from several chunks that share a prefix
+    (`ForwardBatch.prefixes`); 0: the backend gains nothing from such prefixes, and computes the same result with
+    them."""
 
     @abstractmethod
     def __init__(self, case: AttentionCase) -> None: ...
@@ -111,7 +113,7 @@ class AttentionBackend(ABC):
     @classmethod
     @abstractmethod
     def unsupported(cls, case: AttentionCase) -> list[str]:
-        """Return the reasons why this backend cannot serve `case`, none if it can. It imports nothing heavy if it
+        """Return the reasons why this backend cannot serve `case`; empty if it can. Imports nothing heavy if it
         cannot."""
 
     def can_capture(self, shape: BatchShape) -> bool:
@@ -121,8 +123,7 @@ class AttentionBackend(ABC):
     # ------------------------------------------------------------------ what the runner and the layers call
 
     def prepare_capture(self, batch: ForwardBatch) -> None:  # noqa: B027  (most need nothing)
-        """Set aside what a graph of this batch will use. It is called outside the graph and before `plan`; calling it
-        again does no harm."""
+        """Allocate the buffers for a graph of this batch. Called outside the graph, before `plan`; idempotent."""
 
     def plan(self, batch: ForwardBatch) -> None:
         """Prepare for a step on the host, from host values alone; called outside CUDA graphs."""
@@ -198,5 +199,5 @@ def output_buffer(out: Tensor | None, q: Tensor) -> Tensor:
 
 
 def copied_to(out: Tensor | None, result: Tensor) -> Tensor:
-    """Copy `result` to `out` if that is given; for libraries that allocate what they return."""
+    """Copy `result` to `out` if given; for libraries that allocate their own results."""
     return result if out is None else out.copy_(result)

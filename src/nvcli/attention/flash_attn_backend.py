@@ -81,7 +81,7 @@ class FlashAttnBackend(AttentionBackend):
     def plan_prefill_on_device(self, batch: ForwardBatch) -> None:
         first = batch.num_single_rows
         num_tokens = batch.num_tokens - first
-        # What a graph is captured with must serve any chunks of its shape.
+        # A captured graph must serve any chunks of its shape.
         is_captured = torch.cuda.is_current_stream_capturing()
         longest = num_tokens if is_captured else int(batch.num_tokens_host[first:].max())
         tables = self._gather(batch, slice(first, batch.shape.num_rows))

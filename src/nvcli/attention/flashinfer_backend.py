@@ -2,8 +2,8 @@
 
 FlashInfer plans each step on the host, from lengths the host knows: nothing waits for the device. Block ids are
 gathered on the device. It compiles its kernels at first use (20 s for decode, 60 s for Hopper's prefill, cached on
-disk), so it is used where it is named. `seq_lens_host` must be exact here
-(`needs_exact_lens`). Decode steps may be captured in CUDA graphs.
+disk), so it is used only when named. `seq_lens_host` must be exact here (`needs_exact_lens`). Decode steps may be
+captured in CUDA graphs.
 
 A FlashInfer wrapper holds the plan of one kind of attention; layers that differ in scale alone share it.
 """
@@ -39,7 +39,7 @@ class FlashInferBackend(AttentionBackend):
         self._case = case
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=case.device)
         self._kind_of = {spec: replace(spec, scale=1.0) for spec in case.specs}
-        """Each spec without its scale, on which a wrapper's plan does not depend."""
+        """Each spec without its scale, which a wrapper's plan does not depend on."""
         self._kinds = tuple(dict.fromkeys(self._kind_of.values()))
         self._eager_decodes = {
             kind: _Planned(
@@ -120,7 +120,7 @@ class FlashInferBackend(AttentionBackend):
         return out
 
     def _make_captured(self, kind: AttentionSpec, num_rows: int, max_blocks: int) -> _Planned:
-        """A wrapper for decode of a fixed number of rows, in buffers that a CUDA graph may refer to."""
+        """Make a wrapper for decode of a fixed number of rows, in buffers that a CUDA graph may refer to."""
 
         def ints(size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=self._case.device)
@@ -143,7 +143,7 @@ class _CapturedDecodes:
     """The wrappers of one captured number of decode rows."""
 
     max_blocks: int
-    """The columns of the block tables that the buffers have room for."""
+    """Columns of the block tables that fit the buffers."""
     by_kind: dict[AttentionSpec, _Planned]
 
 
@@ -158,8 +158,8 @@ class _BlockIds:
 
 
 class _HostBlocks:
-    """The numbers of blocks that some rows have, as FlashInfer wants them. Padding rows count as many keys of the null
-    block as they have tokens, and at least one."""
+    """The block counts of some rows, in FlashInfer's format. Padding rows count as many keys of the null block as
+    they have tokens, and at least one."""
 
     def __init__(self, batch: ForwardBatch, rows: slice, block_size: int) -> None:
         seq_lens = np.maximum(np.maximum(batch.seq_lens_host[rows], batch.num_tokens_host[rows]), 1)

@@ -105,19 +105,19 @@ class ForwardBatch:
     num_tokens_host: np.ndarray
     """[R] integers on the host: tokens that each row computes."""
     seq_lens_host: np.ndarray
-    """[R] integers on the host: `seq_lens` as far as the host knows them; at least as large, and equal unless steps
-    whose outcome the host does not know yet accept a number of tokens of their own."""
+    """[R] integers on the host: upper bounds of `seq_lens`. They are exact unless steps in flight may accept a
+    varying number of tokens."""
     kv_cache: KVCache
     backend: LayerAttention
     segments: SegmentTables | None = None
-    """The segments of keys that decode rows share and that are worth being read once for all of them; None where there
-    are none, and for backends that ignore them."""
+    """Key segments shared by decode rows and worth reading once for all of them; None where there are none, and for
+    backends that ignore them."""
     prefixes: ChunkPrefixes | None = None
-    """The prefixes that prefill chunks share and that are worth being read for several of them at a time; None where
-    there are none, and for backends that ignore them."""
+    """Prefixes shared by prefill chunks and worth reading for several of them at a time; None where there are none,
+    and for backends that ignore them."""
     key_copies: KeyCopies | None = None
-    """What each layer copies of the keys and values in its cache, behind the store of the batch's own and before it
-    attends; None: nothing."""
+    """Keys and values that each layer copies within its cache, after storing the batch's own and before attending;
+    None: nothing."""
 
     @property
     def num_tokens(self) -> int:

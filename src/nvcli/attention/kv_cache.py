@@ -45,7 +45,7 @@ class KVCacheSpec:
     """(KV heads of this rank, head size) of each KV group's layers."""
     block_size: int
     dtype: torch.dtype
-    """The model's type, in which the convolutions' inputs of states are kept too."""
+    """The model's type, also used for the convolution inputs of states."""
     kv_dtype: torch.dtype | None = None
     """The type of keys and values; None: the model's."""
     group_states: tuple[StateSpec | None, ...] = ()
@@ -61,7 +61,7 @@ class KVCacheSpec:
         dtype: torch.dtype,
         kv_dtype: torch.dtype | None = None,
     ) -> KVCacheSpec:
-        """Make the cache of a rank's layers. A group without layers takes no room in a block."""
+        """Make the cache of a rank's layers. A group without layers takes no space in a block."""
         first = [layers[group[0]] if group else None for group in group_layers]
         heads = tuple(
             (spec.num_kv_heads, spec.head_dim) if isinstance(spec, AttentionSpec) else (0, 0) for spec in first
@@ -102,7 +102,7 @@ class KVCacheSpec:
 
     @property
     def unit(self) -> torch.dtype:
-        """The type of the pool's elements: bytes where numbers of several types stand beside each other."""
+        """The type of the pool's elements: bytes where a block mixes several types."""
         return torch.uint8 if self.has_scales else self.stored_dtype
 
     def part_elements(self, heads: tuple[int, int]) -> int:
@@ -118,7 +118,7 @@ class KVCacheSpec:
 
     @property
     def block_elements(self) -> int:
-        """The elements of one block: keys and values, or states, of all layers of the group that needs most."""
+        """The elements of one block: keys and values, or states, of all layers of the largest group."""
         most = max(
             2 * len(layers) * self.part_elements(heads)
             for layers, heads in zip(self.group_layers, self.group_heads, strict=True)
@@ -182,7 +182,8 @@ class KVCache:
         spec = self.spec
         num_heads, head_dim = heads
         shape = (self.num_blocks, spec.block_size, num_heads, head_dim)
-        # Kernels are compiled for the distance between blocks: the lone block of a warm-up has that of a whole pool.
+        # Kernels are compiled for the distance between blocks: a single warm-up block has the same distance as in a
+        # whole pool.
         stride = (k.stride(0), num_heads * head_dim, head_dim, 1)
         if not spec.has_scales:
             self._layers[layer] = k.as_strided(shape, stride), v.as_strided(shape, stride)

@@ -1,4 +1,4 @@
-"""Checks that the GPU backends share: what they need of a run, and why it may be missing, in words for the user."""
+"""Checks that the GPU backends share: their requirements of a run, and user-readable reasons why one is not met."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nvcli.attention.backend import AttentionCase
 from nvcli.kernels.fp8_types import FP8
 
 _FP8_CAPABILITY = (8, 9)
-"""GPUs from Ada on turn e4m3 numbers into others in hardware, which Triton asks for."""
+"""GPUs from Ada on convert e4m3 numbers in hardware, which Triton requires."""
 
 
 def unmet_requirements(
@@ -24,9 +24,9 @@ def unmet_requirements(
     takes_scaled_cache: bool = False,
     is_batch_invariant: bool = False,
 ) -> list[str]:
-    """Return the reasons why a backend that needs this compute capability, and serves these types and head sizes,
-    sinks if `takes_sinks`, keys with scales beside them if `takes_scaled_cache`, and runs that are batch-invariant if
-    `is_batch_invariant`, cannot serve `case`."""
+    """Return the reasons why a backend with these capabilities cannot serve `case`: its minimum compute capability,
+    its types and head sizes, whether it takes sinks (`takes_sinks`) and keys with scales beside them
+    (`takes_scaled_cache`), and whether it is batch-invariant (`is_batch_invariant`)."""
     if case.device.type != "cuda":
         return [f"needs an NVIDIA GPU, and the run is on the {case.device.type}"]
     reasons = []

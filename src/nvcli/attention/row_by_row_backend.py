@@ -17,7 +17,7 @@ from nvcli.attention.spec import first_seen
 from nvcli.attention.torch_backend import TorchBackend, softmax_attention
 
 _Kind = tuple[int | None, int]
-"""The window and the KV group, on which a plan depends."""
+"""The window and the KV group, which determine a plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class _Token:
     block_ids: Tensor
     """[blocks] int64."""
     keys: slice
-    """Which of the blocks' keys; none for a token that attends to nothing."""
+    """The keys in those blocks that the token sees; empty for a token that attends to nothing."""
 
 
 class RowByRowBackend(AttentionBackend):

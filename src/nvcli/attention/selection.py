@@ -18,7 +18,7 @@ BACKENDS = {
     "torch": "nvcli.attention.torch_backend:TorchBackend",
 }
 BATCH_INVARIANT = {"torch": "nvcli.attention.row_by_row_backend:RowByRowBackend"}
-"""What takes a backend's place in a run that is batch-invariant."""
+"""Backends that replace the usual ones in a batch-invariant run."""
 AUTO_ORDER = {"cuda": ("triton", "torch"), "cpu": ("torch",)}
 """The backends that `auto` asks on each device, fastest first."""
 NOT_ASKED = {
@@ -28,7 +28,7 @@ NOT_ASKED = {
     },
     "cpu": {},
 }
-"""The backends that `auto` does not ask on each device, and why. They serve where they are named."""
+"""The backends that `auto` never picks on each device, and why. They serve only when named."""
 
 
 def select_backend(choice: str, case: AttentionCase) -> tuple[AttentionBackend, list[str]]:

@@ -1,5 +1,5 @@
-"""What each layer of a rank keeps of a request: keys and values, by its kind of attention, or a recurrent state.
-Torch-free, as plans ask for its size too."""
+"""The state that each layer of a rank keeps for a request: keys and values, by its kind of attention, or a recurrent
+state. Torch-free, as plans ask for its size too."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class AttentionSpec:
     window: int | None = None
     """A token attends to itself and the `window - 1` tokens before it; None: to all tokens before it."""
     soft_cap: float | None = None
-    """Scaled scores are taken through soft_cap × tanh(score / soft_cap); None: they are not."""
+    """Soft cap: scaled scores become soft_cap × tanh(score / soft_cap); None: no cap."""
     has_sinks: bool = False
-    """Whether each head has a sink: one score more in every softmax, which belongs to no key, so that the weights of
+    """Whether each head has a sink: one extra score in every softmax that belongs to no key, so that the weights of
     the keys add up to less than 1."""
     kv_group: int = 0
     """Index of the KV group whose blocks hold its keys and values."""
 
     @property
     def geometry(self) -> Geometry:
-        """What the tiles of kernels depend on."""
+        """The head counts and head size, which determine the tiles of kernels."""
         return self.num_heads, self.num_kv_heads, self.head_dim
 
     def block_bytes(self, block_size: int, dtype: KVDtype, kv_dtype: KVDtype) -> int:
@@ -50,7 +50,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpec:
-    """The recurrent state that one layer keeps of a request on this rank, in place of keys and values."""
+    """The recurrent state that one layer keeps for a request on this rank, in place of keys and values."""
 
     conv_shape: tuple[int, int]
     """(last inputs, channels) of the layer's convolution, kept in the model's type."""
@@ -60,24 +60,24 @@ class StateSpec:
 
     is_state: ClassVar[bool] = True
     window: ClassVar[int] = 2
-    """A token goes on from the state behind the one before it, as with a window of two tokens."""
+    """A token continues from the state after the previous one, as with a window of two tokens."""
 
     def num_bytes(self, element_bytes: int) -> int:
-        """The bytes of the state in a model whose elements take so many, padding included."""
+        """The bytes of the state at this element size, padding included."""
         size = 4 * math.prod(self.recurrent_shape) + element_bytes * math.prod(self.conv_shape)
         return -(-size // STATE_ALIGNMENT) * STATE_ALIGNMENT
 
     def block_bytes(self, block_size: int, dtype: KVDtype, kv_dtype: KVDtype) -> int:
-        """The bytes of a layer's state in a block, of which each has one."""
+        """The bytes of a layer's state in a block; each block has one."""
         return self.num_bytes(KV_DTYPE_BYTES[dtype])
 
 
 CacheSpec = AttentionSpec | StateSpec
-"""What a layer keeps in the KV cache."""
+"""A layer's contents in the KV cache."""
 
 
 def attention_kinds(specs: Iterable[CacheSpec]) -> tuple[AttentionSpec, ...]:
-    """Return the kinds of attention among what layers keep, each once."""
+    """Return the distinct kinds of attention among layers' cache specs."""
     return tuple(dict.fromkeys(spec for spec in specs if isinstance(spec, AttentionSpec)))
 
 

@@ -1,16 +1,16 @@
-"""The `torch` backend: paged attention in plain torch on any device. It defines what the others must compute.
+"""The `torch` backend: paged attention in plain torch on any device. It is the reference for the other backends.
 
 A token at position p sees the keys at positions 0 .. p, or max(0, p - window + 1) .. p of a kind with a window.
 
 Speed matters on the CPU, where it is the backend of choice. Decode rows are sorted by the number of keys to read and
 cut into groups of similar numbers, small enough that a group's keys and values stay in the processor's cache between
 being gathered from their blocks and being read by `scaled_dot_product_attention`. The query heads that share a KV head
-stand in the query-length dimension, so that keys and values are never repeated. All of it is laid out once a step for
+stand in the query-length dimension, so that keys and values are never repeated. All of this is laid out once a step for
 each window and KV group, from lengths read off the device.
 
-Chunks that share prefixes are attended together where a batch says so, which defines what that means. The backend does
-not ask for it: on two cores it takes 98 ms instead of 70 for 64 chunks of 8 tokens behind 2,048, as softmaxes in parts
-are written out.
+Chunks that share prefixes are attended together where a batch says so, as the reference for other backends. This
+backend does not ask for it: on two cores, 64 chunks of 8 tokens behind 2,048 take 98 ms instead of 70, because partial
+softmaxes are written out.
 
 Shapes: T tokens, D head_dim, KV heads of this rank, G = num_heads / KV query heads for each, L most keys of a group.
 """
@@ -43,7 +43,7 @@ _QUERY_CHUNK = 256
 """Tokens of a chunk that are attended at once where a mask is needed; bounds the mask's size."""
 
 _Kind = tuple[int | None, int]
-"""The window and the KV group, on which a plan depends."""
+"""The window and the KV group, which determine a plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class _DecodeGroup:
     start: int
     size: int
     block_ids: Tensor
-    """[size × blocks of the row that reads most] int64."""
+    """[size × blocks of the longest row] int64."""
     most_keys: int
     mask: Tensor | None
     """[size, 1, 1, L], 0 or -inf, added to the scores; None where every row sees all that is read."""
@@ -64,12 +64,12 @@ class _Decodes:
     """The plan of the decode rows."""
 
     order: Tensor
-    """[rows] int64, the rows, those that read the most keys first."""
+    """[rows] int64, the rows, longest first."""
     rank: Tensor
     """[rows] int64, the inverse of `order`."""
     groups: list[_DecodeGroup]
     shared: list[SharedRead] | None
-    """What is read once for several rows; None: every row reads all of its keys on its own."""
+    """Segments read once for several rows; None: every row reads all of its keys on its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class _Chunk:
     end: int
     prefix: int
     block_ids: Tensor | None
-    """[blocks] int64; None without a prefix: the chunk's own k and v are all it needs."""
+    """[blocks] int64; None without a prefix: the chunk's own k and v suffice."""
     first_key: int
     """Position of the first key in the first of the blocks."""
     is_shared: bool
@@ -98,7 +98,7 @@ class TorchBackend(AttentionBackend):
     def __init__(self, case: AttentionCase) -> None:
         self._case = case
         if case.cache_dtype != case.dtype:
-            # The cache rounds them: a token's keys are to be the same for all that attend to it.
+            # The cache rounds keys: they must be the same for every token that attends to them.
             self.reads_new_keys = False
         self._kinds: list[_Kind] = list(dict.fromkeys((spec.window, spec.kv_group) for spec in case.specs))
         self._kv_heads_dim = max(spec.num_kv_heads * spec.head_dim for spec in case.specs)
@@ -241,11 +241,11 @@ class TorchBackend(AttentionBackend):
         return k.flatten(0, 1), v.flatten(0, 1)
 
     def _lay_out_decodes(self, kind: _Kind, batch: ForwardBatch, lens: list[int]) -> _Decodes:
-        """Sort by the number of keys to read and cut into groups. A padding row without keys reads one of the null
-        block."""
+        """Sort by the number of keys to read and cut into groups. A padding row without keys reads one key of the
+        null block."""
         case, device = self._case, batch.seq_lens.device
         window, kv_group = kind
-        # Keys are read from the first block that the row's token sees into; `skipped` are those before it.
+        # Keys before the first block that the row's token sees are `skipped`.
         skipped = [first_seen(length - 1, window) // case.block_size * case.block_size for length in lens]
         shared = None
         if batch.segments is not None:

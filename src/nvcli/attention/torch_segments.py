@@ -1,8 +1,8 @@
-"""Attention of the `torch` backend where requests share keys: the plan of a step, and the attention over what is shared
-for all of its rows. Decode rows share segments, and prefill chunks share prefixes.
+"""Attention of the `torch` backend where requests share keys: the plan of a step, and the attention over shared keys
+for all rows at once. Decode rows share segments, and prefill chunks share prefixes.
 
-It defines what other backends compute for them: the softmax over all keys of a row, put together from that over its own
-keys and those over what it shares.
+It is the reference for other backends: the softmax over all keys of a row, merged from the softmax over its own keys
+and those over shared keys.
 
 Shapes: n rows of a segment, D head_dim, KV heads of this rank, G = num_heads / KV query heads for each.
 """
@@ -20,7 +20,7 @@ from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionSpec, first_seen
 
 _MOST_ROWS = 256
-"""Tokens of chunks that are attended at once; bounds the memory of the scores."""
+"""Tokens of chunks attended at once; bounds the memory of the scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,7 @@ class SharedRead:
 def plan_shared_reads(
     batch: ForwardBatch, kv_group: int, window: int | None, block_size: int, lens: list[int]
 ) -> tuple[list[SharedRead], list[int]]:
-    """Lay out what the decode rows, of these lengths, read of segments; also return the first key of each row that is
-    its own."""
+    """Lay out the segment reads of decode rows with these lengths; also return each row's first own key."""
     assert batch.segments is not None
     entries = batch.segments.segments[kv_group].tolist()
     slots = batch.slots[: len(lens)]
@@ -66,7 +65,7 @@ def plan_shared_reads(
     reads = []
     for segment, rows in readers.items():
         begin, end, _ = entries[segment]
-        # The shortest row sees all that any of them sees.
+        # The shortest row sees every key that any of them sees.
         source = min(rows, key=lens.__getitem__)
         first_block = max(begin, first_seen(lens[source] - 1, window)) // block_size
         blocks = batch.block_tables[kv_group, slots[source], first_block : end // block_size].long()
@@ -83,9 +82,9 @@ def plan_shared_reads(
 def plan_prefix_reads(
     batch: ForwardBatch, kv_group: int, block_size: int, counts: list[int], lens: list[int]
 ) -> list[SharedRead]:
-    """Lay out what the chunks that share prefixes read: first the prefixes, a read for some tokens of a group, and then
-    the rest of each chunk's keys. `counts` and `lens`: tokens and keys of each chunk; tokens are counted from the first
-    chunk's."""
+    """Lay out the reads of chunks that share prefixes: first the prefixes, one read for some tokens of a group, then
+    the rest of each chunk's keys. `counts` and `lens`: tokens and keys of each chunk; tokens are counted from the
+    first chunk's."""
     assert batch.prefixes is not None
     first_row, device = batch.num_single_rows, batch.slots.device
     ends = batch.prefixes.ends[first_row:].tolist()

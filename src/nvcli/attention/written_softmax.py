@@ -1,8 +1,7 @@
-"""Attention whose scores are written out in plain torch, for what `scaled_dot_product_attention` has no word for: soft
-caps and sinks.
+"""Attention with explicit scores in plain torch, for soft caps and sinks, which `scaled_dot_product_attention` lacks.
 
-A head's sink is one score more in each of its softmaxes, which belongs to no key: the weights of the keys add up to
-less than 1 (StreamingLLM, https://arxiv.org/abs/2309.17453; learned in gpt-oss, https://arxiv.org/abs/2508.10925).
+A head's sink is one extra score in each of its softmaxes that belongs to no key: the weights of the keys add up to less
+than 1 (StreamingLLM, https://arxiv.org/abs/2309.17453; learned in gpt-oss, https://arxiv.org/abs/2508.10925).
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from torch import Tensor
 from nvcli.attention.spec import AttentionSpec
 
 _CAUSAL_QUERIES = 256
-"""Queries of a prompt that are attended at once; bounds the memory of the scores."""
+"""Queries of a prompt attended at once; bounds the memory of the scores."""
 
 
 def is_needed(spec: AttentionSpec) -> bool:
-    """Whether a kind of attention has something that is written out here."""
+    """Whether a kind of attention needs explicit scores."""
     return spec.soft_cap is not None or spec.has_sinks
 
 
@@ -56,7 +55,7 @@ def attend_part(
 
 
 def join_parts(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Weigh the results of `attend_part` for two parts of the keys into one. Each query sees a key of one of them."""
+    """Merge the results of `attend_part` for two parts of the keys. Each query sees a key of at least one of them."""
     log_sum = torch.logaddexp(first[1], second[1])
     out = sum(part * (own - log_sum).exp_().unsqueeze(-1) for part, own in (first, second))
     assert isinstance(out, Tensor)

@@ -1,1 +1,1 @@
-"""Groups of ranks: how they meet, what they do together, and which part of a model each of them has."""
+"""Groups of ranks: how they meet, their collectives, and how a model is divided among them."""

@@ -1,6 +1,6 @@
 """The opening of memory that the GPUs of a tensor-parallel group share, and the reasons why it may be impossible.
 
-What goes through that memory, and how, is in `kernels/peer_memory.py`.
+The collectives over it are in `kernels/peer_memory.py`.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ def share_memory(
 ) -> list[str]:
     """Give the tensor group a `PeerMemory` for sums of up to `max_rows` × `hidden_size`. Collective over all ranks.
 
-    If one rank cannot have it, no rank of any stage gets it, and sums go through the process group: a rank and its
-    counterpart in the next stage must agree on the rows of a residual that are up to date. Returns notes for the log
-    that say why. A group that sums in order gets none: the order here depends on the number of rows.
+    If one rank cannot use it, no rank of any stage does, and sums go through the process group: a rank and its
+    counterpart in the next stage must agree on which rows of a residual are up to date. Returns notes for the log that
+    say why. A group that sums in order gets none, because the order here depends on the number of rows.
     """
     world, group = groups.world, groups.tensor
     if group.size == 1 or group.device.type != "cuda" or group.sums_in_order:
         return []
     layout = PeerLayout(num_ranks=group.size, max_rows=max_rows, hidden_size=hidden_size, dtype=dtype)
     memory, obstacle = None, _obstacle(config, group, first_rank=world.rank - group.rank)
-    # All ranks go on together, or some would wait for ranks that never come.
+    # All ranks must go on together, or some would wait for ranks that never come.
     if world.min(int(obstacle is None)):
         try:
             memory = open_peer_memory(group, layout)
-        except RuntimeError as error:  # torch has no narrower one
+        except RuntimeError as error:  # the narrowest type that torch offers
             obstacle = (str(error).strip().splitlines() or [""])[0]
-    # This waits for the device, so that the zeros of all ranks are written too.
+    # This waits for the device, so that all ranks' zeros are written as well.
     if world.min(int(memory is not None)):
         group.peer_memory = memory
         return []
@@ -63,8 +63,7 @@ def open_peer_memory(group: TensorParallelGroup, layout: PeerLayout) -> PeerMemo
 
 
 def _obstacle(config: EngineConfig, group: TensorParallelGroup, first_rank: int) -> str | None:
-    """Say what keeps this rank from the other ranks' memory, as far as that can be known beforehand; None if nothing
-    does.
+    """Return the reason why this rank cannot map the other ranks' memory, if known beforehand; else None.
 
     `first_rank` is the number of the group's first rank among all ranks of the replica.
     """

@@ -19,8 +19,8 @@ _LOOPBACK_ONLY = {
     "NCCL_SOCKET_IFNAME": "=lo",
     "NCCL_RAS_ENABLE": "0",
 }
-"""Environment variables of gloo and NCCL, set whatever the user's are: all ranks are on this machine, and neither
-library asks who connects. NCCL's RAS service listens on a fixed port, for a tool that nothing here uses."""
+"""Environment variables of gloo and NCCL, overriding the user's: all ranks are on this machine, and neither library
+asks who connects. NCCL's RAS service would listen on a fixed port for a tool that is not used here."""
 _COLLECTIVE_GRACE_SECONDS = 10.0
 """A collective waits this much longer for a missing rank than the executor does, because only the executor can tell
 which rank is missing."""
@@ -29,11 +29,11 @@ _NO_TIMEOUT = timedelta(days=365)
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """All ranks of a replica, and the store over which they met."""
+    """All ranks of a replica, and the store through which they met."""
 
     group: TensorParallelGroup
     store: dist.Store | None  # type: ignore[name-defined]
-    """None where the replica has one rank."""
+    """None where the replica has only one rank."""
 
     def meet(self, place: str) -> None:
         """Wait until every rank has called this with the same `place`. Each place can be used once.
@@ -46,7 +46,7 @@ class World:
 
 
 def join_process_group(rank: int, store_path: str, device: torch.device, *, size: int, timeout_seconds: float) -> World:
-    """Let the `size` ranks of a replica meet. The call is collective. A lone rank makes no process group.
+    """Join the `size` ranks of a replica; collective. A lone rank makes no process group.
 
     `store_path` is the file over which they meet. `timeout_seconds` is the time after which the executor ends a run
     whose ranks do not answer.
@@ -80,13 +80,13 @@ class RankGroups:
 
 
 def divide_ranks(config: EngineConfig, world: TensorParallelGroup, rank: int) -> RankGroups:
-    """Make the groups of the pipeline stages and of the links between them. The call is collective over all ranks."""
+    """Make the groups of the pipeline stages and of the links between them; collective over all ranks."""
     num_stages, tp = config.pipeline_parallel_size, config.tensor_parallel_size
     if num_stages == 1:
         return RankGroups(world=world, tensor=world)
     timeout = _collective_timeout(config.step_timeout)
 
-    # Every rank takes part in the making of every group, in the same order.
+    # Every rank must take part in making every group, in the same order.
     def group_of(ranks: list[int]) -> dist.ProcessGroup | None:
         group = dist.new_group(ranks, timeout=timeout)
         return group if rank in ranks else None

@@ -1,7 +1,7 @@
 """The store over which the ranks of a replica meet: a file in memory that has no name. Torch-free.
 
-Whoever starts the ranks creates it and hands its descriptor down, so that only these processes can open it. Nothing
-listens on a port, and nothing is left when the last of them ends.
+The process that starts the ranks creates it and passes its descriptor to them, so that only these processes can open
+it. No port is opened, and nothing is left when the last of them ends.
 """
 
 from __future__ import annotations

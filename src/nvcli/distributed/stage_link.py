@@ -1,8 +1,8 @@
-"""StageLink: it sends hidden states from one pipeline stage to the next, from each rank to its counterpart.
+"""StageLink: sends hidden states from one pipeline stage to the next, from each rank to its counterpart.
 
 Both sides know how many rows a step has, so that a message is one tensor and nothing else. It is received into memory
 with a fixed address, which the stage's CUDA graphs read; sending and receiving are not part of the graphs. While a
-message is being sent the stage goes on with the next step, until that one has something to send too.
+message is being sent the stage goes on with the next step, until that has a message of its own to send.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class StageLink:
         self._sending: dist.Work | None = None
 
     def receive(self, num_rows: int) -> None:
-        """Receive the next step's rows, padding included; the first stage has none. On a GPU the work that is launched
-        from here on waits for them; the host does not."""
+        """Receive the next step's rows, padding included; the first stage has none. On a GPU, work launched from
+        here on waits for them; the host does not."""
         if self._previous is None:
             return
         work = dist.irecv(self._rows(self._incoming, num_rows), group=self._previous, group_src=0)

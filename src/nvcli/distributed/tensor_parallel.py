@@ -1,8 +1,8 @@
-"""TensorParallelGroup: the ranks that share one replica's layers, and what they compute together.
+"""TensorParallelGroup: the ranks that share one replica's layers, and their collectives.
 
-They sum through the process group. Where the group has been given a `PeerMemory`, sums of as many rows as it takes go
-through that instead. Where `sums_in_order` is set, every rank gets all parts and adds them up itself, in the order of
-ranks: which order a library takes may depend on how many rows there are.
+Sums go through the process group, or through a `PeerMemory` if the group has one that holds their rows. With
+`sums_in_order`, every rank gets all parts and adds them up itself, in the order of ranks: a library's order may depend
+on the number of rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nvcli.kernels.norm import add_rms_norm, rms_norm, sum_in_order, sum_rms_nor
 from nvcli.kernels.peer_memory import PeerMemory
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""The same function, whose older name torch 2.13 warns of."""
+"""The same function; torch 2.13 warns about its older name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class StageState:
     tensors)."""
 
     residual: Tensor
-    """[T, H], the residual stream. With several ranks, a rank's copy may be up to date only in the rows that this rank
-    will read again (see `add_rms_norm`); its counterpart reads the same rows, as long as T is the same."""
+    """[T, H], the residual stream. With several ranks, a rank's copy may be up to date only in the rows that it will
+    read again (see `add_rms_norm`); its counterpart reads the same rows, as long as T is the same."""
     delta: Tensor | None
     """[T, H], this rank's part of what the last layer computed: to be summed over the ranks and added to the residual.
     None where it has been added already."""
@@ -37,8 +37,7 @@ class TensorParallelGroup:
     """Methods are collective unless they say otherwise: every rank calls them alike, with tensors of equal shapes."""
 
     def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device) -> None:
-        """`process_group` is None for a lone rank, which communicates with nobody. `device` is the device that holds
-        this rank's tensors."""
+        """`process_group` is None for a lone rank. `device` is the device that holds this rank's tensors."""
         self.process_group = process_group
         self.device = device
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
@@ -46,7 +45,7 @@ class TensorParallelGroup:
         self.peer_memory: PeerMemory | None = None
         """The runner sets it before the first forward pass, on all ranks or on none."""
         self.sums_in_order = False
-        """Whether sums have the same bits for a row whatever other rows there are. The runner sets it likewise; such a
+        """Whether a row's sums have the same bits whatever the other rows are. Set by the runner likewise; such a
         group has no `peer_memory`."""
 
     @staticmethod
@@ -59,10 +58,10 @@ class TensorParallelGroup:
     def partial_sum_buffer(
         self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, *, first: bool = False
     ) -> Tensor | None:
-        """The memory where this rank should write its part of the next sum, which has that shape; not collective.
+        """Return the memory in which this rank should write its part of the next sum, of this shape; not collective.
 
-        None means that any memory will do. A part that is written elsewhere costs a copy. `first` marks the first sum
-        of a forward pass: the one of `sum`, or the one that `recv_stage` prepares.
+        None: any memory will do. A part that is written elsewhere costs a copy. `first` marks the first sum of a
+        forward pass: that of `sum`, or the one prepared by `recv_stage`.
         """
         memory = self._peer_memory_for(shape, dtype)
         return None if memory is None else memory.part(shape[0], first=first)
@@ -104,7 +103,7 @@ class TensorParallelGroup:
     def residual_rows(self, residual: Tensor, rows: Tensor) -> Tensor:
         """Take rows of the residual stream that are up to date on every rank: [T, H], [N] int64 → [N, H].
 
-        `add_rms_norm` updated the stream last, or something that leaves it alike on all ranks. N is at least 1.
+        The last update of the stream was by `add_rms_norm`, or left it equal on all ranks. N is at least 1.
         """
         memory = self._peer_memory_for(residual.shape, residual.dtype)
         if memory is None or len(residual) < memory.two_shot_rows:
@@ -112,7 +111,7 @@ class TensorParallelGroup:
         return memory.sum(memory.own_rows(residual, rows))
 
     def sum_of_squares(self, squares: Tensor) -> Tensor:
-        """Sum float32 numbers over the ranks through the process group, in place. It is no sum of `PeerMemory`."""
+        """Sum float32 numbers over the ranks through the process group, in place; never through `PeerMemory`."""
         return self._all_reduce(squares)
 
     def send_stage(self, delta: Tensor | None, residual: Tensor) -> StageState:
@@ -144,8 +143,8 @@ class TensorParallelGroup:
     # ------------------------------------------------------------------ choosing tokens
 
     def without_padding(self, logits: Tensor, vocab_size: int) -> tuple[Tensor, int]:
-        """Return this rank's logits [N, M] of a vocabulary without those that pad it, and the first token that they
-        belong to; not collective."""
+        """Return this rank's logits [N, M] without the vocabulary's padding, and the token id of the first column;
+        not collective."""
         size = logits.shape[1]
         start = min(self.rank * size, vocab_size)
         return logits[:, : min(size, vocab_size - start)], start

@@ -1,1 +1,1 @@
-"""This room holds the requests, the scheduler, the KV blocks and the loop of one replica. It knows no torch or text."""
+"""Requests, the scheduler, the KV blocks and the loop of one replica. Free of torch and text."""

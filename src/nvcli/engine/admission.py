@@ -1,14 +1,14 @@
-"""Admission: whether a waiting request would fit into the KV cache together with the running ones, to their ends.
+"""Admission: whether a waiting request fits into the KV cache until it and the running requests end.
 
-Admitting as many requests as there are blocks for now would fill the cache at some later step: requests are preempted
-then, and computed again. Admitting as many as fit if each answer took all of `max_tokens` leaves most of the cache
-empty. So the blocks that the running requests will hold at each later step are added up, from forecasts of where their
-answers end (`LengthForecast`), and a request is admitted if the sum stays below what there is (the idea of
-Past-Future, Gong et al., ASPLOS 2025).
+Admitting every request that has blocks now would fill the cache later, so that requests are preempted and computed
+again. Admitting only what fits if each answer took all of `max_tokens` leaves most of the cache empty. So the blocks
+that the running requests will hold at each later step are added up, from forecasts of where their answers end
+(`LengthForecast`), and a request is admitted if the sum stays within the cache (after Past-Future, Gong et al., ASPLOS
+2025).
 
 The sum is kept as a table over time, by the stretch of steps in which each request is forecast to end, so that a
-request costs its entry and its exit, and a look at the table a few additions for each stretch. Nothing is done in steps
-that admit nothing, nor as long as all requests fit with all of their `max_tokens`.
+request costs one update on entry and one on exit, and reading the table costs a few additions per stretch. Steps that
+admit nothing cost nothing, and neither do steps in which all requests fit with all of their `max_tokens`.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from nvcli.engine.state import RequestState
 _STRETCH = 64
 """Steps in one entry of the table."""
 _PATIENCE = 32
-"""Steps after which a request that did not fit is looked at again, though no request has ended."""
+"""Steps after which a refused request is tried again, even if no request has ended."""
 _LEARN_STEPS = 128
 _SPARE_SHARE = 0.04
-"""The share of the blocks that is left free, because answers may be longer than forecast. With more, fewer requests are
-preempted, and fewer run at a time, which costs more where few fit (`scripts/simulate_scheduling.py`)."""
+"""The share of blocks left free, because answers may be longer than forecast. A larger share means fewer preemptions
+but fewer running requests, which costs more where few fit (`scripts/simulate_scheduling.py`)."""
 
 
 class _Stretch:
-    """The requests that are forecast to end within some steps."""
+    """Requests forecast to end within one stretch of steps."""
 
     __slots__ = ("offset", "states")
 
     def __init__(self) -> None:
         self.states: dict[RequestState, int] = {}
-        """Each request with its offset: the tokens that it holds alone at a step, less the number of that step. It
-        stays the same, because a request gets one token in each step."""
+        """Each request's offset: the tokens that it alone holds at a step, minus that step's number. It is constant,
+        because a request gets one token in each step."""
         self.offset = 0
         """The sum of the offsets."""
 
 
 class Admission:
-    """The running requests of one replica, by when they are forecast to end. The caller counts the steps."""
+    """The running requests of one replica, by their forecast ends. The caller counts the steps."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._tokens_per_row = limits.tokens_per_row
-        # A window as long as any request gives no block back.
+        # A window as long as any request never gives a block back.
         num_growing = sum(group.window is None or group.window >= limits.max_model_len for group in limits.kv_groups)
         self._blocks_per_token = num_growing / limits.block_size
         self._is_on = limits.plans_admission and num_growing > 0
@@ -61,15 +61,15 @@ class Admission:
         self._offset = 0
         """The sum of all offsets."""
         self._last_step_sum = 0
-        """The sum of the last step that each running request may have, with all of its `max_tokens`."""
+        """The sum of the last step of each running request, if it uses all of its `max_tokens`."""
         self._last_steps: dict[RequestState, int] = {}
         self._learned_at = 0
         self._refused: RequestState | None = None
-        """The request that was looked at last and did not fit; None once it may fit."""
+        """The request that was refused last; None once it may fit."""
         self._refused_at = 0
 
     def enter(self, state: RequestState, tables: BlockTables, budget: int, step: int) -> int | None:
-        """Take the blocks with which a waiting request begins, if it fits into the cache until it ends.
+        """Take the first blocks of a waiting request if it fits into the cache until it ends.
 
         Returns the number of tokens of its first chunk, at most `budget`. Returns None, and takes nothing, if the
         request has to wait.
@@ -78,7 +78,7 @@ class Admission:
             return None
         manager = tables.block_manager
         num_free = manager.num_free
-        # Every running request keeps room for one more row, so that admitting does not end in preempting.
+        # Every running request keeps room for one more row, so that admission does not lead to preemption.
         reserve = tables.reserve(self._num_running, self._tokens_per_row)
         length = tables.enter(state, budget, reserve=reserve)
         if length is None:
@@ -98,7 +98,7 @@ class Admission:
         return length
 
     def leave(self, state: RequestState) -> None:
-        """Take out a running request, which has ended or was preempted."""
+        """Remove a running request, which has ended or was preempted."""
         self._num_running -= 1
         if not self._is_on:
             return
@@ -107,12 +107,12 @@ class Admission:
         self._refused = None
 
     def end(self, state: RequestState) -> None:
-        """Take in that a request has ended, with its answer."""
+        """Record that a request has ended, and the length of its answer."""
         self._forecast.end(state)
 
     def _fits(self, state: RequestState, own: int, step: int, manager: BlockManager) -> bool:
-        """Whether a request that has taken its blocks, and holds `own` tokens that nobody held before, fits into the
-        cache together with the running ones until they have ended."""
+        """Whether a request that has taken its blocks, `own` tokens of which nobody held before, fits into the cache
+        until it and the running requests have ended."""
         room = (manager.num_free - _SPARE_SHARE * manager.num_blocks) / self._blocks_per_token
         if self._last_step_sum - len(self._last_steps) * step + state.max_len - state.num_tokens <= room:
             return True
@@ -140,7 +140,7 @@ class Admission:
         return offset
 
     def _renew(self, step: int) -> None:
-        """Draw anew where an answer is longer than was forecast, and for all requests once there is more to know."""
+        """Redraw forecasts that an answer has outlived, and all of them once there is more data."""
         if self._forecast.has_news or step - self._learned_at >= _LEARN_STEPS:
             self._learned_at = step
             self._forecast.learn()
@@ -152,8 +152,7 @@ class Admission:
             self._place(state, self._remove(state), step)
 
     def _peak_growth(self, new: RequestState, own: int, step: int) -> int:
-        """Return the most tokens that the cache may come to hold beyond those that it holds now, if one more request
-        runs, which holds `own` tokens that nobody else holds."""
+        """Return the peak growth of the cache, in tokens, if one more request runs that alone holds `own` tokens."""
         number = self._stretch_number(new, step)
         held = self._offset + len(self._stretch_of) * step + own
         peak = offset = num_running = 0
@@ -172,7 +171,7 @@ class Admission:
         return (step + self._forecast.draw(state) - len(state.generated)) // _STRETCH
 
     def check_integrity(self, running: Collection[RequestState]) -> None:
-        """Assert that these are the requests that were taken in, each in one stretch, and that the sums are right."""
+        """Assert that the running requests are recorded, each in one stretch, and that the sums are right."""
         assert self._num_running == len(running)
         assert set(self._stretch_of) == set(self._last_steps) == (set(running) if self._is_on else set())
         assert sum(self._last_steps.values()) == self._last_step_sum

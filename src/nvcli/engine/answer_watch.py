@@ -1,11 +1,11 @@
-"""AnswerWatch: looks at the tokens of an answer that have come back, for requests that ask for it.
+"""AnswerWatch: watches the tokens of an answer as they come back, for requests that ask for it.
 
-Two things are looked for. An answer that has become a loop ends there. A thought that has had all of its tokens is
-ended by tokens that take the place of the model's own. Both are looked for at numbers of tokens that depend on the
-answer alone, so that the outcome does not depend on how tokens come back.
+It makes two checks. An answer that has become a loop ends there. A thought that has used up its tokens is ended by
+forced tokens in place of the model's. Both checks run at token counts that depend on the answer alone, so that the
+outcome does not depend on how tokens come back.
 
-A loop that is found late costs tokens that are dropped. A thought's limit must not be found late: the request waits at
-the limit until its tokens are known (`barrier`), and no other request waits with it.
+A loop found late only wastes some tokens. A thought's limit must not be found late: the request waits at the limit
+until its tokens are known (`barrier`), and no other request waits with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nvcli.engine.request import Request, ThoughtLimit
 from nvcli.sampling_params import MAX_INT, StopRepetition
 
 LOOP_STRIDE = 16
-"""An answer is looked at for loops whenever it has so many more tokens."""
+"""Tokens between two checks of an answer for loops."""
 _NEEDLE_TOKENS = 8
 _TOKEN_BYTES = 4
 _NEVER = MAX_INT
@@ -33,33 +33,31 @@ class AnswerWatch:
 
     @property
     def barrier(self) -> int:
-        """The tokens that must be known before more are computed; a huge number where none must."""
+        """The tokens that must be known before more are computed; a huge number if none must."""
         return _NEVER if self._thought is None else self._thought.due_at
 
     @property
     def due_at(self) -> int:
-        """The tokens at which the answer is to be looked at next."""
+        """The number of tokens at which the answer is checked next."""
         return min(self._loop_at, self.barrier)
 
     def is_loop(self, tokens: array[int]) -> bool:
-        """Tell whether an answer, all tokens of which are given, is to end as a loop. Due or not, it may be asked."""
+        """Whether an answer, given whole, has become a loop and is to end. May be called at any length."""
         if self._loop_rule is None or len(tokens) < self._loop_at:
             return False
         self._loop_at = _next_stride(len(tokens))
         return ends_in_loop(tokens, self._loop_rule)
 
     def take_forced(self, tokens: array[int]) -> Sequence[int]:
-        """Return the tokens that the answer, all tokens of which are given, must go on with; empty: those of the model.
-
-        Due or not, it may be asked.
-        """
+        """Return the tokens that the answer, given whole, must continue with; empty: the model's own. May be called
+        at any length."""
         if self._thought is None or len(tokens) < self._thought.due_at:
             return ()
         return self._thought.look(tokens)
 
 
 def watch_of(request: Request) -> AnswerWatch | None:
-    """Return what is to be looked for in the answer to a request; None: nothing, as for most."""
+    """Return the watch on the answer to a request; None for most requests."""
     loop_rule = request.sampling.loop_rule
     if loop_rule is None and request.thought_limit is None:
         return None
@@ -67,8 +65,8 @@ def watch_of(request: Request) -> AnswerWatch | None:
 
 
 def ends_in_loop(tokens: array[int], rule: StopRepetition) -> bool:
-    """Tell whether the end of some tokens is one pattern again and again, as a rule says."""
-    num_needle = max(1, min(_NEEDLE_TOKENS, rule.min_tokens // 2))  # no more than what every loop repeats
+    """Whether the tokens end in one repeated pattern, by this rule."""
+    num_needle = max(1, min(_NEEDLE_TOKENS, rule.min_tokens // 2))  # only what every loop repeats
     most = max(rule.min_count * rule.max_pattern_size, rule.min_tokens)
     tail = tokens[-most:].tobytes()
     needle = tail[-num_needle * _TOKEN_BYTES :]
@@ -90,18 +88,18 @@ def _next_stride(num_tokens: int) -> int:
 
 
 class _Thought:
-    """The thought of one answer, as far as it was looked at."""
+    """The thought of one answer, as far as it has been read."""
 
     def __init__(self, limit: ThoughtLimit) -> None:
         self._limit = limit
         self._is_open = not limit.start_ids
         self._num_read = 0
         self._num_inside = 0
-        """Tokens read between the marks of the thought."""
+        """Tokens read between the thought's marks."""
         self.due_at = len(limit.start_ids) + limit.budget
 
     def look(self, tokens: array[int]) -> Sequence[int]:
-        """Read the tokens that are new. Return those that end the thought, if it has had all of its own."""
+        """Read the new tokens. Return those that end the thought, if it has used up its budget."""
         limit = self._limit
         ends = [array("i", end) for end in limit.ends]
         start = array("i", limit.start_ids)
@@ -127,5 +125,5 @@ class _Thought:
 
 
 def _ends_with_beginning(tokens: array[int], mark: array[int]) -> bool:
-    """Tell whether the tokens end with a beginning of a mark."""
+    """Whether the tokens end with a prefix of a mark."""
     return any(tokens[-length:] == mark[:length] for length in range(1, len(mark)))

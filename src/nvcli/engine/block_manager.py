@@ -1,10 +1,10 @@
 """BlockManager: who holds which KV block, and which blocks hold a prefix that can be used again.
 
 Blocks are numbered from 1 (0 is the null block, never handed out) and counted by reference. A full block whose tokens
-are known is registered under a hash that chains over all tokens before it (vLLM's scheme), so that equal prefixes find
-each other. All KV groups share the blocks; a block is registered for one of them, whose layers' keys it holds. A block
-that nobody holds keeps its contents until it is needed: blocks without a hash go first, then the least recently
-released. This module knows block numbers only, not what lies in the blocks.
+are known is registered under a hash that chains over all tokens before it (vLLM's scheme), so that equal prefixes are
+found. All KV groups share the blocks; a block is registered for the one whose keys it holds. A block that nobody holds
+keeps its contents until it is needed: blocks without a hash go first, then the least recently released. This module
+knows block numbers only, not what lies in the blocks.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class BlockManager:
         return self.num_blocks - self.num_free
 
     def allocate(self, count: int, *, reserve: int = 0) -> list[int] | None:
-        """Take `count` blocks, with one reference each. If fewer than `reserve` free blocks would be left, none is
-        taken and the result is None."""
+        """Take `count` blocks, with one reference each. Return None, and take none, if fewer than `reserve` free
+        blocks would be left."""
         if count + reserve > self.num_free:
             return None
         num_new = min(count, len(self._free))
@@ -74,7 +74,7 @@ class BlockManager:
         return self._by_hash[group].get(block_hash)
 
     def find_leading(self, hashes: Iterable[BlockHash], group: int = 0) -> list[int]:
-        """Return the blocks of a KV group under these hashes, up to the first that is not there."""
+        """Return a KV group's blocks under these hashes, up to the first missing one."""
         blocks = []
         for block in map(self._by_hash[group].get, hashes):
             if block is None:
@@ -109,7 +109,7 @@ class BlockManager:
                 by_hash[block_hash] = block
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give one reference to each block back. Later blocks of a prefix become evictable before earlier ones."""
+        """Drop one reference to each block. Later blocks of a prefix become evictable before earlier ones."""
         counts, keys = self._ref_counts, self._keys
         for block in reversed(blocks):
             counts[block] -= 1
@@ -120,7 +120,7 @@ class BlockManager:
                     self._reusable[block] = None
 
     def unregister(self, blocks: Iterable[int]) -> None:
-        """Make blocks unfindable that do not contain what they were registered for, whether they are held or not."""
+        """Make blocks unfindable, held or not, whose contents are not what they were registered for."""
         for block in blocks:
             if self._keys[block] is not None:
                 self._forget(block)
@@ -136,7 +136,7 @@ class BlockManager:
         self._keys = [None] * (self.num_blocks + 1)
 
     def _evict(self) -> int:
-        """Take the unheld block with a hash that was released first, and forget what it holds."""
+        """Take the least recently released reusable block, and forget its contents."""
         block, _ = self._reusable.popitem(last=False)
         self._forget(block)
         return block

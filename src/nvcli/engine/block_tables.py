@@ -1,10 +1,10 @@
 """BlockTables: the KV blocks of each request, by KV group.
 
 A KV group is a list of layers that keep the same blocks. A request has one block table for each group. It grows as the
-request advances and is cut back to the request's upper bound when a step gave fewer tokens than it might have.
-The blocks of a group with a window are freed once no step that is still to be scheduled can attend to them: by the
-*least* number of tokens that the request has computed, since more than that is not certain until counts arrive.
-Freed blocks may be given away at once, although steps in flight still read them: steps run in order.
+request advances and is cut back to the request's upper bound when a step gave fewer tokens than it could have. The
+blocks of a group with a window are freed once no future step can attend to them: by the *least* number of tokens that
+the request has computed, since more is not certain until counts arrive. Freed blocks may be reused at once, although
+steps in flight still read them: steps run in order.
 
 A prefix is reused as far as every group allows. A group without a window needs all of its blocks; one with a window
 needs those that the first token behind the prefix attends to.
@@ -71,32 +71,32 @@ class BlockTables:
         may_copy = block_manager.enable_prefix_caching and not self._states.groups
         self._key_copies = KeyCopies(block_size, is_on=may_copy)
         self._leaving: dict[RequestState, None] = {}
-        """Requests that took blocks for a chunk which the step after it does not attend to."""
+        """Requests that took blocks for a chunk which the next step no longer attends to."""
 
     @property
     def num_bytes_saved(self) -> int:
-        """The bytes of keys and values that steps did not read, because they had read them for another row."""
+        """The bytes of keys and values that steps saved by reading them once for several rows."""
         return self._segments.num_bytes_saved + self._chunk_groups.num_bytes_saved
 
     def begin_step(self) -> None:
-        """Note that a step is planned next: those planned before will have filled their blocks when it runs."""
+        """Note that a new step is planned: earlier ones will have filled their blocks when it runs."""
         self._states.begin_step()
         self._key_copies.begin_step()
         leaving, self._leaving = self._leaving, {}
         for state in leaving:
-            if state.blocks:  # else it gave all of them back
+            if state.blocks:  # else it gave them all back
                 self._free_behind_windows(state)
 
     def entered(self, state: RequestState) -> None:
-        """Note that a request has got a slot, with the blocks that `enter` took."""
+        """Record that a request has got a slot, with the blocks that `enter` took."""
         self._key_copies.entered(state)
 
     def decodes(self, state: RequestState) -> None:
-        """Note that the steps scheduled so far compute all known tokens of a request."""
+        """Record that the steps scheduled so far compute all known tokens of a request."""
         self._segments.enter(state)
 
     def share(self, draft: StepDraft, num_decodes: int) -> Sharing:
-        """Return what the rows of a step share, which has so many decode rows beside the chunks of its draft."""
+        """Return what the rows of a step share: this many decode rows and the chunks of its draft."""
         return Sharing(
             self._chunk_groups.arrange(draft.chunks),
             self._segments.take_changes(num_decodes),
@@ -105,7 +105,7 @@ class BlockTables:
         )
 
     def forget_told(self) -> None:
-        """Note that steps did not run, so that nobody knows what the ranks have been told. No request is in."""
+        """Record that steps did not run, so that the ranks' state is unknown. No request may be running."""
         self._segments.forget_told()
 
     def can_fit(self, num_tokens: int) -> bool:
@@ -120,16 +120,16 @@ class BlockTables:
         return num_requests * len(self._of_keys) * -(-num_tokens // self.block_size)
 
     def enter(self, state: RequestState, budget: int, *, reserve: int) -> int | None:
-        """Take the blocks with which a waiting request begins, cached ones first, and set `num_computed` accordingly,
-        with the tokens whose keys are copied for it.
+        """Take a waiting request's first blocks, cached ones first, and set `num_computed` accordingly, copied keys
+        included.
 
         Groups without a window get blocks for all known tokens, the others for the first chunk. Returns the number of
         its tokens, at most `budget`. Returns None, and takes nothing, if fewer than `reserve` free blocks would be
-        left, or if the request would go on from a state that is not there before this step.
+        left, or if the request needs a state that this step only computes.
         """
         block_size, manager = self.block_size, self.block_manager
         num_tokens = state.num_tokens
-        # The last token is always computed: its logits are wanted.
+        # The last token is always computed: its logits are needed.
         most_reusable = num_tokens - 1 if manager.enable_prefix_caching else 0
         if state.first_unread is not None:
             most_reusable = min(most_reusable, state.first_unread)
@@ -163,7 +163,7 @@ class BlockTables:
     def grow(self, state: RequestState, num_tokens: int, draft: StepDraft, *, least: int) -> int:
         """Take blocks for a request's next `num_tokens` tokens, or for fewer if there are too few free blocks.
 
-        Returns the number of tokens that there is room for. If that is less than `least`, no block is taken.
+        Returns the number of tokens that fit. If that is less than `least`, no block is taken.
         """
         if self._windowed:
             self._free_behind_windows(state)
@@ -182,7 +182,7 @@ class BlockTables:
     ) -> tuple[int, list[tuple[int, int, list[int]]]]:
         """Take blocks as `grow` does, and leave `reserve` free ones.
 
-        Returns the number of tokens that there is room for, and (group, first column, blocks) of what was taken.
+        Returns the number of tokens that fit, and (group, first column, blocks) of the blocks taken.
         """
         block_size, manager = self.block_size, self.block_manager
         num_columns = -(-(state.num_computed + num_tokens) // block_size)
@@ -217,7 +217,7 @@ class BlockTables:
         return num_missing
 
     def trim(self, state: RequestState) -> None:
-        """Give back the blocks that a request no longer needs because its upper bound was lowered."""
+        """Give back the blocks that a request no longer needs after its upper bound was lowered."""
         assert not self._states.groups, "a state does not go back"
         num_columns = -(-state.num_computed // self.block_size)
         if state.capacity <= num_columns * self.block_size:
@@ -250,7 +250,7 @@ class BlockTables:
         return registered
 
     def forget(self, state: RequestState) -> None:
-        """Make the blocks that hold a request's tokens unfindable, whoever filled them."""
+        """Make the blocks of a request's tokens unfindable, whoever filled them."""
         hashes = state.hash_blocks(0, state.num_tokens // self.block_size, self._prompt_hashes)
         groups = range(len(self._groups))
         found = [self.block_manager.find(block_hash, group) for block_hash in hashes for group in groups]
@@ -285,7 +285,7 @@ class BlockTables:
     def _match(self, state: RequestState, hashes: Sequence[BlockHash]) -> None:
         """Find the longest cached prefix, and take a reference of its blocks.
 
-        Sets each group's blocks, equally many; those that its window does not need are 0. Sets `num_found_blocks`, too.
+        Sets each group's blocks, all equally long; blocks outside its window are 0. Also sets `num_found_blocks`.
         """
         state.blocks = [self._find(hashes, group) for group in range(len(self._groups))]
         num_cached = len(min(state.blocks, key=len))
@@ -301,8 +301,8 @@ class BlockTables:
             self.block_manager.hold(blocks[first:])
 
     def _num_whole(self, state: RequestState, num_cached: int) -> int:
-        """Return the length of the longest prefix, of at most `num_cached` blocks, of which every group has what it
-        needs among the blocks that were found. Sets `num_found_blocks`."""
+        """Return the length of the longest prefix, of at most `num_cached` blocks, for which every group has found
+        the blocks that it needs. Sets `num_found_blocks`."""
         found = state.blocks
         runs = {group: _run_lengths(found[group]) for group in (*self._windowed, *self._states.groups)}
 
@@ -324,7 +324,7 @@ class BlockTables:
         return [self.block_manager.find(block_hash, group) or 0 for block_hash in hashes]
 
     def _first_column(self, group: int, num_blocks: int) -> int:
-        """The first block that the token behind `num_blocks` full blocks attends to."""
+        """The first block seen by the token after `num_blocks` full blocks."""
         return self._groups[group].first_column(num_blocks * self.block_size, self.block_size)
 
     def _free_behind_windows(self, state: RequestState) -> None:
@@ -337,7 +337,7 @@ class BlockTables:
                 state.first_columns[number] = end
 
     def check_integrity(self, running: Sequence[RequestState]) -> None:
-        """Assert that the running requests' tables agree with the block manager and with how far the requests are."""
+        """Assert that the running requests' tables agree with the block manager and with the requests' progress."""
         self.block_manager.check_integrity(different(blocks) for state in running for blocks in state.blocks)
         self._segments.check_integrity(running)
         for state in running:

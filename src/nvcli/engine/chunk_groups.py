@@ -1,13 +1,13 @@
 """The groups of a step's prefill chunks that are attended together to the prefix that they share.
 
-A tile of the prefill kernel takes tokens of one chunk, and computes as much for a few tokens as for a full tile. Short
-chunks behind the same prefix fill tiles together: over the keys of the prefix, which all of their tokens see, it does
-not matter whose tokens they are. A group is a run of chunks whose requests begin with the same blocks. The chunks of
-a step are sorted by their blocks, so that those which share most stand side by side.
+A tile of the prefill kernel takes tokens of one chunk, and costs as much for a few tokens as for a full tile. Short
+chunks behind the same prefix fill tiles together: all of their tokens see the keys of the prefix, so it does not matter
+whose they are. A group is a run of chunks whose requests begin with the same blocks. The chunks of a step are sorted by
+their blocks, so that those that share most are adjacent.
 
-Groups are chosen anew for each step, from the block tables. Of a tree of prefixes a chunk is in one group at most, with
-which it shares as much as is worth it: tiles need not be fuller than full, so there are no levels as in
-`segment_forest.py`. This module knows no tensors.
+Groups are chosen anew for each step, from the block tables. In a tree of prefixes a chunk joins at most one group, the
+one with the most worthwhile prefix: full tiles gain nothing more, so there are no levels as in `segment_forest.py`.
+This module knows no tensors.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class PrefixCosts:
     """Extra cost per token: its result over the prefix is written and read again. 8,192 tokens take 157 us over 512
     keys and 449 over 2,048."""
     least_gain: float = 2_048
-    """A group is worth it once it gains so much."""
+    """Minimum gain of a group."""
     least_gain_in_step: float = 32_768
-    """Groups are worth it in a step in which all of them gain so much, as each layer has two launches more."""
+    """Minimum gain of all groups of a step, because they cost two more launches in each layer."""
 
 
 class Chunk(NamedTuple):
@@ -53,13 +53,13 @@ class ChunkGroup(NamedTuple):
     """Chunks that are attended together to the keys that they share."""
 
     first: int
-    """The place of the first chunk among those of the step, in their new order."""
+    """The first chunk's position in the step's new order."""
     num_chunks: int
     num_keys: int
 
 
 class Arrangement(NamedTuple):
-    """The chunks of a step in an order in which those of a group stand side by side."""
+    """A step's chunks, ordered so that those of a group are adjacent."""
 
     order: list[int]
     """The numbers of the chunks."""
@@ -69,14 +69,14 @@ class Arrangement(NamedTuple):
 
 @dataclass(slots=True)
 class _Run:
-    """Neighbours, and what attending them together saves and costs."""
+    """Adjacent chunks, and the cost and gain of attending them together."""
 
     first: int
     num_blocks: int
     """Blocks that all of them begin with."""
     count: int = 0
     tiles_saved: float = 0.0
-    """Tiles of the chunks alone, less their part of full tiles."""
+    """Tiles that the chunks would take alone, minus their share of full tiles."""
     cost: float = 0.0
 
 
@@ -86,7 +86,7 @@ class ChunkGroups:
     def __init__(
         self, kv_groups: Sequence[int], block_size: int, costs: PrefixCosts | None, *, token_bytes: int = 0
     ) -> None:
-        """`kv_groups`: the numbers of the KV groups of full attention; `token_bytes`: what a token takes in all of
+        """`kv_groups`: the numbers of the KV groups of full attention; `token_bytes`: bytes per token in all of
         them. `costs`: None where the ranks attend to every chunk by itself; then there are no groups."""
         self._kv_groups, self._block_size, self._token_bytes = kv_groups, block_size, token_bytes
         self._costs = costs if kv_groups else None
@@ -94,7 +94,7 @@ class ChunkGroups:
         """The bytes of keys and values that steps did not read, because a tile had tokens of several chunks."""
 
     def arrange(self, chunks: Sequence[Chunk]) -> Arrangement | None:
-        """Sort the chunks of a step and find the groups that are worth it; None: there are none."""
+        """Sort the chunks of a step and find the worthwhile groups; None if there are none."""
         if self._costs is None or len(chunks) < 2:
             return None
         tables = [chunk.tables[self._kv_groups[0]] for chunk in chunks]
@@ -110,7 +110,7 @@ class ChunkGroups:
         return Arrangement(order, [ChunkGroup(run.first, run.count, run.num_blocks * self._block_size) for run in runs])
 
     def _find(self, chunks: Sequence[Chunk]) -> list[_Run]:
-        """Return the runs of neighbours that are worth it."""
+        """Return the worthwhile runs of adjacent chunks."""
         assert self._costs is not None
         worthy: list[_Run] = []
         total = 0.0
@@ -130,15 +130,15 @@ class ChunkGroups:
         return worthy if total >= self._costs.least_gain_in_step else []
 
     def _extend(self, run: _Run, num_common: int, chunk: Chunk) -> bool:
-        """Add a chunk that shares so many blocks with the one before it, unless the run is worth more without it: where
-        it shares less than the others do, or gains nothing. Return whether it was added."""
+        """Add a chunk that shares `num_common` blocks with the previous one, unless the run is better off without
+        it: if it shares less than the others do, or gains nothing. Return whether it was added."""
         assert self._costs is not None
         tile_tokens, num_tokens = self._costs.tile_tokens, chunk.num_tokens
         num_blocks = min(run.num_blocks, num_common)
         tiles_saved = run.tiles_saved + -(-num_tokens // tile_tokens) - num_tokens / tile_tokens
         cost = run.cost + self._costs.token * num_tokens
         if run.count > 1:
-            # A run that begins with the chunk has a tile of its own that is nearly empty.
+            # A run starting with this chunk would have an almost empty tile of its own.
             least = self._value(run) - num_blocks * self._block_size
             if num_blocks == 0 or tiles_saved * num_blocks * self._block_size - cost < least:
                 return False
@@ -147,7 +147,7 @@ class ChunkGroups:
         return True
 
     def _close(self, run: _Run, worthy: list[_Run]) -> float:
-        """Add a run that is worth it to `worthy`; return what it gains, but for its last tile, which may be nearly
+        """Add a run to `worthy` if it is worth it; return its gain, not counting a last tile that may be almost
         empty."""
         assert self._costs is not None
         gain = self._value(run) - run.num_blocks * self._block_size
@@ -160,7 +160,7 @@ class ChunkGroups:
         return run.tiles_saved * run.num_blocks * self._block_size - run.cost
 
     def _num_common(self, left: Chunk, right: Chunk) -> int:
-        """Count the blocks that two requests begin with, up to those of the chunks' own tokens."""
+        """Count the leading blocks that two requests share, up to those of the chunks' own tokens."""
         num_blocks: int | None = None
         for group in self._kv_groups:
             one, other = left.tables[group], right.tables[group]

@@ -33,15 +33,15 @@ _STOPPED_CHECK_SECONDS = 0.5
 
 _MESSAGE_SAMPLES = 256
 _MESSAGE_BYTES = 512 * 1024
-"""The samples, and the bytes of their prompts, after which a message is sent. The engine takes some milliseconds for
-them. Most often they fill its first step."""
+"""Samples, and bytes of their prompts, after which a message is sent. The engine takes some milliseconds for that
+many, and they usually fill its first step."""
 
 
 class EngineClient:
     """Sends requests to an engine's process and receives its outputs. One thread may use it.
 
-    The engine reports the failures of its ranks. Whoever waits for the engine learns at once that its process is dead,
-    and within `step_timeout` that it was stopped by a signal.
+    The engine reports its ranks' failures. A caller that waits for the engine learns at once that its process died, and
+    within `step_timeout` that a signal stopped it.
     """
 
     def __init__(self, process: ChildProcess, *, step_timeout: float) -> None:
@@ -57,7 +57,7 @@ class EngineClient:
         self._steps: list[StepRecord] = []
         self._notes: list[str] = []
         self._failure: NvcliError | None = None
-        """The error of an engine that ended, once `poll` has met it."""
+        """The error of an engine that ended, once `poll` has seen it."""
         self._ready: EngineReady | None = None
 
     @classmethod
@@ -91,8 +91,7 @@ class EngineClient:
         return self._ready
 
     def add(self, requests: list[Request]) -> None:
-        """Send requests to the engine, in messages of which it can begin on the first while the others are on their
-        way."""
+        """Send requests to the engine, split into messages so that it can begin before all have arrived."""
         message: list[Request] = []
         num_samples = num_bytes = 0
         for request in requests:
@@ -184,7 +183,7 @@ class EngineClient:
         except BlockingIOError:
             raise WorkerError(self._describe_stuck()) from None
         except OSError:
-            pass  # it is gone: `poll` says so, once it has read what is still in the socket
+            pass  # it is gone: `poll` reports that once it has read the rest of the socket
 
     def _receive(self) -> FromEngine:
         if self._failure is not None:
@@ -201,7 +200,7 @@ class EngineClient:
         return message
 
     def _has_message(self, timeout: float | None) -> bool:
-        """Wait for a message up to `timeout` seconds (None: for ever); return whether one is there."""
+        """Wait for a message up to `timeout` seconds (None: for ever); return whether there is one."""
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         while True:
             wait = min(_STOPPED_CHECK_SECONDS, max(0.0, deadline - time.monotonic()))

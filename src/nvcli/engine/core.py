@@ -58,7 +58,7 @@ class EngineCore:
         self._max_in_flight = max_in_flight
         self._in_flight: deque[ScheduledStep] = deque()
         self.notes: list[str] = []
-        """Warnings for the user that `take_notes` has not given out yet."""
+        """Warnings for the user, not yet returned by `take_notes`."""
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queue requests."""
@@ -119,7 +119,7 @@ class EngineCore:
         return self._scheduler.take_outputs()
 
     def _recover(self, failed: ScheduledStep, reason: str) -> None:
-        """Take back a step that ran out of memory, and those behind it, which the ranks passed over."""
+        """Take back a step that ran out of memory, and the later ones, which the ranks skipped."""
         for _ in self._in_flight:
             output = self._executor.collect()
             assert output.out_of_memory, "a step ran that builds on one that did not"

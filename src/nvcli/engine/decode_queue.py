@@ -1,7 +1,7 @@
 """DecodeQueue: the running requests whose known tokens are computed, in the order in which they decode.
 
 Each of them is *ready* for its next decode row, or *parked* until tokens come back. While the same requests stay ready
-from step to step, their packed slots and lengths are kept up to date, not packed anew.
+from step to step, their packed slots and lengths are updated, not packed again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class DecodeQueue:
         self._slots: bytes | None = None
         """The packed slots of all ready requests; None once other requests are ready."""
         self._lens: bytes | None = None
-        """The packed `num_computed` of all ready requests; None once they are others or have changed."""
+        """The packed `num_computed` of all ready requests; None once the requests or their lengths have changed."""
 
     def __contains__(self, state: RequestState) -> bool:
         return state in self._parked or state in self._ready
@@ -110,6 +110,6 @@ class DecodeQueue:
 
 
 def _add_to_each(packed: bytes, value: int) -> bytes:
-    """Add `value` to each of some packed int32 numbers, none of which may overflow, as one long sum."""
+    """Add `value` to each of some packed int32 numbers with a single long addition; none may overflow."""
     total = int.from_bytes(packed, "little") + int.from_bytes(pack([value]) * (len(packed) // 4), "little")
     return total.to_bytes(len(packed), "little")

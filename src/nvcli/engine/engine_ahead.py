@@ -18,7 +18,7 @@ def main(start: EngineStart | None, control: Connection) -> None:
     end_at_sigterm()
     rank = None
     if start is None or (start.config.num_ranks == 1 and start.runner == MODEL_RUNNER):
-        with contextlib.suppress(NvcliError, OSError):  # it will fail again when more is known
+        with contextlib.suppress(NvcliError, OSError):  # it will fail again once more is known
             rank = RankAhead()
     from nvcli.engine import engine_process
 

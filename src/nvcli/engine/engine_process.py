@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 _STATS_SECONDS = 0.2
 _IDLE_CHECK_SECONDS = 0.5
 _MOST_ADDED = 256
-"""Once so many samples were added, the next step is not kept waiting for more of them."""
+"""Samples after which the next step no longer waits for more."""
 
 
 def main(start: EngineStart, control: Connection, ahead: RankAhead | None = None) -> None:
-    """Run an engine and its ranks until the parent ends it or is gone, or until something fails, which is reported.
+    """Run an engine and its ranks until the parent ends it or is gone. Failures are reported.
 
     `ahead` is a rank that was started before.
     """
@@ -71,7 +71,7 @@ def main(start: EngineStart, control: Connection, ahead: RankAhead | None = None
         with contextlib.suppress(OSError):
             send(EngineFailed(type(error).__name__, str(error), details))
     except Exception as error:
-        with contextlib.suppress(OSError):  # the parent may be gone, and that be the error
+        with contextlib.suppress(OSError):  # the parent may be gone, and that may be the error
             send(EngineFailed("WorkerError", f"the engine failed: {first_line(error)}", traceback.format_exc()))
     if executor is not None:
         executor.close()
@@ -80,7 +80,7 @@ def main(start: EngineStart, control: Connection, ahead: RankAhead | None = None
 
 
 def scheduler_limits(config: EngineConfig, ready: EngineReady) -> SchedulerLimits:
-    """Return the limits that a configuration sets, with what the ranks report: their KV groups, and what they read once
+    """Return the limits set by a configuration and by the ranks' report: their KV groups, and what they read once
     for several requests."""
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
@@ -141,7 +141,7 @@ def _make_recorder(limits: SchedulerLimits) -> StepRecorder:
 def _start_receiver(control: Connection) -> queue.SimpleQueue[ToEngine | None]:
     """Read the socket on a thread of its own, so that neither side ever waits for the other to read.
 
-    A None in the queue says that the parent is gone.
+    None in the queue means that the parent is gone.
     """
     inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
     decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
@@ -161,8 +161,8 @@ def _take_messages(
 ) -> bool:
     """Hand waiting messages to the core, or wait for one if there is nothing to do. Returns False to end the engine.
 
-    Many requests are handed over in portions, the rest while the ranks run steps: until then their messages are in
-    `late`. All other messages are obeyed at once.
+    Many requests are handed over in portions, the rest while the ranks run steps; their messages wait in `late`. Other
+    messages are handled at once.
     """
     while True:
         try:
@@ -187,7 +187,7 @@ def _take_messages(
 
 
 def _add_requests(late: deque[AddRequests], core: EngineCore, *, most: float = math.inf) -> None:
-    """Hand over messages, oldest first, until these are all or have brought `most` samples."""
+    """Hand over messages, oldest first, until all are handed over or `most` samples have been."""
     num_added = 0
     while late and num_added < most:
         requests = late.popleft().requests

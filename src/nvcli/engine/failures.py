@@ -1,4 +1,4 @@
-"""Failures of requests in the engine, as their rows say them, and the case in which the model is at fault for all."""
+"""Failures of requests in the engine, as reported in their rows, and the check whether the model itself is at fault."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from nvcli.errors import ModelError
 from nvcli.messages import CONSTRAINT_FAILED, NOT_FINITE
 
 MAX_BROKEN_PROMPTS = 16
-"""The run ends where so many different prompts got no token and no prompt got one. Rows that change logits
-(`Request.changes_logits`) do not count."""
+"""The number of different prompts without a token, and none with one, after which the run ends. Rows that change
+logits (`Request.changes_logits`) do not count."""
 _ALL_BROKEN = (
     f"the logits of all of the first {MAX_BROKEN_PROMPTS} prompts are NaN or infinite, so that no row can be "
     "answered: the weights or the dtype are at fault. Compare the checkpoint's files with their source, or try another "
@@ -24,35 +24,35 @@ class Failure(NamedTuple):
     type: str
     message: str
     is_tainted: bool = False
-    """Whether the keys that were computed for the request may be NaN too, so that none of them may be used again."""
+    """Whether the request's keys may be NaN too, so that none of them may be reused."""
 
 
 class FirstPrompts:
-    """Whether the first prompts get tokens, or the model is at fault."""
+    """A check of the first prompts: whether they get tokens, or the model is at fault."""
 
     def __init__(self) -> None:
         self._broken: set[bytes] = set()
         """Prompts whose logits were not finite."""
 
     def note(self, state: RequestState, failure: Failure) -> None:
-        """Note that a request has failed before any got a token."""
+        """Record that a request has failed before any prompt got a token."""
         if failure.is_tainted and not state.request.changes_logits:
             self._broken.add(state.request.prompt_ids)
 
     def check(self) -> None:
-        """Raise ModelError where many prompts, and nothing but these, have had logits that are not finite."""
+        """Raise ModelError if many prompts, and only such prompts, have had non-finite logits."""
         if len(self._broken) >= MAX_BROKEN_PROMPTS:
             raise ModelError(_ALL_BROKEN)
 
 
 def of_token(token: int, state: RequestState) -> Failure:
-    """Return the failure that a negative id stands for, in the place of a request's next token."""
+    """Return the failure for a negative id in place of a request's next token."""
     assert token in (NOT_FINITE, CONSTRAINT_FAILED)
     return _not_finite(state) if token == NOT_FINITE else _constraint_failed(state)
 
 
 def too_large(num_tokens: int, capacity: int) -> Failure:
-    """A request needs `num_tokens` tokens, and the whole KV cache holds `capacity`."""
+    """Make the failure of a request that needs `num_tokens` tokens, more than the whole KV cache's `capacity`."""
     return Failure(
         "kv_cache_too_small",
         f"{num_tokens} tokens do not fit the KV cache, which holds {capacity}; "
@@ -61,9 +61,9 @@ def too_large(num_tokens: int, capacity: int) -> Failure:
 
 
 def _not_finite(state: RequestState) -> Failure:
-    """No token can be chosen behind the last one that is known."""
+    """Make the failure of a request whose next token cannot be chosen."""
     request = state.request
-    # Together they may forbid every token, whatever the logits are.
+    # Together they may forbid every token, whatever the logits.
     if request.constraint is not None and request.sampling.allowed_token_ids is not None:
         return Failure(
             "invalid_structured",
@@ -81,7 +81,7 @@ def _not_finite(state: RequestState) -> Failure:
 
 
 def _constraint_failed(state: RequestState) -> Failure:
-    """The grammar of an answer cannot be followed behind its last known token."""
+    """Make the failure of an answer whose grammar cannot be followed any further."""
     return Failure(
         "structured_too_complex",
         f"behind token {len(state.generated):,} of the answer, what may follow takes more work or memory than a "

@@ -1,13 +1,13 @@
-"""The keys and values that a request copies from another one's block, so that a common beginning is computed once to
-the token and not to the block.
+"""The keys and values that a request copies from another one's block, so that a common prefix is computed once to the
+exact token, not just to the block.
 
-The prefix cache shares whole blocks. Requests that part within a block (the choices of a row that is scored, behind its
-context; the samples of a row) would each compute that block's common tokens again. Instead a request that enters is
-given the keys of the common tokens out of the block of the request that entered before it.
+The prefix cache shares whole blocks. Requests that diverge within a block (the choices of a scored row, after its
+context; the samples of a row) would each compute that block's common tokens again. Instead, an entering request copies
+the keys of the common tokens from the block of the request that entered before it.
 
-Where all of a step's copies are of keys that earlier steps have computed, the ranks copy them before the step, which
-may then run as a CUDA graph. Else each layer copies behind the store of the step's own keys, outside of graphs. Only
-requests whose prompts are read copy such new keys: steps that read run outside of graphs in any case.
+If earlier steps have computed all of a step's copied keys, the ranks copy them before the step, which may then run as a
+CUDA graph. Otherwise each layer copies after storing the step's own keys, outside of graphs. Only requests whose
+prompts are read copy such new keys: steps that read run outside of graphs in any case.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from nvcli.engine.state import RequestState
 from nvcli.messages import MOST_KEY_COPIES, pack
 
 _LEAST_TOKENS = 16
-"""A request whose prompt is not read copies no fewer tokens: for next to nothing, its step would have one more
-launch."""
+"""Minimum tokens to copy for a request whose prompt is not read: fewer are not worth one more launch."""
 
 
 class _Piece(NamedTuple):
-    """Keys of consecutive tokens that a block gets from another one of its KV group."""
+    """Consecutive tokens whose keys a block gets from another block of its KV group."""
 
     source: int
     first: int
@@ -34,30 +33,30 @@ class _Piece(NamedTuple):
 
 
 class KeyCopies:
-    """Finds what requests that enter in a step may copy."""
+    """Finds the keys that entering requests may copy in a step."""
 
     def __init__(self, block_size: int, *, is_on: bool) -> None:
-        """`is_on`: whether anything may be copied: the prefix cache is on, and no group has recurrent states, which are
-        not kept for each token."""
+        """`is_on`: whether copying is possible: the prefix cache is on, and no group has recurrent states, which are
+        not kept per token."""
         self._block_size, self._is_on = block_size, is_on
         self._latest: RequestState | None = None
         """The request that entered last."""
         self._num_early = 0
-        """The tokens of its prompt whose keys were computed by steps before the one that is planned."""
+        """The tokens of its prompt whose keys were computed before the step being planned."""
         self._pieces: dict[tuple[int, int], list[_Piece]] = {}
-        """(KV group, block) → the pieces that it gets in the step that is planned, first tokens first."""
+        """(KV group, block) → its pieces in the step being planned, first tokens first."""
         self._targets: dict[RequestState, list[tuple[int, int]]] = {}
-        """Request → its (KV group, block)s that get something."""
+        """Request → its (KV group, block) targets."""
         self._with_new_keys: set[RequestState] = set()
         """Requests whose copied keys the same step computes."""
 
     @property
     def copies_new_keys(self) -> bool:
-        """Whether any of what is copied is computed by the same step."""
+        """Whether the same step computes some of the copied keys."""
         return bool(self._with_new_keys)
 
     def begin_step(self) -> None:
-        """Note that a step is planned next: what those before copy will be in its place when it runs."""
+        """Note that a new step is planned: earlier copies will be in place when it runs."""
         self._pieces.clear()
         self._targets.clear()
         self._with_new_keys.clear()
@@ -65,12 +64,12 @@ class KeyCopies:
         self._num_early = 0 if latest is None else min(latest.num_prompt, latest.num_computed)
 
     def entered(self, state: RequestState) -> None:
-        """Note the request that entered last; the next one may copy from it as long as it runs."""
+        """Record the request that entered last; the next one may copy from it while it runs."""
         self._latest, self._num_early = state, 0
 
     def plan(self, state: RequestState, column: int, most: int, hashes: PromptHashes) -> int:
-        """Plan what a request copies that enters with `column` blocks of the prefix cache and a block of its own behind
-        them in each KV group. It may have at most `most` tokens of its prompt from others.
+        """Plan the copies for a request that enters with `column` cached blocks and a block of its own after them in
+        each KV group. At most `most` tokens of its prompt may come from others.
 
         Returns the number of tokens that are copied.
         """
@@ -80,7 +79,8 @@ class KeyCopies:
         is_read = state.first_unread is not None
         least = 1 if is_read else _LEAST_TOKENS
         num_there = min(donor.num_prompt, donor.num_computed) if is_read else self._num_early
-        # A token is left for the block: to compute any behind it would take another one, which may not be there.
+        # One token of the block is left to compute: computing any token after the block would need another block, which
+        # may not be there.
         most = min(start + self._block_size - 1, most, num_there)
         if most < start + least or any(column >= len(blocks) or not blocks[column] for blocks in donor.blocks):
             return 0
@@ -101,9 +101,9 @@ class KeyCopies:
         return count
 
     def _pieces_of(self, group: int, block: int, count: int) -> list[_Piece]:
-        """Return where the keys of a block's first `count` tokens come from, or of as many as may be copied.
+        """Return the sources of the keys of a block's first `count` tokens, or of as many as may be copied.
 
-        Those that are copied to the block in this step are not there yet: they come from where that comes from.
+        Keys copied to the block in this very step are not there yet: they come from their own source.
         """
         copied = self._pieces.get((group, block), [])
         pieces = [piece._replace(end=min(piece.end, count)) for piece in copied if piece.first < count]
@@ -113,17 +113,17 @@ class KeyCopies:
         return pieces[:MOST_KEY_COPIES]
 
     def forget(self) -> None:
-        """Let no request copy from those that entered before."""
+        """Forget the earlier requests, so that nothing is copied from them."""
         self._latest = None
 
     def drop(self, state: RequestState) -> None:
-        """Copy nothing for a request, which gives its blocks back."""
+        """Cancel the copies for a request that gives its blocks back."""
         self._with_new_keys.discard(state)
         for target in self._targets.pop(state, ()):
             del self._pieces[target]
 
     def packed(self) -> bytes:
-        """Return `StepInput.key_copies` for the step that is planned."""
+        """Return `StepInput.key_copies` for the step being planned."""
         return pack(
             number
             for group, target in sorted(self._pieces)

@@ -1,14 +1,14 @@
 """LengthForecast: how long answers will be, as far as the answers of the run so far can tell.
 
 Answers are compared by the fraction of `max_tokens` that they use, among requests whose `max_tokens` has the same order
-of magnitude. The last requests that were admitted say it: those that have ended by their length, those that run by the
-length that they have already passed (the product-limit estimate of Kaplan and Meier, 1958). Without the running ones
-the first answers to end, which are the short ones, would speak for all. Beyond what was seen, and before anything has
-ended, an answer goes on as if it ended at any token with equal chance.
+of magnitude. The forecast learns from the requests admitted last: ended ones count by their length, running ones by the
+length they have already passed (the product-limit estimate of Kaplan and Meier, 1958). Without the running ones, the
+first answers to end, which are the short ones, would stand for all. Beyond the data, and before anything has ended,
+each token is equally likely to end an answer.
 
 A forecast is one draw from this distribution and not its mean, so that of many requests the right share ends early and
-the right share late. A request keeps its place in the distribution, so a new draw moves it no more than what was
-learned. A request that nothing can end before `max_tokens` has that length.
+the right share late. A request keeps its place in the distribution, so a new draw moves it only by what was learned. A
+request that nothing can end before `max_tokens` has that length.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from collections import deque
 from nvcli.engine.state import RequestState
 
 _COHORT = 1024
-"""The latest admitted requests of a class that are looked at."""
+"""The number of most recently admitted requests that a class looks at."""
 _FIRST_GUESS = 512
-"""The mean length of an answer, in tokens, where nothing is known yet."""
+"""The mean length of an answer, in tokens, before any has ended."""
 _GUESSED_ANSWERS = 4
 """The number of answers that the first guess counts for."""
 _LEAST_NEWS = 8
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
-"""Multiples of it, without their whole part, are spread evenly over 0 to 1 however many there are."""
+"""Its multiples, modulo 1, are spread evenly over 0 to 1 however many there are."""
 
 
 class _Answer:
-    """One request of a class, while it runs and when it has ended."""
+    """A request of a class, running or ended."""
 
     __slots__ = ("length", "place", "state")
 
     def __init__(self, state: RequestState, place: float) -> None:
         self.state: RequestState | None = state
-        """None: it has ended."""
+        """None once it has ended."""
         self.length = 0.0
         """The fraction of `max_tokens` that it used, once it has ended."""
         self.place = place
@@ -48,17 +48,17 @@ class _LengthClass:
     """The requests whose `max_tokens` has the same number of binary digits, and their distribution when last looked."""
 
     def __init__(self, max_tokens: int) -> None:
-        """`max_tokens` is that of any request of the class."""
+        """`max_tokens`: that of any request of the class."""
         self._first_guess = _FIRST_GUESS / max_tokens
         self.answers: deque[_Answer] = deque(maxlen=_COHORT)
         self.lengths: list[float] = []
         """Fractions at which answers have ended, ascending."""
         self.survival: list[float] = [1.0]
-        """The share of answers that is longer than each of these; before it, 1 for a length of 0."""
+        """The share of answers longer than each of these; it starts with 1 for a length of 0."""
         self.longest = 0.0
-        """The fraction that the survivors of all of these have passed, on average."""
+        """The mean fraction passed by those that outlived all of these."""
         self.mean_rest = self._first_guess
-        """The mean fraction by which answers go on from there."""
+        """The mean fraction by which answers continue from there."""
 
     def learn(self) -> None:
         """Estimate the distribution anew."""
@@ -86,13 +86,13 @@ class _LengthClass:
         self.mean_rest = (total + _GUESSED_ANSWERS * self._first_guess) / num_ends
 
     def draw(self, place: float, passed: float) -> float:
-        """Return the fraction at which an answer ends that stands at `place` among those longer than `passed`."""
+        """Return the fraction at which an answer ends, given its `place` among those longer than `passed`."""
         at = bisect_right(self.lengths, passed)
         if at == len(self.lengths):
             return max(passed, self.longest) - self.mean_rest * math.log(place)
         wanted = place * self.survival[at]
         low, high = at, len(self.lengths)
-        while low < high:  # the first length that so few answers outlive
+        while low < high:  # the first length that so small a share outlives
             middle = (low + high) // 2
             if self.survival[middle + 1] <= wanted:
                 high = middle
@@ -112,10 +112,10 @@ class LengthForecast:
         self._num_begun = 0
         self._num_ended = 0
         self._learned_from = 0
-        """The number of answers that had ended when they were looked at last."""
+        """The number of ended answers at the last `learn`."""
 
     def begin(self, state: RequestState) -> None:
-        """Take in a request that is admitted. Nothing changes for one that was preempted and comes back."""
+        """Record a request that is admitted; a preempted one that comes back changes nothing."""
         if state in self._running or is_certain(state):
             return
         self._num_begun += 1
@@ -124,7 +124,7 @@ class LengthForecast:
         self._class_of(state).answers.append(answer)
 
     def end(self, state: RequestState) -> None:
-        """Take in that an answer has ended, or that its request has."""
+        """Record that an answer, or its request, has ended."""
         answer = self._running.pop(state, None)
         if answer is not None:
             self._num_ended += 1
@@ -133,19 +133,19 @@ class LengthForecast:
 
     @property
     def has_news(self) -> bool:
-        """Whether many answers have ended, beside those that were known, since `learn` was called last."""
+        """Whether many more answers have ended since the last `learn`."""
         known = min(self._learned_from, _COHORT)
         return self._num_ended - self._learned_from >= max(_LEAST_NEWS, known // 8)
 
     def learn(self) -> None:
-        """Look at all answers anew; draws follow from what was there when this was called last."""
+        """Update the distributions from all answers; draws use this state."""
         self._learned_from = self._num_ended
         for one in self._classes.values():
             one.learn()
 
     def draw(self, state: RequestState) -> int:
-        """Return the length in tokens that a request's answer will have; it is longer than what was generated, unless
-        that is all that it may have."""
+        """Return the forecast length of a request's answer in tokens, longer than what was generated unless that is
+        `max_tokens`."""
         most = state.request.max_tokens
         if is_certain(state):
             return most
@@ -164,6 +164,6 @@ class LengthForecast:
 
 
 def is_certain(state: RequestState) -> bool:
-    """Whether an answer can only end at `max_tokens`."""
+    """Whether an answer can end only at `max_tokens`."""
     request = state.request
     return not request.stop_ids and not request.stream and request.constraint is None and state.watch is None

@@ -1,4 +1,4 @@
-"""SchedulerLimits: the part of the configuration that the scheduler keeps to."""
+"""SchedulerLimits: the scheduler's part of the configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nvcli.messages import KVGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """The most that a step may hold. Sizes are in tokens and requests, as in `EngineConfig`.
+    """The limits of a step. Sizes are in tokens and requests, as in `EngineConfig`.
 
     Raises ConfigError for drafted tokens in a model with recurrent states.
     """
@@ -29,14 +29,14 @@ class SchedulerLimits:
     """Tokens of a decode row: the last one, and those that were drafted to follow it."""
     kv_groups: tuple[KVGroup, ...] = (KVGroup(),)
     segment_costs: SegmentCosts | None = None
-    """Costs that decide which shared blocks of decoding requests are read once for all of them; None: the ranks read
-    none so."""
+    """Costs that decide which shared blocks of decoding requests are read once for all of them; None: the ranks
+    cannot do that."""
     prefix_costs: PrefixCosts | None = None
     """Costs that decide which prefill chunks are attended together to their shared prefix; None: the ranks attend to
     every chunk by itself."""
     plans_admission: bool = False
-    """Whether requests are admitted by how long their answers will be (`Admission`), and not as long as blocks are
-    free."""
+    """Whether requests are admitted by forecasts of their answers' lengths (`Admission`), rather than while blocks
+    are free."""
 
     def __post_init__(self) -> None:
         if self.tokens_per_row > 1 and any(group.is_state for group in self.kv_groups):

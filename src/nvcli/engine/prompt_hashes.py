@@ -1,8 +1,8 @@
-"""PromptHashes: the hashes of prompts' blocks. A beginning that many prompts have in common is hashed once.
+"""PromptHashes: the hashes of prompts' blocks. A prefix that many prompts share is hashed once.
 
-Where most of a prompt is in the cache, hashing it is most of the work that it makes. So what was hashed lately is kept
-with its tokens, as *runs* of blocks between the places where prompts part. A prompt is followed from run to run by
-comparing tokens, which is much cheaper, and only what lies behind is hashed.
+When most of a prompt is cached, hashing is most of its cost. So recent hashes are kept with their tokens, as *runs* of
+blocks between the points where prompts diverge. A prompt is matched run by run by comparing tokens, which is much
+cheaper, and only the rest is hashed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections import OrderedDict
 from nvcli.engine.block_manager import TOKEN_BYTES, BlockHash, hash_blocks
 
 _MAX_BYTES = 16 * 1024 * 1024
-"""The most memory that runs take, about; the oldest are dropped. In blocks of 64 that is three million tokens, less
-where runs are short."""
+"""Approximate maximum memory of the runs; the oldest are dropped. In blocks of 64 that is three million tokens,
+fewer where runs are short."""
 _RUN_BYTES = 512
 _HASH_BYTES = 64
 """The approximate memory of a run beside its tokens and hashes, and of a hash."""
@@ -56,8 +56,7 @@ class PromptHashes:
         return hashes
 
     def _cut(self, key: tuple[BlockHash, bytes], run: _Run, count: int) -> None:
-        """Make two runs of one, of which the first has `count` blocks, so that the next prompt need not look for the
-        place where they part."""
+        """Split a run after `count` blocks, so that the next prompt need not search for the point of divergence."""
         tokens, known = run
         block_bytes = self.block_size * TOKEN_BYTES
         at = count * block_bytes
@@ -78,7 +77,7 @@ def _size(run: _Run) -> int:
 
 
 def _num_equal_blocks(left: bytes, right: bytes, block_bytes: int) -> int:
-    """Count the leading blocks that two prompts have in common, of which the first is one."""
+    """Count the leading blocks that two prompts share, at least one."""
     low, high = 1, min(len(left), len(right)) // block_bytes
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,9 +1,9 @@
-"""PromptQueries: the part of a request's prompt that is still to be read, and what was read of it.
+"""PromptQueries: the part of a request's prompt still to be read, and the results so far.
 
 A request may want the log-probabilities of tokens of its prompt, or a sum of hidden states (`PromptScoring`,
 `Pooling`). Both are read at consecutive positions while the prompt is prefilled. The keys of those positions are
-computed even where the prefix cache has them, because the cache holds no hidden states: nothing is lost by a hit, which
-ends before the first position that is still to be read. What a step has read is not read again after a preemption.
+computed even if the prefix cache has them, because the cache holds no hidden states: a hit ends before the first unread
+position. What a step has read is not read again after a preemption.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PromptQueries:
         return self._next if self._next < self._end else None
 
     def read_chunk(self, row: int, start: int, end: int) -> PromptQuery | None:
-        """Return what is to be read of a prefill chunk, and count it as read; None: nothing.
+        """Return the query for a prefill chunk, and count its positions as read; None: nothing to read.
 
         row: the row of the chunk in the batch; start, end: the positions of its tokens, without `end`.
         """
@@ -61,10 +61,10 @@ class PromptQueries:
         self._next -= count
 
     def take(self, result: PromptQueryResult) -> None:
-        """Take in what a step has read."""
+        """Record a step's result."""
         self._taken.append(result)
 
     def report(self) -> list[PromptQueryResult]:
-        """Return what was read since the last call."""
+        """Return the results since the last call."""
         taken, self._taken = self._taken, []
         return taken

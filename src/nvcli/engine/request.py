@@ -15,32 +15,32 @@ FinishReason = Literal["stop", "length", "repetition", "abort", "error"]
 
 
 class ThoughtLimit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The limit of an answer's thought, and the tokens by which it is seen and ended."""
+    """The limit of an answer's thought, and the tokens that mark and end it."""
 
     budget: int
-    """The most tokens of the thought, without the marks around it."""
+    """The maximum tokens of the thought, not counting its marks."""
     start_ids: list[int]
     """The ids that begin the thought; empty: the answer begins inside it."""
     ends: list[list[int]]
     """Sequences of ids, each of which ends the thought."""
     forced_ids: list[int]
-    """The ids that end a thought which has had all of its tokens."""
+    """The ids that end a thought which has used up its budget."""
 
 
 class PromptScoring(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """A wish for the log-probabilities of the prompt's tokens from one position on."""
+    """A request for the log-probabilities of the prompt's tokens from one position on."""
 
     first: int
     """The position of the first token that is scored, at least 1: nothing is known before the first token."""
     next_id: int | None = None
     """The id of one more token, which would follow the prompt and is scored too; None: there is none."""
     num_top: int = 0
-    """The number of likeliest tokens that are wanted at each position, at most `MAX_LOGPROBS`."""
+    """The number of likeliest tokens wanted at each position, at most `MAX_LOGPROBS`."""
 
 
 class Pooling(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
-    """A wish for the prompt's hidden states behind the final norm, summed up. The engine's configuration must have an
-    `embedding_size`."""
+    """A request for the sum of the prompt's hidden states after the final norm. The engine's configuration must have
+    an `embedding_size`."""
 
     position: Literal["last", "first", "all"]
 
@@ -52,8 +52,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """
 
     request_id: int
-    """A number that is unique in the run, chosen by the parent. The samples of a row have consecutive numbers, of which
-    this is the first."""
+    """An id unique in the run, chosen by the parent. The samples of a row have consecutive ids, starting with this
+    one."""
     prompt_ids: bytes
     """Packed int32 (`messages.pack`), at least one, and fewer than `max_model_len`."""
     max_tokens: int
@@ -80,7 +80,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     constraint: Constraint | None = None
     """The form of the answer; None: any. `sampling` need not say it too."""
     read: PromptScoring | Pooling | None = None
-    """A wish for something of the prompt itself; the first sample brings it."""
+    """A request to read the prompt itself; the first sample carries it."""
 
     @property
     def needs_tokens(self) -> bool:
@@ -89,7 +89,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     @property
     def changes_logits(self) -> bool:
-        """Whether tokens are chosen by other logits than the model's, so that these say nothing of its weights."""
+        """Whether tokens are chosen from other logits than the model's, so that they say nothing about its weights."""
         sampling = self.sampling
         return bool(
             self.needs_tokens
@@ -132,7 +132,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     error: str = ""
     """The reason for finish_reason `error`, for the row's error object."""
     query_results: list[PromptQueryResult] = []
-    """Results for the prompt since the last output, where the request wishes any: consecutive parts."""
+    """Results for the prompt since the last output, if the request asked for any: consecutive parts."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -149,14 +149,14 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     generated_tokens: int = 0
     num_preemptions: int = 0
     kv_bytes_saved: int = 0
-    """Bytes of the KV cache, on all ranks, that were not read again for each of the requests that share them."""
+    """Bytes of the KV cache, over all ranks, saved by reading shared blocks once for several requests."""
     running_lengths: bytes = b""
-    """The lengths of running answers so far, and at most: three int32 for each (`messages.pack`), as
-    (generated tokens, `max_tokens`, prompt tokens). They are renewed less often than the rest, and are those of some
-    requests only where many run."""
+    """The lengths of running answers so far, and at most: three int32 for each (`messages.pack`), as (generated
+    tokens, `max_tokens`, prompt tokens). They are updated less often than the rest, and cover only a sample if many
+    requests run."""
 
     def since(self, before: EngineStats) -> EngineStats:
-        """Return the same with the counts since an earlier snapshot."""
+        """Return the stats with counts since an earlier snapshot."""
         if not before.prompt_tokens:
             return self
         return msgspec.structs.replace(
@@ -183,7 +183,7 @@ class StepRecord(msgspec.Struct, array_like=True, kw_only=True):
     prefill_pairs: int
     """The number of pairs of a chunk's token and a token that it attended to."""
     repeated_decode_keys: int = 0
-    """The part of `decode_keys` that need not be read, because another decode row of the step reads the same keys."""
+    """The part of `decode_keys` that another decode row of the step reads too, so that it need not be read again."""
     repeated_prefill_keys: int = 0
     """The part of `prefill_keys` that another chunk of the step reads too, likewise."""
     num_chunks: int = 0

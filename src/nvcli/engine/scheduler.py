@@ -14,17 +14,17 @@ it may, or when it needs its last token (`RequestState.needs_last_token`); then 
 Decode rows go first, all of `tokens_per_row` tokens; the rest of the token budget goes to prompts, oldest first. Where
 a full row would pass `max_model_len` or a lone request's last block, the request waits for its tokens, and its last
 token is computed like a prefill chunk of one. Blocks for all known tokens of a prompt are taken when it is admitted (in
-KV groups with a window, as its chunks are scheduled); decoding takes one at a time. `Admission` sees to it that they
-will mostly do. When there are too few, a request is preempted (`_choose_victim`): its blocks are released, and its
-tokens recomputed later.
+KV groups with a window, as its chunks are scheduled); decoding takes one at a time. `Admission` aims to have enough of
+them. When there are too few, a request is preempted (`_choose_victim`): its blocks are released, and its tokens
+recomputed later.
 
 With several micro-batches (pipeline stages) as many steps are in flight, and every request needs its last token, so
 that a decoding request is in one of them at a time; a step takes no more of them than its share of the running ones, so
 that the micro-batches stay balanced. Chunks of one prompt follow each other from step to step.
 
 A step that ran out of memory is taken back (`put_back`), and those submitted behind it: every running request waits
-again, what the steps that ran have left in the prefix cache is found there (unless nothing is left of it:
-`start_anew`), and the limits are lowered. This module knows no ranks, text or devices.
+again, finding in the prefix cache what earlier steps left there (unless it is lost: `start_anew`), and the limits are
+lowered. This module knows no ranks, text or devices.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Scheduler:
         self._generated_tokens = 0
         self._num_preemptions = 0
         self._bytes_saved_before = 0
-        """`EngineStats.kv_bytes_saved` by ranks before those that run."""
+        """`EngineStats.kv_bytes_saved` by earlier ranks, before a restart."""
         self._first_prompts = FirstPrompts()
 
     @property
@@ -95,7 +95,7 @@ class Scheduler:
                 self._by_id[sample.request_id] = state
                 self._waiting.append(state)
                 if state.watch is not None:
-                    self._look(state)  # it may have something to say before the first token
+                    self._look(state)  # it may have output before the first token
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """End requests early. Requests that have ended already are skipped: their last output is on its way."""
@@ -105,12 +105,12 @@ class Scheduler:
                 self._finish(state, "abort")
 
     def forget_prefixes(self) -> None:
-        """Empty the prefix cache, and forget all that is known of prompts that are not here."""
+        """Empty the prefix cache, and forget the hashes of prompts that are not here."""
         self._tables.forget_prefixes()
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether requests, or outputs that were not taken, are left: an abort may end the last request between two
+        """Whether unfinished requests or untaken outputs are left: an abort may end the last request between two
         steps."""
         return bool(self._by_id or self._unsent)
 
@@ -129,8 +129,8 @@ class Scheduler:
         )
 
     def running_lengths(self) -> bytes:
-        """Return the lengths of running answers (`EngineStats.running_lengths`): of all requests where at most
-        `_MAX_LENGTHS` run, else of every second one, or third, and so on."""
+        """Return the lengths of running answers (`EngineStats.running_lengths`): of all requests if at most
+        `_MAX_LENGTHS` run, else of every n-th."""
         stride = -(-len(self._running) // _MAX_LENGTHS) or 1
         states = islice(self._running, 0, None, stride)
         numbers = ((len(state.generated), state.request.max_tokens, state.num_prompt) for state in states)
@@ -148,7 +148,7 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens - width * len(rows)
         chunks = self._plan_chunks(budget, draft)
         preempted = self._num_preemptions > num_preemptions
-        if preempted:  # some, it may be, after they were given blocks in this step
+        if preempted:  # some possibly after they were given blocks in this step
             rows = [state for state in rows if state.slot is not None]
             chunks = [(state, length) for state, length in chunks if state.slot is not None]
             draft.keep_blocks_of({state.slot for state in self._running})
@@ -185,7 +185,7 @@ class Scheduler:
     def process(self, step: ScheduledStep, output: StepOutput) -> None:
         """Take a step's tokens in; finished and streaming requests then appear in `take_outputs`.
 
-        Raises ModelError where many prompts, and nothing but these, have had logits that are not finite.
+        Raises ModelError if many prompts, and only such prompts, have had non-finite logits.
         """
         assert output.step_id == step.input.step_id
         owners = step.sampling
@@ -220,7 +220,7 @@ class Scheduler:
             self._first_prompts.check()
 
     def _check(self, state: RequestState) -> None:
-        """Finish, register or report, as is due, after a token that is not a stop id has come back."""
+        """Finish, register or report a request as needed after a token that is not a stop id."""
         if state.num_tokens == state.max_len:
             self._finish(state, "length")
             return
@@ -232,8 +232,8 @@ class Scheduler:
                 self._unsent.append(state.report())
 
     def _look(self, state: RequestState) -> None:
-        """Let a request look at its answer, and end it or go on as it says. Tokens that take the place of the model's
-        follow as a prefill chunk."""
+        """Let a request check its answer, then end it or continue accordingly. Forced tokens follow as a prefill
+        chunk."""
         num_added, reason = state.look(self.limits.block_size)
         self._generated_tokens += num_added
         if reason is not None:
@@ -250,10 +250,10 @@ class Scheduler:
     # ------------------------------------------------------------------ steps that did not run
 
     def put_back(self, steps: Sequence[ScheduledStep]) -> None:
-        """Take back all steps that are in flight, because they did not run.
+        """Take back all steps in flight, because they did not run.
 
-        The running requests wait again, first in line, with the tokens that are known. No block that was never filled
-        is found for reuse.
+        The running requests wait again, first in line, with their known tokens. Blocks that were never filled are not
+        found for reuse.
         """
         for state in reversed(list(self._running)):
             self._send_to_wait(state)
@@ -312,7 +312,7 @@ class Scheduler:
             self._prefilling.append(state)
 
     def _take_back_missing(self, step: ScheduledStep, output: StepOutput) -> list[RequestState]:
-        """Lower the bounds of the requests for which the step gave fewer tokens than it computed logits for.
+        """Lower the bounds of requests that got fewer tokens than the step computed logits for.
 
         Returns the request of each token that the step gave.
         """
@@ -399,11 +399,11 @@ class Scheduler:
     # ------------------------------------------------------------------ room and ends
 
     def _make_room(self, state: RequestState, num_tokens: int, draft: StepDraft, *, least: int) -> int:
-        """Take blocks for a running request's next `num_tokens` tokens; return the number that there is room for.
+        """Take blocks for a running request's next `num_tokens` tokens; return the number that fit.
 
-        If there are too few blocks even for `least` tokens, other requests are preempted; if this one is, the result
-        is 0. A lone request with no token on its way takes no blocks then. The result is the number of
-        tokens that it would have room for, and if that is 0, it ends with an error.
+        If there are too few blocks even for `least` tokens, other requests are preempted; if this one is, the result is
+        0. A lone request with no token on its way takes no blocks then. The result is the number of tokens that would
+        fit, and if that is 0, it ends with an error.
         """
         while state.slot is not None:
             room = self._tables.grow(state, num_tokens, draft, least=least)
@@ -419,12 +419,12 @@ class Scheduler:
         return 0
 
     def _choose_victim(self) -> RequestState:
-        """Return the request to preempt, of two at least: of those admitted last, the last one that shares no blocks
-        with another.
+        """Return the request to preempt, out of at least two: among those admitted last, the last one that shares no
+        blocks with another.
 
-        A member of a group frees only what it has alone, and the last of its group to go would take the group's prefix
-        out of the cache. Only the later half of the requests is looked at, so that the earlier ones come to their ends;
-        if all of these share blocks, it is the request admitted last.
+        A member of a group frees only its own blocks, and the last of the group to go would take the group's prefix out
+        of the cache. Only the later half of the requests is considered, so that the earlier ones finish; if all of
+        these share blocks, it is the request admitted last.
         """
         later = islice(reversed(self._running), len(self._running) // 2)
         victims = (state for state in later if not self._tables.shares_blocks(state))

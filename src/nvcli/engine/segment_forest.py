@@ -1,12 +1,12 @@
-"""SegmentForest: the runs of KV blocks that decoding requests have in common in one KV group, and which of them are
-worth being read once for all.
+"""SegmentForest: the runs of KV blocks that decoding requests share in one KV group, and which of them are worth
+reading once for all.
 
-The blocks of the requests form a forest. A *segment* is a run of blocks that the same requests hold; behind it they
-part. A request comes in when its prompt is computed and leaves with its slot, and each costs as much as its blocks and
-its segments; nothing is done for a step. With a window a request may lack the blocks at the beginning: its segments
-then begin in the middle of a tree.
+The blocks of the requests form a forest. A *segment* is a run of blocks that the same requests hold; after it they
+diverge. A request enters when its prompt is computed and leaves with its slot, at a cost proportional to its blocks and
+segments; steps cost nothing. With a window a request may lack the blocks at the beginning: its segments then begin in
+the middle of a tree.
 
-A segment that pays is *active*: it has a number in the tables of the ranks, and so have all before it.
+A segment worth reading once is *active*: it and all before it have numbers in the ranks' tables.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentCosts:
-    """Costs that decide whether segments are worth being read once for all, in keys of a layer that one row reads.
+    """Costs that decide whether segments are worth reading once for all, in keys of a layer that one row reads.
 
-    Measured on an H200 with 8 KV heads of 128 in bf16. There a row reads 1,000 keys in 0.43 us where other rows read
-    them too and they come from the L2 cache, as most do.
+    Measured on an H200 with 8 KV heads of 128 in bf16. There a row reads 1,000 keys in 0.43 us if other rows read them
+    too and they come from the L2 cache, as is usual.
     """
 
     tile: float = 2.0
@@ -29,11 +29,12 @@ class SegmentCosts:
     """The cost of writing and reading a row's result for a segment: 1,024 rows behind segments of 192 keys take 292
     us a layer with it and 333 us without."""
     least_gain: int = 512
-    """A segment is active once it gains so many keys, and until it gains less than half of them."""
+    """Minimum gain, in keys, at which a segment becomes active; it stays active until it gains less than half of
+    that."""
     least_saved_in_step: int = 16_384
-    """A step reads active segments once for all where that saves so many keys. It launches two kernels more in each
-    layer, one for the segments and one that merges, and plans for longer. 16 rows behind 2,048 keys (30,720 saved)
-    took 25 us a layer against 33 when the segments' kernel was the only one more."""
+    """Minimum saved keys for which a step reads active segments once for all. Such a step launches two more kernels
+    in each layer, one for the segments and one that merges, and plans for longer. 16 rows behind 2,048 keys (30,720
+    saved) took 25 us a layer against 33 when the segments' kernel was the only extra one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +46,7 @@ class _Segment:
     parent: _Segment | None
     children: dict[_Segment, None] = field(default_factory=dict)
     slots: set[int] = field(default_factory=set)
-    """The slots of the requests whose last segment it is."""
+    """The slots of the requests whose last segment this is."""
     num_rows: int = 0
     """The number of requests that hold its blocks."""
     number: int = 0
@@ -63,10 +64,10 @@ class SegmentForest:
         self._costs = costs
         self._block_size = block_size
         self._most_seen = None if window is None else -(-window // block_size)
-        """The most blocks that a token sees; None: all."""
+        """The maximum blocks that a token sees; None: all."""
         self._segment_of: dict[int, _Segment] = {}
-        """The segment of each block. A segment may have blocks that stand in another one by now: where all of its
-        requests' windows have left them behind, they are given away. What any request still sees is its own."""
+        """The segment of each block. A segment may list blocks that have since moved to another: once all of its
+        requests' windows have passed them, they are reused. Blocks that a request still sees are its own."""
         self._last_of: dict[int, tuple[_Segment, int]] = {}
         """The last segment of each slot, and the column in which its first one begins."""
         self._free_numbers = list(range(max_segments, 0, -1))
@@ -124,14 +125,14 @@ class SegmentForest:
             elif not path:
                 segment = self._cut(segment, column)[1]
             elif segment.parent is not path[-1] or segment.begin != column:
-                break  # equal tokens whose blocks stand twice: the request goes on from the other one
+                break  # equal tokens in duplicate blocks: the request continues from the other copy
             segment = self._cut(segment, column + num_equal(segment.blocks, rest))[0]
             path.append(segment)
             column = segment.end
         return path
 
     def _add(self, column: int, blocks: Sequence[int], parent: _Segment | None) -> _Segment:
-        """Add a segment of the leading blocks that stand in no other."""
+        """Add a segment of the leading blocks that belong to no other."""
         if not self._segment_of.keys().isdisjoint(blocks):
             ends = (place for place, block in enumerate(blocks) if self._find(block, column + place) is not None)
             blocks = blocks[: next(ends, len(blocks))]
@@ -147,17 +148,17 @@ class SegmentForest:
         if segment is not None:
             place = column - segment.begin
             if not (0 <= place < len(segment.blocks) and segment.blocks[place] == block):
-                return None  # a window has left it behind, and it was given away
+                return None  # a window has passed it, and it was reused
         return segment
 
     def _move(self, blocks: Iterable[int], before: _Segment, after: _Segment) -> None:
-        """Note that blocks stand in another segment now."""
+        """Note that blocks now belong to another segment."""
         for block in blocks:
             if self._segment_of.get(block) is before:
                 self._segment_of[block] = after
 
     def _remove(self, segment: _Segment) -> None:
-        """Drop a segment without requests. Those behind it, if any, are held by requests that began there."""
+        """Drop a segment without requests. Segments after it, if any, are held by requests that began there."""
         for block in segment.blocks:
             if self._segment_of.get(block) is segment:
                 del self._segment_of[block]
@@ -171,8 +172,8 @@ class SegmentForest:
             self._deactivate(segment)
 
     def _cut(self, segment: _Segment, column: int) -> tuple[_Segment, _Segment]:
-        """Cut a segment before a column; return both parts, or it twice where there is nothing to cut. The second part
-        stays the same object."""
+        """Split a segment before a column; return both parts, or the segment twice if there is nothing to split. The
+        second part stays the same object."""
         length = column - segment.begin
         if length == 0 or length == len(segment.blocks):
             return segment, segment
@@ -197,7 +198,7 @@ class SegmentForest:
         return first, segment
 
     def _join(self, segment: _Segment) -> None:
-        """Make a segment and the only one behind it one, if the same requests hold both."""
+        """Merge a segment with its only child, if the same requests hold both."""
         if len(segment.children) != 1 or segment.slots:
             return
         (child,) = segment.children
@@ -205,7 +206,7 @@ class SegmentForest:
             return
         if segment.number:
             self._deactivate(segment)
-            if not child.number:  # the number of no slot changes, as the child takes it over
+            if not child.number:  # no slot's number changes, as the child takes it over
                 child.number = self._free_numbers.pop()
             else:
                 self.num_saved -= self._saves(child)
@@ -226,7 +227,7 @@ class SegmentForest:
         return num_blocks * self._block_size
 
     def _saves(self, segment: _Segment) -> int:
-        """Keys of a layer that reading the segment once for all saves."""
+        """The keys per layer saved by reading the segment once for all."""
         return (segment.num_rows - 1) * self._num_keys(segment)
 
     def _pays(self, segment: _Segment, least: int) -> bool:
@@ -243,7 +244,7 @@ class SegmentForest:
             self.num_saved += change * self._num_keys(segment)
 
     def _activate_path(self, segment: _Segment) -> None:
-        """Make a segment and all before it active, if there are numbers for them."""
+        """Activate a segment and all before it, if there are numbers for them."""
         path: list[_Segment] = []
         above: _Segment | None = segment
         while above is not None and not above.number:
@@ -269,7 +270,7 @@ class SegmentForest:
     # ------------------------------------------------------------------ what ranks are told
 
     def _note_segment(self, segment: _Segment) -> None:
-        """Tell of an active segment, and of its place before those behind it."""
+        """Report an active segment, and its place before its children."""
         parent = segment.parent.number if segment.parent is not None else 0
         size = self._block_size
         self.changed_segments[segment.number] = segment.begin * size, segment.end * size, parent
@@ -278,7 +279,7 @@ class SegmentForest:
                 self.changed_segments[child.number] = child.begin * size, child.end * size, segment.number
 
     def _note_slot(self, slot: int) -> None:
-        """Tell of the last active segment of a slot."""
+        """Report the last active segment of a slot."""
         segment, first = self._last_of.get(slot, (None, 0))
         while segment is not None and not segment.number:
             segment = segment.parent
@@ -299,8 +300,8 @@ class SegmentForest:
         return path
 
     def check_integrity(self, tables: dict[int, list[int]], told: dict[int, int]) -> None:
-        """Assert that the segments are those of the requests' block tables, by slot, in which 0 stands for a block that
-        was given back; `told`: what the ranks will know of the slots."""
+        """Assert that the segments are those of the requests' block tables, by slot, in which 0 stands for a block
+        that was given back; `told`: each slot's number as the ranks will know it."""
         paths = {slot: self._path(*last) for slot, last in self._last_of.items()}
         segments = list(dict.fromkeys(segment for path in paths.values() for segment in path))
         numbers = [segment.number for segment in segments if segment.number]

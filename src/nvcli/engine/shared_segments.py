@@ -1,8 +1,8 @@
-"""SharedSegments: the segments of KV blocks that decoding requests share in all KV groups, and what ranks are told of
-them.
+"""SharedSegments: the segments of KV blocks that decoding requests share in all KV groups, and the changes sent to
+ranks.
 
-`segment_forest.py` keeps the segments of each group. Only blocks full of known tokens count, and ranks are told what
-changes and no more (`SegmentChanges`). Neither module knows tensors.
+`segment_forest.py` keeps the segments of each group. Only blocks full of known tokens count, and ranks get only the
+changes (`SegmentChanges`). Neither module knows tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nvcli.engine.state import RequestState
 
 @dataclass(frozen=True, slots=True)
 class SegmentChanges:
-    """Changes of segments that a step tells the ranks."""
+    """Changes of segments that a step sends to the ranks."""
 
     segments: list[tuple[int, int, int, int, int]]
     """(KV group, number, first key, end of the keys, number of the parent or 0) of segments that are new or changed."""
@@ -27,7 +27,7 @@ class SegmentChanges:
 
 
 class SharedSegments:
-    """The segments of all KV groups that have keys, and what is to be told of them."""
+    """The segments of all KV groups that have keys, and their unsent changes."""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class SharedSegments:
         costs: SegmentCosts | None,
         token_bytes: Sequence[int] = (),
     ) -> None:
-        """`windows`: by number, the window of each KV group with keys (None: full attention). `costs`: None where the
-        ranks do not read segments; then there are none. `token_bytes`: what a token takes in each KV group, for
+        """`windows`: by number, the window of each KV group with keys (None: full attention). `costs`: None where
+        the ranks do not read segments; then there are none. `token_bytes`: bytes per token in each KV group, for
         `num_bytes_saved`."""
         self._block_size = block_size
         self._least_saved = 0 if costs is None else costs.least_saved_in_step
@@ -52,18 +52,18 @@ class SharedSegments:
             group: size for group, size in enumerate(token_bytes) if group in self._forests and windows[group] is None
         }
         self.num_bytes_saved = 0
-        """The bytes of keys and values that steps did not read, because they had read them for another row. Groups with
-        windows are not counted, whose rows may see a part of a segment."""
+        """The bytes of keys and values that steps saved by reading them once for several rows. Groups with windows
+        are not counted, as their rows may see only part of a segment."""
         self._inside: set[int] = set()
         """The slots of the requests that are in the forests."""
         self._told: dict[tuple[int, int], int | None] = {}
         """(KV group, slot) → segment number last sent."""
         self._told_else: int | None = 0
-        """The number that they have for all other slots; None: nobody knows."""
+        """The number last sent for all other slots; None: unknown."""
 
     def enter(self, state: RequestState) -> None:
-        """Take in a request whose prompt is computed by the steps that were scheduled, unless it is in, or ends with
-        the token that they give."""
+        """Add a request whose prompt is computed by the scheduled steps, unless it is in already or ends with the
+        token that they give."""
         assert state.slot is not None
         if state.slot in self._inside or not self._forests:
             return
@@ -72,7 +72,7 @@ class SharedSegments:
                 forest.changed_slots[state.slot] = 0  # the steps may give no token, and then it decodes
             return
         self._inside.add(state.slot)
-        # The block that the last known token fills is the request's own: that token is always computed.
+        # The block filled by the last known token is the request's own: that token is always computed.
         num_full = min(state.num_tokens - 1, state.num_computed) // self._block_size
         for group, forest in self._forests.items():
             first = state.first_columns[group]
@@ -87,12 +87,12 @@ class SharedSegments:
 
     @property
     def num_saved(self) -> int:
-        """Keys of a layer that a step saves, in all groups: those of each active segment, for each row but the
+        """The keys per layer that a step saves, over all groups: those of each active segment, for each row but the
         first."""
         return sum(forest.num_saved for forest in self._forests.values())
 
     def take_changes(self, num_decodes: int) -> SegmentChanges:
-        """Return what the ranks are to be told with the next step, which has so many decode rows."""
+        """Return the changes to send with the next step, which has this many decode rows."""
         segments: list[tuple[int, int, int, int, int]] = []
         slots: list[tuple[int, int, int]] = []
         for group, forest in self._forests.items():
@@ -112,7 +112,7 @@ class SharedSegments:
         return SegmentChanges(segments, slots, is_used)
 
     def forget_told(self) -> None:
-        """Note that steps did not run, so that nobody knows what the ranks have been told. No request is in."""
+        """Record that steps did not run, so that the ranks' state is unknown. No request may be in."""
         assert not self._inside
         self._told.clear()
         self._told_else = None

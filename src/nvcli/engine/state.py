@@ -1,5 +1,5 @@
-"""RequestState: a request as the scheduler sees it, from arrival to its last token. Prompt: what the samples of one row
-have in common, held once for all of them."""
+"""RequestState: a request as the scheduler sees it, from arrival to its last token. Prompt: the part that the
+samples of one row share."""
 
 from __future__ import annotations
 
@@ -73,25 +73,25 @@ class RequestState:
     stream: bool = field(init=False)
     num_computed: int = 0
     num_owed: int = 0
-    """The most tokens that steps in flight may still add to a request that was preempted."""
+    """The maximum tokens that steps in flight may still add to a request that was preempted."""
     num_counted: int = 0
     """Leading prompt tokens that the statistics have counted; tokens that are computed again count once."""
     slot: int | None = None
     blocks: list[list[int]] = field(default_factory=list)
     """The block ids of each KV group, set by `BlockTables`: entry c holds the tokens from c × block_size on. It is 0
-    where the group's window has left the block behind, and where a state is not kept. A state that went along from one
-    column to the next stands in both."""
+    where the group's window has passed the block, and where a state is not kept. A state that moved from one column
+    to the next appears in both."""
     first_columns: list[int] = field(default_factory=list)
-    """In each KV group, how many leading entries of `blocks` the window has left behind; they are 0."""
+    """The number of leading entries of each KV group's `blocks` that the window has passed; they are 0."""
     num_found_blocks: int = 0
     """Leading blocks whose keys were found in the prefix cache, with or without the state behind them."""
     capacity: int = 0
-    """Tokens that the blocks of every group have room for."""
+    """Tokens that fit the blocks of every group."""
     num_hashed_blocks: int = 0
     """Leading blocks that are registered for reuse."""
     checked_at: int = 0
-    """The number of generated tokens from which on an arriving token needs more than to be appended: the answer has its
-    full length or is to be looked at, a block may be registered, or tokens are to be reported."""
+    """The number of generated tokens from which an arriving token needs more than appending: the answer may be full
+    or due for a check, a block may be registered, or tokens may be reported."""
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Chained hashes of the full blocks of known tokens behind those that are full of prompt tokens, as far as they
     were needed."""
@@ -121,10 +121,10 @@ class RequestState:
         return self.max_len if self.watch is None else self.num_prompt + self.watch.barrier
 
     def look(self, block_size: int) -> tuple[int, FinishReason | None]:
-        """Let the watch look at the answer, as is due once it has `checked_at` tokens.
+        """Let the watch check the answer, which has `checked_at` tokens.
 
-        Returns the number of tokens with which the answer goes on in the place of the model's (none of these is on its
-        way then), and why it ends here, if it does.
+        Returns the number of forced tokens with which the answer continues (none of them is on its way then), and the
+        reason why it ends here, if it does.
         """
         assert self.watch is not None
         if self.watch.is_loop(self.generated):
@@ -133,11 +133,9 @@ class RequestState:
         return num_forced, "length" if num_forced and self.num_tokens == self.max_len else None
 
     def _take_forced(self, watch: AnswerWatch, block_size: int) -> int:
-        """Go on with the tokens that the watch puts in the place of the model's, as far as there is room. Returns their
-        number.
+        """Continue with the watch's forced tokens, as far as they fit. Returns their number.
 
-        Room for a token of the model is left as long as the prompt is to be read: an answer that is full ends without
-        a step.
+        Room for one token of the model is left while the prompt is still to be read: a full answer ends without a step.
         """
         room = self.max_len - self.num_tokens
         if self.first_unread is not None:
@@ -153,7 +151,7 @@ class RequestState:
         return len(forced)
 
     def takes_decode_row(self, width: int) -> bool:
-        """Whether a decode row of several tokens may be scheduled, none of which has to be known before others are
+        """Whether a decode row of several tokens may be scheduled, none of which must be known before others are
         computed."""
         return self.watch is None or self.num_computed + width < self.barrier
 
@@ -184,8 +182,8 @@ class RequestState:
 
     @property
     def needs_prefix_ids(self) -> bool:
-        """Whether the ranks need the tokens of its cached prefix: penalties count them, bad words may begin with them,
-        and a grammar is followed from the beginning of the answer."""
+        """Whether the ranks need the tokens of its cached prefix: penalties count them, bad words may begin with
+        them, and a grammar starts at the beginning of the answer."""
         request = self.request
         return request.needs_tokens or (request.constraint is not None and len(self.generated) > 0)
 
@@ -196,17 +194,17 @@ class RequestState:
 
     @property
     def num_pending(self) -> int:
-        """The most tokens that the steps in flight may still add."""
+        """The maximum tokens that the steps in flight may still add."""
         return self.num_owed if self.slot is None else max(0, self.num_computed + 1 - self.num_tokens)
 
     @property
     def must_wait(self) -> bool:
-        """Whether a decoding request has been scheduled as far as it may be before tokens come back."""
+        """Whether a decoding request must wait for tokens to come back."""
         return self.num_computed >= self.parks_at and self.num_computed >= self.num_tokens
 
     @property
     def least_computed(self) -> int:
-        """The fewest tokens whose keys and values are in the cache once the submitted steps have run."""
+        """The minimum of tokens whose keys and values are in the cache once the submitted steps have run."""
         return min(self.num_computed, self.num_tokens - 1)
 
     def set_hashed_blocks(self, num_blocks: int, block_size: int) -> None:

@@ -1,15 +1,15 @@
 """StateBlocks: the blocks with recurrent states in the tables of requests.
 
 A state is as large as the keys of a whole block, so a request keeps one block for each group of states: that of the
-column which its last step ended in; other columns have none (0). Where its next tokens begin a column, the block goes
-along, and stands in both columns, unless it is registered for reuse and there is room to keep it.
+column in which its last step ended; other columns have none (0). When its next tokens begin a column, the block moves
+along, and appears in both columns, unless it is registered for reuse and there is room to keep it.
 
-What is kept of a prompt, as long as nothing else needs the room, are the states behind each of its chunks (at the end
-of the column), behind its last full block, and behind the last block whose keys were found without a state, where
-prompts with a common beginning part (SGLang calls them branching points). The states in an answer are not kept.
+The states kept for a prompt, while nothing else needs the room, are those after each of its chunks (at the end of the
+column), after its last full block, and after the last block whose keys were found without a state, where prompts with a
+common prefix diverge (SGLang calls them branching points). The states within an answer are not kept.
 
-Rows of one step run side by side, and a state is read before it is written. So no row may go on from a state that
-another row of its step writes: whoever would do so waits for the next step.
+Rows of one step run side by side, and a state is read before it is written. So no row may start from a state that
+another row of its step writes: its request waits for the next step.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ class StateBlocks:
     """Takes blocks for the states of requests, and gives them back, in all groups of states alike."""
 
     def __init__(self, block_manager: BlockManager, groups: Sequence[int], block_size: int) -> None:
-        """`groups` are the numbers of the KV groups with states; there may be none."""
+        """`groups` are the numbers of the KV groups with states; possibly none."""
         self.groups = tuple(groups)
         self._manager = block_manager
         self._block_size = block_size
         self._new: set[int] = set()
         """Blocks that were registered since the step being planned was begun."""
         self._grown: dict[RequestState, None] = {}
-        """Requests that may hold states which they do not go on from once the steps that were planned have run."""
+        """Requests that may hold states which they no longer need once the planned steps have run."""
 
     def begin_step(self) -> None:
-        """Note that a step is planned next: those planned before will have filled their blocks when it runs."""
+        """Note that a new step is planned: earlier ones will have filled their blocks when it runs."""
         self._new.clear()
         for state in list(self._grown):
             self.free_old(state)
-            # The others go on from their last one as soon as a token comes back.
+            # The others continue from their last one as soon as a token comes back.
             if not state.blocks or state.first_columns[self.groups[0]] >= len(state.blocks[self.groups[0]]) - 1:
                 del self._grown[state]
 
@@ -50,12 +50,12 @@ class StateBlocks:
         return [state.blocks[group][-1] for group in self.groups if state.blocks[group]]
 
     def are_new(self, blocks: Iterable[int]) -> bool:
-        """Whether any of these states is written by the step being planned."""
+        """Whether the step being planned writes any of these states."""
         return not self._new.isdisjoint(blocks)
 
     def num_missing(self, state: RequestState, num_columns: int) -> int:
-        """Count the blocks that a request lacks in the last of `num_columns` columns; none where its last ones may go
-        along, because all tokens of their column are computed and nobody else goes on from them."""
+        """Count the blocks that a request lacks in the last of `num_columns` columns; 0 if its last blocks may move
+        along, because all tokens of their column are computed and no one else starts from them."""
         last = self.last(state)
         length = len(state.blocks[self.groups[0]]) if last else 0
         if length >= num_columns:
@@ -64,10 +64,10 @@ class StateBlocks:
         return 0 if goes_along and all(map(self._manager.has_single_owner, last)) else len(self.groups)
 
     def lengthen(self, state: RequestState, num_columns: int, fresh: list[int], *, room: int) -> Columns:
-        """Give a request blocks in the last of `num_columns` columns, and in those that are worth keeping as far as
-        there are `room` blocks more.
+        """Give a request blocks in the last of `num_columns` columns, and in those worth keeping as far as `room` more
+        blocks allow.
 
-        `fresh` are blocks for the former; none where the request's last ones go along. Returns what was added.
+        `fresh` are blocks for the former; empty if the request's last ones move along. Returns what was added.
         """
         manager, groups = self._manager, self.groups
         first = len(state.blocks[groups[0]])
@@ -102,7 +102,7 @@ class StateBlocks:
         return registered
 
     def free_old(self, state: RequestState) -> None:
-        """Free the states that no step that is still to be scheduled goes on from."""
+        """Free the states that no future step starts from."""
         end = max(0, state.least_computed - 1) // self._block_size
         for group in self.groups if state.blocks else ():
             blocks, start = state.blocks[group], state.first_columns[group]
@@ -123,19 +123,19 @@ class StateBlocks:
         return blocks
 
     def _worth_keeping(self, state: RequestState) -> Iterator[int]:
-        """Yield the columns of a prompt whose states others may go on from, beside those that its chunks end in."""
+        """Yield the columns of a prompt from whose states others may start, besides those in which its chunks end."""
         if self._manager.enable_prefix_caching:
             last = (state.num_prompt - 1) // self._block_size - 1
             yield last
             yield min(state.num_found_blocks - 1, last)
 
     def check_integrity(self, state: RequestState) -> None:
-        """Assert that a request has the states that it goes on from."""
+        """Assert that a request has the states that it starts from."""
         for group in self.groups:
             assert state.first_columns[group] <= max(0, state.least_computed - 1) // self._block_size, "freed too early"
             assert state.blocks[group][max(0, state.num_computed - 1) // self._block_size], "nothing to go on from"
 
 
 def different(blocks: Iterable[int]) -> list[int]:
-    """Return the blocks that there are, each once."""
+    """Return the distinct blocks, without 0."""
     return list(dict.fromkeys(filter(None, blocks)))

@@ -54,7 +54,7 @@ class ScheduledStep:
 
     def owners(self, counts: Sequence[int]) -> list[RequestState]:
         """Return the request of each token that the step gave: `counts` tokens for each request in `sampling`."""
-        if max(counts) <= 1:  # as it is wherever masks are late, in most steps
+        if max(counts) <= 1:  # as always when masks are late, and in most steps
             return list(compress(self.sampling, counts))
         return [state for state, count in zip(self.sampling, counts, strict=True) for _ in range(count)]
 
@@ -65,7 +65,7 @@ class ScheduledStep:
                 state.queries.take(result)
 
     def put_back(self) -> None:
-        """Take the step back, because it did not run: its requests neither get tokens from it nor were read."""
+        """Take the step back, because it did not run: its requests get no tokens from it and nothing was read."""
         for state, num_logits in zip(self.sampling, self.num_logits, strict=True):
             state.num_owed -= num_logits
         for state, query in zip(self.querying, self.input.queries, strict=True):
@@ -111,8 +111,8 @@ class StepDraft:
         """The request of each query."""
 
     def has_room_for(self, state: RequestState, *, most_prefix_ids: int) -> bool:
-        """Whether the step may bring a request that enters a slot: its grammar, and within `most_prefix_ids` for all
-        requests the tokens of its cached prefix, if the ranks need them. There is always room for one request."""
+        """Whether the step has room for an entering request's grammar and, if the ranks need them, its cached prefix
+        tokens, of which all requests together have at most `most_prefix_ids`. There is always room for one request."""
         if not self._new_slots:
             return True
         if state.needs_prefix_ids and self.num_prefix_ids + state.num_computed > most_prefix_ids:
@@ -141,7 +141,7 @@ class StepDraft:
             self.num_prefix_ids += num_prefix_ids
 
     def _place_of(self, constraint: Constraint | None) -> int | None:
-        """Return the place of a constraint among those of the step."""
+        """Return a constraint's index among those of the step."""
         if constraint is None:
             return None
         known = self._constraints.get(constraint.key)
@@ -272,8 +272,8 @@ class StepDraft:
 
 
 def _pack_blocks(runs: Sequence[tuple[int, int, int, Sequence[int]]]) -> list[bytes]:
-    """Return the packed KV groups, slots, columns and ids of the blocks in some runs. What it takes does not grow with
-    the columns of single blocks, which decoding requests are given in most steps."""
+    """Return the packed KV groups, slots, columns and ids of the blocks in some runs. Its cost does not grow with
+    the columns of single blocks, the usual case when decoding."""
     groups, slots, columns = array("i"), array("i"), array("i")
     ids: list[int] = []
     long = [(first, first + len(blocks)) for _, _, first, blocks in runs if len(blocks) > 1]

@@ -17,9 +17,9 @@ _Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 class RepeatedBlocks:
     """Counts the KV blocks that the rows of a step attend to more than once, because requests share a prefix.
 
-    It follows the block tables as the ranks do, from what each step says of them, so that benchmarks can tell how much
-    a step would have to read if each shared block were read once. It counts blocks of the first KV group without a
-    window; in a model that has no such group nothing counts as repeated.
+    It tracks the block tables as the ranks do, from each step's changes, so that benchmarks can tell how much a step
+    would read if each shared block were read once. It counts blocks of the first KV group without a window; in a model
+    that has no such group nothing counts as repeated.
     """
 
     def __init__(self, groups: Sequence[KVGroup]) -> None:
@@ -34,12 +34,12 @@ class RepeatedBlocks:
         self._num_held = 0
         """The sum of `_holders`."""
         self._packed_slots = b""
-        """The slots of the latest step's decode rows, as the step has them; the next is the same as a set."""
+        """The packed slots of the latest step's decode rows, to recognise an equal set."""
         self.num_among_decode_rows = 0
-        """The blocks that the decode rows of the latest step need not read again."""
+        """The number of blocks that decode rows of the latest step need not read again."""
 
     def take(self, step: StepInput) -> None:
-        """Take in the next step: what it changes in the block tables, and its decode rows."""
+        """Apply the next step: its changes of the block tables, and its decode rows."""
         if step.freed_slots:
             freed = _unpack(step.freed_slots)
             self._grow(freed)
@@ -71,7 +71,7 @@ class RepeatedBlocks:
         return len(blocks) - int(np.count_nonzero(np.bincount(blocks)))
 
     def _set(self, slots: _Ints, columns: _Ints, blocks: _Ints) -> None:
-        """Note that these columns of these slots have other blocks."""
+        """Set the blocks of these slots and columns."""
         self._grow(slots, columns)
         is_held = self._decoding[slots]
         self._hold(self._tables[slots[is_held], columns[is_held]], -1)
@@ -79,7 +79,7 @@ class RepeatedBlocks:
         self._tables[slots, columns] = blocks
 
     def _hold(self, blocks: np.ndarray, change: int) -> None:
-        """Note that decode rows hold these blocks once more (`change` 1) or once less (-1); 0 is no block."""
+        """Count decode rows that hold these blocks once more (`change` 1) or once less (-1); 0 is no block."""
         blocks = blocks[blocks > 0]
         if len(blocks) == 0:
             return
@@ -104,7 +104,7 @@ def _unpack(packed: bytes) -> _Ints:
 
 
 def _enlarged(array: np.ndarray, *least: int) -> np.ndarray:
-    """Return an array with the same entries, and with zeros behind them up to this shape or more."""
+    """Return an array with the same entries, zero-padded to at least this shape."""
     shape = [old if new <= old else max(new, 2 * old) for old, new in zip(array.shape, least, strict=True)]
     larger = np.zeros(shape, dtype=array.dtype)
     larger[tuple(slice(size) for size in array.shape)] = array

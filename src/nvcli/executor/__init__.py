@@ -1,1 +1,1 @@
-"""This room spawns the ranks, talks to them over shared memory, and watches that they live."""
+"""Spawning ranks, talking to them over shared memory, and watching that they live."""

@@ -91,8 +91,8 @@ class ChannelSpec:
 def _acks(memory: mmap.mmap, spec: ChannelSpec) -> memoryview:
     """View the number of the last message that each reader has read: one number in every `_ALIGN` bytes.
 
-    An element of a view is written and read in one piece. `struct` is not: it zeroes the bytes before it packs them,
-    and a writer that looks in between takes the reader for far behind.
+    An element of a view is written and read atomically. `struct` is not atomic: it zeroes the bytes before it packs
+    them, and a writer that looks in between would think the reader far behind.
     """
     return memoryview(memory)[: spec.ack_bytes].cast("Q")
 
@@ -109,7 +109,7 @@ class ChannelWriter:
 
     @property
     def has_room(self) -> bool:
-        """Whether every reader is far enough for one more message."""
+        """Whether every reader has room for one more message."""
         return self._sequence < min(self._acks) + self._spec.num_entries
 
     def send(self, message: bytes) -> None:

@@ -27,7 +27,7 @@ from nvcli.control_group import count_oom_kills
 from nvcli.process_control import describe_end, end_with_parent, ignore_terminal
 
 _CHILDREN_SECONDS = 5.0
-"""Seconds that a process gets to end its children; one with a GPU takes its time to go."""
+"""Seconds that a process gets to end its children; one with a GPU needs time to exit."""
 
 
 class ChildProcess:
@@ -45,9 +45,9 @@ class ChildProcess:
     ) -> None:
         """Start `target` ("module:function") as function(argument, control) in a new process.
 
-        `argument` is pickled. None stands for one that is not known yet: the function receives it over its `control`
-        once `send` is called. File descriptors in `pass_fds` keep their numbers in the child. `env` holds defaults:
-        variables that the user has set stay as they are. `output_fd` takes what the child prints.
+        `argument` is pickled. None: not known yet; the function receives it over its `control` once `send` is called.
+        File descriptors in `pass_fds` keep their numbers in the child. `env` holds defaults: variables that the user
+        has set stay as they are. `output_fd` receives what the child prints.
         """
         self.name = name
         self._oom_kills = count_oom_kills()
@@ -55,7 +55,7 @@ class ChildProcess:
         with theirs:
             fd = theirs.fileno()
             search_path = os.pathsep.join(p for p in sys.path if p)
-            # -P: the user's folder must not shadow modules. Chatter must not go to standard output.
+            # -P: the user's folder must not shadow modules. Library output must not go to standard output.
             self._popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", "nvcli.executor.child_process", target, str(fd), str(os.getpid())],
                 pass_fds=(fd, *pass_fds),
@@ -74,9 +74,9 @@ class ChildProcess:
             self.control.send(argument)
 
     def limit_sends(self, seconds: float) -> None:
-        """From now on, sending to a child that does not read for so long raises BlockingIOError."""
+        """Make sending raise BlockingIOError from now on if a child does not read for this many seconds."""
         whole, rest = divmod(seconds, 1.0)
-        with socket.socket(fileno=os.dup(self.control.fileno())) as ours:  # one socket, whatever its descriptor
+        with socket.socket(fileno=os.dup(self.control.fileno())) as ours:  # one socket, shared by all descriptors
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(whole), int(rest * 1e6)))
 
     @property
@@ -105,9 +105,9 @@ class ChildProcess:
         return describe_end(code) + self._blame_memory(code)
 
     def _blame_memory(self, code: int) -> str:
-        """Say that the kernel has killed the process because memory ran out, as surely as that can be known.
+        """Say, as far as it can be known, that the kernel killed the process because memory ran out.
 
-        The kernel counts such kills and does not tell whom they met; empty where there was none since the start.
+        The kernel counts out-of-memory kills without naming the processes; empty if there were none since the start.
         """
         now = count_oom_kills()
         if code != -signal.SIGKILL or now is None or self._oom_kills is None or now.count <= self._oom_kills.count:
@@ -147,10 +147,10 @@ class ChildProcess:
 
 
 def end_at_sigterm() -> None:
-    """From now on SIGTERM ends this process as it would anyway, and its children before it.
+    """Make SIGTERM end this process's children first, then the process as usual.
 
-    Children that outlive their parent become those of process 1, which in many containers waits for none: what is left
-    of them stays in the process table.
+    Orphaned children go to process 1, which in many containers never waits for them, so they would stay in the process
+    table.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -183,7 +183,7 @@ def _main() -> None:
         argument = control.recv()
         getattr(importlib.import_module(module), function)(argument, control)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        # The parent hung up: nobody is left to report to.
+        # The parent hung up: there is no one to report to.
         os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""Collects the answers of several child processes, of which each may die or fall silent."""
+"""Collects answers from several child processes, each of which may die or hang."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def collect_answers(
 ) -> list[Any]:
     """Return one answer of each child. Raises ChildDied and NoAnswer.
 
-    `timeout` is in seconds. `is_answer` gets a child's number and its message, and says whether that is its answer.
+    `timeout` is in seconds. `is_answer` gets a child's number and message, and tells whether the message is its answer.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     answers: dict[int, Any] = {}

@@ -29,7 +29,7 @@ _SPARE_ENTRIES = 2
 """Messages that a channel has room for beside the steps in flight: steps whose outputs are being taken in."""
 
 _BEHIND_SECONDS = 0.0005
-"""Seconds between two checks whether a rank that fell behind has caught up."""
+"""Seconds between two checks whether a slow rank has caught up."""
 
 
 class Executor:
@@ -53,7 +53,7 @@ class Executor:
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=config.max_model_len,
-                max_blocks_per_seq=config.max_blocks_per_seq * MAX_KV_GROUPS,  # how many groups, the ranks will say
+                max_blocks_per_seq=config.max_blocks_per_seq * MAX_KV_GROUPS,  # the ranks will report their number
             ),
             outputs=max_step_output_bytes(
                 max_num_seqs=config.max_num_seqs,
@@ -134,8 +134,8 @@ class Executor:
         """Go on with these limits after a step that ran out of memory; no step may be in flight.
 
         A lone rank goes on as it is, and the result is None. Several ranks are ended and started anew, and the result
-        is the number of their KV blocks, which hold nothing. That takes as long as the start and raises what
-        `wait_ready` raises; it may be called again after LimitsTooHigh.
+        is the number of their KV blocks, which hold nothing. That takes as long as the start and raises the errors of
+        `wait_ready`; it may be called again after LimitsTooHigh.
         """
         assert not self._submitted
         if len(self._ranks) == 1:

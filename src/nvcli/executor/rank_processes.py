@@ -1,4 +1,5 @@
-"""RankProcesses: the processes of a replica's ranks: their start, what they say beside steps, and why they fail."""
+"""RankProcesses: the processes of a replica's ranks: their start, their messages besides steps, and the cause of
+failures."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class RankProcesses:
     """Starts the ranks, and ends them. It waits on all of them at once: their sockets close when they die."""
 
     def __init__(self, config: EngineConfig, runner: str, wiring: Wiring, ahead: RankAhead | None) -> None:
-        """`ahead` is a lone rank that was started before, whose wiring this is."""
+        """`ahead` is a lone rank that was started earlier, with this wiring."""
         self._config, self._timeout = config, config.step_timeout
         self._status = StatusBoard(wiring.status_fd, config.num_ranks)
         self._ranks: list[ChildProcess] = []
@@ -45,7 +46,7 @@ class RankProcesses:
                 self._ranks.append(ahead.child)
                 ahead.child.send(start)
         self.out_of_memory: StepNotRun | None = None
-        """The message, among those of ranks whose memory ran out, that names the earliest step that did not run."""
+        """The message, among those of ranks that ran out of memory, that names the earliest step that did not run."""
 
     def __len__(self) -> int:
         return len(self._ranks)
@@ -58,8 +59,8 @@ class RankProcesses:
     def wait_ready(self) -> EngineReady:
         """Wait until all ranks are ready; return rank 0's report with the memory of every rank.
 
-        There is no limit to the time that loading takes, but a rank that was stopped by a signal has `step_timeout`
-        only. Raises the error that a rank failed with, or WorkerError.
+        Loading may take any time, but a rank stopped by a signal has only `step_timeout`. Raises the error that a rank
+        failed with, or WorkerError.
         """
         ready: dict[int, EngineReady] = {}
         poll = select.poll()
@@ -80,7 +81,7 @@ class RankProcesses:
         return msgspec.structs.replace(ready[0], memory=memory)
 
     def check(self) -> None:
-        """Read the ranks' messages while steps run: keep those of memory that ran out, raise a rank's error."""
+        """Read the ranks' messages while steps run: keep those about running out of memory, raise a rank's error."""
         error = self._find_cause({}, set())
         if error is not None:
             raise error
@@ -94,13 +95,14 @@ class RankProcesses:
         raise WorkerError(self._describe_stuck())
 
     def peak_bytes(self, deadline: float) -> list[int]:
-        """Wait until `deadline` for what leaving ranks report: `Runner.peak_bytes` of each, 0 where it reports none."""
+        """Wait until `deadline` for leaving ranks to report their `Runner.peak_bytes`; 0 for a rank that reports
+        none."""
         return [self._receive_peak_bytes(child, deadline) for child in self._ranks]
 
     def end(self, deadline: float) -> None:
         """Wait for the ranks to leave until `deadline`, then kill those that have not.
 
-        They are killed all at once, since a process with a GPU takes its time to go.
+        They are killed all at once, since a process with a GPU needs time to exit.
         """
         while time.monotonic() < deadline and any(child.is_alive for child in self._ranks):
             time.sleep(_LEAVING_SECONDS)
@@ -138,8 +140,8 @@ class RankProcesses:
 
         Returns None if no rank has failed; if one ran out of memory, `out_of_memory` keeps its message.
 
-        An error of the user's (checkpoint, capacity) comes first, then a rank that was killed or stopped, then other
-        failures: the ranks that merely lost their peer fail last.
+        A user's error (checkpoint, capacity) comes first, then a rank that was killed or stopped, then other failures:
+        ranks that merely lost a peer fail last.
         """
         short: set[int] = set()
         deadline = time.monotonic() + _CULPRIT_SECONDS

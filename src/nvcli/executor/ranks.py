@@ -1,4 +1,4 @@
-"""The start of ranks, also before anything is known of the run: their processes, argument and inherited descriptors."""
+"""The start of ranks, even before anything is known about the run: processes, argument and inherited descriptors."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Wiring:
 
     @staticmethod
     def create(num_ranks: int) -> Wiring:
-        """Make all but the room for messages (`resized`). Raises as `resize_memory_file` does."""
+        """Make everything but the room for messages (`resized`). Raises as `resize_memory_file` does."""
         steps, outputs = ChannelSpec.create(0, num_readers=num_ranks), ChannelSpec.create(0, num_readers=1)
         return Wiring(steps, outputs, StatusBoard.create(num_ranks), create_store())
 
     def resized(self, *, steps: int, outputs: int, num_entries: int) -> Wiring:
-        """Return the wiring with room for so many messages of so many bytes. Raises as `resize_memory_file` does."""
+        """Return the wiring with room for messages of these sizes. Raises as `resize_memory_file` does."""
         return replace(
             self,
             steps=self.steps.resized(steps, num_entries=num_entries),
@@ -60,13 +60,13 @@ class Wiring:
         return (*self.steps.reader_fds(rank), *output_fds, self.status_fd, self.store_fd)
 
     def close(self) -> None:
-        """Close all of it, which nobody has opened."""
+        """Close all of it; no one may have opened it."""
         self.close_theirs()
         close_fds(self.steps.write_fds + self.outputs.read_fds)
 
     def close_theirs(self) -> None:
-        """Close all that the executor does not need once it has opened its ends. The ranks' ends are then the only
-        ones: a dead rank reads as end of file."""
+        """Close everything that the executor does not need once it has opened its ends. The ranks' ends are then the
+        only ones, so that a dead rank reads as end of file."""
         close_fds(self.steps.read_fds + self.outputs.write_fds)
         close_fds((self.steps.memory_fd, self.outputs.memory_fd, self.status_fd, self.store_fd))
 
@@ -96,14 +96,14 @@ def start_rank(start: RankStart | None, wiring: Wiring, rank: int, *, is_output_
 
 
 class RankAhead:
-    """The process of a lone rank, which imports what all ranks import until it learns what it is to do."""
+    """The process of a lone rank, which imports what all ranks import until it receives its argument."""
 
     def __init__(self) -> None:
-        """Begin to start it. Raises as `resize_memory_file` does."""
+        """Begin to start the process. Raises as `resize_memory_file` does."""
         self.wiring = Wiring.create(1)
         self.child = start_rank(None, self.wiring, 0, is_output_rank=True)
 
     def close(self) -> None:
-        """End the process, which is not used."""
+        """End the process unused."""
         self.child.close()
         self.wiring.close()

@@ -1,4 +1,4 @@
-"""StatusBoard: a note of what each rank is doing. The engine can read it even when the rank no longer answers."""
+"""StatusBoard: a note of what each rank is doing, readable by the engine even when the rank no longer answers."""
 
 from __future__ import annotations
 

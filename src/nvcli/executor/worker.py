@@ -1,8 +1,7 @@
 """A rank's process: it makes the runner, reports that it is ready, and runs every step that the channel brings.
 
-All ranks run this code. One of them (`EngineConfig.output_rank`) differs in one thing: its runner's outputs are posted
-back, by a thread of their own, so that the next step is launched while the last one's tokens are still on their way
-from the device.
+All ranks run this code. On one of them (`EngineConfig.output_rank`) a separate thread also posts the runner's outputs
+back, so that the next step is launched while the last one's tokens are still on their way from the device.
 
 A step that runs out of memory does not end a rank: the rank reports it, and skips the steps behind it, which build on
 it. A lone rank goes on with the next step that `restarts`. With several ranks the others wait in collectives that this
@@ -40,7 +39,7 @@ from nvcli.runner.compiled_programs import start_compilers
 from nvcli.runner.interface import PendingOutput, RankContext, Runner
 
 _MAX_REASON = 200
-"""Characters of the longest reason; the message has room for them."""
+"""Characters of the longest reason that fits the message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +60,8 @@ class RankClosed:
 
 @dataclass(frozen=True, slots=True)
 class StepNotRun:
-    """The output of a step that did not run, because memory ran out in it or before it. From one of several ranks it is
-    a message, too: the rank runs no step behind it."""
+    """The output of a step that did not run, because memory ran out in it or before it. With several ranks it is
+    also a message: the rank runs no later step."""
 
     step_id: int
     reason: str
@@ -77,7 +76,7 @@ def main(start: RankStart | None, control: Connection) -> None:
 
     `start` None: it comes over `control`, and what the ranks of all models import is imported meanwhile.
     """
-    gc.disable()  # until all is imported: there is little to collect, and much to look through
+    gc.disable()  # off until all is imported: there is little to collect, and much to scan
     if start is None:
         threading.Thread(target=_import_ahead, name="import-ahead", daemon=True).start()
         start = control.recv()
@@ -89,7 +88,7 @@ def main(start: RankStart | None, control: Connection) -> None:
     except BaseException as error:
         _report_failure(error, control)
         code = 1
-    end_children(signal.SIGTERM)  # those that make masks, and end their own
+    end_children(signal.SIGTERM)  # the mask workers, which end their own
     os._exit(code)
 
 
@@ -112,18 +111,18 @@ def _run(start: RankStart, control: Connection) -> None:
     )
     module, function = start.runner.split(":")
     create_runner = getattr(importlib.import_module(module), function)
-    gc.freeze()  # what was imported lives for ever: the collector need not look at it
+    gc.freeze()  # imports live for ever: the collector need not scan them
     gc.enable()
     runner: Runner = create_runner(start.config, context)
     is_output_rank = rank == start.config.output_rank
     post = _start_poster(ChannelWriter(start.wiring.outputs), control) if is_output_rank else None
     gc.collect()
-    gc.freeze()  # what the start made lives for ever, too
+    gc.freeze()  # so do the objects made at the start
     control.send(runner.ready)
 
     steps = ChannelReader(start.wiring.steps, rank)
     decoder = msgspec.msgpack.Decoder(StepInput)
-    not_run = ""  # why nothing runs until a step restarts
+    not_run = ""  # the reason why nothing runs until a step restarts
     try:
         while True:
             status.report(rank, "waiting for a step")
@@ -145,19 +144,19 @@ def _run(start: RankStart, control: Connection) -> None:
                 post.put(pending)
     except ChannelClosed:
         if start.config.record_steps:
-            with contextlib.suppress(OSError):  # the engine is gone: nobody asks
+            with contextlib.suppress(OSError):  # the engine is gone: no one asks
                 control.send(RankClosed(runner.peak_bytes()))
 
 
 def _import_ahead() -> None:
-    with contextlib.suppress(Exception):  # the rank meets it too
+    with contextlib.suppress(Exception):  # the rank fails likewise
         importlib.import_module(MODEL_RUNNER.partition(":")[0])
 
 
 def _open_gpu_context(index: int) -> None:
     """Make the primary context of GPU number `index`, which torch will use, on a thread, while torch is imported.
 
-    If the driver is missing or refuses, nothing happens here: torch meets the same error and reports it.
+    If the driver is missing or refuses, nothing happens here: torch runs into the same error and reports it.
     """
 
     def open_context() -> None:
