@@ -46,7 +46,7 @@ def attention_shape(case: AttentionCase, geometry: Geometry) -> AttentionShape:
 
 
 def layer_inputs(layer: AttentionLayer, q: Tensor, batch: ForwardBatch) -> LayerInputs:
-    """Return what a layer attends to; the arguments are those of `AttentionBackend.decode`."""
+    """Return the kernel's inputs for a layer; the arguments are those of `AttentionBackend.decode`."""
     spec, number, sinks = layer
     k_cache, v_cache = batch.kv_cache.layer(number)
     tables = batch.block_tables[spec.kv_group]
@@ -62,7 +62,7 @@ class ChunkedPrefill:
             max_tokens=case.max_num_batched_tokens, max_chunks=case.max_num_seqs, device=case.device
         )
         self.kernels: dict[tuple[Geometry, bool], PrefillKernel] = {}
-        """By geometry and whether there is a window."""
+        """(geometry, has a window) → kernels."""
         notes: list[str] = []
         geometries = dict.fromkeys(spec.geometry for spec in case.specs)
         has_plain_blocks = not case.has_states and len({geometry[1:] for geometry in geometries}) == 1
@@ -79,7 +79,7 @@ class ChunkedPrefill:
         self._whole = {kind: [(kernel, self._tiles.of(kernel))] for kind, kernel in self.kernels.items()}
         self.notes = tuple(dict.fromkeys(notes))
         self.prefix_tile_tokens = 0
-        """The tokens that fill a tile, of the kernel whose tiles hold the fewest; 0: none attends to prefixes."""
+        """The tokens that fill a tile, for the kernel with the smallest tiles; 0: none attends to prefixes."""
         self._prefixed: dict[Geometry, list[tuple[PrefillKernel, PrefillTiles]]] = {}
         for (geometry, has_window), kernel in self.kernels.items():
             if case.max_shared_rows and not has_window and attends_prefixes(kernel):
@@ -120,7 +120,7 @@ class ChunkedPrefill:
 
 @dataclass(frozen=True, slots=True)
 class _Kernels:
-    """What attends for one geometry, with windows or without."""
+    """Decode kernels for one geometry, with or without windows."""
 
     shared: SegmentAttention
     own: DecodeAttention
