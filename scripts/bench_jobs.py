@@ -45,7 +45,7 @@ def answer(output: Path, limit: int) -> int:
     choice = Choice(index=0, text="That is a sum, and I have added it up for you.", finish_reason="stop")
     for batch in reader.batches():
         writer.write(
-            JobResult(place=row.place, choices=[choice], usage=Usage(prompt_tokens=20, completion_tokens=12))
+            JobResult(context=row.context, choices=[choice], usage=Usage(prompt_tokens=20, completion_tokens=12))
             if isinstance(row, Job)
             else row
             for row in batch

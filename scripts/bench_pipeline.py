@@ -219,7 +219,7 @@ class Stages:
         for at in range(0, len(self._rows), 512):
             writer.write(
                 JobResult(
-                    place=row.place,
+                    context=row.context,
                     choices=[Choice(index=0, text=text, finish_reason="length")],
                     usage=Usage(prompt_tokens=row.num_prompt_tokens, completion_tokens=8),
                 )

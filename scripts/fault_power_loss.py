@@ -114,7 +114,7 @@ class SmallJob:
 
     def result(self, index: int) -> JobResult:
         own_id, name = self._own_id(index), f"row-{index}"
-        place = RowContext(
+        context = RowContext(
             id=own_id or name,
             is_named=own_id is None,
             index=index,
@@ -122,10 +122,10 @@ class SmallJob:
             extra={"job": msgspec.Raw(msgspec.json.encode(self.name))},
         )
         if index in self.failing:
-            return failed(place, RowError("prompt_too_long", "too long"))
+            return failed(context, RowError("prompt_too_long", "too long"))
         text = f"{self.name} {self.rows[index]} " + "x" * (37 * index % 90)
         choices = [Choice(index=0, text=text, finish_reason="stop")]
-        return JobResult(place=place, choices=choices, usage=Usage(prompt_tokens=index))
+        return JobResult(context=context, choices=choices, usage=Usage(prompt_tokens=index))
 
     def expected(self, index: int) -> str | None:
         """Return the answer that a row must have in the end; None: it fails."""

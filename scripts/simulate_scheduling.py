@@ -157,7 +157,7 @@ def simulate(
         while len(held) < 2 * seqs and (row := planner.take(0)) is not None:
             request = request_of(row, next_id)
             next_id += request.n
-            held.update(dict.fromkeys(range(request.request_id, next_id), row.place.index))
+            held.update(dict.fromkeys(range(request.request_id, next_id), row.context.index))
             requests.append(request)
         core.add(requests)
         if not core.has_work:
@@ -189,7 +189,7 @@ def simulate(
 def prepared(rows: list[Row]) -> Iterator[PreparedRow]:
     for index, row in enumerate(rows):
         yield PreparedRow(
-            place=RowContext(id=index, index=index, line=f"line {index + 1}"),
+            context=RowContext(id=index, index=index, line=f"line {index + 1}"),
             prompt_ids=pack(row.prompt),
             num_prompt_tokens=len(row.prompt),
             max_tokens=row.max_tokens or MAX_MODEL_LEN - len(row.prompt),
@@ -217,7 +217,7 @@ def request_of(row: PreparedRow, request_id: int) -> Request:
         sampling=row.sampling,
         stop_ids=row.stop_ids,
         seed=0,
-        row=row.place.index,
+        row=row.context.index,
         sample=0,
         n=row.sampling.n,
     )

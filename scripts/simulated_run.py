@@ -39,7 +39,7 @@ class FakeRow(NamedTuple):
 
     def prepared(self, index: int) -> PreparedRow:
         return PreparedRow(
-            place=RowContext(id=index, index=index, line=f"line {index + 1}"),
+            context=RowContext(id=index, index=index, line=f"line {index + 1}"),
             prompt_ids=pack([1]),
             num_prompt_tokens=self.prompt,
             max_tokens=self.max_tokens or self.most,
@@ -172,8 +172,9 @@ class _Run:
         while self._num_read < len(self._rows) and self._planner.num_rows < self._rows_ahead:
             row = self._prepared[self._num_read]
             self._num_read += 1
-            if self._rows[row.place.index].fails:
-                self._counts.add(None, JobResult(place=row.place, error=ErrorInfo(type="invalid_json", message="…")))
+            if self._rows[row.context.index].fails:
+                error = ErrorInfo(type="invalid_json", message="…")
+                self._counts.add(None, JobResult(context=row.context, error=error))
                 continue
             self._feeder.read.add(row)
             self._planner.add(row)
@@ -187,7 +188,7 @@ class _Run:
         prompts = 0
         while len(self._running) < self._slots:
             while len(self._queue) < self._slots and (taken := self._planner.take()) is not None:
-                self._queue += [taken.place.index] * taken.sampling.n
+                self._queue += [taken.context.index] * taken.sampling.n
             if not self._queue:
                 break
             index = self._queue.pop(0)
@@ -229,4 +230,4 @@ class _Run:
         self._samples_left[sample.row] -= 1
         if not self._samples_left[sample.row]:
             usage = Usage(prompt_tokens=row.prompt, completion_tokens=length * row.n)
-            self._counts.add(prepared, JobResult(place=prepared.place, usage=usage))
+            self._counts.add(prepared, JobResult(context=prepared.context, usage=usage))

@@ -23,16 +23,16 @@ FAILING = frozenset((3, 4))
 
 
 def result_of(index: int, *, failing: Iterable[int] = (), form: RowForm = RowForm.NATIVE) -> JobResult:
-    place = RowContext(id=f"r{index}", index=index, line=f"line {index + 1}", form=form)
+    context = RowContext(id=f"r{index}", index=index, line=f"line {index + 1}", form=form)
     if index in failing:
-        return failed(place, RowError("prompt_too_long", "too long"))
+        return failed(context, RowError("prompt_too_long", "too long"))
     choices = [Choice(index=0, text=f"ünswer {index}\n", finish_reason="stop")]
-    return JobResult(place=place, choices=choices, usage=Usage(prompt_tokens=index))
+    return JobResult(context=context, choices=choices, usage=Usage(prompt_tokens=index))
 
 
 def extra_of(row: Job | JobResult) -> dict[str, Any]:
     """The values that a row passes through."""
-    return {key: msgspec.json.decode(value) for key, value in row.place.extra.items()}
+    return {key: msgspec.json.decode(value) for key, value in row.context.extra.items()}
 
 
 def open_job(path: Path, job: Manifest = JOB, **options: Any) -> JobOutput:

@@ -15,7 +15,7 @@ def prepared_row(index: int, prompt: Sequence[int], **fields: Any) -> PreparedRo
     """`max_tokens` is asked for where it is given."""
     max_tokens = fields.pop("max_tokens", None)
     defaults: dict[str, Any] = {
-        "place": RowContext(id=index, index=index, line=f"line {index + 1}"),
+        "context": RowContext(id=index, index=index, line=f"line {index + 1}"),
         "sampling": SamplingParams(max_tokens=max_tokens),
         "stop_ids": [],
         "num_bytes": 4 * len(prompt),

@@ -117,7 +117,7 @@ def test_a_model_whose_format_is_not_known_cannot_be_forced() -> None:
 
     def prepare(rule: CallRule) -> Any:
         job = Job(
-            place=RowContext(id=0, index=0, line="line 1"),
+            context=RowContext(id=0, index=0, line="line 1"),
             messages=MESSAGES, tools=TOOLS, call_rule=rule, sampling=SamplingParams(),
         )  # fmt: skip
         return preparer.prepare([job])[0]

@@ -395,12 +395,12 @@ def task_rows() -> Iterator[tuple[str, list[Any]]]:
     ]
     for name, form, answers in forms:
         error = None if answers[0] else ErrorInfo(type="aborted", message="")
-        place = RowContext(id="a", index=0, line="line 1", form=form)
-        results = [JobResult(place=place, answer=answer, error=error) for answer in answers]
+        context = RowContext(id="a", index=0, line="line 1", form=form)
+        results = [JobResult(context=context, answer=answer, error=error) for answer in answers]
         yield name, [json.loads(as_json(output_row(result, OutputForm()))) for result in results]
     for name, form in (("all of a choice", RowForm.NATIVE), ("chat: all of a choice", RowForm.CHAT)):
-        place = RowContext(id="a", index=0, line="line 1", form=form)
-        results = [JobResult(place=place, choices=[choice]) for choice in both(Choice)]
+        context = RowContext(id="a", index=0, line="line 1", form=form)
+        results = [JobResult(context=context, choices=[choice]) for choice in both(Choice)]
         yield name, [json.loads(as_json(output_row(result, OutputForm(text_field="answer")))) for result in results]
 
 
@@ -463,7 +463,7 @@ def test_error_types(snapshot: Snapshot) -> None:
     """Each with the status of OpenAI's rows, and whether `--retry-errors` tries again."""
     lines = []
     for kind in sorted(error_types()):
-        place = RowContext(id="a", index=0, line="line 1", form=RowForm.CHAT)
-        row = output_row(JobResult(place=place, error=ErrorInfo(type=kind, message="")), OutputForm())
+        context = RowContext(id="a", index=0, line="line 1", form=RowForm.CHAT)
+        row = output_row(JobResult(context=context, error=ErrorInfo(type=kind, message="")), OutputForm())
         lines.append(f"{kind}: {row['response']['status_code']}{', tried again' * (kind in RETRYABLE_ERRORS)}")
     snapshot("error_types.txt", lines)

@@ -69,10 +69,10 @@ class Model:
         those of the job and of its sampling."""
         own = {key: fields.pop(key) for key in ("tools", "template_arguments", "messages") if key in fields}
         form = fields.pop("form", RowForm.NATIVE)
-        place = RowContext(id=0, index=0, line="line 1", form=form)
+        context = RowContext(id=0, index=0, line="line 1", form=form)
         given: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
         values = {"prompt": prompt} if fields.pop("raw", False) else {**given, **own}
-        job = Job(place=place, sampling=SamplingParams(**fields), **values)
+        job = Job(context=context, sampling=SamplingParams(**fields), **values)
         (row,) = Preparer(self.tokenizer, self.limits, lambda them: [prompt] * len(them), self.grammars).prepare([job])
         return row
 
@@ -371,8 +371,8 @@ def test_whatever_a_model_writes_is_an_answer(
         "".join(parts), state, reason=reason, tools=[TOOL], **({} if stop is None else {"stop": stop})
     )
     for form in (RowForm.NATIVE, RowForm.CHAT):
-        place = msgspec.structs.replace(result.place, form=form)
-        msgspec.json.encode(output_row(msgspec.structs.replace(result, place=place), OutputForm()))
+        context = msgspec.structs.replace(result.context, form=form)
+        msgspec.json.encode(output_row(msgspec.structs.replace(result, context=context), OutputForm()))
     (choice,) = result.choices
     assert (choice.finish_reason == "tool_calls") <= bool(choice.tool_calls)
     assert result.usage.reasoning_tokens in (msgspec.UNSET, *range(result.usage.completion_tokens + 1))

@@ -19,7 +19,7 @@ def make_duplicates(**changes: int) -> Duplicates:
 def answer(row: PreparedRow) -> JobResult:
     text = f"answer to {row.answer_key!r}"
     usage = Usage(prompt_tokens=9, completion_tokens=3, cached_tokens=2)
-    return JobResult(place=row.place, choices=[Choice(index=0, text=text, finish_reason="stop")], usage=usage)
+    return JobResult(context=row.context, choices=[Choice(index=0, text=text, finish_reason="stop")], usage=usage)
 
 
 keys = st.sampled_from([None, b"a", b"b", b"c"])
@@ -38,13 +38,13 @@ def test_each_row_is_answered_once_and_with_the_answer_of_its_equals(
 
     def collect(found: list[JobResult]) -> None:
         for result in found:
-            assert result.place.index not in results
-            results[result.place.index] = result
+            assert result.context.index not in results
+            results[result.context.index] = result
 
     def finish(at: int) -> None:
         row, fails = running.pop(at)
         error = RowError("kv_cache_too_small", "it can never fit") if fails else None
-        result = failed(row.place, error) if error else answer(row)
+        result = failed(row.context, error) if error else answer(row)
         collect([result])
         duplicates.finish(row, result, error)
         for equal, ready in duplicates.take_ready():
@@ -70,7 +70,7 @@ def test_each_row_is_answered_once_and_with_the_answer_of_its_equals(
     assert (duplicates.num_rows, duplicates.num_bytes) == (0, 0)
     assert sorted(results) == list(range(len(rows)))
     for index, result in results.items():
-        assert result.place is rows[index].place
+        assert result.context is rows[index].context
         if result.error is None:
             assert result.choices == answer(rows[index]).choices
             assert result.usage.cached_tokens in (2, 9)
@@ -95,7 +95,7 @@ def test_failures_are_not_kept() -> None:
     row = prepared_row(0, [1], answer_key=b"a")
     assert duplicates.admit(row)
     error = RowError("aborted", "no luck")
-    duplicates.finish(row, failed(row.place, error), error)
+    duplicates.finish(row, failed(row.context, error), error)
     assert duplicates.admit(row)
 
 

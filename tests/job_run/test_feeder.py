@@ -35,7 +35,7 @@ def rings(feeder: Feeder, seconds: float = 0.0) -> bool:
 def test_the_doorbell(model_folder: Path, tokenizer: Tokenizer) -> None:
     source = Given()
     feeder = Feeder(source, lambda: tokenizer, LIMITS, ChatRenderer(model_folder))
-    row = Job(place=RowContext(id=0, index=0, line="line 1"), prompt="x", sampling=SamplingParams())
+    row = Job(context=RowContext(id=0, index=0, line="line 1"), prompt="x", sampling=SamplingParams())
     feeder.start()
     assert not rings(feeder, 0.05)
     for _ in range(2):

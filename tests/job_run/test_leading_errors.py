@@ -97,7 +97,7 @@ def test_an_empty_input_is_warned_of(tmp_path: Path, model_folder: Path) -> None
 def test_rows_may_be_done_in_any_order() -> None:
     def done(index: int, error: str | None) -> JobResult:
         info = None if error is None else ErrorInfo(type=error, message=str(index))
-        return JobResult(place=RowContext(id=index, index=index, line=""), error=info)
+        return JobResult(context=RowContext(id=index, index=index, line=""), error=info)
 
     leading = LeadingErrors(3)
     for index in range(10, 16):

@@ -11,13 +11,13 @@ DEFAULT = SamplingParams(temperature=0.5)
 
 def answered(index: int, *reasons: str, text: str = "yes") -> JobResult:
     choices = [Choice(index=number, text=text, finish_reason=reason) for number, reason in enumerate(reasons)]
-    place = RowContext(id=f"r{index}", index=index, line=f"line {index + 1}")
-    return JobResult(place=place, choices=choices, usage=Usage(prompt_tokens=10 + index))
+    context = RowContext(id=f"r{index}", index=index, line=f"line {index + 1}")
+    return JobResult(context=context, choices=choices, usage=Usage(prompt_tokens=10 + index))
 
 
 def failed(index: int, kind: str) -> JobResult:
-    place = RowContext(id=f"r{index}", index=index, line=f"line {index + 1}")
-    return JobResult(place=place, error=ErrorInfo(type=kind, message=f"line {index + 1}: bad"))
+    context = RowContext(id=f"r{index}", index=index, line=f"line {index + 1}")
+    return JobResult(context=context, error=ErrorInfo(type=kind, message=f"line {index + 1}: bad"))
 
 
 def test_answers_and_errors_are_counted_by_kind() -> None:

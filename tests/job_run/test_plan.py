@@ -60,7 +60,7 @@ def test_in_input_order_rows_overtake_others_only_to_be_with_those_that_begin_al
             prompt = [*prefix, index] if index % 50 == 0 else [100 + index]
             planner.add(prepared_row(index, prompt, max_tokens=1000 if index == 60 else 10))
         rows = [planner.take() for _ in range(200)]
-        return [row.place.index for row in rows if row is not None]
+        return [row.context.index for row in rows if row is not None]
 
     computed = order_of_computing("input")
     assert computed[:6] == [0, 50, 100, 150, 1, 2], "though more rows are overtaken than run at a time"

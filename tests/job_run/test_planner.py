@@ -36,7 +36,7 @@ def take_all(planner: Planner, replica: int = 0) -> list[PreparedRow]:
 
 
 def indexes(rows: list[PreparedRow]) -> list[int]:
-    return [row.place.index for row in rows]
+    return [row.context.index for row in rows]
 
 
 # Few different tokens, so that prompts share prefixes of every length, end within each other and are equal.
@@ -60,7 +60,7 @@ def test_each_row_once_and_none_passed_over_too_often(
         if row is None:
             assert not waiting
             return
-        index = row.place.index
+        index = row.context.index
         assert waiting.pop(index) is row  # it was there, and was not taken before
         for other in waiting:
             if other < index:
@@ -121,7 +121,7 @@ def test_rows_that_begin_alike_go_one_after_the_other() -> None:
     rng.shuffle(order)
     for index, number in enumerate(order):
         planner.add(prepared_row(index, [*prefixes[number], rng.randrange(50), 1, 2]))
-    taken = [order[row.place.index] for row in take_all(planner)]
+    taken = [order[row.context.index] for row in take_all(planner)]
     runs = [number for number, _ in groupby(taken)]
     assert runs == list(dict.fromkeys(order))  # one run for each prefix, in the order in which they came
 
@@ -163,8 +163,8 @@ def test_rows_whose_caller_wants_them_in_order_take_their_turn() -> None:
     planner = make_planner()
     in_order, as_done = Call(order="input", max_rows=9), Call(order="completion", max_rows=9)
     for index, max_tokens in enumerate([1, 2000, 1, 500, 100, None]):
-        place = RowContext(id=index, index=index, line="", caller=as_done if index >= 3 else in_order)
-        planner.add(prepared_row(index, [index, 1, 2], max_tokens=max_tokens, place=place))
+        context = RowContext(id=index, index=index, line="", caller=as_done if index >= 3 else in_order)
+        planner.add(prepared_row(index, [index, 1, 2], max_tokens=max_tokens, context=context))
     assert indexes(take_all(planner)) == [0, 1, 2, 5, 3, 4]
 
 
@@ -176,7 +176,7 @@ def test_replicas_keep_to_their_prefixes_and_none_is_left_without_work() -> None
     for turn in range(40):
         row = planner.take(turn % 2)
         assert row is not None
-        taken[turn % 2].append(row.place.index % 2)
+        taken[turn % 2].append(row.context.index % 2)
     assert taken == {0: [0] * 20, 1: [1] * 20}
     for index in range(10):
         planner.add(prepared_row(index, [1, 1, index]))

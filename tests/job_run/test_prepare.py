@@ -27,13 +27,13 @@ LIMITS = ModelLimits(max_model_len=64, vocab_size=258, eos_token_ids=(1,))
 
 
 def job(prompt: str = "abc", *, index: int = 0, extra: dict[str, Any] | None = None, **sampling: Any) -> Job:
-    place = RowContext(
+    context = RowContext(
         id=index,
         index=index,
         line="line",
         extra={key: msgspec.Raw(msgspec.json.encode(value)) for key, value in (extra or {}).items()},
     )
-    return Job(place=place, prompt=prompt, sampling=SamplingParams(**sampling))
+    return Job(context=context, prompt=prompt, sampling=SamplingParams(**sampling))
 
 
 def preparer_of(tokenizer: Tokenizer, limits: ModelLimits) -> Preparer:
@@ -73,7 +73,7 @@ def test_the_same_ids_and_sampling_are_the_same_row_however_they_are_written(tok
     text = job("abc", temperature=0)
     (row,) = prepare(tokenizer, text)
     ids = list(memoryview(row.prompt_ids).cast("i"))
-    (other,) = prepare(tokenizer, Job(place=text.place, prompt_token_ids=ids, sampling=text.sampling))
+    (other,) = prepare(tokenizer, Job(context=text.context, prompt_token_ids=ids, sampling=text.sampling))
     assert row.answer_key == other.answer_key is not None
 
 
@@ -102,9 +102,10 @@ def test_the_deepest_row_and_the_largest_numbers_can_be_prepared(tokenizer: Toke
 
 def test_errors_name_keys_as_the_row_has_them(tokenizer: Tokenizer) -> None:
     def message(form: RowForm, prompt_token_ids: list[int] | None = None, **sampling: Any) -> str:
-        place = RowContext(id="a", index=0, line="line", form=form)
+        context = RowContext(id="a", index=0, line="line", form=form)
         prompt = "abc" if prompt_token_ids is None else None
-        row = Job(place=place, prompt=prompt, prompt_token_ids=prompt_token_ids, sampling=SamplingParams(**sampling))
+        params = SamplingParams(**sampling)
+        row = Job(context=context, prompt=prompt, prompt_token_ids=prompt_token_ids, sampling=params)
         (result,) = preparer_of(tokenizer, LIMITS).prepare([row])
         assert isinstance(result, JobResult)
         assert result.error is not None

@@ -58,7 +58,7 @@ def finish(counts: Counts, index: int, *, max_tokens: int | None = 100, generate
     row = prepared_row(index, [1] * 10, max_tokens=max_tokens)
     usage = Usage(prompt_tokens=10, completion_tokens=generated)
     counts.lengths.add(row, generated, is_cut=False)
-    counts.add(row, JobResult(place=row.place, usage=usage))
+    counts.add(row, JobResult(context=row.context, usage=usage))
 
 
 def make_view(
@@ -79,8 +79,8 @@ def make_view(
     for index in range(20):
         finish(counts, index)
     error = ErrorInfo(type="invalid_json", message="line 1: …")
-    counts.add(None, JobResult(place=prepared_row(20, [1]).place, error=error))
-    counts.add(None, JobResult(place=prepared_row(21, [1]).place, error=error))
+    counts.add(None, JobResult(context=prepared_row(20, [1]).context, error=error))
+    counts.add(None, JobResult(context=prepared_row(21, [1]).context, error=error))
     counts.started_at = 2.0
     counts.num_planned = 7
     stats = EngineStats(

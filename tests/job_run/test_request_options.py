@@ -21,9 +21,9 @@ END = 1
 
 
 def prepare(tokenizer: Tokenizer, prompt: str | list[int] = "abc", **sampling: Any) -> PreparedRow | JobResult:
-    place = RowContext(id=0, index=0, line="line 1")
+    context = RowContext(id=0, index=0, line="line 1")
     key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
-    job = Job(place=place, sampling=SamplingParams(**sampling), **{key: prompt})  # type: ignore[arg-type]
+    job = Job(context=context, sampling=SamplingParams(**sampling), **{key: prompt})  # type: ignore[arg-type]
     (row,) = Preparer(tokenizer, LIMITS, lambda conversations: []).prepare([job])
     return row
 
@@ -143,10 +143,10 @@ def test_an_echo_is_the_prompt_as_it_was_given(tokenizer: Tokenizer) -> None:
     assert text("a  b<|end|>") == "a  b<|end|>!"
     assert text([0, *ids(tokenizer, "ab")]) == "ab!"
     assert text("abcdef", truncate_prompt_tokens=2) == "ef!"
-    place = RowContext(id=0, index=0, line="line 1")
+    context = RowContext(id=0, index=0, line="line 1")
     for arguments, expected in (({"continue_final_message": True}, "to be"), ({}, None)):
         job = Job(
-            place=place,
+            context=context,
             messages=[{"role": "assistant", "content": "to be"}],
             template_arguments=arguments,
             sampling=SamplingParams(echo=True),

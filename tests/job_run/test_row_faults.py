@@ -69,12 +69,12 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> None:
         return json.loads(line).get("id")
 
     def id_of_answered(result: JobResult, *_: Any) -> Any:
-        return result.place.id if result.error is None else None
+        return result.context.id if result.error is None else None
 
     raise_at(monkeypatch, RowParser, "parse", id_of_line, "parse")
-    raise_at(monkeypatch, Preparer, "_prepare_row", lambda _, job, *__: job.place.id, "prepare", "panic")
-    raise_at(monkeypatch, OpenRow, "requests", lambda row, _: row.prepared.place.id, "requests")
-    raise_at(monkeypatch, open_rows, "_result_of", lambda row, *_: row.prepared.place.id, "answer", "equal")
+    raise_at(monkeypatch, Preparer, "_prepare_row", lambda _, job, *__: job.context.id, "prepare", "panic")
+    raise_at(monkeypatch, OpenRow, "requests", lambda row, _: row.prepared.context.id, "requests")
+    raise_at(monkeypatch, open_rows, "_result_of", lambda row, *_: row.prepared.context.id, "answer", "equal")
     raise_at(monkeypatch, StopStringDetector, "push", lambda *_: "stop", "stop")
     raise_at(monkeypatch, writer, "output_row", id_of_answered, "write")
 
@@ -145,8 +145,8 @@ def test_what_cannot_be_written_at_all_is_left_out(tmp_path: Path, model_folder:
 
     def parse_badly(parser: RowParser, *args: Any, **kwargs: Any) -> Job | JobResult:
         row = parse(parser, *args, **kwargs)
-        if row.place.id == "bad":
-            row.place.extra["text"] = "\ud800"
+        if row.context.id == "bad":
+            row.context.extra["text"] = "\ud800"
         return row
 
     monkeypatch.setattr(RowParser, "parse", parse_badly)
@@ -172,10 +172,10 @@ def test_tracebacks_of_rows_are_few_and_small(tmp_path: Path) -> None:
     said: list[str] = []
     output = tmp_path / "out.jsonl"
     tracebacks = RowTracebacks(str(output), said.append)
-    place = RowContext(id=0, index=0, line="line 1")
+    context = RowContext(id=0, index=0, line="line 1")
     for number in range(20_000):
         traceback = f"Traceback …\n{'x' * 4000}\nKeyError: {number // 2}"
-        tracebacks.add(failed(place, RowError("internal_error", "reading failed", traceback)))
+        tracebacks.add(failed(context, RowError("internal_error", "reading failed", traceback)))
     size = (tmp_path / "out.jsonl.traceback.txt").stat().st_size
     assert 200_000 < size < 400_000
     assert len(said) == 1

@@ -40,7 +40,7 @@ def prepare(tokenizer: Tokenizer, choice: SpecialTokens, **prompt: Any) -> list[
         lambda conversations: [tokenizer.render(each.messages, each.variables) for each in conversations],
     )
     (row,) = preparer.prepare(
-        [Job(place=RowContext(id=0, index=0, line="line 1"), sampling=SamplingParams(), **prompt)]
+        [Job(context=RowContext(id=0, index=0, line="line 1"), sampling=SamplingParams(), **prompt)]
     )
     return unpack(row.prompt_ids).tolist() if isinstance(row, PreparedRow) else row
 

@@ -26,12 +26,12 @@ def make_summary(**fields: Any) -> Summary:
     """995 rows are answered, 3 of them in this run; 5 failed, 1 of them in this run."""
     counts = Counts(SamplingParams(max_tokens=100))
     for index, reason in enumerate(("stop", "stop", "length")):
-        place = RowContext(id=f"r{index}", index=index, line=f"line {index + 1}")
+        context = RowContext(id=f"r{index}", index=index, line=f"line {index + 1}")
         choice = Choice(index=0, text="one\ntwo\x1b[31m", finish_reason=reason)
         row = prepared_row(index, [1] * 10, max_tokens=100 if index else 7)
-        counts.add(row, JobResult(place=place, choices=[choice], usage=Usage(prompt_tokens=10)))
+        counts.add(row, JobResult(context=context, choices=[choice], usage=Usage(prompt_tokens=10)))
     bad = RowContext(id="bad", index=9, line="line 10")
-    counts.add(None, JobResult(place=bad, error=ErrorInfo(type="invalid_json", message="line 10: not valid JSON")))
+    counts.add(None, JobResult(context=bad, error=ErrorInfo(type="invalid_json", message="line 10: not valid JSON")))
     counts.rows_resumed = 996
     counts.prompt_tokens, counts.cached_tokens, counts.completion_tokens = 12345, 300, 50000
     counts.rows_deduplicated, counts.deduplicated_tokens = 17, 1234

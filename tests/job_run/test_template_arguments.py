@@ -35,8 +35,8 @@ def prepare(tokenizer: Tokenizer, special_tokens: Any = "allow", **arguments: An
         return [tokenizer.render(each.messages, each.variables) for each in conversations]
 
     limits = ModelLimits(max_model_len=256, vocab_size=258, eos_token_ids=(1,), special_tokens=special_tokens)
-    place = RowContext(id=0, index=0, line="line 1")
-    job = Job(place=place, messages=MESSAGES, template_arguments=arguments, sampling=SamplingParams())
+    context = RowContext(id=0, index=0, line="line 1")
+    job = Job(context=context, messages=MESSAGES, template_arguments=arguments, sampling=SamplingParams())
     (row,) = Preparer(tokenizer, limits, render).prepare([job])
     return row
 

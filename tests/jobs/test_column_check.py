@@ -53,7 +53,7 @@ def test_no_prompt_at_the_beginning(tmp_path: Path, rows: list[dict[str, Any]]) 
 )
 def test_rows_without_a_prompt_among_others_are_error_rows(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     found = read(file_of(tmp_path / "in.jsonl", rows))
-    assert [row.place.index for row in found] == list(range(len(rows)))
+    assert [row.context.index for row in found] == list(range(len(rows)))
     assert [isinstance(row, Job) for row in found] == [row is GOOD for row in rows]
 
 
@@ -121,7 +121,7 @@ def test_a_key_that_is_named_decides(tmp_path: Path, keys: RowKeys, has_messages
     (job,) = read(file_of(tmp_path / "in.jsonl", [row]), RowParser({}, keys))
     assert isinstance(job, Job)
     assert (job.messages is not None) is has_messages
-    assert sorted(job.place.extra) == sorted(copied)
+    assert sorted(job.context.extra) == sorted(copied)
 
 
 def test_a_limit_bounds_what_is_looked_at(tmp_path: Path) -> None:

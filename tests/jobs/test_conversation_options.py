@@ -37,7 +37,7 @@ def test_options_become_arguments_of_the_chat_template(read_rows: ReadRows, form
     assert job.chat_template_kwargs == {"enable_thinking": False}
     assert job.template_arguments == {"tools": [TOOL], "documents": documents, "continue_final_message": True}
     assert job.tools == [TOOL]
-    assert job.place.extra == {}
+    assert job.context.extra == {}
     none = read(read_rows, form, tools=[TOOL], tool_choice="none")
     assert isinstance(none, Job)
     assert (none.tools, none.template_arguments) == ((), None)  # a model that does not see tools calls none

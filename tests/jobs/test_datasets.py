@@ -20,13 +20,13 @@ LOGPROBS = Logprobs(tokens=["a", "b"], token_logprobs=[None, -1.5], top_logprobs
 COPIED = {b"topic": b'"sums"', b"weight": b"1.5", b"tags": b'["a",1]', b"missing": b"null"}
 
 
-def place(index: int, form: RowForm = RowForm.NATIVE) -> RowContext:
+def context(index: int, form: RowForm = RowForm.NATIVE) -> RowContext:
     extra = {key.decode(): msgspec.Raw(value) for key, value in COPIED.items()}
     return RowContext(id=f"r{index}", index=index, line=f"line {index + 1}", form=form, extra=extra)
 
 
 def failing(form: RowForm) -> JobResult:
-    return failed(place(0, form), RowError("prompt_too_long", "too long"))
+    return failed(context(0, form), RowError("prompt_too_long", "too long"))
 
 
 def generated(form: RowForm) -> list[JobResult]:
@@ -45,8 +45,8 @@ def generated(form: RowForm) -> list[JobResult]:
     usage = Usage(prompt_tokens=3, completion_tokens=2)
     return [
         failing(form),
-        JobResult(place=place(1, form), choices=[plain], usage=usage),
-        JobResult(place=place(2, form), choices=[rich], usage=usage, prompt_logprobs=LOGPROBS),
+        JobResult(context=context(1, form), choices=[plain], usage=usage),
+        JobResult(context=context(2, form), choices=[rich], usage=usage, prompt_logprobs=LOGPROBS),
     ]
 
 
@@ -64,11 +64,11 @@ def scored() -> list[JobResult]:
         token_logprobs=[-1.5],
     )
     answer = ScoreAnswer(choices=[choice], best=0, correct=True)
-    return [failing(RowForm.SCORE), JobResult(place=place(1, RowForm.SCORE), answer=answer)]
+    return [failing(RowForm.SCORE), JobResult(context=context(1, RowForm.SCORE), answer=answer)]
 
 
 def embedded(form: RowForm = RowForm.EMBEDDING) -> list[JobResult]:
-    return [failing(form), JobResult(place=place(1, form), answer=EmbedAnswer(embedding=[0.5, -0.25]))]
+    return [failing(form), JobResult(context=context(1, form), answer=EmbedAnswer(embedding=[0.5, -0.25]))]
 
 
 JOBS = {

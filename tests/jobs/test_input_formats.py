@@ -49,7 +49,7 @@ def read(path: Path, data: bytes | None = None, *, parser: RowParser | None = No
 
 
 def jobs(rows: list[Any]) -> list[tuple[Any, str | None, dict[str, Any]]]:
-    return [(row.place.id, row.prompt, extra_of(row)) for row in rows if isinstance(row, Job)]
+    return [(row.context.id, row.prompt, extra_of(row)) for row in rows if isinstance(row, Job)]
 
 
 def errors(rows: list[Any]) -> list[tuple[str, str]]:
@@ -60,7 +60,7 @@ def test_cells_are_texts_and_empty_ones_are_absent(tmp_path: Path) -> None:
     data = b'\xef\xbb\xbfid,prompt,note,n\r\n7,"two\r\nlines, ""quoted""",,1.50\r\n\r\n,p,"",x\r\n'
     rows = read(tmp_path / "in.csv", data)
     assert jobs(rows) == [("7", 'two\r\nlines, "quoted"', {"n": "1.50"}), ("row-1", "p", {"n": "x"})]
-    assert [row.place.line for row in rows] == ["lines 2 to 3", "line 5"]
+    assert [row.context.line for row in rows] == ["lines 2 to 3", "line 5"]
 
 
 def test_nvclis_own_lists_and_objects_are_json_in_their_cells(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_nvclis_own_lists_and_objects_are_json_in_their_cells(tmp_path: Path) ->
 def test_a_row_of_a_batch_file_in_csv(tmp_path: Path) -> None:
     data = b'custom_id,url,body\na,/v1/completions,"{""prompt"": ""p"", ""max_tokens"": 3}"\n'
     (row,) = read(tmp_path / "in.csv", data)
-    assert (row.place.form, row.prompt, row.sampling.max_tokens) == (RowForm.COMPLETION, "p", 3)
+    assert (row.context.form, row.prompt, row.sampling.max_tokens) == (RowForm.COMPLETION, "p", 3)
 
 
 def test_records_that_are_no_rows(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_rows_that_are_answered_are_passed_over(tmp_path: Path) -> None:
     assert jobs(rows) == [("c", "p", {})]
     assert errors(rows)[0][0] == "duplicate_id"
     done.all.discard(1)
-    assert [row.place.id for row in read(tmp_path / "in.txt", b"p\nq\nr\n", answered=done)] == ["row-1", "row-2"]
+    assert [row.context.id for row in read(tmp_path / "in.txt", b"p\nq\nr\n", answered=done)] == ["row-1", "row-2"]
 
 
 @pytest.mark.parametrize("kind", ["file", "stream", "feather"])
@@ -273,7 +273,7 @@ def test_whatever_bytes_a_file_holds_rows_and_errors_come_of_it(
     with contextlib.suppress(ConfigError):
         for batch in RowReader([str(path)], RowParser({})).batches():
             rows += batch
-    assert [row.place.index for row in rows] == list(range(len(rows)))
+    assert [row.context.index for row in rows] == list(range(len(rows)))
 
 
 def test_rows_before_a_damaged_table_are_given_out(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ TOP = [{"a": -1.0, "b": -2.0}] * 50
 
 
 def test_everything_counts() -> None:
-    plain = JobResult(place=RowContext(id=1, index=0, line="line 1"))
+    plain = JobResult(context=RowContext(id=1, index=0, line="line 1"))
     choice = Choice(index=0, text="", finish_reason="stop")
     choices = [
         replace(choice, text="a" * 5000),

@@ -39,20 +39,20 @@ def test_a_row_keeps_its_id_index_line_and_foreign_keys(read_rows: ReadRows) -> 
     rows = read_rows(b'\n{"id":"a","prompt":"x","meta":{"k":[1,2.5,null]},"big":123456789012345678901234567890}\n')
     job = only(rows)
     assert isinstance(job, Job)
-    assert (job.place.id, job.place.index, job.place.line, job.prompt) == ("a", 0, "line 2", "x")
+    assert (job.context.id, job.context.index, job.context.line, job.prompt) == ("a", 0, "line 2", "x")
     assert extra_of(job) == {"meta": {"k": [1, 2.5, None]}, "big": 123456789012345678901234567890}
 
 
 def test_ids_are_integers_of_64_bits(read_rows: ReadRows) -> None:
     ids = [-(2**63), 2**63 - 1, -(2**63) - 1, 2**63]
     rows = read_rows("\n".join(f'{{"id":{row_id},"prompt":"p"}}' for row_id in ids).encode())
-    assert [row.place.id for row in rows if isinstance(row, Job)] == ids[:2]
-    assert [row.place.id for row in rows if isinstance(row, JobResult)] == ["row-2", "row-3"]
+    assert [row.context.id for row in rows if isinstance(row, Job)] == ids[:2]
+    assert [row.context.id for row in rows if isinstance(row, JobResult)] == ["row-2", "row-3"]
 
 
 def test_bom_crlf_blank_lines_and_a_missing_last_newline(read_rows: ReadRows) -> None:
     rows = read_rows(b'\xef\xbb\xbf{"prompt":"a"}\r\n\r\n  \t\n{"prompt":"b"}\r\n\n{"prompt":"c"}')
-    assert [(row.place.id, row.place.line) for row in rows] == [
+    assert [(row.context.id, row.context.line) for row in rows] == [
         ("row-0", "line 1"),
         ("row-1", "line 4"),
         ("row-2", "line 6"),
@@ -62,9 +62,9 @@ def test_bom_crlf_blank_lines_and_a_missing_last_newline(read_rows: ReadRows) ->
 
 def test_rows_are_counted_on_over_several_inputs(read_rows: ReadRows) -> None:
     rows = read_rows(b'{"prompt":"a"}\n\n', b'\xef\xbb\xbf{"prompt":"b"}\nx\n')
-    assert [(row.place.id, row.place.index) for row in rows] == [("row-0", 0), ("row-1", 1), ("row-2", 2)]
-    assert rows[1].place.line.startswith("line 1 of ")
-    assert rows[1].place.line.endswith("in1.jsonl")
+    assert [(row.context.id, row.context.index) for row in rows] == [("row-0", 0), ("row-1", 1), ("row-2", 2)]
+    assert rows[1].context.line.startswith("line 1 of ")
+    assert rows[1].context.line.endswith("in1.jsonl")
 
 
 BAD_ROWS = [
@@ -158,7 +158,7 @@ def test_a_bad_row_is_an_error_that_names_line_and_key_and_the_next_row_is_fine(
 def test_an_error_row_keeps_its_id_and_foreign_keys(read_rows: ReadRows) -> None:
     bad = only(read_rows(b'{"id": "q7", "prompt": 1, "topic": "x"}'))
     assert isinstance(bad, JobResult)
-    assert (bad.place.id, extra_of(bad)) == ("q7", {"topic": "x"})
+    assert (bad.context.id, extra_of(bad)) == ("q7", {"topic": "x"})
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_an_error_row_keeps_its_id_and_foreign_keys(read_rows: ReadRows) -> None
 def test_duplicate_ids(read_rows: ReadRows, lines: list[bytes], duplicates: list[int]) -> None:
     rows = read_rows(b"\n".join(lines))
     found = [
-        row.place.index
+        row.context.index
         for row in rows
         if isinstance(row, JobResult) and row.error is not None and row.error.type == "duplicate_id"
     ]
@@ -191,7 +191,7 @@ def test_a_file_whose_ids_repeat(read_rows: ReadRows) -> None:
     assert "--id-field none" in second.error.message
     parser = RowParser({}, RowKeys(id="none"))
     rows = [parser.parse(line, index=index, where="") for index, line in enumerate(data.splitlines())]
-    assert [(row.place.id, list(row.place.extra)) for row in rows] == [("row-0", ["id"]), ("row-1", ["id"])]
+    assert [(row.context.id, list(row.context.extra)) for row in rows] == [("row-0", ["id"]), ("row-1", ["id"])]
 
 
 def test_sampling_of_a_row_lies_over_the_defaults(read_rows: ReadRows) -> None:
@@ -368,7 +368,7 @@ def test_every_line_is_accounted_for_whatever_it_holds(
         for number, line in enumerate(lines, 1)
         if (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).strip()
     ]
-    assert [row.place.index for row in rows] == list(range(len(numbers)))
-    assert [row.place.line for row in rows] == [f"line {number}" for number in numbers]
+    assert [row.context.index for row in rows] == list(range(len(numbers)))
+    assert [row.context.line for row in rows] == [f"line {number}" for number in numbers]
     for row in rows:
         assert isinstance(row, Job) or row.error is not None

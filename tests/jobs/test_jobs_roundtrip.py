@@ -50,7 +50,7 @@ def test_every_line_is_one_row(
     writer = ResultWriter(output.sink, output.form)
     for batch in reader.batches():
         writer.write(
-            JobResult(place=row.place, choices=[Choice(index=0, text=text, finish_reason="stop")])
+            JobResult(context=row.context, choices=[Choice(index=0, text=text, finish_reason="stop")])
             if isinstance(row, Job)
             else row
             for row in batch

@@ -22,7 +22,7 @@ from nvcli.jobs.output.writer import ResultWriter
 
 def result(index: int, text: str = "t", **extra: Any) -> JobResult:
     return JobResult(
-        place=RowContext(id=f"r{index}", index=index, line=f"line {index + 1}", extra=extra),
+        context=RowContext(id=f"r{index}", index=index, line=f"line {index + 1}", extra=extra),
         choices=[Choice(index=0, text=text, finish_reason="stop")],
         usage=Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1),
     )
@@ -64,7 +64,7 @@ def test_foreign_keys_never_override_ours(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     writer = ResultWriter(sink_of(path))
     theirs = {"choices": "theirs", "error": "theirs", "usage": "theirs", "index": "theirs"}
-    writer.write([msgspec.structs.replace(result(0), place=RowContext(id="a", index=0, line="line 1", extra=theirs))])
+    writer.write([msgspec.structs.replace(result(0), context=RowContext(id="a", index=0, line="line 1", extra=theirs))])
     writer.close()
     (row,) = rows_of(path)
     assert row["error"] is None
@@ -77,7 +77,7 @@ def test_token_ids_and_logprobs_appear_where_asked(tmp_path: Path) -> None:
     logprobs = Logprobs(tokens=["a"], token_logprobs=[-0.5], top_logprobs=[{"a": -0.5, "b": -1.0}])
     choice = Choice(index=0, text="a", finish_reason="length", token_ids=[5], logprobs=logprobs)
     writer = ResultWriter(sink_of(path))
-    writer.write([JobResult(place=RowContext(id=1, index=0, line="line 1"), choices=[choice])])
+    writer.write([JobResult(context=RowContext(id=1, index=0, line="line 1"), choices=[choice])])
     writer.close()
     assert rows_of(path)[0]["choices"] == [
         {

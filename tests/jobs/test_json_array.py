@@ -83,12 +83,12 @@ def test_rows_of_an_array_and_a_bad_item_among_them(tmp_path: Path) -> None:
     path = tmp_path / "in.json"
     path.write_bytes(b'[\n{"id": "a",\n "prompt": "p", "x": 1.50},\n{"prompt": tru},\n7,\n{"prompt": "q"}\n]\n')
     rows = read(path)
-    assert bytes(rows[0].place.extra["x"]) == b"1.50"
+    assert bytes(rows[0].context.extra["x"]) == b"1.50"
     assert [row.error.message[:25] for row in rows if isinstance(row, JobResult) and row.error] == [
         "item 2: not valid JSON: i",
         "item 3: expected an objec",
     ]
-    assert [(row.place.id, row.place.line) for row in rows if isinstance(row, Job)] == [
+    assert [(row.context.id, row.context.line) for row in rows if isinstance(row, Job)] == [
         ("a", "item 1"),
         ("row-3", "item 4"),
     ]
@@ -98,14 +98,14 @@ def test_copied_values_stand_on_one_line(tmp_path: Path) -> None:
     path = tmp_path / "in.json"
     path.write_bytes(b'[{"prompt": "p", "x": [\n 1.50,\n {"y":\n 2}\n]}]')
     (row,) = read(path)
-    assert bytes(row.place.extra["x"]) == b'[  1.50,  {"y":  2} ]'
+    assert bytes(row.context.extra["x"]) == b'[  1.50,  {"y":  2} ]'
 
 
 def test_rows_on_lines_are_still_read(tmp_path: Path) -> None:
     path = tmp_path / "in.json"
     path.write_bytes(b'\xef\xbb\xbf\n{"prompt": "p", "x": [1]}\n{"prompt": "q"}')
     rows = read(path)
-    assert [(row.place.line, extra_of(row)) for row in rows] == [("line 2", {"x": [1]}), ("line 3", {})]
+    assert [(row.context.line, extra_of(row)) for row in rows] == [("line 2", {"x": [1]}), ("line 3", {})]
 
 
 def test_a_file_that_is_cut_off_is_an_error_after_its_whole_items(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def rows_and_places(path: Path, data: bytes, parser: RowParser | None = None) ->
     reader = RowReader([str(path)], parser or RowParser({}), check_columns=True)
     rows = [row for batch in reader.batches() for row in batch]
     assert reader.bytes_read == reader.bytes_total
-    return [(row.prompt if isinstance(row, Job) else None, row.place.line) for row in rows]
+    return [(row.prompt if isinstance(row, Job) else None, row.context.line) for row in rows]
 
 
 @pytest.mark.parametrize("indent", [None, 1])

@@ -50,7 +50,7 @@ def error_of(row: Any, parser: RowParser | None = None) -> str:
 def test_conversations(key: str, value: Any) -> None:
     job = job_of({"id": "a", key: value, "source": 1})
     assert job.messages == MESSAGES
-    assert list(job.place.extra) == ["source"]
+    assert list(job.context.extra) == ["source"]
     if isinstance(value, str):  # as a CSV file has it
         assert job_of(Cells({key: value}, 10)).messages == MESSAGES
 
@@ -75,8 +75,8 @@ def test_rows_that_are_not_quite_of_a_known_form(row: dict[str, Any], message: s
 
 def test_instructions() -> None:
     job = job_of({"instruction": "Add.", "input": "1 and 2", "output": "3", "id": 7})
-    assert (job.prompt, job.messages, job.place.id) == ("Add.\n\n1 and 2", None, 7)
-    assert list(job.place.extra) == ["output"]
+    assert (job.prompt, job.messages, job.context.id) == ("Add.\n\n1 and 2", None, 7)
+    assert list(job.context.extra) == ["output"]
     assert job_of({"instruction": "Add.", "input": "", "output": "3"}).prompt == "Add."
     assert job_of({"instruction": "Add.", "output": "3"}).prompt == "Add."
     rules = PromptRules(chat=ChatForms(instructions=True), system="s")
@@ -98,4 +98,4 @@ def test_a_bad_value_costs_the_row_its_id_in_every_run() -> None:
     parsed = parse(row)
     assert isinstance(parsed, JobResult)
     identity = RowParser({}).identify(row, index=0)
-    assert (parsed.place.id, parsed.place.is_named) == (identity.id, identity.is_named)
+    assert (parsed.context.id, parsed.context.is_named) == (identity.id, identity.is_named)

@@ -54,8 +54,8 @@ def test_a_chat_row(read_rows: ReadRows) -> None:
         defaults={"temperature": 0.1, "min_p": 0.2},
     )  # fmt: skip
     assert isinstance(job, Job)
-    assert (job.place.id, job.place.form, job.place.model, job.messages) == ("a", RowForm.CHAT, "gpt-x", MESSAGES)
-    assert job.place.extra == {}
+    assert (job.context.id, job.context.form, job.context.model, job.messages) == ("a", RowForm.CHAT, "gpt-x", MESSAGES)
+    assert job.context.extra == {}
     assert job.sampling == SamplingParams(
         max_tokens=5, temperature=0.5, top_p=0.9, n=2, stop=["x"], seed=3, presence_penalty=1.0, frequency_penalty=-1.0,
         logit_bias={7: -100.0}, logprobs=4, min_p=0.2, top_k=3,
@@ -68,7 +68,7 @@ def test_a_chat_row(read_rows: ReadRows) -> None:
 def test_a_completion_row(read_rows: ReadRows, prompt: Any, text: str | None, ids: list[int] | None) -> None:
     job = parse(read_rows, line(COMPLETION, prompt=prompt, logprobs=2, best_of=1, echo=False, max_tokens=None))
     assert isinstance(job, Job)
-    assert (job.place.form, job.prompt, job.prompt_token_ids) == (RowForm.COMPLETION, text, ids)
+    assert (job.context.form, job.prompt, job.prompt_token_ids) == (RowForm.COMPLETION, text, ids)
     assert job.sampling == SamplingParams(logprobs=2, best_of=1)
 
 
@@ -155,14 +155,14 @@ def test_ids_are_shared_by_both_forms_and_foreign_keys_pass_through(read_rows: R
     assert isinstance(rows[0], Job)
     assert extra_of(rows[0]) == {"topic": "t"}
     assert [row.error and row.error.type for row in rows[1:] if isinstance(row, JobResult)] == ["duplicate_id"] * 2
-    assert [row.place.form for row in rows[1:]] == [RowForm.NATIVE, RowForm.CHAT]
+    assert [row.context.form for row in rows[1:]] == [RowForm.NATIVE, RowForm.CHAT]
 
 
 def test_a_native_row_may_carry_such_keys_along(read_rows: ReadRows) -> None:
     job = parse(read_rows, b'{"prompt":"x","custom_id":"c","url":"u","body":{}}')
     assert isinstance(job, Job)
-    assert job.place.form is RowForm.NATIVE
-    assert list(job.place.extra) == ["custom_id", "url", "body"]
+    assert job.context.form is RowForm.NATIVE
+    assert list(job.context.extra) == ["custom_id", "url", "body"]
 
 
 def result_for(read_rows: ReadRows, data: bytes) -> JobResult:
@@ -171,7 +171,7 @@ def result_for(read_rows: ReadRows, data: bytes) -> JobResult:
     logprobs = Logprobs(tokens=["a", "\ufffd"], token_logprobs=[-0.5, -1.0], top_logprobs=[{"a": -0.5, "b": -2.0}, {}])
     choice = Choice(index=0, text="a?", finish_reason="stop", logprobs=logprobs)
     usage = Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1)
-    return JobResult(place=job.place, choices=[choice], usage=usage)
+    return JobResult(context=job.context, choices=[choice], usage=usage)
 
 
 USAGE = {
@@ -314,8 +314,8 @@ def test_a_later_run_knows_the_rows_of_both_forms(read_rows: ReadRows) -> None:
     (bad,) = read_rows(line(stream=True))
     assert isinstance(bad, JobResult)
     for result, error in ((result_for(read_rows, line()), None), (bad, "unsupported_parameter")):
-        place = msgspec.structs.replace(result.place, index=12)
-        data = msgspec.json.encode(output_row(msgspec.structs.replace(result, place=place), OutputForm()))
+        context = msgspec.structs.replace(result.context, index=12)
+        data = msgspec.json.encode(output_row(msgspec.structs.replace(result, context=context), OutputForm()))
         written = read_output_row(data)
         assert written is not None
         assert (written.index, written.error_type) == (12, error)

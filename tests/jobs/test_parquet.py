@@ -47,9 +47,9 @@ def test_columns_are_keys_and_nulls_are_absent(tmp_path: Path) -> None:
     )
     rows = read(path)
     assert isinstance(rows[0], Job)
-    assert (rows[0].place.id, rows[0].prompt, rows[0].sampling.top_k, extra_of(rows[0])) == ("a", "p", 5, {"x": 1.5})
+    assert (rows[0].context.id, rows[0].prompt, rows[0].sampling.top_k, extra_of(rows[0])) == ("a", "p", 5, {"x": 1.5})
     assert isinstance(rows[1], Job)
-    assert (rows[1].place.id, rows[1].messages) == ("row-1", [{"role": "user", "content": "hi"}])
+    assert (rows[1].context.id, rows[1].messages) == ("row-1", [{"role": "user", "content": "hi"}])
     errors = [row.error.type for row in rows if isinstance(row, JobResult) and row.error]
     assert errors == ["missing_prompt", "duplicate_id"]
 
@@ -58,7 +58,7 @@ def test_other_column_names_and_many_rows(tmp_path: Path) -> None:
     path = table(tmp_path / "in.parquet", [{"question": f"q{i}", "key": i, "prompt": "kept"} for i in range(700)])
     rows = read(path, keys=RowKeys(prompt="question", id="key"))
     assert [row.prompt for row in rows if isinstance(row, Job)] == [f"q{i}" for i in range(700)]
-    assert [row.place.id for row in rows] == list(range(700))
+    assert [row.context.id for row in rows] == list(range(700))
     assert extra_of(rows[5]) == {"prompt": "kept"}
 
 

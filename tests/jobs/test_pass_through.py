@@ -36,7 +36,7 @@ def test_values_are_copied_byte_for_byte(read_rows: ReadRows) -> None:
     values = rb'"n":1.10,"large":123456789012345678901234567890,"huge":-1e999,"t":"\u00fc\/","o":{ "a" :[ 1 ,null]}'
     for own in (b'"prompt":"p"', b'"prompt":1', b'"custom_id":"a","url":"u","body":{}'):
         (row,) = read_rows(b"{" + values + b"," + own + b"}")
-        result = row if isinstance(row, JobResult) else JobResult(place=row.place)
+        result = row if isinstance(row, JobResult) else JobResult(context=row.context)
         assert values in msgspec.json.encode(output_row(result, OutputForm()))
 
 
@@ -60,8 +60,8 @@ def test_keys_with_the_names_of_output_keys_go_under_input(
 ) -> None:
     """They were dropped."""
     (read,) = read_rows(row)
-    written = output_row(JobResult(place=read.place), OutputForm())
-    without = output_row(JobResult(place=msgspec.structs.replace(read.place, extra={})), OutputForm())
+    written = output_row(JobResult(context=read.context), OutputForm())
+    without = output_row(JobResult(context=msgspec.structs.replace(read.context, extra={})), OutputForm())
     found = {key: msgspec.json.encode(value) for key, value in written.items() if key not in without}
     assert found == kept
     assert {key: value for key, value in written.items() if key in without} == without
@@ -80,11 +80,11 @@ def test_nan_and_infinity_are_copied_as_null(tmp_path: Path) -> None:
         parser = RowParser({})
         first, second = (row for batch in RowReader([str(source)], parser).batches() for row in batch)
         assert isinstance(first, Job)
-        values = {key: json.loads(bytes(value)) for key, value in first.place.extra.items()}
+        values = {key: json.loads(bytes(value)) for key, value in first.context.extra.items()}
         big = values.pop("big")
         assert big == (float("inf") if source == lines else 1)  # a number of any size is JSON
         assert values == {"m": None, "o": {"NaN": [1.5, None, None]}, "t": '":NaN,'}
-        assert json.loads(bytes(second.place.extra["m"])) == 1.5
+        assert json.loads(bytes(second.context.extra["m"])) == 1.5
         (warning,) = parser.warnings.take_new()
         assert warning.startswith(f"warning: {place} has NaN or Infinity in what is copied")
         assert parser.warnings.totals() == ["NaN or Infinity became null in 1 row"]
@@ -125,16 +125,16 @@ def test_null_means_the_same_in_every_format(tmp_path: Path) -> None:
     lines, rows = ([row for batch in RowReader(names, RowParser({})).batches() for row in batch] for names in sources)
     for line, row in zip(lines, rows, strict=True):
         assert type(line) is type(row)
-        assert (line.place.id, line.place.form) == (row.place.id, row.place.form)
+        assert (line.context.id, line.context.form) == (row.context.id, row.context.form)
         if isinstance(line, Job) and isinstance(row, Job):
             assert (line.prompt, line.sampling) == (row.prompt, row.sampling)
         elif isinstance(line, JobResult) and isinstance(row, JobResult):
             assert line.error is not None
             assert row.error is not None
             assert line.error.type == row.error.type
-    assert [row.place.id for row in lines] == ["row-0", "row-1", "c", "row-3", "row-4"]
+    assert [row.context.id for row in lines] == ["row-0", "row-1", "c", "row-3", "row-4"]
     assert [isinstance(row, Job) for row in lines] == [True, True, True, False, False]
-    assert rows[4].place.line == f"row 1 of {table}4.parquet"
+    assert rows[4].context.line == f"row 1 of {table}4.parquet"
 
 
 def test_what_is_passed_through_makes_no_objects() -> None:
@@ -239,11 +239,11 @@ def test_duplicates_are_the_same_after_a_resume_however_keys_are_escaped(
 
     whole, done = read(None), AnsweredRows()
     for row in whole:
-        if row.place.index in answered:
-            done.all.add(row.place.index)
+        if row.context.index in answered:
+            done.all.add(row.context.index)
             if isinstance(row, JobResult):
-                done.failed.add(row.place.index)
-    assert read(done) == [row for row in whole if row.place.index not in answered]
+                done.failed.add(row.context.index)
+    assert read(done) == [row for row in whole if row.context.index not in answered]
 
 
 def test_a_passed_through_id_is_no_id_after_a_resume(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_a_prompt_template_is_filled_from_columns() -> None:
     assert isinstance(row, Job)
     assert row.prompt == '{pü} 1.10 true { "a":1}: {prompt}'
     assert row.sampling.n == 2
-    assert list(row.place.extra) == ["prompt", "text", "number", "b", "o"]  # columns are copied, whatever their names
+    assert list(row.context.extra) == ["prompt", "text", "number", "b", "o"]  # columns are copied, whatever their names
     from_table = parser.parse({"prompt": "p", "text": "t", "number": 1.5, "b": True, "o": [1]}, index=1, where="row 2")
     assert isinstance(from_table, Job)
     assert from_table.prompt == "{p} 1.5 true [1]: t"
@@ -136,7 +136,7 @@ def test_template_variables_of_both_forms() -> None:
             )
             assert isinstance(job, Job)
             assert job.chat_template_kwargs == {"enable_thinking": expected}
-            assert "chat_template_kwargs" not in job.place.extra
+            assert "chat_template_kwargs" not in job.context.extra
     assert error_of(parse(chat_row(chat_template_kwargs=3), parser)) == (
         "invalid_value",
         "line 1: `body.chat_template_kwargs` is 3; allowed: a mapping",

@@ -122,7 +122,7 @@ def test_a_hundred_million_line_ends_are_counted_and_not_made(tmp_path: Path, na
         path.write_bytes(rle_frame(b"\n", num_blocks) + zstandard.compress(b'{"prompt": "p"}'))
     started = time.process_time()
     (row,) = read(path)
-    assert row.place.line == f"line {(num_blocks << 17) + 1}"
+    assert row.context.line == f"line {(num_blocks << 17) + 1}"
     assert time.process_time() - started < 10  # some 0.4 s; a list of 100,000,000 lines takes 20 s
 
 
@@ -133,8 +133,8 @@ def test_a_cell_keeps_its_many_blank_lines(tmp_path: Path) -> None:
         path.write_bytes(f'prompt{line_end}"{cell}"{line_end * 700}q{line_end}'.encode())
         first, second = read(path)
         assert isinstance(first, Job)
-        assert (first.prompt, first.place.line) == (cell, "lines 2 to 1002")
-        assert second.place.line == "line 1702"
+        assert (first.prompt, first.context.line) == (cell, "lines 2 to 1002")
+        assert second.context.line == "line 1702"
 
 
 def test_other_key_names(read_rows: ReadRows, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_other_key_names(read_rows: ReadRows, tmp_path: Path) -> None:
     parser = RowParser({}, RowKeys(prompt="question", messages="chat", id="key"))
     rows = [row for batch in RowReader([str(path)], parser).batches() for row in batch]
     assert isinstance(rows[0], Job)
-    assert (rows[0].place.id, rows[0].prompt, extra_of(rows[0])) == ("a", "q", {"prompt": "kept", "id": 5})
+    assert (rows[0].context.id, rows[0].prompt, extra_of(rows[0])) == ("a", "q", {"prompt": "kept", "id": 5})
     assert isinstance(rows[1], Job)
     messages = [row.error.message for row in rows if isinstance(row, JobResult) and row.error is not None]
     expected = [
@@ -180,7 +180,7 @@ def test_a_line_without_end_is_an_error_row_and_not_kept(read_rows: ReadRows, mo
     rows = read_rows(b'{"prompt":"a"}\n' + b"x" * 3_000_000 + b'\n{"prompt":"b"}\n')
     assert isinstance(rows[1], JobResult)
     assert rows[1].error is not None
-    assert (rows[1].place.id, rows[1].error.type) == ("row-1", "line_too_long")
+    assert (rows[1].context.id, rows[1].error.type) == ("row-1", "line_too_long")
     assert isinstance(rows[2], Job)
 
 
@@ -248,13 +248,13 @@ def test_rows_that_are_answered_are_passed_over_and_still_count(
     whole = read(path)
     done = AnsweredRows()
     for row in whole:
-        if row.place.index in answered:
-            done.all.add(row.place.index)
+        if row.context.index in answered:
+            done.all.add(row.context.index)
             if isinstance(row, JobResult):
-                done.failed.add(row.place.index)
+                done.failed.add(row.context.index)
     reader = RowReader([str(path)], RowParser({}), answered=done)
     rest = [row for batch in reader.batches() for row in batch]
-    assert rest == [row for row in whole if row.place.index not in answered]
+    assert rest == [row for row in whole if row.context.index not in answered]
     assert reader.rows_read == len(whole)
 
 

@@ -37,7 +37,7 @@ def test_shards_read_the_rows_of_the_whole_job_be_they_good_or_bad(tmp_path: Pat
     whole = read(path, keys=keys)
     for count in (1, 2, 7):
         shards = [read(path, Shard(number, count), keys) for number in range(count)]
-        assert sorted((row for rows in shards for row in rows), key=lambda row: row.place.index) == whole
+        assert sorted((row for rows in shards for row in rows), key=lambda row: row.context.index) == whole
 
 
 def test_an_id_that_a_row_of_another_shard_took_is_taken(tmp_path: Path) -> None:
@@ -50,13 +50,13 @@ def test_an_id_that_a_row_of_another_shard_took_is_taken(tmp_path: Path) -> None
     assert isinstance(again, JobResult)
     assert again.error is not None
     assert again.error.type == "duplicate_id"
-    assert unnamed.place.id == "row-3-2"
+    assert unnamed.context.id == "row-3-2"
 
 
 def test_a_limit_counts_the_rows_of_the_whole_job(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(b'{"prompt": "x"}\n' * 9)
-    assert [row.place.index for row in read(path, Shard(1, 3), limit=5)] == [1, 4]
+    assert [row.context.index for row in read(path, Shard(1, 3), limit=5)] == [1, 4]
 
 
 def test_positions_in_a_shard() -> None:

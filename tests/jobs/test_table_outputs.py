@@ -87,13 +87,13 @@ def test_the_text_of_the_first_choice(form: RowForm) -> None:
     result = result_of(1, form=form)
     second = Choice(index=1, text="other", finish_reason="stop")
     extra = {"answer": msgspec.Raw(b'"gold"'), "x": msgspec.Raw(b"1")}
-    place = msgspec.structs.replace(result.place, extra=extra)
-    result = msgspec.structs.replace(result, place=place, choices=[*result.choices, second])
+    context = msgspec.structs.replace(result.context, extra=extra)
+    result = msgspec.structs.replace(result, context=context, choices=[*result.choices, second])
     row = output_row(result, OutputForm(text_field="answer"))
     assert row["answer"] == "ünswer 1\n"
     assert row["input"] == {"answer": extra["answer"]}
     assert row["x"] == extra["x"]
-    assert output_row(JobResult(place=place), OutputForm(text_field="answer"))["answer"] is None
+    assert output_row(JobResult(context=context), OutputForm(text_field="answer"))["answer"] is None
 
 
 @pytest.mark.parametrize("key", RESERVED_KEYS)
@@ -109,7 +109,7 @@ def test_all_of_a_row_can_be_kept(tmp_path: Path) -> None:
     path.write_text(json.dumps(native) + "\n" + json.dumps(batch) + '\n{"key": 5}\n')
     parser = RowParser({}, RowKeys(id="key"), keep_input=True)
     rows = [row for rows in RowReader([str(path)], parser).batches() for row in rows]
-    results = [row if isinstance(row, JobResult) else JobResult(place=row.place) for row in rows]
+    results = [row if isinstance(row, JobResult) else JobResult(context=row.context) for row in rows]
     first, second, third = (json.loads(msgspec.json.encode(output_row(row, OutputForm()))) for row in results)
     assert (first["id"], first["index"], first["input"]) == ("a", 0, {"index": 5, "id": "x"})
     assert {key: first[key] for key in native if key not in ("index", "id")} == {

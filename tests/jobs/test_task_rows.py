@@ -30,7 +30,7 @@ def scored(row: Any) -> ScoreTask:
     job = parse(row)
     assert isinstance(job, Job), job
     assert isinstance(job.task, ScoreTask)
-    assert job.place.form is RowForm.SCORE
+    assert job.context.form is RowForm.SCORE
     return job.task
 
 
@@ -46,7 +46,7 @@ def test_other_keys_are_copied_and_sampling_too() -> None:
     row = {"prompt": "p", "continuation": "c", "answer": {"any": "thing"}, "sampling": {"n": "?"}, "temperature": 3}
     job = parse(row)
     assert isinstance(job, Job)
-    assert {key: json.loads(bytes(value)) for key, value in job.place.extra.items()} == {
+    assert {key: json.loads(bytes(value)) for key, value in job.context.extra.items()} == {
         key: row[key] for key in ("answer", "sampling", "temperature")
     }
     assert (job.sampling.max_tokens, job.sampling.temperature) == (1, 0)
@@ -95,7 +95,7 @@ BODIES = [
 @pytest.mark.parametrize(("body", "message"), BODIES)
 def test_rows_for_the_embeddings_of_openai(body: dict[str, Any], message: str | None) -> None:
     found = parse({"custom_id": "x", "url": "/v1/embeddings", "body": body}, EMBED)
-    assert found.place.form is RowForm.OPENAI_EMBEDDING
+    assert found.context.form is RowForm.OPENAI_EMBEDDING
     if message is None:
         assert isinstance(found, Job)
     else:

@@ -109,10 +109,10 @@ class UpdatedJob:
         prompt = row.prompt or str(row.messages)
         self.computed.append(prompt)
         if prompt in self.fails:
-            return failed(row.place, RowError("kv_cache_too_small", "too large"))
+            return failed(row.context, RowError("kv_cache_too_small", "too large"))
         logprobs = Logprobs(tokens=["a"], token_logprobs=[-0.5], top_logprobs=[{"a": -0.5, "b": -1.25}])
         choice = Choice(index=0, text=f"{self.num_runs}: {prompt}", finish_reason="stop", logprobs=logprobs)
-        return JobResult(place=row.place, choices=[choice], usage=Usage(prompt_tokens=7))
+        return JobResult(context=row.context, choices=[choice], usage=Usage(prompt_tokens=7))
 
     def lines(self) -> dict[Any, bytes]:
         """The lines of a JSONL output by their ids."""

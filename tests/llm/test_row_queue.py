@@ -28,7 +28,7 @@ def test_the_first_batch_after_a_pause_is_small() -> None:
         batches = queue.batches()
         for goal in (MAX_QUEUED_ROWS, MAX_QUEUED_ROWS + 50):
             while sum(map(len, taken)) < goal:
-                taken.append([row.place.index for row in next(batches)])
+                taken.append([row.context.index for row in next(batches)])
             enough.set()
 
     for row in put[:MAX_QUEUED_ROWS]:
@@ -42,7 +42,7 @@ def test_the_first_batch_after_a_pause_is_small() -> None:
         assert queue.put(row)
     thread.join(10)
     assert len(taken[len(sizes)]) <= FIRST_BATCH_ROWS
-    assert [index for batch in taken for index in batch] == [row.place.index for row in put[: MAX_QUEUED_ROWS + 50]]
+    assert [index for batch in taken for index in batch] == [row.context.index for row in put[: MAX_QUEUED_ROWS + 50]]
     queue.close()
 
 
@@ -73,7 +73,7 @@ def test_answers_that_wait_for_their_turn_count_with_their_prompts(monkeypatch: 
     for index in range(50):
         result = call.next()
         assert isinstance(result, JobResult)
-        assert result.place.index == index
+        assert result.context.index == index
         assert call.take_prompt(index) == "x" * 10_000
     assert call.next() is None
     thread.join(10)

@@ -187,7 +187,7 @@ class _Reading:
     def _note_failure(self, row: PreparedRow | JobResult) -> None:
         leading = self._leading
         if leading.is_open and isinstance(row, JobResult):
-            leading.expect(row.place.index)
+            leading.expect(row.context.index)
             leading.add(row)
         else:
             leading.is_open = False

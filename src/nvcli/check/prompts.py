@@ -47,11 +47,11 @@ def show_prompt(row: PreparedRow, tokenizer: Tokenizer) -> ShownPrompt:
         pieces += [Piece(left_out=left_out), *_pieces(ids[-_TAIL_TOKENS:], tokenizer)]
     else:
         pieces = _pieces(ids, tokenizer)
-    place = row.place
+    context = row.context
     return ShownPrompt(
-        id=place.id,
-        index=place.index,
-        place=place.line,
+        id=context.id,
+        index=context.index,
+        place=context.line,
         tokens=len(ids),
         max_answer_tokens=row.max_tokens if row.task is None else 0,
         pieces=pieces,

@@ -66,7 +66,7 @@ class Tally:
 
     def add(self, row: PreparedRow | JobResult) -> None:
         """Add a row as it was prepared, or the error that it will be answered with."""
-        part = row.place.part
+        part = row.context.part
         self.rows += part is None or part.number == 0
         if isinstance(row, JobResult):
             assert row.error is not None
@@ -114,7 +114,7 @@ class Tally:
     def errors(self) -> list[ErrorExample]:
         """The failed rows by type, the most frequent first."""
         return [
-            ErrorExample(type=kind, count=count, index=example.place.index, message=example.error.message)
+            ErrorExample(type=kind, count=count, index=example.context.index, message=example.error.message)
             for kind, count in self._errors.most_common()
             if (example := self._examples[kind]).error is not None
         ]

@@ -168,8 +168,8 @@ class LeadingErrors:
         error = result.error
         if error is None or not self.is_open:
             self.is_open = False
-        elif result.place.index in self._expected:
-            self._expected.discard(result.place.index)
+        elif result.context.index in self._expected:
+            self._expected.discard(result.context.index)
             self.first = self.first or error
             self._num_failed += error.type == self.first.type
             self.is_open = error.type == self.first.type and not self.all_failed
@@ -257,9 +257,9 @@ class Outcomes:
 
 def _keep(examples: dict[str, list[Example]], kind: str, result: JobResult, text: str | ErrorInfo) -> None:
     kept = examples.setdefault(kind, [])
-    if len(kept) < MAX_EXAMPLES and not (kept and kept[-1].index == result.place.index):
+    if len(kept) < MAX_EXAMPLES and not (kept and kept[-1].index == result.context.index):
         message = text.message if isinstance(text, ErrorInfo) else text
-        kept.append(Example(id=result.place.id, index=result.place.index, text=shorten(message, MAX_EXAMPLE_CHARS)))
+        kept.append(Example(id=result.context.id, index=result.context.index, text=shorten(message, MAX_EXAMPLE_CHARS)))
 
 
 _BINS_PER_OCTAVE = 16

@@ -186,9 +186,9 @@ class JobLoop:
                 return
             failed: list[tuple[PreparedRow | None, JobResult]] = []
             for row in batch:
-                part = row.place.part
+                part = row.context.part
                 if self._counts.leading.is_open and (part is None or part.number == 0):
-                    self._counts.leading.expect(row.place.index)
+                    self._counts.leading.expect(row.context.index)
                 if isinstance(row, JobResult):
                     failed.append((None, row))
                 elif self._duplicates.admit(row):
@@ -256,13 +256,13 @@ class JobLoop:
 
     def _is_unwanted(self, row: PreparedRow) -> bool:
         """Tell whether no one still needs the answer of a row: neither its caller nor an equal row."""
-        caller = row.place.caller
+        caller = row.context.caller
         return caller is not None and caller.is_gone and not self._duplicates.is_awaited(row)
 
     def _abandon(self, rows: Sequence[PreparedRow]) -> None:
         """Finish rows that are not computed (any further), because nobody waits for them."""
         error = RowError("aborted", "nobody waits for this answer any more")
-        results = [(row, failed(row.place, error)) for row in rows]
+        results = [(row, failed(row.context, error)) for row in rows]
         self._finish(results)
         for row, result in results:
             self._duplicates.finish(row, result, error)
@@ -332,7 +332,7 @@ class JobLoop:
     def _take_output(self, replica: _Replica, row: OpenRow, output: RequestOutput) -> list[int]:
         """Add an output to its row. Return the requests that the engine need not go on with."""
         sample, is_complete = row.take(output, self._feeder.tokenizer)
-        caller = row.prepared.place.caller
+        caller = row.prepared.context.caller
         if row.streams and sample is row.samples[0] and caller is not None:
             text = row.take_rest(sample, self._feeder.tokenizer) if is_complete else sample.take_settled()
             if text:
@@ -395,7 +395,7 @@ class JobLoop:
 
     def _finish(self, results: Sequence[tuple[PreparedRow | None, JobResult]], *, computed: bool = True) -> None:
         """Count and write results, each with its row as `Counts.add` takes it."""
-        done = [each for each in results if each[1].place.part is None]
+        done = [each for each in results if each[1].context.part is None]
         wholes = self._join(results, computed=computed) if len(done) < len(results) else []
         if not done and not wholes:
             return
@@ -415,7 +415,7 @@ class JobLoop:
         """Count the prompts among these results that belong to rows with several, and return the rows that are done."""
         wholes = []
         for prepared, result in results:
-            if (part := result.place.part) is not None:
+            if (part := result.context.part) is not None:
                 self._counts.add_work(prepared, result, computed=computed)
                 whole = self._parts.add(part, result)
                 if whole is not None:

@@ -39,8 +39,8 @@ class OpenRow:
         self.num_open = len(self.samples)
         self.error: RowError | None = None
         self._stop_strings: StopStrings | None = None
-        caller = prepared.place.caller
-        part = prepared.place.part
+        caller = prepared.context.caller
+        part = prepared.context.part
         is_first = part is None or part.number == 0
         self.streams = caller is not None and caller.streams and is_first and not prepared.sampling.is_ranked
         """Whether somebody wants the text of its first sample as it comes."""
@@ -92,7 +92,7 @@ class OpenRow:
         prepared = self.prepared
         sampling = prepared.sampling
         seed, rules = sampling.seed, prepared.rules
-        caller = prepared.place.caller
+        caller = prepared.context.caller
         if caller is not None and caller.seed is not None:
             run_seed = caller.seed
         return Request(
@@ -105,8 +105,8 @@ class OpenRow:
             bad_words=() if rules is None else rules.bad_words,
             thought_limit=prepared.thought_limit,
             seed=run_seed if seed is None else seed,
-            row=prepared.place.index if seed is None else 0,
-            sample=0 if prepared.place.part is None else prepared.place.part.number * sampling.num_samples,
+            row=prepared.context.index if seed is None else 0,
+            sample=0 if prepared.context.part is None else prepared.context.part.number * sampling.num_samples,
             n=sampling.num_samples,
             constraint=prepared.constraint,
             stream=bool(sampling.stop) or self.streams,
@@ -220,7 +220,7 @@ def results_of(rows: Sequence[OpenRow], tokenizer: Tokenizer) -> list[JobResult]
         return [result for row in rows for result in results_of([row], tokenizer)]
     for row in rows:
         row.error = fault
-    return [failed(row.prepared.place, fault) for row in rows]
+    return [failed(row.prepared.context, fault) for row in rows]
 
 
 def _results_of(rows: Sequence[OpenRow], tokenizer: Tokenizer) -> list[JobResult]:
@@ -241,7 +241,7 @@ def _result_of(row: OpenRow, texts: Iterator[str], tokenizer: Tokenizer) -> JobR
     prepared = row.prepared
     sampling = prepared.sampling
     if row.error is not None:
-        return failed(prepared.place, row.error)
+        return failed(prepared.context, row.error)
     if prepared.task is not None:
         cached = min(sample.num_cached_tokens for sample in row.samples)
         return task_result(
@@ -278,7 +278,7 @@ def _result_of(row: OpenRow, texts: Iterator[str], tokenizer: Tokenizer) -> JobR
     )
     num_top = sampling.prompt_logprobs
     of_prompt = None if num_top is None else prompt_logprobs(prepared, query_results, num_top, tokenizer)
-    return JobResult(place=prepared.place, choices=choices, usage=usage, prompt_logprobs=of_prompt)
+    return JobResult(context=prepared.context, choices=choices, usage=usage, prompt_logprobs=of_prompt)
 
 
 def _read(row: OpenRow, sample: Sample, texts: Iterator[str], tokenizer: Tokenizer) -> ParsedAnswer:

@@ -65,9 +65,9 @@ def task_result(
     else:
         answer = _scores(task, prepared.task.texts, query_results, tokenizer)
     if answer is None:
-        return failed(prepared.place, RowError("non_finite_logits", _NOT_FINITE))
+        return failed(prepared.context, RowError("non_finite_logits", _NOT_FINITE))
     usage = Usage(prompt_tokens=prepared.num_prompt_tokens, cached_tokens=num_cached_tokens)
-    return JobResult(place=prepared.place, usage=usage, answer=answer)
+    return JobResult(context=prepared.context, usage=usage, answer=answer)
 
 
 def prompt_scoring(prepared: PreparedRow) -> PromptScoring | None:

@@ -33,15 +33,15 @@ def split_rows(rows: Sequence[Job | JobResult]) -> Iterator[Sequence[Job | JobRe
 
 
 def _parts_of(job: Job) -> Iterator[Job]:
-    place, count = job.place, len(job.prompts)
+    context, count = job.context, len(job.prompts)
     for number, prompt in enumerate(job.prompts):
         own = msgspec.structs.replace(
-            place,
-            line=f"{place.line}, prompt {number + 1} of {count}",
-            extra=place.extra if number == 0 else {},  # which counts as memory once
-            part=Part(number=number, count=count, whole=place),
+            context,
+            line=f"{context.line}, prompt {number + 1} of {count}",
+            extra=context.extra if number == 0 else {},  # which counts as memory once
+            part=Part(number=number, count=count, whole=context),
         )
-        yield msgspec.structs.replace(job, place=own, prompts=(), **prompt_fields(prompt))
+        yield msgspec.structs.replace(job, context=own, prompts=(), **prompt_fields(prompt))
 
 
 class PartResults:
@@ -49,7 +49,7 @@ class PartResults:
 
     def __init__(self) -> None:
         self._results: dict[int, list[JobResult]] = {}
-        """Identity of the row's place, which its parts share and keep → results."""
+        """Identity of the row's context, which its parts share and keep → results."""
 
     def add(self, part: Part, result: JobResult) -> JobResult | None:
         """Take the result of a prompt, and return that of its row if it is the last one."""
@@ -64,7 +64,7 @@ class PartResults:
 
 def _joined(part: Part, results: list[JobResult]) -> JobResult:
     """Return the result of a row. It is an error if one of its prompts has none, the first of these errors."""
-    results.sort(key=lambda result: -1 if result.place.part is None else result.place.part.number)
+    results.sort(key=lambda result: -1 if result.context.part is None else result.context.part.number)
     thoughts = [count for result in results if (count := result.usage.reasoning_tokens) is not msgspec.UNSET]
     usage = Usage(
         prompt_tokens=sum(result.usage.prompt_tokens for result in results),
@@ -74,11 +74,11 @@ def _joined(part: Part, results: list[JobResult]) -> JobResult:
     )
     failed = next((result for result in results if result.error is not None), None)
     if failed is not None:
-        return msgspec.structs.replace(failed, place=part.whole)
+        return msgspec.structs.replace(failed, context=part.whole)
     choices = [choice for result in results for choice in result.choices]
     vectors = [result.answer for result in results if isinstance(result.answer, EmbedAnswer)]
     return JobResult(
-        place=part.whole,
+        context=part.whole,
         choices=[msgspec.structs.replace(choice, index=index) for index, choice in enumerate(choices)],
         usage=usage,
         answer=EmbedAnswers(vectors) if vectors else None,

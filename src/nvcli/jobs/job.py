@@ -90,7 +90,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     """The prompts of the row."""
     whole: RowContext
-    """The place of the row."""
+    """The context of the whole row."""
 
 
 class RowContext(msgspec.Struct, kw_only=True):
@@ -135,7 +135,7 @@ class CallRule(msgspec.Struct, frozen=True, kw_only=True):
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A row that is well formed: exactly one of prompt, messages, prompt_token_ids and prompts is set."""
 
-    place: RowContext
+    context: RowContext
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] = {}
@@ -250,7 +250,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
 class JobResult(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to one row, or its error."""
 
-    place: RowContext
+    context: RowContext
     choices: list[Choice] = []
     usage: Usage = Usage()
     error: ErrorInfo | None = None
@@ -274,7 +274,7 @@ def _num_top_bytes(top_logprobs: Sequence[Mapping[str, float] | None]) -> int:
     return sum(200 + 150 * len(top or ()) for top in top_logprobs)
 
 
-def failed(place: RowContext, error: RowError) -> JobResult:
+def failed(context: RowContext, error: RowError) -> JobResult:
     """Make the result of a row that cannot be answered; its message says where the row stands."""
-    info = ErrorInfo(type=error.type, message=f"{place.line}: {error.message}")
-    return JobResult(place=place, error=info, traceback=error.traceback)
+    info = ErrorInfo(type=error.type, message=f"{context.line}: {error.message}")
+    return JobResult(context=context, error=info, traceback=error.traceback)

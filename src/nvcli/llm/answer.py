@@ -170,8 +170,8 @@ _KEYS_ELSEWHERE = {
 def make_answer(result: JobResult, form: OutputForm, prompt: str | None = None) -> Answer:
     """Make the answer of a result. `prompt` is the text that the row asked with."""
     row = msgspec.to_builtins(answer_of(result, form))
-    answer = Answer(pass_through(row, result.place))
-    answer._index, answer.prompt = result.place.index, prompt
+    answer = Answer(pass_through(row, result.context))
+    answer._index, answer.prompt = result.context.index, prompt
     return answer
 
 

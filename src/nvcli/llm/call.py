@@ -85,7 +85,7 @@ class Call:
             if not self.keeps_order:
                 self._ready.append(result)
             else:
-                self._early[result.place.index] = result
+                self._early[result.context.index] = result
                 while (due := self._early.pop(self._next_index, None)) is not None:
                     self._ready.append(due)
                     self._next_index += 1
@@ -149,7 +149,7 @@ class Call:
 
     def _num_bytes(self, result: JobResult) -> int:
         """Roughly what a result that waits takes in memory, with its prompt."""
-        return result.num_bytes + len(self._prompts.get(result.place.index, ""))
+        return result.num_bytes + len(self._prompts.get(result.context.index, ""))
 
     @property
     def _is_over(self) -> bool:

@@ -326,7 +326,7 @@ class _Results:
         return item
 
     def _answer_of(self, result: JobResult) -> Answer:
-        return make_answer(result, self._llm._session.form, self._call.take_prompt(result.place.index))
+        return make_answer(result, self._llm._session.form, self._call.take_prompt(result.context.index))
 
     def __del__(self) -> None:
         if hasattr(self, "_call"):

@@ -240,7 +240,7 @@ class Session:
     def write(self, results: Sequence[JobResult]) -> Sequence[JobResult]:
         """Hand results to the calls that wait for them."""
         for result in results:
-            caller = result.place.caller
+            caller = result.context.caller
             assert caller is not None
             caller.take(result)
         return results

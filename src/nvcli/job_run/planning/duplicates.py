@@ -56,14 +56,14 @@ class Duplicates:
         answer = self._kept.get(key)
         if answer is not None:
             self._kept.move_to_end(key)
-            self._ready.append((row, _copy(answer, row.place)))
+            self._ready.append((row, _copy(answer, row.context)))
             return False
         followers = self._followers.get(key)
         if followers is None:
             self._followers[key] = []
             return True
         num_bytes = row.num_bytes - len(row.prompt_ids)
-        followers.append((row.place, num_bytes))
+        followers.append((row.context, num_bytes))
         self.num_rows += 1
         self.num_bytes += num_bytes
         return False
@@ -79,11 +79,11 @@ class Duplicates:
             return
         followers = self._followers.pop(key)
         if error is None:  # what the row passes through is not kept with its answer
-            self._keep(key, msgspec.structs.replace(result, place=_NOWHERE))
-        for place, num_bytes in followers:
+            self._keep(key, msgspec.structs.replace(result, context=_NOWHERE))
+        for context, num_bytes in followers:
             self.num_rows -= 1
             self.num_bytes -= num_bytes
-            self._ready.append((row, _copy(result, place) if error is None else failed(place, error)))
+            self._ready.append((row, _copy(result, context) if error is None else failed(context, error)))
 
     def take_ready(self) -> list[tuple[PreparedRow, JobResult]]:
         """Return the results of rows that were not computed, each of them once.
@@ -101,7 +101,7 @@ class Duplicates:
             self._kept_bytes -= oldest.num_bytes
 
 
-def _copy(answer: JobResult, place: RowContext) -> JobResult:
+def _copy(answer: JobResult, context: RowContext) -> JobResult:
     """Return the answer of a row as that of an equal one, for which nothing of the prompt is computed."""
     usage = msgspec.structs.replace(answer.usage, cached_tokens=answer.usage.prompt_tokens)
-    return msgspec.structs.replace(answer, place=place, usage=usage)
+    return msgspec.structs.replace(answer, context=context, usage=usage)

@@ -114,7 +114,7 @@ class Planner:
 
 def _length_class(row: PreparedRow) -> int:
     """Return the order of magnitude of the longest answer that a row may get, or what puts it in its turn."""
-    asked, caller = row.sampling.max_tokens, row.place.caller
+    asked, caller = row.sampling.max_tokens, row.context.caller
     if caller is not None and caller.keeps_order:
         return _MAX_LENGTH_CLASS
     return _MAX_LENGTH_CLASS if asked is None else min(asked.bit_length(), _MAX_LENGTH_CLASS - 1)

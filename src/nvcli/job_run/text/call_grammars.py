@@ -315,7 +315,7 @@ class CallConstraints:
         An answer that need not call is free where calls are not looked for, where it has a form already
         (`sampling.structured`), and where no end-of-sequence token ends it.
         """
-        under = "" if job.place.form is RowForm.NATIVE else "body."
+        under = "" if job.context.form is RowForm.NATIVE else "body."
         name, sampling, form = f"`{under}{TOOL_CHOICE}`", job.sampling, self._reader.call_format
         if not rule.is_required and (form is None or sampling.structured is not None or sampling.ignore_eos):
             return None

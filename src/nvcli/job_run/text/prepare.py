@@ -48,7 +48,7 @@ Render = Callable[[Sequence[Conversation]], list[str | RowError]]
 class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
     """A row that the engine can take: at least one prompt token, and room for `max_tokens` more."""
 
-    place: RowContext
+    context: RowContext
     prompt_ids: bytes
     """The prompt's token ids, packed by `messages.pack`."""
     num_prompt_tokens: int
@@ -117,7 +117,7 @@ class Preparer:
             fault = unexpected(error, "preparing the prompt")
         if len(rows) > 1:  # one of them is at fault
             return [prepared for row in rows for prepared in self.prepare([row])]
-        return [failed(row.place, fault) if isinstance(row, Job) else row for row in rows]
+        return [failed(row.context, fault) if isinstance(row, Job) else row for row in rows]
 
     def _prepare(self, rows: Sequence[Job | JobResult]) -> list[PreparedRow | JobResult]:
         prompts: dict[int, list[int] | RowError] = {}
@@ -171,7 +171,7 @@ class Preparer:
         """Prepare a row that is scored or embedded. `wholes` are its prompt with each continuation."""
         problem = next((ids for ids in (prompt, *wholes) if isinstance(ids, RowError)), None)
         if problem is not None:
-            return failed(job.place, problem)
+            return failed(job.context, problem)
         assert isinstance(prompt, list)
         limits = self._limits
         try:
@@ -197,9 +197,9 @@ class Preparer:
                     prompt, job.prompt, max_model_len=limits.max_model_len, on_too_long=limits.on_too_long
                 )
             prompt_ids, prepared = pack(prompt), PreparedTask(task=task, texts=texts)
-            extra = job.place.extra
+            extra = job.context.extra
             return PreparedRow(
-                place=job.place,
+                context=job.context,
                 prompt_ids=prompt_ids,
                 num_prompt_tokens=len(prompt) + prepared.num_tokens,
                 max_tokens=1,
@@ -210,7 +210,7 @@ class Preparer:
                 task=prepared,
             )
         except RowError as error:
-            return failed(job.place, error)
+            return failed(job.context, error)
 
     def _conversation(self, job: Job, messages: list[dict[str, Any]]) -> Conversation | RowError:
         """Return what the chat template is given of a row, or the error of what it may not be given."""
@@ -226,7 +226,7 @@ class Preparer:
     def _check_arguments(self, job: Job, arguments: Mapping[str, Any]) -> RowError | None:
         """Return the error of a row whose arguments would have no effect, or are not allowed."""
         unknown = self._unknown_arguments.intersection(arguments)
-        under = "" if job.place.form is RowForm.NATIVE else "body."
+        under = "" if job.context.form is RowForm.NATIVE else "body."
         if unknown:
             return RowError(
                 "unsupported_parameter",
@@ -244,8 +244,8 @@ class Preparer:
 
     def _prepare_row(self, job: Job, prompt: list[int] | RowError) -> PreparedRow | JobResult:
         if isinstance(prompt, RowError):  # not raised: its traceback would hold the row, and the row's frame it
-            return failed(job.place, prompt)
-        is_native = job.place.form is RowForm.NATIVE
+            return failed(job.context, prompt)
+        is_native = job.context.form is RowForm.NATIVE
         under = "sampling" if is_native else "body"
         try:
             if not prompt:
@@ -272,17 +272,17 @@ class Preparer:
             if sampling.thinking_budget is not None:
                 thought_limit = self._thought_limit(job, ids, sampling.thinking_budget, under, must_call=must_call)
             answer_key = None
-            caller = job.place.caller
+            caller = job.context.caller
             if self._answers_follow_from is not None and not (caller is not None and caller.streams):
                 read_as = echo.encode() if reading is None else echo.encode() + reading.digest
                 read_as += b"" if called is None else called.text.encode()
-                if job.place.part is not None and not sampling.is_greedy:
-                    read_as += b"prompt %d" % job.place.part.number  # which has random numbers of its own
+                if job.context.part is not None and not sampling.is_greedy:
+                    read_as += b"prompt %d" % job.context.part.number  # which has random numbers of its own
                 # 128 bits: two different rows do not meet in practice.
                 answer_key = blake2b(
                     b"%b%d:%b%b" % (self._answers_follow_from, max_tokens, prompt_ids, read_as), digest_size=16
                 ).digest()
-            extra = job.place.extra
+            extra = job.context.extra
             num_bytes = _ROW_BYTES + len(prompt_ids) + (_num_bytes(extra) if extra else 0)
             if self._grammar is not None:
                 if self._grammar.wanted is not sampling.structured:  # an earlier row's equal one takes its place
@@ -294,7 +294,7 @@ class Preparer:
                 self._counted_grammar = called
                 num_bytes += called.num_bytes
             return PreparedRow(
-                place=job.place,
+                context=job.context,
                 prompt_ids=prompt_ids,
                 num_prompt_tokens=len(ids),
                 max_tokens=max_tokens,
@@ -309,7 +309,7 @@ class Preparer:
                 num_bytes=num_bytes,
             )
         except RowError as error:
-            return failed(job.place, error)
+            return failed(job.context, error)
 
     def _check_prompt(self, job: Job, ids: list[int], name: str) -> None:
         """Raise RowError where a token of a prompt is none of the model. `name` is the key of its ids in the row."""

@@ -83,7 +83,7 @@ def refusal(name: str, held: Sequence[ReadRow], parser: RowParser) -> ColumnsErr
         case Fault.TWO_PROMPTS:
             return _two_prompts(name, rows, parser)
         case Fault.NO_CHAT_TEMPLATE:
-            forms = {row.place.form for row in rows}
+            forms = {row.context.form for row in rows}
             key = {RowForm.CHAT: "body.messages", RowForm.RESPONSE: "body.input"}.get(forms.pop(), "messages")
             return ColumnsError(
                 f"{name}: {_all_of(rows)} a conversation (`{key}`), and the model has no chat template\n"
@@ -131,7 +131,7 @@ def _all_of(rows: Sequence[Job | JobResult]) -> str:
 
 def wrong_columns(name: str, rows: Sequence[JobResult], keys: RowKeys, rules: PromptRules) -> ColumnsError:
     """Return the error of the input `name`, whose first `rows` all lack a prompt."""
-    columns = list(dict.fromkeys(column for row in rows for column in row.place.extra))
+    columns = list(dict.fromkeys(column for row in rows for column in row.context.extra))
     which = "its only row has no prompt" if len(rows) == 1 else f"none of its first {len(rows)} rows has a prompt"
     there = f"its columns are {shown_columns(columns)}" if columns else "it has no columns beside `id` and `sampling`"
     if rules.has_template:

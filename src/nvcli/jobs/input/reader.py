@@ -270,7 +270,7 @@ class RowReader:
             row = self._parser.parse(line, index=index, where=where)
         except BaseException as error:
             row = self._parser.failed(unexpected(error, "reading the row"), index=index, where=where)
-        self._note_digest(line, index, None if row.place.is_named else row.place.id)
+        self._note_digest(line, index, None if row.context.is_named else row.context.id)
         return row
 
     def _num_bytes(self, line: Row) -> int:

@@ -61,7 +61,7 @@ class ResultWriter:
             if reorder is None:
                 self._append(line)
             else:
-                reorder.add(result.place.index, line)
+                reorder.add(result.context.index, line)
         if reorder is not None:
             for line in reorder.take():
                 self._append(line)
@@ -70,11 +70,11 @@ class ResultWriter:
     def _failed(self, result: JobResult, error: RowError) -> tuple[JobResult, bytes]:
         """Return the error in the place of a result of which no line can be made, and its line, with what the row
         passes through if that is not at fault."""
-        result = failed(result.place, error)
+        result = failed(result.context, error)
         try:
             return result, self._encode(output_row(result, self._form))
         except Exception:
-            result = failed(msgspec.structs.replace(result.place, extra={}), error)
+            result = failed(msgspec.structs.replace(result.context, extra={}), error)
             return result, self._encode(output_row(result, self._form))
 
     def tick(self) -> None:

@@ -132,7 +132,7 @@ def conversation_job(
 ) -> Job:
     """Make the job of a row with messages, with the `options` that `conversation_options` returns."""
     return Job(
-        place=context,
+        context=context,
         messages=messages,
         chat_template_kwargs=variables,
         template_arguments=options.get("template_arguments"),

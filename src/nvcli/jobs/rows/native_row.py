@@ -118,7 +118,7 @@ def native_job(
         and variables is None
         and not becomes_message
     ):
-        return Job(place=context, prompt=prompt, sampling=sampling, task=task)  # most rows
+        return Job(context=context, prompt=prompt, sampling=sampling, task=task)  # most rows
     try:
         given = _templated(columns, keys, rules) if rules.has_template else _given_prompt(row, keys, rules, kind)
         if becomes_message and "prompt" in given:
@@ -134,7 +134,7 @@ def native_job(
             f"`{keys.chat_template_kwargs}` is given, and this prompt is not made by the chat template; leave it "
             f"out, or give `{keys.messages}` or --chat",
         )
-    return Job(place=context, sampling=sampling, task=task, **given)
+    return Job(context=context, sampling=sampling, task=task, **given)
 
 
 def _given_prompt(row: dict[str, Any], keys: RowKeys, rules: PromptRules, kind: PromptKind | None) -> dict[str, Any]:

@@ -25,7 +25,7 @@ _OURS = ("aborted", "kv_cache_too_small", "non_finite_logits", "tokenizer_error"
 
 def openai_row(result: JobResult, *, created: int, model: str) -> dict[str, Any]:
     """Return the row of a result; `created` and `model` are those of its objects."""
-    index, error = result.place.index, result.error
+    index, error = result.context.index, result.error
     if error is None:
         status, body = 200, _body(result, created, model)
     else:
@@ -34,7 +34,7 @@ def openai_row(result: JobResult, *, created: int, model: str) -> dict[str, Any]
         body["prompt_logprobs"] = result.prompt_logprobs
     return {
         "id": f"{BATCH_ID}{index}",
-        "custom_id": result.place.id,
+        "custom_id": result.context.id,
         "response": {"status_code": status, "request_id": f"req_{index}", "body": body},
         "error": None if error is None else {"code": error.type, "message": error.message},
     }
@@ -42,7 +42,7 @@ def openai_row(result: JobResult, *, created: int, model: str) -> dict[str, Any]
 
 def _body(result: JobResult, created: int, model: str) -> dict[str, Any]:
     """Return the body of the response to an answered row."""
-    form, index = result.place.form, result.place.index
+    form, index = result.context.form, result.context.index
     if form is RowForm.OPENAI_EMBEDDING:
         return _embeddings(result, model)
     if form is RowForm.RESPONSE:

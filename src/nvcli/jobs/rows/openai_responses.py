@@ -123,7 +123,7 @@ def _unsupported(message: str) -> RowError:
 
 def response_body(result: JobResult, logprobs: Sequence[Any] | None, *, created: int, model: str) -> dict[str, Any]:
     """Return the response of an answered row. `logprobs` are those of its tokens in the form of chats; None: none."""
-    index = result.place.index
+    index = result.context.index
     (choice,) = result.choices
     is_complete = choice.finish_reason != "length"
     status = "completed" if is_complete else "incomplete"

@@ -183,9 +183,9 @@ def _completion_job(given: dict[str, Any], context: RowContext, sampling: Sampli
             "`body.prompt_logprobs` is given beside several prompts; leave it out, or give one prompt a row",
         )
     if not rules.chat.includes(PromptKind.OTHER_TEXT):
-        return job_of(prompts, place=context, sampling=sampling)
+        return job_of(prompts, context=context, sampling=sampling)
     sent = [rules.conversation(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-    return job_of(sent, place=context, sampling=sampling, chat_template_kwargs=rules.variables(None, under=()))
+    return job_of(sent, context=context, sampling=sampling, chat_template_kwargs=rules.variables(None, under=()))
 
 
 def _check_keys(given: dict[str, Any], is_chat: bool) -> None:

@@ -42,18 +42,18 @@ class WrittenRow(msgspec.Struct, frozen=True):
 
 def output_row(result: JobResult, form: OutputForm) -> dict[str, Any]:
     """Return the output row: the keys of its form first, then what the input row passed through."""
-    return pass_through(answer_of(result, form), result.place)
+    return pass_through(answer_of(result, form), result.context)
 
 
 def answer_of(result: JobResult, form: OutputForm) -> dict[str, Any]:
     """Return the output row without what the input row passed through."""
-    place = result.place
-    if place.form.is_openai:
-        row = openai_row(result, created=form.created, model=place.model or form.model)
-    elif place.form is RowForm.NATIVE:
+    context = result.context
+    if context.form.is_openai:
+        row = openai_row(result, created=form.created, model=context.model or form.model)
+    elif context.form is RowForm.NATIVE:
         row = {
-            "id": place.id,
-            "index": place.index,
+            "id": context.id,
+            "index": context.index,
             "choices": result.choices,
             "usage": result.usage,
             "error": result.error,
@@ -62,7 +62,7 @@ def answer_of(result: JobResult, form: OutputForm) -> dict[str, Any]:
             row["prompt_logprobs"] = result.prompt_logprobs
     else:
         own = _task_answer(result)
-        return {"id": place.id, "index": place.index, **own, "usage": result.usage, "error": result.error}
+        return {"id": context.id, "index": context.index, **own, "usage": result.usage, "error": result.error}
     if form.text_field is not None:
         row[form.text_field] = result.choices[0].text if result.choices else None
     return row
@@ -71,7 +71,7 @@ def answer_of(result: JobResult, form: OutputForm) -> dict[str, Any]:
 def _task_answer(result: JobResult) -> dict[str, Any]:
     """Return the keys of an answer that is scores or a vector. A failed row has the same keys."""
     answer = result.answer
-    if result.place.form is RowForm.EMBEDDING:
+    if result.context.form is RowForm.EMBEDDING:
         return {"embedding": answer.embedding if isinstance(answer, EmbedAnswer) else None}
     if not isinstance(answer, ScoreAnswer):
         return {"choices": [], "best": None}
@@ -79,14 +79,14 @@ def _task_answer(result: JobResult) -> dict[str, Any]:
     return {"choices": answer.choices, "best": answer.best, **correct}
 
 
-def pass_through(row: dict[str, Any], place: RowContext) -> dict[str, Any]:
+def pass_through(row: dict[str, Any], context: RowContext) -> dict[str, Any]:
     """Add what the input row passed through to its output row, and return that.
 
     Keys of the input row that have the name of one of the output's go under `input`, together with its own `input`.
     """
-    extra = place.extra
+    extra = context.extra
     if extra:
-        taken = extra.keys() & (row.keys() | (_OPENAI_KEYS if place.form.is_openai else _NATIVE_KEYS))
+        taken = extra.keys() & (row.keys() | (_OPENAI_KEYS if context.form.is_openai else _NATIVE_KEYS))
         if taken:
             row[_INPUT] = {key: value for key, value in extra.items() if key in taken or key == _INPUT}
         for key, value in extra.items():

@@ -253,7 +253,7 @@ class RowParser:
         # The run that answers the row tells the user of it.
         parsed = self._parse(row, index, "", RowWarnings(), self._defaults)
         is_repeated = isinstance(parsed, JobResult) and parsed.error is not None and parsed.error.type == "duplicate_id"
-        return RowIdentity(parsed.place.id, is_named=parsed.place.is_named, is_repeated=is_repeated)
+        return RowIdentity(parsed.context.id, is_named=parsed.context.is_named, is_repeated=is_repeated)
 
     def _quick_id(self, row: Row, is_good: bool) -> JobId | msgspec.UnsetType | None:
         """Return the id that a native row brings, or UNSET where it brings none; None where it takes parsing to know.

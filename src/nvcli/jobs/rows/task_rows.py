@@ -114,7 +114,7 @@ class EmbedRows(msgspec.Struct, frozen=True):
             dimensions=self.task.dimensions if wanted.dimensions is None else wanted.dimensions,
             encoding=wanted.encoding_format or self.task.encoding,
         )
-        return job_of(prompts, place=context, task=task, sampling=PROMPT_ONLY)
+        return job_of(prompts, context=context, task=task, sampling=PROMPT_ONLY)
 
 
 TaskRows = ScoreRows | EmbedRows
