@@ -1,6 +1,6 @@
 """nvcli: offline LLM generation on one machine, from JSONL to JSONL.
 
-`LLM` is the way in for Python programs. It is imported when it is first asked for: `import nvcli` takes no time.
+`LLM` is the entry point for Python programs. It is imported on first use: `import nvcli` takes no time.
 """
 
 from __future__ import annotations

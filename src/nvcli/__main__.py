@@ -1,4 +1,4 @@
-"""The entry of `nvcli` and of `python -m nvcli`."""
+"""Entry point of `nvcli` and `python -m nvcli`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 
 
 def main() -> None:
-    """Run the command. While it is loaded, Ctrl-C ends it without a word: nothing has begun that could be lost."""
+    """Run the command. While it is being imported, Ctrl-C ends it silently: there is no work to lose yet."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from nvcli.cli.main import main as run

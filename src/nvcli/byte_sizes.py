@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write and read them."""
+"""Byte sizes as people write and read them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ _UNIT_BYTES = {"": 1, "b": 1} | {
 
 
 def parse_size(size: str | int | None) -> int | None:
-    """Return the bytes of a size such as `512MiB` or `512M` (1024²), or `2GB` (1000³). Raises ValueError for other
-    texts."""
+    """Parse a size such as `512MiB` or `512M` (1024²), or `2GB` (1000³) to bytes. Raises ValueError for other texts."""
     if size is None or isinstance(size, int):
         return size
     match = _SIZE.fullmatch(size)
@@ -28,7 +27,7 @@ def parse_size(size: str | int | None) -> int | None:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Return a size as text, such as `1.50 GiB`."""
+    """Format a size, such as `1.50 GiB`."""
     value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while abs(value) >= 1024 and len(units) > 1:
         value /= 1024

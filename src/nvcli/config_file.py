@@ -1,7 +1,7 @@
-"""The configuration file of a command: the one that was named, or `nvcli.yaml` in the current folder.
+"""Finds the configuration file of a command: the named one, or `nvcli.yaml` in the current folder.
 
-A file that is found and not named decides which model is loaded and what is asked of it, and the folder may be one that
-others write to. It is read only if nobody but the user (and root) could have written it.
+A file that is found rather than named decides which model is loaded and what it is asked, and the folder may be one
+that others can write to. It is read only if nobody but the user (and root) could have written it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from nvcli.errors import ConfigError
 
 DEFAULT_CONFIG_FILE = "nvcli.yaml"
 NO_FILE = "none"
-"""Named in place of a file: none is read, not even one that would be found."""
+"""Given in place of a file name: no file is read, not even `nvcli.yaml`."""
 
 
 def find_config_file(named: Path | None) -> Path | None:
-    """Return the file to read, or None for no file. Raises ConfigError for a found one that others could have written.
+    """Return the file to read, or None. Raises ConfigError for a found file that others could have written.
 
     `named` is the file that was named, or `none`.
     """
@@ -38,9 +38,9 @@ def find_config_file(named: Path | None) -> Path | None:
 
 
 def _why_not_trusted(path: Path) -> str:
-    """Say who else could have written a file, as the end of a sentence about it; empty where nobody could."""
+    """Return who else could have written a file, as the end of a sentence; empty if nobody could."""
     file = path.stat()
-    for owner in (file.st_uid, path.lstat().st_uid):  # a link may be another's
+    for owner in (file.st_uid, path.lstat().st_uid):  # a link may belong to someone else
         if owner not in _own_ids():
             return f"belongs to another user ({_user_name(owner)})"
     if file.st_mode & stat.S_IWOTH:
@@ -51,7 +51,7 @@ def _why_not_trusted(path: Path) -> str:
 
 
 def _own_ids() -> set[int]:
-    """Return the ids of users whose files are as good as one's own: oneself, root, and the one who called sudo."""
+    """Return the ids of trusted users: oneself, root, and the user who called sudo."""
     ids = {0, os.geteuid()}
     caller = os.environ.get("SUDO_UID", "")
     if os.geteuid() == 0 and caller.isdecimal():
@@ -60,7 +60,7 @@ def _own_ids() -> set[int]:
 
 
 def _is_private_group(group: int, user: int) -> bool:
-    """Tell whether a group is a user's own: many systems give everybody one of their name, and a umask of 002."""
+    """Tell whether a group is a user's private one: many systems give each user one, and a umask of 002."""
     try:
         account, found = pwd.getpwuid(user), grp.getgrgid(group)
     except KeyError:

@@ -1,4 +1,4 @@
-"""The kinds of values that keys of the configuration take, and the largest numbers."""
+"""Types of the configuration's values, and their upper limits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import Meta
 PositiveInt = Annotated[int, Meta(ge=1)]
 Name = Annotated[str, Meta(min_length=1)]
 MAX_PROCESSES = 1024
-"""The largest number of copies, of stages, or of ranks that share a layer; no machine has so many GPUs."""
+"""Maximum copies, stages, or ranks that share a layer; no machine has as many GPUs."""
 NumProcesses = Annotated[int, Meta(ge=1, le=MAX_PROCESSES)]
 ParallelSize = NumProcesses | Literal["auto"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -44,6 +44,6 @@ ToolParserName = Literal[
 ]
 
 MAX_NUM_SEQS = 65536
-"""The largest `max_num_seqs`."""
+"""Maximum `max_num_seqs`."""
 MAX_BLOCK_SIZE = 1024
-"""The largest `block_size`."""
+"""Maximum `block_size`."""

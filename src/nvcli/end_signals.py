@@ -1,4 +1,4 @@
-"""The signals that ask a command to end: from its user, its terminal, its machine or a job scheduler."""
+"""Signals that ask a command to end: from its user, its terminal, its machine or a job scheduler."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _FINISHED_FIRST = (
     typing.__file__,
     enum.__file__,
 )
-"""The code of imports, of conversions by msgspec, and what msgspec calls where it makes a decoder."""
+"""Files with the code of imports, of conversions by msgspec, and of what msgspec calls when it makes a decoder."""
 _LOOK_SECONDS = 0.25
 _STUCK_LOOKS = 6
-"""A signal that so many looks have found waiting does not reach the main thread."""
+"""Number of polls after which a pending signal counts as not reaching the main thread."""
 
 Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 
 def handle_end_signals(handler: Handler) -> dict[signal.Signals, Any]:
-    """Set the handler of the signals that ask for the end, and return the handlers that were set before.
+    """Set the handler of all end signals, and return the previous handlers.
 
-    A signal that whoever started the command has it ignore stays ignored (`nohup` does so with SIGHUP, a shell with
-    SIGQUIT of a command in the background), except SIGINT. The handler is called at a place that can stand it
+    A signal that was already ignored at the start stays ignored (`nohup` does so with SIGHUP, a shell with
+    SIGQUIT of a background command), except SIGINT. The handler is called at a safe place
     (`at_safe_place`). Call it from the main thread.
     """
     if not isinstance(handler, signal.Handlers):
@@ -48,10 +48,10 @@ def handle_end_signals(handler: Handler) -> dict[signal.Signals, Any]:
 
 
 def watch_main_thread(give_up: Callable[[], Any]) -> threading.Thread:
-    """Start a thread that calls `give_up` where a signal that asks for the end waits for 1.5 s. Returns the thread.
+    """Start a thread that calls `give_up` once an end signal has been pending for 1.5 s. Returns the thread.
 
-    A file system that does not answer, such as NFS without its server, lets a thread that waits for it take no signal
-    but SIGKILL. Python's handlers run in the main thread, so they do not run while that one waits so.
+    A thread that waits for a file system that does not answer, such as NFS without its server, takes no signal
+    but SIGKILL. Python's handlers run in the main thread, so they do not run while it waits like this.
     """
     thread = threading.Thread(target=_watch, args=(give_up,), name="nvcli-signals", daemon=True)
     thread.start()
@@ -70,7 +70,7 @@ def _watch(give_up: Callable[[], Any]) -> None:
 
 
 def _is_end_waiting() -> bool:
-    """Tell whether a signal that asks for the end has come, is not blocked, and has not reached its handler."""
+    """Tell whether an end signal is pending: not blocked, and not yet delivered to its handler."""
     lines = (line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     masks = {name: int(value, 16) for name, value in lines if name in ("SigPnd", "ShdPnd", "SigBlk")}
     waiting = (masks["SigPnd"] | masks["ShdPnd"]) & ~masks["SigBlk"]
@@ -78,22 +78,22 @@ def _is_end_waiting() -> bool:
 
 
 def at_safe_place(handler: Callable[[int, FrameType | None], Any]) -> Handler:
-    """Return a handler of signals that calls this one outside of imports and of conversions by msgspec.
+    """Wrap a signal handler so that it is only called outside of imports and of conversions by msgspec.
 
-    Extension modules lose what a handler raises while they are imported, as msgspec does while it looks at types, or go
-    on with what is half there, and class bodies may make another error of it. What takes longer than `_LONGEST_WAIT`
-    seconds is given up. What called this function, and what called that, may be part of an import.
+    Extension modules lose what a handler raises during their import, as msgspec does while it inspects types, or go
+    on half initialised, and class bodies may turn it into another error. A delay of more than `_LONGEST_WAIT`
+    seconds is cut short. The callers of this function may themselves be part of an import.
     """
     return _AtSafePlace(handler, sum(1 for _ in _frames(sys._getframe(1))) - 2)
 
 
 class _AtSafePlace:
     def __init__(self, handler: Callable[[int, FrameType | None], Any], num_outer: int) -> None:
-        """`num_outer` frames of the stack, the outermost ones, do not count."""
+        """The `num_outer` outermost frames of the stack do not count."""
         self._handler = handler
         self._num_outer = num_outer
         self._waits_since: dict[int, float] = {}
-        """When the signals came first that are sent again."""
+        """Signal → time of its first arrival, for signals that are sent again."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

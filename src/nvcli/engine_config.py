@@ -32,53 +32,53 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     gpu_memory_utilization: float
     kv_cache_memory: int | None
-    """Bytes for each rank; None: decided by the rank."""
+    """Bytes for each rank; None: the rank decides."""
     block_size: int
     attention_backend: str
-    """A name or `auto`; `prefill:decode`, each side one of those, where they differ."""
+    """A name or `auto`; or `prefill:decode` with one of those on each side, if they differ."""
     enable_prefix_caching: bool
     enforce_eager: bool
     step_timeout: float
     enable_expert_parallel: bool = False
     kv_cache_dtype: KVCacheDtype = "auto"
-    """See `RunConfig`; `kv_dtype` is what it comes to."""
+    """See `RunConfig`; `kv_dtype` resolves it."""
     pipeline_parallel_size: int = 1
     """Stages; rank = stage × `tensor_parallel_size` + the rank within the stage."""
     replica: int = 0
-    """The number of this replica."""
+    """Index of this replica."""
     gpus: tuple[int, ...] = ()
-    """The GPUs of all replicas, replica after replica, by the numbers that a process sees; empty: the first ones."""
+    """GPU indices of all replicas, replica by replica, as a process numbers GPUs; empty: the first ones."""
     load_format: Literal["checkpoint", "random"] = "checkpoint"
-    """random: `model_path` holds a config.json alone, and the weights are made up; for benchmarks."""
+    """random: `model_path` holds only a config.json, and the weights are made up; for benchmarks."""
     record_steps: bool = False
-    """Report the times of every step to the parent, and at the end the memory that each rank held at most."""
+    """Report the times of every step to the parent, and each rank's peak memory at the end."""
     measure_memory: bool = False
-    """Once all is allocated, run the largest batches again and report what each item then took."""
+    """Once everything is allocated, run the largest batches again and report the memory of each item."""
     quantization: KeptWeights = "none"
-    """How ranks keep the weights of linear layers."""
+    """Format in which ranks keep the weights of linear layers."""
     fp8_accumulation: FP8Accumulation = "exact"
     """See `RunConfig`."""
     batch_invariant: bool = False
     """See `RunConfig`."""
     kv_blocks_before: int | None = None
-    """KV blocks of the ranks before, which ran out of memory; None: there were none. These ranks take no more, and no
-    more than fits into what is free now."""
+    """KV blocks of the previous ranks, which ran out of memory; None: there were none. The new ranks take at most as
+    many, and no more than fit into the memory that is now free."""
     prepare_grammars: bool = False
-    """Load beside the weights what constrained answers need, because rows at the beginning of the job want some."""
+    """Load what constrained answers need along with the weights, because rows at the beginning of the job need it."""
     enable_cascade_attention: bool = True
     """See `RunConfig`."""
     plan_admission: bool = True
-    """Admit as many requests as will fit into the KV cache until they end, by what the answers so far tell; false: as
-    many as fit now, and take some back when there is too little room."""
+    """Admit as many requests as are forecast, from the answers so far, to fit into the KV cache until they end; false:
+    as many as fit now, with preemption when room runs out."""
     overlap_steps: bool = True
-    """Schedule a step while the one before it runs; false: to measure what that is worth."""
+    """Schedule a step while the previous one runs; false: to measure what that gains."""
     embedding_size: int = 0
-    """The size of the model's hidden states, where requests ask for these instead of tokens: the model then needs no LM
-    head. 0: requests ask for tokens and their probabilities."""
+    """Size of the hidden states, if requests ask for these instead of tokens: the model then needs no LM head.
+    0: requests ask for tokens and their probabilities."""
 
     @property
     def kv_dtype(self) -> KVDtype:
-        """The type in which keys and values are kept."""
+        """Data type of the KV cache."""
         return kv_dtype(self.kv_cache_dtype, self.dtype)
 
     @property
@@ -91,12 +91,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_ranks(self) -> int:
-        """Processes of one replica."""
+        """Number of processes of one replica."""
         return self.pipeline_parallel_size * self.tensor_parallel_size
 
     @property
     def output_rank(self) -> int:
-        """The rank that posts what was sampled: the first one of the last stage."""
+        """The rank that posts the sampled tokens: the first of the last stage."""
         return self.num_ranks - self.tensor_parallel_size
 
     def stage_of(self, rank: int) -> int:
@@ -108,35 +108,35 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return f"rank {rank}" if self.pipeline_parallel_size == 1 else f"rank {rank} of stage {self.stage_of(rank)}"
 
     def gpu_index(self, rank: int) -> int:
-        """Return the number of the GPU that a rank has, among those that the process sees."""
+        """Return the index of a rank's GPU, among those that the process sees."""
         number = self.replica * self.num_ranks + rank
         return self.gpus[number] if self.gpus else number
 
     @property
     def max_num_decodes(self) -> int:
-        """Most requests that get one more token in one step: with stages, a share of those that run."""
+        """Maximum requests that decode in one step: with stages, a share of the running ones."""
         return -(-self.max_num_seqs // self.pipeline_parallel_size)
 
     @property
     def max_padded_rows(self) -> int:
-        """Most rows of a step that is padded to the shape of a CUDA graph."""
+        """Maximum rows of a step that is padded to the shape of a CUDA graph."""
         return self.max_num_seqs + self.max_num_decodes
 
     @property
     def max_padded_tokens(self) -> int:
-        """Most tokens of a step that is padded to the shape of a CUDA graph."""
+        """Maximum tokens of a step that is padded to the shape of a CUDA graph."""
         return self.max_num_batched_tokens + self.max_num_decodes
 
     @property
     def max_steps_in_flight(self) -> int:
-        """One that runs and one that waits behind it, so that the device goes from step to step without waiting for us;
+        """Maximum steps in flight: one that runs and one queued behind it, so that the device never waits for the host;
         with stages, one for each."""
         return max(2, self.pipeline_parallel_size) if self.overlap_steps else 1
 
     @property
     def max_shared_rows(self) -> int:
-        """Most rows of a step that reads what requests share once for all of them; 0: no step does, as what is shared
-        depends on the batch where `batch_invariant` is on."""
+        """Maximum rows of a step that reads shared prefixes once for all requests; 0: no step does, because with
+        `batch_invariant` results must not depend on what the batch shares."""
         shares = self.enable_cascade_attention and self.enable_prefix_caching and not self.batch_invariant
         shares = shares and self.max_num_decodes > 1
         return self.max_num_decodes if shares else 0

@@ -1,4 +1,4 @@
-"""Everything nvcli raises on purpose.
+"""All errors that nvcli raises on purpose.
 
     NvcliError
     ├── ConfigError      a key, flag or file of the run is wrong; the message names key, value and fix
@@ -7,13 +7,13 @@
     │   └── LimitsTooHigh    the weights fit, and lower limits might
     ├── ModelError       the model computes nothing: its logits are NaN or infinite from the first prompt on
     ├── WorkerError      a process of the engine failed, died or stopped answering; names the rank and its phase
-    ├── InputChanged     an input is not what it was when the job began; what is answered stays
-    ├── OutputError      the output cannot be written any further (a full disk); what is written stays
-    ├── RowsMissing      the outputs of shards that are to be joined do not have all rows of their job
+    ├── InputChanged     an input has changed since the job began; answers so far are kept
+    ├── OutputError      the output cannot be written any further (a full disk); what is written is kept
+    ├── RowsMissing      the shards' outputs that are to be joined lack rows of their job
     ├── ClosedError      an LLM is used after it was closed
-    ├── HopelessJob      the first rows all failed with one cause; the same command goes on with the others
-    ├── TooManyErrors    more rows failed than `job.max_errors` allows; what is answered stays
-    └── RowError         one input row is bad; it never ends the job, it becomes that row's error answer
+    ├── HopelessJob      the first rows all failed with one cause; the same command continues with the others
+    ├── TooManyErrors    more rows failed than `job.max_errors` allows; answers so far are kept
+    └── RowError         one input row is bad; it never ends the job but becomes that row's error answer
 
 Messages are for users: one or two lines, no traceback. `cli.main` alone turns them into exit codes.
 """
@@ -25,10 +25,10 @@ import traceback
 from typing import TypeVar
 
 INTERNAL_ERROR = "internal_error"
-"""The type of a row's error that nobody foresaw."""
+"""Type of a row's error for an unexpected exception."""
 
 _MOST_TRACEBACK_CHARS = 8000
-"""Characters of a row's traceback that are kept: its beginning and its end."""
+"""Maximum characters kept of a row's traceback: its beginning and its end."""
 
 
 class NvcliError(Exception):
@@ -58,7 +58,7 @@ class ModelError(NvcliError):
 class WorkerError(NvcliError):
     """An engine or rank process failed, died or stopped answering.
 
-    `traceback` is that of an unexpected exception, which is a bug in nvcli or in a library; else it is empty. It goes
+    `traceback` is that of an unexpected exception, a bug in nvcli or in a library; else it is empty. It goes
     into a file (`job_run.early_end`), not into messages.
     """
 
@@ -76,7 +76,7 @@ class OutputError(NvcliError):
 
 
 class RowsMissing(NvcliError):
-    """Rows of a job are in none of the outputs that are to be joined."""
+    """Rows of a job are missing from all of the outputs to be joined."""
 
 
 class TooManyErrors(NvcliError):
@@ -88,7 +88,7 @@ class HopelessJob(NvcliError):
 
 
 class ClosedError(NvcliError):
-    """An LLM is used that was closed."""
+    """An LLM is used after it was closed."""
 
 
 class RowError(NvcliError):
@@ -106,10 +106,10 @@ class RowError(NvcliError):
 
 
 def unexpected(error: BaseException, doing: str) -> RowError:
-    """Return the error of the one row that was handled when an unexpected exception came up. Call it while the
-    exception is handled; `doing` is what was done with the row, as the beginning of a sentence.
+    """Return the error of the row during whose handling an unexpected exception was raised. Call it while the exception
+    is handled; `doing` is what was being done with the row, as the beginning of a sentence.
 
-    What is no fault of a row is raised again: errors of the run, the end of the process, and memory that ran out.
+    Raises again what is not the row's fault: errors of the run, the end of the process, and a lack of memory.
     """
     is_of_run = isinstance(error, NvcliError | MemoryError) or not (isinstance(error, Exception) or is_panic(error))
     if is_of_run and not isinstance(error, RowError):
@@ -121,14 +121,14 @@ def unexpected(error: BaseException, doing: str) -> RowError:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether an exception is a panic of Rust code, which is no `Exception`."""
+    """Whether an exception is a panic of Rust code, which is not an `Exception`."""
     return type(error).__module__ == "pyo3_runtime"
 
 
 def named(kind: str, message: str, traceback: str = "") -> NvcliError:
-    """Return the error of a class name, as another process reported it.
+    """Return an error by its class name, as reported by another process.
 
-    RowErrors are never reported so. Only WorkerErrors have a traceback.
+    RowErrors are never reported like this. Only WorkerErrors have a traceback.
     """
     if kind == WorkerError.__name__:
         return WorkerError(message, traceback)

@@ -1,7 +1,7 @@
-"""Explains why a file cannot be written where the system's own words leave it open: a shell's limit, no inodes left,
-or a read-only file system.
+"""Explains why a file cannot be written when the system's own message is vague: a shell's limit, no inodes left, or a
+read-only file system.
 
-The processes of a run share memory as files without a name, and a shell's limit on the size of files holds for these.
+The processes of a run share memory as unnamed files, to which a shell's limit on file sizes applies too.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _RAISE = "raise it with: ulimit -f unlimited"
 
 
 def explain_failed_write(error: OSError, path: Path) -> str:
-    """Return why a file could not be made or written: the system's words, and the limit behind them if there is one.
+    """Explain why a file could not be created or written: the system's message, and the limit behind it, if any.
 
-    `path` is the file that the message is about; another one that the error names is named.
+    `path` is the file that the message is about; if the error names another one, so does the explanation.
     """
     reason = error.strerror or str(error)
-    other = error.filename2 or error.filename  # of two names, the second one is to be written
+    other = error.filename2 or error.filename  # of two names, the second is the file to be written
     if isinstance(other, str | bytes | Path) and Path(os.fsdecode(other)) != path:
         reason = f"{os.fsdecode(other)}: {reason}"
         path = Path(os.fsdecode(other))
@@ -35,7 +35,7 @@ def explain_failed_write(error: OSError, path: Path) -> str:
 
 
 def why_not_writable(path: Path) -> str:
-    """Return why a file or folder that is there does not let this user write."""
+    """Explain why an existing file or folder is not writable for this user."""
     try:
         is_read_only = bool(os.statvfs(path).f_flag & os.ST_RDONLY)
     except OSError as error:
@@ -44,7 +44,7 @@ def why_not_writable(path: Path) -> str:
 
 
 def resize_memory_file(fd: int, num_bytes: int) -> None:
-    """Give a file in memory its size. Raises ConfigError where the shell's limit on files is lower, and OSError."""
+    """Set the size of a file in memory. Raises ConfigError if the shell's limit on file sizes is lower, and OSError."""
     try:
         os.ftruncate(fd, num_bytes)
     except OSError as error:
@@ -58,13 +58,13 @@ def resize_memory_file(fd: int, num_bytes: int) -> None:
 
 
 def _most_bytes_of_a_file() -> int | None:
-    """Return the shell's limit on the size of a file; None where there is none."""
+    """Return the shell's limit on file sizes; None if there is none."""
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _has_no_inodes(folder: Path) -> bool:
-    """Tell whether a file system that counts its inodes has none left."""
+    """Tell whether a file system has run out of inodes."""
     try:
         found = os.statvfs(folder)
     except OSError:

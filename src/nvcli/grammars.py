@@ -1,7 +1,7 @@
-"""Grammars: what the text of a constrained answer may be, and which tokens may come next in it, by llguidance.
+"""Grammars of constrained answers: which texts are allowed, and which tokens may come next, by llguidance.
 
-llguidance makes a grammar ready in about a millisecond and finds the allowed tokens while the answer grows, within
-limits on its work, so that every row may bring a schema of its own. (xgrammar works out the tokens of all states of a
+llguidance prepares a grammar in about a millisecond and finds the allowed tokens while the answer grows, within
+limits on its work, so that every row may bring a schema of its own. (xgrammar computes the tokens of all states of a
 grammar before the first answer.) It is a small native library without dependencies, and is imported with the first
 constrained row.
 
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 CHECK_STACK_BYTES, FOLLOW_STACK_BYTES = 8 << 20, 32 << 20
-"""The stack on which a grammar is made, which shows whether it nests too deep, and the one on which it is compiled and
-followed later. Nothing that passes the first should overflow the other."""
+"""Stack for building a grammar, which detects excessive nesting, and stack for compiling and following it later. A
+grammar that passes on the first should never overflow the second."""
 
 JSON_WHITESPACE = r" ?|\n[ \t]{0,20}"
-"""The white space between two tokens of JSON: a blank, or a line end and what indents the next line. Without a bound a
+"""White space between two tokens of JSON: a blank, or a newline and the indent of the next line. Without a bound a
 model may write blanks until `max_tokens`."""
 
 _TOKENIZER_FILE = "tokenizer.json"
 _MAX_REASON = 300
 _SHOWN_SOURCE = re.compile(r"\n\s*\d+ \||<state>")
 _SEARCH_SECONDS = 0.5
-"""Seconds after which the place of an error in a schema is not searched any deeper."""
+"""Time limit for locating an error in a schema more closely."""
 
 _CHARACTER = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [r"[ \n\r\t]+", *(f"{_CHARACTER}{{1,{most}}}" for most in (4, 8, 12, 30)), f"{_CHARACTER}+"]
-"""Classes of tokens, each of which a mask allows at once where the grammar allows all of it. Short classes are for
+"""Classes of tokens that a mask allows at once if the grammar allows the whole class. Short classes are for
 strings that may go on for a few characters only: with llguidance's own, of up to 10 and 30 characters and of any
 number, one mask in a hundred takes half as long again."""
 
@@ -59,11 +59,11 @@ SchemaPath = tuple[str, ...]
 
 
 class GrammarError(Exception):
-    """A text that is no grammar, or one that no answer can follow. The message is for the user, on one line."""
+    """A text is not a grammar, or no answer can follow it. The message is for the user, on one line."""
 
 
 class Vocabulary:
-    """The tokens of a model as grammars see them: the bytes of each, and the ids that end an answer."""
+    """A model's tokens as grammars see them: the bytes of each, and the ids that end an answer."""
 
     def __init__(self, tokenizer_json: str, *, vocab_size: int, end_ids: Sequence[int]) -> None:
         """`tokenizer_json` is the text of a tokenizer.json, `vocab_size` the number of the model's logits, and
@@ -74,14 +74,14 @@ class Vocabulary:
         try:
             try:
                 self.tokenizer = make(n_vocab=vocab_size)
-            except ValueError:  # the tokenizer knows more tokens than the model has logits for
+            except ValueError:  # the tokenizer has more tokens than the model has logits
                 self.tokenizer = make()
         except BaseException as error:
             if not isinstance(error, ValueError) and not is_panic(error):
                 raise
             raise GrammarError(f"llguidance cannot use the tokenizer: {_reason(str(error))}") from None
         self.text_end_ids = [token for token in end_ids if not self.tokenizer.is_special_token(token)]
-        """Ids of `end_ids` that are no special tokens: a matcher lets them come as text, too."""
+        """Ids of `end_ids` that are not special tokens: a matcher allows them as text, too."""
         self._limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
 
     @classmethod
@@ -98,11 +98,11 @@ class Vocabulary:
 
     @property
     def num_words(self) -> int:
-        """The int32 words of a mask with a bit for each token."""
+        """Number of int32 words of a mask with a bit for each token."""
         return -(-self.tokenizer.vocab_size // 32)
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """Make what follows one answer by a grammar, in the form that `grammar_of` returns. Raises GrammarError."""
+        """Make a matcher that follows one answer by a grammar as returned by `grammar_of`. Raises GrammarError."""
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=self._limits)
@@ -111,9 +111,9 @@ class Vocabulary:
         return matcher
 
     def compile(self, wanted: Structured) -> str:
-        """Return the grammar of what a row asks for, once it is certain that an answer can begin by it.
+        """Return the grammar of a row's `structured` object, after checking that an answer can begin.
 
-        Raises GrammarError, which names the place in a schema.
+        Raises GrammarError, which names the place in the schema.
         """
         grammar = grammar_of(wanted)
         if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
@@ -132,7 +132,7 @@ class Vocabulary:
             raise GrammarError("no text can match it, or it is too complex")
 
     def _find_fault(self, schema: dict[str, Any] | bool, reason: str) -> SchemaPath:
-        """Return the path of the innermost part of a schema that fails for the same reason as the whole."""
+        """Return the path of the innermost part of a schema that fails for the same reason as the whole schema."""
         if isinstance(schema, bool):
             return ()
         deadline = time.monotonic() + _SEARCH_SECONDS
@@ -151,8 +151,7 @@ class Vocabulary:
 
 
 def check_structured(wanted: Structured) -> None:
-    """Raise GrammarError where what is asked for is no grammar; whether this model's tokens can follow it is not
-    known."""
+    """Raise GrammarError if a `structured` object is not a valid grammar, whatever the model's tokens."""
     from llguidance import LLMatcher
 
     problem = LLMatcher.validate_grammar(grammar_of(wanted))
@@ -161,7 +160,7 @@ def check_structured(wanted: Structured) -> None:
 
 
 def grammar_of(wanted: Structured) -> str:
-    """Return a grammar in llguidance's own form; whether it can be followed is not known yet. Raises GrammarError."""
+    """Return a grammar in llguidance's own form, without checking that it can be followed. Raises GrammarError."""
     from llguidance import LLMatcher, grammar_from
 
     if wanted.regex is not None:

@@ -1,4 +1,4 @@
-"""A set of 64-bit hashes in little memory: 11 to 22 bytes for each."""
+"""A compact set of 64-bit hashes: 11 to 22 bytes for each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FIRST_CELLS = 4
 
 
 class HashSet:
-    """64-bit hashes in open addressing: many small tables, so that growing one takes no time worth noticing."""
+    """A set of 64-bit hashes with open addressing, in many small tables, so that growing one takes negligible time."""
 
     def __init__(self) -> None:
         self._tables = [array("Q", bytes(8 * _FIRST_CELLS)) for _ in range(_NUM_TABLES)]
@@ -24,7 +24,7 @@ class HashSet:
         return (held for table in self._tables for held in table if held)
 
     def add(self, hashed: int) -> bool:
-        """Add a hash. Returns False if it was in the set before."""
+        """Add a hash. Returns False if it was already in the set."""
         hashed = hashed or 1  # 0 marks a free cell
         number = hashed % _NUM_TABLES
         table = self._tables[number]

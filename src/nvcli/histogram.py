@@ -1,4 +1,4 @@
-"""Whole numbers, such as lengths in tokens, counted in a few buckets for people to look at."""
+"""Histograms of integers, such as lengths in tokens, with a few buckets for people to read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 _WIDE_RANGE = 20
-"""Numbers that differ by more than this factor are counted in buckets that double, others in equal ones."""
+"""Numbers that span more than this factor get buckets that double, others get equal ones."""
 
 _BAR = 40
 """Characters of the longest bar."""
@@ -15,7 +15,7 @@ _BAR = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """The numbers from `first` to `last`, and how many there are."""
+    """The range from `first` to `last`, and the count of numbers in it."""
 
     first: int
     last: int
@@ -25,13 +25,13 @@ class Bucket:
 def histogram(counts: Counter[int], num_buckets: int) -> list[Bucket]:
     """Count at least one number in about `num_buckets` buckets without gaps; at most one more where they double.
 
-    `counts` says how often each number occurs. The first and the last bucket are never empty.
+    `counts` maps each number to its frequency. The first and the last bucket are never empty.
     """
     least, most = min(counts), max(counts)
     width = max(1, -(-(most - least + 1) // num_buckets))
     doubles = most > _WIDE_RANGE * least
     first, edge = least, 1 << least.bit_length()
-    if doubles:  # numbers below the largest `num_buckets` buckets are one bucket
+    if doubles:  # numbers below the `num_buckets` largest buckets share one bucket
         edge = max(edge, 1 << max(0, most.bit_length() - num_buckets + 1))
     buckets = []
     while first <= most:
@@ -43,7 +43,7 @@ def histogram(counts: Counter[int], num_buckets: int) -> list[Bucket]:
 
 
 def histogram_lines(buckets: Sequence[Bucket]) -> Iterator[str]:
-    """Yield a line of text for each of at least one bucket: its numbers, how many there are, and a bar."""
+    """Yield a line of text for each of at least one bucket: its range, its count, and a bar."""
     highest = max(bucket.count for bucket in buckets)
     for bucket in buckets:
         bar = "█" * max(1 if bucket.count else 0, round(_BAR * bucket.count / highest))

@@ -1,4 +1,4 @@
-"""RAM as Linux tells of it: of the machine and of this process, in bytes; and a limit for this process."""
+"""RAM of the machine and of this process in bytes, as Linux reports it; and a limit for this process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def total_ram() -> int:
 
 
 def available_ram() -> int:
-    """Return the RAM that this process can take: without swapping, and within the limit of its container."""
+    """Return the RAM that this process can take without swapping and within its container's limit."""
     available = read_meminfo()["MemAvailable"]
     room = container_room()
     return available if room is None else min(available, room)
@@ -32,12 +32,12 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Return the most RAM that this process has held."""
+    """Return the peak RAM of this process."""
     return read_meminfo(Path("/proc/self/status")).get("VmHWM", 0)
 
 
 def limit_more_memory(num_bytes: int) -> None:
-    """Let this process take so many bytes more than it has asked for until now. Beyond that it gets a MemoryError."""
+    """Let this process allocate at most so many bytes more. Beyond that it gets a MemoryError."""
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     limit = read_meminfo(Path("/proc/self/status"))["VmData"] + num_bytes  # as RLIMIT_DATA counts it
     resource.setrlimit(resource.RLIMIT_DATA, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))

@@ -1,6 +1,6 @@
-"""Names that other tools use, and what nvcli calls the same: for options, commands and keys that nvcli does not know.
+"""Names in other tools, and nvcli's names for the same things: for unknown options, commands and keys.
 
-The names are in `other_names.toml`, which is read when one is asked for.
+The names are in `other_names.toml`, which is read on first use.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 @functools.cache
 def own_keys() -> dict[str, tuple[str, ...]]:
-    """Return the keys of the configuration that each name may stand for."""
+    """Return other names → keys of the configuration that they may stand for."""
     keys: dict[str, tuple[str, ...]] = {}
     for key, names in _tables()["keys"].items():
         for name in names:
@@ -22,13 +22,13 @@ def own_keys() -> dict[str, tuple[str, ...]]:
 
 @functools.cache
 def remarks() -> dict[str, str]:
-    """Return what to do instead, by name, where there is no key."""
+    """Return other names → what to do instead, for names without a key."""
     return _said("remarks")
 
 
 @functools.cache
 def commands() -> dict[str, str]:
-    """Return what to do instead, by command."""
+    """Return other tools' commands → what to do instead."""
     return _said("commands")
 
 
@@ -44,5 +44,5 @@ def _tables() -> dict[str, Any]:
 
 
 def name_of_option(option: str) -> str:
-    """Return an option as a key is spelled: `--Max-Tokens` → `max_tokens`."""
+    """Spell an option like a key: `--Max-Tokens` → `max_tokens`."""
     return option.lstrip("-").lower().replace("-", "_")

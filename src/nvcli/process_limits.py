@@ -1,4 +1,4 @@
-"""Checks the limit on open files and the working folder that this process was started with."""
+"""Checks the limit on open files and the working folder that this process started with."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import resource
 from nvcli.errors import ConfigError
 
 MIN_OPEN_FILES = 256
-"""A run with one rank on a CPU has about 20 files open at once. Further ranks and copies add some, and so do drivers of
-GPUs."""
+"""A run with one rank on a CPU has about 20 files open at once. Further ranks, copies and GPU drivers add some."""
 _WANTED_OPEN_FILES = 4096
 _MAX_PATH_BYTES = 4096
-"""PATH_MAX of Linux: a shell can be in a deeper folder, but libraries find nothing from there."""
+"""PATH_MAX of Linux: a shell can be in a deeper folder, but libraries cannot open files from there."""
 
 
 def check_process() -> None:
-    """Raise ConfigError where this process cannot open enough files, or its working folder is gone or too deep.
+    """Raise ConfigError if this process cannot open enough files, or its working folder is gone or too deep.
 
-    A limit that the process may raise itself is raised, for its children too.
+    Raises the limit if the process may do so itself, for its children too.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED_OPEN_FILES if hard == resource.RLIM_INFINITY else min(_WANTED_OPEN_FILES, hard)

@@ -1,10 +1,9 @@
 """Regular files, opened without the traps of other kinds.
 
-Opening a FIFO waits for somebody who may never come, a device may have no end, and a socket has no bytes to read. Files
-of a checkpoint, of the configuration and of a job are opened here, so that such a thing is refused instead. Files that
-a job writes under names that anybody can foresee are not opened through a symbolic link, which could lead to any file
-of the user's. The errors are OSErrors whose `strerror` says what is there, for the caller to put behind the file's
-name.
+Opening a FIFO waits for a writer that may never come, a device may have no end, and a socket has no bytes to read.
+Files of a checkpoint, of the configuration and of a job are opened here, so that these are refused instead. Files that
+a job writes under predictable names are not opened through a symbolic link, which could lead to any file of the user's.
+The errors are OSErrors whose `strerror` says what is there, for the caller to append to the file's name.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ _KINDS = {
 
 
 def check_regular(path: Path) -> None:
-    """Raise OSError unless `path` is a regular file or a link to one. FileNotFoundError: there is none.
+    """Raise OSError unless `path` is a regular file or a link to one; FileNotFoundError if nothing is there.
 
-    Nothing is opened, so that this returns at once.
+    Opens nothing, so it returns at once.
     """
     try:
         mode = path.stat().st_mode
@@ -44,9 +43,9 @@ def check_regular(path: Path) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Raises OSError as `check_regular` does, and where it must not be read."""
+    """Open a regular file for reading. Raises OSError as `check_regular` does, and for an unreadable file."""
     check_regular(path)
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # it may have become a FIFO since
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # it may have become a FIFO in the meantime
     try:
         _check_mode(os.fstat(fd).st_mode)
     except OSError:
@@ -65,7 +64,7 @@ def read_regular(path: Path, *, most_bytes: int | None = None) -> bytes:
 
 
 def is_too_long(path: Path | str) -> bool:
-    """Tell whether a name, or a path, is longer than the file system takes."""
+    """Tell whether a name or a path is too long for the file system."""
     try:
         os.lstat(path)
     except OSError as error:
@@ -74,7 +73,7 @@ def is_too_long(path: Path | str) -> bool:
 
 
 def open_unlinked(path: Path, flags: int) -> int:
-    """Open a file with these flags, and return its descriptor. Raises OSError, for a symbolic link too."""
+    """Open a file with these flags, and return its descriptor. Raises OSError, also for a symbolic link."""
     try:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -84,7 +83,7 @@ def open_unlinked(path: Path, flags: int) -> int:
 
 
 def create_anew(path: Path, *, mode: int = 0o666) -> BinaryIO:
-    """Make a file in place of what is there, for writing and reading, and leave alone what a link led to.
+    """Create a file for writing and reading, replacing what is there but not the target of a link.
 
     Raises OSError.
     """

@@ -1,8 +1,8 @@
-"""Standard streams that fail as a command's should.
+"""Standard streams that fail in the way a command's should.
 
-Writing to standard error fails where a terminal has gone, a reader of `2>&1 |` has left or a disk is full. Messages
-that nobody can read are no reason to stop computing, so these failures are ignored. Output to standard output was asked
-for, so its failures count. A caller may have closed any of the three streams.
+Writing to standard error fails if the terminal is gone, the reader of `2>&1 |` has left or the disk is full. Messages
+that nobody can read are no reason to stop computing, so such failures are ignored. Standard output carries results, so
+its failures count. A caller may have closed any of the three streams.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from nvcli.errors import OutputError
 
 
 def secure_standard_streams() -> None:
-    """Open the standard streams that are closed, so that no file of ours gets their numbers.
+    """Open those standard streams that are closed, so that none of our files gets their descriptors.
 
-    Reading a standard input that was closed fails all the same. From now on standard error never fails; standard output
-    fails with an OutputError, or with BrokenPipeError where its reader has left. Characters that its encoding does not
-    hold become question marks. `sys.__stdout__` stays None where it was closed.
+    Reading a standard input that was closed still fails. From now on standard error never fails; standard output
+    fails with OutputError, or with BrokenPipeError if its reader has left. Characters that its encoding does not
+    support become question marks. `sys.__stdout__` stays None if it was closed.
     """
     for number in range(3):
         try:
@@ -33,7 +33,7 @@ def secure_standard_streams() -> None:
 
 
 def _text(raw: io.FileIO, *, like: TextIO | None, errors: str) -> TextIO:
-    """Wrap a raw stream. `like` is the stream that Python had made of it; None: it was closed."""
+    """Wrap a raw stream. `like` is Python's own stream for it; None: it was closed."""
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
         encoding="utf-8" if like is None else like.encoding,
@@ -43,7 +43,7 @@ def _text(raw: io.FileIO, *, like: TextIO | None, errors: str) -> TextIO:
 
 
 class _StandardOutput(io.FileIO):
-    """Standard output that fails once. The process's end flushes the buffer again, which need not fail again."""
+    """Standard output that fails only once: the flush at the end of the process does not fail again."""
 
     _has_failed = False
 
@@ -60,7 +60,7 @@ class _StandardOutput(io.FileIO):
 
 
 class _StandardError(io.FileIO):
-    """Standard error that drops what cannot be written."""
+    """Standard error that discards what cannot be written."""
 
     def write(self, data: Any) -> int:
         try:

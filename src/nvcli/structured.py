@@ -1,7 +1,7 @@
-"""Structured: what the text of an answer must look like. Known to every room, depends on none.
+"""Structured: the form that an answer's text must have. Used everywhere, depends on no other module.
 
-A user asks for it (`Structured`); the parent makes a grammar of it; and a request carries that grammar to the ranks
-(`Constraint`), which allow no token that leads away from it.
+A user asks for it (`Structured`); the parent turns it into a grammar; a request carries the grammar to the ranks
+(`Constraint`), which allow no token that breaks it.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import Any
 import msgspec
 
 MAX_GRAMMAR_BYTES = 512 * 1024
-"""Most bytes of a schema, regex, list of choices or grammar, once it is written as a grammar of llguidance."""
+"""Maximum bytes of a schema, regex, list of choices or grammar, in the form of an llguidance grammar."""
 
 MAX_MARK_IDS = 64
-"""Most tokens of a mark around the free part of an answer; bounds the size of a step's input."""
+"""Maximum tokens of a mark around an answer's unconstrained part; bounds the size of a step's input."""
 
 MAX_END_IDS = 64
-"""Most end-of-sequence ids of a constraint; bounds the size of a step's input."""
+"""Maximum end-of-sequence ids of a constraint; bounds the size of a step's input."""
 
 _FORMS = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 
 class Structured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The `structured` object of a row's sampling. Exactly one of its keys is given."""
+    """The `structured` object of a row's sampling. Exactly one of its keys is set."""
 
     json_schema: dict[str, Any] | bool | None = None
     """The answer is JSON that this schema allows."""
@@ -38,7 +38,7 @@ class Structured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def form(self) -> str:
-        """The name of the one key that is given."""
+        """The name of the key that is set."""
         return self._given()[0]
 
     def _given(self) -> list[str]:
@@ -56,23 +56,23 @@ class Structured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Constraint(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A grammar that an answer is held to, as the engine gets it with a request."""
+    """A grammar that constrains an answer, as sent to the engine with a request."""
 
     grammar: str
     """The grammar, in llguidance's own form; at most `MAX_GRAMMAR_BYTES`."""
     end_ids: list[int]
-    """The model's end-of-sequence ids: one of them ends an answer that is complete. From 1 to `MAX_END_IDS`."""
+    """The model's end-of-sequence ids, one of which ends a complete answer. From 1 to `MAX_END_IDS`."""
     starts_after: list[int] = []
-    """The tokens of the mark behind which the constraint begins, such as the end of the model's reasoning: tokens up to
-    it are free. At most `MAX_MARK_IDS`; empty: the constraint begins with the answer."""
+    """Tokens of the mark after which the constraint begins, such as the end of the model's reasoning: tokens up to it
+    are unconstrained. At most `MAX_MARK_IDS`; empty: the constraint begins with the answer."""
     opens_with: list[int] = []
-    """The tokens of the mark that begins the free part, where that is for the answer to do: an answer that begins with
-    another token is constrained from there on. At most `MAX_MARK_IDS`; empty: the answer begins inside the free
-    part."""
+    """Tokens of the mark that opens the unconstrained part, if the answer itself must open it: an answer that begins
+    with another token is constrained from there on. At most `MAX_MARK_IDS`; empty: the answer begins inside the
+    unconstrained part."""
     must_begin: bool = False
-    """Whether no end-of-sequence token may end the answer in its free part."""
+    """Whether the answer may not end in its unconstrained part."""
 
     @property
     def key(self) -> bytes:
-        """The same for equal constraints."""
+        """A key that equal constraints have in common."""
         return msgspec.msgpack.encode(self)

@@ -1,6 +1,6 @@
-"""Untyped data → typed structs, with errors that a user can act on.
+"""Converts untyped data to typed structs, with errors that a user can act on.
 
-Wraps `msgspec.convert`. What it raises names the key with its full path, the value that was given and what is
+Wraps `msgspec.convert`. Its errors name the key with its full path, the value that was given and what is
 allowed; the caller adds where the data came from (file and line, command-line flag, input row). Shared by the
 configuration and by the rows of a job, so that both speak the same language.
 """
@@ -25,18 +25,18 @@ _STEP = re.compile(r"\.(?P<name>[^.\[]+)|\[(?P<item>\d+|\.\.\.)\]")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`", re.DOTALL)
 
 _LONGEST_NAME = 100
-"""Names are compared with known ones by so many characters."""
+"""Characters of a name that are compared with known names."""
 
 _NEAR = 0.81
-"""Names this alike (`difflib`) are a typing error of each other; `top_n` and `top_p` (0.8) are not."""
+"""Similarity (`difflib`) from which names count as a misspelling of each other; `top_n` and `top_p` (0.8) do not."""
 _SHORTEST_BEGINNING = 4
-"""Beginnings of names have so many characters at least, as `temp` has."""
+"""Minimum length of an abbreviation, such as `temp`."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class InvalidValue(ValueError):
-    """A value or key that is not allowed. `path` says where it stands; the text is ready for a user."""
+    """A value or key is not allowed. `path` is its place in the data; the message is for the user."""
 
     def __init__(self, path: Path, message: str, *, unknown_key: bool = False) -> None:
         super().__init__(message)
@@ -60,10 +60,10 @@ def join_path(path: Path) -> str:
 
 
 def show(value: Any, limit: int = 60) -> str:
-    """Return a value roughly as its user wrote it, on one line and at most `limit` characters long.
+    """Format a value roughly as its user wrote it, on one line of at most `limit` characters.
 
-    No more of it is written than is shown: a row may hold hundreds of megabytes in one value. An object of a program
-    may raise anything when it is asked for its text.
+    Formats no more than is shown: a row may hold hundreds of megabytes in one value. An object of a program
+    may raise anything when it is converted to text.
     """
     try:
         text = _json_beginning(value, limit)
@@ -78,7 +78,7 @@ def show(value: Any, limit: int = 60) -> str:
 
 
 def _json_beginning(value: Any, limit: int) -> str:
-    """Return the beginning of a value as JSON, with more than `limit` characters if there are more."""
+    """Return the beginning of a value as JSON, longer than `limit` characters if the value is."""
     import json
 
     text = ""
@@ -90,14 +90,14 @@ def _json_beginning(value: Any, limit: int) -> str:
 
 
 def shorten(text: str, limit: int = 60) -> str:
-    """Return a text with at most `limit` characters, the last of them an ellipsis where something is left out."""
+    """Cut a text to at most `limit` characters, the last of which is then an ellipsis."""
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 def is_text(value: str) -> bool:
     """Tell whether UTF-8 can hold a text.
 
-    It cannot hold halves of surrogate pairs, which stand for bytes of file names that are no UTF-8.
+    It cannot hold lone surrogates, which stand for bytes of file names that are not UTF-8.
     """
     try:
         value.encode()
@@ -118,16 +118,16 @@ def is_utf8(data: bytes) -> bool:
 
 
 def describe_surrogate(text: str) -> str | None:
-    """Say in words which lone surrogate a text holds first; None if it holds none."""
+    """Describe the first lone surrogate in a text; None if it holds none."""
     found = _SURROGATE.search(text)
     return found and f"it holds the lone surrogate \\u{ord(found[0]):04x}, which is half of a character"
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: the known name that was meant, or all of them.
+    """Return the end of a message about an unknown name: the known names that may be meant, or all of them.
 
-    A name is meant that is spelled nearly the same, that begins with the unknown one, or that other tools call so.
-    Where other tools have a name for which there is nothing here, it says so.
+    Suggests names with a similar spelling, that begin with the unknown one, or that other tools call so.
+    Says so if the name is known from other tools and has no equal here.
     """
     names = list(known)
     name = name[:_LONGEST_NAME]
@@ -142,14 +142,14 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def _below(key: str, names: list[str]) -> str:
-    """Return the part of a key's path that begins with one of the names; empty where none is in it."""
+    """Return a key's path from the first of these names on; empty if it holds none of them."""
     steps = key.split(".")
     return next((".".join(steps[depth:]) for depth, step in enumerate(steps) if step in names), "")
 
 
 def _explain(text: str, data: Any, kind: type, under: Path) -> InvalidValue:
     match = _WHERE.match(text)
-    assert match is not None  # the pattern takes any text
+    assert match is not None  # the pattern matches any text
     path, value, info = _follow(match["path"] or "", data, inspect.type_info(kind))
     name = join_path(under + path)
     unknown = _UNKNOWN.fullmatch(match["reason"])
@@ -170,7 +170,7 @@ def _explain(text: str, data: Any, kind: type, under: Path) -> InvalidValue:
 
 
 def _follow(steps: str, data: Any, info: inspect.Type) -> tuple[Path, Any, inspect.Type]:
-    """Walk msgspec's path (`.job.order`, `.stop[0]`, `.logit_bias[...]`) through the data and its type."""
+    """Follow msgspec's path (`.job.order`, `.stop[0]`, `.logit_bias[...]`) through the data and its type."""
     path: Path = ()
     for step in _STEP.finditer(steps):
         info = _container(info)
@@ -189,7 +189,7 @@ def _follow(steps: str, data: Any, info: inspect.Type) -> tuple[Path, Any, inspe
 
 
 def _container(info: inspect.Type) -> inspect.Type:
-    """Return the member of a union that a path can lead into."""
+    """Return the member of a union that a path can go through."""
     if isinstance(info, inspect.UnionType):
         inner = (inspect.StructType, inspect.DictType, inspect.ListType)
         return next((part for part in info.types if isinstance(part, inner)), info)
@@ -197,7 +197,7 @@ def _container(info: inspect.Type) -> inspect.Type:
 
 
 def _fits(value: Any, info: inspect.Type) -> bool:
-    """Tell whether a number is within its bounds, which finds the one wrong entry of a mapping."""
+    """Tell whether a number is within its bounds, to find the wrong entry of a mapping."""
     if not isinstance(info, inspect.IntType | inspect.FloatType):
         return True
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -250,7 +250,7 @@ def describe(info: inspect.Type) -> str:
 
 
 def _with_one_literal(types: tuple[inspect.Type, ...]) -> list[inspect.Type]:
-    """Return the members of a union with all of its literals as one, in the place of the first."""
+    """Return the members of a union, with all of its literals merged into the first."""
     literals = [part for part in types if isinstance(part, inspect.LiteralType)]
     merged = inspect.LiteralType(tuple(value for part in literals for value in part.values))
     return (

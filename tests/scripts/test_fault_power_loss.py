@@ -11,7 +11,7 @@ import pytest
 from crash_states import CallRecorder, crash_states
 from fault_power_loss import ACTIONS, Findings, lose_power_everywhere
 from nvcli.config_types import Order
-from nvcli.jobs.output import locked_file, manifest
+from nvcli.jobs.output import manifest
 
 
 def lose_power(tmp_path: Path, name: str, order: Order, *, num_random: int) -> Findings:
@@ -42,15 +42,16 @@ def test_a_power_loss_at_any_call_is_continued(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("module", [manifest, locked_file])
-def test_what_is_not_synced_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: object) -> None:
+def test_what_is_not_synced_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New files, whoever writes them, are synced in `manifest`, and so are their folders."""
+
     class Unsynced:
         """`os`, but for syncing."""
 
         def __getattr__(self, name: str) -> object:
             return (lambda fd: None) if name == "fsync" else getattr(os, name)
 
-    monkeypatch.setattr(module, "os", Unsynced())
+    monkeypatch.setattr(manifest, "os", Unsynced())
     assert lose_power(tmp_path, "out.jsonl.gz", "input", num_random=2).failures
 
 

@@ -1,4 +1,4 @@
-"""Runs requests through engines, as `generate` does but without files and text, and says what it measured."""
+"""Runs requests through engines, as `generate` does but without files and text, and returns the measurements."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class BenchLayout:
     device: str
     """The name of the GPU, or CPU."""
     gpus: list[int]
-    """The GPU of each rank, replica after replica, by the numbers that the process sees; empty on a CPU."""
+    """GPU index of each rank, replica by replica, as this process numbers GPUs; empty on a CPU."""
     dtype: str
     kv_cache_dtype: str
-    """The type of keys and values: `EngineConfig.kv_dtype`."""
+    """Data type of keys and values: `EngineConfig.kv_dtype`."""
     tensor_parallel_size: int
     enable_expert_parallel: bool
     pipeline_parallel_size: int
@@ -47,16 +47,16 @@ class BenchResult:
 
     model: str
     date: str
-    """When the measurement began, in UTC (ISO 8601)."""
+    """Start of the measurement, in UTC (ISO 8601)."""
     layout: BenchLayout
     workload: Workload | FileWorkload
     data_parallel_size: int
     ready_seconds: float
-    """Seconds from the start of the replicas to the report of the last one."""
+    """Seconds from the start of the replicas until the last one is ready."""
     ready: EngineReady
     """The first replica's report."""
     peak_bytes: list[list[int]]
-    """The most memory that each rank held: [replica][rank]."""
+    """Peak memory of each rank in bytes: [replica][rank]."""
     ceilings: Ceilings
     runs: list[Run]
     timelines: list[list[StepRecord]]
@@ -65,7 +65,7 @@ class BenchResult:
 
     @property
     def median(self) -> Run:
-        """The run of median speed (the slower of two)."""
+        """The run of median speed (of two, the slower)."""
         return self.runs[self.median_number]
 
     @property
@@ -74,9 +74,9 @@ class BenchResult:
 
     @property
     def ready_parts(self) -> dict[str, float]:
-        """Seconds by part of the start-up.
+        """Seconds of each part of the start-up.
 
-        The time that rank 0 of the first replica does not account for is the engine process's own start.
+        Time that rank 0 of the first replica does not account for is the start of the engine process itself.
         """
         return {"engine process": max(0.0, self.ready_seconds - sum(self.ready.seconds.values())), **self.ready.seconds}
 
@@ -93,7 +93,7 @@ def bench(
     ablations: Sequence[Ablation],
     say: Callable[[str], None],
 ) -> BenchResult:
-    """Time `repeat` passes over `requests`, then what the device can do, and last the ablations.
+    """Time `repeat` passes over `requests`, then measure the device's limits, and run the ablations last.
 
     Raises what the engines raise.
     """
@@ -112,7 +112,7 @@ def bench(
         say(f"ablation {ablation.name}")
         try:
             ablated = _measure(ablation.config, requests, data_parallel_size=data_parallel_size, repeat=repeat, say=say)
-        except (ConfigError, CapacityError) as error:  # it does not work here; the others may
+        except (ConfigError, CapacityError) as error:  # this one does not work here; others may
             results.append(_left_out(ablation, error))
         else:
             results.append(_compared(ablation, ablated.passes, baseline=_median_rate(measured.passes)))
@@ -152,7 +152,7 @@ def _left_out(ablation: Ablation, error: Exception) -> AblationResult:
 
 
 def _compared(ablation: Ablation, passes: Sequence[Pass], *, baseline: float) -> AblationResult:
-    """Compare the passes of an ablation with the rate of the benchmark's own, `baseline`."""
+    """Compare the passes of an ablation with `baseline`, the benchmark's own rate."""
     rate = _median_rate(passes)
     return AblationResult(
         name=ablation.name,
@@ -164,7 +164,7 @@ def _compared(ablation: Ablation, passes: Sequence[Pass], *, baseline: float) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
-    """The measurements of one set of replicas, from their start to their end."""
+    """Measurements of one set of replicas, from start to shutdown."""
 
     ready_seconds: float
     ready: EngineReady
@@ -180,7 +180,7 @@ def _measure(
     repeat: int,
     say: Callable[[str], None],
 ) -> _Measured:
-    """Start the replicas, warm them up with a few tokens, time the passes, and end the replicas."""
+    """Start the replicas, warm them up with a few tokens, time the passes, and shut the replicas down."""
     engines = Engines(config, data_parallel_size)
     try:
         ready = engines.wait_ready()
@@ -208,7 +208,7 @@ def _measure(
 
 
 def _median_of(rates: Sequence[float]) -> int:
-    """Return the index of the median rate (the slower of two)."""
+    """Return the index of the median rate (of two, the slower)."""
     return sorted(range(len(rates)), key=lambda number: rates[number])[(len(rates) - 1) // 2]
 
 

@@ -1,6 +1,6 @@
-"""Measures what a device can do: its memory bandwidth and its rate of matrix products.
+"""Measures the limits of a device: its memory bandwidth and its rate of matrix products.
 
-This runs as a module, in a process of its own, so that the command itself never touches the device:
+Run as a module in a process of its own, so that the command itself never touches the device:
 
     python -m nvcli.bench.ceilings DEVICE DTYPE   → {"bytes_per_second": …, "flops_per_second": …}
 """
@@ -22,7 +22,7 @@ _REPEATS = 10
 
 
 def measure_ceilings(config: EngineConfig) -> Ceilings:
-    """Measure the device whose steps are timed. Takes some seconds, most of them for imports. Raises WorkerError."""
+    """Measure the device whose steps are timed. Takes several seconds, mostly for imports. Raises WorkerError."""
     device = config.device if config.device == "cpu" else f"cuda:{config.gpu_index(config.output_rank)}"
     command = [sys.executable, "-P", "-m", "nvcli.bench.ceilings", device, config.dtype]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -37,7 +37,7 @@ def _measure(device: str, dtype_name: str) -> Ceilings:
 
     dtype: torch.dtype = getattr(torch, dtype_name)
     on_gpu = device.startswith("cuda")
-    # Many times the caches; random, because zeros are faster than real data.
+    # Many times larger than the caches; random, because zeros are faster than real data.
     num_bytes, size = 1 << 28, 1024
     if on_gpu:
         torch.cuda.set_device(device)
@@ -54,7 +54,7 @@ def _measure(device: str, dtype_name: str) -> Ceilings:
 
 
 def _gpu_seconds(run: Callable[[], object]) -> float:
-    """Return the time of the fastest of several runs, after a first one that does not count."""
+    """Return the time of the fastest of several runs, after one warm-up run."""
     import torch
 
     run()

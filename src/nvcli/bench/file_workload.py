@@ -31,7 +31,7 @@ from nvcli.models.config import ModelConfig
 def prepared_rows(
     run: RunConfig, model_path: Path, model: ModelConfig, input_file: str, *, limit: int | None = None
 ) -> Iterator[PreparedRow | JobResult]:
-    """Yield the rows of a file as `generate` prepares them, and the results of those that would be error rows.
+    """Yield the rows of a file as `generate` prepares them, and the results of those that would become error rows.
 
     Imports the tokenizer, which takes seconds. Raises ConfigError and LoadError.
     """
@@ -60,11 +60,11 @@ def prepared_rows(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileWorkload:
-    """The rows of a file. Each answer has as many tokens as its row's `max_tokens` says; nothing ends it early."""
+    """The rows of a file. Each answer has exactly its row's `max_tokens`; nothing ends it early."""
 
     input: str
     num_rows: int | None = None
-    """Only the first so many rows; None: all."""
+    """Number of rows, from the first; None: all."""
     output_len: tuple[int, int] = (100, 1024)
     """The range of answer tokens for rows without `max_tokens`: uniform, ends included, and within `max_model_len`."""
     seed: int = 0
@@ -72,7 +72,8 @@ class FileWorkload:
     def requests(
         self, run: RunConfig, model_path: Path, model: ModelConfig, *, say: Callable[[str], None]
     ) -> list[Request]:
-        """Return a request for each sample of each row. Rows that would be error rows are left out, and `say` tells.
+        """Return a request for each sample of each row. Rows that would become error rows are left out and reported to
+        `say`.
 
         Imports the tokenizer, which takes seconds. Raises ConfigError where no row is left, and LoadError.
         """

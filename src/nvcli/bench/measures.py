@@ -1,4 +1,4 @@
-"""The measures of a recorded pass: rates, times by kind of step, phases against the limit, use of the KV cache."""
+"""Measures of a recorded pass: rates, times by kind of step, phases against the limit, use of the KV cache."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class StepTimes:
     p90: float
     p99: float
     idle_median: float
-    """The time that the device waited for the host, before a step and in it."""
+    """Time for which the device waited for the host, before and during a step."""
     idle_p99: float
     graph_share: float
-    """The share of the steps that ran as a CUDA graph, from 0 to 1."""
+    """Share of the steps that ran as a CUDA graph, from 0 to 1."""
 
     @staticmethod
     def of(records: Sequence[StepRecord]) -> StepTimes:
@@ -51,7 +51,7 @@ class StepTimes:
 class Run(PassTotals):
     """The measures of one pass over the workload.
 
-    Where there are several replicas, seconds of the device are those of a replica on average. `seconds` is the sum of
+    With several replicas, seconds of the device are the average over the replicas. `seconds` is the sum of
     `phases["prefill"].seconds`, `phases["decode"].seconds` and `idle_seconds`.
     """
 
@@ -60,20 +60,20 @@ class Run(PassTotals):
     limits: dict[str, Roofline]
     """The steps of all replicas against the device's limit, by forward mode."""
     phases: dict[Phase, Roofline]
-    """Both phases against the limit. A mixed step's time is divided between them as its limit is."""
+    """Both phases against the limit. The time of a mixed step is divided between them in proportion to its limit."""
     idle_seconds: float
     """Seconds without a step on the device."""
     roofline_share: float
-    """The limit of all steps divided by `seconds`, which include the host's time and idle time."""
+    """The limit of all steps divided by `seconds`, which includes host time and idle time."""
     num_preemptions: int
     peak_kv_share: float
-    """The largest share of a replica's KV blocks that were held at a time, from 0 to 1."""
+    """Peak share of a replica's KV blocks in use, from 0 to 1."""
     mean_kv_share: float
-    """The share of KV blocks that were held, on average over the steps' time."""
+    """Mean share of KV blocks in use, weighted by the time of the steps."""
 
     @property
     def cached_share(self) -> float:
-        """The share of the samples' prompt tokens that were found in the prefix cache, from 0 to 1."""
+        """Share of the samples' prompt tokens found in the prefix cache, from 0 to 1."""
         return self.cached_tokens / (self.cached_tokens + self.computed_prompt_tokens)
 
     @property
@@ -93,7 +93,7 @@ class Run(PassTotals):
 
 
 def run_of(recorded: Pass, costs: ModelCosts, ceilings: Ceilings) -> Run:
-    """Work out the measures of a pass. `costs` and `ceilings` are those of one rank."""
+    """Compute the measures of a pass. `costs` and `ceilings` are those of one rank."""
     num_replicas = len(recorded.records)
     records = [record for steps in recorded.records for record in steps]
     by_mode = {mode.name: [r for r in records if r.mode == mode] for mode in ForwardMode}

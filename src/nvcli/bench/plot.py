@@ -18,7 +18,7 @@ _COLORS = {ForwardMode.DECODE: "tab:blue", ForwardMode.EXTEND: "tab:red", Forwar
 
 
 def check_plot(path: Path) -> None:
-    """Check, before anything is measured, that a picture can be made and written. Raises ConfigError."""
+    """Check, before anything is measured, that the plot can be drawn and written. Raises ConfigError."""
     if path.suffix.lower() not in _FORMATS:
         raise ConfigError(f"--plot {path}: allowed: a name that ends in {' or '.join(_FORMATS)}")
     if not os.path.isdir(path.parent):
@@ -33,7 +33,7 @@ def check_plot(path: Path) -> None:
 
 
 def start_times(steps: Sequence[StepRecord]) -> list[float]:
-    """Return when each step began, in seconds from the begin of the first one."""
+    """Return the start of each step, in seconds after the start of the first."""
     spans = [0.0]
     for step, following in pairwise(steps):
         spans.append(step.seconds + following.idle_seconds)

@@ -19,7 +19,7 @@ _GIB = 2**30
 
 
 def format_json(result: BenchResult) -> str:
-    """Return all that was measured but the single steps, as JSON on one line of ASCII."""
+    """Return all measurements but the individual steps, as one line of ASCII JSON."""
     fields = msgspec.to_builtins(result)
     del fields["timelines"]
     fields["ready"] = _ready_fields(result.ready)
@@ -32,7 +32,7 @@ def format_json(result: BenchResult) -> str:
 
 
 def _ready_fields(ready: EngineReady) -> dict[str, Any]:
-    """Return the report of an engine by name; its wire form, and those of its parts, are lists."""
+    """Return an engine's report with named fields; on the wire it and its parts are lists."""
     fields = msgspec.structs.asdict(ready)
     groups: list[KVGroup] = fields.pop("kv_groups")
     fields["group_windows"] = [group.window for group in groups]
@@ -77,7 +77,7 @@ def format_result(result: BenchResult) -> str:
 
 
 def format_ablations(baseline: float, ablations: list[AblationResult]) -> list[str]:
-    """Return a table of the tokens per second without each part, and the difference that makes."""
+    """Return a table of the tokens per second without each part, and of the difference it makes."""
     width = max(len("as configured"), *(len(_label(ablation)) for ablation in ablations))
     lines = [
         f"{'ablation':<{width}}  {'output tokens/s':>15}  difference",
@@ -128,7 +128,7 @@ def _against_limit(limit: Roofline) -> str:
 
 
 def _parts(seconds_by_part: Mapping[str, float]) -> str:
-    """Format the parts that show at two decimals."""
+    """Format the parts that are not zero at two decimals."""
     return ", ".join(f"{part} {seconds:.2f}" for part, seconds in seconds_by_part.items() if seconds >= 0.005)
 
 

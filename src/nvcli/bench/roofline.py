@@ -1,7 +1,7 @@
-"""The limit: the least time that a GPU needs for the work of a step, from counted bytes and operations.
+"""Roofline: the least time in which a GPU can do the work of a step, from counted bytes and operations.
 
 A step's parts run one after the other, and each needs the longer of two times: the bytes that it must move, over the
-memory's bandwidth, and its operations, over the matrix rate. Counted is what no implementation can do without:
+memory's bandwidth, and its operations, over the matrix rate. Only what no implementation can avoid is counted:
 
     layer matrices      every weight read once; 2 operations for each weight and token
     experts             likewise, the weights of the experts that at least one token has
@@ -11,11 +11,11 @@ memory's bandwidth, and its operations, over the matrix rate. Counted is what no
     decode states       the recurrent states of each row read and written once, and three products with a vector
     prompt states       those of each chunk likewise, with three products for each token
 
-Activations, norms, sampling, embeddings and collectives count nothing. What is counted is one rank's share of a
+Activations, norms, sampling, embeddings and collectives are not counted. The counts are of one rank's share of a
 model; with pipeline stages a rank of the last stage, whose steps are the ones that are timed.
 
 The prefill and decode phases share the matrices of a mixed step by their tokens, its LM head by the rows that get a
-token, and its measured time by what their parts come to.
+token, and its measured time in proportion to the limits of their parts.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Phase = Literal["prefill", "decode"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
-    """The measured rates of a device (`nvcli.bench.ceilings`)."""
+    """Measured rates of a device (`nvcli.bench.ceilings`)."""
 
     bytes_per_second: float
-    """Read from memory."""
+    """Rate of reading from memory."""
     flops_per_second: float
-    """Dense matrix products in the model's dtype."""
+    """Rate of dense matrix products in the model's dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class Work:
 def work_of(step: StepRecord, costs: ModelCosts) -> dict[str, Work]:
     """Count the work of a step, part by part.
 
-    A record has sums over its rows alone, so where layers have a window, all rows are taken to be of equal length. That
-    counts too much for a step in which only some of them are longer than the window.
+    A record holds only sums over its rows, so for layers with a window all rows are assumed to be equally long. That
+    overestimates a step in which only some of them are longer than the window.
     """
     num_tokens = step.num_decodes + step.num_prefill_tokens
     decode, prefill = Work(), Work()
@@ -111,23 +111,23 @@ def _prefill_shares(step: StepRecord) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """The time of some steps, against the limit."""
+    """The time of some steps, compared with the limit."""
 
     seconds: float
-    """The device's time for the steps, as measured."""
+    """Measured device time of the steps."""
     limit_seconds: float
     limit_by_part: Mapping[str, float]
     bandwidth_share: float
-    """Counted bytes over what the memory could have moved in `seconds`: model bandwidth utilisation."""
+    """Model bandwidth utilisation: counted bytes over those that the memory could have moved in `seconds`."""
     flops_share: float
-    """Counted operations, likewise: model FLOPs utilisation."""
+    """Model FLOPs utilisation: likewise for the counted operations."""
 
     @property
     def share(self) -> float:
         return self.limit_seconds / self.seconds if self.seconds else 0.0
 
     def divided(self, count: int) -> Roofline:
-        """Return the same for one of `count` devices, on average."""
+        """Return the average for one of `count` devices."""
         return replace(
             self,
             seconds=self.seconds / count,
@@ -139,7 +139,7 @@ class Roofline:
     def of(
         steps: Iterable[StepRecord], costs: ModelCosts, ceilings: Ceilings, *, phase: Phase | None = None
     ) -> Roofline:
-        """Compare the steps with the limit: all of their work, or the work that belongs to one phase."""
+        """Compare the steps with the limit: all of their work, or that of one phase."""
         total, seconds = Work(), 0.0
         by_part: dict[str, float] = {}
         for step in steps:

@@ -1,7 +1,7 @@
 """Known model shapes, so that anyone can measure without a download. The weights are made up.
 
-`shapes.json` holds the models' published config.json files, of models that read images the settings of the text part.
-The weights of gpt-oss are in bfloat16 here, where the published ones are in MXFP4.
+`shapes.json` holds the models' published config.json files; for models that read images, only the text part.
+The weights of gpt-oss are bfloat16 here, while the published ones are MXFP4.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _MXFP4 = {"quant_method": "mxfp4"}
 def model_folder(
     name: str, shape: str | None, *, revision: str | None = None, quantization: Quantization = "auto"
 ) -> Iterator[Path]:
-    """Give the folder of a model, or one with a known shape's config.json. Raises ConfigError and LoadError.
+    """Yield the folder of a model, or one with a known shape's config.json. Raises ConfigError and LoadError.
 
-    `revision` is the model's, as in RunConfig; with `quantization` w4a16 a shape is that of a checkpoint in 4 bits.
+    `revision` is the model's, as in RunConfig; with `quantization` w4a16 the shape becomes a checkpoint in 4 bits.
     """
     if shape is None:
         yield resolve_model(name, revision=revision)

@@ -1,4 +1,4 @@
-"""The made-up workload of a benchmark. The default is nano-vllm's, for which others' figures are known."""
+"""The made-up workload of a benchmark. The default is nano-vllm's, for which published figures exist."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _FIRST_PLAIN_ID = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixLevel:
-    """One level of shared prefixes, below each prefix of the level before."""
+    """One level of shared prefixes, below each prefix of the previous level."""
 
     num_tokens: int
     """Tokens that this level adds to a prefix."""
     num_groups: int = 1
-    """Different prefixes of this level behind each prefix of the level before."""
+    """Number of different prefixes of this level after each prefix of the previous level."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +34,8 @@ class Workload:
     samples: int = 1
     """Answers to each prompt: `n`."""
     shared_prefix: tuple[PrefixLevel, ...] = ()
-    """The prefixes that prompts share, as a tree; `input_len` tokens of their own follow. The last level's prefixes
-    have equally many prompts, or one more, in random order."""
+    """Tree of the prefixes that prompts share; `input_len` tokens of their own follow. Prompts are spread evenly over
+    the last level's prefixes (one may have one more), in random order."""
     temperature: float = 0.6
     top_k: int = 0
     """0: off."""
@@ -44,14 +44,14 @@ class Workload:
 
     @property
     def max_model_len(self) -> int:
-        """The length of the longest request that the workload may have."""
+        """Length of the longest possible request of the workload."""
         prefix = sum(level.num_tokens for level in self.shared_prefix)
         return prefix + self.input_len[1] + self.output_len[1]
 
     def rows(self, vocab_size: int) -> list[tuple[list[int], int]]:
-        """Return the prompt and the number of tokens to generate of each request.
+        """Return each request's prompt and number of tokens to generate.
 
-        All prompts are drawn first, then all lengths, then the prefixes and who has which. Ids are 0 to 10,000 as in
+        All prompts are drawn first, then all lengths, then the prefixes and their assignment. Ids are 0 to 10,000 as in
         nano-vllm's workload; in a smaller vocabulary all but 0 and 1, which are often special.
         """
         rng = random.Random(self.seed)
@@ -74,7 +74,7 @@ class Workload:
         ]
 
     def requests(self, vocab_size: int) -> list[Request]:
-        """Return `rows` as requests for all samples of each, with ids from 0."""
+        """Return a request for each sample of each of `rows`, with ids from 0."""
         sampling = SamplingParams(
             temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, n=self.samples, ignore_eos=True
         )

@@ -1,1 +1,1 @@
-"""`nvcli check` reports what a job will do with its rows, before a GPU is touched."""
+"""`nvcli check` reports what a job will do with its rows, before any GPU is used."""

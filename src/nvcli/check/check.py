@@ -1,8 +1,8 @@
-"""`check_job`: reads and tokenizes the rows of a job as a run would, and says what the job will be.
+"""`check_job`: reads and tokenizes the rows of a job as a run would, and reports what the job will do.
 
 Rows come through the reader, the parser, the chat template and the tokenizer that `generate` uses, so every error row
-is the one that it would write. No GPU is used and no weights are read. Memory does not grow with the input beyond 22
-bytes for each of the first 16 million different rows (`check.prefixes`) and what the reader keeps of ids.
+is the one that it would write. No GPU is used and no weights are read. Beyond a constant, memory is at most 22
+bytes for each of the first 16 million different rows (`check.prefixes`), and what the reader keeps of the ids.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from nvcli.sampling_params import SamplingParams
 from nvcli.validation import convert
 
 USUAL_ANSWER_TOKENS = 256
-"""The length of an answer that forecasts assume, unless the user gives one."""
+"""Answer length that forecasts assume unless the user gives one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOptions:
-    """The options of a check beside the job itself."""
+    """The options of a check, apart from the job itself."""
 
     limit: int | None = None
-    """Rows of the inputs to read; None: all."""
+    """Number of input rows to read; None: all."""
     shard: Shard | None = None
-    """Only the rows of this shard are checked; None: all."""
+    """Shard whose rows are checked; None: all rows."""
     num_prompts: int = 3
     """Number of prompts to show."""
     answer_tokens: int | None = None
@@ -63,7 +63,7 @@ class CheckOptions:
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The findings about a job. Numbers are of the rows that were read."""
+    """The findings about a job. Numbers refer to the rows that were read."""
 
     inputs: list[str]
     model: str
@@ -71,40 +71,40 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     max_model_len: int
     is_complete: bool
-    """Whether all rows were read that the job has."""
+    """Whether all of the job's rows were read."""
     rows: int
     rows_failed: int
     errors: list[ErrorExample]
     prompts: list[ShownPrompt]
     """The first prompts."""
     lengths: PromptLengths | None
-    """The lengths of the prompts of rows that can be answered; None: there are none."""
+    """Prompt lengths of the rows that can be answered; None: no row can."""
     equal_rows: int
     repeated_prompts: int
     may_miss_equal_rows: bool
     prompt_tokens_to_compute: int
-    """The tokens of prompts without those of equal rows, before the prefix cache."""
+    """Prompt tokens without those of equal rows, before the prefix cache."""
     cached_tokens: int
-    """The most of these that the prefix cache saves."""
+    """How many of these the prefix cache saves at most."""
     cached_tokens_are_exact: bool
-    """Whether they were counted; otherwise they are scaled up from a sample."""
+    """Whether `cached_tokens` was counted rather than scaled up from a sample."""
     notes: list[str]
     """Notes on how rows become prompts."""
     warnings: list[str]
     sampling: list[Setting]
-    """The sampling of rows that bring none: settings that somebody has changed, and the most important others."""
+    """Sampling of rows that bring none of their own: settings that were changed, and the most important others."""
     rows_with_own_sampling: int
     answers: int
-    """Answers that are computed: `n` for each row that is not equal to another one."""
+    """Answers to compute: `n` for each row that does not repeat another one."""
     forecasts: list[Forecast]
     machine: Machine
     seconds: float
-    """The time that reading and tokenizing took, without loading the tokenizer."""
+    """Time for reading and tokenizing, without loading the tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A report, and what ended the reading before the end of the input, if anything did."""
+    """A report, and the error or signal that ended the reading early, if any."""
 
     report: CheckReport
     ended_by: NvcliError | KeyboardInterrupt | None
@@ -121,8 +121,8 @@ def check_job(
 ) -> Check:
     """Check the rows of `inputs`. `source` knows the origin of each key of `run`. Raises ConfigError and LoadError.
 
-    `output` is the output of the run, and is checked too; `-` leaves it open. Where an input cannot be read to its end,
-    or a signal asks for the end, the report is about the rows before that.
+    `output` is the run's output, which is checked too; `-`: none is named. If an input cannot be read to its end,
+    or a signal ends the check, the report covers the rows before that.
     """
     job = resolve_job(
         run,
@@ -138,13 +138,13 @@ def check_job(
     if options.gpus is not None and job.config.device == "cpu":
         raise ConfigError("--gpu estimates for GPUs, and `device` is cpu; leave one of the two out")
     reading = _Reading(job)
-    reading.estimate(options)  # a layout that is not possible is an error before anything is read
+    reading.estimate(options)  # an impossible layout is an error before anything is read
     ended_by = reading.read(options.num_prompts, progress)
     return Check(reading.report(source, options, is_complete=ended_by is None), ended_by)
 
 
 class _Reading:
-    """The rows of a job as they are read, and their totals."""
+    """Reads the rows of a job and keeps their totals."""
 
     def __init__(self, job: ResolvedJob) -> None:
         run = job.run
@@ -160,7 +160,7 @@ class _Reading:
         self._seconds = 0.0
 
     def read(self, num_prompts: int, progress: CheckProgress) -> NvcliError | KeyboardInterrupt | None:
-        """Read all rows, and return what ended that before their end. Raises ConfigError where it ends at the first."""
+        """Read all rows, and return what ended the reading early. Raises ConfigError if it ended at the first row."""
         job, tally = self._job, self._tally
         tokenizer = job.load_tokenizer()
         started = time.monotonic()
@@ -202,7 +202,7 @@ class _Reading:
                     yield preparer.prepare(some)
 
     def estimate(self, options: CheckOptions) -> JobEstimate:
-        """Estimate the job by the rows that were read. Raises ConfigError where its layout is not possible."""
+        """Estimate the job from the rows that were read. Raises ConfigError if its layout is impossible."""
         return estimate_job(
             self._job,
             self._tally,
@@ -253,7 +253,7 @@ class _Reading:
 
 
 def _expanded(inputs: Sequence[str], output: str | None) -> list[str]:
-    """Replace patterns and folders by files. Where the output is left open, patterns leave out what it could be."""
+    """Replace patterns and folders by files. Without a named output, patterns leave out files that it could be."""
     return [
         file
         for name in inputs
@@ -267,7 +267,7 @@ def _share_read(reader: RowReader) -> float | None:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """While entered, a signal that asks for the end raises KeyboardInterrupt, also in a read that waits."""
+    """Make an end signal raise KeyboardInterrupt, even in a read that blocks."""
     before: Mapping[signal.Signals, Callable[..., Any] | int | None] = handle_end_signals(signal.default_int_handler)
     try:
         yield

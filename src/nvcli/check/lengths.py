@@ -1,4 +1,4 @@
-"""The lengths of prompts: mean, median and 95th percentile, exact, and a histogram with few buckets."""
+"""Prompt lengths: exact mean, median and 95th percentile, and a histogram with few buckets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NUM_BUCKETS = 10
 
 
 class PromptLengths(msgspec.Struct, frozen=True, kw_only=True):
-    """The lengths of prompts in tokens."""
+    """Prompt lengths in tokens."""
 
     count: int
     total: int
@@ -25,7 +25,7 @@ class PromptLengths(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def lengths_of(counts: Counter[int]) -> PromptLengths | None:
-    """Sum up prompts, given as their number by length; None where there are none."""
+    """Summarise prompts, given as length → number of prompts; None if there are none."""
     if not counts:
         return None
     count, total = counts.total(), sum(length * number for length, number in counts.items())
@@ -43,7 +43,7 @@ def lengths_of(counts: Counter[int]) -> PromptLengths | None:
 
 
 def _percentile(counts: Counter[int], ordered: list[int], rank: int) -> int:
-    """Return the length with so many shorter ones before it. `ordered` are the lengths, ascending."""
+    """Return the length at a rank. `ordered` are the lengths, ascending."""
     for length in ordered:
         rank -= counts[length]
         if rank < 0:

@@ -27,36 +27,36 @@ GPUS = {
     "a100-40gb": ("NVIDIA A100-SXM4-40GB", 40_960 * _MIB, (8, 0)),
     "l40s": ("NVIDIA L40S", 46_068 * _MIB, (8, 9)),
 }
-"""GPUs that can be named: the name, the bytes of memory and the compute capability that nvidia-smi tells of them."""
+"""GPUs that can be named: name, bytes of memory and compute capability, as nvidia-smi reports them."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """Whether and how the model runs on the GPUs."""
 
     gpus: list[str]
-    """The names of the GPUs; empty: a CPU, or GPUs that are not known."""
+    """Names of the GPUs; empty: a CPU, or unknown GPUs."""
     fits: bool | None
-    """None: not known."""
+    """Whether the model fits; None: unknown."""
     note: str
-    """The layout and its reason, or why the model does not fit, or why that is not known."""
+    """The layout and its reason, or why the model does not fit or this is unknown."""
     kv_tokens: int = 0
-    """Tokens that the KV cache of each copy of the model holds; 0: not known."""
+    """Tokens that the KV cache of each copy of the model holds; 0: unknown."""
     speed_is_guessed: bool = False
-    """Whether the speed of one of these GPUs is not known."""
+    """Whether the speed of one of these GPUs is unknown."""
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens and the time of a job, for an expected length of answers."""
+    """Tokens and time of a job, for an expected answer length."""
 
     answer_tokens: int | None
-    """The expected length of an answer; None: every answer runs to its limit."""
+    """Expected answer length; None: every answer runs to its limit."""
     generated_tokens: int
     seconds: float | None
-    """The time once the model is loaded; None: not known."""
+    """Time once the model is loaded; None: unknown."""
 
 
 def named_gpus(kind: str | None, count: int | None) -> list[SmiGpu] | None:
-    """Return GPUs of a kind that the user names, with nothing on them; None: none are named. Raises ConfigError."""
+    """Return idle GPUs of the kind that the user named; None: none was named. Raises ConfigError."""
     if kind is None:
         if count is not None:
             raise ConfigError(f"--gpus {count} needs the kind of the GPUs: --gpu {'|'.join(GPUS)}")
@@ -97,10 +97,10 @@ def estimate_job(
     num_bytes: int | None,
     environ: Mapping[str, str] = os.environ,
 ) -> JobEstimate:
-    """Estimate a job on `gpus`, or on those of this machine where that is None.
+    """Estimate a job on `gpus`, or on those of this machine if None.
 
-    There is a forecast for each of `expected_answers`. `num_bytes` is the size of the inputs; None: not known. Raises
-    ConfigError where the job asks for more GPUs than there are.
+    Makes a forecast for each of `expected_answers`. `num_bytes` is the size of the inputs; None: unknown. Raises
+    ConfigError if the job asks for more GPUs than there are.
     """
     found: Sequence[SmiGpu] | str = gpus or "no GPU is used here; --gpu h200 estimates for GPUs elsewhere"
     if gpus is None and job.config.device == "cuda":
@@ -136,7 +136,7 @@ def estimate_job(
 
 
 def _machine_without_gpus(job: ResolvedJob, note: str) -> Machine:
-    """Tell whether the model fits into RAM. Where `device` is auto, the job may run on another machine."""
+    """Tell whether the model fits into RAM. With `device: auto` the job may run on another machine."""
     if job.config.device != "cpu":
         return Machine(gpus=[], fits=None, note=note)
     try:
@@ -160,7 +160,7 @@ def _forecasts(
     for expected in expected_answers:
         generated = tally.answer_tokens(expected)
         if forecasts and forecasts[-1].generated_tokens == generated:
-            forecasts.pop()  # no answer may be longer: the last one says more
+            forecasts.pop()  # no answer may be longer: the forecast at the limit says more
         seconds = None
         if layout is not None and num_requests:
             lengths = Lengths(

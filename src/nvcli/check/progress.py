@@ -1,4 +1,5 @@
-"""Shows how far a check has come: in one line of a terminal that is written anew, or in a line every ten seconds."""
+"""Shows the progress of a check: a line that is updated in place on a terminal, or else a new line every ten
+seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ _CLEAR_LINE = "\r\x1b[K"
 
 
 class CheckProgress:
-    """The display. It writes to one stream, which is standard error."""
+    """The progress display on standard error."""
 
     def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -24,7 +25,7 @@ class CheckProgress:
         self._has_line = False
 
     def update(self, rows: int, share: float | None) -> None:
-        """Show so many rows, and the share of the input that was read; None: not known."""
+        """Show the number of rows, and the share of the input that was read; None: unknown."""
         now = self._clock()
         if now < self._next:
             return
@@ -36,7 +37,7 @@ class CheckProgress:
         self._has_line = self._is_terminal
 
     def close(self) -> None:
-        """Take the line off the terminal."""
+        """Clear the line on the terminal."""
         if self._has_line:
             self._stream.write(_CLEAR_LINE)
             self._stream.flush()

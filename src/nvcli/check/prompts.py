@@ -1,4 +1,4 @@
-"""The first prompts of a job as the model will see them: what is text, and what is a special token."""
+"""The first prompts of a job as the model will see them: text and special tokens told apart."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from nvcli.messages import unpack
 
 _HEAD_TOKENS = 300
 _TAIL_TOKENS = 100
-"""A longer prompt is shown by these tokens of its beginning and its end."""
+"""Tokens shown of the beginning and of the end of a longer prompt."""
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A part of a prompt: a text, a special token, or tokens that are left out."""
+    """A part of a prompt: text, a special token, or omitted tokens."""
 
     text: str = ""
     special: bool = False
     left_out: int = 0
-    """Tokens that are not shown here."""
+    """Number of tokens omitted here."""
 
 
 class ShownPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,14 +32,14 @@ class ShownPrompt(msgspec.Struct, frozen=True, kw_only=True):
     id: JobId
     index: int
     place: str
-    """The place of the row, such as `line 7`."""
+    """Where the row stands in the input, such as `line 7`."""
     tokens: int
     max_answer_tokens: int
     pieces: list[Piece]
 
 
 def show_prompt(row: PreparedRow, tokenizer: Tokenizer) -> ShownPrompt:
-    """Take a prompt to pieces."""
+    """Split a prompt into pieces."""
     ids = unpack(row.prompt_ids)
     left_out = len(ids) - _HEAD_TOKENS - _TAIL_TOKENS
     if left_out > 0:

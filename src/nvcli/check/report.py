@@ -29,7 +29,7 @@ def format_json(report: CheckReport) -> str:
 
 
 def print_report(report: CheckReport, stream: TextIO) -> None:
-    """Print the report. Texts of rows are made harmless for terminals."""
+    """Print the report. Control characters in rows' texts are made harmless."""
     console = Console(file=stream, highlight=False, markup=False, soft_wrap=True)
     for prompt in report.prompts:
         console.print(_prompt(prompt))
@@ -38,7 +38,7 @@ def print_report(report: CheckReport, stream: TextIO) -> None:
 
 
 def _prompt(prompt: ShownPrompt) -> Text:
-    """Show a prompt below a line that says whose it is; a bar in front of its lines keeps them apart from others."""
+    """Show a prompt below a line that names its row; a bar marks the prompt's lines."""
     text = Text()
     for piece in prompt.pieces:
         if piece.left_out:
@@ -58,7 +58,7 @@ def _prompt(prompt: ShownPrompt) -> Text:
 
 
 def _lines(report: CheckReport) -> Iterator[tuple[str, str]]:
-    """Yield the report's lines, each with its name; the name of a line that goes on is empty."""
+    """Yield the report's lines, each with its name; continuation lines have an empty name."""
     stopped = "" if report.is_complete else " up to where the reading ended"
     good = report.rows - report.rows_failed
     yield "rows", f"{report.rows:,}{stopped}: {good:,} can be answered, {report.rows_failed:,} cannot"

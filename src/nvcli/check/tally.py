@@ -1,7 +1,7 @@
 """Tally: the totals of a job's rows, added up row by row in bounded memory.
 
-Lengths are counted exactly, as there are no more different ones than `max_model_len`. Equal rows and shared beginnings
-are known by hashes (`check.prefixes`).
+Lengths are counted exactly, as there are at most `max_model_len` different ones. Equal rows and shared beginnings
+are recognised by hashes (`check.prefixes`).
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from nvcli.sampling_params import SamplingParams
 
 
 class ErrorExample(msgspec.Struct, frozen=True, kw_only=True):
-    """The failed rows of one type, and the first of them."""
+    """Failed rows with one type of error, and the first of them."""
 
     type: str
     count: int
     index: int
     """The first row's number over all inputs, from 0."""
     message: str
-    """The error of the first row; it names the line."""
+    """Message of the first row's error; it names the line."""
 
 
 class Tally:
-    """The totals of the rows so far."""
+    """Totals of the rows so far."""
 
     def __init__(self, *, defaults: SamplingParams, block_size: int | None, finds_equal_rows: bool) -> None:
-        """`defaults` are the sampling of a row that says nothing itself.
+        """`defaults` is the sampling of a row that brings none.
 
         `block_size` is that of the prefix cache; None: it is off. `finds_equal_rows`: rows with equal answers are
         computed once (`job.plan`).
@@ -46,26 +46,26 @@ class Tally:
         self.rows = 0
         """All rows, failed ones included."""
         self.lengths: Counter[int] = Counter()
-        """Rows that can be answered, by the tokens of their prompt."""
+        """Prompt tokens → number of rows that can be answered."""
         self.samples = 0
-        """Answers that will be computed or copied from an equal row: `n` for each row."""
+        """Answers to compute or to copy from an equal row: `n` for each row."""
         self.rows_with_own_sampling = 0
-        """Rows whose sampling is another one than the defaults."""
+        """Rows whose sampling differs from the defaults."""
         self.equal_rows = 0
         """Rows that get the answer of an equal row."""
         self.repeated_prompts = 0
-        """Rows with the prompt of an earlier row that draw an answer of their own."""
+        """Rows that repeat an earlier row's prompt but sample their own answer."""
         self.computed_rows = 0
-        """Rows that are computed, because no earlier row is equal."""
+        """Rows to compute, because no earlier row is equal."""
         self.computed_prompt_tokens = 0
         """Prompt tokens of these rows, before the prefix cache."""
         self._failed_whole: RowContext | None = None
-        """The last row with several prompts of which one has failed."""
+        """The last row with several prompts, one of which has failed."""
         self.answers: Counter[tuple[int, int]] = Counter()
-        """Samples of these rows by the least and the most tokens that they may have."""
+        """(least, most tokens of an answer) → samples of these rows."""
 
     def add(self, row: PreparedRow | JobResult) -> None:
-        """Add a row as it was prepared, or the error that it will be answered with."""
+        """Add a prepared row, or the error that will be its answer."""
         part = row.context.part
         self.rows += part is None or part.number == 0
         if isinstance(row, JobResult):
@@ -95,7 +95,7 @@ class Tally:
             self.blocks.add(row.prompt_ids)
 
     def _add_answers(self, row: PreparedRow) -> None:
-        """Add the answers of a row that is computed."""
+        """Add the answers of a row that will be computed."""
         sampling = row.sampling
         nothing_ends_it = not row.stop_ids and not sampling.stop
         least = row.max_tokens if nothing_ends_it else max(1, sampling.min_tokens)
@@ -107,12 +107,12 @@ class Tally:
 
     @property
     def may_miss_equal_rows(self) -> bool:
-        """Whether there were so many different rows that not all of them are remembered."""
+        """Whether there were too many different rows to remember them all."""
         return self._keys.is_full
 
     @property
     def errors(self) -> list[ErrorExample]:
-        """The failed rows by type, the most frequent first."""
+        """Failed rows by type of error, the most frequent first."""
         return [
             ErrorExample(type=kind, count=count, index=example.context.index, message=example.error.message)
             for kind, count in self._errors.most_common()
@@ -121,12 +121,12 @@ class Tally:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens of rows that are computed which the prefix cache saves at most."""
+        """Prompt tokens of computed rows that the prefix cache saves at most."""
         return 0 if self.blocks is None else self.blocks.num_tokens
 
     def answer_tokens(self, expected: int | None) -> int:
-        """Return the tokens of all computed answers, if each would end after `expected` tokens; None: as late as it
-        may."""
+        """Return the tokens of all computed answers if each ends after `expected` tokens; None: each runs to its
+        limit."""
         return sum(
             count * (most if expected is None else min(most, max(least, expected)))
             for (least, most), count in self.answers.items()

@@ -1,4 +1,4 @@
-"""Checks that ranks can add up over the group of a run: NCCL between GPUs, gloo between CPU processes."""
+"""Checks all-reduce over a run's process group: NCCL between GPUs, gloo between CPU processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_all_reduce(
 ) -> list[Finding]:
     """Check each of `num_replicas` groups of `size` ranks.
 
-    `gpus` is as `Layout.gpus`, `timeout` is in seconds, and `target` is the function that a rank runs.
+    `gpus` is `Layout.gpus`, `timeout` is in seconds, and `target` is the function that each rank runs.
     """
     backend = "NCCL" if device == "cuda" else "gloo"
     if size == 1:
@@ -60,7 +60,7 @@ def check_all_reduce(
 
 
 def _describe(device: str, size: int, result: AllReduceResult) -> str:
-    """Describe the times. Bus bandwidth is as nccl-tests define it: the bytes that each rank's link carries."""
+    """Describe the times. Bus bandwidth is as defined by nccl-tests: the bytes that each rank's link carries."""
     large = LARGE_BYTES[device]
     bandwidth = large / result.large_seconds * 2 * (size - 1) / size
     return (
@@ -89,9 +89,9 @@ def _all_reduce(
     target: str,
     env: Mapping[str, str] | None = None,
 ) -> AllReduceResult:
-    """Return the slowest rank's times, and the first wrong sum that any rank saw.
+    """Return the slowest rank's times, and the first wrong sum that any rank reported.
 
-    `gpus` has the GPU of each rank. Raises _Failed.
+    `gpus` holds the GPU of each rank. Raises _Failed.
     """
     with ExitStack() as stack:
         ranks = []
@@ -114,7 +114,7 @@ def _all_reduce(
 def _collect(ranks: list[Probe], timeout: float) -> list[AllReduceResult]:
     """Return every rank's result.
 
-    Raises _Failed where a rank ends early or not all have answered within `timeout` seconds.
+    Raises _Failed if a rank ends early or not all answer within `timeout` seconds.
     """
     phases = ["starting"] * len(ranks)
 

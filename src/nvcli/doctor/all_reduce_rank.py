@@ -1,6 +1,6 @@
 """Probe: one rank of an all-reduce of known values. Run as `nvcli.doctor.all_reduce_rank:main`.
 
-It joins the group as a run's rank does, so what works here works there.
+It joins the group as a rank of a run does, so what works here works in a run.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import msgspec
 from nvcli.distributed.rendezvous import store_path
 
 SMALL_BYTES = 8 << 10
-"""The bytes that a decode step of about one row sums up."""
+"""Bytes that a decode step of about one row reduces."""
 LARGE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
-"""The bytes that a step of a long prompt sums up, by kind of device."""
+"""Bytes that a step of a long prompt reduces, by kind of device."""
 _PATTERN = 251
 _REPEATS = 10
 
@@ -47,7 +47,7 @@ class AllReduceResult(msgspec.Struct, frozen=True, kw_only=True):
     """The findings of one rank."""
 
     wrong: str
-    """A message about sums that differ from the right ones; empty: none do."""
+    """A message about wrong sums; empty: all are right."""
     small_seconds: float
     large_seconds: float
 
@@ -82,11 +82,11 @@ def main(task: AllReduceTask, control: Connection) -> None:
         seconds[num_bytes] = _time(lambda values=values: group.sum(values), device)  # type: ignore[misc]
     small, large = seconds.values()
     control.send(AllReduceResult(wrong=wrong, small_seconds=small, large_seconds=large))
-    control.recv()  # stay until all are done: who leaves early takes the others' connections along
+    control.recv()  # stay until all are done: a rank that leaves early closes the others' connections
 
 
 def _time(run: Callable[[], object], device: object) -> float:
-    """Return the median time of several runs, each waited for, in seconds."""
+    """Return the median seconds of several runs, each waited for."""
     import torch
 
     def wait() -> None:

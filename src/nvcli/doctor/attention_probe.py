@@ -1,7 +1,7 @@
-"""Probe: finds out which attention backends serve a run, and why others do not.
+"""Probe: finds out which attention backends work for a run, and why the others do not.
 
-It runs as `nvcli.doctor.attention_probe:main` in a process of its own: a package that was built for another torch may
-take it down.
+It runs as `nvcli.doctor.attention_probe:main` in a process of its own, as a package built for another torch may
+crash it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class AttentionTask(msgspec.Struct, frozen=True, kw_only=True):
     device: Literal["cpu", "cuda"]
     dtype: str
     specs: tuple[AttentionSpec, ...]
-    """The kinds of attention of the model's layers, each once."""
+    """The kinds of attention in the model's layers, without repeats."""
     block_size: int
     max_num_seqs: int
     choice: str
@@ -35,7 +35,7 @@ def main(task: AttentionTask, control: Connection) -> None:
 
 
 def probe(task: AttentionTask) -> list[Finding]:
-    """Ask every backend. Imports torch and the backends' packages."""
+    """Try every backend. Imports torch and the backends' packages."""
     import torch
 
     from nvcli.attention.backend import AttentionCase

@@ -16,29 +16,29 @@ class GpuReport(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     name: str
     uuid: str
-    """The uuid as nvidia-smi spells it, without `GPU-`; empty where torch does not say."""
+    """The uuid as nvidia-smi spells it, without `GPU-`; empty if torch does not report it."""
     capability: tuple[int, int]
     total_bytes: int
     free_bytes: int
     failure: str = ""
-    """The reason why a first computation did not work; empty where it did."""
+    """Why a first computation failed; empty if it worked."""
 
 
 class DeviceReport(msgspec.Struct, frozen=True, kw_only=True):
     """The findings of the probe."""
 
     driver_cuda: tuple[int, int] | None
-    """The newest CUDA version that the driver serves; None: no driver."""
+    """The newest CUDA version that the driver supports; None: no driver."""
     driver_failure: str
-    """The reason why the driver could not be started; empty where it was."""
+    """Why the driver could not be initialised; empty if it could."""
     torch_cuda: str | None
     is_available: bool
     nccl: str
     gpus: list[GpuReport]
     peers: list[tuple[int, int]]
-    """Ordered pairs of GPUs; the first of a pair can read the second's memory."""
+    """Ordered pairs of GPUs, the first of which can read the second's memory."""
     pinned_failure: str
-    """The reason why page-locked memory could not be had; empty where it could."""
+    """Why page-locked memory could not be allocated; empty if it could."""
 
 
 def main(_: None, control: Connection) -> None:
@@ -46,7 +46,7 @@ def main(_: None, control: Connection) -> None:
 
 
 def probe() -> DeviceReport:
-    """Look at driver and GPUs. Imports torch."""
+    """Examine the driver and the GPUs. Imports torch."""
     driver_cuda, driver_failure = _ask_driver()
     import torch
 
@@ -67,7 +67,7 @@ def probe() -> DeviceReport:
 
 
 def _ask_driver() -> tuple[tuple[int, int] | None, str]:
-    """Return the CUDA version that the driver serves, and why it does not start."""
+    """Return the CUDA version that the driver supports, and why it cannot be initialised."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -92,7 +92,7 @@ def _probe_gpu(index: int) -> GpuReport:
         result = float((ones @ ones).sum().item())
         if result != 64.0**3:
             failure = f"a matrix product of ones gave {result:g} and not {64.0**3:g}"
-    except Exception as error:  # torch's errors of the device are of many classes
+    except Exception as error:  # torch raises many classes of errors for a device
         failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     return GpuReport(
         index=index,

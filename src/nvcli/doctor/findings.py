@@ -1,4 +1,4 @@
-"""Findings, which the checks return. A check never raises for what it finds."""
+"""Findings: the results of checks, which never raise for what they find."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import msgspec
 
 
 class Level(StrEnum):
-    """The weight of a finding."""
+    """The severity of a finding."""
 
     OK = "ok"
     NOTE = "note"
     """The finding is neither good nor bad, or nothing was checked."""
     WARNING = "warning"
-    """A run works, but slower, or with less, than it might."""
+    """A run works, but slower or with less room than it could."""
     PROBLEM = "problem"
     """A run would not start, or would fail."""
 
@@ -26,7 +26,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     level: Level
     found: str
     advice: str = ""
-    """The advice on what to do; every warning and problem has one."""
+    """What to do about it; every warning and problem says so."""
 
     def __post_init__(self) -> None:
         assert self.advice or self.level in (Level.OK, Level.NOTE), f"{self.name}: no advice"
@@ -56,10 +56,10 @@ def problem(name: str, found: str, advice: str) -> Finding:
 
 
 def count(sections: list[Section], level: Level) -> int:
-    """Count the findings of a level."""
+    """Count the findings of one level."""
     return sum(finding.level == level for section in sections for finding in section.findings)
 
 
 def format_gib(num_bytes: float) -> str:
-    """Return a size such as `79.2 GiB`; below one GiB it is in MiB."""
+    """Format a size such as `79.2 GiB`, or in MiB below one GiB."""
     return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.0f} MiB"

@@ -1,4 +1,4 @@
-"""Estimates whether a model's weights fit; `nvcli profile-memory` knows it exactly."""
+"""Estimates whether a model's weights fit; `nvcli profile-memory` gives the exact answer."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from nvcli.sizing.ram import ram_of_weights, ways_to_less_ram
 from nvcli.sizing.weights import largest_stage, weight_bytes
 
 _LITTLE_BYTES = 2 << 30
-"""Activations and CUDA graphs of usual runs take about this much; the rest holds KV cache."""
+"""Activations and CUDA graphs usually take about this much; the rest is for the KV cache."""
 
 
 def check_fit(
     config: EngineConfig, model: ModelConfig, *, num_replicas: int, gpus: Sequence[GpuReport], ram: int
 ) -> Finding:
-    """Check the weights of one rank against the memory that it has.
+    """Check the weights of one rank against its memory.
 
-    `num_replicas` is the data-parallel size, and `ram` the bytes that are free, which count on a CPU alone.
+    `num_replicas` is the data-parallel size, and `ram` is the free RAM in bytes, used on a CPU only.
     """
     size = config.tensor_parallel_size
     if config.device == "cpu":
@@ -53,5 +53,5 @@ def _fit_ram(config: EngineConfig, model: ModelConfig, *, num_replicas: int, ram
 
 
 def _next_size(model: ModelConfig, size: int) -> int | None:
-    """Return the next larger tensor-parallel size that the model can be cut into; None where there is none."""
+    """Return the next larger tensor-parallel size that divides the model; None if there is none."""
     return next((n for n in range(size + 1, 17) if model.divides_by(n)), None)

@@ -1,4 +1,4 @@
-"""Checks the folders that a run writes to: those of answers, compiled kernels and temporary files."""
+"""Checks the folders that a run writes to: for answers, compiled kernels and temporary files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _LITTLE_BYTES = 1 << 30
 
 
 def check_folders(device: Literal["cpu", "cuda"], output: Path) -> list[Finding]:
-    """Check all folders. `output` is the folder of the file that answers would be written to."""
+    """Check all folders. `output` is the folder of the output file."""
     return [check_output(output), check_kernel_cache(kernel_cache_folder(), device), check_temporary()]
 
 
 def check_output(folder: Path) -> Finding:
-    if not os.path.isdir(folder):  # Path's own raises where a folder above cannot be entered
+    if not os.path.isdir(folder):  # Path's own method raises if a parent folder cannot be entered
         return problem("output", f"{folder} is not a folder", f"mkdir -p {folder}, or name another with --output")
     if (reason := folder_problem(folder)) is not None:
         return problem("output", f"{folder} cannot be written to: {reason}", "name another folder with --output")
@@ -47,9 +47,9 @@ def check_temporary() -> Finding:
 
 
 def folder_problem(folder: Path) -> str | None:
-    """Say why no file can be made in a folder; None where one can.
+    """Return the reason why no file can be created in a folder; None if one can.
 
-    It is tried, because permissions do not tell of read-only and full disks.
+    Creates one, because permissions do not reveal read-only or full disks.
     """
     try:
         with tempfile.TemporaryFile(dir=folder):

@@ -1,4 +1,4 @@
-"""Checks the machine around the GPUs: processors, memory, and the limits that the system sets."""
+"""Checks the machine around the GPUs: processors, memory, and system limits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_machine(device: Literal["cpu", "cuda"], *, num_ranks: int) -> list[Fin
 
 
 def check_processors(num_ranks: int) -> Finding:
-    """Check the number of cores: the parent and the engine want one each beside the ranks."""
+    """Check the number of cores: the parent and the engine need one each besides the ranks."""
     cores = len(os.sched_getaffinity(0))
     found = f"{cores} usable"
     if cores < num_ranks:
@@ -41,7 +41,7 @@ def check_processors(num_ranks: int) -> Finding:
 
 
 def check_ram(meminfo: Path = Path("/proc/meminfo")) -> Finding:
-    """Check the free memory, and whether a container's limit is below it."""
+    """Check the free memory, and whether a container's limit is lower."""
     memory = read_meminfo(meminfo)
     total, available, limit, room = memory["MemTotal"], memory["MemAvailable"], container_limit(), container_room()
     found = f"{format_gib(available)} of {format_gib(total)} free"
@@ -51,7 +51,7 @@ def check_ram(meminfo: Path = Path("/proc/meminfo")) -> Finding:
 
 
 def check_shm(folder: Path, *, uses_nccl: bool) -> Finding:
-    """Check /dev/shm. nvcli's own messages need none of it, but NCCL's do."""
+    """Check /dev/shm. nvcli does not use it, but NCCL does."""
     name = str(folder)
     try:
         stat = os.statvfs(folder)
@@ -73,7 +73,7 @@ def check_shm(folder: Path, *, uses_nccl: bool) -> Finding:
 
 
 def check_memfd() -> Finding:
-    """Check that processes can share anonymous memory: the channel between engine and ranks is made of it."""
+    """Check that processes can share anonymous memory, which the channel between engine and ranks needs."""
     try:
         fd = os.memfd_create("nvcli-doctor")
         try:
@@ -103,7 +103,7 @@ def check_open_files() -> Finding:
 
 
 def check_locked_memory() -> Finding:
-    """Report the limit of locked memory. CUDA's page-locked memory does not count against it; network cards' does."""
+    """Report the limit on locked memory. CUDA's page-locked memory does not count towards it; network cards' does."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return ok("locked memory", "unlimited")

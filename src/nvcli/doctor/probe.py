@@ -1,6 +1,6 @@
-"""Probe: a check in a process of its own, because it imports torch, may crash or may hang. Either is an answer.
+"""Probe: a check in a process of its own, because it imports torch and may crash or hang; both count as results.
 
-A probe's module is run as `module:function`, called with (argument, control), and sends one message: its result.
+A probe's `module:function` is called with (argument, control) and sends one message: its result.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import IO, Any
 from nvcli.executor.child_process import ChildProcess
 
 _ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b")
-"""The begin of a traceback's last line."""
+"""The beginning of a traceback's last line."""
 
 
 class ProbeFailed(Exception):
-    """The probe crashed or did not answer in time; the text says which."""
+    """The probe crashed or did not answer in time; the message says which."""
 
 
 class Probe:
-    """A running probe. Use it as a context manager: at the end the process is gone."""
+    """A running probe. A context manager, which ends the process on exit."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Probe:
         env: Mapping[str, str] | None = None,
     ) -> None:
         """Start the probe. File descriptors in `pass_fds` keep their numbers in it; `env` holds defaults for variables
-        that the user has not set."""
+        that the user did not set."""
         self.name = name
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
@@ -64,7 +64,7 @@ class Probe:
             raise ProbeFailed(f"the check {self.child.describe_exit()}{self.last_words()}") from None
 
     def last_words(self) -> str:
-        """Return what the process printed last, to be put behind a message: its error, or else its last line."""
+        """Return the end of the process's output, to append to a message: its error, or else its last line."""
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").strip().splitlines()
         errors = [line for line in lines if _ERROR.match(line)]
@@ -77,7 +77,7 @@ class Probe:
 
 
 def _unnamed_file() -> IO[bytes]:
-    """Open a file in memory, or else in a folder: other checks find out which of the two a machine has."""
+    """Open a file in memory, or else in a folder; other checks report whether the machine supports either."""
     try:
         return open(os.memfd_create("nvcli-probe"), "w+b")
     except OSError:

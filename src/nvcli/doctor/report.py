@@ -1,4 +1,4 @@
-"""Shows findings as lines of text (coloured and wrapped on a terminal, plain in a pipe) and as JSON."""
+"""Formats findings as text (coloured and wrapped on a terminal, plain in a pipe) and as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COLOURS = {Level.OK: "green", Level.NOTE: "dim", Level.WARNING: "yellow", Level
 
 
 def format_json(sections: Sequence[Section]) -> str:
-    """Return the findings as JSON on one line of ASCII.
+    """Return the findings as one line of ASCII JSON.
 
     The form is `{"fit": …, "findings": [{"section", "name", "level", "found", "advice"}]}`.
     """
@@ -32,7 +32,7 @@ def format_verdict(sections: Sequence[Section]) -> str:
 
 
 def print_section(section: Section, stream: TextIO) -> None:
-    """Print one line for each finding, and one for what to do about it."""
+    """Print a line for each finding, and one for what to do about it."""
     if stream.isatty():
         _print_rich(section, stream)
     else:

@@ -1,4 +1,4 @@
-"""Advice on memory: settings that would let more requests run or make the model fit, and what each would give."""
+"""Advice on memory: settings that would let more requests run or make the model fit, and the gain of each."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from nvcli.sizing.memory import estimate
 
 _MOST_ADVICE = 5
 _WORTH = 1.02
-"""A change that gives less than 2 % more is not named."""
+"""A change that gains less than 2 % is not mentioned."""
 _SMALL_STEP_TOKENS = 2048
 _HIGH_UTILIZATION = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """One change of the settings, and its outcome."""
+    """One change of settings, and its effect."""
 
     change: str
-    """The change as it is typed on the command line."""
+    """The change as typed on the command line."""
     tokens: int
-    """Tokens that the KV cache would hold."""
+    """Capacity of the KV cache in tokens."""
     requests: float
-    """Requests that could run at a time, as far as the KV cache goes."""
+    """Requests that the KV cache would let run at a time."""
     why: str
 
 
 CacheRoom = Callable[[EngineConfig], int]
-"""Returns the bytes that a rank's KV cache could have under a configuration; negative: so many are missing."""
+"""Returns the bytes left for a rank's KV cache under a configuration; negative: the bytes that are missing."""
 
 
 def cache_room(config: EngineConfig, model: ModelConfig, use: MemoryUse) -> CacheRoom:
-    """Return the function that tells how much room a configuration leaves for the KV cache.
+    """Return a function that tells how much room a configuration leaves for the KV cache.
 
-    The estimate is corrected by what the estimate for `config` misses of `use`, which was measured with `config`.
+    Estimates are corrected by the error of the estimate for `config`, for which `use` was measured.
     """
     error = use.beside_cache - estimate(config, model, use.total).beside_cache
 
@@ -54,7 +54,7 @@ def cache_room(config: EngineConfig, model: ModelConfig, use: MemoryUse) -> Cach
         beside = planned.beside_cache + error
         if candidate.kv_cache_memory is None:
             return planned.budget - beside
-        left = use.total - beside  # a cache of a given size is not held to the budget
+        left = use.total - beside  # a cache of a set size is not limited by the budget
         missing = planned.planned["KV cache"] - left
         return -missing if missing > 0 else min(candidate.kv_cache_memory, left)
 
@@ -64,10 +64,10 @@ def cache_room(config: EngineConfig, model: ModelConfig, use: MemoryUse) -> Cach
 def advise(
     config: EngineConfig, model: ModelConfig, use: MemoryUse, *, request_len: float, longest: int | None
 ) -> list[Advice]:
-    """Return advice, the least costly change first.
+    """Return advice, the cheapest change first.
 
-    `request_len` is the length of a usual request in tokens; `longest` is that of the longest one that will come, where
-    it is known.
+    `request_len` is the length of a typical request in tokens; `longest` is that of the longest expected one, if
+    known.
     """
     room = cache_room(config, model, use)
     now = _requests(config, model, room, request_len)
@@ -85,9 +85,9 @@ def advise(
 
 
 def advise_shorter(config: EngineConfig, model: ModelConfig, longest_request: int) -> Advice | None:
-    """Advise on the `max_model_len` with which one request of full length fits, where none does now.
+    """Advise on a `max_model_len` at which one request of full length fits, if none does now.
 
-    `longest_request` is the most tokens of a request that the KV cache holds. None: it holds no request at all.
+    `longest_request` is the tokens of the longest request that the KV cache holds; None if it holds no request.
     """
     if longest_request < 2:  # a prompt and its answer
         return None
@@ -100,7 +100,7 @@ def advise_shorter(config: EngineConfig, model: ModelConfig, longest_request: in
 
 
 def _more_requests(config: EngineConfig, model: ModelConfig, room: CacheRoom, request_len: float) -> list[Advice]:
-    """Advise on `max_num_seqs`, where the KV cache has room for more requests than may run."""
+    """Advise on `max_num_seqs`, if the KV cache has room for more requests than may run."""
     more, changes = config, {}
     while 2 * more.max_num_seqs <= MAX_NUM_SEQS:
         next_changes = {"max_num_seqs": 2 * more.max_num_seqs}
@@ -155,31 +155,31 @@ def _candidates(config: EngineConfig, model: ModelConfig, longest: int | None) -
 
 
 def _takes_fp8(config: EngineConfig) -> bool:
-    """Whether the keys and values of a run could be kept in FP8, and are not yet."""
+    """Whether a run's keys and values could be kept in FP8 and are not yet."""
     has_backend = set(config.attention_backend.split(":")) <= {"auto", "triton", "torch"}
     return config.kv_dtype != "fp8" and has_backend and not config.batch_invariant
 
 
 def _can_keep(quantization: KeptWeights, config: EngineConfig, model: ModelConfig) -> bool:
-    """Tell whether weights that are kept in 16 bits could be kept so."""
+    """Tell whether weights that are now kept in 16 bits could be kept in this form."""
     if config.batch_invariant:
         return False
     try:
         return config.quantization == "none" and model.with_quantization(quantization).divides_by(
             config.tensor_parallel_size
         )
-    except ConfigError:  # the checkpoint does not have 4 bits, or layers that are left alone cannot be told
+    except ConfigError:  # the checkpoint is not in 4 bits, or it is unknown which layers stay in 16 bits
         return False
 
 
 def _requests(config: EngineConfig, model: ModelConfig, room: CacheRoom, request_len: float) -> float:
-    """Return the requests that the KV cache would hold, `max_num_seqs` left aside."""
+    """Return the requests that the KV cache would hold, ignoring `max_num_seqs`."""
     blocks_each = blocks_held(config, model, request_len / config.block_size)
     return max(0.0, (room(config) // block_bytes(config, model) - 1) / blocks_each)
 
 
 def missing(config: EngineConfig, model: ModelConfig, use: MemoryUse) -> str | None:
-    """Say how much memory is missing for the KV cache; None where the plan fits."""
+    """Describe how much memory is missing for the KV cache; None if the plan fits."""
     smallest = 2 * block_bytes(config, model)
     if config.kv_cache_memory is None:
         short = smallest - (use.budget - use.beside_cache)
@@ -191,7 +191,7 @@ def missing(config: EngineConfig, model: ModelConfig, use: MemoryUse) -> str | N
 
 
 def _typed(changes: Mapping[str, Any]) -> str:
-    """Return the changes as the command line takes them."""
+    """Return the changes as command-line options."""
     return " ".join(
         f"--tp {value}"
         if key == "tensor_parallel_size"

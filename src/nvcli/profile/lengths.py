@@ -1,4 +1,4 @@
-"""The lengths of a file's requests, from which follows what they take of the KV cache."""
+"""Lengths of a file's requests, which determine their use of the KV cache."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ _NUM_BUCKETS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileLengths:
-    """The lengths of the requests that a file makes, in tokens. Totals are prompt and answer together."""
+    """Lengths of a file's requests in tokens. Totals are prompt and answer together."""
 
     requests: int
     failed_rows: int
-    """Rows that would be answered with an error."""
+    """Rows that would become error rows."""
     mean_prompt: float
     longest_prompt: int
     mean_total: float
     longest_total: int
     mean_blocks: float
-    """The mean number of KV blocks that a request holds at its end."""
+    """Mean number of KV blocks that a request holds at its end."""
     histogram: list[Bucket]
 
 
 def lengths_of(requests: Iterable[tuple[int, int]], *, failed_rows: int, block_size: int) -> FileLengths:
-    """Sum up at least one request. `requests` are pairs of prompt tokens and most answer tokens."""
+    """Summarise at least one request. `requests` are pairs of prompt tokens and maximum answer tokens."""
     pairs = list(requests)
     totals = [prompt + answer for prompt, answer in pairs]
     prompts = [prompt for prompt, _ in pairs]

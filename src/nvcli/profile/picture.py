@@ -21,14 +21,14 @@ _STYLES = {
     "KV cache": ("#aa3377", "K"),
     "free": ("#bbbbbb", "."),
 }
-"""Item → its colour, and the letter of its part of a bar in pipes, dumb terminals and with NO_COLOR. The colours are
-Paul Tol's bright scheme, which can be told apart without seeing red and green."""
+"""Item → its colour, and the letter that stands for it in pipes, on dumb terminals and with NO_COLOR. The colours are
+Paul Tol's bright scheme, which colour-blind people can tell apart."""
 _WIDTH = 79
-"""The characters of a bar with its name."""
+"""Width of a bar with its name, in characters."""
 
 
 def parts_of(use: MemoryUse) -> dict[str, int]:
-    """Return the bytes of each item, measured where possible and planned else; `free` is the rest of the device."""
+    """Return the bytes of each item, measured if possible, else planned; `free` is the rest of the device."""
     parts = {item: max(0, size) for item, size in (use.measured or use.planned).items()}
     return {**parts, "free": max(0, use.total - sum(parts.values()))}
 
@@ -72,7 +72,7 @@ def _share(size: int, total: int) -> str:
 
 
 def write_plot(profile: MemoryProfile, path: Path) -> None:
-    """Draw the bars into a file. Raises ConfigError where the file cannot be written."""
+    """Draw the bars into a file. Raises ConfigError if the file cannot be written."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 1.6 + 0.6 * len(profile.ranks)), layout="constrained")

@@ -23,27 +23,27 @@ from nvcli.sizing.memory import estimate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryProfile:
-    """Bytes by rank and item, the tokens that the KV cache holds, and changes that would give it more."""
+    """Bytes by rank and item, the capacity of the KV cache, and changes that would enlarge it."""
 
     model: str
     is_estimate: bool
-    """Whether nothing was loaded. Then only the weights and KV blocks among the items are exact."""
+    """Whether nothing was loaded. If so, only weights and KV blocks are exact."""
     problem: str | None
-    """The reason why the model does not fit; None: it fits."""
+    """Why the model does not fit; None: it fits."""
     tensor_parallel_size: int
     pipeline_parallel_size: int
     max_model_len: int
     max_num_seqs: int
     block_size: int
     kv_cache_dtype: str
-    """The type of keys and values in the cache: that of `EngineConfig.kv_dtype`."""
+    """Data type of keys and values in the cache: `EngineConfig.kv_dtype`."""
     block_bytes: int
     """Bytes of a KV block on a rank of the first stage, which has the most layers."""
     state_blocks: int
-    """KV blocks that the recurrent states of each request take; 0: the model has none."""
+    """KV blocks for the recurrent states of each request; 0: the model has none."""
     ranks: list[MemoryUse]
     num_blocks: int
-    """KV blocks that requests can use (the null block is not counted), the fewest of all ranks."""
+    """KV blocks that requests can use, without the null block; the minimum over the ranks."""
     num_tokens: int
     """Tokens that the KV cache holds, in requests of full length."""
     full_length_requests: float
@@ -59,7 +59,7 @@ class MemoryProfile:
 def profile_from_config(
     config: EngineConfig, model: ModelConfig, name: str, *, total: int, lengths: FileLengths | None
 ) -> MemoryProfile:
-    """Estimate a profile from the configuration alone, for GPUs of `total` bytes."""
+    """Estimate a profile from the configuration alone, for GPUs with `total` bytes."""
     problem = missing(config, model, estimate(config, model, total))
     ranks = _estimated_ranks(config, model, total)
     return _profile(config, model, name, ranks, lengths, is_estimate=True, problem=problem)
@@ -76,7 +76,7 @@ def profile_by_loading(
 ) -> MemoryProfile:
     """Measure a profile: start an engine as a run would, and run its largest batches.
 
-    Raises what the engine raises. Where a run does not fit and `gpu_memory` knows the GPU's size, the profile is
+    Raises what the engine raises. If a run does not fit and `gpu_memory` gives the GPU's size, the profile is
     estimated from the configuration.
     """
     client = EngineClient.start(msgspec.structs.replace(config, measure_memory=True))
@@ -152,6 +152,6 @@ def _profile(
 
 
 def gpu_memory_here() -> int | None:
-    """Return the memory of this machine's first GPU in bytes, as nvidia-smi says; None where it tells of none."""
+    """Return the memory of this machine's first GPU in bytes, as nvidia-smi reports it; None if it reports none."""
     gpus = ask_for_gpus().gpus.values()
     return (min(gpus, key=lambda gpu: gpu.index).total_bytes or None) if gpus else None

@@ -13,7 +13,7 @@ from nvcli.profile.profile import MemoryProfile
 
 
 def format_json(profile: MemoryProfile) -> str:
-    """Return the whole profile as JSON on one line of ASCII."""
+    """Return the whole profile as one line of ASCII JSON."""
     fields = msgspec.to_builtins(profile)
     fields["ranks"] = [msgspec.structs.asdict(use) for use in profile.ranks]  # their wire form is a list
     return json.dumps(fields)
@@ -95,7 +95,7 @@ def _capacity_lines(profile: MemoryProfile) -> list[str]:
 
 
 def _states_line(profile: MemoryProfile) -> str:
-    """Say how much of the KV cache recurrent states take."""
+    """Describe how much of the KV cache recurrent states take."""
     each = profile.state_blocks * profile.block_bytes
     share = min(1.0, profile.max_num_seqs * profile.state_blocks / max(1, profile.num_blocks))
     return (
