@@ -30,8 +30,8 @@ _TILE_BYTES = 16 << 10
 """Bytes of keys, and as many of values, in each pipeline stage."""
 _DECODE_STAGES = 3
 _SMALL_STAGES, _SMALL_REGISTERS = 2, 128
-"""Of decode programs of two warps with heads of up to 64, and of each of their threads: a multiprocessor has room for
-more of them so. An H200 takes 28 µs for 256 rows with windows of 128, and 31 with three stages and 168 registers;
+"""Stages of decode programs of two warps with heads of up to 64, and registers of a thread: more programs fit on a
+multiprocessor. An H200 takes 28 µs for 256 rows with windows of 128, and 31 with three stages and 168 registers;
 without windows 120 and 121."""
 _FEW_ROWS = 64
 """Up to so many decode rows, programs of more warps are faster: Qwen3-8B's layer on an H200 takes 19 us for 16 rows of

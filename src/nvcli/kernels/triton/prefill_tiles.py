@@ -209,7 +209,7 @@ class Chunks:
     num_tokens: int
     """Tokens of all chunks, padding included."""
     prefixes: ChunkPrefixes | None = None
-    """What the rows share; None: nothing."""
+    """Prefixes that the rows share, or None."""
 
 
 @dataclass(slots=True)

@@ -37,7 +37,7 @@ _ROWS, _COLUMNS = tl.constexpr(16), tl.constexpr(256)
 
 
 class SegmentLists(NamedTuple):
-    """What the kernels write; all are int32."""
+    """Tensors that the kernels write; all are int32."""
 
     row_segments: Tensor
     """[LEVELS, max_rows], the segment of each row at each level; 0: it has none."""
