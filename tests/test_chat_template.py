@@ -28,8 +28,8 @@ def test_variables_that_a_template_does_not_name() -> None:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"a\n{% if %}", r"t\.jinja:2: no Jinja template: Expected an expression"),
-        (b"{% for m in messages %}", r"t\.jinja:1: no Jinja template: Unexpected end"),
+        (b"a\n{% if %}", r"t\.jinja:2: not a Jinja template: Expected an expression"),
+        (b"{% for m in messages %}", r"t\.jinja:1: not a Jinja template: Unexpected end"),
         (b"{% nothing %}", "unknown tag 'nothing'"),
         (b"\xff", r"not UTF-8 text \(byte 0\)"),
         (b"(" * 100_000, "a b"),
@@ -38,7 +38,7 @@ def test_variables_that_a_template_does_not_name() -> None:
 def test_a_file_that_is_no_template(tmp_path: Path, data: bytes, reason: str) -> None:
     path = tmp_path / "t.jinja"
     if data.startswith(b"("):
-        data, reason = b"{{ " + data + b" }}", "nested too deeply|no Jinja template"
+        data, reason = b"{{ " + data + b" }}", "nested too deeply|not a Jinja template"
     path.write_bytes(data)
     with pytest.raises(ConfigError, match=reason):
         read_chat_template(path)

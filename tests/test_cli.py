@@ -436,4 +436,4 @@ def test_defaults_are_shown_in_one_form(command: str) -> None:
     assert not re.search(r"; ([\w./:]+|that of A)\. ", shown.partition("Model and GPUs:")[2])
     assert ". [default" not in shown
     if "--max-num-seqs" in shown:
-        assert "Maximum requests at a time in each copy [default: 256]" in shown
+        assert "Maximum concurrent requests in each copy [default: 256]" in shown

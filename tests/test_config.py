@@ -123,7 +123,7 @@ ERRORS_IN_FILES += [
     ("model: m\njob: {prompt_template: 'a {'}", r"run.yaml:2: `job.prompt_template` is \"a \{\"; .*allowed: text with"),
     (
         "model: m\njob:\n  messages_template:\n  - {role: user, content: '{}'}",
-        r"run.yaml:3: `job.messages_template` is \"\{\}\"; a place is the name of a column",
+        r"run.yaml:3: `job.messages_template` is \"\{\}\"; a placeholder is the name of a column",
     ),
     ("model: m\njob: {messages_template: [{rol: user, content: a}]}", r"unknown key `job.messages_template\[0\].rol`"),
     (
@@ -136,11 +136,11 @@ ERRORS_IN_FILES += [
     ),
     (
         "model: m\njob: {chat_template_kwargs: {tokenize: 1}}",
-        r"run.yaml:2: .*`tokenize` is no variable of a chat template",
+        r"run.yaml:2: .*`tokenize` cannot be a variable of a chat template",
     ),
     (
         "model: m\njob: {chat_template_kwargs: {x: {null: 1}}}",
-        r"run.yaml:2: `job.chat_template_kwargs`: holds a key that is no text; put quotes around it",
+        r"run.yaml:2: `job.chat_template_kwargs`: holds a key that is not text; put quotes around it",
     ),
     (
         "model: m\njob: {chat_template_kwargs: [1]}",

@@ -82,5 +82,5 @@ def test_a_job_that_fails_is_named_and_those_before_it_stay(tmp_path: Path, mode
     result = run(*command, "--max-errors", "0", cwd=tmp_path)
     assert result.returncode == 1
     assert "1 rows failed, and `job.max_errors` allows 0" in result.stderr
-    assert result.stderr.endswith("this was input 2 of 2, b.jsonl; those before it are answered\n")
+    assert result.stderr.endswith("this was input 2 of 2, b.jsonl; the inputs before it are answered\n")
     assert len(answers(tmp_path / "out" / "a.out.jsonl")) == 2

@@ -46,7 +46,7 @@ def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         ((13, 2), "https://download.pytorch.org/whl/cu130"),
         ((12, 9), "https://download.pytorch.org/whl/cu128"),
         ((12, 2), "https://download.pytorch.org/whl/cu126"),
-        ((11, 8), "install a newer driver: this one serves CUDA up to 11.8"),
+        ((11, 8), "install a newer driver: this one supports CUDA up to 11.8"),
         (None, "install the NVIDIA driver"),
     ],
 )

@@ -1,6 +1,6 @@
-"""Chat templates of a job: the file of another template, and the variables that a template is given.
+"""Chat templates of a job: a template file in place of the model's, and the variables for a template.
 
-Knows no tokenizer and renders nothing; errors come before a model is loaded.
+Loads no tokenizer and renders nothing, so that errors come before a model is loaded.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
     import jinja2.parser
 
 MAX_TEMPLATE_BYTES = 10_000_000
-"""The largest file of a chat template."""
+"""Maximum size of a chat template's file in bytes."""
 
 _RESERVED = (
     *("messages", "conversation", "chat_template", "tokenize", "sanitize_control_tokens", "padding", "truncation"),
     *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
 )
-"""Parameters of transformers' `apply_chat_template` that are no variables of a template."""
+"""Parameters of transformers' `apply_chat_template`, which cannot be variables of a template."""
 
 _FOR_THE_RENDERER = ("add_generation_prompt", "continue_final_message")
-"""Variables that have an effect on the prompt even where a template does not name them."""
+"""Variables that affect the prompt even if the template does not use them."""
 
 
 def reserved_variable(variables: Mapping[str, Any]) -> str | None:
-    """Return the message for the first name that cannot be a variable of a chat template; None if all can."""
+    """Return an error message for the first name that cannot be a variable of a chat template; None if all can."""
     name = next((name for name in variables if name in _RESERVED), None)
-    return name and f"`{shorten(name)}` is no variable of a chat template; take it out"
+    return name and f"`{shorten(name)}` cannot be a variable of a chat template; remove it"
 
 
 def read_chat_template(path: Path) -> str:
-    """Return the chat template in a file. Raises ConfigError where it cannot be read or is no Jinja template."""
+    """Read a chat template from a file. Raises ConfigError if it cannot be read or is not a Jinja template."""
     try:
         text = read_regular(path, most_bytes=MAX_TEMPLATE_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -49,16 +49,16 @@ def read_chat_template(path: Path) -> str:
     try:
         _parse(text)
     except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(f"the chat template {path}:{error.lineno}: no Jinja template: {error.message}") from None
+        raise ConfigError(f"the chat template {path}:{error.lineno}: not a Jinja template: {error.message}") from None
     except RecursionError:
         raise ConfigError(f"the chat template {path}: nested too deeply") from None
     return text
 
 
 def unknown_variables(template: str, variables: Iterable[str]) -> list[str]:
-    """Return the variables that have no effect on a chat template, because it does not name them.
+    """Return the variables that have no effect on a chat template, because it does not use them.
 
-    Empty where the template cannot be read: whoever renders it says so.
+    Empty if the template cannot be parsed: rendering it reports that.
     """
     import jinja2
     import jinja2.meta
@@ -76,7 +76,7 @@ def _parse(text: str) -> jinja2.nodes.Template:
     import jinja2.ext
 
     class Generation(jinja2.ext.Extension):
-        """The tag of transformers around what an assistant says."""
+        """The tag that transformers puts around the assistant's text."""
 
         tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 

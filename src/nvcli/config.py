@@ -1,6 +1,6 @@
 """The configuration of a run: YAML file + command line → one frozen `RunConfig`.
 
-Keys are strict and spelled as the field spells them, and each says beside itself by which option commands set it
+Keys are strict and use the field's usual names, and each declares the option by which commands set it
 (`Flag`). Nothing writes to a config after it is made: what is derived from it (`EngineConfig`) is returned as a new
 value. This module knows no torch, no model and no device.
 """
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from nvcli.config_source import ConfigSource
 
 RESERVED_KEYS = ("id", "index", "choices", "usage", "error", "input", "custom_id", "response")
-"""Keys that mean something in output rows, so that none of them can hold a text."""
+"""Keys with a meaning in output rows, so that none of them can be `job.text_field`."""
 
 
 class AttentionBackends(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`attention_backend` where prompts and decode steps are to be attended by different ones."""
+    """`attention_backend` with different backends for prompts and for decode steps."""
 
     prefill: AttentionName = "auto"
     decode: AttentionName = "auto"
@@ -70,7 +70,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Flag(
             "--hf-overrides",
             MODEL,
-            "Keys that take the place of those in the model's config.json",
+            "Keys that replace those in the model's config.json",
             example='{"max_position_embeddings": 131072}',
         ),
     ] = {}
@@ -84,24 +84,24 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Flag(
             "--quantization",
             MODEL,
-            "How weights are kept: none: in --dtype; fp8: linear layers in 8 bits; w4a16: in a checkpoint's 4 bits; "
+            "Format of weights: none: --dtype; fp8: linear layers in 8 bits; w4a16: a checkpoint's 4 bits; "
             "auto: what suits checkpoint and GPU.",
             "TYPE",
         ),
     ] = "auto"
-    """How weights of linear layers are kept. none: in `dtype`, whatever the checkpoint's format; fp8: in 8 bits, with
-    activations quantised as they come; w4a16: in the 4 bits of the checkpoint, with activations in `dtype`. auto: fp8
+    """Format of the weights of linear layers. none: `dtype`, whatever the checkpoint's format; fp8: 8 bits, with
+    activations quantised on the fly; w4a16: the 4 bits of the checkpoint, with activations in `dtype`. auto: fp8
     for a checkpoint in FP8 on GPUs with FP8 units, w4a16 for one in 4 bits where 16 would take too much of a GPU's
     memory, else none."""
     fp8_accumulation: FP8Accumulation = "exact"
-    """How products with FP8 weights are added up. exact: in float32, at the latest every 256 numbers of a sum; fast:
-    the FP8 units, which keep about 14 bits, add up the whole sum where weights have a scale for each row or tensor."""
+    """Accumulation of FP8 products. exact: in float32, at least every 256 terms of a sum; fast:
+    in the FP8 units, which keep about 14 bits, for the whole sum if weights have a scale for each row or tensor."""
     device: Annotated[Device, Flag("--device", MODEL, "Device of the run; auto: a GPU where one is found.")] = "auto"
-    """A GPU counts where a torch built for it is found too."""
+    """A GPU counts only if a torch that supports it is installed."""
     tensor_parallel_size: Annotated[
         ParallelSize, Flag("--tp", MODEL, "GPUs (processes) for each copy; auto: what is fastest here.")
     ] = "auto"
-    """They share every layer. auto: see `job_run.planning.layout`; 1 on a CPU."""
+    """GPUs that share every layer. auto: see `job_run.planning.layout`; 1 on a CPU."""
     enable_expert_parallel: Annotated[
         bool, Flag("--ep", MODEL, "Whole experts on each of the --tp GPUs, not a part of every expert.")
     ] = False
@@ -116,10 +116,10 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Flag("--max-model-len", MODEL, "Maximum prompt + answer tokens [default: the model's limit]"),
     ] = None
     max_num_seqs: Annotated[
-        int, Meta(ge=1, le=MAX_NUM_SEQS), Flag("--max-num-seqs", MODEL, "Maximum requests at a time in each copy.")
+        int, Meta(ge=1, le=MAX_NUM_SEQS), Flag("--max-num-seqs", MODEL, "Maximum concurrent requests in each copy.")
     ] = 256
     max_num_batched_tokens: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)] | None = None
-    """Most tokens computed in one step; longer prompts are cut into chunks. null: see
+    """Maximum tokens computed in one step; longer prompts are split into chunks. null: see
     `sizing.graph_sizes.default_batched_tokens`; at least `max_num_seqs`."""
     gpu_memory_utilization: Annotated[
         float,
@@ -127,39 +127,40 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Flag("--gpu-memory-utilization", MODEL, "Share of each GPU's memory that the run may use.", "SHARE"),
     ] = 0.9
     kv_cache_memory: str | PositiveInt | None = None
-    """KV cache of each rank, in bytes or as a size such as `2GiB`; null: what a GPU has left, part of a CPU's RAM."""
+    """KV cache of each rank, in bytes or as a size such as `2GiB`; null: what a GPU has left, or part of a CPU's
+    RAM."""
     block_size: Annotated[int, Meta(ge=1, le=MAX_BLOCK_SIZE)] | None = None
     """Tokens in one block of the KV cache; null: see `sizing.kv_cache.default_block_size`."""
     kv_cache_dtype: KVCacheDtype = "auto"
-    """The type in which keys and values are kept. auto: the model's; fp8: e4m3 with a scale for each token and head, in
+    """Data type of the KV cache. auto: the model's; fp8: e4m3 with a scale for each token and head, in
     about half the memory of bf16."""
     attention_backend: AttentionName | AttentionBackends = "auto"
-    """One for all work, or `{prefill: …, decode: …}`. auto: the fastest that works here without a long compile."""
+    """One backend, or `{prefill: …, decode: …}`. auto: the fastest that works here without a long compile."""
     enable_prefix_caching: bool = True
-    """Prompts that begin alike share the KV cache of what they have in common."""
+    """Prompts that begin alike share the KV cache of their common prefix."""
     enable_cascade_attention: bool = True
-    """Each decode step reads the KV cache that running requests share once for all of them, where that pays, instead
-    of once for each; short prompts are attended together to what they share."""
+    """Decode steps read the KV cache that running requests share once for all of them, where that pays, instead of
+    once for each; short prompts attend to their shared prefix together."""
     enforce_eager: bool = False
     """true: no CUDA graphs."""
     batch_invariant: bool = False
-    """true: a row gets the same bits whatever batch, chunks, prefix hits and preemptions it meets, and however many
+    """true: a row gets the same bits whatever its batch, chunks, prefix hits and preemptions, and however many
     copies there are, at some cost of speed."""
     seed: Annotated[
         int,
         Meta(ge=0, le=MAX_INT),
-        Flag("--seed", SAMPLING, "Seed of the run: each row draws its own random numbers from it."),
+        Flag("--seed", SAMPLING, "Seed of the run; every row has its own random numbers."),
     ] = 0
-    """A row's random numbers follow from it and the row's index."""
+    """The seed and a row's index determine the row's random numbers."""
     step_timeout: Annotated[float, Meta(gt=0, le=1_000_000)] = 300.0
-    """Seconds a rank may take for one step before the run is ended."""
+    """Seconds that a rank may take for one step before the run is stopped."""
     generation_config: Literal["auto", "none"] = "auto"
-    """auto: sampling defaults of the checkpoint's generation_config.json lie under those of `sampling`."""
+    """auto: the checkpoint's generation_config.json supplies sampling defaults, which `sampling` overrides."""
     sampling: dict[str, Any] = {}
-    """Defaults of every row's `sampling` object; holds the keys that were set and no others."""
+    """Defaults for every row's `sampling` object; holds only the keys that were set."""
     job: JobConfig = JobConfig()
     task: Task = "generate"
-    """The kind of result that rows get; a command sets its own."""
+    """Kind of result for each row; set by the command."""
     score: ScoreConfig = ScoreConfig()
     embed: EmbedConfig = EmbedConfig()
 
@@ -170,18 +171,18 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
     "score": ScoreConfig,
     "embed": EmbedConfig,
 }
-"""The keys that hold keys, and which ones."""
+"""Sections of the configuration: key → struct of its keys."""
 
 
 def all_keys() -> list[str]:
-    """Return all keys, those in sections with the section in front: `max_model_len`, `sampling.top_k`."""
+    """Return all keys; those in a section have it as a prefix: `max_model_len`, `sampling.top_k`."""
     keys = [key for key in RunConfig.__struct_fields__ if key not in SECTIONS]
     return keys + [f"{section}.{key}" for section, kind in SECTIONS.items() for key in kind.__struct_fields__]
 
 
 @functools.cache
 def key_fields() -> dict[str, FlaggedField]:
-    """Return the keys that have a flag, as `all_keys` spells them."""
+    """Return the keys that have a flag, spelled as in `all_keys`."""
     fields = flagged_fields(RunConfig)
     for section, kind in SECTIONS.items():
         fields |= {f"{section}.{key}": field for key, field in flagged_fields(kind).items()}
@@ -190,7 +191,7 @@ def key_fields() -> dict[str, FlaggedField]:
 
 @functools.cache
 def flag_keys() -> dict[str, str]:
-    """Return the key that each flag sets."""
+    """Return a mapping of flags to the keys that they set."""
     keys = {field.flag.name: key for key, field in key_fields().items()}
     return keys | {"--no-chat": keys["--chat"]}
 
@@ -198,7 +199,7 @@ def flag_keys() -> dict[str, str]:
 def load_run_config(
     path: Path | None, overrides: Sequence[str] = (), flags: Mapping[str, Any] | None = None, **options: Any
 ) -> RunConfig:
-    """Do what `load_sourced_config` does, and return the configuration alone."""
+    """Load the configuration as `load_sourced_config` does, and return it without its source."""
     return load_sourced_config(path, overrides, flags, **options)[0]
 
 
@@ -211,14 +212,14 @@ def load_sourced_config(
     needs_model: bool = True,
     other_overrides: Mapping[str, Sequence[str]] | None = None,
 ) -> tuple[RunConfig, ConfigSource]:
-    """Read a configuration, and return it with its source, which knows the origin of each key.
+    """Load a configuration, and return it with its source, which knows the origin of each key.
 
-    `--set key=value` overrides go over the file, and flags (of `flag_keys`; None: not given) over both. `settings` are
-    values by key that a Python program gives, in place of overrides and flags. `other_overrides` are overrides of
-    options beside `--set`, by the name of the option; they go over those of `--set`. Without `needs_model`, `model` may
+    `--set key=value` overrides the file, and flags (of `flag_keys`; None: not given) override both. `settings` are
+    the values by key that a Python program gives instead of overrides and flags. `other_overrides` are those of
+    options other than `--set`, by option; they take precedence over `--set`. Without `needs_model`, `model` may
     stay empty. Raises ConfigError that names where the value came from, the key, the value and what is allowed.
     """
-    from nvcli.config_source import ConfigSource  # YAML is for the parent only; ranks import this module too
+    from nvcli.config_source import ConfigSource  # only the parent reads YAML; ranks import this module too
 
     source = ConfigSource()
     if path is not None:
@@ -245,7 +246,7 @@ def load_sourced_config(
 
 
 def _in_its_section(error: InvalidValue) -> str | None:
-    """Return the message for a key that stands at the top and belongs into a section; None for all other errors."""
+    """Return a hint for a top-level key that belongs in a section; None for all other errors."""
     if not error.unknown_key or len(error.path) != 1:
         return None
     key = str(error.path[0])
@@ -265,7 +266,7 @@ def _check_model(run: RunConfig) -> None:
 
 
 def _check_together(run: RunConfig, source: ConfigSource) -> None:
-    """Check what no key can break by itself. Raises ConfigError."""
+    """Check keys against each other. Raises ConfigError."""
 
     def fail(path: tuple[str, ...], message: str) -> None:
         origin = source.origin(path)
@@ -314,7 +315,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _check_prompts(job: JobConfig, fail: Callable[[tuple[str, ...], str], None]) -> None:
-    """Check what the job says about prompts. `fail` raises for the key at a path."""
+    """Check the job's keys for prompts. `fail` raises for the key at a path."""
     texts = [(("job", "prompt_template"), job.prompt_template)]
     texts += [(("job", "messages_template"), message.content) for message in job.messages_template]
     for path, text in texts:
@@ -334,7 +335,7 @@ def _check_prompts(job: JobConfig, fail: Callable[[tuple[str, ...], str], None])
             )
     problem = reserved_variable(job.chat_template_kwargs)
     if not _is_json(job.chat_template_kwargs):
-        problem = "holds a key that is no text; put quotes around it"
+        problem = "holds a key that is not text; put quotes around it"
     if problem is not None:
         fail(("job", "chat_template_kwargs"), f"`job.chat_template_kwargs`: {problem}")
 

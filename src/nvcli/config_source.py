@@ -1,7 +1,7 @@
-"""The sources of the configuration: a YAML file, `--set key=value` and flags, laid over each other in that order.
+"""Sources of the configuration: a YAML file, `--set key=value` and flags, where later ones take precedence.
 
-A source collects plain values and remembers for each key which file and line, or which flag, set it. It does not know
-what keys mean; `config.py` gives the values their types and asks here for the origin of a wrong one.
+A source collects plain values and remembers which file and line, or which flag, set each key. It does not know
+what keys mean; `config.py` gives the values their types and looks up here where a wrong one came from.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _SECTIONS = ("sampling", "job", "score", "embed")
 
 
 class ConfigSource:
-    """The values by key, and the origin of each."""
+    """Values by key, with the origin of each."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self._origins: dict[KeyPath, str] = {}
         self._flags: dict[KeyPath, str] = {}
-        """The flag alone, for the values that a flag set."""
+        """Key → flag, without the value, for keys that a flag set."""
 
     def add_file(self, path: Path) -> None:
         """Add a file. Raises ConfigError if it cannot be read, is not YAML, repeats a key or is not a mapping."""
@@ -67,7 +67,7 @@ class ConfigSource:
             loader.dispose()
 
     def add_override(self, text: str, option: str = "--set") -> None:
-        """Add one `key=value` of an option; dots lead into sections, and the value is read as YAML."""
+        """Add one `key=value` of an option; a dot leads into a section, and the value is parsed as YAML."""
         key, equals, value_text = text.partition("=")
         path = tuple(key.strip().split("."))
         if not equals or not all(path):
@@ -92,7 +92,7 @@ class ConfigSource:
     def add_setting(self, key: str, value: Any) -> None:
         """Add a setting of a Python program, as in `add_setting("block_size", 128)`.
 
-        A mapping for a section goes over what is there key by key.
+        A mapping for a section overrides its keys one by one.
         """
         origin = f"{key}={show(value)}"
         if isinstance(value, Mapping) and key in _SECTIONS:
@@ -104,12 +104,12 @@ class ConfigSource:
     def origin(self, path: KeyPath) -> str:
         """Return the file and line, or the flag with its value, that set a value or the section around it.
 
-        Returns an empty text for a default.
+        Empty for a default.
         """
-        return self._origins.get(self._set_path(path), "")  # () is the file as a whole, if there is one
+        return self._origins.get(self._set_path(path), "")  # () is the whole file, if there is one
 
     def setter(self, path: KeyPath) -> str | None:
-        """Return the file and line, or the flag without its value, that set a key; None where it has its default."""
+        """Return the file and line, or the flag without its value, that set a key; None for a default."""
         values: Any = self.values
         for step in path:
             if not isinstance(values, dict) or step not in values:
@@ -142,7 +142,7 @@ class ConfigSource:
 
 
 def json_object(flag: str, text: str, *, example: str) -> dict[str, Any]:
-    """Return the JSON object that a flag was given. Raises ConfigError for another text."""
+    """Parse a flag's JSON object. Raises ConfigError for any other text."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
@@ -153,14 +153,14 @@ def json_object(flag: str, text: str, *, example: str) -> dict[str, Any]:
 
 _MAX_FILE_BYTES = 4 << 20
 _MAX_VALUES = 100_000
-"""The most values of a configuration, counting what an alias stands for each time: aliases of aliases of aliases are a
-short text for more values than any memory holds."""
+"""Maximum values in a configuration, with aliases expanded: nested aliases let a short text stand for more values than
+any memory holds."""
 _STREAMS = (Path("/dev/fd"), Path("/proc/self/fd"))
-"""Files in these folders are open already, such as the pipe of `--config <(command)`."""
+"""Folders of files that are open already, such as the pipe of `--config <(command)`."""
 
 
 def _read(path: Path) -> bytes:
-    """Read a configuration file, a pipe that the shell has opened, or /dev/null. Raises OSError for others."""
+    """Read a configuration file, a pipe that the shell has opened, or /dev/null. Raises OSError for anything else."""
     if path == Path(os.devnull):
         return b""
     if (path.parent in _STREAMS or path == Path("/dev/stdin")) and path.is_fifo():
@@ -173,11 +173,11 @@ def _read(path: Path) -> bytes:
 
 
 _MISREAD = (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError)
-"""Errors of PyYAML for a text that is not YAML, or whose tag (`!!timestamp x`) does not fit its value."""
+"""Errors of PyYAML for text that is not YAML, or whose tag (`!!timestamp x`) does not fit its value."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe subset, with `1e-5` a number as in YAML 1.2 and JSON. No sets, and no text that UTF-8 cannot hold."""
+    """Loader of YAML's safe subset, with `1e-5` a number as in YAML 1.2 and JSON, without sets and lone surrogates."""
 
     def get_single_node(self) -> yaml.Node | None:
         node: yaml.Node | None = super().get_single_node()
@@ -194,7 +194,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _refuse_set(loader: _Loader, node: yaml.Node) -> NoReturn:
-    raise yaml.constructor.ConstructorError(None, None, "a set, which no key takes", node.start_mark)
+    raise yaml.constructor.ConstructorError(None, None, "a set, which no key accepts", node.start_mark)
 
 
 _Loader.add_constructor("tag:yaml.org,2002:set", _refuse_set)
@@ -204,9 +204,9 @@ _Loader.add_implicit_resolver(
 
 
 def _count_values(node: yaml.Node, counted: dict[int, int]) -> int:
-    """Count a node and all below it, aliases each time. `counted`: the counts so far, by the node's `id`."""
+    """Count a node and all below it, with aliases expanded. `counted`: the counts so far, by `id` of the node."""
     if id(node) not in counted:
-        counted[id(node)] = 0  # an alias that leads back counts nothing
+        counted[id(node)] = 0  # a recursive alias counts nothing
         inner: list[yaml.Node] = []
         if isinstance(node, yaml.MappingNode):
             inner = [part for pair in node.value for part in pair]
@@ -219,7 +219,7 @@ def _count_values(node: yaml.Node, counted: dict[int, int]) -> int:
 def _walk(
     node: yaml.MappingNode, file: Path, under: KeyPath = (), seen: frozenset[int] = frozenset()
 ) -> Iterator[tuple[KeyPath, int]]:
-    """Yield the path and line of each key. Raises ConfigError for a key that its mapping holds twice."""
+    """Yield the path and line of each key. Raises ConfigError for a duplicate key."""
     lines: dict[str, int] = {}
     seen |= {id(node)}
     for key_node, value_node in node.value:

@@ -1,7 +1,7 @@
-"""Flag: the option of the command line that sets a field, said beside the field itself.
+"""Flag: the command-line option that sets a field, declared with the field itself.
 
-A field with a flag is annotated so: `seed: Annotated[int, Flag("--seed", SAMPLING, "Seed of the run.")] = 0`.
-Commands make their options of such fields (`cli.options`): those of the configuration, and structs of their own.
+A field with a flag is annotated like this: `seed: Annotated[int, Flag("--seed", SAMPLING, "Seed of the run.")] = 0`.
+Commands make their options from such fields (`cli.options`), of the configuration and of structs of their own.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ ROWS = "Rows and files"
 PROMPTS = "Prompts"
 WORKLOAD = "Requests"
 MODEL = "Model and GPUs"
-SAMPLING = "Sampling, where a row does not say it itself"
+SAMPLING = "Sampling, for rows that do not set it themselves"
 RESULT = "Result"
 OTHER = "Configuration and help"
 GROUPS = (ROWS, PROMPTS, WORKLOAD, MODEL, SAMPLING, RESULT, OTHER)
-"""The groups of options in a command's help, in their order there."""
+"""Groups of options in a command's help, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """An option: its names, and what the help says of it.
+    """An option: its names, and its help.
 
-    A field of the type `bool` is a switch, and one that holds a list may be repeated. The help shows the default of the
+    A `bool` field is a switch, and the option of a list may be repeated. The help shows the default of the
     field, unless the text names another as `[default: …]`.
     """
 
     names: str
-    """The name, with a short one behind it (`--model -m`) or one for off (`--chat/--no-chat`)."""
+    """Name of the option, followed by a short one (`--model -m`) or one for off (`--chat/--no-chat`)."""
     group: str
-    """The group of options, one of `GROUPS`."""
+    """Group of options, one of `GROUPS`."""
     help: str
     metavar: str | None = None
-    """The value in the help; None: as the type of the field says, such as `N|auto`."""
+    """Placeholder of the value in the help; None: made from the field's type, such as `N|auto`."""
     example: str | None = None
-    """A JSON object; the value is one, and the help names this."""
+    """Example of a JSON object, shown in the help of an option that takes one."""
     switch: tuple[str, str] | None = None
-    """The values for on and off, where the field is no `bool`."""
+    """Values for on and off, if the field is not a `bool`."""
     completes: Literal["models", "shapes", "gpus", "keys"] | None = None
-    """The values that the shell offers (`cli.completion`); None: the words that the field takes."""
+    """Values that the shell completes (`cli.completion`); None: those of the field's type."""
 
     @property
     def name(self) -> str:
-        """The name that messages use."""
+        """Name used in messages."""
         return self.names.partition(" ")[0].partition("/")[0]
 
 
@@ -56,7 +56,7 @@ class FlaggedField:
 
     flag: Flag
     kind: Any
-    """The type of its values, with their limits."""
+    """Type of its values, with their limits."""
     default: Any
 
 

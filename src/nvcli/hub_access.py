@@ -1,6 +1,6 @@
-"""The Hugging Face hub: why it does not give something, and the room that a download needs.
+"""The Hugging Face hub: explains its errors, and computes the room that a download needs.
 
-Shared by models and data sets. huggingface_hub is imported when something is asked of it.
+Shared by models and data sets. huggingface_hub is imported only when needed.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from pathlib import Path
 from typing import Any, Literal
 
 HUB_TIMEOUT = 5.0
-"""How many seconds the hub has to answer before it counts as out of reach."""
+"""Seconds without an answer after which the hub counts as unreachable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DownloadSize:
-    """The bytes of a download, and the disk that it would go to."""
+    """Size of a download, and free space on its disk."""
 
     num_bytes: int
-    """Bytes of the files that are not there yet."""
+    """Bytes of the files still to be downloaded."""
     free_bytes: int
-    """Bytes that are free on the disk of the folder."""
+    """Free bytes on the folder's disk."""
     folder: Path
 
     @classmethod
     def of(cls, num_bytes: int, folder: Path) -> DownloadSize:
-        """Return the room for a download into a folder, which need not be there yet."""
+        """Return the size of a download into a folder, which need not exist yet."""
         existing = next(each for each in (folder, *folder.absolute().parents) if os.path.exists(each))
         return cls(num_bytes=num_bytes, free_bytes=shutil.disk_usage(existing).free, folder=folder)
 
     @property
     def problem(self) -> str | None:
-        """The lack of room in words, for the user; None where there is enough."""
+        """A message for the user if there is not enough room; else None."""
         if self.num_bytes <= self.free_bytes:
             return None
         return (
@@ -43,12 +43,12 @@ class DownloadSize:
 
 
 def missing_bytes(files: list[Any]) -> int:
-    """Return the bytes of the files that are not in the cache, as a dry run of `snapshot_download` lists them."""
+    """Return the bytes of the files that are not in the cache, from a dry run of `snapshot_download`."""
     return sum(file.file_size or 0 for file in files if file.will_download)
 
 
 def no_progress() -> Any:
-    """Return a progress bar's class that shows nothing, for what takes no time."""
+    """Return a class of progress bars that show nothing, for quick downloads."""
     from huggingface_hub.utils import tqdm
 
     class NoProgress(tqdm):  # type: ignore[misc]  # huggingface_hub is untyped for mypy
@@ -59,14 +59,14 @@ def no_progress() -> Any:
 
 
 def hub_problem(error: Exception, name: str, kind: Literal["model", "dataset"]) -> str:
-    """Return what is the matter with `name` on the hub, and a way out, for an exception of huggingface_hub."""
+    """Explain an exception of huggingface_hub about `name`, and what to do."""
     from huggingface_hub import errors as hub
 
     if isinstance(error, hub.HFValidationError):
         return "neither a folder nor a valid Hugging Face id (`owner/name`)"
     if isinstance(error, hub.OfflineModeIsEnabled):
         return (
-            "not in the local Hugging Face cache, and HF_HUB_OFFLINE forbids to download it; unset it, or give a folder"
+            "not in the local Hugging Face cache, and HF_HUB_OFFLINE forbids downloading it; unset it, or give a folder"
         )
     if isinstance(error, hub.GatedRepoError):
         page = name if kind == "model" else f"datasets/{name}"

@@ -1,4 +1,4 @@
-"""The folder in which Triton keeps compiled kernels: where it is, and what it means that it cannot be written to."""
+"""Triton's folder of compiled kernels: where it is, and errors when it is not writable."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nvcli.errors import ConfigError
 
-ADVICE = "set TRITON_CACHE_DIR to a folder that can be written to"
+ADVICE = "set TRITON_CACHE_DIR to a writable folder"
 
 
 def kernel_cache_folder() -> Path:
@@ -18,12 +18,12 @@ def kernel_cache_folder() -> Path:
 
 
 def kernel_cache_error(error: BaseException) -> ConfigError | None:
-    """Return the error in words where a kernel could not be kept, such as on a read-only disk; None for others."""
+    """Describe an error of saving a kernel, such as on a read-only disk; None for other errors."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and isinstance(cause.filename, str) and _is_below(cause.filename):
             return ConfigError(
-                f"compiled kernels cannot be kept in {kernel_cache_folder()}: {cause.strerror}: {cause.filename}; "
+                f"compiled kernels cannot be saved in {kernel_cache_folder()}: {cause.strerror}: {cause.filename}; "
                 f"{ADVICE}"
             )
         cause = cause.__cause__ or cause.__context__

@@ -1,6 +1,6 @@
-"""Asks `nvidia-smi` what torch does not tell: the driver, other programs' memory, MIG, the links between GPUs.
+"""Asks `nvidia-smi` what torch does not report: the driver, other programs' memory, MIG, the links between GPUs.
 
-Its output is parsed leniently: values that are absent or have another form are left out.
+Its output is parsed leniently: values that are missing or in another format are skipped.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class SmiGpu:
     name: str
     driver: str
     total_bytes: int
-    """The memory of the GPU; 0: not told, as for one that shares the machine's memory or is cut into slices."""
+    """Memory of the GPU; 0: not reported, as for one that shares the machine's memory or is cut into slices."""
     used_bytes: int
     mig: bool
     capability: tuple[int, int] | None = None
-    """The compute capability; None: not told."""
+    """Compute capability; None: not reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,19 +46,19 @@ class SmiProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmiReport:
-    """The answer of nvidia-smi; empty where there is none."""
+    """The answer of nvidia-smi; empty if there is none."""
 
     gpus: Mapping[str, SmiGpu] = field(default_factory=dict)
     """The GPUs by uuid."""
     processes: tuple[SmiProcess, ...] = ()
     links: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    """The links (NV18, PIX, PHB, SYS, …) by pair of GPU indices, the smaller one first."""
+    """Pair of GPU indices, the smaller first → link (NV18, PIX, PHB, SYS, …)."""
     failure: str = ""
-    """The reason why an installed nvidia-smi gave no answer; empty where it did."""
+    """Why an installed nvidia-smi gave no answer; empty if it did."""
 
 
 def ask_nvidia_smi() -> SmiReport:
-    """Ask for everything. Takes a second or two where the driver has to wake the GPUs first."""
+    """Query everything. Takes a second or two if the driver has to wake the GPUs first."""
     report = ask_for_gpus()
     gpus = report.gpus
     if not gpus:
@@ -76,7 +76,7 @@ def ask_nvidia_smi() -> SmiReport:
 
 
 def ask_for_gpus() -> SmiReport:
-    """Ask for the GPUs alone: one call, about 0.1 s where the GPUs are awake."""
+    """Query only the GPUs: one call, about 0.1 s if they are awake."""
     if shutil.which("nvidia-smi") is None:
         return SmiReport()
     try:
@@ -87,9 +87,9 @@ def ask_for_gpus() -> SmiReport:
 
 
 def visible_gpus(report: SmiReport, environ: Mapping[str, str]) -> list[SmiGpu] | str:
-    """Return the GPUs that a CUDA process sees, in the order of its numbers; or why that cannot be told.
+    """Return the GPUs that a CUDA process sees, in its order; or the reason why they cannot be told.
 
-    CUDA_VISIBLE_DEVICES is read as CUDA reads it: indices or beginnings of uuids, up to the first that is wrong.
+    CUDA_VISIBLE_DEVICES is read as CUDA reads it: indices or prefixes of uuids, up to the first invalid one.
     """
     in_order = sorted(report.gpus.values(), key=lambda gpu: gpu.index)
     if not in_order:
@@ -113,7 +113,7 @@ def visible_gpus(report: SmiReport, environ: Mapping[str, str]) -> list[SmiGpu] 
     if any(gpu.mig for gpu in seen):
         return "a GPU is cut into slices (MIG)"
     if any(not gpu.total_bytes for gpu in seen):
-        return "nvidia-smi does not tell how much memory a GPU has"
+        return "nvidia-smi does not report how much memory a GPU has"
     return seen or f"CUDA_VISIBLE_DEVICES={listed} lists no GPU"
 
 
@@ -137,7 +137,7 @@ def _run(*arguments: str) -> str:
 
 
 def parse_gpus(text: str) -> dict[str, SmiGpu]:
-    """Parse the CSV of `--query-gpu`. Memory that is not told counts 0; the compute capability may be absent."""
+    """Parse the CSV of `--query-gpu`. Unreported memory becomes 0; the compute capability may be missing."""
     gpus = {}
     for line in text.splitlines():
         with contextlib.suppress(ValueError):
@@ -157,18 +157,18 @@ def parse_gpus(text: str) -> dict[str, SmiGpu]:
 
 
 def _capability(text: str) -> tuple[int, int] | None:
-    """Return a compute capability such as 9.0; None for a text that is none, such as [N/A]."""
+    """Parse a compute capability such as 9.0; None for other texts, such as [N/A]."""
     major, _, minor = text.partition(".")
     return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
 
 
 def _mib(text: str) -> int:
-    """Return mebibytes as bytes; 0 for a text that is no number, such as [N/A] or [Unknown Error]."""
+    """Parse mebibytes to bytes; 0 for a text that is not a number, such as [N/A] or [Unknown Error]."""
     return int(text) << 20 if text.isdecimal() else 0
 
 
 def parse_processes(text: str) -> tuple[SmiProcess, ...]:
-    """Parse the CSV of `--query-compute-apps`. Memory that is not told counts 0."""
+    """Parse the CSV of `--query-compute-apps`. Unreported memory becomes 0."""
     processes = []
     for line in text.splitlines():
         with contextlib.suppress(ValueError):

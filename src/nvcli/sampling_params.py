@@ -1,4 +1,4 @@
-"""SamplingParams: how one row wants its tokens chosen. Known to every room, depends on `structured` alone."""
+"""SamplingParams: how the tokens of one row are chosen. Used everywhere, depends only on `structured`."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from nvcli.flags import SAMPLING, Flag
 from nvcli.structured import Structured
 
 MAX_LOGPROBS = 20
-"""Most alternatives a row may ask log-probabilities for; bounds the size of a step's output."""
+"""Maximum alternatives per token with log-probabilities; bounds the size of a step's output."""
 
 MAX_BIASED_TOKENS = 1024
-"""Most tokens that `logit_bias`, `stop_token_ids`, `allowed_token_ids` and `bad_words` of one row hold together; bounds
+"""Maximum tokens in a row's `logit_bias`, `stop_token_ids`, `allowed_token_ids` and `bad_words` together; bounds
 the size of a step's input."""
 
 MAX_BAD_WORD_TOKENS = 32
-"""Most tokens of one of the `bad_words`."""
+"""Maximum tokens in one of the `bad_words`."""
 
 MAX_STOP_STRINGS = 1024
-"""Most stop strings of one row."""
+"""Maximum stop strings per row."""
 
 MAX_STOP_CHARS = 65_536
-"""Most characters of all stop strings of one row together; they take about 200 bytes of memory each."""
+"""Maximum characters of a row's stop strings together; each character takes about 200 bytes of memory."""
 
 MAX_ANSWER_NUMBERS = 1 << 24
-"""Most token ids and log-probabilities that the answers of one row may hold. One takes about 70 bytes of memory, in the
+"""Maximum token ids and log-probabilities in the answers of one row. Each takes about 70 bytes of memory, in the
 engine and in the parent."""
 
 MAX_INT = (1 << 63) - 1
-"""Whatever carries a number to an engine holds no larger one."""
+"""Largest integer that can be sent to an engine."""
 
 _GREEDY_BELOW = 1e-5
-"""Temperatures under it mean greedy (as in vLLM): logits divided by them would overflow."""
+"""Temperatures below this mean greedy (as in vLLM): logits divided by them would overflow."""
 
 
 class StopRepetition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """When an answer counts as a loop: its end is one pattern of tokens again and again."""
+    """Rule for an answer that loops: it ends with one pattern of tokens over and over."""
 
     max_pattern_size: Annotated[int, Meta(ge=1, le=4096)] = 256
-    """Most tokens of the pattern."""
+    """Maximum tokens of the pattern."""
     min_count: Annotated[int, Meta(ge=2, le=MAX_INT)] = 4
-    """How often the pattern stands there at least."""
+    """Minimum number of repetitions."""
     min_tokens: Annotated[int, Meta(ge=2, le=MAX_INT)] = 256
-    """How many tokens the repetitions have together at least."""
+    """Minimum tokens of all repetitions together."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The `sampling` object of a row, and of the config's defaults."""
+    """The `sampling` object of a row, and of the configuration's defaults."""
 
     max_tokens: Annotated[
         Annotated[int, Meta(ge=1)] | None,
@@ -78,7 +78,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "--top-k", SAMPLING, "Choose among the K likeliest tokens; 0: off [default: the checkpoint's, else 0]", "K"
         ),
     ] = 0
-    """-1: off, too."""
+    """-1 also means off."""
     min_p: Annotated[
         float,
         Meta(ge=0, le=1),
@@ -91,33 +91,33 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ),
     ] = 0.0
     seed: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
-    """With a seed a row's tokens depend on nothing but the row; without, on the run's seed and the row's index."""
+    """A row's own seed: its tokens then depend only on the row; null: on the run's seed and the row's index."""
     n: Annotated[int, Meta(ge=1, le=1024), Flag("-n", SAMPLING, "Answers to each row.")] = 1
     best_of: Annotated[int, Meta(ge=1, le=1024)] | None = None
-    """Answers that are computed, of which the `n` best by log-probability are returned; null: `n`, as they come."""
+    """Number of answers to compute, of which the `n` best by log-probability are returned; null: `n`, unranked."""
     rank_by: Literal["mean", "sum"] = "mean"
-    """The measure by which `best_of` ranks answers: the mean log-probability of their tokens, or the sum."""
+    """Measure by which `best_of` ranks answers: the mean or the sum of their tokens' log-probabilities."""
     stop: Annotated[str | list[str], Flag("--stop", SAMPLING, "Text that ends an answer; may be repeated.")] = []
     stop_token_ids: list[Annotated[int, Meta(ge=0)]] = []
     min_tokens: Annotated[int, Meta(ge=0)] = 0
     thinking_budget: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
-    """Most tokens of an answer's thought, which is then ended; null: as many as it takes."""
+    """Maximum tokens of reasoning, which is then closed; null: no limit."""
     ignore_eos: Annotated[
         bool, Flag("--ignore-eos", SAMPLING, "Answers go on behind end-of-sequence tokens, to --max-tokens.")
     ] = False
     include_stop_str_in_output: bool = False
-    """The stop string, or the stop token's text, that ended an answer is part of it."""
+    """Whether an answer includes the stop string, or the stop token's text, that ended it."""
     stop_repetition: bool | StopRepetition = False
-    """An answer that has become a loop ends with the finish reason `repetition`."""
+    """Whether an answer that loops ends, with the finish reason `repetition`."""
     presence_penalty: Annotated[
         float,
         Meta(ge=-2, le=2),
-        Flag("--presence-penalty", SAMPLING, "Taken from the logits of tokens that the answer has, -2 to 2."),
+        Flag("--presence-penalty", SAMPLING, "Subtracted from the logits of tokens already in the answer, -2 to 2."),
     ] = 0.0
     frequency_penalty: Annotated[
         float,
         Meta(ge=-2, le=2),
-        Flag("--frequency-penalty", SAMPLING, "The same, times how often the answer has them, -2 to 2."),
+        Flag("--frequency-penalty", SAMPLING, "The same, times their count in the answer, -2 to 2."),
     ] = 0.0
     repetition_penalty: Annotated[
         float,
@@ -129,17 +129,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "[default: the checkpoint's, else 1]",
         ),
     ] = 1.0
-    """Logits are divided by it and by the temperature, in float32, which neither may make infinite."""
+    """Logits are divided by it and by the temperature in float32; neither may make them infinite."""
     logit_bias: dict[Annotated[int, Meta(ge=0)] | str, Annotated[float, Meta(ge=-100, le=100)]] = {}
-    """Token → what is added to its logit. Tokens are ids, in JSON as a text of digits, or texts that are one token."""
+    """Token → number added to its logit. Tokens are ids, in JSON as a string of digits, or texts of a single token."""
     allowed_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1)] | None = None
     """The only tokens that may be chosen; null: all."""
     bad_words: list[Annotated[str, Meta(min_length=1)]] = []
-    """Texts that no answer holds, as far as they are spelled with the tokens that they have alone or behind a space."""
+    """Texts kept out of answers, in the tokens that they have by themselves or after a space."""
     logprobs: Annotated[
         Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None,
         Flag(
-            "--logprobs", SAMPLING, "Log-probability of each token of an answer, and of the N likeliest in its place."
+            "--logprobs",
+            SAMPLING,
+            "Log-probability of each token of an answer, and of the N likeliest at its position.",
         ),
     ] = None
     """Log-probability of each chosen token, with `echo` of each token of the prompt too, and of this many alternatives;
@@ -148,11 +150,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     structured: Structured | None = None
     """The form that the answer must have; null: any."""
     echo: bool = False
-    """The text of the answer begins with the prompt."""
+    """Whether the text of the answer begins with the prompt."""
     skip_special_tokens: bool = True
-    """Special tokens do not show in the text."""
+    """Whether special tokens are left out of the text."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
-    """Only so many of the prompt's last tokens are kept; -1: as many as leave room for the answer."""
+    """Number of tokens kept from the prompt's end; -1: as many as leave room for the answer."""
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     """Log-probability of each token of the prompt and of this many alternatives; null: none."""
 
@@ -162,17 +164,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def num_samples(self) -> int:
-        """The number of answers that are computed."""
+        """Number of answers to compute."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def is_ranked(self) -> bool:
-        """Whether the answers are put in order by their log-probabilities."""
+        """Whether the answers are ranked by their log-probabilities."""
         return self.best_of is not None and self.best_of > 1
 
     @property
     def loop_rule(self) -> StopRepetition | None:
-        """When an answer counts as a loop; None: answers are not looked at."""
+        """Rule for answers that loop; None: answers are not checked."""
         if isinstance(self.stop_repetition, bool):
             return StopRepetition() if self.stop_repetition else None
         return self.stop_repetition
@@ -187,7 +189,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def numbers_per_token(self) -> int:
-        """The token ids and log-probabilities that an answer holds for each of its tokens."""
+        """Number of token ids and log-probabilities that an answer holds per token."""
         return self.return_token_ids + (int(self.is_ranked) if self.logprobs is None else 1 + self.logprobs)
 
     def __post_init__(self) -> None:
@@ -223,5 +225,5 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def _is_token_id(key: int | str) -> bool:
-    """Tell whether a key is a token id as JSON has it, which is a text, rather than another text."""
+    """Tell whether a key is a token id, a string of digits in JSON, rather than any other text."""
     return isinstance(key, str) and key.isascii() and key.isdecimal() and (key == "0" or key[0] != "0")

@@ -1,6 +1,6 @@
-"""Tasks: a run computes answers, log-probabilities of given texts, or embeddings; and the settings of each.
+"""Tasks of a run (answers, log-probabilities of given texts, or embeddings), and their settings.
 
-The task is set by the command (`nvcli score`, `nvcli embed`); a Python program may set it too.
+The command sets the task (`nvcli score`, `nvcli embed`); a Python program may set it too.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class ScoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The `score:` section: what `nvcli score` reads and writes."""
 
     normalize: Annotated[
-        Normalization, Flag("--normalize", RESULT, "What log-probabilities are divided by before choices are compared.")
+        Normalization, Flag("--normalize", RESULT, "Divisor of log-probabilities before choices are compared.")
     ] = "none"
-    """tokens, bytes: their number in the choice."""
+    """tokens, bytes: the length of the choice."""
     token_logprobs: Annotated[bool, Flag("--token-logprobs", RESULT, "Add each token and its log-probability.")] = False
     continuation_field: Annotated[
         Name, Flag("--continuation-field", PROMPTS, "Key (column) of the continuation.", "COLUMN")
@@ -32,9 +32,9 @@ class ScoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     choices_field: Annotated[Name, Flag("--choices-field", PROMPTS, "Key (column) of the choices.", "COLUMN")] = (
         "choices"
     )
-    answer_field: Annotated[
-        Name, Flag("--answer-field", PROMPTS, "Key (column) that says which choice is right.", "COLUMN")
-    ] = "answer"
+    answer_field: Annotated[Name, Flag("--answer-field", PROMPTS, "Key (column) of the right choice.", "COLUMN")] = (
+        "answer"
+    )
 
 
 class EmbedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,13 +44,13 @@ class EmbedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Literal["auto"] | PoolingName,
         Flag("--pooling", RESULT, "Which hidden states become the embedding; auto: as the checkpoint says."),
     ] = "auto"
-    """last, cls: that of the last or first token; mean: of all. auto: last where the checkpoint says nothing."""
+    """last, cls: that of the last or first token; mean: of all. auto: last if the checkpoint does not say."""
     normalize: bool | Literal["auto"] = "auto"
-    """Whether vectors have length 1. auto: as the checkpoint says; yes where it says nothing."""
+    """Whether vectors are scaled to length 1. auto: as the checkpoint says; yes if it does not."""
     dimensions: Annotated[
         PositiveInt | None, Flag("--dimensions", RESULT, "Keep the first N numbers of each embedding.")
     ] = None
-    """For models that were trained for it (Matryoshka)."""
+    """For models trained for it (Matryoshka)."""
     encoding: Annotated[
         EmbeddingEncoding, Flag("--encoding", RESULT, "Numbers, or base64 of little-endian float32.")
     ] = "float"

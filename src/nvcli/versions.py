@@ -1,4 +1,4 @@
-"""Installed versions, read from files: importing torch takes seconds, which `--version` must not take."""
+"""Installed versions, read from files: `--version` must not wait seconds for torch's import."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TorchBuild:
 
 
 def torch_build() -> TorchBuild | None:
-    """Return the installed torch; None where there is none, or an unusual build that does not say what it is."""
+    """Return the installed torch; None if there is none, or an unusual build that does not describe itself."""
     text = _read_file_of("torch", "version.py")
     version = re.search(r"^__version__\b[^=\n]*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
     cuda = re.search(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
@@ -31,7 +31,7 @@ def torch_build() -> TorchBuild | None:
 
 
 def _read_file_of(package: str, name: str) -> str:
-    """Return the text of a file of an installed package; empty where it is not there."""
+    """Return the text of a file of an installed package; empty if it is missing."""
     spec = find_spec(package)
     if spec is not None and spec.origin is not None:
         with contextlib.suppress(OSError):
@@ -40,13 +40,13 @@ def _read_file_of(package: str, name: str) -> str:
 
 
 TORCH = "torch>=2.11,<2.16"
-"""The versions of torch that nvcli runs on, as in pyproject.toml."""
+"""Supported versions of torch, as in pyproject.toml."""
 _CUDA_INDEXES = (((13, 0), "cu130"), ((12, 8), "cu128"), ((12, 0), "cu126"))
-"""The index of torch for drivers from a CUDA version on. CUDA 12.6 runs on all drivers of CUDA 12."""
+"""(lowest CUDA version of the driver, package index of torch). CUDA 12.6 runs on all drivers of CUDA 12."""
 
 
 def driver_cuda() -> tuple[int, int] | None:
-    """Return the newest CUDA version that the driver serves, without waking a GPU; None: no driver."""
+    """Return the newest CUDA version that the driver supports, without waking a GPU; None: no driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -57,13 +57,13 @@ def driver_cuda() -> tuple[int, int] | None:
 
 
 def cuda_torch_advice(driver: tuple[int, int] | None) -> str:
-    """Say which torch to install so that it can use the GPUs of a driver that serves CUDA up to this version."""
+    """Return which torch to install for a driver that supports CUDA up to this version."""
     if driver is None:
-        return "install the NVIDIA driver, and a torch that is built for a CUDA that it serves (pytorch.org)"
+        return "install the NVIDIA driver, and a torch built for a CUDA version that it supports (pytorch.org)"
     index = next((name for least, name in _CUDA_INDEXES if driver >= least), None)
     serves = ".".join(map(str, driver))
     if index is None:
-        return f"install a newer driver: this one serves CUDA up to {serves}, and torch needs 12.0 or later"
+        return f"install a newer driver: this one supports CUDA up to {serves}, and torch needs 12.0 or later"
     return (
         f"install one for this driver (CUDA up to {serves}): pip install --force-reinstall '{TORCH}' --index-url "
         f"https://download.pytorch.org/whl/{index}"
@@ -71,15 +71,15 @@ def cuda_torch_advice(driver: tuple[int, int] | None) -> str:
 
 
 def triton_version() -> str | None:
-    """Return the version of the Triton that would be imported, as its first file says; None: it does not say, or is
-    not there."""
+    """Return the version of the Triton that would be imported, from its `__init__.py`; None: unknown or not
+    installed."""
     text = _read_file_of("triton", "__init__.py")
     found = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
     return found[1] if found else None
 
 
 def package_version(distribution: str) -> str | None:
-    """Return the version of a distribution; None where it is not installed."""
+    """Return the version of a distribution; None if it is not installed."""
     from importlib import metadata
 
     try:
@@ -96,7 +96,7 @@ def describe_torch(build: TorchBuild | None) -> str:
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Return the versions that a measurement depends on; None for what is not installed (cuda: torch has none)."""
+    """Return the versions that a measurement depends on; None if not installed (cuda: if torch has none)."""
     build = torch_build()
     return {
         "nvcli": __version__,

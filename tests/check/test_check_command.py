@@ -61,7 +61,7 @@ def test_ctrl_c_leaves_the_report_of_the_rows_before(tmp_path: Path, model_folde
     report = json.loads(stdout)
     assert report["rows"] in (0, 8)  # 0 on a machine that is very slow
     assert not report["is_complete"]
-    assert stderr.decode() == "nvcli: interrupted; the report is of the rows that were read until then\n"
+    assert stderr.decode() == "nvcli: interrupted; the report covers the rows that were read until then\n"
 
 
 def num_unread(pipe: int) -> int:

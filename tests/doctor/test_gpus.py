@@ -122,7 +122,7 @@ def test_who_holds_memory_is_named() -> None:
     assert findings["GPU 0"].level == Level.WARNING
     assert "80.0 GiB of 140.0 GiB free" in findings["GPU 0"].found
     assert "python (pid 123) holds 60.0 GiB" in findings["GPU 0"].found
-    assert "programs that cannot be seen" in findings["GPU 1"].found
+    assert "programs that are not visible" in findings["GPU 1"].found
     assert findings["GPU 1"].level == Level.NOTE, "the run does not need it"
 
 
@@ -175,4 +175,4 @@ def test_fp8_units() -> None:
     assert check_fp8(device_report(gpu(0), old), chosen=(0,)).level is Level.OK
     found = check_fp8(device_report(gpu(0), old), chosen=())
     assert found.level is Level.NOTE
-    assert "NVIDIA A100; weights are turned into plain numbers" in found.found
+    assert "NVIDIA A100; weights are dequantised" in found.found

@@ -67,7 +67,7 @@ def test_no_chat_template(folder: Path) -> None:
         ("{{ nonsense", Level.WARNING, "become errors"),
         ("hello", Level.WARNING, "leaves the message out"),
         ("{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ m.content }}"
-         "{% endfor %}", Level.NOTE, "no system messages"),
+         "{% endfor %}", Level.NOTE, "does not accept system messages"),
     ],
 )  # fmt: skip
 def test_chat_templates(folder: Path, text: str, level: Level, told: str) -> None:

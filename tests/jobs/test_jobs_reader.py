@@ -110,7 +110,7 @@ BAD_ROWS = [
     (
         b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"tokenize": true}}',
         "invalid_value",
-        "`chat_template_kwargs`: `tokenize` is no variable of a chat template",
+        "`chat_template_kwargs`: `tokenize` cannot be a variable of a chat template",
     ),
     (b'{"prompt": ["a"]}', "invalid_value", '`prompt` is ["a"]'),
     (b'{"messages": []}', "invalid_value", "`messages` is empty"),

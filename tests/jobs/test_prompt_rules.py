@@ -171,14 +171,14 @@ def test_settings_in_the_wrong_place_are_warned_of_once_with_a_count() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("{}", "a place is the name of a column"),
-        ("{a!r}", "a place is the name"),
-        ('JSON: {"a": 1}', "a place is the name"),
+        ("{}", "a placeholder is the name of a column"),
+        ("{a!r}", "a placeholder is the name"),
+        ('JSON: {"a": 1}', "a placeholder is the name"),
         ("a { b", "expected '}'"),
         ("a } b", "single '}'"),
     ],
 )
 def test_a_text_that_is_no_template_is_refused(text: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=r"allowed: text with places such as \{name\}") as caught:
+    with pytest.raises(ValueError, match=r"allowed: text with placeholders such as \{name\}") as caught:
         TextTemplate(text)
     assert reason in str(caught.value)

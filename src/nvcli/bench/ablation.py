@@ -22,7 +22,7 @@ _BACKEND = "backend="
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ablation:
-    """A configuration that differs from the benchmark's own in one thing."""
+    """A configuration that differs from the benchmark's own in one setting."""
 
     name: str
     config: EngineConfig
@@ -36,15 +36,16 @@ class AblationResult:
     output_rates: list[float]
     """Output tokens per second of each pass; empty where the ablation could not run."""
     output_rate: float | None
-    """Output tokens per second of the pass of median speed (the slower of two)."""
+    """Output tokens per second of the median pass (of two, the slower)."""
     difference: float | None
-    """The relative difference to the benchmark's own rate; -0.1: a tenth slower."""
+    """Relative difference from the benchmark's own rate; -0.1: a tenth slower."""
     left_out: str | None = None
     """The reason why the ablation could not run."""
 
 
 def parse_ablations(text: str, config: EngineConfig) -> list[Ablation]:
-    """Parse a list such as `overlap,graphs,backend=torch`. Raises ConfigError, also for a part that changes nothing."""
+    """Parse a list such as `overlap,graphs,backend=torch`. Raises ConfigError, also for an entry that changes
+    nothing."""
     ablations: list[Ablation] = []
     for name in text.split(","):
         name = name.strip()
@@ -54,7 +55,9 @@ def parse_ablations(text: str, config: EngineConfig) -> list[Ablation]:
         if name == "graphs" and config.device == "cpu":
             raise ConfigError("--ablate graphs: there are no CUDA graphs on a CPU; leave it out")
         if changed == config:
-            raise ConfigError(f"--ablate {name}: this run has it so already; leave it out, or change the configuration")
+            raise ConfigError(
+                f"--ablate {name}: the run is already configured so; leave it out, or change the configuration"
+            )
         ablations.append(Ablation(name=name, config=changed))
     return ablations
 

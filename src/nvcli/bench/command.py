@@ -56,7 +56,7 @@ def parse_shared_prefix(text: str) -> tuple[PrefixLevel, ...]:
 
 
 def make_workload(options: BenchOptions) -> Workload | FileWorkload:
-    """Make the workload. Raises ConfigError for options that are wrong or do not go together."""
+    """Make the workload. Raises ConfigError for options that are invalid or contradict each other."""
     lengths = {
         name: parse_range(option, text)
         for name, option, text in (
@@ -93,7 +93,7 @@ def make_workload(options: BenchOptions) -> Workload | FileWorkload:
     }
     for option, value in made_up.items():
         if value is not None:
-            raise ConfigError(f"{option} is for made-up prompts; with --input the rows say so themselves: leave it out")
+            raise ConfigError(f"{option} is for made-up prompts, and the rows of --input bring their own; leave it out")
     if options.shape is not None:
         raise ConfigError("--input needs a tokenizer, and --shape has none; name a model with --model")
     return FileWorkload(input=options.input, num_rows=options.num_requests, seed=options.seed, **lengths)
@@ -106,7 +106,7 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
         check_plot(options.plot)
     with model_folder(run.model, options.shape, revision=run.revision, quantization=run.quantization) as path:
         model = load_model(run, path)
-        # What is wrong with the configuration is said before a file is read.
+        # Report errors in the configuration before any file is read.
         resolve_engine_config(run, path, model)
         requests: list[Request] = []
         if isinstance(workload, Workload):
@@ -123,7 +123,7 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
                 f"requests of up to {longest} tokens do not fit max_model_len {config.max_model_len}; "
                 "lower --input-len, --output-len or --shared-prefix"
             )
-        if isinstance(workload, Workload):  # drawn when it is known that they fit: it takes a while
+        if isinstance(workload, Workload):  # drawn only once they are known to fit: it takes a while
             requests = workload.requests(model.vocab_size)
         layout = resolve_layout(run, config, model, num_requests=sum(request.n for request in requests))
         check_ram(config, model, num_replicas=layout.data_parallel_size, available=available_ram())

@@ -1,4 +1,4 @@
-"""The replicas of a benchmark. Requests are dealt out to them, and what they did is recorded pass by pass."""
+"""The replicas of a benchmark: requests are dealt out to them, and each pass over the workload is recorded."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class PassTotals:
     """The totals of one pass over a workload."""
 
     seconds: float
-    """Seconds from the sending of the first request to the arrival of the last answer."""
+    """Seconds from sending the first request to receiving the last answer."""
     num_requests: int
-    """Answers; each sample of a prompt counts."""
+    """Answers; every sample of a prompt counts."""
     prompt_tokens: int
-    """Tokens of the prompts; those of one prompt count once, whatever its samples."""
+    """Prompt tokens; a prompt counts once, however many samples it has."""
     cached_tokens: int
-    """Prompt tokens that were found in the prefix cache and not computed, summed over the samples."""
+    """Prompt tokens taken from the prefix cache instead of being computed, summed over the samples."""
     computed_prompt_tokens: int
-    """Prompt tokens that were computed, each token of a sample once."""
+    """Prompt tokens computed, each token of a sample counted once."""
     output_tokens: int
 
 
@@ -56,7 +56,7 @@ class Engines:
         self._ready: list[EngineReady] = []
         self._next_id = 0
         self.ready_seconds = 0.0
-        """Seconds from the start to the last replica's report."""
+        """Seconds from the start until the last replica is ready."""
         try:
             for replica in range(num_replicas):
                 replica_config = msgspec.structs.replace(config, replica=replica)
@@ -67,7 +67,7 @@ class Engines:
             raise
 
     def wait_ready(self) -> EngineReady:
-        """Wait for all replicas, and return the first one's report. Raises what an engine failed with."""
+        """Wait for all replicas, and return the first one's report. Raises the error of an engine that failed."""
         for client in self._clients:
             ready = None
             while ready is None:
@@ -77,7 +77,7 @@ class Engines:
         return self._ready[0]
 
     def run(self, requests: Sequence[Request]) -> Pass:
-        """Answer all requests, with all their samples, from an empty prefix cache. Their ids are given here.
+        """Answer all requests, with all their samples, from an empty prefix cache. Assigns the ids of the requests.
 
         Raises WorkerError, or CapacityError for a request that the engine cannot answer or where it had to lower its
         limits.
@@ -97,11 +97,11 @@ class Engines:
         cached_tokens = self._wait_for_answers(numbered)
         seconds = time.perf_counter() - start
         if notes := [note for client in self._clients for note in client.take_notes()]:
-            raise CapacityError(f"the pass was not what was asked for: {notes[0]}")
+            raise CapacityError(f"the pass did not run as requested: {notes[0]}")
         records = [client.take_steps() for client in self._clients]
         for steps in records:
             if steps:
-                steps[0].idle_seconds = 0.0  # the device waited for the pass to begin
+                steps[0].idle_seconds = 0.0  # the device was idle until the pass began
         sampled_tokens = sum(request.n * len(unpack(request.prompt_ids)) for request in requests)
         return Pass(
             seconds=seconds,
@@ -116,7 +116,7 @@ class Engines:
         )
 
     def _wait_for_answers(self, requests: Sequence[Request]) -> int:
-        """Wait until all requests are answered in the length that was asked for. Return their cached tokens."""
+        """Wait until every request is answered at its requested length. Return the number of cached tokens."""
         expected = {
             request.request_id + sample: request.max_tokens for request in requests for sample in range(request.n)
         }
@@ -128,22 +128,22 @@ class Engines:
                     if output.finish_reason == "error":
                         raise CapacityError(f"a request of the workload cannot be answered: {output.error}")
                     num_tokens, wanted = len(unpack(output.token_ids)), expected.pop(output.request_id)
-                    assert num_tokens == wanted, f"{num_tokens} tokens where {wanted} were asked for"
+                    assert num_tokens == wanted, f"{num_tokens} tokens where {wanted} were requested"
                     cached_tokens += output.num_cached_tokens
         return cached_tokens
 
     def finish(self) -> list[list[int]]:
-        """End the replicas, and return the most memory that each of their ranks held, in bytes: [replica][rank]."""
+        """End the replicas, and return the peak memory of each rank in bytes: [replica][rank]."""
         return [client.finish() for client in self._clients]
 
     def close(self) -> None:
-        """End whatever still runs. Idempotent."""
+        """End whatever is still running. Idempotent."""
         for client in self._clients:
             client.close()
 
 
 def deal_out(requests: Sequence[Request], num_shares: int) -> list[list[Request]]:
-    """Deal requests out in order, each to the share that has the fewest tokens to generate so far."""
+    """Deal requests out in order, each to the share with the fewest tokens to generate so far."""
     shares: list[list[Request]] = [[] for _ in range(num_shares)]
     num_tokens = [0] * num_shares
     for request in requests:

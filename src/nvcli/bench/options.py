@@ -1,4 +1,4 @@
-"""The options of `nvcli bench`, as they were given."""
+"""Options of `nvcli bench`, as given."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     shape: Shape = None
     input: Annotated[
         str | None,
-        Flag("--input", WORKLOAD, "Rows of a file, as `generate` takes them, instead of made-up ones.", "FILE"),
+        Flag("--input", WORKLOAD, "File of rows, as for `generate`, instead of made-up ones.", "FILE"),
     ] = None
     num_requests: Annotated[
         Annotated[int, Meta(ge=1, le=10_000_000)] | None,
@@ -44,7 +44,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             "--output-len",
             WORKLOAD,
-            "Answer tokens, uniform; with --input for rows that do not say [default: 100:1024]",
+            "Answer tokens, uniform; with --input, for rows without max_tokens [default: 100:1024]",
             "A:B",
         ),
     ] = None
@@ -53,12 +53,12 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             "--shared-prefix",
             WORKLOAD,
-            "Tokens that prompts share, before their own: all, or those of a group; a comma adds a level.",
+            "Tokens at the beginning that all prompts share, or those of each group; a comma adds a level.",
             "N[:GROUPS],...",
         ),
     ] = None
     samples: Annotated[
-        Annotated[int, Meta(ge=1, le=1024)] | None, Flag("--samples", WORKLOAD, "Answers to each prompt [default: 1]")
+        Annotated[int, Meta(ge=1, le=1024)] | None, Flag("--samples", WORKLOAD, "Answers per prompt [default: 1]")
     ] = None
     temperature: Annotated[
         Annotated[float, Meta(ge=0, le=100)] | None,
@@ -70,7 +70,12 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     top_p: Annotated[
         Annotated[float, Meta(gt=0, le=1)] | None,
-        Flag("--top-p", WORKLOAD, "Sample among tokens of this probability; 1: off [default: 1]", "P"),
+        Flag(
+            "--top-p",
+            WORKLOAD,
+            "Sample among the likeliest tokens with this total probability; 1: off [default: 1]",
+            "P",
+        ),
     ] = None
     seed: Annotated[
         int, Meta(ge=0, le=(1 << 63) - 1), Flag("--seed", WORKLOAD, "Seed of the made-up lengths and tokens.")
@@ -83,7 +88,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             "--ablate",
             RESULT,
-            "Run again without each: overlap, graphs, prefix-cache, admission; or with another: backend=NAME.",
+            "Run again without each of: overlap, graphs, prefix-cache, admission; or with backend=NAME.",
             "PART,...",
         ),
     ] = None

@@ -32,7 +32,7 @@ class ShownPrompt(msgspec.Struct, frozen=True, kw_only=True):
     id: JobId
     index: int
     place: str
-    """Place of the row in the input, such as `line 7`."""
+    """The row's position in the input, such as `line 7`."""
     tokens: int
     max_answer_tokens: int
     pieces: list[Piece]

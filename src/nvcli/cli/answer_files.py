@@ -1,6 +1,6 @@
 """Answers the rows of files, for `generate`, `score` and `embed`: their options, progress and notes, the summary.
 
-All that makes the job end early becomes the message and the exit code that the user sees.
+Whatever ends the job early becomes the message and the exit code that the user sees.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ ProgressName = Literal["auto", "bar", "plain", "none"]
 
 
 class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of a job beside its inputs and its configuration."""
+    """Options of a job, apart from its inputs and its configuration."""
 
     output: Annotated[
         str | None,
         Flag(
             "--output -o",
             ROWS,
-            "Output file, FOLDER/ for one of each input, or - [default: x.jsonl → x.out.jsonl, - → -]",
+            "Output file, FOLDER/ for one per input, or - [default: x.jsonl → x.out.jsonl, - → -]",
             "FILE",
         ),
     ] = None
@@ -59,36 +59,38 @@ class JobOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     update: Annotated[
         bool,
-        Flag("--update", ROWS, "Answer what has changed in INPUT, and keep the other answers of an existing output."),
+        Flag(
+            "--update", ROWS, "Answer only what has changed in INPUT, and keep all other answers of an existing output."
+        ),
     ] = False
     dry_run: Annotated[
         bool, Flag("--dry-run", ROWS, "Only say what the job would do, as `nvcli check` does: nothing is written.")
     ] = False
     progress: Annotated[ProgressName, Flag("--progress", OTHER, "How to show progress.")] = "auto"
     progress_file: Annotated[
-        Path | None, Flag("--progress-file", OTHER, "Keep progress as JSON in FILE, replaced every second.")
+        Path | None, Flag("--progress-file", OTHER, "Write progress as JSON to FILE, replaced every second.")
     ] = None
     report: Annotated[
         Path | None,
-        Flag("--report", OTHER, "Write what the run did to FILE at its end: a page (.html) or JSON (.json)."),
+        Flag("--report", OTHER, "Write a report of the run to FILE at its end: a page (.html) or JSON (.json)."),
     ] = None
     verbose: Annotated[bool, Flag("--verbose -v", OTHER, "Show how the run works: start-up, caches, times.")] = False
     quiet: Annotated[bool, Flag("--quiet -q", OTHER, "Show nothing but warnings and errors.")] = False
 
     @property
     def verbosity(self) -> Verbosity:
-        """How much is shown. Raises ConfigError where both switches are given."""
+        """How much is shown. Raises ConfigError if both switches are given."""
         if self.verbose and self.quiet:
             raise ConfigError("--verbose and --quiet exclude each other; leave one out")
         return "quiet" if self.quiet else "verbose" if self.verbose else "normal"
 
 
 def run_job(inputs: Sequence[str], options: JobOptions, settings: Settings, task: Task | None = None) -> None:
-    """Do the job of a command, or say what it would do (`--dry-run`), and leave with the exit code.
+    """Do the job of a command, or report what it would do (`--dry-run`), and exit with its code.
 
-    An output that is a folder has an output for each input, and is made if it is not there: these are jobs of their
-    own, for which the model is loaded once. `task` goes over the configuration. Raises what `job_run.generate` raises,
-    with the command that continues the job where that helps, Interrupted and OutputGone.
+    A folder as output gets an output for each input, and is created if missing: these are jobs of their own, for which
+    the model is loaded once. `task` overrides the configuration's. Raises what `job_run.generate` raises, with the
+    command that continues the job if there is one, Interrupted and OutputGone.
     """
     from nvcli.jobs.shard import choose_shard
 
@@ -110,11 +112,11 @@ def run_job(inputs: Sequence[str], options: JobOptions, settings: Settings, task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Jobs:
-    """The jobs of one command: all have its configuration and its options."""
+    """The jobs of one command, which share its configuration and its options."""
 
     run: RunConfig
     source: ConfigSource
-    """Knows who has set which key of `run`."""
+    """Knows the origin of each key of `run`."""
     options: JobOptions
     shard: Shard | None
     verbosity: Verbosity
@@ -134,7 +136,7 @@ class _Jobs:
         with progress, folder_made(self.options.output), contextlib.ExitStack() as stack:
             if len(each) == 1:
                 return 1 if self._answer(*each[0], progress, reports[0]).rows_failed else 0
-            jobs = [  # so that what is wrong with a later one is known before the first one begins
+            jobs = [  # so that errors of later ones are found before the first one begins
                 resolve_job(
                     self.run,
                     inputs=some,
@@ -170,7 +172,8 @@ class _Jobs:
         engines: EngineSet | None = None,
         job: ResolvedJob | None = None,
     ) -> Summary:
-        """Do one job, and say how it went. `engines` and `job` are those of `generate`: the job is one of several."""
+        """Do one job, and report the outcome. `engines` and `job` are those of `generate`: the job is one of
+        several."""
         from nvcli.errors import HopelessJob, OutputError, TooManyErrors, WorkerError
         from nvcli.job_run.early_end import go_on_hint, next_steps, resume_hint
         from nvcli.job_run.generate import generate
@@ -200,7 +203,7 @@ class _Jobs:
                 job=job,
                 on_begin=begun.set,
             )
-        except (KeyboardInterrupt, Interrupted):  # before typer makes exit code 1 of it
+        except (KeyboardInterrupt, Interrupted):  # before typer turns it into exit code 1
             raise Interrupted(hint()) from None
         except (WorkerError, OutputError, TooManyErrors) as error:
             raise reworded(error, f"{error}\n{hint()}") from error
@@ -216,9 +219,9 @@ class _Jobs:
     def _open_displays(
         self, inputs: Sequence[str], each: Sequence[tuple[Sequence[str], str | None]]
     ) -> tuple[Progress, list[ReportFile | None]]:
-        """Open the display, with the progress file behind it, and a report for each job. Raises ConfigError.
+        """Open the display, with the progress file, and a report for each job. Raises ConfigError.
 
-        None of these files may be one that the jobs have.
+        None of these files may be an input or output of the jobs.
         """
         from nvcli.job_run.progress.display import make_progress
         from nvcli.job_run.progress.status_file import SideFile, StatusFile
@@ -250,10 +253,10 @@ class _Jobs:
 
 
 def _with_place(error: Error, inputs: Sequence[str], number: int, *, was_overwritten: bool) -> Error:
-    """Return an error that says too which of the jobs it ended, and what became of the others."""
+    """Return the error with a note on which job it ended, and what became of the others."""
     lines = f"{error}\nthis was input {number:,} of {len(inputs):,}, {inputs[number - 1]}"
     if number > 1:
-        lines += "; those before it are answered"
+        lines += "; the inputs before it are answered"
     if number < len(inputs) and was_overwritten:
-        lines += "; those behind it were not begun: name them with --overwrite to answer them anew"
+        lines += "; the inputs after it were not begun: name them with --overwrite to answer them again"
     return reworded(error, lines)

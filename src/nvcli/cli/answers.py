@@ -1,4 +1,4 @@
-"""Answers to a person who waits at a terminal: the model is loaded for them, and an answer is shown as it comes."""
+"""Answers for a person at a terminal: the model is loaded on the spot, and answers are streamed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _OF_CONVERSATIONS = ("system", "chat_template", "chat_template_kwargs")
 
 
 def config_for_person(run: RunConfig, *, raw: bool = False) -> RunConfig:
-    """Return a configuration without what its `job` says about columns of files, and of conversations if `raw`."""
+    """Return the configuration without the keys of `job` about columns of files, and about conversations if `raw`."""
     defaults = {key: getattr(JobConfig(), key) for key in (*_OF_FILES, *(_OF_CONVERSATIONS if raw else ()))}
     job = msgspec.structs.replace(run.job, **defaults, chat="never" if raw else run.job.chat)
     return msgspec.structs.replace(run, job=job)
 
 
 def load_for_person(run: RunConfig, *, num_requests: int, needs_chat_template: bool = False) -> LLM:
-    """Load the model, and say so where it is a terminal that waits. Of the notes only warnings are shown.
+    """Load the model, and say so on a terminal. Of the notes only warnings are shown.
 
     The keywords are those of `LLM.from_config`.
     """
@@ -49,9 +49,9 @@ def load_for_person(run: RunConfig, *, num_requests: int, needs_chat_template: b
 
 
 def write(text: str) -> None:
-    """Write a piece of an answer to standard output, with control characters shown where a terminal would obey them.
+    """Write a piece of an answer to standard output, with control characters made visible on a terminal.
 
-    Raises OutputGone where nobody reads it any more.
+    Raises OutputGone if nobody reads it any more.
     """
     if sys.stdout.isatty():
         text = harmless(text)
@@ -63,7 +63,7 @@ def write(text: str) -> None:
 
 
 def show_stream(stream: AnswerStream) -> Answer:
-    """Write an answer as it comes, then the others of its row (`n`), with an empty line between two; return all."""
+    """Stream an answer, then write the others of its row (`n`), separated by empty lines; return all."""
     for piece in stream:
         write(piece)
     answer = stream.answer
@@ -72,19 +72,19 @@ def show_stream(stream: AnswerStream) -> Answer:
         for text in answer.texts[1:]:
             write(f"\n{text}")
             end_line(text)
-    elif stream.text:  # it failed in its middle
+    elif stream.text:  # it failed halfway
         end_line(stream.text)
     return answer
 
 
 def end_line(text: str) -> None:
-    """End the line that a text has begun."""
+    """End the line that a text began."""
     if not text.endswith("\n"):
         write("\n")
 
 
 def say_if_cut(answer: Answer) -> None:
-    """Tell the user that an answer was not at its end."""
+    """Tell the user that an answer was cut."""
     if answer.finish_reason == "length":
         tokens = answer["usage"]["completion_tokens"]
-        say(f"cut after {tokens:,} tokens; --max-tokens and --max-model-len say how many there may be")
+        say(f"cut after {tokens:,} tokens; the limits are --max-tokens and --max-model-len")

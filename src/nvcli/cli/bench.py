@@ -11,10 +11,10 @@ from nvcli.cli.options import AsJson, Settings, keys_of, with_options
 
 @with_options(*keys_of("", without=("device", "seed")))
 def bench(*, settings: Settings, options: BenchOptions, as_json: AsJson = False) -> None:
-    """Measure how fast a model runs here, where the time goes, and how far it is from what the device can do.
+    """Measure how fast a model runs here, where the time goes, and how close it comes to the device's limits.
 
     The default workload is nano-vllm's: 256 requests, prompts and answers of 100 to 1024 tokens, temperature 0.6.
-    With --input it is the rows of a file. Answers always have the length that was asked for: nothing ends them early.
+    With --input it is the rows of a file. Answers always have the requested length: nothing ends them early.
 
     \b
     Examples:

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from nvcli.llm.llm import AnswerStream
 
 _OF_MANY = ("device", "max_num_seqs", "data_parallel_size", "sampling.n", "sampling.logprobs")
-"""Keys without an option: they are for many rows or answers."""
+"""Keys without an option here, because they are for many rows or answers."""
 
 
 @with_options(*keys_of("", "sampling", without=_OF_MANY), "job.system", "job.chat_template", "job.chat_template_kwargs")
 def chat(*, settings: Settings) -> None:
-    """Chat with a model, to see what it is like before hours are spent on it.
+    """Chat with a model, to get to know it before spending hours on a job.
 
-    Each line is a message, and the answer shows as it comes. /help shows the commands. Ctrl-C stops an answer, Ctrl-D
+    Each line is a message, and its answer is streamed. /help shows the commands. Ctrl-C stops an answer, Ctrl-D
     ends the chat. From a pipe each line of standard input is a message, and standard output holds the answers.
 
     \b
@@ -44,7 +44,7 @@ def chat(*, settings: Settings) -> None:
     )
     with load_for_person(run, num_requests=1, needs_chat_template=True) as llm:
         person = _person()
-        # Ctrl-C is now for the answer, or for the line that is being typed.
+        # From now on Ctrl-C stops the answer, or discards the line being typed.
         before = signal.signal(signal.SIGINT, at_safe_place(signal.default_int_handler))
         try:
             run_chat(Chat(llm, system=own_system), person)
@@ -55,7 +55,7 @@ def chat(*, settings: Settings) -> None:
 
 
 class _Pipe:
-    """Somebody who writes messages into standard input, line by line, and reads answers from standard output."""
+    """A program that writes messages to our standard input, line by line, and reads answers from standard output."""
 
     def read_line(self, *, goes_on: bool) -> str | None:
         from nvcli.errors import ConfigError
@@ -82,7 +82,7 @@ class _Pipe:
 
 
 class _Terminal(_Pipe):
-    """A person at a terminal. Lines can be edited, and earlier ones fetched with the arrow keys."""
+    """A person at a terminal. Lines can be edited, and earlier ones recalled with the arrow keys."""
 
     def read_line(self, *, goes_on: bool) -> str | None:
         import readline  # noqa: F401 - `input` edits lines with it

@@ -1,4 +1,5 @@
-"""`nvcli check`: says what a job will do with its rows, before it takes hours. `generate --dry-run` says the same."""
+"""`nvcli check`: reports what a job will do with its rows, before it takes hours. `generate --dry-run` does the
+same."""
 
 from __future__ import annotations
 
@@ -21,24 +22,29 @@ def check(
     limit: Limit = None,
     shard: ShardName = None,
     settings: Settings,
-    prompts: Annotated[int, Meta(ge=0, le=1000), Flag("--prompts", RESULT, "How many prompts to show.")] = 3,
+    prompts: Annotated[int, Meta(ge=0, le=1000), Flag("--prompts", RESULT, "Number of prompts to show.")] = 3,
     as_json: AsJson = False,
     answer_tokens: Annotated[
         PositiveInt | None,
-        Flag("--answer-tokens", WORKLOAD, "Expected tokens of an answer, for the estimate [default: 256]"),
+        Flag("--answer-tokens", WORKLOAD, "Expected tokens per answer, for the estimate [default: 256]"),
     ] = None,
     gpu: Annotated[
         str | None,
         Flag(
-            *("--gpu", MODEL, "Estimate for GPUs of this kind, such as h200 [default: those that are here]", "KIND"),
+            *(
+                "--gpu",
+                MODEL,
+                "Estimate for GPUs of this kind, such as h200 [default: the GPUs of this machine]",
+                "KIND",
+            ),
             completes="gpus",
         ),
     ] = None,
     num_gpus: Annotated[
-        Annotated[int, Meta(ge=1, le=1024)] | None, Flag("--gpus", MODEL, "How many GPUs of that kind [default: 1]")
+        Annotated[int, Meta(ge=1, le=1024)] | None, Flag("--gpus", MODEL, "Number of GPUs of that kind [default: 1]")
     ] = None,
 ) -> None:
-    """Say what a job will do with the rows of INPUT, before it takes hours: no GPU is used, no weights are read.
+    """Report what a job will do with the rows of INPUT, before it takes hours. Uses no GPU and reads no weights.
 
     Reads and tokenizes all rows as `generate` does, and takes its options. Shows the first prompts as the model will
     see them, rows with errors, lengths, equal rows and shared beginnings, the sampling in effect, tokens and time.

@@ -26,9 +26,9 @@ def run_check(
     options: CheckOptions,
     as_json: bool = False,
 ) -> None:
-    """Check a job, print the report on standard output, and leave with the exit code.
+    """Check a job, print the report on standard output, and exit with its code.
 
-    Where `output` is a folder, each input is a job. Raises what `check_job` raises, and what ended its reading.
+    If `output` is a folder, each input is a job. Raises what `check_job` raises, and the error that ended its reading.
     """
     from nvcli.jobs.files import STREAM, is_folder, split_outputs
 
@@ -66,7 +66,7 @@ def _check(
 
         print_report(report, sys.stdout)
     if isinstance(done.ended_by, KeyboardInterrupt):
-        raise Interrupted("the report is of the rows that were read until then")
+        raise Interrupted("the report covers the rows that were read until then")
     if done.ended_by is not None:
         raise done.ended_by
     if report.machine.fits is False:

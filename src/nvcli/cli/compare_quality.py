@@ -1,4 +1,4 @@
-"""`nvcli compare-quality`: says how far the answers of one configuration are from those of another."""
+"""`nvcli compare-quality`: measures how far one configuration's answers are from another's."""
 
 from __future__ import annotations
 
@@ -20,30 +20,28 @@ from nvcli.flags import MODEL, ROWS, Flag
 )
 def compare_quality(
     input_file: Annotated[
-        str, typer.Argument(metavar="INPUT", help="Rows as `generate` takes them, or a text (*.txt, *.md).")
+        str, typer.Argument(metavar="INPUT", help="File of rows, as for `generate`, or a text (*.txt, *.md).")
     ],
     *,
     settings: Settings,
     set_b: Annotated[
         Sequence[str],
         Flag(
-            *("--set-b", MODEL, "A key of the configuration that is different in B; may be repeated.", "KEY=VALUE"),
+            *("--set-b", MODEL, "A key of the configuration that differs in B; may be repeated.", "KEY=VALUE"),
             completes="keys",
         ),
     ] = (),
     config_b: Annotated[Path | None, Flag("--config-b", MODEL, "YAML file for B [default: A's]")] = None,
-    limit: Annotated[PositiveInt, Flag("--limit", ROWS, "Only the first N rows or pieces.")] = 256,
-    context: Annotated[
-        int, Meta(ge=2, le=10_000_000), Flag("--context", ROWS, "Tokens of each piece of a text.")
-    ] = 2048,
+    limit: Annotated[PositiveInt, Flag("--limit", ROWS, "Number of rows or pieces to read.")] = 256,
+    context: Annotated[int, Meta(ge=2, le=10_000_000), Flag("--context", ROWS, "Tokens per piece of a text.")] = 2048,
     answer_tokens: Annotated[
         int, Meta(ge=0, le=1_000_000), Flag("--answer-tokens", ROWS, "Maximum tokens of a greedy answer; 0: none.")
     ] = 64,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two configurations: how far are the predictions and the greedy answers of B from those of A?
+    """Measure how far the predictions and greedy answers of configuration B are from those of A.
 
-    A is what the options say; B is the same but for --set-b and --config-b.
+    A is the configuration of the options; B is the same except for --set-b and --config-b.
 
     \b
     Examples:

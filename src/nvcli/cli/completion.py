@@ -1,4 +1,4 @@
-"""Values that the shell completes, for options without a fixed set. Imports come when a value is asked for."""
+"""Shell completion of values, for options without a fixed set. Imports happen when a value is completed."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def shapes(incomplete: str) -> list[str]:
 
 
 def gpus(incomplete: str) -> list[str]:
-    """Complete a kind of GPU that a job can be estimated for."""
+    """Complete a kind of GPU, for estimates of jobs."""
     from nvcli.check.machine import GPUS
 
     return [name for name in GPUS if name.startswith(incomplete)]
 
 
 def keys(incomplete: str) -> list[str]:
-    """Complete a key of the configuration, with the equals sign that `--set` wants behind it."""
+    """Complete a key of the configuration, followed by the equals sign that `--set` needs."""
     from nvcli.config import all_keys
 
     return [f"{name}=" for name in all_keys() if name.startswith(incomplete)]
 
 
 def words(*known: str) -> Callable[[str], list[str]]:
-    """Return what completes one of a few words."""
+    """Return a function that completes one of a few words."""
 
     def complete(incomplete: str) -> list[str]:
         return [word for word in known if word.startswith(incomplete)]
@@ -46,9 +46,9 @@ def words(*known: str) -> Callable[[str], list[str]]:
 
 
 def _folders(incomplete: str) -> list[str]:
-    """Complete a folder; the shell completes file names by itself only where nothing else fits."""
+    """Complete a folder; the shell completes file names by itself only if nothing else matches."""
     head, slash, tail = incomplete.rpartition("/")
-    parent = Path(os.path.expanduser(f"{head}{slash}" or "."))  # Path's own raises for a user who is not there
+    parent = Path(os.path.expanduser(f"{head}{slash}" or "."))  # Path's own method raises for an unknown user
     try:
         found = sorted(entry.name for entry in parent.iterdir() if entry.is_dir())
     except OSError:

@@ -1,4 +1,4 @@
-"""`nvcli doctor`: finds out whether this machine is fit for a run."""
+"""`nvcli doctor`: checks whether this machine is ready for a run."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from nvcli.flags import RESULT, Flag
 def doctor(
     *,
     settings: Settings,
-    output: Annotated[Path, Flag("--output -o", RESULT, "Where answers would go: its folder is looked at.")] = Path(
+    output: Annotated[Path, Flag("--output -o", RESULT, "Output file of the run, whose folder is checked.")] = Path(
         "answers.jsonl"
     ),
     timeout: Annotated[
-        float, Meta(ge=1, le=1_000_000), Flag("--timeout", RESULT, "How long a check may take.", "SECONDS")
+        float, Meta(ge=1, le=1_000_000), Flag("--timeout", RESULT, "Time limit for each check.", "SECONDS")
     ] = 120.0,
     as_json: AsJson = False,
 ) -> None:
-    """Find out whether this machine, and a model where one is named, are fit for a run.
+    """Check whether this machine, and a model if one is named, are ready for a run.
 
-    Looks at Python, torch, drivers and GPUs, attention backends, collectives between --tp processes, memory, limits,
+    Checks Python, torch, drivers and GPUs, attention backends, collectives between --tp processes, memory, limits,
     folders, and the model's files. Every warning and problem says what to do. Downloads nothing.
 
     \b

@@ -21,7 +21,7 @@ def generate(
     *,
     prompts: Annotated[
         Sequence[str],
-        Flag("--prompt -p", PROMPTS, "In place of INPUT: print the answer to TEXT; may be repeated.", "TEXT"),
+        Flag("--prompt -p", PROMPTS, "Print the answer to TEXT, in place of INPUT; may be repeated.", "TEXT"),
     ] = (),
     raw: Annotated[bool, Flag("--raw", PROMPTS, "With -p: continue TEXT as it is, without the chat template.")] = False,
     job: JobOptions,
@@ -30,14 +30,14 @@ def generate(
     """Answer every row of INPUT with the model, into one output file, or one for each input.
 
     INPUT is JSONL: a row has `prompt`, `messages` or `prompt_token_ids`, and may have `id`, `sampling` and
-    `chat_template_kwargs`; its other keys are passed through. Rows of OpenAI batch files are answered in OpenAI's
-    form. By the end of its name it may also be a JSON array (.json), CSV or TSV, plain text with a prompt on each line
-    (.txt), Parquet, or Arrow; all but the last two may have .gz or .zst behind it. `-` is standard input, a quoted
-    pattern names many files, a folder is a dataset on disk, hf://OWNER/NAME/CONFIG:SPLIT one on the Hugging Face hub,
+    `chat_template_kwargs`; all other keys are passed through. Rows of OpenAI batch files are answered in OpenAI's
+    format. By its file extension it may also be a JSON array (.json), CSV or TSV, plain text with a prompt on each line
+    (.txt), Parquet, or Arrow; all but the last two may end in .gz or .zst. `-` is standard input, a quoted
+    pattern matches many files, a folder is a dataset on disk, hf://OWNER/NAME/CONFIG:SPLIT one on the Hugging Face hub,
     and https://, s3:// and gs:// name remote files. The output is JSONL, CSV, TSV or Parquet, by its name.
 
-    An output that is there is continued: the same command finishes a job that was cut short. With --update it
-    follows an INPUT with mended, new or removed rows.
+    An existing output is continued: the same command finishes a job that was cut short. With --update it
+    follows an INPUT with corrected, new or removed rows.
 
     \b
     Examples:

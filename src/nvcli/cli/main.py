@@ -1,4 +1,4 @@
-"""The way in: the `nvcli` command, its subcommands, and the exit code of each way in which they end."""
+"""Entry point: the `nvcli` command, its subcommands, and their exit codes."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ app = typer.Typer(
 for _command, _short_help, _exit_codes in (
     (generate, "Answer every row of files with a model.", _GENERATE_EXIT_CODES),
     (chat, "Chat with a model.", None),
-    (score, "Say how likely given texts are to a model.", _GENERATE_EXIT_CODES),
-    (embed, "Make an embedding of every row.", _GENERATE_EXIT_CODES),
-    (check, "Say what a job will do, before it takes hours.", _CHECK_EXIT_CODES),
+    (score, "Compute how likely given texts are to a model.", _GENERATE_EXIT_CODES),
+    (embed, "Compute an embedding of every row.", _GENERATE_EXIT_CODES),
+    (check, "Report what a job will do, before it takes hours.", _CHECK_EXIT_CODES),
     (show, "Show the answers of an output, a page at a time.", None),
     (merge, "Join the outputs of a job's shards into one.", _MERGE_EXIT_CODES),
     (bench, "Measure how fast a model runs here.", None),
     (profile_memory, "Show where the memory of each GPU goes, and what to change.", None),
-    (compare_quality, "Say how far one configuration's answers are from another's.", None),
-    (doctor, "Find out whether this machine is fit for a run.", _DOCTOR_EXIT_CODES),
-    (models, "List the families of models that are supported.", None),
+    (compare_quality, "Measure how far one configuration's answers are from another's.", None),
+    (doctor, "Check whether this machine is ready for a run.", _DOCTOR_EXIT_CODES),
+    (models, "List the supported families of models.", None),
 ):
     app.command(cls=GroupedCommand, short_help=_short_help, epilog=_exit_codes)(_command)
 
@@ -99,7 +99,7 @@ def _root(
 def main() -> None:
     """Run the `nvcli` command and end the process with its exit code."""
     secure_standard_streams()
-    handle_end_signals(_interrupt)  # a job has a way of its own, while it runs
+    handle_end_signals(_interrupt)  # a running job has its own handling
     watch = watch_main_thread(_give_up)
     try:
         code = _run()
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def _run() -> int:
-    """Run the command that the arguments name, say how it failed if it did, and return its exit code."""
+    """Run the command of the arguments, report an error if it fails, and return its exit code."""
     from nvcli.errors import InputChanged, ModelError, NvcliError, OutputError, RowsMissing, TooManyErrors, WorkerError
 
     try:
@@ -125,7 +125,7 @@ def _run() -> int:
         say(f"interrupted; {end}")
         code = 130
     except OutputGone:
-        code = 141  # as a command that SIGPIPE ends
+        code = 141  # like a command that SIGPIPE ends
     except (WorkerError, ModelError, InputChanged, OutputError) as error:
         say_failure(error)
         code = 3
@@ -148,12 +148,12 @@ def _run() -> int:
 
 
 def _usage_message(error: typer.TyperException) -> str:
-    """Return typer's message for a command line that it cannot split, in our style, and where to find help."""
+    """Return typer's message for a command line that it cannot parse, in our style, and where to find help."""
     text = usage_message(error)
     context: typer.Context | None = getattr(error, "ctx", None)
     if context is not None:
         command = context.command_path
-    else:  # an option without its value: typer does not say of which command
+    else:  # an option without its value: typer does not name the command
         names = [info.name or getattr(info.callback, "__name__", "") for info in app.registered_commands]
         command = f"nvcli {sys.argv[1]}" if sys.argv[1:2] and sys.argv[1] in names else "nvcli"
     return f"{text[:1].lower()}{text[1:]}\n  see: {command} --help"
@@ -169,7 +169,7 @@ def _give_up() -> None:
 
 
 def _exit(code: int, watch: threading.Thread) -> None:
-    """End the process, without waiting for a background thread that reads or imports and cannot be told to stop."""
+    """End the process, without waiting for background threads that read or import and cannot be stopped."""
     if any(thread not in (threading.main_thread(), watch) for thread in threading.enumerate()):
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):

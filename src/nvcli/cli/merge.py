@@ -16,17 +16,17 @@ from nvcli.flags import ROWS, Flag
 def merge(
     outputs: Annotated[list[str], typer.Argument(metavar="OUTPUT", help="The outputs of all shards, in any order.")],
     *,
-    output: Annotated[str, Flag("--output -o", ROWS, "The joined output, or -; FOLDER/: one for each job.", "FILE")],
+    output: Annotated[str, Flag("--output -o", ROWS, "The joined output, or -; FOLDER/ for one per job.", "FILE")],
     overwrite: Overwrite = False,
     allow_missing: Annotated[
         bool,
-        Flag("--allow-missing", ROWS, "Join the rows that are there; the command of the job can compute the others."),
+        Flag("--allow-missing", ROWS, "Join the existing rows; the command of the job can compute the others."),
     ] = False,
 ) -> None:
     """Join the outputs of a job's shards (`nvcli generate --shard I/N`), in the order of the input.
 
-    Every row must be there once, and the shards must be of one job. The joined output is that of the whole job: the
-    job's command without --shard goes on with it, such as with --retry-errors. The outputs of the shards stay.
+    Every row must occur once, and all shards must belong to one job. The joined output is that of the whole job: the
+    job's command without --shard continues it, such as with --retry-errors. The outputs of the shards are kept.
 
     \b
     Examples:
@@ -47,7 +47,7 @@ def merge(
 
 
 def _merge(shards: Sequence[str], output: str, *, overwrite: bool, allow_missing: bool) -> bool:
-    """Join the shards of one job, say how it went, and return whether all of its rows are there and answered."""
+    """Join the shards of one job, report the outcome, and return whether all of its rows are answered."""
     from nvcli.jobs.output.merge import merge_outputs
     from nvcli.jobs.output.sink import OutputClosed
 

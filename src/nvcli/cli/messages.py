@@ -1,4 +1,4 @@
-"""Messages on standard error, and the two ways in which a command ends early without an error."""
+"""Messages on standard error, and the two exceptions that end a command early without an error."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ if TYPE_CHECKING:
 
 
 class Interrupted(BaseException):
-    """The user stopped the command; `str` says what to do next.
+    """The user stopped the command; the message says what to do next.
 
-    It is no `Exception`, as KeyboardInterrupt is none, so that no library takes it for a failure and keeps it.
+    Not an `Exception`, like KeyboardInterrupt, so that no library catches it as a failure.
     """
 
 
 class OutputGone(Exception):
-    """Whoever read the command's standard output has gone."""
+    """The reader of the command's standard output has gone."""
 
 
 def output_gone() -> OutputGone:
-    """Return the error of a command whose reader has gone, and let what is left in the buffer go nowhere."""
+    """Return the error for a reader that has gone, and discard what is left in the buffer."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return OutputGone()
 
 
 def say(text: str) -> None:
-    """Print one message to standard error, without the passwords of addresses in it."""
+    """Print one message to standard error, with passwords in addresses hidden."""
     typer.echo(f"nvcli: {without_secrets(text)}", err=True)
 
 
 def choose_config_file(named: Path | None) -> Path | None:
-    """Return the configuration file to read, as `find_config_file` does, and say of one that was found.
+    """Return the configuration file to read, as `find_config_file` does, and say so if one was found.
 
-    That is said also where notes are not wanted: it may change everything that a command does.
+    Says so even with --quiet: the file may change everything that a command does.
     """
     from nvcli.config_file import NO_FILE, find_config_file
 
@@ -51,13 +51,13 @@ def choose_config_file(named: Path | None) -> Path | None:
 
 
 def say_error(text: str) -> None:
-    """Print an error to standard error, in red where that is a terminal (unless NO_COLOR is set)."""
+    """Print an error to standard error, in red on a terminal (unless NO_COLOR is set)."""
     word = "error:" if os.environ.get("NO_COLOR") else typer.style("error:", fg="red", bold=True)
-    say(f"{word} {text}")  # typer takes colours out of what goes to a file
+    say(f"{word} {text}")  # typer strips colours from output to a file
 
 
 def say_failure(error: NvcliError) -> None:
-    """Print an error as one line. A traceback that nobody has kept goes into a file, which the line names."""
+    """Print an error as one line. A traceback that is not saved yet goes into a file, which the line names."""
     from nvcli.job_run.early_end import keep_traceback
 
     say_error(str(keep_traceback(error)))

@@ -1,4 +1,4 @@
-"""`nvcli models`: lists the families of models that are supported."""
+"""`nvcli models`: lists the supported families of models."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from nvcli.cli.options import AsJson, with_options
 
 @with_options()
 def models(*, as_json: AsJson = False) -> None:
-    """List the families of models that are supported: what sets each apart, the names in `architectures` of its
-    config.json, and models of it on the Hugging Face hub. Looks at no file and no network.
+    """List the supported families of models: what sets each apart, the names in `architectures` of its
+    config.json, and models of it on the Hugging Face hub. Reads no files and uses no network.
 
     \b
     Examples:

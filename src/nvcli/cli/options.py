@@ -1,7 +1,7 @@
-"""Options, made from what they set: keys of the configuration, fields of structs, parameters of a command.
+"""Options, generated from what they set: keys of the configuration, fields of structs, parameters of a command.
 
-Each has its `Flag` beside it and is declared once, for all commands. Values are read here or by the configuration and
-not by typer, so that what is wrong with one is said in the words of the configuration.
+Each is declared once, with its `Flag`, for all commands. Values are parsed here or by the configuration and
+not by typer, so that errors read like those of the configuration.
 """
 
 from __future__ import annotations
@@ -36,15 +36,18 @@ Limit = Annotated[Annotated[int, Meta(ge=1)] | None, Flag("--limit", ROWS, "Only
 ShardName = Annotated[
     str | None,
     Flag(
-        "--shard", ROWS, "Only every N-th row, from row I (0 to N-1) on; `nvcli merge` joins the outputs.", "I/N|auto"
+        "--shard",
+        ROWS,
+        "Only every N-th row, starting at row I (0 to N-1); `nvcli merge` joins the outputs.",
+        "I/N|auto",
     ),
 ]
-Overwrite = Annotated[bool, Flag("--overwrite", ROWS, "Start an existing output anew.")]
-AsJson = Annotated[bool, Flag("--json", RESULT, "The result as JSON, on standard output.")]
+Overwrite = Annotated[bool, Flag("--overwrite", ROWS, "Start an existing output over.")]
+AsJson = Annotated[bool, Flag("--json", RESULT, "Print the result as JSON.")]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """The part of a command line that is about the configuration."""
+    """The configuration part of a command line."""
 
     config: Annotated[
         Path | None,
@@ -54,7 +57,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         list[str], Flag("--set", OTHER, "Any key of the configuration; may be repeated.", "KEY=VALUE", completes="keys")
     ] = []
     flags: dict[str, Any] = {}
-    """The values of keys whose options were given, by flag."""
+    """Flag → value, for the options of keys that were given."""
 
     @functools.cached_property
     def file(self) -> Path | None:
@@ -62,15 +65,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return choose_config_file(self.config)
 
     def load(self, *, shape: str | None = None, needs_model: bool = True) -> RunConfig:
-        """Return the configuration, as `load_sourced` does."""
+        """Load the configuration, as `load_sourced` does."""
         return self.load_sourced(shape=shape, needs_model=needs_model)[0]
 
     def load_sourced(
         self, *, task: Task | None = None, shape: str | None = None, needs_model: bool = True
     ) -> tuple[RunConfig, ConfigSource]:
-        """Return the configuration and the origin of each key. Raises ConfigError.
+        """Load the configuration with the origin of each key. Raises ConfigError.
 
-        `task` goes over it, and the known shape takes the place of its model. Without `needs_model` it may have none.
+        `task` overrides its own, and a known shape replaces its model. Without `needs_model` it may have none.
         """
         flags = dict(self.flags)
         if shape is not None and "--model" in flags:
@@ -91,7 +94,7 @@ def keys_of(*sections: str, without: Collection[str] = ()) -> list[str]:
 
 
 def with_options(*keys: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command its options.
+    """Decorate a command with its options.
 
     A parameter with a `Flag` becomes an option, and a struct an option for each field that has one. `Settings` have
     those for `keys` of the configuration too. All other parameters are as typer wants them.
@@ -131,7 +134,7 @@ def with_options(*keys: str) -> Callable[[Callable[..., None]], Callable[..., No
 
 
 def _typer_option(field: FlaggedField) -> inspect.Parameter:
-    """Return the parameter of which typer makes the option: a switch, a text, or texts."""
+    """Return the parameter from which typer makes the option: a switch, a text, or texts."""
     flag, kinds = field.flag, _kinds(field.kind)
     default: Any = ... if field.default is inspect.Parameter.empty else None
     kind: Any = str | None
@@ -156,11 +159,11 @@ def _typer_option(field: FlaggedField) -> inspect.Parameter:
 
 
 _METAVARS = {int: "N", float: "X", str: "TEXT", Path: "FILE", dict[str, Any]: "JSON"}
-"""Words for values in the help, by their type."""
+"""Type → placeholder for values in the help."""
 
 
 def _metavar(kinds: list[Any]) -> str | None:
-    """Return what the help calls the value of an option with these types; None for a switch."""
+    """Return the placeholder in the help for a value of these types; None for a switch."""
     words = [get_args(kind) if get_origin(kind) is Literal else (_METAVARS.get(kind),) for kind in kinds]
     return "|".join(word for each in words for word in each if word) or None
 
@@ -182,7 +185,7 @@ def _name(flag: Flag) -> str:
 
 
 def _kinds(kind: Any) -> list[Any]:
-    """Return the members of a union, without what annotates them."""
+    """Return the members of a union, without annotations."""
     if get_origin(kind) is Annotated:
         return _kinds(get_args(kind)[0])
     if get_origin(kind) in (Union, UnionType):
@@ -200,7 +203,7 @@ def _read_struct(
     of_keys: Collection[FlaggedField],
     given: Mapping[str, Any],
 ) -> msgspec.Struct:
-    """Return a struct with the values of its options. Those of keys are left to the configuration to check."""
+    """Return a struct with the values of its options. Values of keys are checked by the configuration."""
     values = {name: _read(field, given) for name, field in fields.items()}
     if of_keys:
         values["flags"] = {}
@@ -217,7 +220,7 @@ def _read_struct(
 
 
 def _read(field: FlaggedField, given: Mapping[str, Any]) -> Any:
-    """Return the value of an option that is no key. Raises ConfigError that says what is allowed."""
+    """Parse the value of an option that is not a key. Raises ConfigError that says what is allowed."""
     value = given[_name(field.flag)]
     if value is None:
         return field.default
@@ -231,7 +234,7 @@ def _read(field: FlaggedField, given: Mapping[str, Any]) -> Any:
 
 
 def _plain(field: FlaggedField, text: str) -> Any:
-    """Return a JSON object, or the number that a text spells where numbers are allowed, or else the text."""
+    """Return a JSON object, a number if numbers are allowed, or else the text."""
     if field.flag.example is not None:
         from nvcli.config_source import json_object
 
@@ -247,10 +250,10 @@ def _plain(field: FlaggedField, text: str) -> Any:
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose help shows each group of options under a heading, as plain text."""
+    """A command whose help lists each group of options under a heading, as plain text."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return the words of the usage line, without the braces that typer sets around arguments."""
+        """Return the words of the usage line, without typer's braces around arguments."""
         return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

@@ -1,6 +1,6 @@
-"""Text a page at a time on a terminal, through `$PAGER` or less, and straight on elsewhere.
+"""Shows text a page at a time on a terminal, through `$PAGER` or less, and prints it elsewhere.
 
-Text is made as far as somebody reads it: a pager that takes no more stops whoever makes it.
+Text is generated only as far as it is read: a pager that quits stops the generator.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from types import FrameType
 from nvcli.cli.messages import output_gone
 
 _LESS = "FRX"
-"""less: leave at once where all fits on the screen (F), show colours (R), and leave the text there (X)."""
+"""Flags of less: exit at once if everything fits on the screen (F), show colours (R), and leave the text there (X)."""
 
 
 class _PagerLeft(BaseException):
-    """The user has left the pager."""
+    """The user quit the pager."""
 
 
 def print_pages(texts: Iterable[str]) -> None:
-    """Print texts on standard output. Raises OutputGone where whoever read them has gone, unless it is a pager."""
+    """Print texts on standard output. Raises OutputGone if their reader has gone, unless it is a pager."""
     texts = iter(texts)
-    first = next(texts, None)  # an error comes before a pager is started
+    first = next(texts, None)  # errors come before a pager is started
     if first is None:
         return
     texts = chain((first,), texts)
@@ -47,12 +47,12 @@ def print_pages(texts: Iterable[str]) -> None:
                 pager.stdin.flush()
         with contextlib.suppress(BrokenPipeError):
             pager.stdin.close()
-        with _interrupts_ignored():  # Ctrl-C is the pager's
+        with _interrupts_ignored():  # Ctrl-C is for the pager
             pager.wait()
 
 
 def _pager() -> list[str] | None:
-    """Return the command of the pager; None where there is none that can be started."""
+    """Return the command of the pager; None if none can be started."""
     commands = [shlex.split(os.environ.get("PAGER", "")), ["less"], ["more"]]
     return next((command for command in commands if command and shutil.which(command[0])), None)
 
@@ -68,7 +68,7 @@ def _print_plain(texts: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def _watching(pager: subprocess.Popen[str]) -> Iterator[None]:
-    """While entered, the end of the pager raises `_PagerLeft`, in the middle of whatever makes the text."""
+    """Make the end of the pager raise `_PagerLeft`, even while text is being generated."""
 
     def look(number: int, frame: FrameType | None) -> None:
         if pager.poll() is not None:

@@ -19,15 +19,17 @@ def profile_memory(
     settings: Settings,
     shape: Shape = None,
     dry_run: Annotated[
-        bool, Flag("--dry-run", MODEL, "Plan from the configuration alone: no GPU, nothing loaded.")
+        bool, Flag("--dry-run", MODEL, "Plan from the configuration alone, without loading the model or using a GPU.")
     ] = False,
     gpu_memory: Annotated[
         str | None, Flag("--gpu-memory", MODEL, "Memory of each GPU for --dry-run: 80GiB, 80G or 80.", "SIZE")
     ] = None,
     input_file: Annotated[
-        str | None, Flag("--input", WORKLOAD, "Show how many of this file's requests fit.", "FILE")
+        str | None, Flag("--input", WORKLOAD, "File of rows; show how many of its requests fit.", "FILE")
     ] = None,
-    plot: Annotated[Path | None, Flag("--plot", RESULT, "Draw a bar for each rank.", "FILE.svg|.png")] = None,
+    plot: Annotated[
+        Path | None, Flag("--plot", RESULT, "Draw a bar for each rank: an .svg or .png file.", "FILE.svg|.png")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show where the memory of each GPU goes, how many requests fit, and which settings would change that.

@@ -1,4 +1,4 @@
-"""`nvcli generate -p TEXT`: the answer to a prompt, without files."""
+"""`nvcli generate -p TEXT`: answers a prompt, without files."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 _OF_CHATS = ("--chat", "--system", "--chat-template", "--chat-template-kwargs")
-"""Options that make no sense with `--raw`."""
+"""Options that have no effect with `--raw`."""
 _ALSO_FOR_PROMPTS = {*_OF_CHATS, "--no-chat", "--progress", "--verbose", "--quiet"}
-"""Options of jobs that make sense with prompts too."""
+"""Options of jobs that also work with prompts."""
 
 
 def check_prompt_options(
@@ -28,7 +28,7 @@ def check_prompt_options(
 ) -> None:
     """Check that there are inputs or prompts, and not both. Raises ConfigError.
 
-    `flags` are the values of the options that set keys.
+    `flags` are the values of options that set keys.
     """
     if not inputs and not prompts:
         raise ConfigError(
@@ -37,7 +37,7 @@ def check_prompt_options(
     if inputs and prompts:
         raise ConfigError(f"INPUT {inputs[0]} and -p exclude each other: give the rows of files, or a prompt")
     if raw and not prompts:
-        raise ConfigError("--raw is for -p; the rows of INPUT say themselves whether they are conversations")
+        raise ConfigError("--raw is for -p; in INPUT each row says whether it is a conversation")
     fields = flagged_fields(type(job))
     given = [field.flag.name for name, field in fields.items() if getattr(job, name) != field.default]
     given += [flag for flag in flags if flag_keys()[flag].startswith("job.")]
@@ -45,11 +45,11 @@ def check_prompt_options(
         if prompts and flag not in _ALSO_FOR_PROMPTS:
             raise ConfigError(f"{flag} has no effect with -p, whose answer goes to standard output; leave it out")
         if raw and flag in _OF_CHATS:
-            raise ConfigError(f"{flag} has no effect with --raw, which passes by the chat template; leave one out")
+            raise ConfigError(f"{flag} has no effect with --raw, which skips the chat template; leave one out")
 
 
 def answer_prompts(run: RunConfig, prompts: Sequence[str], *, raw: bool) -> int:
-    """Print the answers to prompts, in their order, with an empty line between two. Return the exit code."""
+    """Print the answers to prompts, in order, separated by empty lines. Return the exit code."""
     num_failed = 0
     raw = raw or run.job.chat == "never"
     try:

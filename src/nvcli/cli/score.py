@@ -1,4 +1,4 @@
-"""`nvcli score` and `nvcli embed`: jobs whose rows are scored or become embeddings, and nothing is generated."""
+"""`nvcli score` and `nvcli embed`: jobs that score rows or embed them, without generating anything."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _WITHOUT = ("device", "seed", "job.text_field")
 
 @with_options(*keys_of("", "job", "score", without=_WITHOUT))
 def score(inputs: _Inputs, *, job: JobOptions, settings: Settings) -> None:
-    """Say how likely texts are to the model, for every row of INPUT: prompts are computed, and nothing is generated.
+    """Compute how likely texts are to the model, for every row of INPUT, without generating anything.
 
-    A row has a prompt as for `generate`, and a `continuation` or several `choices`, whose log-probabilities behind the
+    A row has a prompt as for `generate`, and a `continuation` or several `choices`, whose log-probabilities after the
     prompt are computed. A row with neither has its prompt scored itself. With the number, the letter or the text of
     the right choice in `answer`, the summary says how many were right.
 
@@ -36,11 +36,11 @@ def score(inputs: _Inputs, *, job: JobOptions, settings: Settings) -> None:
 
 @with_options(*keys_of("", "job", "embed", without=_WITHOUT))
 def embed(inputs: _Inputs, *, job: JobOptions, settings: Settings) -> None:
-    """Make an embedding (a vector) of every row of INPUT, with an embedding model that is a decoder.
+    """Compute an embedding (a vector) of every row of INPUT, with a decoder-only embedding model.
 
     A row has a prompt as for `generate`. Which hidden states become the embedding, and whether its length is 1, the
     checkpoint says (modules.json). An instruction such as "Instruct: …" is part of the prompt; --prompt-template adds
-    it. Rows of OpenAI batch files for /v1/embeddings are answered in OpenAI's form.
+    it. Rows of OpenAI batch files for /v1/embeddings are answered in OpenAI's format.
 
     INPUT, the output, and how a job is continued are those of `generate`. In Parquet an embedding is a list of floats.
 

@@ -1,4 +1,4 @@
-"""`nvcli show`: looks at the answers of an output."""
+"""`nvcli show`: shows the answers of an output."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def show(
     *,
     errors: Annotated[bool, Flag("--errors", ROWS, "Only rows with errors.")] = False,
     length: Annotated[
-        bool, Flag("--length", ROWS, "Only rows whose answer was cut at its length; with --errors both.")
+        bool, Flag("--length", ROWS, "Only rows whose answer was cut at its length limit; with --errors, both kinds.")
     ] = False,
-    at_random: Annotated[PositiveInt | None, Flag("--random", ROWS, "N of these rows, at random.")] = None,
-    row_id: Annotated[str | None, Flag("--id", ROWS, "The row with this id.", "ID")] = None,
+    at_random: Annotated[PositiveInt | None, Flag("--random", ROWS, "Only N of these rows, at random.")] = None,
+    row_id: Annotated[str | None, Flag("--id", ROWS, "Only the row with this id.", "ID")] = None,
     index: Annotated[
-        Annotated[int, Meta(ge=0)] | None, Flag("--index", ROWS, "The row with this number of the input, from 0.")
+        Annotated[int, Meta(ge=0)] | None, Flag("--index", ROWS, "Only the row with this number in the input, from 0.")
     ] = None,
-    limit: Annotated[PositiveInt | None, Flag("--limit -n", ROWS, "At most N rows.")] = None,
-    as_json: Annotated[bool, Flag("--json", RESULT, "The rows as they are, a line of JSON each.")] = False,
+    limit: Annotated[PositiveInt | None, Flag("--limit -n", ROWS, "Only the first N of these rows.")] = None,
+    as_json: Annotated[bool, Flag("--json", RESULT, "Print the rows as they are, as JSON lines.")] = False,
 ) -> None:
     """Show the rows of OUTPUT with their answers, a page at a time on a terminal, in the order of the file.
 
-    OUTPUT may be of any format that `generate` writes, and may still be written. Prompts are shown where the rows
+    OUTPUT may be in any format that `generate` writes, and may still be growing. Prompts are shown if the rows
     or the job's input still have them.
 
     \b
@@ -62,7 +62,7 @@ def show(
 
 
 def _texts(path: Path, selection: Selection, *, output: Path, as_json: bool) -> Iterator[str]:
-    """Yield a text for each row, and say so where there is none."""
+    """Yield a text for each row, and say so if there are none."""
     from nvcli.show.page import Page
     from nvcli.show.prompts import Prompts
     from nvcli.show.show import shown_rows

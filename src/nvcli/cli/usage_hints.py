@@ -1,4 +1,4 @@
-"""Hints for a command line that cannot be split: what nvcli calls an option or a command of another tool."""
+"""Hints for a command line that cannot be parsed: nvcli's name for an option or a command of another tool."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from nvcli.config import all_keys, flag_keys
 from nvcli.other_names import commands, name_of_option, own_keys, remarks
 
 _MARKS = {"sampling": "--max-tokens", "job": "--system", "score": "--normalize", "embed": "--pooling"}
-"""The option by which a command is known to read a section of the configuration."""
+"""Section → an option that only commands which read this section have."""
 _UNKNOWN_COMMAND = re.compile(r"No such command '(.*?)'", re.DOTALL)
 
 
 def usage_message(error: typer.TyperException) -> str:
-    """Return typer's message, with what to type in place of an option or a command of another tool."""
+    """Return typer's message, with what to type instead of another tool's option or command."""
     option: str | None = getattr(error, "option_name", None)
     context: typer.Context | None = getattr(error, "ctx", None)
     command = _UNKNOWN_COMMAND.match(error.message)
@@ -29,7 +29,7 @@ def usage_message(error: typer.TyperException) -> str:
 
 
 def _option_hint(option: str, options: set[str]) -> str | None:
-    """Say what an unknown option is called by a command that has these; None: nobody knows."""
+    """Suggest an unknown option's name in a command with these options; None: no suggestion."""
     name = name_of_option(option)
     meant = [shown for key in _keys(name) if (shown := _spelled(key, options))]
     if meant:
@@ -45,7 +45,7 @@ def _keys(name: str) -> tuple[str, ...]:
 
 
 def _spelled(key: str, options: set[str]) -> str | None:
-    """Return how a command with these options sets a key: by a flag, or by `--set`; None where it cannot."""
+    """Return how a command with these options sets a key: by a flag, or by `--set`; None if it cannot."""
     flag = next((flag for flag, own in flag_keys().items() if own == key), None)
     if flag in options:
         return flag

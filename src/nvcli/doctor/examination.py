@@ -1,4 +1,4 @@
-"""The whole examination, section by section: cheap checks first, while probes that take seconds run beside them."""
+"""The whole examination, section by section: cheap checks first, while slow probes run in the background."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from nvcli.nvidia_smi import SmiReport, ask_nvidia_smi
 from nvcli.sizing.kv_cache import DEFAULT_BLOCK_SIZE
 
 _EXAMPLE = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5)
-"""The heads that attention backends are asked about where no model is given: those of Qwen3-8B."""
+"""The attention heads to check backends with when no model is given: those of Qwen3-8B."""
 
 
 def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section]:
     """Yield the findings, section by section.
 
-    `run.model` may be empty. `output` is the folder that answers would go to, and `timeout` is how long a probe may
-    take, in seconds. Never raises for what is wrong with the machine or the model. No process outlives it.
+    `run.model` may be empty. `output` is the folder for answers, and `timeout` is how long a probe may
+    take, in seconds. Never raises for faults of the machine or the model. No process outlives it.
     """
     device = detect_device() if run.device == "auto" else run.device
     with ExitStack() as stack:
@@ -49,7 +49,7 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
         def start(target: str, task: msgspec.Struct | None, name: str) -> Probe:
             return stack.enter_context(Probe(f"nvcli.doctor.{target}:main", task, name=name, timeout=timeout))
 
-        smi = ask_nvidia_smi()  # before our own probes take memory of the GPUs
+        smi = ask_nvidia_smi()  # before our own probes take GPU memory
         files = None
         if run.model.strip():
             files = check_model_files(
@@ -97,11 +97,11 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
 
 
 def _not_checked(name: str) -> Finding:
-    return note(name, "not checked: the GPUs that the run needs are not there")
+    return note(name, "not checked: the GPUs that the run needs are missing")
 
 
 def _collectives(device: Literal["cpu", "cuda"], layout: Layout, timeout: float) -> list[Finding]:
-    """Check the group of ranks of each replica."""
+    """Check the process group of each replica."""
     return check_all_reduce(
         device,
         size=layout.pipeline_parallel_size * layout.tensor_parallel_size,
@@ -112,7 +112,7 @@ def _collectives(device: Literal["cpu", "cuda"], layout: Layout, timeout: float)
 
 
 def _free_gpus(report: DeviceReport, smi: SmiReport, layout: Layout) -> list[GpuReport]:
-    """Return the GPUs that the run would use, with the memory that was free before our own probes took some."""
+    """Return the GPUs that the run would use, with their free memory before our own probes took some."""
     return [
         msgspec.structs.replace(gpu, free_bytes=free_bytes(gpu, smi))
         for gpu in report.gpus
@@ -123,7 +123,8 @@ def _free_gpus(report: DeviceReport, smi: SmiReport, layout: Layout) -> list[Gpu
 def _layout(
     run: RunConfig, files: ModelFiles | None, device: Literal["cpu", "cuda"], smi: SmiReport
 ) -> tuple[EngineConfig | None, Layout, list[Finding]]:
-    """Return what the run and the model come to together; no EngineConfig where that cannot be told."""
+    """Return the layout and configuration that the run and the model lead to; no EngineConfig if these cannot be
+    told."""
     given = layout_as_given(run)
     if files is None or files.path is None or files.config is None:
         return None, given, []
@@ -157,7 +158,7 @@ def _layout(
 def _attention_task(
     run: RunConfig, files: ModelFiles | None, config: EngineConfig | None, device: Literal["cpu", "cuda"]
 ) -> AttentionTask:
-    """Make the question that a rank of the run would ask."""
+    """Describe the attention that a rank of the run would need."""
     model = files.config if files is not None else None
     specs: tuple[AttentionSpec, ...] = (_EXAMPLE,)
     kv_dtype: KVDtype | None = None
@@ -188,7 +189,7 @@ def _model_task(path: Path, files: ModelFiles, run: RunConfig) -> ModelTask:
 
 
 def _result(probe: Probe) -> DeviceReport | str:
-    """Return the probe's report, or why there is none."""
+    """Return the probe's report, or the reason why there is none."""
     try:
         report: DeviceReport = probe.result()
     except ProbeFailed as failed:
@@ -197,9 +198,9 @@ def _result(probe: Probe) -> DeviceReport | str:
 
 
 def _findings(probe: Probe, name: str) -> list[Finding]:
-    """Return a probe's findings; its failure is one of them."""
+    """Return a probe's findings; a failure of the probe is one of them."""
     try:
         findings: list[Finding] = probe.result()
     except ProbeFailed as failed:
-        return [problem(name, str(failed), "find out why: the check does what a run would do next")]
+        return [problem(name, str(failed), "find the cause: a run would do the same as this check next")]
     return findings

@@ -26,7 +26,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     level: Level
     found: str
     advice: str = ""
-    """Way out; every warning and problem has one."""
+    """Advice on what to do; every warning and problem has some."""
 
     def __post_init__(self) -> None:
         assert self.advice or self.level in (Level.OK, Level.NOTE), f"{self.name}: no advice"

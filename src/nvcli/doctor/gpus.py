@@ -1,4 +1,4 @@
-"""Findings about GPUs: the driver, each GPU and who holds its memory, and access from one to another."""
+"""Findings about GPUs: the driver, each GPU and the users of its memory, and peer access."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from nvcli.versions import cuda_torch_advice
 
 _MIN_CAPABILITY = (8, 0)
 _HELD_SHARE = 0.02
-"""A smaller share of a GPU's memory than this is the driver's own."""
+"""Used memory below this share of a GPU's total belongs to the driver itself."""
 
 _DRIVER_ADVICE = {
     "CUDA_ERROR_NO_DEVICE": "look at `nvidia-smi` and CUDA_VISIBLE_DEVICES; start a container with --gpus all",
     "CUDA_ERROR_SYSTEM_NOT_READY": "start the fabric manager: systemctl start nvidia-fabricmanager",
-    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "driver and libcuda are of different versions: reboot, or install one again",
+    "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "driver and libcuda have different versions: reboot, or reinstall one of them",
 }
 
 
@@ -34,12 +34,12 @@ def check_gpus(
 ) -> list[Finding]:
     """Check driver and GPUs.
 
-    `report` is the probe's, or says why there is none. `num_gpus` is the number that the run needs if `device` is cuda,
-    and `chosen` says which, as `Layout.gpus`. `is_explicit` says that the user named the device.
+    `report` is the probe's, or the reason why there is none. `num_gpus` is the number that a run on cuda needs,
+    and `chosen` says which, as `Layout.gpus` does. `is_explicit`: the user named the device.
     """
     if isinstance(report, str):
         level = problem if device == "cuda" else warning
-        return [level("torch", f"cannot be asked for GPUs: {report}", "make `python -c 'import torch'` work first")]
+        return [level("torch", f"cannot list GPUs: {report}", "make `python -c 'import torch'` work first")]
     findings = [ok("torch", _describe_torch(report))]
     if report.is_available:
         findings.append(_driver(report, smi))
@@ -71,23 +71,23 @@ def check_gpus(
 
 
 def check_fp8(report: DeviceReport, *, chosen: Sequence[int]) -> Finding:
-    """Tell whether the GPUs of a run can multiply in FP8. `chosen` says which, as `Layout.gpus`; none: all."""
+    """Tell whether the run's GPUs can multiply in FP8. `chosen` is `Layout.gpus`; empty: all."""
     lacking = [gpu for gpu in report.gpus if gpu.capability < FP8_CAPABILITY and (not chosen or gpu.index in chosen)]
     if not lacking:
         return ok("FP8", "the GPUs have units for FP8 products")
     names = ", ".join(dict.fromkeys(gpu.name for gpu in lacking))
-    return note("FP8", f"no units for FP8 products: {names}; weights are turned into plain numbers in each product")
+    return note("FP8", f"no units for FP8 products: {names}; weights are dequantised in each product")
 
 
 def free_bytes(gpu: GpuReport, smi: SmiReport) -> int:
     """Return the free bytes of a GPU.
 
-    nvidia-smi was asked before our own probes took memory; where it is not there, their memory counts as used.
+    nvidia-smi was run before our own probes took memory; without it, their memory counts as used.
     """
     known = smi.gpus.get(gpu.uuid)
     if known is None or not known.total_bytes:
         return gpu.free_bytes
-    # The driver's tool counts memory that programs never get.
+    # nvidia-smi also counts memory that programs cannot allocate.
     return min(known.total_bytes - known.used_bytes, gpu.total_bytes)
 
 
@@ -98,14 +98,14 @@ def _describe_torch(report: DeviceReport) -> str:
 
 
 def _driver(report: DeviceReport, smi: SmiReport) -> Finding:
-    """Check that the driver serves torch's CUDA: it must have its major version or a later one."""
+    """Check that the driver supports torch's CUDA: its major version must be the same or later."""
     driver = next((gpu.driver for gpu in smi.gpus.values()), "")
     serves = ".".join(map(str, report.driver_cuda)) if report.driver_cuda else "?"
     return ok("driver", f"{driver} (CUDA up to {serves})".lstrip())
 
 
 def _no_gpus(report: DeviceReport, smi: SmiReport, *, device: Literal["cpu", "cuda"], is_explicit: bool) -> Finding:
-    """Say why torch sees no GPU, and whether that stops the run."""
+    """Report why torch sees no GPU, and whether that stops the run."""
     if report.driver_cuda is None and not smi.gpus:
         if device == "cuda" and not is_explicit:
             return problem(
@@ -136,7 +136,7 @@ def _no_gpus(report: DeviceReport, smi: SmiReport, *, device: Literal["cpu", "cu
 
 
 def _mig(smi: SmiReport, *, is_needed: bool) -> list[Finding]:
-    """Check for GPUs that are cut into slices: a process sees one slice, and NCCL joins none."""
+    """Check for GPUs that are cut into slices (MIG): a process sees one slice, and NCCL works with none."""
     cut = [str(gpu.index) for gpu in smi.gpus.values() if gpu.mig]
     if not cut:
         return []
@@ -147,7 +147,7 @@ def _mig(smi: SmiReport, *, is_needed: bool) -> list[Finding]:
 
 
 def _gpu(gpu: GpuReport, smi: SmiReport, *, is_needed: bool) -> Finding:
-    """Check one GPU. A GPU that the run does not need gives no warning."""
+    """Check one GPU. A GPU that the run does not need causes no warning."""
     name = f"GPU {gpu.index}"
     capability = ".".join(map(str, gpu.capability))
     known = smi.gpus.get(gpu.uuid)
@@ -168,19 +168,19 @@ def _gpu(gpu: GpuReport, smi: SmiReport, *, is_needed: bool) -> Finding:
 
 
 def _held(gpu: GpuReport, known: SmiGpu | None, smi: SmiReport) -> str:
-    """Say who holds memory of the GPU; empty where nobody does."""
+    """Describe the programs that hold memory of the GPU; empty if none does."""
     if known is None:
-        return ""  # our own probes are in what torch tells
+        return ""  # torch's figure includes our own probes
     programs = [p for p in smi.processes if p.gpu_uuid == gpu.uuid]
     if programs:
         return ", ".join(f"{p.name} (pid {p.pid}) holds {format_gib(p.used_bytes)}" for p in programs)
     if known.used_bytes > _HELD_SHARE * known.total_bytes:
-        return f"{format_gib(known.used_bytes)} are held by programs that cannot be seen from here"
+        return f"{format_gib(known.used_bytes)} are held by programs that are not visible from here"
     return ""
 
 
 def _peers(report: DeviceReport, smi: SmiReport, *, is_needed: bool) -> Finding:
-    """Check the access of GPUs to each other's memory, and say by which link."""
+    """Check the GPUs' access to each other's memory, and name the links."""
     indices = [gpu.index for gpu in report.gpus]
     peers = set(report.peers)
     pairs = [(a, b) for a in indices for b in indices if a < b]
@@ -199,7 +199,7 @@ def _peers(report: DeviceReport, smi: SmiReport, *, is_needed: bool) -> Finding:
 
 
 def _links(report: DeviceReport, smi: SmiReport) -> str:
-    """Return each kind of link once, such as `NVLink (NV18)` or `PCIe (PHB)`."""
+    """Return the kinds of links without repeats, such as `NVLink (NV18)` or `PCIe (PHB)`."""
     by_torch = [smi.gpus[gpu.uuid].index for gpu in report.gpus if gpu.uuid in smi.gpus]
     kinds = {smi.links.get((min(a, b), max(a, b)), "") for a in by_torch for b in by_torch if a != b} - {""}
     return ", ".join(f"{'NVLink' if kind.startswith('NV') else 'PCIe'} ({kind})" for kind in sorted(kinds))

@@ -1,4 +1,4 @@
-"""Checks a model's folder: config, weights and tokenizer files. It tells all that is wrong, not the first thing alone.
+"""Checks a model's folder: config, weights and tokenizer files. Reports every fault, not only the first.
 
 This is torch-free and reads no weights; checks that load the tokenizer or build the model are in `model_probe`.
 """
@@ -24,7 +24,7 @@ _MOST_FILES_SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """The files that could be read; None for each that could not."""
+    """The contents of the files; None for each file that could not be read."""
 
     path: Path | None
     config: ModelConfig | None
@@ -39,7 +39,7 @@ def check_model_files(
     expert_parallel: bool = False,
     overrides: Mapping[str, Any] = NO_OVERRIDES,
 ) -> ModelFiles:
-    """Check the model that the configuration names. Nothing is downloaded. `revision` is that of `find_model`,
+    """Check the configured model. Nothing is downloaded. `revision` is that of `find_model`,
     `expert_parallel` and `overrides` are those of `load_model_config`."""
     path, finding = _find(name, revision)
     if path is None:
@@ -56,17 +56,19 @@ def _find(name: str, revision: str | None) -> tuple[Path | None, Finding]:
         if path is None:
             return None, _not_here(name, revision, _ask_for_size(name, revision))
     except (ConfigError, LoadError) as error:
-        return None, problem("folder", str(error), "give a folder with config.json, weights and tokenizer to --model")
+        return None, problem(
+            "folder", str(error), "name a folder with config.json, weights and tokenizer: --model FOLDER"
+        )
     return path, ok("folder", str(path))
 
 
 def _ask_for_size(name: str, revision: str | None) -> DownloadSize:
-    check_reachable(name, revision)  # answers at once whether a download can work
+    check_reachable(name, revision)  # tells at once whether a download can work
     return download_size(name, revision)
 
 
 def _not_here(name: str, revision: str | None, size: DownloadSize) -> Finding:
-    """Say what the first run would download."""
+    """Report what the first run would download."""
     try:
         check_room(name, size)
     except LoadError as error:
@@ -76,7 +78,7 @@ def _not_here(name: str, revision: str | None, size: DownloadSize) -> Finding:
         f"({format_gib(size.free_bytes)} are free)"
     )
     command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
-    return warning("folder", found, f"{command}, then ask again: its files were not checked")
+    return warning("folder", found, f"{command}, then run this again: its files were not checked")
 
 
 def _read_config(
@@ -110,7 +112,7 @@ def _generation_config(path: Path, config: ModelConfig) -> Finding:
 
 
 def _read_weights(path: Path) -> tuple[Mapping[str, TensorInfo] | None, list[Finding]]:
-    """Check every file's header against its size, then all of them against the index."""
+    """Check each file's header against its size, then all files against the index."""
     advice = f"copy what is named again from where it came from, such as: hf download OWNER/NAME --local-dir {path}"
     try:
         files = weight_files(path)

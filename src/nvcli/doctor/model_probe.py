@@ -1,4 +1,4 @@
-"""Probe: loads and uses the tokenizer, and compares the weights with what config.json describes.
+"""Probe: loads and tries the tokenizer, and compares the weights with config.json.
 
 It runs as `nvcli.doctor.model_probe:main` and imports transformers.
 """
@@ -24,12 +24,12 @@ _COPY_ADVICE = "copy the model's tokenizer files (tokenizer.json, tokenizer_conf
 
 
 class ModelTask(msgspec.Struct, frozen=True, kw_only=True):
-    """The argument of the probe; the parent knows which checks make sense."""
+    """The argument of the probe; the parent decides which checks make sense."""
 
     path: str
     hf_overrides: dict[str, Any]
     vocab_size: int | None
-    """The vocabulary of config.json; None: it cannot be read."""
+    """Vocabulary size in config.json; None: it cannot be read."""
     has_weights: bool
     """Whether config.json and the weights' headers can be read."""
 
@@ -43,7 +43,7 @@ def main(task: ModelTask, control: Connection) -> None:
 
 
 def check_tokenizer(path: Path, vocab_size: int | None) -> list[Finding]:
-    """Check that the tokenizer is there, loads, gives ids that the model has, and renders conversations."""
+    """Check that the tokenizer exists, loads, gives ids within the vocabulary, and renders conversations."""
     try:
         check_tokenizer_files(path)
         tokenizer = Tokenizer.load(path)
@@ -77,17 +77,17 @@ def check_chat_template(tokenizer: Tokenizer) -> Finding:
     try:
         tokenizer.render([{"role": "system", "content": "Be brief."}, user])
     except RowError:
-        return note(name, "renders; takes no system messages")
+        return note(name, "renders; does not accept system messages")
     return ok(name, "renders user and system messages")
 
 
 def check_tensors(path: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> Finding:
-    """Check that the checkpoint holds each tensor that the model has, in its shape, and no others."""
+    """Check that the checkpoint holds exactly the model's tensors, each in the right shape."""
     try:
         config = load_model_config(path, overrides=overrides)
         located = checkpoint_check.read_model_tensors(config, path)
         checkpoint_check.check_tensors(config, located.tensors, path)
     except (ConfigError, LoadError) as error:
         return problem("tensors", str(error), "config.json and weights must be of one model: download both again")
-    found = "names and shapes are those that config.json describes"
+    found = "names and shapes match config.json"
     return ok("tensors", found if located.note is None else f"{found}; {located.note}")

@@ -1,4 +1,4 @@
-"""Checks Python, nvcli, torch and the packages around them by what is installed; nothing is imported."""
+"""Checks the installed Python, nvcli, torch and related packages without importing any."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from nvcli.doctor.findings import Finding, note, ok, problem, warning
 from nvcli.versions import cuda_torch_advice, describe_torch, driver_cuda, package_version, torch_build
 
 _PYTHONS = ((3, 11), (3, 15))
-"""The first version that nvcli runs on, and the first later one that it does not run on."""
+"""The first supported version, and the first later one that is not supported."""
 
 _OPTIONAL = ("flash-attn", "flash-attn-3", "flashinfer-python", "pyarrow", "zstandard")
-"""Optional packages by their names on PyPI."""
+"""Optional packages, by PyPI name."""
 
 
 def check_software(device: Literal["cpu", "cuda"]) -> list[Finding]:
@@ -59,14 +59,14 @@ def check_triton(device: Literal["cpu", "cuda"]) -> Finding:
     if version is None and device == "cuda":
         return warning(
             "triton",
-            "not installed: the fast kernels and CUDA graphs are left out",
-            "pip install the triton that belongs to your torch; torch's CUDA packages bring it",
+            "not installed: runs do without fast kernels and CUDA graphs",
+            "pip install the triton that matches your torch; torch's CUDA builds bring it",
         )
     return ok("triton", version) if version else note("triton", "not installed; only GPUs need it")
 
 
 def check_requirements() -> Finding:
-    """Check that the packages that nvcli asks for are installed, in versions that fit."""
+    """Check that the packages that nvcli requires are installed in suitable versions."""
     from importlib import metadata
 
     from packaging.requirements import InvalidRequirement, Requirement
@@ -91,7 +91,7 @@ def check_requirements() -> Finding:
             wrong.append(f"{wanted.name} is {version}, wanted {wanted.specifier}")
     if wrong:
         return problem("requirements", "; ".join(wrong), "pip install --upgrade nvcli")
-    return ok("requirements", f"all {number} packages are there, in versions that fit")
+    return ok("requirements", f"all {number} packages are installed in suitable versions")
 
 
 def check_compiler() -> list[Finding]:

@@ -34,7 +34,7 @@ _MAX_THREADS = 8
 _STD, _FP8_STD = 0.02, 100.0
 """Standard deviations of random weights, and of the codes of those in FP8."""
 _CODES_STD, _MIDDLE_CODE = 4.6, 8
-"""Of 4 bits that are random, as integers."""
+"""Standard deviation and middle of random codes in 4 bits."""
 _MXFP4_SCALES = 0x78787878
 """Four scales of 2^-7, with which such bits have about that standard deviation as numbers of MXFP4."""
 _RANDOM_ROWS = 4096

@@ -23,7 +23,7 @@ from nvcli.sizing.ram import check_ram
 
 _MOST_GIB = 4096
 _LEAST_BYTES = 1 << 26
-"""No GPU has more GiB, or fewer bytes."""
+"""Numbers from here on are bytes, smaller ones GiB: no GPU has so many GiB, or so few bytes."""
 
 
 def run_profile(
@@ -38,9 +38,9 @@ def run_profile(
     """Profile `run.model`, or made-up weights of a known `shape`. Raises ConfigError and what the engine raises."""
     total = gpu_size(gpu_memory)
     if total is not None and not dry_run:
-        raise ConfigError("--gpu-memory is for --dry-run; a run takes the GPU that is there")
+        raise ConfigError("--gpu-memory is for --dry-run; without it the GPU of this machine is used")
     if shape is not None and input_file is not None:
-        raise ConfigError("--input needs a tokenizer, which a --shape has not; name a --model")
+        raise ConfigError("--input needs a tokenizer, and --shape has none; name a model with --model")
     with model_folder(run.model, shape, revision=run.revision, quantization=run.quantization) as path:
         model = load_model(run, path, found_device="cuda" if dry_run else None, gpu_bytes=total)
         config = resolve_engine_config(run, path, model, found_device="cuda" if dry_run else None)
@@ -49,7 +49,7 @@ def run_profile(
         name = shape or run.model
         if not dry_run:
             check_ram(config, model, num_replicas=1, available=available_ram())
-            with contextlib.suppress(CapacityError):  # loading says exactly what is missing, and the report what to do
+            with contextlib.suppress(CapacityError):  # loading reports exactly what is missing
                 layout = resolve_layout(msgspec.structs.replace(run, data_parallel_size=1), config, model)
                 if layout.why:
                     say(layout.why)
@@ -59,12 +59,12 @@ def run_profile(
             raise ConfigError("--dry-run plans for GPUs, and `device` is cpu; leave --dry-run out to profile a CPU run")
         total = total or gpu_memory_here()
         if total is None:
-            raise ConfigError("--dry-run: there is no GPU here to take the size of; give --gpu-memory, such as 80GiB")
+            raise ConfigError("--dry-run: no GPU here whose size could be used; give --gpu-memory, such as 80GiB")
         return profile_from_config(config, model, name, total=total, lengths=lengths)
 
 
 def gpu_size(text: str | None) -> int | None:
-    """Return the bytes of a GPU's memory. A number alone counts GiB, unless it is so large that it counts bytes."""
+    """Return the bytes of a GPU's memory. A bare number means GiB, or bytes if it is too large for that."""
     try:
         size = parse_size(text)
         if size is not None and size <= _MOST_GIB:
@@ -85,5 +85,5 @@ def _file_lengths(run: RunConfig, config: EngineConfig, model: ModelConfig, inpu
         else:
             failed += 1
     if not requests:
-        raise ConfigError(f"--input {input_file}: none of its {failed} rows is a request")
+        raise ConfigError(f"--input {input_file}: none of its {failed} rows can be answered")
     return lengths_of(requests, failed_rows=failed, block_size=config.block_size)
