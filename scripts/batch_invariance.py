@@ -29,13 +29,13 @@ from typing import Any
 import msgspec
 
 from fault_kills import KilledJob
-from nvcli.bench.shapes import model_folder
-from nvcli.config import EngineConfig, RunConfig
+from nvcli.core.config import EngineConfig, RunConfig
+from nvcli.core.messages import pack, unpack
+from nvcli.core.sampling_params import SamplingParams
 from nvcli.engine.client import EngineClient
 from nvcli.engine.request import Request
-from nvcli.job_run.resolve import load_model, resolve_engine_config
-from nvcli.messages import pack, unpack
-from nvcli.sampling_params import SamplingParams
+from nvcli.job.run.resolve import load_model, resolve_engine_config
+from nvcli.tools.bench.shapes import model_folder
 
 PROMPT_TOKENS = (20, 600)
 COMMON_TOKENS = 200

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from benchmark import Case, Figures, gpu_microseconds, measure_cases
-from nvcli.distributed.peer_memory import open_peer_memory
-from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.kernels.norm import add_rms_norm
 from nvcli.kernels.peer_memory import PeerLayout, PeerMemory
+from nvcli.worker.distributed.peer_memory import open_peer_memory
+from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 CALLS = 200

@@ -25,18 +25,18 @@ from typing import Any
 import msgspec
 
 from benchmark import Case, Figures, run_benchmark
-from nvcli.bench.workload import PrefixLevel, Workload
-from nvcli.config import EngineConfig
+from nvcli.core.config import EngineConfig
+from nvcli.core.messages import EngineReady, StepInput, StepOutput, pack, unpack
+from nvcli.core.sampling_params import SamplingParams
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.client import EngineClient
 from nvcli.engine.engine_process import scheduler_limits
 from nvcli.engine.protocol import OutputBatch
 from nvcli.engine.request import Request
 from nvcli.engine.scheduler import Scheduler
-from nvcli.executor.executor import Executor
-from nvcli.messages import EngineReady, StepInput, StepOutput, pack, unpack
-from nvcli.runner.interface import RankContext
-from nvcli.sampling_params import SamplingParams
+from nvcli.tools.bench.workload import PrefixLevel, Workload
+from nvcli.worker.executor.executor import Executor
+from nvcli.worker.runner.interface import RankContext
 
 BLOCK_SIZE = 64
 

@@ -20,13 +20,13 @@ from functools import partial
 from pathlib import Path
 
 from benchmark import Case, measure_in_child, peak_mebibytes, run_benchmark
-from nvcli.jobs.input.reader import RowReader
-from nvcli.jobs.job import Choice, Job, JobResult, Usage
-from nvcli.jobs.output.job_output import OutputOptions, open_output
-from nvcli.jobs.output.manifest import Manifest
-from nvcli.jobs.output.output_scan import scan_output
-from nvcli.jobs.output.writer import ResultWriter
-from nvcli.jobs.rows.parser import RowParser
+from nvcli.job.input.reader import RowReader
+from nvcli.job.job import Choice, Job, JobResult, Usage
+from nvcli.job.output.job_output import OutputOptions, open_output
+from nvcli.job.output.manifest import Manifest
+from nvcli.job.output.output_scan import scan_output
+from nvcli.job.output.writer import ResultWriter
+from nvcli.job.rows.parser import RowParser
 
 JOB = Manifest(created=0, model="m", facts={}, inputs=[])
 ROW = '{"id": "request-%d", "prompt": "What is %d + %d, and why? Answer in one sentence.", "topic": "sums"}\n'

@@ -31,22 +31,22 @@ from typing import Any
 import msgspec
 
 from benchmark import Case, Figures, measure_in_child, peak_mebibytes, run_benchmark
-from nvcli.config import EngineConfig, RunConfig
+from nvcli.core.config import EngineConfig, RunConfig
+from nvcli.core.messages import EngineReady, pack
 from nvcli.demo import demo_path
 from nvcli.engine.protocol import AddRequests
 from nvcli.engine.request import EngineStats, Request, RequestOutput
-from nvcli.job_run.generate import generate
-from nvcli.job_run.progress.display import Progress
-from nvcli.job_run.progress.summary import Summary
-from nvcli.job_run.text.chat_renderer import ChatRenderer
-from nvcli.job_run.text.model_limits import ModelLimits
-from nvcli.job_run.text.prepare import PreparedRow, Preparer
-from nvcli.job_run.text.tokenizer import Tokenizer
-from nvcli.jobs.input.reader import RowReader
-from nvcli.jobs.job import Choice, JobResult, Usage
-from nvcli.jobs.output.writer import ResultWriter, Sink
-from nvcli.jobs.rows.parser import RowParser
-from nvcli.messages import EngineReady, pack
+from nvcli.job.input.reader import RowReader
+from nvcli.job.job import Choice, JobResult, Usage
+from nvcli.job.output.writer import ResultWriter, Sink
+from nvcli.job.progress.display import Progress
+from nvcli.job.progress.summary import Summary
+from nvcli.job.rows.parser import RowParser
+from nvcli.job.run.generate import generate
+from nvcli.job.text.chat_renderer import ChatRenderer
+from nvcli.job.text.model_limits import ModelLimits
+from nvcli.job.text.prepare import PreparedRow, Preparer
+from nvcli.job.text.tokenizer import Tokenizer
 from nvcli.models.config import load_model_config
 
 ANSWER = pack(range(20, 28))

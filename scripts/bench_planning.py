@@ -20,9 +20,9 @@ from pathlib import Path
 
 from benchmark import Case, run_benchmark
 from demo_tasks import raw_prompt, sample_lookups
-from nvcli.config import JobConfig, RunConfig
-from nvcli.job_run.generate import generate
-from nvcli.job_run.progress.display import Progress
+from nvcli.core.config import JobConfig, RunConfig
+from nvcli.job.progress.display import Progress
+from nvcli.job.run.generate import generate
 
 
 def make_rows(options: argparse.Namespace) -> list[str]:

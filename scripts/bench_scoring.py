@@ -25,11 +25,11 @@ import numpy as np
 from benchmark import Case, Figures, run_benchmark
 from demo_tasks import WORDS
 from nvcli import LLM
-from nvcli.bench.ceilings import measure_ceilings
-from nvcli.config import RunConfig
+from nvcli.core.config import RunConfig
 from nvcli.demo import demo_path
-from nvcli.job_run.resolve import load_model, resolve_engine_config
+from nvcli.job.run.resolve import load_model, resolve_engine_config
 from nvcli.sizing.costs import model_costs
+from nvcli.tools.bench.ceilings import measure_ceilings
 
 NUM_CHOICES = 4
 CHOICE_WORDS = 8

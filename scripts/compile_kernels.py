@@ -38,19 +38,19 @@ from triton.runtime.jit import JITFunction
 
 import nvcli.kernels.triton as kernels
 from imagined_gpu import CARDS, imagined_gpu
-from nvcli.bench.shapes import model_folder
-from nvcli.config import RunConfig
+from nvcli.core.config import RunConfig
+from nvcli.core.messages import SlotSampling
 from nvcli.errors import NvcliError, first_line
-from nvcli.job_run.resolve import load_model, resolve_engine_config
+from nvcli.job.run.resolve import load_model, resolve_engine_config
 from nvcli.kernels import candidates, embedding, late_masks, token_mask
 from nvcli.kernels.peer_memory import PeerLayout, PeerMemory
-from nvcli.kernels.triton.compile_ahead import Placeholder
-from nvcli.messages import SlotSampling
+from nvcli.kernels.triton.launch.compile_ahead import Placeholder
 from nvcli.models.loader import materialize
-from nvcli.runner import model_runner
-from nvcli.runner.interface import RankContext
-from nvcli.runner.model_runner import ModelRunner
-from nvcli.runner.warm_up import warm_up_steps
+from nvcli.tools.bench.shapes import model_folder
+from nvcli.worker.runner import model_runner
+from nvcli.worker.runner.interface import RankContext
+from nvcli.worker.runner.model_runner import ModelRunner
+from nvcli.worker.runner.warm_up import warm_up_steps
 
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "0.6B": ("qwen3-0.6b", {}),

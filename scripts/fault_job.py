@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from nvcli.nvidia_smi import ask_for_gpus, visible_gpus
+from nvcli.core.system.nvidia_smi import ask_for_gpus, visible_gpus
 
 RUNNING = "run"
 """The phase in which rows are being answered."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from fault_job import MARK, descendants, marked_processes
-from nvcli.jobs.compression import Unpacker, compression_of
+from nvcli.job.compression import Unpacker, compression_of
 
 VICTIMS = ("parent", "engine", "rank 0", "Ctrl-C")
 

@@ -25,17 +25,17 @@ from typing import Any
 import msgspec
 
 from crash_states import CallRecorder, CrashPoint, Folder, crash_states
-from nvcli.config_types import Order
+from nvcli.core.config_types import Order
 from nvcli.errors import ConfigError, RowError
-from nvcli.jobs.compression import Unpacker, compression_of
-from nvcli.jobs.job import Choice, JobResult, RowContext, Usage, failed
-from nvcli.jobs.output.job_output import JobOutput, OutputOptions, open_output
-from nvcli.jobs.output.lock_file import this_process
-from nvcli.jobs.output.manifest import Manifest
-from nvcli.jobs.output.output_scan import valid_rows
-from nvcli.jobs.output.reorder import ReorderBuffer
-from nvcli.jobs.output.writer import ResultWriter
-from nvcli.jobs.own_files import (
+from nvcli.job.compression import Unpacker, compression_of
+from nvcli.job.job import Choice, JobResult, RowContext, Usage, failed
+from nvcli.job.output.job_output import JobOutput, OutputOptions, open_output
+from nvcli.job.output.lock_file import this_process
+from nvcli.job.output.manifest import Manifest
+from nvcli.job.output.output_scan import valid_rows
+from nvcli.job.output.reorder import ReorderBuffer
+from nvcli.job.output.writer import ResultWriter
+from nvcli.job.own_files import (
     digests_path,
     is_csv,
     is_parquet,
@@ -45,7 +45,7 @@ from nvcli.jobs.own_files import (
     own_files,
     rows_path,
 )
-from nvcli.jobs.rows.row_digest import DIGEST_BYTES, InputRows, row_digest
+from nvcli.job.rows.row_digest import DIGEST_BYTES, InputRows, row_digest
 
 NAMES = ("out.jsonl", "out.jsonl.gz", "out.jsonl.zst", "out.parquet", "out.csv")
 ORDERS: tuple[Order, ...] = ("completion", "input")

@@ -15,18 +15,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from nvcli.cli import main as cli
-from nvcli.config import EngineConfig
+from nvcli.core.config import EngineConfig
+from nvcli.core.messages import EngineReady, StepInput
 from nvcli.engine.client import EngineClient
-from nvcli.executor.child_process import ChildProcess
-from nvcli.messages import EngineReady, StepInput
-from nvcli.runner.interface import PendingOutput, RankContext, Runner
+from nvcli.worker.executor.child_process import ChildProcess
+from nvcli.worker.runner.interface import PendingOutput, RankContext, Runner
 
 
 class BrakedRunner:
     """The real runner, and what the folder says."""
 
     def __init__(self, config: EngineConfig, context: RankContext) -> None:
-        from nvcli.runner.model_runner import ModelRunner
+        from nvcli.worker.runner.model_runner import ModelRunner
 
         self._folder = Path(os.environ["FAULT_FOLDER"])
         self._step_seconds = float(os.environ["FAULT_STEP_SECONDS"])

@@ -1,4 +1,5 @@
-"""Fits the coefficients by which launches of products with FP8 weights are chosen (`kernels/triton/launch_rule.py`).
+"""Fits the coefficients by which launches of products with FP8 weights are chosen
+(`kernels/triton/products/launch_rule.py`).
 
 It reads what `measure_launches.py` wrote on a GPU, fits half of the weights' shapes, writes `launch_times.json`, and
 says of the other half how much longer the chosen launches take than the fastest that were measured. It needs no GPU.
@@ -21,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nvcli.kernels.triton import launch_rule
-from nvcli.kernels.triton.launch_rule import (
+from nvcli.kernels.triton.products import launch_rule
+from nvcli.kernels.triton.products.launch_rule import (
     Coefficients,
     Counts,
     Kind,
@@ -35,7 +36,7 @@ from nvcli.kernels.triton.launch_rule import (
     read_times,
     rounded,
 )
-from nvcli.kernels.triton.product_launch import DecodeLaunch, HopperFP8Launch, ProductLaunch
+from nvcli.kernels.triton.products.product_launch import DecodeLaunch, HopperFP8Launch, ProductLaunch
 
 KEPT: dict[str, list[str]] = json.loads(Path(__file__).with_name("launches.json").read_text())["kept"]
 """The launches that there are; without any other one that was measured products take 0.3 % longer on average."""

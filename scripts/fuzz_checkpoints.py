@@ -35,7 +35,8 @@ from typing import NoReturn
 
 from fuzzing import make_parser, print_counts
 from hostile_checkpoints import CANARY, INDEX, mutate
-from nvcli.config import EngineConfig
+from nvcli.core.config import EngineConfig
+from nvcli.core.messages import EngineReady, StepInput, StepOutput
 from nvcli.demo import demo_path
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.client import EngineClient
@@ -43,9 +44,8 @@ from nvcli.engine.core import EngineCore
 from nvcli.engine.engine_process import scheduler_limits
 from nvcli.engine.request import EngineStats, Request, RequestOutput
 from nvcli.engine.scheduler import Scheduler
-from nvcli.job_run.engine_ahead import EngineAhead
-from nvcli.messages import EngineReady, StepInput, StepOutput
-from nvcli.runner.interface import PendingOutput, RankContext
+from nvcli.job.run.engine_ahead import EngineAhead
+from nvcli.worker.runner.interface import PendingOutput, RankContext
 
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -64,8 +64,8 @@ _ROWS = (
 )
 _LIMITS = ("max_num_seqs=4", "max_num_batched_tokens=256", "kv_cache_memory=16MiB", "device=cpu")
 _MODULES = (
-    *("nvcli.cli.main", "nvcli.job_run.generate", "nvcli.job_run.progress.summary"),
-    *("nvcli.runner.model_runner", "nvcli.attention.torch_backend"),
+    *("nvcli.cli.main", "nvcli.job.run.generate", "nvcli.job.progress.summary"),
+    *("nvcli.worker.runner.model_runner", "nvcli.attention.torch_backend"),
 )
 """Modules that a run imports, most of them late."""
 _MODEL, _INPUT, _OUTPUT = "checkpoint", "in.jsonl", "out.jsonl"
@@ -83,7 +83,7 @@ class EngineHere:
         self.stats = EngineStats()
 
     def wait_ready(self, timeout: float | None = None) -> EngineReady:
-        from nvcli.runner.model_runner import ModelRunner
+        from nvcli.worker.runner.model_runner import ModelRunner
 
         config = self._config
         self._runner = ModelRunner(config, RankContext(rank=0, report_phase=lambda phase: None))

@@ -24,7 +24,7 @@ import numpy as np
 
 from fuzz_rows import CheckingEngine
 from fuzzing import load_data, make_parser, print_counts
-from nvcli.config import RunConfig
+from nvcli.core.config import RunConfig
 from nvcli.demo import demo_path
 from nvcli.llm.llm import LLM
 

@@ -31,12 +31,12 @@ import msgspec
 
 from bench_pipeline import NullEngine, Silent
 from fuzzing import make_parser, print_counts
-from nvcli.config import EngineConfig, JobConfig, RunConfig
+from nvcli.core.config import EngineConfig, JobConfig, RunConfig
+from nvcli.core.messages import PromptQueryResult, TokenLogprobs, pack, unpack
 from nvcli.demo import demo_path
 from nvcli.engine.request import PromptScoring, Request, RequestOutput
-from nvcli.job_run.generate import generate
-from nvcli.jobs.compression import Unpacker, compression_of
-from nvcli.messages import PromptQueryResult, TokenLogprobs, pack, unpack
+from nvcli.job.compression import Unpacker, compression_of
+from nvcli.job.run.generate import generate
 from row_maker import VOCAB_SIZE, RowMaker
 from row_oracle import JobFacts, Oracle, check, error_of, index_of
 

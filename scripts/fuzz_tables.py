@@ -31,8 +31,8 @@ import pyarrow.parquet
 
 from fuzzing import make_parser, print_counts
 from nvcli.errors import ConfigError
-from nvcli.jobs.input.reader import RowReader
-from nvcli.jobs.rows.parser import RowParser
+from nvcli.job.input.reader import RowReader
+from nvcli.job.rows.parser import RowParser
 
 NUM_ROWS = 40
 MOST_BYTES = 2 << 30

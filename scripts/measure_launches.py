@@ -25,12 +25,13 @@ from typing import Any, NamedTuple, TextIO
 import torch
 from torch import Tensor
 
-from nvcli.bench.shapes import SHAPES
 from nvcli.kernels import fp8, fp8_block_product
 from nvcli.kernels.fp8_types import FP8, QuantisedRows
-from nvcli.kernels.triton import fp8 as fp8_kernels
-from nvcli.kernels.triton import fp8_linear, hopper_fp8, hopper_fp8_decode, launch_rule, norm
-from nvcli.kernels.triton.product_launch import DecodeLaunch, HopperFP8Launch
+from nvcli.kernels.triton.elementwise import fp8 as fp8_kernels
+from nvcli.kernels.triton.elementwise import norm
+from nvcli.kernels.triton.products import fp8_linear, hopper_fp8, hopper_fp8_decode, launch_rule
+from nvcli.kernels.triton.products.product_launch import DecodeLaunch, HopperFP8Launch
+from nvcli.tools.bench.shapes import SHAPES
 
 MODELS = (
     *("qwen3-0.6b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "llama-3.1-8b", "llama-3.1-70b", "gemma-3-27b"),

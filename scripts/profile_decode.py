@@ -29,20 +29,20 @@ import msgspec
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from nvcli.bench.command import parse_range, parse_shared_prefix
-from nvcli.bench.shapes import SHAPES, write_shape
-from nvcli.bench.workload import Workload
-from nvcli.config import EngineConfig, RunConfig
-from nvcli.distributed.rendezvous import create_store
+from nvcli.core.config import EngineConfig, RunConfig
+from nvcli.core.messages import StepInput, StepOutput
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.engine_process import scheduler_limits
 from nvcli.engine.scheduler import Scheduler
-from nvcli.job_run.resolve import resolve_engine_config
-from nvcli.messages import StepInput, StepOutput
+from nvcli.job.run.resolve import resolve_engine_config
 from nvcli.models.config import load_model_config
-from nvcli.runner.interface import PendingOutput, RankContext
-from nvcli.runner.model_runner import ModelRunner
+from nvcli.tools.bench.command import parse_range, parse_shared_prefix
+from nvcli.tools.bench.shapes import SHAPES, write_shape
+from nvcli.tools.bench.workload import Workload
+from nvcli.worker.distributed.rendezvous import create_store
+from nvcli.worker.runner.interface import PendingOutput, RankContext
+from nvcli.worker.runner.model_runner import ModelRunner
 
 KINDS = {
     "sums over the ranks": r"_one_shot|_two_shot|nccl",

@@ -23,19 +23,19 @@ from dataclasses import dataclass
 from functools import partial
 
 from benchmark import Case, Figures, run_benchmark
-from nvcli.config import JobConfig, RunConfig
+from nvcli.core.config import JobConfig, RunConfig
+from nvcli.core.messages import StepInput, StepOutput, pack, unpack
+from nvcli.core.sampling_params import SamplingParams
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import Request, StepRecord
 from nvcli.engine.scheduler import Scheduler
 from nvcli.engine.step_recorder import StepRecorder
-from nvcli.job_run.plan import make_planner
-from nvcli.job_run.planning.planner import Planner
-from nvcli.job_run.text.prepare import PreparedRow
-from nvcli.jobs.job import RowContext
-from nvcli.messages import StepInput, StepOutput, pack, unpack
-from nvcli.sampling_params import SamplingParams
+from nvcli.job.job import RowContext
+from nvcli.job.planning.planner import Planner
+from nvcli.job.run.plan import make_planner
+from nvcli.job.text.prepare import PreparedRow
 
 BLOCK_SIZE = 64
 MAX_MODEL_LEN = 40_960

@@ -10,14 +10,14 @@ import heapq
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from nvcli.core.messages import pack
+from nvcli.core.sampling_params import SamplingParams
 from nvcli.engine.request import EngineStats
-from nvcli.job_run.counts import Counts, ReadTotals
-from nvcli.job_run.planning.planner import Planner
-from nvcli.job_run.progress.run_status import RunStatus, RunView
-from nvcli.job_run.text.prepare import PreparedRow
-from nvcli.jobs.job import ErrorInfo, JobResult, RowContext, Usage
-from nvcli.messages import pack
-from nvcli.sampling_params import SamplingParams
+from nvcli.job.job import ErrorInfo, JobResult, RowContext, Usage
+from nvcli.job.planning.planner import Planner
+from nvcli.job.progress.run_status import RunStatus, RunView
+from nvcli.job.run.counts import Counts, ReadTotals
+from nvcli.job.text.prepare import PreparedRow
 
 ROW_BYTES = 100
 

@@ -24,8 +24,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from nvcli import LLM
+from nvcli.core.sampling_params import MAX_BIASED_TOKENS
 from nvcli.demo import demo_path
-from nvcli.sampling_params import MAX_BIASED_TOKENS
 from schema_maker import make_endless_schemas, make_schemas
 
 MAX_TOKENS = 800

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from nvcli.job_run.text.tokenizer import Tokenizer
+from nvcli.job.text.tokenizer import Tokenizer
 from shared_memory import left_in_shared_memory, shared_memory
 from weightless_model import write_weightless_model
 

@@ -21,8 +21,8 @@ from fake_engine import FakeEngine
 from tokenizers import Tokenizer as Backend
 from nvcli.cli import main as cli
 from nvcli.engine.client import EngineClient
-from nvcli.job_run.engine_ahead import EngineAhead
-from nvcli.job_run.text.tokenizer import Tokenizer
+from nvcli.job.run.engine_ahead import EngineAhead
+from nvcli.job.text.tokenizer import Tokenizer
 
 class Loaded:  # spares each test the import of transformers
     chat_template = eos_token_id = None

@@ -7,10 +7,10 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
-from nvcli.config import EngineConfig
+from nvcli.core.config import EngineConfig
+from nvcli.core.messages import EngineReady, TokenLogprobs, pack, unpack
 from nvcli.engine.request import EngineStats, Request, RequestOutput
 from nvcli.errors import NvcliError, WorkerError
-from nvcli.messages import EngineReady, TokenLogprobs, pack, unpack
 
 
 class FakeEngine:

@@ -8,8 +8,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from nvcli.engine.protocol import EngineStart
-from nvcli.executor import ranks
-from nvcli.executor.child_process import ChildProcess
+from nvcli.worker.executor import ranks
+from nvcli.worker.executor.child_process import ChildProcess
 
 
 def engine_without_processes(start: EngineStart, control: Connection) -> None:

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from nvcli.config import EngineConfig
-from nvcli.errors import LoadError
-from nvcli.messages import (
+from nvcli.core.config import EngineConfig
+from nvcli.core.messages import (
     EngineReady,
     KVGroup,
     PromptQuery,
@@ -25,7 +24,8 @@ from nvcli.messages import (
     pack,
     unpack,
 )
-from nvcli.runner.interface import RankContext, Runner
+from nvcli.errors import LoadError
+from nvcli.worker.runner.interface import RankContext, Runner
 
 BLOCK_SIZE = 4
 
@@ -415,7 +415,7 @@ def create_model_runner_out_of_memory(config: EngineConfig, context: RankContext
     """The real one; on the last rank the second layer runs out of memory in the forward passes of NVCLI_TEST_STEPS."""
     import torch
 
-    from nvcli.runner.model_runner import ModelRunner
+    from nvcli.worker.runner.model_runner import ModelRunner
 
     runner = ModelRunner(config, context)
     if context.rank < config.num_ranks - 1:
@@ -438,7 +438,7 @@ def create_model_runner_without_room(config: EngineConfig, context: RankContext)
     """The real one; another program takes the memory between its plan and its KV cache."""
     import torch
 
-    from nvcli.runner import model_runner
+    from nvcli.worker.runner import model_runner
 
     class LargeCache(model_runner.KVCache):
         def __init__(self, spec: object, num_blocks: int, *args: object) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from fake_engine import FakeEngine
-from nvcli.config import EngineConfig, RunConfig
+from nvcli.core.config import EngineConfig, RunConfig
+from nvcli.core.messages import unpack
 from nvcli.engine.request import Request, RequestOutput
 from nvcli.llm.llm import LLM
-from nvcli.messages import unpack
 
 
 class HeldEngine(FakeEngine):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from nvcli.attention.triton_backend import TritonBackend
-from nvcli.config import EngineConfig
-from nvcli.runner.interface import RankContext, Runner
-from nvcli.runner.model_runner import ModelRunner
+from nvcli.core.config import EngineConfig
+from nvcli.worker.runner.interface import RankContext, Runner
+from nvcli.worker.runner.model_runner import ModelRunner
 
 
 def create(config: EngineConfig, context: RankContext) -> Runner:

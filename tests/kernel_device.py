@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from nvcli.kernels.triton.triton_version import has_known_gluon
+from nvcli.kernels.triton.launch.triton_version import has_known_gluon
 
 HAS_GPU = torch.cuda.is_available()
 # conftest.py sets it, before Triton is imported.

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from nvcli.runner import constraints, mask_processes, mask_worker, mask_workers
-from nvcli.runner.mask_messages import WantMask
-from nvcli.runner.mask_worker import GrammarAnswer
+from nvcli.worker.masks import mask_processes, mask_worker, mask_workers
+from nvcli.worker.masks.mask_messages import WantMask
+from nvcli.worker.masks.mask_worker import GrammarAnswer
+from nvcli.worker.runner import constraints
 
 VARIABLE = "LATE_MASKS"
 

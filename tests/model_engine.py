@@ -6,10 +6,10 @@ from collections import deque
 from pathlib import Path
 
 from checkpoints import write_tiny_model
-from nvcli.config import EngineConfig
-from nvcli.messages import StepInput, StepOutput
-from nvcli.runner.interface import RankContext
-from nvcli.runner.model_runner import ModelRunner
+from nvcli.core.config import EngineConfig
+from nvcli.core.messages import StepInput, StepOutput
+from nvcli.worker.runner.interface import RankContext
+from nvcli.worker.runner.model_runner import ModelRunner
 from scheduler_engine import SchedulerEngine
 from weightless_model import write_weightless_model
 

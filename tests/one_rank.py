@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from fake_runners import engine_config
+from nvcli.core.messages import unpack
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.chunk_groups import PrefixCosts
 from nvcli.engine.request import Request, RequestOutput
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
 from nvcli.engine.segment_forest import SegmentCosts
-from nvcli.messages import unpack
-from nvcli.runner.interface import RankContext
-from nvcli.runner.model_runner import ModelRunner
+from nvcli.worker.runner.interface import RankContext
+from nvcli.worker.runner.model_runner import ModelRunner
 
 
 def make_runner(path: Path, device: str = "cuda", **overrides: Any) -> ModelRunner:

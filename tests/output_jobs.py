@@ -9,14 +9,14 @@ from typing import Any
 
 import msgspec
 
-from nvcli.config_types import Order
+from nvcli.core.config_types import Order
 from nvcli.errors import RowError
-from nvcli.jobs.compression import Unpacker, compression_of
-from nvcli.jobs.job import Choice, Job, JobResult, RowContext, RowForm, Usage, failed
-from nvcli.jobs.output.job_output import JobOutput, OutputOptions, open_output
-from nvcli.jobs.output.manifest import Manifest
-from nvcli.jobs.output.reorder import ReorderBuffer
-from nvcli.jobs.output.writer import ResultWriter
+from nvcli.job.compression import Unpacker, compression_of
+from nvcli.job.job import Choice, Job, JobResult, RowContext, RowForm, Usage, failed
+from nvcli.job.output.job_output import JobOutput, OutputOptions, open_output
+from nvcli.job.output.manifest import Manifest
+from nvcli.job.output.reorder import ReorderBuffer
+from nvcli.job.output.writer import ResultWriter
 
 JOB = Manifest(created=1000, model="m", facts={"seed": 0, "dtype": "float32"}, inputs=[("in.jsonl", "5 bytes")])
 FAILING = frozenset((3, 4))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nvcli.job_run.text.prepare import PreparedRow
-from nvcli.jobs.job import RowContext
-from nvcli.messages import pack
-from nvcli.sampling_params import SamplingParams
+from nvcli.core.messages import pack
+from nvcli.core.sampling_params import SamplingParams
+from nvcli.job.job import RowContext
+from nvcli.job.text.prepare import PreparedRow
 
 
 def prepared_row(index: int, prompt: Sequence[int], **fields: Any) -> PreparedRow:

@@ -19,13 +19,13 @@ from fake_runners import (
     rows_of,
     spans_of,
 )
+from nvcli.core.messages import StepInput, StepOutput, max_step_input_bytes, unpack
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import RequestOutput
 from nvcli.engine.scheduler import Scheduler
-from nvcli.messages import StepInput, StepOutput, max_step_input_bytes, unpack
-from nvcli.runner.interface import RankContext
+from nvcli.worker.runner.interface import RankContext
 
 
 class RankInProcess:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from nvcli.core.messages import pack
+from nvcli.core.sampling_params import SamplingParams
 from nvcli.engine.request import Request
-from nvcli.messages import pack
-from nvcli.sampling_params import SamplingParams
 
 
 def make_request(request_id: int, prompt: Sequence[int], max_tokens: int, **fields: Any) -> Request:

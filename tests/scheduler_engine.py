@@ -6,13 +6,13 @@ import os
 from collections import deque
 from collections.abc import Sequence
 
-from nvcli.config import EngineConfig
+from nvcli.core.config import EngineConfig
+from nvcli.core.messages import EngineReady, StepInput, StepOutput, unpack
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore, StepExecutor
 from nvcli.engine.engine_process import scheduler_limits
 from nvcli.engine.request import EngineStats, Request, RequestOutput
 from nvcli.engine.scheduler import Scheduler
-from nvcli.messages import EngineReady, StepInput, StepOutput, unpack
 
 
 class InstantExecutor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import Any
 
-from nvcli.messages import NewSlot, SlotSampling, StepInput, pack
+from nvcli.core.messages import NewSlot, SlotSampling, StepInput, pack
 
 
 def slot_sampling(row: int, **overrides: Any) -> SlotSampling:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nvcli.distributed.tensor_parallel import TensorParallelGroup
+from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
 JOIN_SECONDS = 120.0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nvcli.chat_template import read_chat_template, unknown_variables
+from nvcli.core.chat_template import read_chat_template, unknown_variables
 from nvcli.errors import ConfigError
 
 

@@ -290,7 +290,7 @@ def test_ctrl_c_before_the_job_begins_is_no_failure(tmp_path: Path, name: str) -
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
     script = """
 import os, signal, sys
-from nvcli.job_run import resolve
+from nvcli.job.run import resolve
 def resolve_model(name, **options):
     try:
         os.kill(os.getpid(), signal.NAME)

@@ -12,7 +12,7 @@ import pytest
 import typer.main
 
 from nvcli.cli.main import app
-from nvcli.config import RunConfig
+from nvcli.core.config import RunConfig
 
 ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]

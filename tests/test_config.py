@@ -12,11 +12,11 @@ import msgspec
 import pytest
 import yaml
 
-from nvcli.byte_sizes import parse_size
-from nvcli.config import AttentionBackends, EngineConfig, RunConfig, load_run_config
-from nvcli.config_source import json_object
+from nvcli.core.byte_sizes import parse_size
+from nvcli.core.config import AttentionBackends, EngineConfig, RunConfig, load_run_config
+from nvcli.core.config_source import json_object
+from nvcli.core.sampling_params import SamplingParams
 from nvcli.errors import ConfigError
-from nvcli.sampling_params import SamplingParams
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 

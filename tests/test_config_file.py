@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from nvcli.cli.main import _run
-from nvcli.config_file import find_config_file
+from nvcli.core.config_file import find_config_file
 from nvcli.errors import ConfigError
 
 FOUND = Path("nvcli.yaml")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nvcli import host_memory
-from nvcli.control_group import OomKills, container_cores, container_limit, container_room, count_oom_kills
+from nvcli.core.system import host_memory
+from nvcli.core.system.control_group import OomKills, container_cores, container_limit, container_room, count_oom_kills
 
 GIB = 1 << 30
 NONE = "9223372036854771712\n"

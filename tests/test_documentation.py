@@ -13,15 +13,15 @@ import pytest
 import typer.main
 
 from nvcli.cli.main import app
-from nvcli.config import JobConfig, RunConfig, flag_keys
-from nvcli.sampling_params import SamplingParams
-from nvcli.task_config import EmbedConfig, ScoreConfig
+from nvcli.core.config import JobConfig, RunConfig, flag_keys
+from nvcli.core.sampling_params import SamplingParams
+from nvcli.core.task_config import EmbedConfig, ScoreConfig
 
 ROOT = Path(__file__).parent.parent
 MAIN = ROOT / "README.md"
 MAP = ROOT / "src/nvcli/README.md"
 CONFIGS = ROOT / "configs/README.md"
-JOBS = ROOT / "src/nvcli/jobs/README.md"
+JOBS = ROOT / "src/nvcli/job/README.md"
 SCRIPTS = ROOT / "scripts/README.md"
 LLM = ROOT / "src/nvcli/llm/README.md"
 PAGES = [MAIN, MAP, CONFIGS, JOBS, SCRIPTS, LLM]

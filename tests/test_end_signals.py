@@ -14,9 +14,9 @@ from typing import cast
 
 import pytest
 
-import nvcli.end_signals
-from nvcli.end_signals import handle_end_signals
-from nvcli.validation import InvalidValue, convert
+import nvcli.core.system.end_signals
+from nvcli.core.system.end_signals import handle_end_signals
+from nvcli.core.validation import InvalidValue, convert
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
 
@@ -52,10 +52,10 @@ def test_what_was_ignored_stays_so_but_for_ctrl_c() -> None:
 
 STUCK = """
 import ctypes, os, platform, signal, sys, time
-import nvcli.end_signals
-from nvcli.end_signals import handle_end_signals, watch_main_thread
+import nvcli.core.system.end_signals
+from nvcli.core.system.end_signals import handle_end_signals, watch_main_thread
 
-nvcli.end_signals._LOOK_SECONDS = 0.03
+nvcli.core.system.end_signals._LOOK_SECONDS = 0.03
 handle_end_signals(lambda number, frame: print("heard", flush=True))
 watch_main_thread(lambda: os._exit(130))
 signal.raise_signal(signal.SIGTERM)
@@ -136,7 +136,7 @@ def test_a_conversion_is_not_interrupted_in_the_middle() -> None:
 
 
 def test_an_import_that_does_not_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvcli.end_signals, "_LONGEST_WAIT", 0.1)
+    monkeypatch.setattr(nvcli.core.system.end_signals, "_LONGEST_WAIT", 0.1)
     (tmp_path / "imported_for_long.py").write_text(
         "import signal, time\nsignal.raise_signal(signal.SIGINT)\ntime.sleep(60)"
     )
@@ -151,9 +151,9 @@ def test_a_program_that_runs_while_it_is_imported_is_interrupted(
 ) -> None:
     """What has called whoever set the handler does not count."""
     (tmp_path / "imported_program.py").write_text(
-        "import signal, nvcli.end_signals\n"
+        "import signal, nvcli.core.system.end_signals\n"
         "def run():\n"
-        "    nvcli.end_signals.handle_end_signals(signal.default_int_handler)\n"
+        "    nvcli.core.system.end_signals.handle_end_signals(signal.default_int_handler)\n"
         "    signal.raise_signal(signal.SIGINT)\n"
         "    raise AssertionError('it went on')\n"
         "def main():\n"

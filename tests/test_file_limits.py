@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from nvcli.core.system.file_limits import explain_failed_write, why_not_writable
 from nvcli.errors import ConfigError
-from nvcli.executor.channel import ChannelSpec
-from nvcli.executor.status_board import StatusBoard
-from nvcli.file_limits import explain_failed_write, why_not_writable
-from nvcli.job_run.progress.status_file import SideFile
-from nvcli.jobs.files import check_output
+from nvcli.job.files import check_output
+from nvcli.job.progress.status_file import SideFile
+from nvcli.worker.executor.channel import ChannelSpec
+from nvcli.worker.executor.status_board import StatusBoard
 
 
 @pytest.fixture

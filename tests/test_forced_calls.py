@@ -11,12 +11,12 @@ import pytest
 
 from marked_model import give_marks
 from nvcli import LLM
+from nvcli.core.sampling_params import SamplingParams
 from nvcli.demo import demo_path
-from nvcli.job_run.text.model_limits import ModelLimits
-from nvcli.job_run.text.prepare import Preparer
-from nvcli.job_run.text.tokenizer import Tokenizer
-from nvcli.jobs.job import CallRule, Job, JobResult, RowContext
-from nvcli.sampling_params import SamplingParams
+from nvcli.job.job import CallRule, Job, JobResult, RowContext
+from nvcli.job.text.model_limits import ModelLimits
+from nvcli.job.text.prepare import Preparer
+from nvcli.job.text.tokenizer import Tokenizer
 
 WEATHER = {
     "type": "object",

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from nvcli.histogram import Bucket, histogram, histogram_lines
+from nvcli.core.histogram import Bucket, histogram, histogram_lines
 
 
 @pytest.mark.parametrize(

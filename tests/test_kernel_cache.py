@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nvcli.executor import worker
-from nvcli.kernel_cache import kernel_cache_error
+from nvcli.core.system.kernel_cache import kernel_cache_error
+from nvcli.worker.executor import worker
 
 
 class Control:

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from fake_command import ENVIRON, nvcli_command
-from nvcli.jobs.output.manifest import Finished, save_manifest
-from nvcli.jobs.shard import Shard
+from nvcli.job.output.manifest import Finished, save_manifest
+from nvcli.job.shard import Shard
 from output_jobs import JOB, plain_bytes
 
 

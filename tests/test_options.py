@@ -12,8 +12,8 @@ from msgspec import Meta
 from typer.testing import CliRunner
 
 from nvcli.cli.options import Settings, keys_of, with_options
+from nvcli.core.flags import ROWS, Flag
 from nvcli.errors import ConfigError
-from nvcli.flags import ROWS, Flag
 
 
 class Files(msgspec.Struct):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from fake_command import ENVIRON
+from nvcli.core.system.process_limits import MIN_OPEN_FILES, check_process
 from nvcli.errors import ConfigError
-from nvcli.process_limits import MIN_OPEN_FILES, check_process
 
 
 def test_every_command_names_what_it_lacks(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nvcli.regular_file import check_regular, open_regular, read_regular
+from nvcli.core.system.regular_file import check_regular, open_regular, read_regular
 
 
 def test_a_file_and_a_link_to_one(tmp_path: Path) -> None:
@@ -51,6 +51,6 @@ def test_other_kinds_are_refused_without_waiting(tmp_path: Path, monkeypatch: py
 
 def test_a_fifo_that_comes_between_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "fifo")
-    monkeypatch.setattr("nvcli.regular_file.check_regular", lambda path: None)
+    monkeypatch.setattr("nvcli.core.system.regular_file.check_regular", lambda path: None)
     with pytest.raises(OSError, match="it is a FIFO"):
         open_regular(tmp_path / "fifo")

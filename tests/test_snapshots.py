@@ -23,31 +23,31 @@ import msgspec
 import pytest
 import typer.main
 
-import nvcli.bench.report
-import nvcli.check.report
-import nvcli.doctor.report
-import nvcli.profile.report
-import nvcli.quality.report
+import nvcli.tools.bench.report
+import nvcli.tools.check.report
+import nvcli.tools.doctor.report
+import nvcli.tools.profile.report
+import nvcli.tools.quality.report
 from marked_model import give_marks
 from nvcli import errors
-from nvcli.bench.bench import BenchResult
-from nvcli.bench.file_workload import FileWorkload
-from nvcli.check.check import CheckReport
 from nvcli.cli import main as cli
 from nvcli.cli.messages import Interrupted, OutputGone
-from nvcli.config import SECTIONS, RunConfig
-from nvcli.doctor.findings import Section
-from nvcli.job_run.progress.run_status import RunStatus
-from nvcli.job_run.report.data import Report
-from nvcli.jobs.job import RETRYABLE_ERRORS, Choice, ErrorInfo, JobResult, RowContext, RowForm
-from nvcli.jobs.output.manifest import Manifest, save_manifest
-from nvcli.jobs.own_files import manifest_path
-from nvcli.jobs.rows.output_row import OutputForm, output_row
-from nvcli.jobs.tasks import EmbedAnswer, ScoreAnswer
+from nvcli.core.config import SECTIONS, RunConfig
+from nvcli.job.job import RETRYABLE_ERRORS, Choice, ErrorInfo, JobResult, RowContext, RowForm
+from nvcli.job.output.manifest import Manifest, save_manifest
+from nvcli.job.own_files import manifest_path
+from nvcli.job.progress.run_status import RunStatus
+from nvcli.job.report.data import Report
+from nvcli.job.rows.output_row import OutputForm, output_row
+from nvcli.job.tasks import EmbedAnswer, ScoreAnswer
 from nvcli.models.families import listing
 from nvcli.models.families.catalogue import FAMILIES
-from nvcli.profile.profile import MemoryProfile
-from nvcli.quality.compare import QualityReport
+from nvcli.tools.bench.bench import BenchResult
+from nvcli.tools.bench.file_workload import FileWorkload
+from nvcli.tools.check.check import CheckReport
+from nvcli.tools.doctor.findings import Section
+from nvcli.tools.profile.profile import MemoryProfile
+from nvcli.tools.quality.compare import QualityReport
 
 Snapshot = Callable[[str, Iterable[str]], None]
 SOURCES = Path(nvcli.__file__).parent
@@ -282,18 +282,18 @@ def saved_manifest(manifest: Manifest, folder: Path) -> str:
 
 def test_fields_of_reports(snapshot: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Made values go through the functions that write them, so that no field depends on a job or a machine."""
-    versions = dict.fromkeys(nvcli.bench.report.installed_versions(), "text")
-    monkeypatch.setattr(nvcli.bench.report, "installed_versions", lambda: versions)
+    versions = dict.fromkeys(nvcli.tools.bench.report.installed_versions(), "text")
+    monkeypatch.setattr(nvcli.tools.bench.report, "installed_versions", lambda: versions)
     benches = [*both(BenchResult), dataclasses.replace(sample(BenchResult), workload=sample(FileWorkload))]
     texts: dict[str, list[str]] = {
         "the manifest": [saved_manifest(each, tmp_path) for each in both(Manifest)],
         "generate --report FILE.json": [as_json(each) for each in both(Report)],
         "generate --progress-file": [as_json(each) for each in both(RunStatus)],
-        "check --json": [nvcli.check.report.format_json(each) for each in both(CheckReport)],
-        "bench --json": [nvcli.bench.report.format_json(each) for each in benches],
-        "profile-memory --json": [nvcli.profile.report.format_json(each) for each in both(MemoryProfile)],
-        "compare-quality --json": [nvcli.quality.report.format_json(each) for each in both(QualityReport)],
-        "doctor --json": [nvcli.doctor.report.format_json([each]) for each in both(Section)],
+        "check --json": [nvcli.tools.check.report.format_json(each) for each in both(CheckReport)],
+        "bench --json": [nvcli.tools.bench.report.format_json(each) for each in benches],
+        "profile-memory --json": [nvcli.tools.profile.report.format_json(each) for each in both(MemoryProfile)],
+        "compare-quality --json": [nvcli.tools.quality.report.format_json(each) for each in both(QualityReport)],
+        "doctor --json": [nvcli.tools.doctor.report.format_json([each]) for each in both(Section)],
         "models --json": [listing.format_families_json(FAMILIES)],
     }
     snapshot(

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from nvcli.core.grammars import GrammarError, Vocabulary, grammar_of
+from nvcli.core.sampling_params import SamplingParams
+from nvcli.core.structured import MAX_GRAMMAR_BYTES, Structured
+from nvcli.core.validation import InvalidValue, convert
 from nvcli.demo import demo_path
-from nvcli.grammars import GrammarError, Vocabulary, grammar_of
-from nvcli.sampling_params import SamplingParams
-from nvcli.structured import MAX_GRAMMAR_BYTES, Structured
-from nvcli.validation import InvalidValue, convert
 
 END_ID = 0
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from nvcli import LLM
-from nvcli.check.check import CheckOptions, check_job
-from nvcli.check.progress import CheckProgress
-from nvcli.config import load_sourced_config
+from nvcli.core.config import load_sourced_config
+from nvcli.tools.check.check import CheckOptions, check_job
+from nvcli.tools.check.progress import CheckProgress
 from schema_maker import make_schemas
 from structured_rows import blank_tokens, describe_fault, make_rows
 

@@ -7,7 +7,7 @@ import unicodedata
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvcli.terminal_text import harmless, one_line, without_secrets
+from nvcli.core.system.terminal_text import harmless, one_line, without_secrets
 
 
 @given(st.text())

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from nvcli.config import SECTIONS, RunConfig, all_keys
+from nvcli.core.config import SECTIONS, RunConfig, all_keys
+from nvcli.core.other_names import own_keys, remarks
+from nvcli.core.sampling_params import SamplingParams
+from nvcli.core.structured import Structured
+from nvcli.core.validation import suggest
 from nvcli.errors import RowError
-from nvcli.jobs.job import RowContext, RowForm
-from nvcli.jobs.rows.native_row import RowDefaults
-from nvcli.jobs.rows.openai_row import openai_job
-from nvcli.jobs.rows.prompt_rules import PromptRules
-from nvcli.other_names import own_keys, remarks
-from nvcli.sampling_params import SamplingParams
-from nvcli.structured import Structured
-from nvcli.validation import suggest
+from nvcli.job.job import RowContext, RowForm
+from nvcli.job.rows.native_row import RowDefaults
+from nvcli.job.rows.openai_row import openai_job
+from nvcli.job.rows.prompt_rules import PromptRules
 
 
 @pytest.mark.parametrize(

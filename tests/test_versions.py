@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nvcli import versions
-from nvcli.versions import TORCH, TorchBuild, cuda_torch_advice, describe_torch, torch_build
+from nvcli.core.system import versions
+from nvcli.core.system.versions import TORCH, TorchBuild, cuda_torch_advice, describe_torch, torch_build
 
 
 def test_of_the_torch_that_is_here() -> None:

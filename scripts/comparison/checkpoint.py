@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from nvcli.bench.shapes import SHAPES as REAL_SHAPES
 from nvcli.demo import demo_path
+from nvcli.tools.bench.shapes import SHAPES as REAL_SHAPES
 
 _SMALL = {
     **REAL_SHAPES["qwen3-0.6b"],

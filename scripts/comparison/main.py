@@ -24,12 +24,12 @@ from comparison.checkpoint import SHAPES, write_checkpoint
 from comparison.engines import ENGINES
 from comparison.job import Job, Outcome
 from comparison.report import format_table, standings
-from nvcli.bench.command import parse_range
-from nvcli.bench.workload import Workload
 from nvcli.errors import ConfigError, NvcliError
-from nvcli.job_run.device import detect_device
+from nvcli.job.run.device import detect_device
 from nvcli.models.checkpoint import resolve_model
 from nvcli.models.config import load_model_config
+from nvcli.tools.bench.command import parse_range
+from nvcli.tools.bench.workload import Workload
 
 _SCRIPTS = Path(__file__).parent.parent
 _USUAL_MODEL_LEN = 4096

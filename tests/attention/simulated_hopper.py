@@ -13,9 +13,9 @@ from torch import Tensor
 from gluon_simulator import SimulatedKernel, Simulator
 from nvcli.attention.backend import AttentionCase
 from nvcli.attention.triton_backend import TritonBackend
-from nvcli.kernels.triton import hopper_prefill_kernel, hopper_segment_kernel, prefill_choice
-from nvcli.kernels.triton.attention_launch import AttentionShape
-from nvcli.kernels.triton.prefill_attention import PrefillAttention, PrefillKind
+from nvcli.kernels.triton.attention import hopper_prefill_kernel, hopper_segment_kernel, prefill_choice
+from nvcli.kernels.triton.attention.attention_launch import AttentionShape
+from nvcli.kernels.triton.attention.prefill_attention import PrefillAttention, PrefillKind
 
 
 def _hopper_kernel(shape: AttentionShape, *, has_window: bool, **options: object) -> tuple[PrefillAttention, list[str]]:

@@ -24,9 +24,9 @@ from nvcli.attention.spec import AttentionSpec
 from nvcli.attention.torch_backend import TorchBackend
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels.fp8_types import FP8
-from nvcli.kernels.triton import attention_launch, decode_attention, fp8_decode_attention
-from nvcli.kernels.triton.attention_fold import ITEM_FIELDS
-from nvcli.kernels.triton.triton_version import has_known_gluon
+from nvcli.kernels.triton.attention import attention_launch, decode_attention, fp8_decode_attention
+from nvcli.kernels.triton.attention.attention_fold import ITEM_FIELDS
+from nvcli.kernels.triton.launch.triton_version import has_known_gluon
 
 # Compiled kernels are for 16 bits, and most of what is interpreted is in float32.
 Bench = partial(AnyBench, device=str(DEVICE), dtype=torch.bfloat16 if HAS_GPU else torch.float32, kv_dtype=FP8)

@@ -19,7 +19,7 @@ from nvcli.attention.backend import AttentionBackend, AttentionCase
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.row_by_row_backend import RowByRowBackend
 from nvcli.attention.triton_backend import TritonBackend
-from nvcli.kernels.triton.decode_work_list import SPLIT
+from nvcli.kernels.triton.attention.decode_work_list import SPLIT
 from ordered_products import products_in_one_order
 
 pytestmark = [pytest.mark.gpu] if HAS_GPU else INTERPRETED_MARKS

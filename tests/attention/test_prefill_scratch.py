@@ -18,12 +18,12 @@ from nvcli.attention import triton_kernels
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels.fp8_types import FP8
-from nvcli.kernels.triton import prefill_choice, prefill_scratch
-from nvcli.kernels.triton.attention_launch import AttentionShape
-from nvcli.kernels.triton.prefill_attention import PrefillAttention
-from nvcli.kernels.triton.prefill_scratch import UNIT as UNIT_KEYS
-from nvcli.kernels.triton.prefill_scratch import ScratchPrefillAttention, ScratchTiles
-from nvcli.kernels.triton.prefill_tiles import Chunks, TileKey
+from nvcli.kernels.triton.attention import prefill_choice, prefill_scratch
+from nvcli.kernels.triton.attention.attention_launch import AttentionShape
+from nvcli.kernels.triton.attention.prefill_attention import PrefillAttention
+from nvcli.kernels.triton.attention.prefill_scratch import UNIT as UNIT_KEYS
+from nvcli.kernels.triton.attention.prefill_scratch import ScratchPrefillAttention, ScratchTiles
+from nvcli.kernels.triton.attention.prefill_tiles import Chunks, TileKey
 
 pytestmark = MARKS
 __all__ = ["exact_conversions"]

@@ -19,7 +19,7 @@ from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.torch_backend import TorchBackend
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels.fp8_types import FP8
-from nvcli.kernels.triton.segment_work_list import LEVELS
+from nvcli.kernels.triton.attention.segment_work_list import LEVELS
 
 # Compiled kernels multiply in bfloat16, and the interpreter has float32 alone.
 Bench = partial(

@@ -194,8 +194,8 @@ def test_which_runs_on_hopper_have_a_prefill_kernel_of_their_own(monkeypatch: py
     """The log says so. Layers with windows keep the other, and so do pools whose blocks are not all alike, and runs
     with a version of Triton that the kernel has not run with."""
     triton = pytest.importorskip("triton")
-    from nvcli.kernels.triton.prefill_attention import PrefillAttention, PrefillKind
-    from nvcli.kernels.triton.prefill_choice import HOPPER_NOTE, SCRATCH_NOTE
+    from nvcli.kernels.triton.attention.prefill_attention import PrefillAttention, PrefillKind
+    from nvcli.kernels.triton.attention.prefill_choice import HOPPER_NOTE, SCRATCH_NOTE
 
     monkeypatch.setattr(triton, "__version__", "3.6.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

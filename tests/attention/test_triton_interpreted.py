@@ -21,9 +21,9 @@ from simulated_hopper import SimulatedHopper
 
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.triton_backend import TritonBackend
-from nvcli.kernels.triton.decode_work_list import SPLIT as SPLIT_KEYS
-from nvcli.kernels.triton.decode_work_list import plan_decode_kernel
-from nvcli.kernels.triton.prefill_tiles import Chunks, PrefillTiles, TileKey
+from nvcli.kernels.triton.attention.decode_work_list import SPLIT as SPLIT_KEYS
+from nvcli.kernels.triton.attention.decode_work_list import plan_decode_kernel
+from nvcli.kernels.triton.attention.prefill_tiles import Chunks, PrefillTiles, TileKey
 
 Bench = partial(AnyBench, TritonBackend)
 SPLIT: int = SPLIT_KEYS.value

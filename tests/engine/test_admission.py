@@ -7,6 +7,7 @@ from collections import deque
 
 import pytest
 
+from nvcli.core.messages import KVGroup, StepInput, StepOutput, pack, unpack
 from nvcli.engine.admission import Admission
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.block_tables import BlockTables
@@ -15,7 +16,6 @@ from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import Request
 from nvcli.engine.scheduler import Scheduler
 from nvcli.engine.state import Prompt, RequestState
-from nvcli.messages import KVGroup, StepInput, StepOutput, pack, unpack
 from requests_factory import make_request
 
 STOP_ID = 9

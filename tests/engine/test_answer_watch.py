@@ -11,11 +11,11 @@ from test_scheduler import make_core, run
 
 import rank_in_process
 from fake_runners import Output
+from nvcli.core.messages import StepOutput, pack, unpack
+from nvcli.core.sampling_params import SamplingParams, StopRepetition
 from nvcli.engine.answer_watch import LOOP_STRIDE, ends_in_loop, watch_of
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import PromptScoring, RequestOutput, ThoughtLimit
-from nvcli.messages import StepOutput, pack, unpack
-from nvcli.sampling_params import SamplingParams, StopRepetition
 from rank_in_process import RankInProcess
 from requests_factory import make_request
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nvcli.core.messages import pack
 from nvcli.engine.block_manager import BlockManager, hash_blocks
-from nvcli.messages import pack
 
 
 def hashes_of(tokens: list[int], block_size: int = 4) -> list[bytes]:

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nvcli.core.messages import KVGroup
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.block_tables import BlockTables
 from nvcli.engine.state import Prompt, RequestState
 from nvcli.engine.step_draft import StepDraft
-from nvcli.messages import KVGroup
 from requests_factory import make_request
 
 BLOCK_SIZE = 4

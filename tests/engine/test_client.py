@@ -9,9 +9,9 @@ import time
 import pytest
 
 from fake_runners import engine_config
+from nvcli.core.messages import unpack
 from nvcli.engine.client import EngineClient
 from nvcli.errors import WorkerError
-from nvcli.messages import unpack
 from requests_factory import make_request
 
 

@@ -5,11 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from nvcli.engine.block_manager import BlockManager
-from nvcli.engine.limits import SchedulerLimits
-from nvcli.engine.scheduler import Scheduler
-from nvcli.engine.step_draft import ScheduledStep
-from nvcli.messages import (
+from nvcli.core.messages import (
     CONSTRAINT_FAILED,
     MAX_STEP_GRAMMAR_BYTES,
     StepOutput,
@@ -17,8 +13,12 @@ from nvcli.messages import (
     pack,
     unpack,
 )
-from nvcli.sampling_params import SamplingParams
-from nvcli.structured import MAX_GRAMMAR_BYTES, Constraint
+from nvcli.core.sampling_params import SamplingParams
+from nvcli.core.structured import MAX_GRAMMAR_BYTES, Constraint
+from nvcli.engine.block_manager import BlockManager
+from nvcli.engine.limits import SchedulerLimits
+from nvcli.engine.scheduler import Scheduler
+from nvcli.engine.step_draft import ScheduledStep
 from requests_factory import make_request
 
 END_ID = 9

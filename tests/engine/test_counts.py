@@ -7,12 +7,12 @@ from itertools import pairwise
 
 import pytest
 
+from nvcli.core.messages import KVGroup, StepOutput, TokenLogprobs, unpack
 from nvcli.engine.core import EngineCore
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import Request
 from nvcli.engine.scheduler import Scheduler
 from nvcli.errors import ConfigError
-from nvcli.messages import KVGroup, StepOutput, TokenLogprobs, unpack
 from rank_in_process import RankInProcess, decode_slots_of, make_core, rows_of, run, spans_of, wait_for_last_tokens
 from requests_factory import make_request
 

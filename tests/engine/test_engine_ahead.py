@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from fake_runners import engine_config
+from nvcli.core.messages import unpack
 from nvcli.engine.client import EngineClient
 from nvcli.engine.request import RequestOutput
-from nvcli.executor.child_process import ChildProcess
-from nvcli.messages import unpack
+from nvcli.worker.executor.child_process import ChildProcess
 from requests_factory import make_request
 
 

@@ -13,6 +13,7 @@ from types import FrameType
 
 import pytest
 
+from nvcli.core.messages import pack
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.limits import SchedulerLimits
@@ -20,7 +21,6 @@ from nvcli.engine.scheduler import Scheduler
 from nvcli.engine.segment_forest import SegmentCosts
 from nvcli.engine.step_draft import StepDraft, _pack_blocks
 from nvcli.engine.step_recorder import StepRecorder
-from nvcli.messages import pack
 from requests_factory import make_request
 from scheduler_engine import InstantExecutor
 

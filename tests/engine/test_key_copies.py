@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from nvcli.core.messages import MOST_KEY_COPIES, KVGroup, StepInput, StepOutput, pack, unpack
 from nvcli.engine.admission import Admission
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.limits import SchedulerLimits
@@ -14,7 +15,6 @@ from nvcli.engine.request import PromptScoring, Request
 from nvcli.engine.scheduler import Scheduler
 from nvcli.engine.state import RequestState
 from nvcli.engine.step_draft import ScheduledStep
-from nvcli.messages import MOST_KEY_COPIES, KVGroup, StepInput, StepOutput, pack, unpack
 from requests_factory import make_request
 
 BLOCK_SIZE = 64

@@ -10,12 +10,12 @@ import msgspec
 import pytest
 
 from fake_runners import BLOCK_SIZE, HashingRunner, chunk_lens_of, decode_slots_of, engine_config, rows_of, spans_of
+from nvcli.core.messages import StepInput, StepOutput, max_step_input_bytes, unpack
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.request import Request, RequestOutput
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
-from nvcli.messages import StepInput, StepOutput, max_step_input_bytes, unpack
-from nvcli.runner.interface import RankContext
+from nvcli.worker.runner.interface import RankContext
 from requests_factory import make_request
 
 

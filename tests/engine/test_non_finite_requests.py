@@ -8,13 +8,13 @@ import msgspec
 import pytest
 
 from fake_runners import HashingRunner, engine_config
+from nvcli.core.messages import NOT_FINITE, KVGroup, unpack
+from nvcli.core.sampling_params import SamplingParams
+from nvcli.core.structured import Constraint
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import Request, RequestOutput
 from nvcli.errors import ModelError
-from nvcli.messages import NOT_FINITE, KVGroup, unpack
-from nvcli.runner.interface import RankContext
-from nvcli.sampling_params import SamplingParams
-from nvcli.structured import Constraint
+from nvcli.worker.runner.interface import RankContext
 from rank_in_process import RankInProcess, make_core, run
 from requests_factory import make_request
 

@@ -13,14 +13,14 @@ import pytest
 
 from checkpoints import write_tiny_qwen3
 from fake_runners import BLOCK_SIZE, HashingRunner, engine_config
+from nvcli.core.messages import StepInput, StepOutput, unpack
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.client import EngineClient
 from nvcli.engine.core import EngineCore
 from nvcli.engine.request import Request, RequestOutput
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
 from nvcli.errors import CapacityError, LimitsTooHigh
-from nvcli.messages import StepInput, StepOutput, unpack
-from nvcli.runner.interface import RankContext
+from nvcli.worker.runner.interface import RankContext
 from requests_factory import make_request
 
 

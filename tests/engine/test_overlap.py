@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 
 from fake_runners import BLOCK_SIZE
+from nvcli.core.messages import StepInput, StepOutput, pack, unpack
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
-from nvcli.messages import StepInput, StepOutput, pack, unpack
 from requests_factory import make_request
 
 

@@ -8,12 +8,12 @@ from array import array
 import msgspec
 import pytest
 
+from nvcli.core.messages import StepOutput, unpack
 from nvcli.engine.block_manager import BlockManager, hash_blocks
 from nvcli.engine.prompt_hashes import PromptHashes
 from nvcli.engine.protocol import AddRequests
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
 from nvcli.engine.state import Prompt, RequestState
-from nvcli.messages import StepOutput, unpack
 from requests_factory import make_request
 
 BLOCK_SIZE = 4

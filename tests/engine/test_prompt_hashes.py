@@ -6,12 +6,12 @@ import random
 
 import pytest
 
+from nvcli.core.messages import pack
 from nvcli.engine import prompt_hashes
 from nvcli.engine.block_manager import BlockHash, BlockManager, hash_blocks
 from nvcli.engine.core import EngineCore
 from nvcli.engine.prompt_hashes import PromptHashes
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
-from nvcli.messages import pack
 from requests_factory import make_request
 from scheduler_engine import InstantExecutor
 

@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from nvcli.core.messages import KVGroup, StepInput, pack, unpack
+from nvcli.core.sampling_params import SamplingParams, StopRepetition
 from nvcli.engine import key_copies
 from nvcli.engine.chunk_groups import PrefixCosts
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import Pooling, PromptScoring, Request, RequestOutput, ThoughtLimit
 from nvcli.engine.segment_forest import SegmentCosts
-from nvcli.messages import KVGroup, StepInput, pack, unpack
-from nvcli.sampling_params import SamplingParams, StopRepetition
 from rank_in_process import RankInProcess, make_core, random_count, wait_for_last_tokens
 from requests_factory import make_request
 

@@ -8,19 +8,13 @@ import msgspec
 import pytest
 
 from fake_runners import BLOCK_SIZE, CountingRunner, engine_config, rows_of, spans_of
+from nvcli.core.messages import ForwardMode, StepInput, StepOutput, max_step_input_bytes, unpack
+from nvcli.core.sampling_params import SamplingParams
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.request import RequestOutput
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
-from nvcli.messages import (
-    ForwardMode,
-    StepInput,
-    StepOutput,
-    max_step_input_bytes,
-    unpack,
-)
-from nvcli.runner.interface import RankContext
-from nvcli.sampling_params import SamplingParams
+from nvcli.worker.runner.interface import RankContext
 from requests_factory import make_request
 
 

@@ -7,11 +7,11 @@ from collections.abc import Container
 
 import pytest
 
+from nvcli.core.messages import ForwardMode, KVGroup, StepInput, StepOutput, pack, unpack
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
 from nvcli.engine.step_recorder import StepRecorder
-from nvcli.messages import ForwardMode, KVGroup, StepInput, StepOutput, pack, unpack
 from requests_factory import make_request
 
 

@@ -20,9 +20,10 @@ from triton.runtime.cache import triton_key
 from triton.runtime.driver import driver
 
 from nvcli.kernels.fp8_types import FP8, QuantisedRows
-from nvcli.kernels.triton import compile_ahead, hopper_fp8, hopper_fp8_kernel
-from nvcli.kernels.triton.compile_processes import CompileProcesses, hash_triton
-from nvcli.kernels.triton.product_launch import HopperFP8Launch
+from nvcli.kernels.triton.launch import compile_ahead
+from nvcli.kernels.triton.launch.compile_processes import CompileProcesses, hash_triton
+from nvcli.kernels.triton.products import hopper_fp8, hopper_fp8_kernel
+from nvcli.kernels.triton.products.product_launch import HopperFP8Launch
 
 
 @triton.jit

@@ -15,17 +15,17 @@ from hopper_compile import FakeDriver, assemble
 from triton import knobs
 from triton.runtime.driver import driver
 
-from nvcli.kernels.triton import attention_launch, decode_attention, prefill_attention
-from nvcli.kernels.triton.attention_launch import LayerInputs
-from nvcli.kernels.triton.decode_attention import DecodeAttention
-from nvcli.kernels.triton.fp8_decode_attention import fp8_decode_attention_kernel
-from nvcli.kernels.triton.hopper_prefill_kernel import hopper_prefill_kernel
-from nvcli.kernels.triton.hopper_segment_kernel import hopper_segment_kernel
-from nvcli.kernels.triton.kept_kernel import KeptKernel
-from nvcli.kernels.triton.prefill_attention import PrefillAttention, PrefillKind
-from nvcli.kernels.triton.prefill_tiles import TileList, TilePart
-from nvcli.kernels.triton.segment_attention import SegmentAttention
-from nvcli.kernels.triton.segment_merge import merge_segments
+from nvcli.kernels.triton.attention import attention_launch, decode_attention, prefill_attention
+from nvcli.kernels.triton.attention.attention_launch import LayerInputs
+from nvcli.kernels.triton.attention.decode_attention import DecodeAttention
+from nvcli.kernels.triton.attention.fp8_decode_attention import fp8_decode_attention_kernel
+from nvcli.kernels.triton.attention.hopper_prefill_kernel import hopper_prefill_kernel
+from nvcli.kernels.triton.attention.hopper_segment_kernel import hopper_segment_kernel
+from nvcli.kernels.triton.attention.prefill_attention import PrefillAttention, PrefillKind
+from nvcli.kernels.triton.attention.prefill_tiles import TileList, TilePart
+from nvcli.kernels.triton.attention.segment_attention import SegmentAttention
+from nvcli.kernels.triton.attention.segment_merge import merge_segments
+from nvcli.kernels.triton.launch.kept_kernel import KeptKernel
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, ROWS = 32, 8, 128, 64, 40
 FP8 = torch.float8_e4m3fn

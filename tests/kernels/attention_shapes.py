@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nvcli.kernels.triton.attention_launch import AttentionShape
+from nvcli.kernels.triton.attention.attention_launch import AttentionShape
 
 _SHAPE = AttentionShape(
     num_heads=8,

@@ -19,7 +19,7 @@ from triton import knobs
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.driver import driver
 
-from nvcli.kernels.triton import fp8
+from nvcli.kernels.triton.elementwise import fp8
 
 
 class OnGPU(torch.Tensor):

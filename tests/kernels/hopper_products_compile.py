@@ -20,8 +20,8 @@ from hopper_compile import FakeDriver, assemble
 from triton.runtime.driver import driver
 
 from nvcli.kernels.fp8_types import FP8, QuantisedRows
-from nvcli.kernels.triton import hopper_fp8, hopper_fp8_decode, hopper_w4
-from nvcli.kernels.triton.product_launch import DecodeLaunch, Gate, HopperFP8Launch, HopperW4Launch
+from nvcli.kernels.triton.products import hopper_fp8, hopper_fp8_decode, hopper_w4
+from nvcli.kernels.triton.products.product_launch import DecodeLaunch, Gate, HopperFP8Launch, HopperW4Launch
 from nvcli.kernels.weight_formats import W4Format
 
 ROWS, OUT_FEATURES, IN_FEATURES = 256, 768, 1024

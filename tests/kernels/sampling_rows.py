@@ -16,8 +16,8 @@ from kernel_device import DEVICE
 from nvcli.kernels import candidates as candidates_reference
 from nvcli.kernels import sampling as reference
 from nvcli.kernels.sampling_columns import SamplingColumns
-from nvcli.kernels.triton import candidates, sampling
-from nvcli.kernels.triton.philox import quad_uniforms
+from nvcli.kernels.triton.sampling import candidates, sampling
+from nvcli.kernels.triton.sampling.philox import quad_uniforms
 
 V = 9001
 """More than one program's share in each kernel, and no round number."""

@@ -19,12 +19,12 @@ from attention_shapes import attention_shape
 
 pytest.importorskip("triton")
 
-from nvcli.kernels.triton import hopper_prefill_kernel
-from nvcli.kernels.triton.attention_launch import LayerInputs
-from nvcli.kernels.triton.prefill_attention import PrefillAttention, PrefillKind
-from nvcli.kernels.triton.prefill_choice import HOPPER_NOTE, SCRATCH_NOTE, attends_segments, prefill_kernel
-from nvcli.kernels.triton.prefill_scratch import ScratchPrefillAttention
-from nvcli.kernels.triton.prefill_tiles import TileList, TilePart
+from nvcli.kernels.triton.attention import hopper_prefill_kernel
+from nvcli.kernels.triton.attention.attention_launch import LayerInputs
+from nvcli.kernels.triton.attention.prefill_attention import PrefillAttention, PrefillKind
+from nvcli.kernels.triton.attention.prefill_choice import HOPPER_NOTE, SCRATCH_NOTE, attends_segments, prefill_kernel
+from nvcli.kernels.triton.attention.prefill_scratch import ScratchPrefillAttention
+from nvcli.kernels.triton.attention.prefill_tiles import TileList, TilePart
 
 
 @pytest.fixture(scope="module")

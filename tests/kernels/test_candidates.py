@@ -11,7 +11,7 @@ from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS
 from nvcli.kernels import candidates as reference
 from nvcli.kernels.sampling import unpack_argmax
 from nvcli.kernels.sampling_columns import MAX_CANDIDATES
-from nvcli.kernels.triton import sampling
+from nvcli.kernels.triton.sampling import sampling
 
 pytestmark = MARKS
 

@@ -9,7 +9,7 @@ from kernel_device import DEVICE, DTYPES, MARKS
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.key_copies import KeyCopies, copy_keys
-from nvcli.kernels.triton import key_copies
+from nvcli.kernels.triton.attention import key_copies
 
 pytestmark = MARKS
 CPU = torch.device("cpu")

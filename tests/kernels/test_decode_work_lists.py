@@ -9,8 +9,8 @@ if torch.cuda.is_available():
     pytest.skip("the compiled kernel plans for attention on a GPU", allow_module_level=True)
 pytest.importorskip("triton")
 
-from nvcli.kernels.triton.decode_work_list import DecodeWorkList
-from nvcli.kernels.triton.segment_work_list import SegmentWorkList
+from nvcli.kernels.triton.attention.decode_work_list import DecodeWorkList
+from nvcli.kernels.triton.attention.segment_work_list import SegmentWorkList
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")  # the interpreter
 

@@ -18,11 +18,11 @@ from nvcli.kernels.expert_settings import GatedActivation
 from nvcli.kernels.expert_types import ExpertScales
 from nvcli.kernels.fp8 import quantise
 from nvcli.kernels.norm import add_rms_norm
-from nvcli.kernels.triton import norm
-from nvcli.kernels.triton.expert_groups import group_by_expert
-from nvcli.kernels.triton.expert_launches import ExpertLaunch
-from nvcli.kernels.triton.experts import apply_experts
-from nvcli.kernels.triton.product_launch import ExpertTiles
+from nvcli.kernels.triton.elementwise import norm
+from nvcli.kernels.triton.products.expert_groups import group_by_expert
+from nvcli.kernels.triton.products.expert_launches import ExpertLaunch
+from nvcli.kernels.triton.products.experts import apply_experts
+from nvcli.kernels.triton.products.product_launch import ExpertTiles
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, W4Format
 from nvcli.kernels.whole_numbers import ceil_div
 

@@ -12,7 +12,7 @@ from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.kernels import rotary as reference
 from nvcli.kernels.fp8_kv import dequantise_heads, gather_blocks, quantise_heads
 from nvcli.kernels.fp8_types import FP8
-from nvcli.kernels.triton import rotary
+from nvcli.kernels.triton.elementwise import rotary
 
 pytestmark = MARKS
 

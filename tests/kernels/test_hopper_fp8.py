@@ -21,8 +21,8 @@ from kernel_device import DEVICE, INTERPRETED_MARKS, on_hopper
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
 from nvcli.kernels.fp8 import dequantise_weight, quantise, quantise_weight
 from nvcli.kernels.fp8_types import FP8, FP8_MAX, QuantisedRows, numbers
-from nvcli.kernels.triton import hopper_fp8, hopper_fp8_kernel
-from nvcli.kernels.triton.product_launch import HopperFP8Launch
+from nvcli.kernels.triton.products import hopper_fp8, hopper_fp8_kernel
+from nvcli.kernels.triton.products.product_launch import HopperFP8Launch
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
 
 pytestmark = INTERPRETED_MARKS

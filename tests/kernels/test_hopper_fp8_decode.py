@@ -18,9 +18,9 @@ from hopper_products_compile import reports
 from kernel_device import DEVICE, INTERPRETED_MARKS, captured, on_hopper
 from nvcli.kernels import fp8 as reference
 from nvcli.kernels.fp8_types import QuantisedRows
-from nvcli.kernels.triton import hopper_fp8_decode, hopper_fp8_decode_kernel
-from nvcli.kernels.triton.fp8_linear import fp8_linear
-from nvcli.kernels.triton.product_launch import DecodeLaunch
+from nvcli.kernels.triton.products import hopper_fp8_decode, hopper_fp8_decode_kernel
+from nvcli.kernels.triton.products.fp8_linear import fp8_linear
+from nvcli.kernels.triton.products.product_launch import DecodeLaunch
 
 pytestmark = INTERPRETED_MARKS
 Product = tuple[QuantisedRows, torch.Tensor, torch.Tensor]

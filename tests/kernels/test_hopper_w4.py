@@ -26,8 +26,8 @@ from nvcli.kernels.activation import ACTIVATE_AND_MUL
 from nvcli.kernels.expert_types import ExpertWeights, Routes, W4Scales
 from nvcli.kernels.experts import apply_experts
 from nvcli.kernels.mxfp4 import numbers_of_codes, powers_of_scales
-from nvcli.kernels.triton import experts, hopper_w4, hopper_w4_kernel
-from nvcli.kernels.triton.product_launch import HopperW4Launch
+from nvcli.kernels.triton.products import experts, hopper_w4, hopper_w4_kernel
+from nvcli.kernels.triton.products.product_launch import HopperW4Launch
 from nvcli.kernels.weight_formats import W4Format
 
 pytestmark = INTERPRETED_MARKS

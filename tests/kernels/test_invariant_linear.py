@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS
 from nvcli.kernels.invariant_linear import invariant_linear
-from nvcli.kernels.triton import linear
-from nvcli.kernels.triton.product_launch import ProductLaunch
-from nvcli.kernels.triton.products import multiply
+from nvcli.kernels.triton.products import linear
+from nvcli.kernels.triton.products.product_launch import ProductLaunch
+from nvcli.kernels.triton.products.products import multiply
 from ordered_products import products_in_one_order
 
 # [out, in]; some are no multiples of the tiles.

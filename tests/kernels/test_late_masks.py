@@ -12,9 +12,9 @@ import torch
 
 from kernel_device import DEVICE, HAS_GPU, MARKS
 from nvcli.kernels.late_masks import take_late_masks
-from nvcli.kernels.triton import late_masks
-from nvcli.runner.mask_memory import MaskMemory
-from nvcli.runner.mask_messages import MaskTable, answered, memory_bytes
+from nvcli.kernels.triton.sampling import late_masks
+from nvcli.worker.masks.mask_memory import MaskMemory
+from nvcli.worker.masks.mask_messages import MaskTable, answered, memory_bytes
 
 pytestmark = MARKS
 

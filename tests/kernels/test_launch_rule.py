@@ -14,9 +14,9 @@ pytest.importorskip("triton")
 
 from nvcli.kernels.fp8 import quantise
 from nvcli.kernels.fp8_types import FP8
-from nvcli.kernels.triton import launch_rule
-from nvcli.kernels.triton.launch_rule import Kind, TorchLaunch, choose_for, count, microseconds, read_launch
-from nvcli.kernels.triton.product_launch import DecodeLaunch, HopperFP8Launch, ProductLaunch
+from nvcli.kernels.triton.products import launch_rule
+from nvcli.kernels.triton.products.launch_rule import Kind, TorchLaunch, choose_for, count, microseconds, read_launch
+from nvcli.kernels.triton.products.product_launch import DecodeLaunch, HopperFP8Launch, ProductLaunch
 
 GPU = torch.device("cuda", 0)
 POINTS = Path(__file__).with_name("fp8_launch_points.jsonl")

@@ -8,7 +8,7 @@ import torch
 from kernel_device import DEVICE, MARKS
 from nvcli.kernels import logit_changes as reference
 from nvcli.kernels.sampling_columns import LogitChanges
-from nvcli.kernels.triton import logit_changes as kernels
+from nvcli.kernels.triton.sampling import logit_changes as kernels
 
 pytestmark = MARKS
 

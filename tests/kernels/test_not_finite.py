@@ -7,10 +7,10 @@ import torch
 from sampling_rows import CPU, expected_sample, keys, make_columns, on, random_logits, sample, through_shards
 
 from kernel_device import DEVICE, DTYPES, MARKS
+from nvcli.core.messages import NOT_FINITE
 from nvcli.kernels import sampling as reference
 from nvcli.kernels.sampling_columns import SamplingColumns
-from nvcli.kernels.triton import sampling
-from nvcli.messages import NOT_FINITE
+from nvcli.kernels.triton.sampling import sampling
 
 pytestmark = MARKS
 

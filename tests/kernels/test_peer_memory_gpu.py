@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nvcli.distributed.peer_memory import open_peer_memory
-from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.kernels.norm import add_rms_norm, rms_norm
 from nvcli.kernels.peer_memory import PeerLayout, PeerMemory
+from nvcli.worker.distributed.peer_memory import open_peer_memory
+from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 from tensor_parallel_ranks import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("num_ranks", [2, 4, 8])]

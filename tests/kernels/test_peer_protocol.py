@@ -16,8 +16,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.kernels.peer_memory import PeerLayout, PeerMemory
+from nvcli.worker.distributed.stage import WHOLE, Stage
 
 ROWS = 6
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from kernel_device import DEVICE, MARKS
+from nvcli.core.messages import NOT_FINITE
 from nvcli.kernels import prepare_inputs as reference
 from nvcli.kernels.step_tensors import SlotState, StepInputs, StepRows
-from nvcli.kernels.triton import prepare_inputs as kernels
-from nvcli.messages import NOT_FINITE
+from nvcli.kernels.triton.elementwise import prepare_inputs as kernels
 
 pytestmark = MARKS
 

@@ -16,10 +16,11 @@ from nvcli.kernels import norm as norm_reference
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation, silu_and_mul
 from nvcli.kernels.fp8 import dequantise_weight, fp8_weight_linear, quantise, quantise_weight
 from nvcli.kernels.fp8_types import Activations
-from nvcli.kernels.triton import linear as launches
-from nvcli.kernels.triton import norm, products
-from nvcli.kernels.triton.product_launch import ProductLaunch
-from nvcli.kernels.triton.products import multiply
+from nvcli.kernels.triton.elementwise import norm
+from nvcli.kernels.triton.products import linear as launches
+from nvcli.kernels.triton.products import products
+from nvcli.kernels.triton.products.product_launch import ProductLaunch
+from nvcli.kernels.triton.products.products import multiply
 from nvcli.kernels.weight_formats import FP8_BLOCK, W4Format
 
 CAPABILITY = torch.cuda.get_device_capability() if HAS_GPU else (9, 0)

@@ -8,7 +8,7 @@ import torch
 from kernel_device import DEVICE, HAS_GPU, MARKS
 from nvcli.kernels import routing as reference
 from nvcli.kernels.expert_settings import Routing
-from nvcli.kernels.triton import routing
+from nvcli.kernels.triton.products import routing
 
 ROUTINGS = {
     "qwen3": Routing(num_experts=128, experts_per_token=8, renormalise=True),

@@ -7,7 +7,7 @@ import torch
 from kernel_device import DEVICE, MARKS
 from nvcli.kernels import slot_filling as reference
 from nvcli.kernels.step_tensors import SlotState
-from nvcli.kernels.triton import slot_filling as kernels
+from nvcli.kernels.triton.elementwise import slot_filling as kernels
 
 pytestmark = MARKS
 

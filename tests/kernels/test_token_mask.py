@@ -7,7 +7,7 @@ import torch
 
 from kernel_device import DEVICE, DTYPES, MARKS
 from nvcli.kernels.token_mask import apply_token_mask
-from nvcli.kernels.triton import token_mask
+from nvcli.kernels.triton.sampling import token_mask
 
 pytestmark = MARKS
 

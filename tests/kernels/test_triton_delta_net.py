@@ -15,7 +15,8 @@ from nvcli.kernels import delta_net as reference
 from nvcli.kernels import norm as norm_reference
 from nvcli.kernels.delta_types import DeltaGates, DeltaHeads
 from nvcli.kernels.state_rows import StateRows
-from nvcli.kernels.triton import causal_conv, delta_chunks, delta_net, norm
+from nvcli.kernels.triton.elementwise import norm
+from nvcli.kernels.triton.recurrent import causal_conv, delta_chunks, delta_net
 
 pytestmark = [*MARKS, pytest.mark.parametrize("dtype", DTYPES)]
 

@@ -11,7 +11,7 @@ from nvcli.kernels import rotary as rotary_reference
 from nvcli.kernels.activation import gelu_tanh_and_mul, silu_and_mul
 from nvcli.kernels.embedding import embed_part
 from nvcli.kernels.gates import gate_rows, gate_values
-from nvcli.kernels.triton import activation, embedding, gates, norm, rotary
+from nvcli.kernels.triton.elementwise import activation, embedding, gates, norm, rotary
 
 pytestmark = [*MARKS, pytest.mark.parametrize("dtype", DTYPES)]
 

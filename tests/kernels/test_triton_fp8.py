@@ -17,10 +17,10 @@ from nvcli.kernels import fp8 as reference
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
 from nvcli.kernels.fp8 import quantise_weight
 from nvcli.kernels.fp8_types import FP8, QuantisedRows
-from nvcli.kernels.triton import fp8, norm
-from nvcli.kernels.triton.fp8_linear import fp8_linear
-from nvcli.kernels.triton.launch_rule import Kind, choose
-from nvcli.kernels.triton.product_launch import ProductLaunch
+from nvcli.kernels.triton.elementwise import fp8, norm
+from nvcli.kernels.triton.products.fp8_linear import fp8_linear
+from nvcli.kernels.triton.products.launch_rule import Kind, choose
+from nvcli.kernels.triton.products.product_launch import ProductLaunch
 from nvcli.kernels.weight_formats import FP8Scaling
 
 HAS_UNITS = HAS_GPU and torch.cuda.get_device_capability() >= (8, 9)

@@ -9,11 +9,11 @@ import torch
 from sampling_rows import token_uniforms as uniforms_of_kernels
 
 from kernel_device import DTYPES, TOLERANCE, captured
+from nvcli.core.messages import NOT_FINITE
 from nvcli.kernels import activation, candidates, norm, rotary, sampling
 from nvcli.kernels.philox import token_uniforms
 from nvcli.kernels.prepare_inputs import keep_tokens
 from nvcli.kernels.sampling_columns import MAX_CANDIDATES, SamplingColumns
-from nvcli.messages import NOT_FINITE
 
 pytestmark = pytest.mark.gpu
 
@@ -139,7 +139,7 @@ def test_sampler_follows_softmax() -> None:
 @pytest.mark.parametrize("scale", [0.7, 4.0])
 def test_thresholds(dtype: torch.dtype, scale: float) -> None:
     """Thresholds by the search over the row, and for a small top-k by the lists, against a sort."""
-    from nvcli.kernels.triton import top_k_top_p
+    from nvcli.kernels.triton.sampling import top_k_top_p
 
     columns, slots, positions = parameters(512)
     logits = random_logits(512, dtype, scale)
@@ -269,10 +269,10 @@ def test_broken_rows_in_a_graph_get_no_token(dtype: torch.dtype) -> None:
 
 
 def test_no_batch_size_compiles_anew() -> None:
-    from nvcli.kernels.triton import norm as norm_kernels
-    from nvcli.kernels.triton import prepare_inputs as input_kernels
-    from nvcli.kernels.triton import sampling as sampling_kernels
-    from nvcli.kernels.triton import top_k_top_p as threshold_kernels
+    from nvcli.kernels.triton.elementwise import norm as norm_kernels
+    from nvcli.kernels.triton.elementwise import prepare_inputs as input_kernels
+    from nvcli.kernels.triton.sampling import sampling as sampling_kernels
+    from nvcli.kernels.triton.sampling import top_k_top_p as threshold_kernels
 
     kernels = [
         norm_kernels._rms_norm_kernel,

@@ -12,7 +12,7 @@ from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS
 from nvcli.kernels import philox as philox_reference
 from nvcli.kernels import sampling as reference
 from nvcli.kernels.sampling_columns import SamplingColumns
-from nvcli.kernels.triton import sampling, top_k_top_p
+from nvcli.kernels.triton.sampling import sampling, top_k_top_p
 
 pytestmark = MARKS
 

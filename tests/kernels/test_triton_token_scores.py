@@ -8,7 +8,7 @@ from test_token_scores import random_logits
 
 from kernel_device import DEVICE, DTYPES, MARKS, TOLERANCE
 from nvcli.kernels.token_scores import shard_scores
-from nvcli.kernels.triton.token_scores import token_scores
+from nvcli.kernels.triton.sampling.token_scores import token_scores
 
 pytestmark = MARKS
 

@@ -7,9 +7,9 @@ import torch
 
 from kernel_device import DEVICE, HAS_GPU, MARKS
 from nvcli.kernels import w4
-from nvcli.kernels.triton import w4_linear as kernels
-from nvcli.kernels.triton.product_launch import Kind, ProductLaunch
-from nvcli.kernels.triton.w4_linear import LINEAR
+from nvcli.kernels.triton.products import w4_linear as kernels
+from nvcli.kernels.triton.products.product_launch import Kind, ProductLaunch
+from nvcli.kernels.triton.products.w4_linear import LINEAR
 from nvcli.kernels.weight_formats import W4Format
 
 pytestmark = MARKS

@@ -11,9 +11,9 @@ import torch
 pytest.importorskip("triton")
 
 from nvcli.kernels.expert_types import ExpertMatrix
-from nvcli.kernels.triton import expert_launches, hopper_w4, w4_linear
-from nvcli.kernels.triton.product_launch import HopperW4Launch, Kind
-from nvcli.kernels.triton.w4_linear import HOPPER_EXPERT_ROWS, HOPPER_ROWS, LINEAR
+from nvcli.kernels.triton.products import expert_launches, hopper_w4, w4_linear
+from nvcli.kernels.triton.products.product_launch import HopperW4Launch, Kind
+from nvcli.kernels.triton.products.w4_linear import HOPPER_EXPERT_ROWS, HOPPER_ROWS, LINEAR
 from nvcli.kernels.weight_formats import W4Format
 
 GROUP_128 = W4Format("integer", 128)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from held_engine import MakeLLM
-from nvcli.config import JobConfig
+from nvcli.core.config import JobConfig
 from nvcli.errors import ConfigError
 from nvcli.llm.answer import Answer
 from nvcli.llm.chat import HELP, Chat, run_chat

@@ -15,7 +15,7 @@ import pytest
 
 from held_engine import MakeLLM
 from nvcli import SamplingParams
-from nvcli.config import RunConfig
+from nvcli.core.config import RunConfig
 from nvcli.errors import ConfigError, RowError
 from nvcli.llm.keywords import HARMLESS, NO_EFFECT, understood_settings
 from nvcli.llm.llm import LLM

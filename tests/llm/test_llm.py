@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 
 from held_engine import HeldEngine, MakeLLM
-from nvcli.config import JobConfig, RunConfig
+from nvcli.core.config import JobConfig, RunConfig
 from nvcli.errors import ClosedError, ConfigError, LoadError, RowError, WorkerError
-from nvcli.job_run import plan
-from nvcli.job_run.generate import generate
-from nvcli.job_run.progress.display import Progress
+from nvcli.job.progress.display import Progress
+from nvcli.job.run import plan
+from nvcli.job.run.generate import generate
 from nvcli.llm.answer import Answer
 from nvcli.llm.llm import LLM, Answers
 

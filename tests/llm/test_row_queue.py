@@ -8,7 +8,7 @@ import time
 import pytest
 
 from nvcli.errors import RowError
-from nvcli.jobs.job import JobResult, RowContext, failed
+from nvcli.job.job import JobResult, RowContext, failed
 from nvcli.llm import call as call_module
 from nvcli.llm.call import Call
 from nvcli.llm.rows import FIRST_BATCH_ROWS, MAX_QUEUED_ROWS, RowQueue

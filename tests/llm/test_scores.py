@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from model_engine import ModelEngine, write_byte_model
-from nvcli.config import RunConfig
+from nvcli.core.config import RunConfig
+from nvcli.core.validation import convert
 from nvcli.errors import ConfigError
 from nvcli.llm.llm import LLM
-from nvcli.validation import convert
 
 pytestmark = pytest.mark.usefixtures("tokenizer")  # imports transformers once
 

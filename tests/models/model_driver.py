@@ -12,12 +12,12 @@ from batches import Blocks, RequestState, make_batch
 from nvcli.attention.backend import AttentionCase
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.attention.selection import select_backend
-from nvcli.distributed.stage import WHOLE, Stage
-from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.models.config import load_model_config
 from nvcli.models.kv_groups import kv_groups
 from nvcli.models.loader import load_weights
 from nvcli.models.registry import build_model
+from nvcli.worker.distributed.stage import WHOLE, Stage
+from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
 CPU = torch.device("cpu")
 

@@ -9,12 +9,12 @@ import torch
 from model_driver import CPU
 from torch import Tensor
 
-from nvcli.distributed.stage import WHOLE, Stage
-from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import load_model_config
 from nvcli.models.loader import load_weights
 from nvcli.models.registry import build_model
+from nvcli.worker.distributed.stage import WHOLE, Stage
+from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
 
 def load_model(

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from checkpoints import write_tiny_model
 from family_shapes import SHAPES
-from nvcli.doctor.model_probe import check_tensors
 from nvcli.errors import LoadError
+from nvcli.tools.doctor.model_probe import check_tensors
 
 FILE = "model.safetensors"
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from nvcli.bench.shapes import SHAPES
 from nvcli.demo import demo_path
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.config import load_model_config
+from nvcli.tools.bench.shapes import SHAPES
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 

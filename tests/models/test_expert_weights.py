@@ -18,13 +18,13 @@ from torch import Tensor
 from checkpoints import edit_json, edit_weights, write_tiny_model
 from expert_shapes import GPT_OSS
 from model_facts import attention_of
-from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.config import load_model_config
 from nvcli.models.geometry import model_tensors
 from nvcli.models.loader import init_random_weights, load_weights
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.registry import build_model
+from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
 EXPERTS = "model.layers.{}.mlp.experts."
 SHAPE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}

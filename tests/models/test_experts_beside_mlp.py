@@ -11,13 +11,13 @@ from torch import Tensor
 
 from checkpoints import edit_weights, write_tiny_model
 from expert_shapes import EXPERT_SHAPES
-from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.errors import LoadError
 from nvcli.kernels.norm import rms_norm
 from nvcli.models.checkpoint_check import check_tensors, read_model_tensors
 from nvcli.models.config import load_model_config
 from nvcli.models.loader import init_random_weights
 from nvcli.models.registry import build_model
+from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
 
 @pytest.fixture(scope="module")

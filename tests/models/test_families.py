@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 from checkpoints import tiny_model_config, write_tiny_model
 from family_shapes import SHAPES as FAMILY_SHAPES
 from model_facts import attention_of, rope_of, windows_of
-from nvcli.bench.shapes import SHAPES
 from nvcli.cli.main import app
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.families.catalogue import FAMILIES
+from nvcli.tools.bench.shapes import SHAPES
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

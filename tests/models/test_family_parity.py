@@ -17,10 +17,10 @@ from batches import RequestState, make_batch
 from checkpoints import reference_logits_of, write_tiny_model
 from expert_shapes import EXPERT_SHAPES
 from family_shapes import LONGEST_SHORT_RUN, SHAPES
-from nvcli.distributed.stage import Stage
-from nvcli.distributed.tensor_parallel import StageState, TensorParallelGroup
 from nvcli.models.config import load_model_config
 from nvcli.models.mixers.experts import ExpertsConfig
+from nvcli.worker.distributed.stage import Stage
+from nvcli.worker.distributed.tensor_parallel import StageState, TensorParallelGroup
 from tensor_parallel_ranks import run_ranks
 
 LENGTH = LONGEST_SHORT_RUN

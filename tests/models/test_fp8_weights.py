@@ -21,9 +21,7 @@ from torch import Tensor, nn
 from batches import RequestState, make_batch
 from checkpoints import reference_logits, reference_model, write_tiny_model
 from family_shapes import SHAPES
-from nvcli.config_types import FP8Accumulation
-from nvcli.distributed.stage import WHOLE, Stage
-from nvcli.distributed.tensor_parallel import TensorParallelGroup
+from nvcli.core.config_types import FP8Accumulation
 from nvcli.errors import ConfigError
 from nvcli.kernels import fp8
 from nvcli.kernels.fp8 import dequantise_weight, quantise, quantise_weight
@@ -37,6 +35,8 @@ from nvcli.models.loader import init_random_weights
 from nvcli.models.parallel import ShardedLinear
 from nvcli.models.registry import build_model
 from nvcli.sizing.weights import weight_bytes
+from nvcli.worker.distributed.stage import WHOLE, Stage
+from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 from quantised_checkpoints import FORMATS, fp8_blocks, unstack_experts, write_quantised
 
 SIZES = {

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import pytest
 
 from hub_process import run_with_hub
+from nvcli.core.system.hub_access import DownloadSize
 from nvcli.demo import demo_path
 from nvcli.errors import LoadError
-from nvcli.hub_access import DownloadSize
 from nvcli.models.hub import check_room
 
 SHA = "a" * 40
@@ -110,7 +110,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """For each repository, what `resolve_model` gives, what the hub was asked for, and what lies in the cache then."""
     code = (
-        "from nvcli.doctor.model_files import check_model_files\n"
+        "from nvcli.tools.doctor.model_files import check_model_files\n"
         "from nvcli.errors import ConfigError, LoadError\n"
         "from nvcli.models.checkpoint import resolve_model\n"
         "for name in sys.argv[1:]:\n"

@@ -14,10 +14,10 @@ from checkpoints import tiny_model_config, write_tiny_model
 from family_shapes import SHAPES
 from model_facts import windows_of
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
-from nvcli.distributed.stage import Stage
-from nvcli.messages import MAX_KV_GROUPS, KVGroup
+from nvcli.core.messages import MAX_KV_GROUPS, KVGroup
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.kv_groups import block_bytes, blocks_needed, kv_groups, layer_specs
+from nvcli.worker.distributed.stage import Stage
 
 
 def model_of(path: Path, windows: list[int | None], **overrides: Any) -> ModelConfig:

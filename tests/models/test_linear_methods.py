@@ -10,7 +10,6 @@ from model_driver import CPU
 from torch import Tensor, nn
 
 from checkpoints import write_tiny_model
-from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.kernels.activation import Activation
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.weight_formats import FP8Scaling
@@ -19,6 +18,7 @@ from nvcli.models.loader import load_weights
 from nvcli.models.parallel import LinearMethod, LinearPiece, PlainLinearMethod, ShardedLinear
 from nvcli.models.registry import build_model
 from nvcli.models.weights import WeightSource
+from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
 
 class DoublingMethod(PlainLinearMethod):

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from batches import RequestState
 from checkpoints import edit_json, edit_weights, reference_logits, write_tiny_qwen3
-from nvcli.distributed.stage import Stage
-from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.errors import LoadError
 from nvcli.models.config import load_model_config
 from nvcli.models.loader import load_weights
 from nvcli.models.registry import build_model
+from nvcli.worker.distributed.stage import Stage
+from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
 INDEX = "model.safetensors.index.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -21,10 +21,10 @@ from batches import RequestState
 from checkpoints import edit_json, reference_logits, write_tiny_model
 from expert_shapes import GPT_OSS
 from mxfp4 import BLOCKS_FILE, SCALES_FILE, quantise
-from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.errors import LoadError
 from nvcli.kernels.mxfp4 import dequantise
 from nvcli.models.config import load_model_config
+from nvcli.worker.distributed.stage import WHOLE, Stage
 
 GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from batches import RequestState
 from checkpoints import edit_json, edit_weights, reference_logits, write_tiny_model
-from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.errors import LoadError
+from nvcli.worker.distributed.stage import WHOLE, Stage
 from quantised_checkpoints import FORMATS, compressed, unstack_experts, write_quantised
 
 Checkpoints = tuple[Path, Path]

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from batches import RequestState, make_batch
 from checkpoints import reference_logits, write_tiny_qwen3
-from nvcli.distributed.stage import Stage
-from nvcli.distributed.tensor_parallel import StageState, TensorParallelGroup
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.config import load_model_config
 from nvcli.models.loader import load_weights
 from nvcli.models.registry import build_model
+from nvcli.worker.distributed.stage import Stage
+from nvcli.worker.distributed.tensor_parallel import StageState, TensorParallelGroup
 
 
 @pytest.mark.parametrize(("num_layers", "count", "sizes"), [(4, 1, [4]), (5, 3, [2, 2, 1]), (3, 3, [1, 1, 1])])

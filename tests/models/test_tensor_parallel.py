@@ -17,9 +17,9 @@ from torch import Tensor
 
 from batches import RequestState, make_batch
 from checkpoints import write_tiny_model
-from nvcli.distributed.peer_memory import open_peer_memory
-from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.kernels.peer_memory import PeerLayout
+from nvcli.worker.distributed.peer_memory import open_peer_memory
+from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 from tensor_parallel_ranks import run_ranks
 
 SHAPES: dict[str, dict[str, Any]] = {

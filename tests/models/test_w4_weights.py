@@ -18,8 +18,6 @@ from batches import RequestState, make_batch
 from checkpoints import edit_json, reference_logits, write_tiny_model
 from expert_shapes import GPT_OSS
 from mxfp4 import quantise as quantise_experts
-from nvcli.distributed.stage import Stage
-from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.errors import ConfigError, LoadError
 from nvcli.kernels.w4 import dequantise
 from nvcli.models.config import load_model_config
@@ -27,6 +25,8 @@ from nvcli.models.loader import init_random_weights
 from nvcli.models.registry import build_model
 from nvcli.models.w4_linear import W4LinearMethod
 from nvcli.sizing.weights import weight_bytes
+from nvcli.worker.distributed.stage import Stage
+from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 from quantised_checkpoints import FORMATS, awq, gptq, packed, unstack_experts, write_quantised
 from tensor_parallel_ranks import run_ranks
 

@@ -11,7 +11,7 @@ import pyarrow
 import pytest
 
 from fake_engine import FakeEngine
-from nvcli.config import EngineConfig, load_run_config
+from nvcli.core.config import EngineConfig, load_run_config
 from nvcli.errors import ConfigError, WorkerError
 
 pytest.importorskip("ray")

@@ -18,9 +18,9 @@ from comparison.engines import ENGINES
 from comparison.job import Job, Outcome
 from comparison.main import make_job, parse_arguments
 from comparison.report import format_table, standings
-from nvcli.bench.workload import Workload
 from nvcli.demo import demo_path
 from nvcli.errors import ConfigError
+from nvcli.tools.bench.workload import Workload
 
 COMPARE = Path(__file__).parents[2] / "scripts" / "compare"
 TINY = ("--model", "demo", "--num-requests", "3", "--input-len", "4:9", "--output-len", "3:6", "--threads", "1")

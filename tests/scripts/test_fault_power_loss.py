@@ -10,8 +10,8 @@ import pytest
 
 from crash_states import CallRecorder, crash_states
 from fault_power_loss import ACTIONS, Findings, lose_power_everywhere
-from nvcli.config_types import Order
-from nvcli.jobs.output import manifest
+from nvcli.core.config_types import Order
+from nvcli.job.output import manifest
 
 
 def lose_power(tmp_path: Path, name: str, order: Order, *, num_random: int) -> Findings:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fuzz_python_rows import fuzz, rows_of
-from nvcli.jobs.rows import parser
+from nvcli.job.rows import parser
 
 
 def test_hostile_rows_of_a_program(tokenizer: object) -> None:

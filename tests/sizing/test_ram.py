@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from nvcli.bench import command as bench_command
-from nvcli.bench.shapes import write_shape
-from nvcli.config import RunConfig
+from nvcli.core.config import RunConfig
 from nvcli.errors import CapacityError
-from nvcli.job_run import plan
-from nvcli.job_run.resolve import resolve_engine_config, resolve_job
-from nvcli.jobs.row_set import AnsweredRows
+from nvcli.job.row_set import AnsweredRows
+from nvcli.job.run import plan
+from nvcli.job.run.resolve import resolve_engine_config, resolve_job
 from nvcli.models.config import load_model_config
-from nvcli.profile import command as profile_command
 from nvcli.sizing.ram import check_ram
+from nvcli.tools.bench import command as bench_command
+from nvcli.tools.bench.shapes import write_shape
+from nvcli.tools.profile import command as profile_command
 from weightless_model import write_weightless_model
 
 PARAMETERS = 8_190_735_360

@@ -7,12 +7,9 @@ from pathlib import Path
 import pytest
 
 from fake_runners import engine_config
-from nvcli.bench.shapes import write_shape
-from nvcli.job_run.planning.job_time import Lengths, gpu_speed, replica_seconds
+from nvcli.job.planning.job_time import Lengths, gpu_speed, replica_seconds
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.kv_groups import block_bytes, group_bytes
-from nvcli.profile.profile import profile_from_config
-from nvcli.profile.report import format_profile
 from nvcli.sizing.costs import model_costs
 from nvcli.sizing.kv_cache import (
     blocks_held,
@@ -23,6 +20,9 @@ from nvcli.sizing.kv_cache import (
     state_blocks,
     tokens_in,
 )
+from nvcli.tools.bench.shapes import write_shape
+from nvcli.tools.profile.profile import profile_from_config
+from nvcli.tools.profile.report import format_profile
 
 
 def shape(name: str, folder: Path) -> ModelConfig:

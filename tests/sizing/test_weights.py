@@ -11,15 +11,15 @@ import torch
 from checkpoints import FAMILIES, write_tiny_model
 from fake_runners import engine_config
 from nvcli.attention.spec import AttentionSpec
-from nvcli.bench.shapes import write_shape
-from nvcli.distributed.stage import WHOLE, Stage
-from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.models.config import load_model_config
 from nvcli.models.geometry import model_tensors
 from nvcli.models.kv_groups import block_bytes
 from nvcli.models.registry import build_model
 from nvcli.sizing.memory import estimate
 from nvcli.sizing.weights import largest_stage, weight_bytes
+from nvcli.tools.bench.shapes import write_shape
+from nvcli.worker.distributed.stage import WHOLE, Stage
+from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
 
 def group_of(rank: int, size: int) -> TensorParallelGroup:

@@ -11,20 +11,20 @@ import pytest
 
 from checkpoints import tiny_model_config
 from fake_runners import engine_config
-from nvcli.bench.roofline import work_of
-from nvcli.bench.shapes import write_shape
+from nvcli.core.messages import EngineReady, ForwardMode
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.engine_process import scheduler_limits
 from nvcli.engine.request import StepRecord
 from nvcli.engine.scheduler import Scheduler
-from nvcli.messages import EngineReady, ForwardMode
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.kv_groups import kv_groups
 from nvcli.models.mixers.mixer import MixerCosts
 from nvcli.sizing.costs import model_costs
 from nvcli.sizing.kv_cache import block_bytes, blocks_held, blocks_of_request, max_blocks, tokens_in
 from nvcli.sizing.memory import estimate
+from nvcli.tools.bench.roofline import work_of
+from nvcli.tools.bench.shapes import write_shape
 from requests_factory import make_request
 from scheduler_engine import InstantExecutor
 

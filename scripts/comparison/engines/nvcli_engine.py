@@ -8,12 +8,12 @@ from itertools import count
 from pathlib import Path
 
 from comparison.job import Job, Rows
-from nvcli.config import RunConfig
+from nvcli.core.config import RunConfig
+from nvcli.core.messages import pack, unpack
+from nvcli.core.sampling_params import SamplingParams
 from nvcli.engine.client import EngineClient
 from nvcli.engine.request import Request
-from nvcli.job_run.resolve import load_model, resolve_engine_config
-from nvcli.messages import pack, unpack
-from nvcli.sampling_params import SamplingParams
+from nvcli.job.run.resolve import load_model, resolve_engine_config
 
 
 @contextmanager

@@ -233,7 +233,7 @@ class KVCache:
         """Copy keys and values from block to block, in all layers."""
         spec = self.spec
         if spec.is_uniform and self.data.is_cuda:
-            from nvcli.kernels.triton import key_copies
+            from nvcli.kernels.triton.attention import key_copies
 
             # Blocks of all groups lie alike. A group with fewer layers than others has blocks with unused ends.
             first = next(group[0] for group in spec.group_layers if group)

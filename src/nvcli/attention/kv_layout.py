@@ -38,7 +38,8 @@ def token_bytes(num_kv_heads: int, head_dim: int, dtype: KVDtype) -> int:
 
 
 def scratch_tokens(max_model_len: int, max_num_seqs: int) -> int:
-    """The tokens that a prefill scratch (`kernels/triton/prefill_scratch.py`) has room for, a multiple of the unit.
+    """The tokens that a prefill scratch (`kernels/triton/attention/prefill_scratch.py`) has room for, a multiple of
+    the unit.
 
     A step's chunks rarely see more together than the minimum, 256 MiB for the 8 KV heads of Qwen3-8B, except where
     requests are longer; then a longest one fits, up to a limit. Longer ones are attended more slowly.

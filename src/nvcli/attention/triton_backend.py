@@ -28,7 +28,7 @@ class TritonBackend(AttentionBackend):
     def __init__(self, case: AttentionCase) -> None:
         # Triton is imported only by runs that use it.
         from nvcli.attention.triton_kernels import ChunkedPrefill, SegmentedDecode, attention_shape, layer_inputs
-        from nvcli.kernels.triton.decode_attention import DecodeAttention
+        from nvcli.kernels.triton.attention.decode_attention import DecodeAttention
 
         self._inputs = layer_inputs
         windows: dict[Geometry, set[int | None]] = {}

@@ -16,16 +16,16 @@ from nvcli.attention.backend import AttentionCase, AttentionLayer
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.kv_layout import scratch_tokens
 from nvcli.attention.spec import AttentionSpec, Geometry
-from nvcli.kernels.triton import prefill_choice
-from nvcli.kernels.triton.attention_launch import AttentionShape, LayerInputs
-from nvcli.kernels.triton.decode_attention import DecodeAttention
-from nvcli.kernels.triton.decode_work_list import DecodeWorkList
-from nvcli.kernels.triton.prefill_attention import PrefillAttention, PrefillKind
-from nvcli.kernels.triton.prefill_choice import PrefillKernel, TileLists, attends_prefixes, attends_segments
-from nvcli.kernels.triton.prefill_tiles import Chunks, PrefillTiles, TilePart
-from nvcli.kernels.triton.segment_attention import SegmentAttention
-from nvcli.kernels.triton.segment_merge import merge_segments
-from nvcli.kernels.triton.segment_work_list import SegmentWorkList
+from nvcli.kernels.triton.attention import prefill_choice
+from nvcli.kernels.triton.attention.attention_launch import AttentionShape, LayerInputs
+from nvcli.kernels.triton.attention.decode_attention import DecodeAttention
+from nvcli.kernels.triton.attention.decode_work_list import DecodeWorkList
+from nvcli.kernels.triton.attention.prefill_attention import PrefillAttention, PrefillKind
+from nvcli.kernels.triton.attention.prefill_choice import PrefillKernel, TileLists, attends_prefixes, attends_segments
+from nvcli.kernels.triton.attention.prefill_tiles import Chunks, PrefillTiles, TilePart
+from nvcli.kernels.triton.attention.segment_attention import SegmentAttention
+from nvcli.kernels.triton.attention.segment_merge import merge_segments
+from nvcli.kernels.triton.attention.segment_work_list import SegmentWorkList
 
 _PARTS = TilePart.PREFIX, TilePart.REST, TilePart.OTHERS
 """Prefix first; the rest continues its softmax."""

@@ -19,20 +19,20 @@ import typer
 
 from nvcli.cli.messages import Interrupted, OutputGone, say
 from nvcli.cli.options import Limit, Overwrite, Settings, ShardName
+from nvcli.core.flags import OTHER, ROWS, Flag
+from nvcli.core.task_config import Task
 from nvcli.errors import ConfigError, NvcliError, reworded
-from nvcli.flags import OTHER, ROWS, Flag
-from nvcli.task_config import Task
 
 if TYPE_CHECKING:
-    from nvcli.config import RunConfig
-    from nvcli.config_source import ConfigSource
-    from nvcli.job_run.engine_ahead import EngineAhead
-    from nvcli.job_run.engines import EngineSet
-    from nvcli.job_run.progress.display import Progress, Verbosity
-    from nvcli.job_run.progress.summary import Summary
-    from nvcli.job_run.report.build import ReportFile
-    from nvcli.job_run.resolve import ResolvedJob
-    from nvcli.jobs.shard import Shard
+    from nvcli.core.config import RunConfig
+    from nvcli.core.config_source import ConfigSource
+    from nvcli.job.progress.display import Progress, Verbosity
+    from nvcli.job.progress.summary import Summary
+    from nvcli.job.report.build import ReportFile
+    from nvcli.job.run.engine_ahead import EngineAhead
+    from nvcli.job.run.engines import EngineSet
+    from nvcli.job.run.resolve import ResolvedJob
+    from nvcli.job.shard import Shard
 
 Error = TypeVar("Error", bound=BaseException)
 
@@ -92,17 +92,17 @@ def run_job(inputs: Sequence[str], options: JobOptions, settings: Settings, task
     the model is loaded once. `task` overrides the configuration's. Raises what `job_run.generate` raises, with the
     command that continues the job if there is one, Interrupted and OutputGone.
     """
-    from nvcli.jobs.shard import choose_shard
+    from nvcli.job.shard import choose_shard
 
     shard = None if options.shard is None else choose_shard(options.shard, os.environ)
     run, source = settings.load_sourced(task=task)
     if options.dry_run:
-        from nvcli.check.check import CheckOptions
         from nvcli.cli.check_report import run_check
+        from nvcli.tools.check.check import CheckOptions
 
         check = CheckOptions(limit=options.limit, shard=shard)
         run_check(run, source, inputs=inputs, output=options.output, options=check)
-    from nvcli.job_run.engine_ahead import EngineAhead
+    from nvcli.job.run.engine_ahead import EngineAhead
 
     verbosity = options.verbosity
     with contextlib.closing(EngineAhead()) as ahead:
@@ -124,9 +124,9 @@ class _Jobs:
 
     def answer(self, inputs: Sequence[str]) -> int:
         """Answer the rows and return the exit code."""
-        from nvcli.job_run.engines import EngineSet
-        from nvcli.job_run.resolve import resolve_job
-        from nvcli.jobs.files import folder_made, split_outputs
+        from nvcli.job.files import folder_made, split_outputs
+        from nvcli.job.run.engines import EngineSet
+        from nvcli.job.run.resolve import resolve_job
 
         each = split_outputs(inputs, self.options.output, self.shard)
         progress, reports = self._open_displays(inputs, each)
@@ -175,10 +175,10 @@ class _Jobs:
         """Do one job, and report the outcome. `engines` and `job` are those of `generate`: the job is one of
         several."""
         from nvcli.errors import HopelessJob, OutputError, TooManyErrors, WorkerError
-        from nvcli.job_run.early_end import go_on_hint, next_steps, resume_hint
-        from nvcli.job_run.generate import generate
-        from nvcli.job_run.progress.summary import format_summary
-        from nvcli.jobs.output.sink import OutputClosed
+        from nvcli.job.output.sink import OutputClosed
+        from nvcli.job.progress.summary import format_summary
+        from nvcli.job.run.early_end import go_on_hint, next_steps, resume_hint
+        from nvcli.job.run.generate import generate
 
         begun = threading.Event()
 
@@ -223,10 +223,10 @@ class _Jobs:
 
         None of these files may be an input or output of the jobs.
         """
-        from nvcli.job_run.progress.display import make_progress
-        from nvcli.job_run.progress.status_file import SideFile, StatusFile
-        from nvcli.job_run.report.build import ReportFile
-        from nvcli.jobs.files import is_terminal, job_files
+        from nvcli.job.files import is_terminal, job_files
+        from nvcli.job.progress.display import make_progress
+        from nvcli.job.progress.status_file import SideFile, StatusFile
+        from nvcli.job.report.build import ReportFile
 
         options = self.options
         path, status_file = options.report, None

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from nvcli.cli.messages import output_gone, say
-from nvcli.config import JobConfig, RunConfig
-from nvcli.terminal_text import harmless
+from nvcli.core.config import JobConfig, RunConfig
+from nvcli.core.system.terminal_text import harmless
 
 if TYPE_CHECKING:
     from nvcli.llm.answer import Answer
@@ -32,7 +32,7 @@ def load_for_person(run: RunConfig, *, num_requests: int, needs_chat_template: b
 
     The keywords are those of `LLM.from_config`.
     """
-    from nvcli.job_run.engine_ahead import EngineAhead
+    from nvcli.job.run.engine_ahead import EngineAhead
 
     if sys.stderr.isatty():
         say(f"loading {run.model} …")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from nvcli.bench.options import BenchOptions
 from nvcli.cli.messages import say, say_failure
 from nvcli.cli.options import AsJson, Settings, keys_of, with_options
+from nvcli.tools.bench.options import BenchOptions
 
 
 @with_options(*keys_of("", without=("device", "seed")))
@@ -29,9 +29,9 @@ def bench(*, settings: Settings, options: BenchOptions, as_json: AsJson = False)
     """
     run = settings.load(shape=options.shape)
 
-    from nvcli.bench.command import run_bench
-    from nvcli.bench.report import format_json, format_result
     from nvcli.errors import ModelError, WorkerError
+    from nvcli.tools.bench.command import run_bench
+    from nvcli.tools.bench.report import format_json, format_result
 
     try:
         result = run_bench(run, options, say=say)

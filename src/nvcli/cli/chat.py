@@ -34,7 +34,7 @@ def chat(*, settings: Settings) -> None:
 
     run = settings.load()
 
-    from nvcli.end_signals import at_safe_place
+    from nvcli.core.system.end_signals import at_safe_place
     from nvcli.llm.chat import Chat, run_chat
 
     run = config_for_person(run)

@@ -11,8 +11,8 @@ from msgspec import Meta
 
 from nvcli.cli.check_report import run_check
 from nvcli.cli.options import AsJson, Limit, Settings, ShardName, keys_of, with_options
-from nvcli.config_types import PositiveInt
-from nvcli.flags import MODEL, RESULT, WORKLOAD, Flag
+from nvcli.core.config_types import PositiveInt
+from nvcli.core.flags import MODEL, RESULT, WORKLOAD, Flag
 
 
 @with_options(*keys_of("", "job", "sampling", without=("device",)))
@@ -55,9 +55,9 @@ def check(
       nvcli check 'data/*.jsonl' -m Qwen/Qwen3-32B --gpu h200 --gpus 4 --answer-tokens 800
       nvcli check questions.jsonl -m demo --max-tokens 64 --json | jq .errors
     """
-    from nvcli.check.check import CheckOptions
-    from nvcli.check.machine import named_gpus
-    from nvcli.jobs.shard import choose_shard
+    from nvcli.job.shard import choose_shard
+    from nvcli.tools.check.check import CheckOptions
+    from nvcli.tools.check.machine import named_gpus
 
     options = CheckOptions(
         limit=limit,

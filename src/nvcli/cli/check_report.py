@@ -12,9 +12,9 @@ import typer
 from nvcli.cli.messages import Interrupted
 
 if TYPE_CHECKING:
-    from nvcli.check.check import CheckOptions
-    from nvcli.config import RunConfig
-    from nvcli.config_source import ConfigSource
+    from nvcli.core.config import RunConfig
+    from nvcli.core.config_source import ConfigSource
+    from nvcli.tools.check.check import CheckOptions
 
 
 def run_check(
@@ -30,7 +30,7 @@ def run_check(
 
     If `output` is a folder, each input is a job. Raises what `check_job` raises, and the error that ended its reading.
     """
-    from nvcli.jobs.files import STREAM, is_folder, split_outputs
+    from nvcli.job.files import STREAM, is_folder, split_outputs
 
     codes = {0}
     jobs = split_outputs(inputs, output, options.shard)
@@ -52,17 +52,17 @@ def _check(
     as_json: bool,
 ) -> int:
     """Check one job, print the report, and return the exit code."""
-    from nvcli.check.check import check_job
-    from nvcli.check.progress import CheckProgress
+    from nvcli.tools.check.check import check_job
+    from nvcli.tools.check.progress import CheckProgress
 
     done = check_job(run, source, inputs=inputs, output=output, options=options, progress=CheckProgress(sys.stderr))
     report = done.report
     if as_json:
-        from nvcli.check.report import format_json
+        from nvcli.tools.check.report import format_json
 
         typer.echo(format_json(report))
     else:
-        from nvcli.check.report import print_report
+        from nvcli.tools.check.report import print_report
 
         print_report(report, sys.stdout)
     if isinstance(done.ended_by, KeyboardInterrupt):

@@ -11,8 +11,8 @@ from msgspec import Meta
 
 from nvcli.cli.messages import say
 from nvcli.cli.options import AsJson, Settings, with_options
-from nvcli.config_types import PositiveInt
-from nvcli.flags import MODEL, ROWS, Flag
+from nvcli.core.config_types import PositiveInt
+from nvcli.core.flags import MODEL, ROWS, Flag
 
 
 @with_options(
@@ -48,10 +48,10 @@ def compare_quality(
       nvcli compare-quality questions.jsonl -m Qwen/Qwen3-8B --set-b kv_cache_dtype=fp8
       nvcli compare-quality book.txt -m Qwen/Qwen3-8B --set-b model=Qwen/Qwen3-8B-FP8
     """
-    from nvcli.config import flag_keys, load_run_config
-    from nvcli.config_file import find_config_file
-    from nvcli.quality.compare import compare_quality as run_comparison
-    from nvcli.quality.report import format_json, format_report
+    from nvcli.core.config import flag_keys, load_run_config
+    from nvcli.core.config_file import find_config_file
+    from nvcli.tools.quality.compare import compare_quality as run_comparison
+    from nvcli.tools.quality.report import format_json, format_report
 
     run_a = settings.load()
     file_b = settings.file if config_b is None else find_config_file(config_b)

@@ -17,21 +17,21 @@ def models(incomplete: str) -> list[str]:
 
 def shapes(incomplete: str) -> list[str]:
     """Complete the name of a known shape."""
-    from nvcli.bench.shapes import SHAPES
+    from nvcli.tools.bench.shapes import SHAPES
 
     return [name for name in SHAPES if name.startswith(incomplete)]
 
 
 def gpus(incomplete: str) -> list[str]:
     """Complete a kind of GPU, for estimates of jobs."""
-    from nvcli.check.machine import GPUS
+    from nvcli.tools.check.machine import GPUS
 
     return [name for name in GPUS if name.startswith(incomplete)]
 
 
 def keys(incomplete: str) -> list[str]:
     """Complete a key of the configuration, followed by the equals sign that `--set` needs."""
-    from nvcli.config import all_keys
+    from nvcli.core.config import all_keys
 
     return [f"{name}=" for name in all_keys() if name.startswith(incomplete)]
 

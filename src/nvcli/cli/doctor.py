@@ -10,7 +10,7 @@ import typer
 from msgspec import Meta
 
 from nvcli.cli.options import AsJson, Settings, keys_of, with_options
-from nvcli.flags import RESULT, Flag
+from nvcli.core.flags import RESULT, Flag
 
 
 @with_options(*keys_of("", without=("seed",)))
@@ -37,9 +37,9 @@ def doctor(
       nvcli doctor -c configs/h200-qwen3-8b.yaml -o /data/answers.jsonl
       nvcli doctor --device cpu --tp 2 --json | jq '.findings[] | select(.level == "problem")'
     """
-    from nvcli.doctor.examination import examine
-    from nvcli.doctor.findings import Level, count
-    from nvcli.doctor.report import format_json, format_verdict, print_section
+    from nvcli.tools.doctor.examination import examine
+    from nvcli.tools.doctor.findings import Level, count
+    from nvcli.tools.doctor.report import format_json, format_verdict, print_section
 
     run = settings.load(needs_model=False)
     sections = []

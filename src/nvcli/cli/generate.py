@@ -10,7 +10,7 @@ import typer
 from nvcli.cli.answer_files import JobOptions, run_job
 from nvcli.cli.options import Settings, keys_of, with_options
 from nvcli.cli.prompt import answer_prompts, check_prompt_options
-from nvcli.flags import PROMPTS, Flag
+from nvcli.core.flags import PROMPTS, Flag
 
 
 @with_options(*keys_of("", "job", "sampling", without=("device",)))

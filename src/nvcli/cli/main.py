@@ -26,8 +26,8 @@ from nvcli.cli.profile_memory import profile_memory
 from nvcli.cli.score import embed, score
 from nvcli.cli.show import show
 from nvcli.cli.usage_hints import usage_message
-from nvcli.end_signals import handle_end_signals, watch_main_thread
-from nvcli.standard_streams import secure_standard_streams
+from nvcli.core.system.end_signals import handle_end_signals, watch_main_thread
+from nvcli.core.system.standard_streams import secure_standard_streams
 
 _GENERATE_EXIT_CODES = """Exit codes: 0 every row was answered; 1 some rows carry errors; 2 usage, configuration or
 model; 3 the engine or the disk failed, or a file was changed; 130 interrupted. After 1 by --max-errors, 3 and 130 the
@@ -72,7 +72,7 @@ for _command, _short_help, _exit_codes in (
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from nvcli.versions import describe_versions
+        from nvcli.core.system.versions import describe_versions
 
         typer.echo(describe_versions())
         raise typer.Exit

@@ -9,7 +9,7 @@ import typer
 
 from nvcli.cli.messages import OutputGone, say
 from nvcli.cli.options import Overwrite, with_options
-from nvcli.flags import ROWS, Flag
+from nvcli.core.flags import ROWS, Flag
 
 
 @with_options()
@@ -35,9 +35,9 @@ def merge(
       nvcli merge 'answers/*.shard-*' -o joined/
       nvcli merge 'questions.shard-*.out.jsonl' --allow-missing -o - | wc -l
     """
-    from nvcli.jobs.files import folder_made
-    from nvcli.jobs.output.shard_outputs import split_shards
-    from nvcli.process_limits import check_process
+    from nvcli.core.system.process_limits import check_process
+    from nvcli.job.files import folder_made
+    from nvcli.job.output.shard_outputs import split_shards
 
     check_process()
     jobs = split_shards(outputs, output)
@@ -48,8 +48,8 @@ def merge(
 
 def _merge(shards: Sequence[str], output: str, *, overwrite: bool, allow_missing: bool) -> bool:
     """Join the shards of one job, report the outcome, and return whether all of its rows are answered."""
-    from nvcli.jobs.output.merge import merge_outputs
-    from nvcli.jobs.output.sink import OutputClosed
+    from nvcli.job.output.merge import merge_outputs
+    from nvcli.job.output.sink import OutputClosed
 
     try:
         merged = merge_outputs(shards, output, overwrite=overwrite, allow_missing=allow_missing, note=say)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from nvcli.terminal_text import without_secrets
+from nvcli.core.system.terminal_text import without_secrets
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,7 +42,7 @@ def choose_config_file(named: Path | None) -> Path | None:
 
     Says so even with --quiet: the file may change everything that a command does.
     """
-    from nvcli.config_file import NO_FILE, find_config_file
+    from nvcli.core.config_file import NO_FILE, find_config_file
 
     path = find_config_file(named)
     if named is None and path is not None:
@@ -58,6 +58,6 @@ def say_error(text: str) -> None:
 
 def say_failure(error: NvcliError) -> None:
     """Print an error as one line. A traceback that is not saved yet goes into a file, which the line names."""
-    from nvcli.job_run.early_end import keep_traceback
+    from nvcli.job.run.early_end import keep_traceback
 
     say_error(str(keep_traceback(error)))

@@ -22,15 +22,15 @@ from typer.core import TyperCommand
 
 from nvcli.cli import completion
 from nvcli.cli.messages import choose_config_file
-from nvcli.config import RunConfig, key_fields, load_sourced_config
+from nvcli.core.config import RunConfig, key_fields, load_sourced_config
+from nvcli.core.flags import GROUPS, OTHER, RESULT, ROWS, Flag, FlaggedField, flag_of, flagged_fields
+from nvcli.core.system.process_limits import check_process
+from nvcli.core.task_config import Task
+from nvcli.core.validation import InvalidValue, convert, describe
 from nvcli.errors import ConfigError
-from nvcli.flags import GROUPS, OTHER, RESULT, ROWS, Flag, FlaggedField, flag_of, flagged_fields
-from nvcli.process_limits import check_process
-from nvcli.task_config import Task
-from nvcli.validation import InvalidValue, convert, describe
 
 if TYPE_CHECKING:
-    from nvcli.config_source import ConfigSource
+    from nvcli.core.config_source import ConfigSource
 
 Limit = Annotated[Annotated[int, Meta(ge=1)] | None, Flag("--limit", ROWS, "Only the first N rows.")]
 ShardName = Annotated[
@@ -236,7 +236,7 @@ def _read(field: FlaggedField, given: Mapping[str, Any]) -> Any:
 def _plain(field: FlaggedField, text: str) -> Any:
     """Return a JSON object, a number if numbers are allowed, or else the text."""
     if field.flag.example is not None:
-        from nvcli.config_source import json_object
+        from nvcli.core.config_source import json_object
 
         return json_object(field.flag.name, text, example=field.flag.example)
     if {int, float}.isdisjoint(_kinds(field.kind)):

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from nvcli.bench.options import Shape
 from nvcli.cli.messages import say
 from nvcli.cli.options import AsJson, Settings, keys_of, with_options
-from nvcli.flags import MODEL, RESULT, WORKLOAD, Flag
+from nvcli.core.flags import MODEL, RESULT, WORKLOAD, Flag
+from nvcli.tools.bench.options import Shape
 
 
 @with_options(*keys_of("", without=("device", "seed", "data_parallel_size")))
@@ -42,10 +42,10 @@ def profile_memory(
       nvcli profile-memory -m Qwen/Qwen3-32B --dry-run --gpu-memory 80GiB --tp 4
       nvcli profile-memory --shape qwen3-8b --plot memory.svg
     """
-    from nvcli.bench.plot import check_plot
-    from nvcli.profile.command import run_profile
-    from nvcli.profile.picture import print_bars, write_plot
-    from nvcli.profile.report import format_json, format_profile
+    from nvcli.tools.bench.plot import check_plot
+    from nvcli.tools.profile.command import run_profile
+    from nvcli.tools.profile.picture import print_bars, write_plot
+    from nvcli.tools.profile.report import format_json, format_profile
 
     if plot is not None:
         check_plot(plot)

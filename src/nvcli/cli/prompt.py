@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from nvcli.cli.answer_files import JobOptions
 from nvcli.cli.answers import config_for_person, load_for_person, say_if_cut, show_stream, write
 from nvcli.cli.messages import Interrupted, say, say_error
-from nvcli.config import flag_keys
+from nvcli.core.config import flag_keys
+from nvcli.core.flags import flagged_fields
 from nvcli.errors import ConfigError
-from nvcli.flags import flagged_fields
 
 if TYPE_CHECKING:
-    from nvcli.config import RunConfig
+    from nvcli.core.config import RunConfig
     from nvcli.llm.rows import Row
 
 

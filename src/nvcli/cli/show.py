@@ -15,12 +15,12 @@ from msgspec import Meta
 from nvcli.cli.messages import say
 from nvcli.cli.options import with_options
 from nvcli.cli.pager import print_pages
-from nvcli.config_types import PositiveInt
+from nvcli.core.config_types import PositiveInt
+from nvcli.core.flags import RESULT, ROWS, Flag
 from nvcli.errors import ConfigError
-from nvcli.flags import RESULT, ROWS, Flag
 
 if TYPE_CHECKING:
-    from nvcli.show.show import Selection
+    from nvcli.tools.show.show import Selection
 
 
 @with_options()
@@ -50,7 +50,7 @@ def show(
       nvcli show questions.out.jsonl --random 5
       nvcli show questions.out.jsonl --errors --json | jq -c .error
     """
-    from nvcli.show.show import Selection, choose_file
+    from nvcli.tools.show.show import Selection, choose_file
 
     selection = Selection(errors=errors, cut=length, random=at_random, limit=limit, id=row_id, index=index)
     alone = [flag for flag, value in (("--id", row_id), ("--index", index)) if value is not None]
@@ -63,9 +63,9 @@ def show(
 
 def _texts(path: Path, selection: Selection, *, output: Path, as_json: bool) -> Iterator[str]:
     """Yield a text for each row, and say so if there are none."""
-    from nvcli.show.page import Page
-    from nvcli.show.prompts import Prompts
-    from nvcli.show.show import shown_rows
+    from nvcli.tools.show.page import Page
+    from nvcli.tools.show.prompts import Prompts
+    from nvcli.tools.show.show import shown_rows
 
     page = Page(is_coloured=sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
     count = 0

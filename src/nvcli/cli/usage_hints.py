@@ -6,8 +6,8 @@ import re
 
 import typer
 
-from nvcli.config import all_keys, flag_keys
-from nvcli.other_names import commands, name_of_option, own_keys, remarks
+from nvcli.core.config import all_keys, flag_keys
+from nvcli.core.other_names import commands, name_of_option, own_keys, remarks
 
 _MARKS = {"sampling": "--max-tokens", "job": "--system", "score": "--normalize", "embed": "--pooling"}
 """Section → an option that only commands which read this section have."""

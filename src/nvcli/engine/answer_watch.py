@@ -13,8 +13,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from nvcli.core.sampling_params import MAX_INT, StopRepetition
 from nvcli.engine.request import Request, ThoughtLimit
-from nvcli.sampling_params import MAX_INT, StopRepetition
 
 LOOP_STRIDE = 16
 """Tokens between two checks of an answer for loops."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nvcli.core.messages import KVGroup
 from nvcli.engine.block_manager import BlockHash, BlockManager
 from nvcli.engine.chunk_groups import ChunkGroups, PrefixCosts
 from nvcli.engine.key_copies import KeyCopies
@@ -26,7 +27,6 @@ from nvcli.engine.shared_segments import SharedSegments
 from nvcli.engine.state import RequestState
 from nvcli.engine.state_blocks import StateBlocks, different
 from nvcli.engine.step_draft import Sharing, StepDraft
-from nvcli.messages import KVGroup
 
 
 class BlockTables:

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 import msgspec
 
 from nvcli import errors
-from nvcli.config import EngineConfig
+from nvcli.core.config import EngineConfig
+from nvcli.core.messages import EngineReady
 from nvcli.engine.protocol import (
     AbortRequests,
     AddRequests,
@@ -24,9 +25,8 @@ from nvcli.engine.protocol import (
 )
 from nvcli.engine.request import EngineStats, Request, RequestOutput, StepRecord
 from nvcli.errors import NvcliError, WorkerError
-from nvcli.executor.child_process import ChildProcess
-from nvcli.executor.ranks import MODEL_RUNNER
-from nvcli.messages import EngineReady
+from nvcli.worker.executor.child_process import ChildProcess
+from nvcli.worker.executor.ranks import MODEL_RUNNER
 
 _STOPPED_CHECK_SECONDS = 0.5
 """Seconds between two checks whether a silent engine was stopped by a signal."""

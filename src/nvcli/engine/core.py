@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
+from nvcli.core.messages import StepInput, StepOutput
 from nvcli.engine.request import EngineStats, Request, RequestOutput, StepRecord
 from nvcli.engine.scheduler import Scheduler
 from nvcli.engine.step_draft import ScheduledStep
 from nvcli.errors import CapacityError, LimitsTooHigh
-from nvcli.messages import StepInput, StepOutput
 
 if TYPE_CHECKING:
     from nvcli.engine.step_recorder import StepRecorder

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from nvcli.core.messages import pack
 from nvcli.engine.state import RequestState
-from nvcli.messages import pack
 
 
 class DecodeQueue:

@@ -9,8 +9,8 @@ from multiprocessing.connection import Connection
 
 from nvcli.engine.protocol import EngineStart
 from nvcli.errors import NvcliError
-from nvcli.executor.child_process import end_at_sigterm, end_children
-from nvcli.executor.ranks import MODEL_RUNNER, RankAhead
+from nvcli.worker.executor.child_process import end_at_sigterm, end_children
+from nvcli.worker.executor.ranks import MODEL_RUNNER, RankAhead
 
 
 def main(start: EngineStart | None, control: Connection) -> None:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from nvcli.config import EngineConfig
+from nvcli.core.config import EngineConfig
+from nvcli.core.messages import EngineReady
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.chunk_groups import PrefixCosts
 from nvcli.engine.core import EngineCore
@@ -37,10 +38,9 @@ from nvcli.engine.protocol import (
 from nvcli.engine.scheduler import Scheduler
 from nvcli.engine.segment_forest import SegmentCosts
 from nvcli.errors import NvcliError, WorkerError, first_line
-from nvcli.executor.child_process import end_at_sigterm, end_children
-from nvcli.executor.executor import Executor
-from nvcli.executor.ranks import RankAhead
-from nvcli.messages import EngineReady
+from nvcli.worker.executor.child_process import end_at_sigterm, end_children
+from nvcli.worker.executor.executor import Executor
+from nvcli.worker.executor.ranks import RankAhead
 
 if TYPE_CHECKING:
     from nvcli.engine.step_recorder import StepRecorder

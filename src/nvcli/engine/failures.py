@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from nvcli.core.messages import CONSTRAINT_FAILED, NOT_FINITE
 from nvcli.engine.state import RequestState
 from nvcli.errors import ModelError
-from nvcli.messages import CONSTRAINT_FAILED, NOT_FINITE
 
 MAX_BROKEN_PROMPTS = 16
 """The number of different prompts without a token, and none with one, after which the run ends. Rows that change

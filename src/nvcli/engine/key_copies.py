@@ -15,9 +15,9 @@ from __future__ import annotations
 from array import array
 from typing import NamedTuple
 
+from nvcli.core.messages import MOST_KEY_COPIES, pack
 from nvcli.engine.prompt_hashes import PromptHashes
 from nvcli.engine.state import RequestState
-from nvcli.messages import MOST_KEY_COPIES, pack
 
 _LEAST_TOKENS = 16
 """Minimum tokens to copy for a request whose prompt is not read: fewer are not worth one more launch."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from nvcli.core.messages import KVGroup
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.block_tables import BlockTables
 from nvcli.engine.chunk_groups import PrefixCosts
 from nvcli.engine.segment_forest import SegmentCosts
 from nvcli.errors import ConfigError
-from nvcli.messages import KVGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

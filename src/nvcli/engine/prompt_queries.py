@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from array import array
 
+from nvcli.core.messages import PromptQuery, PromptQueryResult
 from nvcli.engine.request import Pooling, PromptScoring
-from nvcli.messages import PromptQuery, PromptQueryResult
 
 
 class PromptQueries:

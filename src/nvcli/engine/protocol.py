@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from nvcli.config import EngineConfig
+from nvcli.core.config import EngineConfig
+from nvcli.core.messages import EngineReady
 from nvcli.engine.request import EngineStats, Request, RequestOutput, StepRecord
-from nvcli.messages import EngineReady
 
 
 class EngineStart(msgspec.Struct, frozen=True, kw_only=True):

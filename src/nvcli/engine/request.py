@@ -7,9 +7,9 @@ from typing import Literal
 
 import msgspec
 
-from nvcli.messages import ForwardMode, PromptQueryResult, TokenLogprobs
-from nvcli.sampling_params import SamplingParams
-from nvcli.structured import Constraint
+from nvcli.core.messages import ForwardMode, PromptQueryResult, TokenLogprobs
+from nvcli.core.sampling_params import SamplingParams
+from nvcli.core.structured import Constraint
 
 FinishReason = Literal["stop", "length", "repetition", "abort", "error"]
 

@@ -33,6 +33,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
+from nvcli.core.messages import StepOutput, pack, unpack
 from nvcli.engine import failures
 from nvcli.engine.admission import Admission
 from nvcli.engine.block_manager import BlockManager
@@ -42,7 +43,6 @@ from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import EngineStats, FinishReason, Request, RequestOutput
 from nvcli.engine.state import Prompt, RequestState
 from nvcli.engine.step_draft import ScheduledStep, StepDraft
-from nvcli.messages import StepOutput, pack, unpack
 
 _MAX_LENGTHS = 512
 

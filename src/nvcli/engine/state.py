@@ -6,12 +6,12 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from nvcli.core.messages import CONSTRAINT_FAILED, NOT_FINITE, TokenLogprobs, unpack
 from nvcli.engine.answer_watch import AnswerWatch, watch_of
 from nvcli.engine.block_manager import TOKEN_BYTES, BlockHash, hash_blocks
 from nvcli.engine.prompt_hashes import PromptHashes
 from nvcli.engine.prompt_queries import PromptQueries
 from nvcli.engine.request import FinishReason, Request, RequestOutput
-from nvcli.messages import CONSTRAINT_FAILED, NOT_FINITE, TokenLogprobs, unpack
 
 
 class Prompt:

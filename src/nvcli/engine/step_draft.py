@@ -10,10 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from nvcli.engine.chunk_groups import Arrangement, Chunk
-from nvcli.engine.shared_segments import SegmentChanges
-from nvcli.engine.state import RequestState
-from nvcli.messages import (
+from nvcli.core.messages import (
     FORBIDDEN,
     MAX_STEP_GRAMMAR_BYTES,
     NewSlot,
@@ -24,7 +21,10 @@ from nvcli.messages import (
     pack,
     unpack,
 )
-from nvcli.structured import Constraint
+from nvcli.core.structured import Constraint
+from nvcli.engine.chunk_groups import Arrangement, Chunk
+from nvcli.engine.shared_segments import SegmentChanges
+from nvcli.engine.state import RequestState
 
 
 @dataclass(slots=True)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from nvcli.core.messages import KVGroup, StepInput, StepOutput
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import StepRecord
-from nvcli.messages import KVGroup, StepInput, StepOutput
 
 _Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 

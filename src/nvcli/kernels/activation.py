@@ -18,7 +18,7 @@ Activation = Literal["silu", "gelu_tanh"]
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """Compute silu(gate) × up (SwiGLU; Shazeer, 2020). [T, 2 I] → [T, I]."""
     if gate_up.is_cuda:
-        from nvcli.kernels.triton import activation
+        from nvcli.kernels.triton.elementwise import activation
 
         return activation.silu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -28,7 +28,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     """Compute gelu(gate) × up (GEGLU) with GELU's tanh approximation. [T, 2 I] → [T, I]."""
     if gate_up.is_cuda:
-        from nvcli.kernels.triton import activation
+        from nvcli.kernels.triton.elementwise import activation
 
         return activation.gelu_tanh_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nvcli.core.messages import NOT_FINITE
 from nvcli.kernels.philox import uniforms_at
 from nvcli.kernels.sampling import (
     min_kept_scaled,
@@ -22,7 +23,6 @@ from nvcli.kernels.sampling import (
     unpack_argmax,
 )
 from nvcli.kernels.sampling_columns import INFINITE_SCORE, LIST_WIDTH, MAX_CANDIDATES, SamplingColumns
-from nvcli.messages import NOT_FINITE
 
 
 def shard_candidates(
@@ -35,7 +35,7 @@ def shard_candidates(
     arguments are those of `packed_argmax`.
     """
     if logits.is_cuda:
-        from nvcli.kernels.triton import sampling
+        from nvcli.kernels.triton.sampling import sampling
 
         return sampling.shard_candidates(logits, columns, slots, positions, start=start)
     packed = packed_argmax(logits, columns, slots, positions, start=start)
@@ -67,7 +67,7 @@ def choose_candidates(
     `sample` is.
     """
     if lists.is_cuda:
-        from nvcli.kernels.triton import candidates
+        from nvcli.kernels.triton.sampling import candidates
 
         return candidates.choose_candidates(packed, lists, columns, slots, positions)
     columns = columns.at(slots)

@@ -20,7 +20,7 @@ def causal_conv(x: Tensor, weight: Tensor, pool: Tensor, rows: StateRows) -> Ten
     inputs of each block's last tokens, the latest last, written → [T, C]. Tokens that belong to no row get zeros.
     """
     if x.is_cuda:
-        from nvcli.kernels.triton import causal_conv as kernels
+        from nvcli.kernels.triton.recurrent import causal_conv as kernels
 
         return kernels.causal_conv(x, weight, pool, rows)
     num_single, history = rows.num_single_rows, pool.shape[1]

@@ -31,7 +31,7 @@ def delta_rule(qkv: Tensor, gates: DeltaGates, pool: Tensor, rows: StateRows, he
     the state of each block, written → [T, Hv, Dv] like qkv. Tokens that belong to no row get zeros.
     """
     if qkv.is_cuda:
-        from nvcli.kernels.triton import delta_net as kernels
+        from nvcli.kernels.triton.recurrent import delta_net as kernels
 
         return kernels.delta_rule(qkv, gates, pool, rows, heads)
     q, k, v = _heads(qkv, heads)

@@ -13,7 +13,7 @@ def embed_part(ids: Tensor, weight: Tensor, start: int, out: Tensor | None = Non
     ids: [T] int32; weight: [M, H], the rows of the tokens from `start` up to `start + M` → [T, H].
     """
     if weight.is_cuda:
-        from nvcli.kernels.triton import embedding
+        from nvcli.kernels.triton.elementwise import embedding
 
         return embedding.embed_part(ids, weight, start, out)
     local = ids - start

@@ -64,7 +64,7 @@ def apply_experts(
         return out
     quantises = quantises and isinstance(scales, ExpertScales)
     if x.is_cuda:
-        from nvcli.kernels.triton import experts as kernels
+        from nvcli.kernels.triton.products import experts as kernels
 
         kernels.apply_experts(
             x, routes, weights, scales, activation, out, quantises=quantises, batch_invariant=batch_invariant

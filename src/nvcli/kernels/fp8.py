@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nvcli.config_types import FP8Accumulation
+from nvcli.core.config_types import FP8Accumulation
 from nvcli.kernels import fp8_block_product
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
 from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX, QuantisedRows, numbers
@@ -26,7 +26,7 @@ def quantise(x: Tensor, scaling: FP8Scaling) -> QuantisedRows:
     """Quantise activations. x: [T, in], its last dimension dense. NaN and infinity make their row, or their 128 values,
     NaN."""
     if x.is_cuda:
-        from nvcli.kernels.triton import fp8 as kernels
+        from nvcli.kernels.triton.elementwise import fp8 as kernels
 
         return kernels.quantise(x, scaling)
     if scaling == "channel":
@@ -43,7 +43,7 @@ def norm_and_quantise(
     """Do what `add_rms_norm` does, or without a `delta` `rms_norm`, and quantise the result, rounded to the residual's
     type as these would."""
     if residual.is_cuda:
-        from nvcli.kernels.triton import norm
+        from nvcli.kernels.triton.elementwise import norm
 
         return norm.norm_and_quantise(delta, residual, weight, eps, scaling, is_centered=is_centered)
     if delta is None:
@@ -54,7 +54,7 @@ def norm_and_quantise(
 def activate_and_quantise(gate_up: Tensor, activation: Activation, scaling: FP8Scaling) -> QuantisedRows:
     """Compute activation(gate) × up and quantise it, rounded as `silu_and_mul` would. gate_up: [T, 2 I] → [T, I]."""
     if gate_up.is_cuda:
-        from nvcli.kernels.triton import fp8 as kernels
+        from nvcli.kernels.triton.elementwise import fp8 as kernels
 
         return kernels.activate_and_quantise(gate_up, scaling, is_gelu=activation == "gelu_tanh")
     return quantise(ACTIVATE_AND_MUL[activation](gate_up), scaling)
@@ -115,12 +115,12 @@ def fp8_gated_linear(
 ) -> QuantisedRows:
     """activation(gate) × up of x Wᵀ + b, quantised. weight: [2 I, in], gate before up → [T, I]."""
     if weight.is_cuda and bias is None and scaling == x.scaling == "channel":
-        from nvcli.kernels.triton import launch_rule
-        from nvcli.kernels.triton.product_launch import HopperFP8Launch
+        from nvcli.kernels.triton.products import launch_rule
+        from nvcli.kernels.triton.products.product_launch import HopperFP8Launch
 
         launch = launch_rule.choose("gated", x, weight, accumulation)
         if isinstance(launch, HopperFP8Launch):
-            from nvcli.kernels.triton import hopper_fp8
+            from nvcli.kernels.triton.products import hopper_fp8
 
             return hopper_fp8.gated_linear(x, weight, scales, launch, is_gelu=activation == "gelu_tanh")
     product = fp8_linear(x, weight, scales, bias, None, accumulation=accumulation)
@@ -135,7 +135,7 @@ def fp8_weight_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | 
         values = dequantise_weight(weight, scales)
         result = F.linear(x.float(), values, None if bias is None else bias.float()).to(x.dtype)
     else:
-        from nvcli.kernels.triton import fp8_linear as kernels
+        from nvcli.kernels.triton.products import fp8_linear as kernels
 
         result = kernels.fp8_linear(x, weight, scales, kernels.choose_plain_launch(len(x)), out)
         if bias is not None:
@@ -163,8 +163,8 @@ def _product(
     is_for_sum: bool = False,
 ) -> Tensor:
     """x Wᵀ on a GPU: [T, out], in `out` if the kernel takes that, or parts [P, T, out] for a sum."""
-    from nvcli.kernels.triton import fp8_linear as kernels
-    from nvcli.kernels.triton import launch_rule
+    from nvcli.kernels.triton.products import fp8_linear as kernels
+    from nvcli.kernels.triton.products import launch_rule
 
     launch = launch_rule.choose("sum" if is_for_sum else x.scaling, x, weight, accumulation)
     if launch is not None:

@@ -16,7 +16,7 @@ from nvcli.kernels.invariant_linear import invariant_linear, row_by_row
 def gate_values(values: Tensor, gates: Tensor) -> Tensor:
     """values × sigmoid(gates), in place. values: [T, N], contiguous; gates: [T, N], the last dimension dense."""
     if values.is_cuda:
-        from nvcli.kernels.triton import gates as kernels
+        from nvcli.kernels.triton.elementwise import gates as kernels
 
         return kernels.gate_values(values, gates)
     return values.mul_(gates.sigmoid())
@@ -28,7 +28,7 @@ def gate_rows(values: Tensor, x: Tensor, weight: Tensor, *, batch_invariant: boo
     On a GPU a row gets the same bits whatever other rows there are; elsewhere only if `batch_invariant`.
     """
     if values.is_cuda:
-        from nvcli.kernels.triton import gates as kernels
+        from nvcli.kernels.triton.elementwise import gates as kernels
 
         return kernels.gate_rows(values, x, weight)
     if batch_invariant:

@@ -30,7 +30,7 @@ def invariant_linear(
     if out is None:
         out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype or x.dtype, device=x.device)
     if x.is_cuda:
-        from nvcli.kernels.triton import linear as kernels
+        from nvcli.kernels.triton.products import linear as kernels
 
         kernels.invariant_linear(x, weight, bias, out)
         return out
@@ -45,7 +45,7 @@ def invariant_gated_linear(x: Tensor, weight: Tensor, activation: Activation = "
     The kernel for many rows adds up in the same order (the same bits were seen on an H200).
     """
     if has_many_rows(x, weight):
-        from nvcli.kernels.triton import linear as kernels
+        from nvcli.kernels.triton.products import linear as kernels
 
         return kernels.gated_linear_of_many_rows(x, weight, activation)
     return row_by_row(ACTIVATE_AND_MUL[activation], invariant_linear(x, weight))

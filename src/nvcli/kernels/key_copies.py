@@ -35,7 +35,7 @@ def copy_keys(k_cache: Tensor, v_cache: Tensor, scales: KVScales | None, copies:
     if len(copies) == 0:
         return
     if k_cache.is_cuda:
-        from nvcli.kernels.triton import key_copies
+        from nvcli.kernels.triton.attention import key_copies
 
         key_copies.copy_keys(k_cache, v_cache, scales, copies)
         return

@@ -25,7 +25,7 @@ def take_late_masks(
     The memory on the host must be known to the driver. Nothing waits for the device, so that a graph can hold the call.
     """
     if masks.is_cuda:
-        from nvcli.kernels.triton import late_masks
+        from nvcli.kernels.triton.sampling import late_masks
 
         return late_masks.take_late_masks(masks, made, answered, mask_of, wanted, patience)
     found = answered[mask_of.long().clamp(min=0)].int()

@@ -25,7 +25,7 @@ in microseconds, fused against two steps: Qwen3-0.6B's layer 29.6 against 26.6 f
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """x Wᵀ + b. x: [T, in]; weight: [out, in] → [T, out], in `out` (contiguous) if that is given."""
     if bias is None and _is_small(x, weight):
-        from nvcli.kernels.triton import linear as kernels
+        from nvcli.kernels.triton.products import linear as kernels
 
         return kernels.linear(x, weight, out)
     if out is None:
@@ -41,7 +41,7 @@ def linear_for_sum(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor
     memory costs more than the norm gains by adding it (Qwen3-0.6B on an H200: 8 µs a layer for 8,192 rows).
     """
     if _is_small(x, weight):
-        from nvcli.kernels.triton import linear as kernels
+        from nvcli.kernels.triton.products import linear as kernels
 
         return kernels.linear_parts(x, weight)
     if residual is not None and x.is_cuda and x.shape[0] >= _MANY_ROWS:
@@ -53,11 +53,11 @@ def linear_for_sum(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor
 def gated_linear(x: Tensor, weight: Tensor, activation: Activation = "silu") -> Tensor:
     """activation(x Gᵀ) × (x Uᵀ) for a weight that holds G above U. weight: [2 × out, in] → [T, out]."""
     if _is_small(x, weight):
-        from nvcli.kernels.triton import linear as kernels
+        from nvcli.kernels.triton.products import linear as kernels
 
         return kernels.gated_linear(x, weight, activation)
     if has_many_rows(x, weight):
-        from nvcli.kernels.triton import linear as kernels
+        from nvcli.kernels.triton.products import linear as kernels
 
         return kernels.gated_linear_of_many_rows(x, weight, activation)
     return ACTIVATE_AND_MUL[activation](F.linear(x, weight))

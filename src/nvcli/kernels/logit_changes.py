@@ -33,7 +33,7 @@ def change_logits(
     has, and more are not looked at. On CUDA nothing waits for the device.
     """
     if logits.is_cuda:
-        from nvcli.kernels.triton import logit_changes as kernels
+        from nvcli.kernels.triton.sampling import logit_changes as kernels
 
         kernels.change_logits(
             logits, changes, at, slots, positions, token_ids, num_penalised=num_penalised, num_entries=num_entries

@@ -15,7 +15,7 @@ from torch import Tensor
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False) -> Tensor:
     """Compute x / sqrt(mean(x²) + eps) × weight over the last dimension. x: [..., H], weight: [H] → [..., H]."""
     if x.is_cuda:
-        from nvcli.kernels.triton import norm
+        from nvcli.kernels.triton.elementwise import norm
 
         return norm.rms_norm(x, weight, eps, is_centered=is_centered)
     x32 = x.float()
@@ -32,7 +32,7 @@ def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float, *,
     `experts.apply_experts`).
     """
     if residual.is_cuda:
-        from nvcli.kernels.triton import norm
+        from nvcli.kernels.triton.elementwise import norm
 
         return norm.add_rms_norm(delta, residual, weight, eps, is_centered=is_centered)
     residual.add_(delta.sum(dim=0) if delta.dim() == 3 else delta)
@@ -42,7 +42,7 @@ def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float, *,
 def sum_rms_norm(parts: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, *, is_centered: bool = False) -> Tensor:
     """Add up float32 parts [P, T, H], and return the norm of the sum in `dtype`: [T, H]."""
     if parts.is_cuda:
-        from nvcli.kernels.triton import norm
+        from nvcli.kernels.triton.elementwise import norm
 
         return norm.sum_rms_norm(parts, weight, eps, dtype, is_centered=is_centered)
     return rms_norm(parts.sum(dim=0), weight, eps, is_centered=is_centered).to(dtype)
@@ -61,7 +61,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     """Compute norm(x) × weight × silu(gate) over the last dimension. x: [T, heads, D], contiguous; gate: [T, heads, D],
     dense in its last two dimensions; weight: [D] → [T, heads, D]."""
     if x.is_cuda:
-        from nvcli.kernels.triton import norm
+        from nvcli.kernels.triton.elementwise import norm
 
         return norm.gated_rms_norm(x, gate, weight, eps)
     return (rms_norm(x.float(), weight, eps) * F.silu(gate.float())).to(x.dtype)

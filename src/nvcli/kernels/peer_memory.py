@@ -179,7 +179,7 @@ class PeerMemory:
         *,
         has_two_shots: bool = False,
     ) -> Tensor:
-        from nvcli.kernels.triton import peer_memory
+        from nvcli.kernels.triton.sums import peer_memory
 
         outs = self._outs if has_two_shots else None
         peer_memory.add_rms_norm(
@@ -189,7 +189,7 @@ class PeerMemory:
 
     def max(self, keys: Tensor) -> Tensor:
         """Find the largest of all ranks' keys, row by row: [N] int64 → [N] int64, N at most layout.max_rows."""
-        from nvcli.kernels.triton import peer_memory
+        from nvcli.kernels.triton.sums import peer_memory
 
         assert len(keys) <= self.layout.max_rows
         return peer_memory.max_of_keys(keys, self._words, self._key_epochs, self.rank)

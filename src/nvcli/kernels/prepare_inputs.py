@@ -20,7 +20,7 @@ def prepare_inputs(rows: StepRows, state: SlotState, out: StepInputs) -> None:
     No slot but the padding slot may be in two rows.
     """
     if rows.slots.is_cuda:
-        from nvcli.kernels.triton import prepare_inputs as kernels
+        from nvcli.kernels.triton.elementwise import prepare_inputs as kernels
 
         kernels.prepare_inputs(rows, state, out)
         return
@@ -58,7 +58,7 @@ def keep_tokens(token_ids: Tensor, slots: Tensor, positions: Tensor, ids: Tensor
     the table stays a token of the vocabulary: `NOT_FINITE` and what is sampled for the padding slot become token 0.
     """
     if token_ids.is_cuda:
-        from nvcli.kernels.triton import prepare_inputs as kernels
+        from nvcli.kernels.triton.elementwise import prepare_inputs as kernels
 
         kernels.keep_tokens(token_ids, slots, positions, ids)
         return
@@ -73,7 +73,7 @@ def write_tokens(token_ids: Tensor, slots: Tensor, starts: Tensor, offsets: Tens
     token_ids: [S, max_model_len] int32, written; slots, starts: [n] int32; offsets: [n + 1] int32; ids: int32.
     """
     if token_ids.is_cuda:
-        from nvcli.kernels.triton import prepare_inputs as kernels
+        from nvcli.kernels.triton.elementwise import prepare_inputs as kernels
 
         kernels.write_tokens(token_ids, slots, starts, offsets, ids)
         return

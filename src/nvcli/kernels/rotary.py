@@ -53,7 +53,7 @@ def qk_norm_rope_store(
     scale of all the layer's keys and that of all its values, [2] float32; None: each token and head gets its own.
     """
     if qkv.is_cuda:
-        from nvcli.kernels.triton import rotary
+        from nvcli.kernels.triton.elementwise import rotary
 
         return rotary.qk_norm_rope_store(
             qkv,

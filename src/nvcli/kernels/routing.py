@@ -25,7 +25,7 @@ def router_logits(x: Tensor, weight: Tensor, *, batch_invariant: bool = False) -
         return invariant_linear(x, weight, dtype=torch.float32).unsqueeze(0)
     if not x.is_cuda:
         return F.linear(x, weight).float().unsqueeze(0)
-    from nvcli.kernels.triton import linear
+    from nvcli.kernels.triton.products import linear
 
     if linear.takes_parts(x, weight):
         return linear.linear_parts(x, weight)
@@ -48,7 +48,7 @@ def route(
     Of experts with equal scores the first is chosen, and a NaN is chosen last; its weight is NaN.
     """
     if logits.is_cuda:
-        from nvcli.kernels.triton import routing as kernels
+        from nvcli.kernels.triton.products import routing as kernels
 
         return kernels.route(logits, routing, bias=bias, correction=correction, factors=factors)
     total = logits.sum(dim=0)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nvcli.core.messages import NOT_FINITE
 from nvcli.kernels.philox import token_uniforms
 from nvcli.kernels.sampling_columns import SamplingColumns
-from nvcli.messages import NOT_FINITE
 
 _MAX_TOKEN = 0x7FFFFFFF
 
@@ -32,7 +32,7 @@ def sample(
     another token may come out where two scores are equal to about 1e-6 of their size.
     """
     if logits.is_cuda:
-        from nvcli.kernels.triton import sampling
+        from nvcli.kernels.triton.sampling import sampling
 
         return sampling.sample(logits, columns, slots, positions, few_allowed=few_allowed)
     columns, logits = columns.at(slots), logits.float()
@@ -57,7 +57,7 @@ def packed_argmax(
     limits are not looked at.
     """
     if logits.is_cuda:
-        from nvcli.kernels.triton import sampling
+        from nvcli.kernels.triton.sampling import sampling
 
         return sampling.packed_argmax(logits, columns, slots, positions, start=start)
     num_rows, num_tokens = logits.shape

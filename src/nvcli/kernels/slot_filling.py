@@ -16,7 +16,7 @@ def begin_slots(state: SlotState, slots: Tensor, lengths: Tensor, *, null_block:
     """Let slots [n] have so many tokens in the cache, lengths [n], and `null_block` in all columns of their block
     tables. Both int32."""
     if slots.is_cuda:
-        from nvcli.kernels.triton import slot_filling as kernels
+        from nvcli.kernels.triton.elementwise import slot_filling as kernels
 
         kernels.begin_slots(state, slots, lengths, null_block=null_block)
         return
@@ -29,7 +29,7 @@ def fill_columns(words: Tensor, longs: Tensor, slots: Tensor, values: Tensor) ->
     """Write the columns of slots [n] int32 in two tables: words [F, S] int32 and longs [L, S] int64. Row i of values
     [n, F + 2 L] int32 has the words of a slot, and then its longs, the low half of each first."""
     if slots.is_cuda:
-        from nvcli.kernels.triton import slot_filling as kernels
+        from nvcli.kernels.triton.elementwise import slot_filling as kernels
 
         kernels.fill_columns(words, longs, slots, values)
         return
@@ -43,7 +43,7 @@ def fill_entries(ids: Tensor, values: Tensor, slots: Tensor, entries: Tensor) ->
     """Write what slots [n] int32 have in two tables, ids [S, E] int32 and values [S, E] float32. `entries` [n, 2, e]
     int32 has the ids of each slot, and then the bits of their values. Values behind these become 0."""
     if slots.is_cuda:
-        from nvcli.kernels.triton import slot_filling as kernels
+        from nvcli.kernels.triton.elementwise import slot_filling as kernels
 
         kernels.fill_entries(ids, values, slots, entries)
         return

@@ -19,7 +19,7 @@ def apply_token_mask(logits: Tensor, masks: Tensor, mask_of: Tensor, *, start: i
     that a graph can hold the call.
     """
     if logits.is_cuda:
-        from nvcli.kernels.triton import token_mask
+        from nvcli.kernels.triton.sampling import token_mask
 
         token_mask.apply_token_mask(logits, masks, mask_of, start=start)
         return

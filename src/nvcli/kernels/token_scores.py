@@ -49,7 +49,7 @@ def shard_scores(
     if num_tokens == 0:
         return ShardScores(log_sum, target, top, top_ids)
     if logits.is_cuda and (num_top == 1 or batch_invariant):
-        from nvcli.kernels.triton.token_scores import token_scores
+        from nvcli.kernels.triton.sampling.token_scores import token_scores
 
         log_sum, target, best, best_ids = token_scores(logits, targets, start)
         if num_top == 1:

@@ -84,7 +84,7 @@ def w4_linear(
 ) -> Tensor:
     """x Wᵀ + b for a weight of integers. x: [T, in]; bias: [out] → [T, out], in `out` (contiguous) if that is given."""
     if x.is_cuda and len(x):
-        from nvcli.kernels.triton import w4_linear as kernels
+        from nvcli.kernels.triton.products import w4_linear as kernels
 
         result = kernels.linear("plain", x, words, scales, format, out)
         if result is not None:
@@ -97,7 +97,7 @@ def w4_linear_for_sum(
 ) -> Tensor | None:
     """x Wᵀ, for the residual sum behind it, as `linear_for_sum` gives it."""
     if x.is_cuda and len(x):
-        from nvcli.kernels.triton import w4_linear as kernels
+        from nvcli.kernels.triton.products import w4_linear as kernels
 
         result = kernels.linear("sum", x, words, scales, format)
         if result is not None:
@@ -108,7 +108,7 @@ def w4_linear_for_sum(
 def w4_gated_linear(x: Tensor, words: Tensor, scales: Tensor, format: W4Format, activation: Activation) -> Tensor:
     """activation(x Gᵀ) × (x Uᵀ) for a weight that holds G above U. [T, in] → [T, out / 2]."""
     if x.is_cuda and len(x):
-        from nvcli.kernels.triton import w4_linear as kernels
+        from nvcli.kernels.triton.products import w4_linear as kernels
 
         result = kernels.linear("gated", x, words, scales, format, gate=activation)
         if result is None:
@@ -122,7 +122,7 @@ def w4_gated_linear(x: Tensor, words: Tensor, scales: Tensor, format: W4Format, 
 def values_for(x: Tensor, words: Tensor, scales: Tensor, format: W4Format) -> Tensor:
     """Return the values of a weight [out, in] of integers in the type of `x` [T, in]."""
     if x.is_cuda:
-        from nvcli.kernels.triton import w4_linear as kernels
+        from nvcli.kernels.triton.products import w4_linear as kernels
 
         return kernels.dequantise(words, scales, x.shape[1], format, x.dtype)
     return dequantise(words, scales, x.shape[1], format).to(x.dtype)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from nvcli.errors import ConfigError, RowError
-from nvcli.jobs.job import JobResult
-from nvcli.jobs.rows.output_row import OutputForm, answer_of, pass_through
+from nvcli.job.job import JobResult
+from nvcli.job.rows.output_row import OutputForm, answer_of, pass_through
 
 
 class Output:
@@ -66,7 +66,7 @@ class Output:
 
 
 class Answer(dict[str, Any]):
-    """An output row: the same keys and values that `nvcli generate` writes (`jobs/README.md`).
+    """An output row: the same keys and values that `nvcli generate` writes (`job/README.md`).
 
     Being a dict it can be changed, pickled and dumped as JSON. What the row passed through are the very objects that it
     held. The properties below read the dict, in the native form and in OpenAI's.

@@ -11,9 +11,9 @@ import copy
 import threading
 from collections import deque
 
-from nvcli.config_types import Order
+from nvcli.core.config_types import Order
 from nvcli.errors import NvcliError
-from nvcli.jobs.job import JobResult
+from nvcli.job.job import JobResult
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 """No more rows are read while answers of about so many bytes wait to be taken."""

@@ -1,7 +1,7 @@
 """Keywords of other engines' Python classes: understood where they mean the same, else the error says what to use.
 
 A keyword that would change the answers and has no equal here is refused. One that is about the inside of another engine
-is left out, with a warning where it has a value. `nvcli.other_names` knows what other tools call the keys of the
+is left out, with a warning where it has a value. `nvcli.core.other_names` knows what other tools call the keys of the
 configuration.
 """
 
@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from nvcli.config import SECTIONS, RunConfig, flag_keys, load_run_config
+from nvcli.core.config import SECTIONS, RunConfig, flag_keys, load_run_config
+from nvcli.core.other_names import own_keys, remarks
+from nvcli.core.sampling_params import SamplingParams
+from nvcli.core.validation import show, suggest
 from nvcli.errors import ConfigError
 from nvcli.llm.rows import plain_setting
-from nvcli.other_names import own_keys, remarks
-from nvcli.sampling_params import SamplingParams
-from nvcli.validation import show, suggest
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -6,7 +6,7 @@
         for answer in llm.generate(["What is 3+4?"], sampling={"temperature": 0}):
             print(answer.text)
 
-Rows, answers and errors are those of `nvcli generate` (`jobs/README.md`). Rows are read as they are needed, and answers
+Rows, answers and errors are those of `nvcli generate` (`job/README.md`). Rows are read as they are needed, and answers
 come in the order of the rows. The engines stay alive between calls; calls may run at the same time, in one thread or
 several, and one call may read its rows from the answers of another.
 """
@@ -23,24 +23,24 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from nvcli.config import RunConfig, flag_keys
-from nvcli.config_types import Order, ParallelSize
+from nvcli.core.config import RunConfig, flag_keys
+from nvcli.core.config_types import Order, ParallelSize
+from nvcli.core.sampling_params import MAX_INT
+from nvcli.core.system.process_limits import check_process
+from nvcli.core.task_config import Normalization, ScoreConfig, Task
+from nvcli.core.validation import InvalidValue, convert, show
 from nvcli.errors import ClosedError, ConfigError
-from nvcli.job_run.engines import StartEngine, start_engine
-from nvcli.jobs.job import JobResult
-from nvcli.jobs.rows.conversation import CONVERSATION_KEYS
-from nvcli.jobs.rows.native_row import RowKeys
-from nvcli.jobs.rows.task_rows import ScoreRows
+from nvcli.job.job import JobResult
+from nvcli.job.rows.conversation import CONVERSATION_KEYS
+from nvcli.job.rows.native_row import RowKeys
+from nvcli.job.rows.task_rows import ScoreRows
+from nvcli.job.run.engines import StartEngine, start_engine
 from nvcli.llm.answer import Answer, make_answer
 from nvcli.llm.call import Call
 from nvcli.llm.keywords import METHODS, read_config, says_what_to_use
 from nvcli.llm.rows import ReadRow, Row, as_conversation, as_row, check_rows
 from nvcli.llm.sampling import read_samplings
 from nvcli.llm.session import Session
-from nvcli.process_limits import check_process
-from nvcli.sampling_params import MAX_INT
-from nvcli.task_config import Normalization, ScoreConfig, Task
-from nvcli.validation import InvalidValue, convert, show
 
 Sampling = Mapping[str, Any] | object
 """How tokens are chosen: a dict, a `SamplingParams`, or an object with such attributes."""

@@ -1,6 +1,6 @@
 """The rows of a Python program: brought into the row format, parsed, and queued for the tokenizer.
 
-A row is a dict in the format of `jobs/README.md`. A text stands for its `prompt`, a list of messages for its
+A row is a dict in the format of `job/README.md`. A text stands for its `prompt`, a list of messages for its
 `messages`, and a list of token ids for its `prompt_token_ids`.
 """
 
@@ -10,12 +10,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
+from nvcli.core.validation import show
 from nvcli.errors import ConfigError, RowError, first_line, unexpected
-from nvcli.jobs.job import Caller, Job, JobResult
-from nvcli.jobs.rows.native_row import RowDefaults, RowKeys
-from nvcli.jobs.rows.parser import RowParser
-from nvcli.jobs.rows.plain_values import plain_value
-from nvcli.validation import show
+from nvcli.job.job import Caller, Job, JobResult
+from nvcli.job.rows.native_row import RowDefaults, RowKeys
+from nvcli.job.rows.parser import RowParser
+from nvcli.job.rows.plain_values import plain_value
 
 Row = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """One row: a prompt, its token ids, a conversation, or a whole row with keys."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from nvcli import sampling_params
+from nvcli.core import sampling_params
+from nvcli.core.validation import InvalidValue, convert, show, suggest
 from nvcli.errors import ConfigError, RowError
-from nvcli.jobs.rows.openai_structured import structured_of
-from nvcli.jobs.rows.plain_values import plain_value
-from nvcli.validation import InvalidValue, convert, show, suggest
+from nvcli.job.rows.openai_structured import structured_of
+from nvcli.job.rows.plain_values import plain_value
 
 _KEYS = sampling_params.SamplingParams.__struct_fields__
 _DEFAULTS = sampling_params.SamplingParams()

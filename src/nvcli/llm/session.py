@@ -13,26 +13,26 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from nvcli.config import RunConfig
-from nvcli.config_types import Order
+from nvcli.core.config import RunConfig
+from nvcli.core.config_types import Order
+from nvcli.core.messages import EngineReady
+from nvcli.core.sampling_params import SamplingParams
+from nvcli.core.validation import InvalidValue, convert
 from nvcli.errors import ClosedError, ConfigError, NvcliError, WorkerError, first_line, reworded
-from nvcli.job_run.counts import Counts
-from nvcli.job_run.early_end import RowTracebacks
-from nvcli.job_run.engines import EngineSet, StartEngine, describe_ready, start_engine
-from nvcli.job_run.loop import JobLoop
-from nvcli.job_run.plan import plan_replicas, window_rows
-from nvcli.job_run.resolve import make_parser, resolve_settings, row_keys
-from nvcli.job_run.text.tokenizer import Tokenizer
-from nvcli.jobs.job import Job, JobResult
-from nvcli.jobs.rows.native_row import RowDefaults
-from nvcli.jobs.rows.output_row import OutputForm
-from nvcli.jobs.rows.row_warnings import RowWarnings
-from nvcli.jobs.rows.task_rows import TaskRows
+from nvcli.job.job import Job, JobResult
+from nvcli.job.rows.native_row import RowDefaults
+from nvcli.job.rows.output_row import OutputForm
+from nvcli.job.rows.row_warnings import RowWarnings
+from nvcli.job.rows.task_rows import TaskRows
+from nvcli.job.run.counts import Counts
+from nvcli.job.run.early_end import RowTracebacks
+from nvcli.job.run.engines import EngineSet, StartEngine, describe_ready, start_engine
+from nvcli.job.run.loop import JobLoop
+from nvcli.job.run.plan import plan_replicas, window_rows
+from nvcli.job.run.resolve import make_parser, resolve_settings, row_keys
+from nvcli.job.text.tokenizer import Tokenizer
 from nvcli.llm.call import Call
 from nvcli.llm.rows import ReadRow, Row, RowQueue, as_row, parse_row
-from nvcli.messages import EngineReady
-from nvcli.sampling_params import SamplingParams
-from nvcli.validation import InvalidValue, convert
 
 
 class _Closing(Exception):

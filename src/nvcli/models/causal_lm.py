@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionSpec, CacheSpec, attention_kinds
-from nvcli.distributed.tensor_parallel import StageState
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.invariant_linear import row_by_row
 from nvcli.models.config import ModelConfig
@@ -22,6 +21,7 @@ from nvcli.models.layers import Angles, FeedForward, InputNorm, ResultNorm, Rota
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.parallel import BuildContext, ParallelLMHead, TensorShard, VocabParallelEmbedding
 from nvcli.models.weights import WeightModule
+from nvcli.worker.distributed.tensor_parallel import StageState
 
 
 class DecoderLayer(nn.Module):

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nvcli.core.system.regular_file import check_regular, read_regular
+from nvcli.core.validation import show
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.config import CONFIG_FILE
 from nvcli.models.config_overrides import NO_OVERRIDES
@@ -18,8 +20,6 @@ from nvcli.models.hub import cached_snapshot, download, download_small_files
 from nvcli.models.json_file import JsonFile
 from nvcli.models.other_checkpoints import check_kind, gguf_error, is_gguf, other_weights
 from nvcli.models.safetensors_header import INDEX_FILE, TensorInfo, read_header, unreadable
-from nvcli.regular_file import check_regular, read_regular
-from nvcli.validation import show
 
 SINGLE_FILE = "model.safetensors"
 _MOST_REF_BYTES = 1000

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.errors import LoadError
 from nvcli.models.checkpoint import read_tensors
 from nvcli.models.checkpoint_layout import LocatedTensors, locate_tensors
@@ -14,6 +13,7 @@ from nvcli.models.geometry import EMBEDDING, HEAD, model_tensors, unused_tensors
 from nvcli.models.kv_scales import is_kv_scale
 from nvcli.models.safetensors_header import TensorInfo
 from nvcli.models.tensor_spec import TensorSpec
+from nvcli.worker.distributed.stage import WHOLE, Stage
 
 TIED_HEAD, TIED_TO = f"{HEAD}.weight", f"{EMBEDDING}.weight"
 """A tied LM head, which some tools write too, and the tensor whose values it must have."""

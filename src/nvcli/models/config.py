@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from nvcli.config_types import KeptWeights
-from nvcli.distributed.stage import Stage
+from nvcli.core.config_types import KeptWeights
+from nvcli.core.validation import show
 from nvcli.errors import ConfigError
 from nvcli.kernels.weight_formats import FP8_ALIGNMENT, FP8_BLOCK, FP8Scaling, StoredGroups
 from nvcli.models.config_overrides import NO_OVERRIDES, check_overrides, with_overrides
@@ -26,7 +26,7 @@ from nvcli.models.quantisation.description import Quantisation, read_quantisatio
 from nvcli.models.quantisation.kept_groups import problems_of_cut_groups, stored_groups
 from nvcli.models.quantisation.module_names import name_patterns
 from nvcli.models.unsupported import describe_unsupported
-from nvcli.validation import show
+from nvcli.worker.distributed.stage import Stage
 
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
+from nvcli.core.task_config import PoolingName
+from nvcli.core.validation import show
 from nvcli.errors import LoadError
 from nvcli.models.config_overrides import NO_OVERRIDES, with_overrides
 from nvcli.models.json_file import JsonFile, read_json
-from nvcli.task_config import PoolingName
-from nvcli.validation import show
 
 MODULES_FILE = "modules.json"
 _POOLINGS: dict[str, PoolingName] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.kernels.expert_types import ExpertScales, ExpertWeights, Routes, W4Scales
 from nvcli.kernels.experts import apply_experts
 from nvcli.kernels.fp8_types import Activations
@@ -30,6 +29,7 @@ from nvcli.models.mixers.mlp import MLPConfig
 from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear, TensorShard, TensorShards
 from nvcli.models.tensor_spec import EXPERTS
 from nvcli.models.weights import WeightModule, WeightSource, empty_fp8_scales, empty_parameter, empty_w4, length
+from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
 
 class MixtureOfExperts(FeedForward):

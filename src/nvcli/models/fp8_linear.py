@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from nvcli.config_types import FP8Accumulation
+from nvcli.core.config_types import FP8Accumulation
 from nvcli.kernels.activation import Activation
 from nvcli.kernels.fp8 import fp8_gated_linear, fp8_linear, fp8_linear_for_sum, fp8_weight_linear, quantise
 from nvcli.kernels.fp8_types import Activations, QuantisedRows

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.models.config import ModelConfig
 from nvcli.models.layer_config import LayerConfig
 from nvcli.models.mixers.mixer import LayerContext
 from nvcli.models.tensor_spec import EXPERTS, Sharding, StoredDtype, TensorSpec, matrix, vector
+from nvcli.worker.distributed.stage import WHOLE, Stage
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 """Names of the embedding and the LM head, whose tensors may be one."""

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from nvcli.core.system.hub_access import HUB_TIMEOUT, DownloadSize, hub_problem, missing_bytes, no_progress
 from nvcli.errors import ConfigError, LoadError, reworded
-from nvcli.hub_access import HUB_TIMEOUT, DownloadSize, hub_problem, missing_bytes, no_progress
 from nvcli.models.config import CONFIG_FILE, GENERATION_CONFIG_FILE, load_model_config
 from nvcli.models.config_overrides import NO_OVERRIDES
 from nvcli.models.other_checkpoints import ADAPTER_CONFIG, check_kind, check_repository

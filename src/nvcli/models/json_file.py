@@ -9,9 +9,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from nvcli.core.system.regular_file import read_regular
+from nvcli.core.validation import show
 from nvcli.errors import LoadError
-from nvcli.regular_file import read_regular
-from nvcli.validation import show
 
 T = TypeVar("T", int, float, bool, str)
 

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from nvcli.attention.kv_layout import STATE_ALIGNMENT, KVDtype
 from nvcli.attention.spec import CacheSpec, StateSpec
-from nvcli.distributed.stage import WHOLE, Stage
-from nvcli.messages import MAX_KV_GROUPS, KVGroup
+from nvcli.core.messages import MAX_KV_GROUPS, KVGroup
 from nvcli.models.config import ModelConfig
 from nvcli.models.tensor_spec import StoredDtype
+from nvcli.worker.distributed.stage import WHOLE, Stage
 
 _FULL_PADDING_COST = 8
 """A place without a layer in a group of full attention wastes memory of every block that a sequence has ever filled; in

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from nvcli.config_types import FP8Accumulation
+from nvcli.core.config_types import FP8Accumulation
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.invariant_linear import invariant_gated_linear, invariant_linear, row_by_row

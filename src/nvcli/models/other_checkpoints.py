@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from nvcli.core.validation import show
 from nvcli.errors import LoadError
 from nvcli.models.json_file import JsonFile
-from nvcli.validation import show
 
 ADAPTER_CONFIG = "adapter_config.json"
 _GGUF = ".gguf"

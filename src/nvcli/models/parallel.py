@@ -1,4 +1,4 @@
-"""Tensor parallelism: the layers whose weights are cut over a group of ranks (`distributed/tensor_parallel.py`).
+"""Tensor parallelism: the layers whose weights are cut over a group of ranks (`worker/distributed/tensor_parallel.py`).
 
 A column-parallel layer owns rows of the weight (outputs). A row-parallel layer owns columns (inputs), and what it gives
 is this rank's part of a sum over the ranks, which the norm behind it takes: there the sum, the residual sum and the
@@ -18,8 +18,6 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nvcli.distributed.stage import Stage
-from nvcli.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
 from nvcli.kernels.embedding import embed_part
 from nvcli.kernels.fp8_types import Activations
@@ -28,6 +26,8 @@ from nvcli.kernels.linear import gated_linear, linear, linear_for_sum
 from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models.tensor_spec import StoredDtype, TensorSpec
 from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, length
+from nvcli.worker.distributed.stage import Stage
+from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, get_args
 
-from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.models.geometry import model_tensors
 from nvcli.models.tensor_spec import StoredDtype
+from nvcli.worker.distributed.stage import WHOLE, Stage
 
 if TYPE_CHECKING:
     import torch
 
-    from nvcli.config_types import FP8Accumulation
-    from nvcli.distributed.tensor_parallel import TensorParallelGroup
+    from nvcli.core.config_types import FP8Accumulation
     from nvcli.models.causal_lm import CausalLM
     from nvcli.models.config import ModelConfig
     from nvcli.models.parallel import LinearMethodFactory
+    from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
 
 def build_model(

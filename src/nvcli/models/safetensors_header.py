@@ -14,10 +14,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from nvcli.core.system.regular_file import open_regular
+from nvcli.core.validation import show
 from nvcli.errors import LoadError
 from nvcli.kernels.weight_formats import Packing
-from nvcli.regular_file import open_regular
-from nvcli.validation import show
 
 INDEX_FILE = "model.safetensors.index.json"
 """The file that says which of several files holds which tensor."""

@@ -18,17 +18,17 @@ from typing import Any
 import msgspec
 import pyarrow
 
-from nvcli.config import RunConfig
+from nvcli.core.config import RunConfig
+from nvcli.core.sampling_params import MAX_INT
 from nvcli.errors import ClosedError, ConfigError, WorkerError
-from nvcli.job_run.engines import StartEngine, start_engine
-from nvcli.job_run.resolve import row_keys
-from nvcli.jobs.output.parquet_output import ANSWER_TYPES, fit_row
-from nvcli.jobs.rows.conversation import CONVERSATION_KEYS
-from nvcli.jobs.rows.raw_values import without_nulls
-from nvcli.jobs.rows.row_warnings import RowWarnings
+from nvcli.job.output.parquet_output import ANSWER_TYPES, fit_row
+from nvcli.job.rows.conversation import CONVERSATION_KEYS
+from nvcli.job.rows.raw_values import without_nulls
+from nvcli.job.rows.row_warnings import RowWarnings
+from nvcli.job.run.engines import StartEngine, start_engine
+from nvcli.job.run.resolve import row_keys
 from nvcli.llm.answer import Answer
 from nvcli.llm.llm import LLM, log_note
-from nvcli.sampling_params import MAX_INT
 
 COLUMNS = ("choices", "usage", "error")
 """The columns that answers add."""

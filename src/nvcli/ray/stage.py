@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import ray.data
 
-from nvcli.config import RunConfig, flag_keys
+from nvcli.core.config import RunConfig, flag_keys
+from nvcli.core.validation import show
 from nvcli.errors import ConfigError
 from nvcli.llm.keywords import read_config
 from nvcli.ray.replica import Replica
-from nvcli.validation import show
 
 if TYPE_CHECKING:
     from ray.data import Dataset

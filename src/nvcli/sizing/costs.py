@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from nvcli.attention.kv_layout import KVDtype
-from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import EMBEDDING, HEAD, model_tensors
 from nvcli.models.mixers.mixer import MixerCosts
 from nvcli.models.tensor_spec import StoredDtype, TensorSpec
+from nvcli.worker.distributed.stage import WHOLE, Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

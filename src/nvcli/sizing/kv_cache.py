@@ -6,12 +6,12 @@ import bisect
 import math
 
 from nvcli.attention.kv_layout import KVDtype
-from nvcli.config import EngineConfig
-from nvcli.config_types import MAX_BLOCK_SIZE
-from nvcli.distributed.stage import Stage
+from nvcli.core.config import EngineConfig
+from nvcli.core.config_types import MAX_BLOCK_SIZE
 from nvcli.models import kv_groups
 from nvcli.models.config import ModelConfig
 from nvcli.models.tensor_spec import StoredDtype
+from nvcli.worker.distributed.stage import Stage
 
 DEFAULT_BLOCK_SIZE = 64
 """Kernels read keys in tiles of up to so many tokens, which are found fastest where no tile straddles two blocks."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from nvcli.attention.kv_layout import SCRATCH_UNIT, scratch_tokens
 from nvcli.attention.spec import attention_kinds
-from nvcli.config import EngineConfig
-from nvcli.distributed.stage import Stage
-from nvcli.messages import MemoryUse
+from nvcli.core.config import EngineConfig
+from nvcli.core.messages import MemoryUse
 from nvcli.models.config import ModelConfig
 from nvcli.models.kv_groups import kv_groups
 from nvcli.models.mixers.mixer import code_elements
@@ -18,6 +17,7 @@ from nvcli.models.tensor_spec import DTYPE_BYTES
 from nvcli.sizing.graph_sizes import launch_bound_tokens, may_share, may_share_prefixes, step_graph_sizes
 from nvcli.sizing.kv_cache import block_bytes, max_blocks
 from nvcli.sizing.weights import largest_stage, weight_bytes
+from nvcli.worker.distributed.stage import Stage
 
 _CONTEXT_BYTES = 800_000_000
 """CUDA context, libraries and loaded kernels of one process."""
@@ -138,7 +138,8 @@ def _buffers(config: EngineConfig, model: ModelConfig, stage: Stage | None) -> i
 
 def _prefill_scratch(config: EngineConfig, model: ModelConfig) -> int:
     """The bytes of the copies of FP8 keys and values in bfloat16 which the kernel for Hopper GPUs attends to, where
-    `kernels/triton/prefill_choice.py` takes it. Other GPUs have none, and as much more room as is planned for it."""
+    `kernels/triton/attention/prefill_choice.py` takes it. Other GPUs have none, and as much more room as is
+    planned for it."""
     backend = config.attention_backend.partition(":")[0]
     takes = config.kv_dtype == "fp8" and config.dtype == "bfloat16" and backend in ("auto", "triton")
     if not takes or config.batch_invariant or config.block_size % SCRATCH_UNIT:

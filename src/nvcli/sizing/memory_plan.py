@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nvcli.byte_sizes import format_bytes
+from nvcli.core.byte_sizes import format_bytes
 
 ITEMS = ("weights", "buffers", "activations", "CUDA graphs", "other", "KV cache")
 """What a rank's memory goes to: tensors that live as long as the rank beside the weights (slot table, rotary table,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nvcli.byte_sizes import format_bytes
-from nvcli.config import EngineConfig
+from nvcli.core.byte_sizes import format_bytes
+from nvcli.core.config import EngineConfig
 from nvcli.errors import CapacityError
 from nvcli.models.config import ModelConfig
 from nvcli.sizing.weights import weight_bytes

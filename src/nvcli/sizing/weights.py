@@ -10,10 +10,10 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import get_args
 
-from nvcli.distributed.stage import WHOLE, Stage
 from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import model_tensors
 from nvcli.models.tensor_spec import Part, StoredDtype
+from nvcli.worker.distributed.stage import WHOLE, Stage
 
 
 @lru_cache(maxsize=512)  # a layout is chosen from the same few sizes, asked for many times

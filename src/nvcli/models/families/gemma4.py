@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from nvcli.core.validation import show
 from nvcli.kernels.expert_settings import GatedActivation
 from nvcli.models.checkpoint_layout import PLAIN_LAYOUT, CheckpointLayout
 from nvcli.models.families.family import Family
@@ -20,7 +21,6 @@ from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mlp import MLPConfig
 from nvcli.models.rope_config import RopeConfig, read_rope
-from nvcli.validation import show
 
 _MOST_KINDS = 8
 """More kinds of layers than any model has; KV groups are chosen by trying sizes for all of them."""

@@ -6,6 +6,7 @@ is, but for its epsilon: so the stream is kept divided by that number instead, a
 
 from __future__ import annotations
 
+from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import PLAIN_LAYOUT, CheckpointLayout
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import FULL, ModelFile
@@ -13,7 +14,6 @@ from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.mixers.mlp import MLPConfig
-from nvcli.validation import show
 
 _HYBRID_LAYOUT = CheckpointLayout(
     renamed=(("shared_mlp.input_linear.", "mlp.gate_up_proj."), ("shared_mlp.output_linear.", "mlp.down_proj."))

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from nvcli.core.validation import show
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
-from nvcli.validation import show
 
 
 def read_llama(config: ModelFile) -> DecoderConfig:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from nvcli.core.validation import show
 from nvcli.kernels.expert_settings import GatedActivation, Routing
 from nvcli.models.json_file import JsonFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, index_kinds
@@ -14,7 +15,6 @@ from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.mixers.mlp import Activation, MLPConfig
 from nvcli.models.rope_config import RopeConfig, read_rope
-from nvcli.validation import show
 
 MAX_LAYERS = 10_000
 """The most layers of a model; more than any has, so few that a list of them is small."""

@@ -3,11 +3,11 @@ together; in OLMo norms behind the blocks alone, in OLMoE small experts in every
 
 from __future__ import annotations
 
+from nvcli.core.validation import show
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.rope_config import read_rope
-from nvcli.validation import show
 
 _NORMS = LayerNorms(
     before_attention=None,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from nvcli.core.validation import show
 from nvcli.models.families.family import Family
 from nvcli.models.families.mistral import DEFAULT_WINDOW
 from nvcli.models.families.model_file import FULL, SLIDING, ModelFile, Windows, with_mlps
@@ -13,7 +14,6 @@ from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mlp import MLPConfig
-from nvcli.validation import show
 
 _DEFAULT_MAX_WINDOW_LAYERS = 28
 """What transformers takes for an absent `max_window_layers`."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import FULL, LINEAR, ModelFile
@@ -15,7 +16,6 @@ from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.delta_net import DeltaNetConfig
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mlp import MLPConfig
-from nvcli.validation import show
 
 _LAYOUT = CheckpointLayout(left=("mtp.",))
 _MAX_TAPS = 16

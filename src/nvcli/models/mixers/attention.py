@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from nvcli.attention.kv_layout import KVDtype
 from nvcli.attention.spec import AttentionSpec
-from nvcli.config_types import KeptWeights
+from nvcli.core.config_types import KeptWeights
 from nvcli.models.mixers.mixer import LayerContext, Mixer, MixerCosts, Piece, Ranks, Rotation
 from nvcli.models.rope_config import RopeConfig
 from nvcli.models.tensor_spec import FUSED, Sharding, StoredDtype, TensorSpec, matrix, vector, with_bias

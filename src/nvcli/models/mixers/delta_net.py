@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from nvcli.attention.kv_layout import KVDtype
 from nvcli.attention.spec import StateSpec
-from nvcli.config_types import KeptWeights
+from nvcli.core.config_types import KeptWeights
 from nvcli.models.mixers.mixer import LayerContext, Mixer, MixerCosts, Piece, Ranks
 from nvcli.models.tensor_spec import DTYPE_BYTES, Sharding, StoredDtype, TensorSpec, matrix, vector
 

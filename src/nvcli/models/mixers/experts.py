@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from nvcli.config_types import KeptWeights
+from nvcli.core.config_types import KeptWeights
 from nvcli.kernels.expert_settings import EXPERT_ALIGNMENT, GatedActivation, Routing
 from nvcli.models.mixers.mixer import LayerContext, Mixer, Piece, Ranks, code_elements
 from nvcli.models.mixers.mlp import MLPConfig

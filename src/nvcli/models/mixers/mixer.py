@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from nvcli.attention.kv_layout import KVDtype
 from nvcli.attention.spec import CacheSpec
-from nvcli.config_types import KeptWeights
+from nvcli.core.config_types import KeptWeights
 from nvcli.kernels.expert_settings import Routing
 from nvcli.models.rope_config import RopeConfig
 from nvcli.models.tensor_spec import Part, Sharding, StoredDtype, TensorSpec

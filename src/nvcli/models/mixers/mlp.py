@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from nvcli.config_types import KeptWeights
+from nvcli.core.config_types import KeptWeights
 from nvcli.models.mixers.mixer import LayerContext, Mixer, Piece, Ranks, code_elements
 from nvcli.models.tensor_spec import FUSED, Sharding, TensorSpec, matrix, with_bias
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from nvcli.core.validation import show
 from nvcli.models.json_file import JsonFile
-from nvcli.validation import show
 
 _KEYS = ("quantization_config", "compression_config")
 _FORMATS = "fp8, fbgemm_fp8, compressed-tensors, modelopt (FP8), awq and gptq"

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from fnmatch import translate
 from functools import lru_cache
 
+from nvcli.core.validation import show
 from nvcli.errors import ConfigError
-from nvcli.validation import show
 
 _MARK = "re:"
 _PLAIN = re.compile(r"[\w.-]*")

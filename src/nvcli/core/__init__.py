@@ -1,0 +1,1 @@
+"""Configuration, messages between processes and sampling parameters, which every room reads."""

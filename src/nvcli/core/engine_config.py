@@ -1,0 +1,146 @@
+"""EngineConfig: the configuration of one replica's engine and ranks, which is derived from a `RunConfig`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from nvcli.core.config_types import FP8Accumulation, KeptWeights, KVCacheDtype, KVDtype, ModelDtype
+
+
+def kv_dtype(kv_cache_dtype: KVCacheDtype, dtype: ModelDtype) -> KVDtype:
+    """Return the type in which a model whose weights are of `dtype` keeps keys and values."""
+    if kv_cache_dtype == "auto":
+        return dtype
+    return "bfloat16" if kv_cache_dtype == "bf16" else "fp8"
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The configuration of one replica's engine and ranks, with every `auto` resolved."""
+
+    model_path: Path
+    """A local folder in Hugging Face layout."""
+    hf_overrides: dict[str, Any] = {}
+    """See `RunConfig`."""
+    device: Literal["cpu", "cuda"]
+    dtype: ModelDtype
+    tensor_parallel_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    gpu_memory_utilization: float
+    kv_cache_memory: int | None
+    """Bytes for each rank; None: the rank decides."""
+    block_size: int
+    attention_backend: str
+    """A name or `auto`; or `prefill:decode` with one of those on each side, if they differ."""
+    enable_prefix_caching: bool
+    enforce_eager: bool
+    step_timeout: float
+    enable_expert_parallel: bool = False
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """See `RunConfig`; `kv_dtype` resolves it."""
+    pipeline_parallel_size: int = 1
+    """Stages; rank = stage × `tensor_parallel_size` + the rank within the stage."""
+    replica: int = 0
+    """Index of this replica."""
+    gpus: tuple[int, ...] = ()
+    """GPU indices of all replicas, replica by replica, as a process numbers GPUs; empty: the first ones."""
+    load_format: Literal["checkpoint", "random"] = "checkpoint"
+    """random: `model_path` holds only a config.json, and the weights are made up; for benchmarks."""
+    record_steps: bool = False
+    """Report the times of every step to the parent, and each rank's peak memory at the end."""
+    measure_memory: bool = False
+    """Once everything is allocated, run the largest batches again and report the memory of each item."""
+    quantization: KeptWeights = "none"
+    """Format in which ranks keep the weights of linear layers."""
+    fp8_accumulation: FP8Accumulation = "exact"
+    """See `RunConfig`."""
+    batch_invariant: bool = False
+    """See `RunConfig`."""
+    kv_blocks_before: int | None = None
+    """KV blocks of the previous ranks, which ran out of memory; None: there were none. The new ranks take at most as
+    many, and no more than fit into the memory that is now free."""
+    prepare_grammars: bool = False
+    """Load what constrained answers need along with the weights, because rows at the beginning of the job need it."""
+    enable_cascade_attention: bool = True
+    """See `RunConfig`."""
+    plan_admission: bool = True
+    """Admit as many requests as are forecast, from the answers so far, to fit into the KV cache until they end; false:
+    as many as fit now, with preemption when room runs out."""
+    overlap_steps: bool = True
+    """Schedule a step while the previous one runs; false: to measure what that gains."""
+    embedding_size: int = 0
+    """Size of the hidden states, if requests ask for these instead of tokens: the model then needs no LM head.
+    0: requests ask for tokens and their probabilities."""
+
+    @property
+    def kv_dtype(self) -> KVDtype:
+        """Data type of the KV cache."""
+        return kv_dtype(self.kv_cache_dtype, self.dtype)
+
+    @property
+    def weights_type(self) -> str:
+        """The type of the weights, for people."""
+        return (
+            self.dtype
+            + {"none": "", "fp8": ", linear layers in FP8", "w4a16": ", linear layers in 4 bits"}[self.quantization]
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes of one replica."""
+        return self.pipeline_parallel_size * self.tensor_parallel_size
+
+    @property
+    def output_rank(self) -> int:
+        """The rank that posts the sampled tokens: the first of the last stage."""
+        return self.num_ranks - self.tensor_parallel_size
+
+    def stage_of(self, rank: int) -> int:
+        """Return the stage of a rank, from 0."""
+        return rank // self.tensor_parallel_size
+
+    def rank_name(self, rank: int) -> str:
+        """Return a rank's name for messages: `rank 2`, or with several stages `rank 2 of stage 1`."""
+        return f"rank {rank}" if self.pipeline_parallel_size == 1 else f"rank {rank} of stage {self.stage_of(rank)}"
+
+    def gpu_index(self, rank: int) -> int:
+        """Return the index of a rank's GPU, among those that the process sees."""
+        number = self.replica * self.num_ranks + rank
+        return self.gpus[number] if self.gpus else number
+
+    @property
+    def max_num_decodes(self) -> int:
+        """Maximum requests that decode in one step: with stages, a share of the running ones."""
+        return -(-self.max_num_seqs // self.pipeline_parallel_size)
+
+    @property
+    def max_padded_rows(self) -> int:
+        """Maximum rows of a step that is padded to the shape of a CUDA graph."""
+        return self.max_num_seqs + self.max_num_decodes
+
+    @property
+    def max_padded_tokens(self) -> int:
+        """Maximum tokens of a step that is padded to the shape of a CUDA graph."""
+        return self.max_num_batched_tokens + self.max_num_decodes
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """Maximum steps in flight: one that runs and one queued behind it, so that the device never waits for the host;
+        with stages, one for each."""
+        return max(2, self.pipeline_parallel_size) if self.overlap_steps else 1
+
+    @property
+    def max_shared_rows(self) -> int:
+        """Maximum rows of a step that reads shared prefixes once for all requests; 0: no step does, because with
+        `batch_invariant` results must not depend on what the batch shares."""
+        shares = self.enable_cascade_attention and self.enable_prefix_caching and not self.batch_invariant
+        shares = shares and self.max_num_decodes > 1
+        return self.max_num_decodes if shares else 0
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        return -(-self.max_model_len // self.block_size)

@@ -1,0 +1,365 @@
+"""The messages between the engine and the ranks, and their maximum sizes.
+
+`StepInput` carries deltas only; everything that a rank can remember (block tables, lengths, tokens, sampling
+parameters) lives in its slot table. Token ids, slots and block ids travel as packed int32, so that a message is built
+and read without a Python object per token. Sizes are bounded by the config (`max_step_input_bytes`,
+`max_step_output_bytes`): the channel between the processes is sized from them and never overflows.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from enum import IntEnum
+
+import msgspec
+
+from nvcli.core.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROBS
+from nvcli.core.structured import MAX_END_IDS, MAX_GRAMMAR_BYTES, MAX_MARK_IDS, Constraint
+
+MAX_STOP_IDS = MAX_BIASED_TOKENS + 64
+"""The maximum ids that a request may stop on: its own and the model's end-of-sequence ids."""
+
+NOT_FINITE = -1
+"""Stands for a token id when none can be chosen, because a logit is NaN or +inf, or because all are -inf."""
+
+CONSTRAINT_FAILED = -2
+"""Stands for a token id when the grammar of an answer has become too complex to follow."""
+
+MAX_STEP_GRAMMAR_BYTES = 2 * MAX_GRAMMAR_BYTES
+"""The maximum bytes of the different grammars in a step."""
+FORBIDDEN = -1e30
+"""Added to the logit of a token that must not be chosen. It is finite, so that a row with nothing else left still
+gets a token, and stays finite when divided by the lowest temperature."""
+
+MOST_KEY_COPIES = 2
+"""Most copy runs per new slot and KV group."""
+
+MAX_KV_GROUPS = 16
+"""The maximum KV groups of a model. The step channel is made before a rank can report their number."""
+
+
+def pack(ids: Iterable[int]) -> bytes:
+    """Pack integers as int32 in native byte order."""
+    return array("i", ids).tobytes()
+
+
+def unpack(data: bytes) -> array[int]:
+    """Unpack the integers that `pack` packed."""
+    ids = array("i")
+    ids.frombytes(data)
+    return ids
+
+
+class ForwardMode(IntEnum):
+    """The kinds of rows that a step contains (SGLang's names). The mode is derived, for records and logs: no code
+    path depends on it."""
+
+    EXTEND = 1
+    """Prefill chunks only."""
+    DECODE = 2
+    """Decode rows only."""
+    MIXED = 3
+    """Decode rows, then prefill chunks."""
+
+
+class SlotSampling(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The sampling parameters of one slot, from admission to release."""
+
+    seed: int = 0
+    """The key of the counter-based random numbers, 64 bits."""
+    row: int = 0
+    """The number of the job's row, a counter word; 0 if the row brought its own seed."""
+    sample: int = 0
+    """The number of the sample among the row's `n`, a counter word."""
+    prompt_len: int = 0
+    """The tokens of the original prompt; what follows is output, for penalties and `min_tokens`."""
+    temperature: float = 1.0
+    top_k: int = 0
+    """0 switches it off."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    num_logprobs: int = -1
+    """The number of alternatives wanted besides the chosen token; -1: no log-probabilities at all."""
+    stop_ids: list[int] = []
+    """Ids that must not be chosen before `min_tokens`, unless a constraint allows no others; empty when `min_tokens` is
+    0."""
+    bias_ids: list[int] = []
+    bias_values: list[float] = []
+    allowed_ids: list[int] = []
+    """The only ids that may be chosen; empty: all."""
+    bad_words: list[list[int]] = []
+    """Sequences of at least two ids, none of which the answer may hold. Together with the ids of the other lists,
+    not counting the model's own end-of-sequence ids, they are at most `MAX_BIASED_TOKENS`."""
+
+
+class NewSlot(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A request that enters a slot, for the first time or again after a preemption."""
+
+    slot: int
+    num_cached_tokens: int
+    """Leading tokens whose keys and values are already in its blocks; the first chunk starts after them."""
+    sampling: SlotSampling
+    constraint: int | None = None
+    """The index of the answer's constraint in `StepInput.constraints`; None: unconstrained."""
+
+
+class PromptQuery(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A query about consecutive tokens of one prefill chunk: the log-probabilities of given next tokens, or the sum
+    of their hidden states."""
+
+    row: int
+    """The number of the chunk's row in the batch."""
+    start: int
+    """The first of the tokens, counted from the first token of the chunk."""
+    count: int
+    """The number of the tokens, at least 1."""
+    targets: bytes = b""
+    """The packed ids of the `count` tokens whose log-probabilities are wanted, each following one of the tokens
+    read. Empty: the hidden states are wanted."""
+    num_top: int = 0
+    """The number of likeliest next tokens wanted besides each target."""
+
+
+class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One step for every rank: what changed since the last step, and the batch as rows (slot, num_tokens, num_logits).
+
+    It is applied in this order: freed slots, new slots, blocks, tokens, then the forward pass over the rows. Packed
+    fields are int32. Decode rows come first: requests whose next input was sampled by an earlier step. The prefill
+    chunks follow.
+
+    A row computes the next `num_tokens` tokens of its request and multiplies the last `num_logits` of them by the LM
+    head. Of those, `StepOutput.counts` says how many gave a token that counts; after the step the request's length on
+    the device has grown by `num_tokens - num_logits + count`.
+    """
+
+    step_id: int
+    freed_slots: bytes = b""
+    new_slots: list[NewSlot] = []
+    block_groups: bytes = b""
+    """This field and the next three are the new entries of the block tables: block_tables[group, slot, column] = id."""
+    block_slots: bytes = b""
+    block_columns: bytes = b""
+    block_ids: bytes = b""
+    token_slots: bytes = b""
+    """This field and the next three are spans of tokens that the ranks do not have: prefill chunks, cached prefixes
+    that penalties must count, and sampled tokens of requests that wait for their last token. Span i puts the next
+    `token_counts[i]` of `token_ids` at positions `token_starts[i]` and on of slot `token_slots[i]`."""
+    token_starts: bytes = b""
+    token_counts: bytes = b""
+    token_ids: bytes = b""
+    slots: bytes = b""
+    """The slot of each row of the batch; no slot is in two rows."""
+    num_tokens: bytes = b""
+    """The number of tokens that each row computes, at least 1."""
+    num_logits: bytes = b""
+    """The number of each row's last tokens that need logits; 0 for a prefill chunk that does not end its prompt."""
+    seq_lens: bytes = b""
+    """An upper bound of each row's length behind this step, its own tokens included. It is exact unless an earlier step
+    whose counts the engine does not know yet may accept a number of tokens of its own."""
+    num_decodes: int = 0
+    """The number of decode rows, which come first. They have equally many tokens, and as many logits as tokens."""
+    constraints: list[Constraint] = []
+    """The constraints of new slots, each once. Their grammars have at most `MAX_STEP_GRAMMAR_BYTES` together."""
+    restarts: bool = False
+    """Whether this is the first step after one that did not run: every slot is freed, and requests enter slots anew."""
+    queries: list[PromptQuery] = []
+    """Queries about the prompts, besides the rows' own logits; at most one for each prefill chunk."""
+    segments: bytes = b""
+    """Segments of KV blocks that decoding requests share and that are new or changed (`engine.shared_segments`), five
+    numbers each: KV group, number of the segment (from 1), first key, end of its keys, and number of the segment before
+    it (0: none)."""
+    slot_segments: bytes = b""
+    """Three numbers for each slot whose last shared segment has changed: KV group, slot, and number of the segment
+    (0: none)."""
+    shares_segments: bool = False
+    """Whether decode rows read their shared segments once for all of them."""
+    shared_prefixes: bytes = b""
+    """Three numbers for each group of prefill chunks that are attended together to their requests' shared first
+    keys: the number of the first chunk's row in the batch, the number of chunks, and the number of keys, which are
+    whole blocks and come before all of the chunks' tokens (`engine.chunk_groups`)."""
+    key_copies: bytes = b""
+    """Five numbers for each run of keys and values that is copied in all layers of a KV group: KV group, source
+    block, target block, and the first token and the end of the run, counted in either block (`engine.key_copies`).
+    They are sorted by KV group. No copy reads what another copy of the step writes."""
+    copies_new_keys: bool = False
+    """Whether the step itself computes some of these keys, so that each layer copies after storing them; else all
+    are copied before the step."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots) // 4
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(unpack(self.num_tokens))
+
+    @property
+    def mode(self) -> ForwardMode:
+        if self.num_decodes == self.num_rows:
+            return ForwardMode.DECODE
+        return ForwardMode.MIXED if self.num_decodes else ForwardMode.EXTEND
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Log-probabilities of one generated token under the unmodified distribution (before temperature and penalties)."""
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class PromptQueryResult(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The result of one `PromptQuery`. Packed numbers are in native byte order."""
+
+    logprobs: bytes = b""
+    """[count] packed float32, the log-probability of each target under the unmodified distribution."""
+    best_ids: bytes = b""
+    """[count] packed int32, the likeliest next tokens."""
+    top_ids: bytes = b""
+    """[count, num_top] packed int32, the likeliest next tokens, the likeliest first."""
+    top_logprobs: bytes = b""
+    """[count, num_top] packed float32, their log-probabilities."""
+    hidden_sum: bytes = b""
+    """[hidden size] packed float32, the sum of the hidden states behind the final norm."""
+
+
+class StepOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The tokens that a step gave: `counts[i]` tokens for each row with logits, in batch order."""
+
+    step_id: int
+    token_ids: bytes
+    """The packed ids, row after row; `NOT_FINITE` where the logits were not finite, `CONSTRAINT_FAILED` where a grammar
+    cannot be followed any further."""
+    counts: bytes = b""
+    """The packed number of tokens of each row with logits, 0 to `num_logits`; empty: as many tokens as logits."""
+    logprobs: list[TokenLogprobs | None] = []
+    """One entry for each token if any request of the batch asked; else empty."""
+    seconds: float = 0.0
+    """The device's time for the step, from its first kernel to its last."""
+    idle_seconds: float = 0.0
+    """The time that the device waited for the host, before the step and in it."""
+    is_graph: bool = False
+    """Whether the step ran as a CUDA graph."""
+    out_of_memory: str = ""
+    """The reason why this step, or the one before it, did not run; empty if it ran. The rest of the output is then
+    meaningless, and no step runs until one that `restarts`."""
+    query_results: list[PromptQueryResult] = []
+    """One entry for each of the step's `queries`, in their order."""
+    note: str = ""
+    """A message for the user; a line of up to 300 characters, or empty."""
+
+
+class MemoryUse(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One rank's memory, in bytes: planned and measured for each item."""
+
+    device: str
+    """The name of the GPU, or CPU."""
+    total: int
+    """The memory of the device."""
+    budget: int
+    """The part of it that the run may use."""
+    weights: dict[str, int]
+    """The weights by group (embeddings, attention, MLP, …); together they are the item `weights`."""
+    planned: dict[str, int]
+    """The planned memory of each item, in the order of `sizing.memory_plan.ITEMS`."""
+    measured: dict[str, int] = {}
+    """The measured memory of each item; empty unless the run was asked to measure."""
+
+    @property
+    def beside_cache(self) -> int:
+        """The sum of all planned items except the KV cache."""
+        return sum(size for name, size in self.planned.items() if name != "KV cache")
+
+
+class KVGroup(msgspec.Struct, frozen=True, array_like=True):
+    """A group of layers that keep the same KV blocks."""
+
+    window: int | None = None
+    """A token attends to itself and the `window - 1` tokens before it; None: to all tokens before it."""
+    is_state: bool = False
+    """Whether a block holds the recurrent state after the last token of its column, rather than keys. Its window is
+    two tokens: a token continues from the state after the previous one."""
+    token_bytes: int = 0
+    """The bytes that a token's keys and values take in the layers: on one rank in its report, and on all ranks of a
+    replica for its scheduler."""
+    layers: tuple[int, ...] = ()
+    """The layers' numbers in a stage, from 0, in ascending order. A stage may have no layers of a group. Layers that
+    read the keys and values of others are in no group."""
+
+    def first_column(self, position: int, block_size: int) -> int:
+        """The first column of a block table that a token at `position`, or one behind it, attends to."""
+        return 0 if self.window is None else max(0, position - self.window + 1) // block_size
+
+    def most_blocks(self, num_tokens: int, block_size: int, chunk: int = 1) -> int:
+        """The maximum blocks needed at a time to compute `num_tokens` tokens, up to `chunk` in a step. Blocks behind
+        a window are freed between steps."""
+        if self.is_state:  # it moves along from column to column
+            return 1
+        blocks = -(-num_tokens // block_size)
+        if self.window is None:
+            return blocks
+        seen = min(num_tokens, self.window - 1 + chunk)
+        return min(blocks, -(-(seen - 1) // block_size) + 1)  # the first of them may begin before the window
+
+
+class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
+    """The report of a rank, and the first message of an engine: it can run."""
+
+    num_blocks: int
+    block_size: int
+    kv_cache_bytes: int
+    """The bytes of one rank's KV cache."""
+    kv_cache_tokens: int
+    """The tokens of requests of `max_model_len` that the blocks hold."""
+    weight_bytes: int
+    """The bytes of rank 0's weights."""
+    attention_backend: str
+    kv_groups: list[KVGroup] = msgspec.field(default_factory=lambda: [KVGroup()])
+    """The KV groups of rank 0. At most `MAX_KV_GROUPS`."""
+    reads_segments: bool = False
+    """Whether the ranks read shared blocks of decoding requests once for all of them."""
+    prefix_tile_tokens: int = 0
+    """`AttentionBackend.prefix_tile_tokens`, where the ranks attend prefill chunks that share prefixes together; 0:
+    they do not."""
+    seconds: dict[str, float]
+    """The seconds that each part of rank 0's start took: imports, process group, loading weights, warm-up and so on."""
+    notes: list[str] = []
+    """Messages for the log: the choices of `auto` and why, and limits worth a warning."""
+    memory: list[MemoryUse] = []
+    """A rank reports its own memory; the engine reports one entry for each rank."""
+
+
+def max_step_input_bytes(
+    *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, max_blocks_per_seq: int
+) -> int:
+    """Compute the size in bytes of the largest encoded StepInput that the scheduler can produce.
+
+    `max_blocks_per_seq` counts the blocks of all KV groups. Each new slot has fixed fields (under 256 bytes), stop and
+    biased ids and those of its constraint (5 bytes an id, 9 a float). Allowed ids and bad words replace biased ids and
+    take less room. In each KV group a slot may have another shared segment, and as many segments may change. Cached
+    prefixes that travel for penalties, bad words and grammars are together held under `max_model_len +
+    max_num_batched_tokens` tokens by the scheduler. A row takes 16 bytes in the batch, 24 in two spans of tokens, 4
+    where its slot was freed before, 32 where its prompt is read, plus the targets, and 6 for its part of a group of
+    chunks. A new slot may have keys copied in each KV group.
+    """
+    num_ids = MAX_STOP_IDS + MAX_BIASED_TOKENS + MAX_END_IDS + 2 * MAX_MARK_IDS
+    new_slot_bytes = 256 + 5 * num_ids + 9 * MAX_BIASED_TOKENS
+    block_bytes = 4 * 4 * max_blocks_per_seq
+    segment_bytes = MAX_KV_GROUPS * (3 + 5) * 4
+    copy_bytes = MAX_KV_GROUPS * MOST_KEY_COPIES * 5 * 4
+    per_seq = new_slot_bytes + block_bytes + segment_bytes + copy_bytes + 12 * 4 + 32 + 6
+    grammar_bytes = MAX_STEP_GRAMMAR_BYTES + 5 * max_num_seqs
+    return 1024 + grammar_bytes + max_num_seqs * per_seq + 4 * (3 * max_num_batched_tokens + max_model_len)
+
+
+def max_step_output_bytes(*, max_num_seqs: int, max_num_batched_tokens: int, hidden_size: int = 0) -> int:
+    """Compute the size in bytes of the largest encoded StepOutput: one token a request, with `MAX_LOGPROBS`
+    alternatives each, and as many for each prompt token that is read. `hidden_size`: that of the hidden states that
+    requests may ask for; 0: they may not."""
+    per_seq = 2 * 4 + 32 + MAX_LOGPROBS * (5 + 9) + 32 + 4 * hidden_size
+    return 1024 + max_num_seqs * per_seq + max_num_batched_tokens * 8 * (1 + MAX_LOGPROBS)

@@ -1,0 +1,1 @@
+"""Facts of the machine and of Linux: memory, containers, GPUs, files, processes, terminals."""

@@ -1,0 +1,56 @@
+"""Tasks of a run (answers, log-probabilities of given texts, or embeddings), and their settings.
+
+The command sets the task (`nvcli score`, `nvcli embed`); a Python program may set it too.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from nvcli.core.config_types import Name, PositiveInt
+from nvcli.core.flags import PROMPTS, RESULT, Flag
+
+Task = Literal["generate", "score", "embed"]
+Normalization = Literal["none", "tokens", "bytes"]
+PoolingName = Literal["last", "mean", "cls"]
+EmbeddingEncoding = Literal["float", "base64"]
+
+
+class ScoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The `score:` section: what `nvcli score` reads and writes."""
+
+    normalize: Annotated[
+        Normalization, Flag("--normalize", RESULT, "Divisor of log-probabilities before choices are compared.")
+    ] = "none"
+    """tokens, bytes: the length of the choice."""
+    token_logprobs: Annotated[bool, Flag("--token-logprobs", RESULT, "Add each token and its log-probability.")] = False
+    continuation_field: Annotated[
+        Name, Flag("--continuation-field", PROMPTS, "Key (column) of the continuation.", "COLUMN")
+    ] = "continuation"
+    choices_field: Annotated[Name, Flag("--choices-field", PROMPTS, "Key (column) of the choices.", "COLUMN")] = (
+        "choices"
+    )
+    answer_field: Annotated[Name, Flag("--answer-field", PROMPTS, "Key (column) of the right choice.", "COLUMN")] = (
+        "answer"
+    )
+
+
+class EmbedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The `embed:` section: how `nvcli embed` makes a vector of a text."""
+
+    pooling: Annotated[
+        Literal["auto"] | PoolingName,
+        Flag("--pooling", RESULT, "Which hidden states become the embedding; auto: as the checkpoint says."),
+    ] = "auto"
+    """last, cls: that of the last or first token; mean: of all. auto: last if the checkpoint does not say."""
+    normalize: bool | Literal["auto"] = "auto"
+    """Whether vectors are scaled to length 1. auto: as the checkpoint says; yes if it does not."""
+    dimensions: Annotated[
+        PositiveInt | None, Flag("--dimensions", RESULT, "Keep the first N numbers of each embedding.")
+    ] = None
+    """For models trained for it (Matryoshka)."""
+    encoding: Annotated[
+        EmbeddingEncoding, Flag("--encoding", RESULT, "Numbers, or base64 of little-endian float32.")
+    ] = "float"

@@ -1,0 +1,162 @@
+"""Says by the first rows of an input that none of it can be answered, before all rows become errors: its prompts stand
+in other columns, the model has no chat template, or it is no text."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple
+
+from nvcli.core.validation import shorten
+from nvcli.errors import ConfigError
+from nvcli.job.job import Job, JobResult, RowForm
+from nvcli.job.line_splitter import DroppedLine
+from nvcli.job.rows.native_row import RowKeys
+from nvcli.job.rows.parser import Row, RowParser
+from nvcli.job.rows.prompt_rules import PromptRules
+
+MAX_HELD_ROWS = 100
+"""Number of first rows of an input that must all have the same fault; of a shorter input, all rows."""
+_SHOWN_COLUMNS = 12
+_PROMPT_NAMES = ("prompt", "prompts", "question", "instruction", "input", "query", "problem", "text", "content")
+_MESSAGES_NAMES = ("messages", "conversation", "conversations", "chat", "dialog", "dialogue")
+"""Common names of columns with prompts and conversations, the likeliest first."""
+
+
+class ColumnsError(ConfigError):
+    """The columns of an input are not those that the job reads, or its header does not name them; or none of it can be
+    answered for another reason, by its first rows."""
+
+
+class Fault(Enum):
+    """The fault of a row that all rows of an input are likely to share."""
+
+    NO_PROMPT = 1
+    TWO_PROMPTS = 2
+    NO_CHAT_TEMPLATE = 3
+    NO_JSON = 4
+
+
+_FAULTS = {
+    **dict.fromkeys(("missing_prompt", "missing_column"), Fault.NO_PROMPT),
+    "conflicting_prompts": Fault.TWO_PROMPTS,
+    **dict.fromkeys(("invalid_json", "not_an_object", "line_too_long"), Fault.NO_JSON),
+}
+_CONTROLS = bytes({*range(32)} - {*b"\t\n\r\f"})
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+
+
+class ReadRow(NamedTuple):
+    """A row that was read. Where faults are not looked for, it has none."""
+
+    row: Job | JobResult
+    num_bytes: int
+    fault: Fault | None = None
+    start: bytes = b""
+    """The first bytes of a line that is no JSON; empty for other faults."""
+    is_binary: bool = False
+
+
+def judged(row: Job | JobResult, line: Row, num_bytes: int, rules: PromptRules) -> ReadRow:
+    """Return a row with its fault. `line` is what was read, and takes `num_bytes`."""
+    fault: Fault | None = None
+    if isinstance(row, Job):
+        if row.messages is not None and not rules.has_chat_template:
+            fault = Fault.NO_CHAT_TEMPLATE
+    elif row.error is not None:
+        fault = _FAULTS.get(row.error.type)
+    if fault is Fault.NO_JSON and isinstance(line, bytes):
+        return ReadRow(row, num_bytes, fault, line[:8], len(line) != len(line.translate(None, _CONTROLS)))
+    return ReadRow(row, num_bytes, fault if fault is not Fault.NO_JSON or isinstance(line, DroppedLine) else None)
+
+
+def refusal(name: str, held: Sequence[ReadRow], parser: RowParser) -> ColumnsError | None:
+    """Return the error of the input `name`, whose first rows all have the same fault; None: they may be bad rows among
+    others."""
+    rows = [each.row for each in held]
+    match held[0].fault:
+        case Fault.NO_PROMPT:
+            failed = [row for row in rows if isinstance(row, JobResult)]
+            return wrong_columns(name, failed, parser.keys, parser.rules)
+        case Fault.TWO_PROMPTS:
+            return _two_prompts(name, rows, parser)
+        case Fault.NO_CHAT_TEMPLATE:
+            forms = {row.context.form for row in rows}
+            key = {RowForm.CHAT: "body.messages", RowForm.RESPONSE: "body.input"}.get(forms.pop(), "messages")
+            return ColumnsError(
+                f"{name}: {_all_of(rows)} a conversation (`{key}`), and the model has no chat template\n"
+                "  name one: --chat-template FILE\n"
+                "  or make an error row of each conversation: --set job.check_columns=false"
+            )
+        case _:
+            return _no_text(name, held)
+
+
+def _two_prompts(name: str, rows: Sequence[Job | JobResult], parser: RowParser) -> ColumnsError:
+    error = rows[0].error if isinstance(rows[0], JobResult) else None
+    assert error is not None
+    keys, way_out = parser.keys, ""
+    if f"`{keys.prompt}` and `{keys.messages}`" in error.message and keys.are_defaults:
+        way_out = (
+            f"\n  take the conversations: --messages-field {keys.messages}\n  take the prompts: --messages-field none"
+        )
+    return ColumnsError(
+        f"{name}: {_all_of(rows)} more than one prompt, so none of them can be answered: {error.message}{way_out}\n"
+        "  or make an error row of each: --set job.check_columns=false"
+    )
+
+
+def _no_text(name: str, held: Sequence[ReadRow]) -> ColumnsError | None:
+    """Return the error of an input whose first lines are no JSON; None where it may be text."""
+    start = held[0].start
+    halves = {any(start[::2]), any(start[1::2])}  # every second byte of plain letters is 0
+    if start.startswith(_UTF16_MARKS) or (len(start) > 1 and halves == {True, False}):
+        command = "iconv -f UTF-16 -t UTF-8"
+        command += f" {shlex.quote(name)} > utf8.jsonl" if Path(name).exists() else ", before the pipe to nvcli"
+        what, way_out = "it is UTF-16 text", f"convert it: {command}"
+    elif 2 * sum(each.is_binary for each in held) > len(held):
+        what, way_out = "it is binary data", "name a file of rows"
+    else:
+        return None
+    which = "its only line is" if len(held) == 1 else f"none of its first {len(held)} lines is"
+    none = " no" if len(held) == 1 else ""
+    return ColumnsError(f"{name}: {which}{none} JSON: {what}\n  {way_out}")
+
+
+def _all_of(rows: Sequence[Job | JobResult]) -> str:
+    return "its only row has" if len(rows) == 1 else f"all of its first {len(rows)} rows have"
+
+
+def wrong_columns(name: str, rows: Sequence[JobResult], keys: RowKeys, rules: PromptRules) -> ColumnsError:
+    """Return the error of the input `name`, whose first `rows` all lack a prompt."""
+    columns = list(dict.fromkeys(column for row in rows for column in row.context.extra))
+    which = "its only row has no prompt" if len(rows) == 1 else f"none of its first {len(rows)} rows has a prompt"
+    there = f"its columns are {shown_columns(columns)}" if columns else "it has no columns beside `id` and `sampling`"
+    if rules.has_template:
+        read = f"the template reads {shown_columns(sorted(rules.columns))}"
+        way_out = "name columns of the input in the template"
+    else:
+        read = f"a prompt is read from {shown_columns(keys.prompts)}"
+        way_out = _flag(columns)
+    return ColumnsError(
+        f"{name}: {which}: {there}, and {read}\n  {way_out}\n"
+        "  or make an error row of each row without a prompt: --set job.check_columns=false"
+    )
+
+
+def _flag(columns: Sequence[str]) -> str:
+    """Say how to name the column of the prompts."""
+    by_name = {column.strip().casefold(): column for column in reversed(columns)}
+    for flag, known in (("--messages-field", _MESSAGES_NAMES), ("--prompt-field", _PROMPT_NAMES)):
+        found = next((by_name[name] for name in known if name in by_name), None)
+        if found is not None:
+            return f"name the column of the prompts: {flag} {shlex.quote(found)}"
+    return "name the column of the prompts with --prompt-field or --messages-field, or columns with --prompt-template"
+
+
+def shown_columns(columns: Sequence[str]) -> str:
+    """Return the names of columns, the first ones of very many."""
+    shown = ", ".join(f"`{shorten(column)}`" for column in columns[:_SHOWN_COLUMNS])
+    return f"{shown} and {len(columns) - _SHOWN_COLUMNS:,} more" if len(columns) > _SHOWN_COLUMNS else shown

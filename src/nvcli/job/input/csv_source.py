@@ -1,0 +1,161 @@
+"""CSV and TSV files as rows: the first record names the columns, and each further one is a row of texts.
+
+Cells are quoted as RFC 4180 says, so that a record may have line ends in it. A record that cannot be read, or has more
+or fewer cells than the header, is the error of its row. Holds one chunk and one record at a time.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Iterator
+
+from nvcli.core.validation import shorten
+from nvcli.errors import RowError
+from nvcli.job.file_formats import plain_name
+from nvcli.job.input.column_check import ColumnsError
+from nvcli.job.input.known_input import KnownInput
+from nvcli.job.input.line_source import LineSource
+from nvcli.job.line_splitter import BlankLines, DroppedLine, Line
+from nvcli.job.rows.bad_json import explain_bad_utf8
+from nvcli.job.rows.cells import Cells
+from nvcli.job.rows.parser import Row
+
+MAX_RECORD_BYTES = 64 * 1024 * 1024
+"""A longer record is an error row. Without such a bound, a quote that is not closed takes the rest of the file."""
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+
+
+class CsvSource(LineSource):
+    """The rows of one CSV or TSV file, once."""
+
+    def __init__(self, name: str, known: KnownInput | None = None) -> None:
+        """`known` is the input as it was when the job began, where that is to be checked."""
+        super().__init__(name, known)
+        self._records = _RecordLines()
+        self._at = "line 0"
+
+    def place(self, number: int) -> str:
+        """Return the lines of the record that was yielded last; blank lines and the header are counted."""
+        return self._at
+
+    def lines(self) -> Iterator[Row | None]:
+        """Yield the rows, the errors of records that are no rows, and None before each read that may have to wait.
+
+        Raises ColumnsError for a header that does not name the columns, and else as `LineSource.lines` does.
+        """
+        csv.field_size_limit(sys.maxsize)  # of the process; records have a bound of their own
+        columns: list[str] | None = None
+        records, reader = self._records, None
+        lines = self._lines()
+        for line in lines:
+            if line is None:
+                yield None
+                continue
+            if isinstance(line, BlankLines):
+                records.number += line.num_lines
+                continue
+            first = records.begin(line, lines)
+            if isinstance(line, bytes) and (not line or (line.isspace() and b"\t" not in line)):
+                continue
+            if reader is None:
+                reader = csv.reader(records, delimiter=_delimiter(self.name, line), strict=True)
+            row: Row | list[str]
+            try:
+                row = next(reader)
+            except RowError as error:
+                row = error
+            except csv.Error as error:
+                row = RowError("invalid_csv", f"not valid CSV: {error}")
+            self._at = f"line {first}" if first == records.number else f"lines {first} to {records.number}"
+            if columns is None:
+                columns = _check_header(row, self.name, self._at)
+            elif isinstance(row, list):
+                yield _row_of(columns, row, records.num_bytes)
+            else:
+                yield row
+
+
+class _RecordLines:
+    """The lines of one record after the other, as `csv.reader` takes them. An error ends the record, not the file."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        """The number of the line that was taken last."""
+        self.num_bytes = 0
+        """Bytes of the current record."""
+        self._first: Line | None = None
+        self._lines: Iterator[Line | None] = iter(())
+
+    def begin(self, line: Line, lines: Iterator[Line | None]) -> int:
+        """Begin a record with its first line. The further ones come from `lines`. Returns the first line's number."""
+        self._first, self._lines, self.num_bytes = line, lines, 0
+        self.number += 1
+        return self.number
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line, self._first = self._first, None
+        if line is None:
+            line = next(line for line in self._lines if line is not None)
+            if isinstance(line, BlankLines):  # in a cell
+                self.number += line.num_lines - 1
+                line = line.data
+            self.number += 1
+        is_dropped = isinstance(line, DroppedLine)
+        self.num_bytes += line.num_bytes if isinstance(line, DroppedLine) else len(line) + 1
+        if is_dropped or self.num_bytes > MAX_RECORD_BYTES:
+            raise RowError(
+                "line_too_long",
+                f"the record has more than {MAX_RECORD_BYTES >> 20} MiB, the most that a row of CSV may have; "
+                "a quote may not be closed",
+            )
+        assert isinstance(line, bytes)
+        try:
+            return line.decode() + "\n"
+        except UnicodeDecodeError as error:
+            encoding = "UTF-16" if line.startswith(_UTF16) else "WINDOWS-1252"
+            raise RowError(
+                "invalid_utf8",
+                f"{explain_bad_utf8(line, error.reason)}; for a file of a spreadsheet, `iconv -f {encoding} -t UTF-8` "
+                "may mend that",
+            ) from None
+
+
+def _delimiter(name: str, header: Line) -> str:
+    """Return what stands between cells: a comma or tab by the file's name, and a semicolon or tab where the header has
+    such and no comma."""
+    text = header if isinstance(header, bytes) else b""
+    if plain_name(name).lower().endswith(".tsv"):
+        return "\t"
+    if b"," not in text:
+        return next((mark for mark in ";\t" if mark.encode() in text), ",")
+    return ","
+
+
+def _check_header(row: Row | list[str], name: str, place: str) -> list[str]:
+    """Return the names of the columns. Raises ColumnsError."""
+    if not isinstance(row, list):
+        why = row.message if isinstance(row, RowError) else ""
+        raise ColumnsError(f"{name}: {place}, which names the columns, cannot be read: {why}")
+    twice = next((column for column in row if row.count(column) > 1), None)
+    if twice is not None:
+        raise ColumnsError(
+            f"{name}: {place}, which names the columns, names `{shorten(twice)}` twice; rename one, or add a line with "
+            "the names of the columns if there is none"
+        )
+    return row
+
+
+def _row_of(columns: list[str], cells: list[str], num_bytes: int) -> Cells | RowError:
+    """Return the row of a record; its error where it has another number of cells than there are columns."""
+    if len(cells) != len(columns):
+        names = ", ".join(f"`{shorten(column)}`" for column in columns[:12])
+        return RowError(
+            "ragged_row",
+            f"it has {len(cells)} {'cell' if len(cells) == 1 else 'cells'}, and there are {len(columns)} columns: "
+            f"{names}{', …' if len(columns) > 12 else ''}; a cell with a delimiter in it must be quoted",
+        )
+    return Cells({column: cell for column, cell in zip(columns, cells, strict=True) if cell}, num_bytes)

@@ -1,0 +1,343 @@
+"""A `.json` file as rows: the items of its array, those of the only list of objects in its object, or its lines.
+
+Nothing is parsed. An item stays the bytes that it is, so that values are copied as they came and a bad item costs no
+other row. JSON libraries that stream (ijson) make objects of values, and give up at the first bad one. Holds one item
+at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import stat
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing, suppress
+
+from nvcli.job import line_splitter
+from nvcli.job.compression import CompressionError
+from nvcli.job.input.column_check import ColumnsError, shown_columns
+from nvcli.job.input.known_input import KnownInput
+from nvcli.job.input.line_source import BOM, DamagedInput, LineSource, Splitter
+from nvcli.job.line_splitter import BlankLines, Line, LineSplitter
+from nvcli.job.rows.parser import Row
+
+_INSIDE_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{},]', re.DOTALL)
+"""Whole texts, the quote of a text that does not end in the chunk, brackets and commas."""
+_QUOTE, _COMMA = b'",'
+_OPENING = b"[{"
+_MAX_KEY_BYTES = 1024
+"""Longer keys are cut off."""
+_MAX_KEYS = 1000
+"""Most keys that are told."""
+_LIST = b"["[0]
+
+
+class _OpenText:
+    """A text that chunks may end in."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._is_escaped = False
+        """Whether the first byte of the next chunk belongs to a backslash before it."""
+
+    def end_in(self, chunk: bytes, start: int = 0) -> int:
+        """Return where the text that is open at `start` ends in the chunk, and take note where it does not end."""
+        if self._is_escaped:
+            start, self._is_escaped = start + 1, False
+        inside = _INSIDE_STRING.match(chunk, start)
+        end = inside.end() if inside is not None else start
+        if end >= len(chunk):
+            self.is_open = True
+            return len(chunk)
+        self.is_open = self._is_escaped = chunk[end] != _QUOTE
+        return end + 1
+
+
+class ArraySplitter(LineSplitter):
+    """Makes the items of one array of chunks that may end anywhere. The array begins with the first chunk."""
+
+    def __init__(self, *, max_bytes: int | None, is_whole: bool = True) -> None:
+        """An item of more than `max_bytes` is not kept. With `is_whole` nothing may stand behind the array."""
+        super().__init__(max_bytes=max_bytes)
+        self._is_whole = is_whole
+        self._level = 0
+        """The objects and lists that are open; the array itself is the first one."""
+        self._text = _OpenText()
+        self._num_items = 0
+        self._has_ended = False
+        self._has_more = False
+        """Whether something stands behind the end of the array."""
+
+    def feed(self, chunk: bytes) -> list[Line]:
+        """Return the items that end in this chunk."""
+        ended: list[Line] = []
+        if self._level == 1 and not self._text.is_open and chunk.isspace():
+            self._add(b" " if self._num_bytes else b"")  # there may be any amount between items
+            return ended
+        if not chunk:
+            return ended
+        start = 0  # of the current item, as far as it lies in this chunk
+        for match in _TOKEN.finditer(chunk, self._text.end_in(chunk) if self._text.is_open else 0):
+            if self._has_ended:
+                break
+            at, token = match.start(), chunk[match.start()]
+            if token == _QUOTE:
+                if match.end() == at + 1:
+                    self._text.end_in(chunk, at + 1)
+                    break
+            elif token in _OPENING:
+                self._level += 1
+                start = at + 1 if self._level == 1 else start
+            elif token == _COMMA and self._level > 1:
+                continue
+            elif token == _COMMA or self._level == 1:
+                self._add(chunk[start:at])
+                ended.append(self._take())
+                start = at + 1
+                self._has_ended = token != _COMMA
+            else:
+                self._level -= 1
+        rest = chunk[start:]
+        if self._has_ended:
+            self._has_more = self._has_more or bool(rest.strip())
+        else:
+            self._add(rest)
+        self._num_items += len(ended)
+        return ended
+
+    def end(self) -> Line | None:
+        """Check that the array has ended, and nothing stands behind it. Raises DamagedInput."""
+        if not self._has_ended:
+            raise DamagedInput(f"the array does not end; the file ends in its item {self._num_items + 1:,}")
+        if self._has_more and self._is_whole:
+            raise DamagedInput("there is more behind the end of the array; a file of rows on lines is named .jsonl")
+        return None
+
+
+class ObjectOutline:
+    """Takes the bytes of a file that begins with an object, in chunks that may end anywhere. Holds no values."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+        """The keys of the object, the first ones of very many."""
+        self.lists: dict[str, int] = {}
+        """Its keys whose values are lists that begin with an object, and where in the file these begin."""
+        self.has_ended = False
+        self.has_more = False
+        """Whether something stands behind the object."""
+        self.begin = self.end = 0
+        """The places in the file at which the object begins, and ends if it has ended."""
+        self.has_lines = False
+        """Whether the object stands on several lines."""
+        self._num_bytes = 0
+        """Bytes of earlier chunks."""
+        self._level = 0
+        self._text = _OpenText()
+        self._key: bytearray | None = None
+        """The text of the key that is being read; None: it is read."""
+        self._list_at: int | None = None
+        """The place at which a list began of which nothing else was seen yet."""
+
+    def feed(self, chunk: bytes) -> None:
+        """Take the next chunk."""
+        start, end = 0, len(chunk) if not self.has_ended else 0
+        if self._text.is_open:
+            start = self._text.end_in(chunk)
+            self._add_to_key(chunk[:start])
+        elif self._level == 0 and not self.has_ended:
+            start = len(chunk) - len(chunk.lstrip())
+            self.begin = self._num_bytes + start
+        for match in _TOKEN.finditer(chunk, start) if not self.has_ended else ():
+            at, token = match.start(), chunk[match.start()]
+            if token == _QUOTE:
+                self._list_at = None
+                self._add_to_key(chunk[at : self._text.end_in(chunk, at + 1)])
+                if self._text.is_open:
+                    break
+            elif self._take(token, self._num_bytes + at):
+                end = at + 1
+                self.end = self._num_bytes + end
+                break
+        self.has_lines = self.has_lines or b"\n" in chunk[start:end]
+        self.has_more = self.has_more or (self.has_ended and bool(chunk[end:].strip()))
+        self._num_bytes += len(chunk)
+
+    def _take(self, token: int, at: int) -> bool:
+        """Take a bracket or comma, and its place in the file. Returns whether the object ends with it."""
+        list_at, self._list_at = self._list_at, None
+        if token in _OPENING:
+            self._level += 1
+            if self._level == 1:
+                self._key = bytearray()
+            elif self._level == 2 and token == _LIST:
+                self._list_at = at
+            elif list_at is not None and token != _LIST and self.keys and len(self.lists) < _MAX_KEYS:
+                self.lists[self.keys[-1]] = list_at
+        elif token != _COMMA:
+            self._level -= 1
+            self.has_ended = self._level == 0
+        elif self._level == 1:
+            self._key = bytearray()
+        return self.has_ended
+
+    def _add_to_key(self, text: bytes) -> None:
+        """Take a part of a text, which is whole once the text is not open, if it is that of a key."""
+        if self._key is None or self._level != 1:
+            return
+        self._key += text[: _MAX_KEY_BYTES - len(self._key)]
+        if not self._text.is_open:
+            if len(self.keys) < _MAX_KEYS:
+                self.keys.append(_decoded(bytes(self._key)))
+            self._key = None
+
+
+def _decoded(key: bytes) -> str:
+    try:
+        return str(json.loads(key))
+    except ValueError:  # it is cut off, or no JSON
+        return key.decode(errors="replace")
+
+
+class JsonSplitter:
+    """Splits a file as an array where it begins with one, and into lines where it does not."""
+
+    def __init__(self) -> None:
+        self._start: bytes | None = b""
+        """The beginning of the file, as long as it may be that of a BOM; None: that is over."""
+        self._is_blank = True
+        self._splitter = LineSplitter(max_bytes=line_splitter.MAX_LINE_BYTES)
+        self.num_blank = 0
+        """Blank lines that were given out before the array."""
+
+    @property
+    def is_array(self) -> bool:
+        return isinstance(self._splitter, ArraySplitter)
+
+    def feed(self, chunk: bytes) -> list[Line]:
+        """Return the items or lines that end in this chunk."""
+        if not self._is_blank:
+            return self._splitter.feed(chunk)
+        if self._start is not None:
+            self._start += chunk
+            if BOM.startswith(self._start):
+                return []
+            chunk, self._start = self._start.removeprefix(BOM), None
+        text = chunk.lstrip()
+        self._is_blank = not text
+        if text.startswith(b"["):
+            self._splitter = ArraySplitter(max_bytes=line_splitter.MAX_LINE_BYTES)
+            chunk = text
+        lines = self._splitter.feed(chunk)
+        if self._is_blank:
+            self.num_blank += sum(line.num_lines if isinstance(line, BlankLines) else 1 for line in lines)
+        return lines
+
+    def end(self) -> Line | None:
+        """Return the last line, if there is one that is not given out. Raises DamagedInput."""
+        return self._splitter.end()
+
+
+class _Part:
+    """Splits a part of a file, whatever stands before and behind it."""
+
+    def __init__(self, splitter: Splitter, begin: int, end: int | None = None) -> None:
+        self._splitter = splitter
+        self._num_before = begin
+        self._num_left = None if end is None else end - begin
+
+    def feed(self, chunk: bytes) -> list[Line]:
+        start = min(self._num_before, len(chunk))
+        self._num_before -= start
+        part = chunk[start:]
+        if self._num_left is not None:
+            part = part[: self._num_left]
+            self._num_left -= len(part)
+        return self._splitter.feed(part)
+
+    def end(self) -> Line | None:
+        return self._splitter.end()
+
+
+class _OneRow(LineSplitter):
+    """Makes one row of all bytes."""
+
+    def feed(self, chunk: bytes) -> list[Line]:
+        self._add(chunk)
+        return []
+
+
+class JsonSource(LineSource):
+    """The rows of a `.json` file, once."""
+
+    def __init__(
+        self, name: str, known: KnownInput | None = None, *, has_prompt: Callable[[Collection[str]], bool]
+    ) -> None:
+        """`known` is the input as it was when the job began, where that is to be checked.
+
+        `has_prompt` tells whether an object with such keys is a row.
+        """
+        super().__init__(name, known)
+        self._has_prompt = has_prompt
+        self._splitter: Splitter = JsonSplitter()
+        self._is_list = False
+        """Whether the rows are the items of a list in an object."""
+
+    def lines(self) -> Iterator[Row | None]:
+        """Yield the rows. Raises ColumnsError where it is not clear which they are, and else as `LineSource.lines`."""
+        outline = self._outline()
+        if outline is not None:
+            self._splitter = self._choose(outline)
+        yield from self._lines()
+
+    def place(self, number: int) -> str:
+        """Return what messages call the place of the row that was yielded last: an item of a list, or a line."""
+        splitter = self._splitter
+        num_blank = splitter.num_blank if isinstance(splitter, JsonSplitter) else 0
+        is_item = self._is_list or (isinstance(splitter, JsonSplitter) and splitter.is_array)
+        return f"item {number - num_blank:,}" if is_item else super().place(number)
+
+    def _make_splitter(self) -> Splitter:
+        return self._splitter
+
+    def _outline(self) -> ObjectOutline | None:
+        """Look through a file as far as the end of the object with which it begins; None: it begins otherwise.
+
+        A pipe cannot be read twice, and is not looked at.
+        """
+        if not stat.S_ISREG(os.stat(self.name).st_mode):
+            return None
+        outline, is_blank = ObjectOutline(), True
+        chunks = LineSource(self.name, self.known)._chunks()
+        with closing(chunks), suppress(CompressionError):  # it comes again, behind the rows before it
+            for chunk in chunks:
+                assert chunk is not None, "a regular file does not wait"
+                if is_blank and (text := chunk.lstrip()):
+                    is_blank = False
+                    if not text.removeprefix(BOM).lstrip().startswith(b"{"):
+                        return None
+                outline.feed(chunk)
+                if outline.has_more:
+                    break
+        return outline
+
+    def _choose(self, outline: ObjectOutline) -> Splitter:
+        """Return the splitter of a file that begins with an object. Raises ColumnsError."""
+        if outline.has_more or (self._has_prompt(outline.keys) and not outline.has_lines):
+            return self._splitter
+        lists = {} if self._has_prompt(outline.keys) else outline.lists
+        if len(lists) > 1:
+            first = shlex.quote(f".[{json.dumps(next(iter(lists)))}]")
+            raise ColumnsError(
+                f"{self.name}: holds one object with several lists of rows: {shown_columns(list(lists))}; take one of "
+                f"them out: jq {first} {shlex.quote(self.name)} > rows.json"
+            )
+        if lists:
+            self._is_list = True
+            items = ArraySplitter(max_bytes=line_splitter.MAX_LINE_BYTES, is_whole=False)
+            return _Part(items, *lists.values())
+        if outline.has_lines and outline.has_ended:
+            return _Part(_OneRow(max_bytes=line_splitter.MAX_LINE_BYTES), outline.begin, outline.end)
+        return self._splitter

@@ -1,0 +1,348 @@
+"""The input as a stream of rows: files of all formats and standard input, one after the other.
+
+The reader holds one chunk and one batch at a time, whatever the size of the input. It never raises for what a row
+holds; for an input that cannot be read to its end it raises ConfigError, after all rows before that place were given
+out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from nvcli.errors import ConfigError, InputChanged, unexpected
+from nvcli.job.compression import CompressionError
+from nvcli.job.file_formats import input_format
+from nvcli.job.files import STREAM
+from nvcli.job.input.column_check import MAX_HELD_ROWS, ColumnsError, ReadRow, judged, refusal
+from nvcli.job.input.known_input import KnownInput
+from nvcli.job.input.line_source import DamagedInput, LineSource, Source, TextSource
+from nvcli.job.job import Job, JobId, JobResult
+from nvcli.job.line_splitter import BlankLines
+from nvcli.job.row_set import AnsweredRows
+from nvcli.job.rows.cells import Cells
+from nvcli.job.rows.parser import Row, RowParser
+from nvcli.job.rows.prompt_rules import PromptKind
+from nvcli.job.rows.row_digest import InputRows, row_digest
+from nvcli.job.rows.row_warnings import RowWarnings
+from nvcli.job.shard import WHOLE, Shard
+
+FIRST_BATCH_ROWS = 8
+"""The first batch is small, so that replicas soon have work; batches double from here."""
+MAX_BATCH_ROWS = 256
+MAX_BATCH_BYTES = 4 * 1024 * 1024
+_BREAKS = (OSError, CompressionError, DamagedInput)
+"""Exceptions of an input that cannot be read on."""
+
+
+class RowDigests(Protocol):
+    """Takes the digests of rows, which come in the order of their indices."""
+
+    def wants(self, index: int) -> bool:
+        """Tell whether the digest of a row is wanted, or there already."""
+
+    def add(self, digest: bytes) -> None:
+        """Take the digest of the next row that is wanted."""
+
+
+class _Batch:
+    """Rows that are given out together."""
+
+    def __init__(self) -> None:
+        self.rows: list[Job | JobResult] = []
+        self._num_bytes = 0
+        self._most_rows = FIRST_BATCH_ROWS
+
+    def add(self, row: Job | JobResult, num_bytes: int) -> bool:
+        """Add a row. Returns True if the batch is full with it; the next batch may then be larger."""
+        self.rows.append(row)
+        self._num_bytes += num_bytes
+        if len(self.rows) < self._most_rows and self._num_bytes < MAX_BATCH_BYTES:
+            return False
+        self._most_rows = min(2 * self._most_rows, MAX_BATCH_ROWS)
+        return True
+
+    def take(self) -> list[Job | JobResult]:
+        """Return the rows and begin a new batch."""
+        rows, self.rows, self._num_bytes = self.rows, [], 0
+        return rows
+
+
+class RowReader:
+    """Gives out the rows of all inputs that are not answered yet, once; counts what it has read."""
+
+    def __init__(
+        self,
+        inputs: Sequence[str],
+        parser: RowParser,
+        *,
+        limit: int | None = None,
+        answered: AnsweredRows | None = None,
+        known: Sequence[KnownInput] = (),
+        check_columns: bool = False,
+        shard: Shard = WHOLE,
+        digests: RowDigests | None = None,
+    ) -> None:
+        """Read at most `limit` rows. Rows that are `answered` are passed over; they count as read.
+
+        So are rows that are not of the `shard`. `known` are inputs that must be what they were when the job began. With
+        `check_columns`, an input whose first rows all lack a prompt is an error, and its rows are not given out.
+        `digests` takes the digests of rows, of all shards, before they are given out.
+        """
+        self._inputs = list(inputs)
+        self._parser = parser
+        self._limit = limit
+        self._answered = answered or AnsweredRows()
+        self._known = {each.name: each for each in known}
+        self._digests = digests
+        self._check_columns = check_columns
+        self._looks_for_faults = False
+        self._shard = shard
+        self._source: Source | None = None
+        self._line_number = 0
+        """The number of the line that was read last, in its input; blank lines count."""
+        self._bytes_before = 0
+        self.rows_read = 0
+        self.rows_of_shard = 0
+        """Rows among `rows_read` that belong to the shard."""
+        self.rows_passed_over = 0
+        """Rows among `rows_of_shard` that were answered already."""
+        self.all_read = False
+        """Whether every input was read to its end, and not just to the limit."""
+        self.bytes_total = _total_bytes(self._inputs)
+        """Bytes of all inputs as they are on disk; None: not known, as with standard input."""
+
+    @property
+    def warnings(self) -> RowWarnings:
+        """Warnings for the user about the rows that were read."""
+        return self._parser.warnings
+
+    @property
+    def kinds(self) -> set[PromptKind]:
+        """The kinds of prompts of the rows that were read."""
+        return self._parser.kinds
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that were read, as they are on disk. Another thread sees it a little behind or ahead at times."""
+        source = self._source
+        return self._bytes_before + (source.bytes_read if source is not None else 0)
+
+    def batches(self) -> Generator[list[Job | JobResult], None, None]:
+        """Yield the rows in order. A batch comes when it is full, and before a read that may have to wait.
+
+        Raises ConfigError where an input cannot be read on, ColumnsError where its columns are not those of a job, and
+        InputChanged where it is not what it was.
+        """
+        batch = _Batch()
+        for name in self._inputs:
+            try:
+                for read in self._checked(name) if self._check_columns else self._rows(name):
+                    is_due = bool(batch.rows) if read is None else batch.add(read.row, read.num_bytes)
+                    if is_due:
+                        yield batch.take()
+            except (InputChanged, ConfigError, *_BREAKS) as error:
+                if batch.rows:
+                    yield batch.take()
+                if isinstance(error, InputChanged | ConfigError):
+                    raise
+                way_out = (
+                    "The rows up to there are answered; with a sound file in its place and --update the job goes on"
+                )
+                raise self._broken_off(name, error, way_out) from error
+            if self._is_at_limit:
+                break
+        self.all_read = not self._is_at_limit
+        if batch.rows:
+            yield batch.take()
+
+    def identify_all(self) -> InputRows:
+        """Read all rows, whatever the limit and the shard, to find out which rows they are; none is given out.
+
+        Raises as `batches` does.
+        """
+        rows = InputRows()
+        for name in self._inputs:
+            try:
+                for line in self._lines(name):
+                    if line is not None:
+                        row = self._parser.identify(line, index=rows.count)
+                        rows.add(row_digest(line, row.own_id), name=row.name, is_repeated=row.is_repeated)
+            except _BREAKS as error:
+                raise self._broken_off(name, error, "Put a sound file in its place") from error
+        return rows
+
+    def _checked(self, name: str) -> Iterator[ReadRow | None]:
+        """Yield what `_rows` yields. The first rows are held back until one of them has not the fault that those before
+        it have.
+
+        Raises ColumnsError where there is no such row among them. Where some rows are answered, the job's columns are
+        known to be right.
+        """
+        held: list[ReadRow] = []
+        is_at_fault = True
+        rows = self._rows(name)
+        self._looks_for_faults = True
+        for read in rows:
+            if read is None:
+                if not held:
+                    yield None
+                continue
+            held.append(read)
+            is_at_fault = read.fault is not None and read.fault is held[0].fault
+            if not is_at_fault or len(held) == MAX_HELD_ROWS:
+                break
+        self._looks_for_faults = False
+        if held and is_at_fault and not self.rows_passed_over:
+            error = refusal(_label(name), held, self._parser)
+            if error is not None:
+                raise error
+        yield from held
+        yield from rows
+
+    def _rows(self, name: str) -> Iterator[ReadRow | None]:
+        """Yield the rows of one input, and None before a read that may have to wait."""
+        for line in self._lines(name):
+            if line is None:
+                yield None
+                continue
+            row = self._row(line, name)
+            self.rows_read += 1
+            if row is not None:
+                num_bytes = self._num_bytes(line)
+                looks_for_faults = self._looks_for_faults
+                yield judged(row, line, num_bytes, self._parser.rules) if looks_for_faults else ReadRow(row, num_bytes)
+            if self._is_at_limit:
+                return
+
+    def _lines(self, name: str) -> Iterator[Row | None]:
+        """Yield the lines of one input that are rows, and None before a read that may have to wait."""
+        source = self._source = _open_source(name, self._known.get(name), self._parser.has_prompt)
+        self._line_number = 0
+        is_empty = True
+        for line in source.lines():
+            if line is None:
+                yield None
+                continue
+            self._line_number += 1
+            if isinstance(line, bytes):
+                if line and not line.isspace():
+                    is_empty = False
+                    yield line
+            elif isinstance(line, BlankLines):
+                self._line_number += line.num_lines - 1
+            else:
+                is_empty = False
+                yield line
+        if is_empty:
+            self._parser.warnings.add_empty(_label(name))
+        self._bytes_before += source.bytes_read
+        self._source = None
+
+    def _broken_off(self, name: str, error: Exception, way_out: str) -> ConfigError:
+        """Return the error that says how far an input could be read."""
+        reason = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+        problem = reason.splitlines()[0].rstrip(" .:")
+        return ConfigError(f"{_label(name)}: cannot be read past {self._place}: {problem}. {way_out}")
+
+    @property
+    def _is_at_limit(self) -> bool:
+        return self._limit is not None and self.rows_read >= self._limit
+
+    def _row(self, line: Row, name: str) -> Job | JobResult | None:
+        """Parse one row; None for a row that is answered already, or by another shard."""
+        index = self.rows_read
+        is_of_shard = index in self._shard
+        is_answered = is_of_shard and index in self._answered.all
+        self.rows_of_shard += is_of_shard
+        if is_answered or not is_of_shard:
+            is_good = is_answered and index not in self._answered.failed
+            passed_over = self._parser.identify(line, index=index, is_good=is_good)
+            self._note_digest(line, index, passed_over.own_id)
+            self.rows_passed_over += is_answered
+            return None
+        where = self._place
+        if len(self._inputs) > 1:
+            where += f" of {_label(name)}"
+        try:
+            row = self._parser.parse(line, index=index, where=where)
+        except BaseException as error:
+            row = self._parser.failed(unexpected(error, "reading the row"), index=index, where=where)
+        self._note_digest(line, index, None if row.context.is_named else row.context.id)
+        return row
+
+    def _num_bytes(self, line: Row) -> int:
+        """Return roughly the bytes of the row that was read last."""
+        if isinstance(line, bytes | str):
+            return len(line)
+        if isinstance(line, Cells):
+            return line.num_bytes
+        return self._source.row_bytes if self._source is not None else 0
+
+    def _note_digest(self, line: Row, index: int, own_id: JobId | None) -> None:
+        if self._digests is not None and self._digests.wants(index):
+            self._digests.add(row_digest(line, own_id))
+
+    @property
+    def _place(self) -> str:
+        """The place of the row that was read last, as messages name it."""
+        assert self._source is not None
+        return self._source.place(self._line_number)
+
+
+def check_first_rows(
+    inputs: Sequence[str], make_parser: Callable[[], RowParser], *, limit: int | None = None
+) -> list[Job | JobResult]:
+    """Read the first rows of each input and return them. Raises ColumnsError where those of one all lack a prompt.
+
+    Other trouble is left to whoever reads the input. `limit` is the number of rows that are wanted of each.
+    """
+    rows: list[Job | JobResult] = []
+    for name in inputs:
+        with (
+            contextlib.suppress(StopIteration, InputChanged),
+            contextlib.closing(RowReader([name], make_parser(), limit=limit, check_columns=True).batches()) as batches,
+        ):
+            try:
+                rows += next(batches)
+            except ColumnsError:
+                raise
+            except ConfigError:
+                continue
+    return rows
+
+
+def _open_source(name: str, known: KnownInput | None, has_prompt: Callable[[Collection[str]], bool]) -> Source:
+    match "jsonl" if name == STREAM else input_format(name):
+        case "jsonl":
+            return LineSource(name, known)
+        case "json":
+            from nvcli.job.input.json_source import JsonSource
+
+            return JsonSource(name, known, has_prompt=has_prompt)
+        case "csv":
+            from nvcli.job.input.csv_source import CsvSource
+
+            return CsvSource(name, known)
+        case "text":
+            return TextSource(name, known)
+        case "parquet" | "arrow" as kind:
+            from nvcli.job.input.table_source import ArrowSource, ParquetSource
+
+            return ParquetSource(name, known) if kind == "parquet" else ArrowSource(name, known)
+
+
+def _label(name: str) -> str:
+    return "standard input" if name == STREAM else name
+
+
+def _total_bytes(inputs: Sequence[str]) -> int | None:
+    total = 0
+    for name in inputs:
+        path = Path(name)
+        if name == STREAM or not path.is_file():
+            return None
+        total += path.stat().st_size
+    return total

@@ -1,0 +1,230 @@
+"""Tables that pyarrow reads (Parquet, Arrow) as rows, a batch at a time: a column is a key. Needs pyarrow.
+
+Rows are made within bounds of memory. A batch may hold a value once and refer to it from many rows (dictionaries, runs,
+views), or hold lists of elements that take no bytes. Its size then says nothing of what its rows become.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import pyarrow
+import pyarrow.compute
+import pyarrow.ipc
+import pyarrow.parquet
+from pyarrow import types
+
+from nvcli.core.validation import shorten
+from nvcli.errors import ConfigError, NvcliError, RowError, first_line
+from nvcli.job.file_state import FileState
+from nvcli.job.input.line_source import Source
+from nvcli.job.line_splitter import MAX_LINE_BYTES, too_long
+from nvcli.job.rows.parser import Row
+from nvcli.job.rows.raw_values import without_nulls
+
+_BATCH_ROWS = 256
+_BATCH_BYTES = 16 * 1024 * 1024
+"""Most rows that are made at a time, and the memory that they may take."""
+_OBJECT_BYTES = 64
+"""Roughly what a Python object takes beside its value."""
+_READ_BYTES = 1024 * 1024
+"""Bytes of each column of a Parquet file that are read at a time; without a bound pyarrow reads whole row groups."""
+_ARROW_FILE_START = b"ARROW1"
+_TEXTS = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
+_LISTS = (types.is_list, types.is_large_list, types.is_map)
+
+_Made = TypeVar("_Made")
+
+
+class TableSource(Source):
+    """The rows of one file. Keys whose value is null are left out, in nested values too."""
+
+    kind: str
+    """The name of the format."""
+
+    @abstractmethod
+    def batches(self) -> Iterator[tuple[Any, int]]:
+        """Yield each `RecordBatch` of the file, and the bytes of the file up to its end. Raises as pyarrow does."""
+
+    def place(self, number: int) -> str:
+        """Return what messages call the place of the row that was yielded last, as the `number`-th."""
+        return f"row {number}"
+
+    def lines(self) -> Iterator[Row]:
+        """Yield the rows, and the errors of those that are too large.
+
+        Raises OSError where the file cannot be read on, ConfigError where it is damaged or not of its format, and
+        InputChanged where it is not what it was.
+        """
+        size = os.stat(self.name).st_size
+        for batch, end in self._explained(self._valid_batches()):
+            begin, num_made = self.bytes_read, 0
+            for rows, row_bytes in self._explained(rows_of(batch)):
+                num_made += len(rows)
+                self.row_bytes = row_bytes
+                self.bytes_read = begin + (end - begin) * num_made // batch.num_rows
+                yield from rows
+        self._check()
+        self.bytes_read = size
+
+    def _valid_batches(self) -> Iterator[tuple[Any, int]]:
+        """Yield what `batches` yields, once it is checked.
+
+        Raises ConfigError for offsets, lengths or texts that are not valid: pyarrow would follow them to memory that is
+        not the file's, or crash.
+        """
+        for batch, end in self.batches():
+            self._check()
+            for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                try:
+                    column.validate(full=True)
+                except Exception as error:
+                    raise self._damaged(f"the column `{shorten(name)}` is damaged: {first_line(error)}") from None
+            yield batch, end
+
+    def _explained(self, made: Iterator[_Made]) -> Iterator[_Made]:
+        """Yield what pyarrow makes. Raises OSError, ConfigError and InputChanged where it cannot go on."""
+        try:
+            yield from made
+        except (OSError, NvcliError):
+            raise
+        except Exception as error:  # pyarrow has its own, and its values have those of their Python types
+            self._check()
+            raise self._damaged(first_line(error)) from None
+
+    def _damaged(self, why: str) -> ConfigError:
+        return ConfigError(f"{self.name}: cannot be read as {self.kind}: {why}; put a sound file in its place")
+
+    def _check(self) -> None:
+        if self.known is None:
+            return
+        try:
+            is_same = FileState.of(self.name) == self.known.state
+        except OSError:
+            is_same = False
+        if not is_same:
+            raise self.known.changed("another program wrote to it, removed it, or put another file in its place")
+
+
+class ParquetSource(TableSource):
+    """The rows of one Parquet file, once. Holds a batch of them at a time."""
+
+    kind = "Parquet"
+
+    def batches(self) -> Iterator[tuple[Any, int]]:
+        """Yield each `RecordBatch` of the file, and the bytes of the file up to its end. Raises as pyarrow does."""
+        size = os.stat(self.name).st_size
+        with pyarrow.parquet.ParquetFile(self.name, buffer_size=_READ_BYTES) as file:
+            metadata, num_read = file.metadata, 0
+            groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+            row_bytes = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=0)
+            for batch in file.iter_batches(batch_size=_rows_within(row_bytes)):
+                num_read += batch.num_rows
+                yield batch, size * num_read // max(1, metadata.num_rows)
+
+
+class ArrowSource(TableSource):
+    """The rows of one file or stream of Arrow's IPC format, once: Feather V2 and datasets on disk among them.
+
+    The file is read and not mapped into memory: a file that is cut short while it is mapped would kill the process. So
+    one record batch is in memory at a time, as large as its writer made it.
+    """
+
+    kind = "Arrow"
+
+    def batches(self) -> Iterator[tuple[Any, int]]:
+        """Yield each `RecordBatch` of the file, and the bytes of the file up to its end. Raises as pyarrow does."""
+        with pyarrow.OSFile(self.name) as file:
+            size = file.size()
+            is_file = file.read(len(_ARROW_FILE_START)) == _ARROW_FILE_START
+            file.seek(0)
+            if is_file:
+                reader = pyarrow.ipc.open_file(file)
+                for number in range(reader.num_record_batches):
+                    yield reader.get_batch(number), size * (number + 1) // reader.num_record_batches
+            elif size:
+                for batch in pyarrow.ipc.open_stream(file):
+                    yield batch, file.tell()
+
+
+def _rows_within(row_bytes: int) -> int:
+    """Return how many rows of `row_bytes` make a batch."""
+    return max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1, row_bytes)))
+
+
+def rows_of(batch: Any) -> Iterator[tuple[list[dict[str, Any] | RowError], int]]:
+    """Yield some rows of a valid `RecordBatch` at a time, without their nulls, and roughly the bytes of each.
+
+    A row that is too large to make is an error.
+    """
+    num_bytes = batch.nbytes
+    is_plain = num_bytes <= MAX_LINE_BYTES and all(_is_plain(field.type) for field in batch.schema)
+    row_bytes = num_bytes // max(1, batch.num_rows) if is_plain else _most_row_bytes(batch)
+    step = _rows_within(row_bytes)
+    for start in range(0, batch.num_rows, step):
+        part = batch.slice(start, step)
+        if step == 1 and not is_plain:
+            row_bytes = _most_row_bytes(part)
+            if row_bytes > MAX_LINE_BYTES:
+                yield [too_long()], 0
+                continue
+        yield list(map(without_nulls, part.to_pylist())), row_bytes
+
+
+def _is_plain(kind: Any) -> bool:
+    """Tell whether values of a type take bytes of their own in the batch, each of them."""
+    if any(is_kind(kind) for is_kind in _TEXTS):
+        return True
+    if types.is_struct(kind):
+        return kind.num_fields > 0 and all(_is_plain(kind.field(at).type) for at in range(kind.num_fields))
+    if types.is_list(kind) or types.is_large_list(kind):
+        return _is_plain(kind.value_type)
+    return bool(types.is_primitive(kind) or types.is_decimal(kind))
+
+
+def _most_row_bytes(batch: Any) -> int:
+    return sum(map(_most_value_bytes, batch.columns))
+
+
+def _most_value_bytes(array: Any) -> int:
+    """Return at least what the largest value of an array takes as Python objects."""
+    kind = array.type
+    if isinstance(array, pyarrow.ExtensionArray):
+        return _most_value_bytes(array.storage)
+    if not len(array) or types.is_null(kind):
+        return 0
+    if types.is_dictionary(kind):
+        return _most_value_bytes(array.dictionary)
+    if types.is_run_end_encoded(kind):
+        return _most_value_bytes(array.values)
+    if types.is_struct(kind) or types.is_union(kind):
+        inside = sum(_most_value_bytes(array.field(at)) for at in range(kind.num_fields))
+    elif types.is_fixed_size_list(kind):
+        inside = int(kind.list_size) * (8 + _most_value_bytes(array.values))
+    elif any(is_kind(kind) for is_kind in _LISTS):
+        first, end = array.offsets[0].as_py(), array.offsets[-1].as_py()
+        children = (array.keys, array.items) if types.is_map(kind) else (array.values,)
+        element = sum(_most_value_bytes(child.slice(first, end - first)) + 8 for child in children)
+        inside = _largest(pyarrow.compute.subtract(array.offsets[1:], array.offsets[:-1])) * element
+    elif types.is_list_view(kind) or types.is_large_list_view(kind):
+        inside = _largest(array.sizes) * (8 + _most_value_bytes(array.values))
+    else:
+        inside = _most_text_bytes(array)
+    return _OBJECT_BYTES + inside
+
+
+def _most_text_bytes(array: Any) -> int:
+    """Return the bytes of the longest text of an array; 0 for one of numbers and the like."""
+    if types.is_string_view(array.type) or types.is_binary_view(array.type):
+        lengths = memoryview(array.buffers()[1]).cast("i")[4 * array.offset : 4 * (array.offset + len(array)) : 4]
+        return int(max(0, *lengths))
+    if any(is_kind(array.type) for is_kind in _TEXTS):
+        return _largest(pyarrow.compute.binary_length(array))
+    return int(array.type.byte_width) if types.is_fixed_size_binary(array.type) else 0
+
+
+def _largest(lengths: Any) -> int:
+    return int(pyarrow.compute.max(lengths).as_py() or 0)

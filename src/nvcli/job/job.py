@@ -1,0 +1,280 @@
+"""`Job`, one row of the input, and `JobResult`, its answer. Plain values: no file, no token, no engine.
+
+Every row that is not blank becomes exactly one `JobResult`. A row that cannot be answered has an `error` whose `type`
+is one of these, or a type that the engine gave:
+
+    invalid_json, not_an_object, invalid_id, duplicate_id,     the line itself
+    line_too_long, invalid_utf8, invalid_csv, ragged_row
+    missing_prompt, conflicting_prompts, invalid_value,        its keys and values
+    missing_column, invalid_sampling, invalid_structured, structured_timeout,
+    unsupported_url, unsupported_parameter, unsupported_content
+    empty_prompt, prompt_too_long, max_tokens_too_large,       against the model
+    token_out_of_vocabulary, special_token, no_chat_template,
+    chat_template_error, tokenizer_error
+    internal_error                                             an exception that nobody foresaw
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any, Protocol
+
+import msgspec
+
+from nvcli.core.sampling_params import SamplingParams
+from nvcli.errors import INTERNAL_ERROR, RowError
+from nvcli.job.tasks import EmbedAnswer, EmbedAnswers, PromptTask, ScoreAnswer
+
+JobId = str | int
+
+RETRYABLE_ERRORS = frozenset(
+    {"kv_cache_too_small", "non_finite_logits", "structured_timeout", "aborted", INTERNAL_ERROR}
+)
+"""Error types that may be gone when the same row is tried again: with more memory, in another batch, on a machine that
+is less busy, with a bug mended. All others come from the row itself, the model or the configuration."""
+
+
+class RowForm(Enum):
+    """The form of a row, which its answer shares."""
+
+    NATIVE = 1
+    CHAT = 2
+    """A row of an OpenAI batch file for /v1/chat/completions."""
+    COMPLETION = 3
+    """A row of an OpenAI batch file for /v1/completions."""
+    SCORE = 4
+    """A row of nvcli's own form that is scored."""
+    EMBEDDING = 5
+    """A row of nvcli's own form of which a vector is made."""
+    OPENAI_EMBEDDING = 6
+    """A row of an OpenAI batch file for /v1/embeddings."""
+    RESPONSE = 7
+    """A row of an OpenAI batch file for /v1/responses."""
+
+    @property
+    def is_openai(self) -> bool:
+        """Whether it is a form of OpenAI's."""
+        return self in (RowForm.CHAT, RowForm.COMPLETION, RowForm.OPENAI_EMBEDDING, RowForm.RESPONSE)
+
+
+class Caller(Protocol):
+    """Whoever waits for the answers of some rows, where the rows of a run come from several callers."""
+
+    seed: int | None
+    """The seed for these rows in place of the run's; None: the run's."""
+
+    keeps_order: bool
+    """Whether the answers are wanted in the order of the rows, so that those of later rows wait."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody waits any more, so that the rows need not be computed."""
+
+    @property
+    def streams(self) -> bool:
+        """Whether the text of a row's first answer is wanted as it comes."""
+
+    def take_text(self, text: str) -> None:
+        """Take what the first answer of a row has become longer by."""
+
+    def take(self, result: JobResult) -> None:
+        """Take the result of a row."""
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt of a row that has several."""
+
+    number: int
+    """From 0."""
+    count: int
+    """The prompts of the row."""
+    whole: RowContext
+    """The context of the whole row."""
+
+
+class RowContext(msgspec.Struct, kw_only=True):
+    """A row's place in the input, and all else that its answer needs to know of the row. Only the parser changes it."""
+
+    id: JobId
+    """The row's own id; else the name that it was given: `row-7` for the row with index 7."""
+    is_named: bool = False
+    """Whether the id is a name that the row was given, because it brought none."""
+    index: int
+    """The number of the row over all inputs, from 0; blank lines are not rows."""
+    line: str
+    """The place as messages name it: `line 7`, in a table `row 7`, in a JSON array `item 7`; `line 7 of b.jsonl` where
+    there are several inputs."""
+    extra: dict[str, Any] = {}
+    """Keys that are copied, with their values as JSON (`msgspec.Raw`), or as the objects that a Python program gave;
+    they go into the output row as they came."""
+    form: RowForm = RowForm.NATIVE
+    model: str | None = None
+    """The model that a row of an OpenAI form names, which its answer repeats."""
+    caller: Caller | None = None
+    """Whoever waits for the answer; None where all rows belong to one job."""
+    part: Part | None = None
+    """The prompt that it stands for, of a row that has several; None: a whole row."""
+
+
+Prompt = str | list[int] | list[dict[str, Any]]
+"""A prompt as a text, as token ids, or as a conversation."""
+
+
+class CallRule(msgspec.Struct, frozen=True, kw_only=True):
+    """A rule for the tool calls in an answer, beside `tools`."""
+
+    is_required: bool = False
+    """Whether the answer is a call, or several, and nothing else; else it may be a text too."""
+    function: str | None = None
+    """The only function that may be called; None: any of the tools."""
+    is_single: bool = False
+    """Whether there may be one call and no more."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A row that is well formed: exactly one of prompt, messages, prompt_token_ids and prompts is set."""
+
+    context: RowContext
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, beside the messages."""
+    template_arguments: dict[str, Any] | None = None
+    """Arguments of the chat template that the row gives under keys of their own, such as `tools`. They go over the
+    variables; None: none."""
+    tools: Sequence[dict[str, Any]] = ()
+    """The tools that the answer may call; empty: tool calls are not looked for."""
+    call_rule: CallRule | None = None
+    """The rule that tool calls are held to while the answer is generated; None: none."""
+    prompt_token_ids: list[int] | None = None
+    prompts: Sequence[Prompt] = ()
+    """Several prompts in any of these forms, which are computed as jobs of their own (`job_run.several_prompts`)."""
+    sampling: SamplingParams
+    task: PromptTask | None = None
+    """The task that the row asks for in place of a generated answer; None: it asks for an answer."""
+
+    @property
+    def says_what_follows(self) -> bool:
+        """Whether it says how its conversation goes on: with its last message, or with no beginning of an answer."""
+        given = self.template_arguments or {}
+        return "continue_final_message" in given or "add_generation_prompt" in given
+
+    @property
+    def wants_grammar(self) -> bool:
+        """Whether its answer is held to a grammar."""
+        return self.sampling.structured is not None or self.call_rule is not None
+
+
+def prompt_fields(prompt: Prompt) -> dict[str, Any]:
+    """Return the field of a Job that holds a prompt, by name."""
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    is_conversation = bool(prompt) and isinstance(prompt[0], dict)
+    return {"messages" if is_conversation else "prompt_token_ids": prompt}
+
+
+class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities of the tokens of an answer, of a prompt or of both, as OpenAI's completions API spells them.
+
+    Those of a prompt's first token, before which there is nothing, are None.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    """The log-probabilities of each token's alternatives, by their text."""
+
+
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A function that an answer calls."""
+
+    name: str
+    arguments: str
+    """The arguments as JSON text."""
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call in an answer, in OpenAI's form."""
+
+    id: str
+    type: str = "function"
+    function: FunctionCall
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One answer of a row; a row with `n` samples has `n`."""
+
+    index: int
+    text: str
+    """The answer, without its thought and its tool calls where those are told apart."""
+    finish_reason: str
+    """stop: the model ended it or a stop string or stop token was met; length: `max_tokens` were generated;
+    repetition: it had become a loop; tool_calls: it calls tools, and stopped."""
+    reasoning_content: str | None = None
+    """The answer's thought; None: it has none, or the thought is part of the text."""
+    tool_calls: list[ToolCall] | None = None
+    """The tools that the answer calls; None: none."""
+    tool_call_error: str | None = None
+    """Why what looks like a tool call is part of the text; None: nothing does."""
+    token_ids: list[int] | None = None
+    logprobs: Logprobs | None = None
+    score: float | None = None
+    """The score by which `best_of` orders answers: the mean or the sum of the log-probabilities of its tokens."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Roughly what it takes in memory."""
+        total = 200 + 2 * (len(self.text) + len(self.reasoning_content or "")) + 40 * len(self.token_ids or ())
+        return total if self.logprobs is None else total + _num_top_bytes(self.logprobs.top_logprobs)
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens of a row; completion tokens are those of all its answers together."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that were served from the prefix cache."""
+    reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """Completion tokens of thoughts; unset: they are not told apart."""
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The reason why a row has no answer."""
+
+    type: str
+    message: str
+
+
+class JobResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to one row, or its error."""
+
+    context: RowContext
+    choices: list[Choice] = []
+    usage: Usage = Usage()
+    error: ErrorInfo | None = None
+    answer: ScoreAnswer | EmbedAnswer | EmbedAnswers | None = None
+    """The answer of a row that is scored or embedded; it has no `choices` then."""
+    prompt_logprobs: Logprobs | None = None
+    """The log-probabilities of the prompt's tokens, where the row asks for them."""
+    traceback: str = ""
+    """The traceback of an `internal_error`, which goes into a file, not into the output; else it is empty."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Roughly what it takes in memory, without what the row passes through."""
+        total = 500 + sum(choice.num_bytes for choice in self.choices)
+        if self.answer is not None:
+            total += self.answer.num_bytes
+        return total if self.prompt_logprobs is None else total + _num_top_bytes(self.prompt_logprobs.top_logprobs)
+
+
+def _num_top_bytes(top_logprobs: Sequence[Mapping[str, float] | None]) -> int:
+    return sum(200 + 150 * len(top or ()) for top in top_logprobs)
+
+
+def failed(context: RowContext, error: RowError) -> JobResult:
+    """Make the result of a row that cannot be answered; its message says where the row stands."""
+    info = ErrorInfo(type=error.type, message=f"{context.line}: {error.message}")
+    return JobResult(context=context, error=info, traceback=error.traceback)

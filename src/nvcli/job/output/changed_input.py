@@ -1,0 +1,199 @@
+"""Brings an output up to inputs that have changed: rows that are as they were keep their answers, under the index they
+have now.
+
+It is all or nothing, whenever the run is killed or the power fails:
+
+    1. the lines that are kept and the new digests are written beside the old ones, and synced
+    2. the manifest names the new inputs, and says that the files beside are to take their places
+    3. they do
+    4. the manifest says so
+
+Before the second step nothing has changed, and from there on any run does the rest (`settle_update`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from nvcli.core.system.regular_file import read_regular
+from nvcli.errors import ConfigError
+from nvcli.job.job import RETRYABLE_ERRORS
+from nvcli.job.output.locked_file import LockedFile, in_chunks
+from nvcli.job.output.manifest import Manifest, load_manifest, new_file, save_manifest, sync_folder
+from nvcli.job.output.output_scan import OutputScan, scan_output, valid_rows
+from nvcli.job.own_files import digests_path, is_csv, is_table, rewrite_path
+from nvcli.job.rows.output_row import WrittenRow, moved_row, read_output_row
+from nvcli.job.rows.row_digest import DIGEST_BYTES, InputRows
+from nvcli.job.shard import WHOLE, Shard
+
+if TYPE_CHECKING:
+    from nvcli.job.output.row_changes import RowChanges
+
+
+class ChangedInput:
+    """One output, the inputs that it was made from, and those that are there now."""
+
+    def __init__(
+        self, output: Path, file: LockedFile, old: Manifest, new: Manifest, rows: InputRows, *, shard: Shard = WHOLE
+    ) -> None:
+        """Compare the inputs. Raises ConfigError where nothing tells which rows have changed, and OSError.
+
+        `file` holds the rows of the output, which are those of the `shard`. `old` and `new` differ in their inputs, and
+        `rows` are all rows of the new ones.
+        """
+        self._output = output
+        self._file = file
+        self._old = old
+        self._new = new
+        self._rows = rows
+        self._shard = shard
+        path = digests_path(output)
+        digests = read_regular(path) if path.exists() else b""
+        if not digests:
+            raise self._refusal(f"nothing tells which rows have changed: there is no {path.name}, or it is empty")
+        from nvcli.job.output.row_changes import compare_rows  # which needs numpy
+
+        self._num_known = len(digests) // DIGEST_BYTES
+        self._changes = compare_rows(digests, rows.digests, old_is_all=old.num_input_rows == self._num_known)
+
+    @property
+    def note(self) -> str:
+        """The line that tells the user what has changed."""
+        if self._changes.is_none:
+            return "the input has other bytes, and the same rows"
+        return f"the input has changed: {self._changes.describe()}"
+
+    def update(self, pack: Callable[[bytes], bytes], *, update: bool, retry_errors: bool) -> Manifest:
+        """Bring the output up to the new inputs and return its manifest. Raises OSError.
+
+        `pack` compresses a part of the output. `update` and `retry_errors` say what was asked for; raises ConfigError
+        where that is not enough.
+        """
+        changes = self._changes
+        if changes.is_none:
+            manifest = msgspec.structs.replace(self._old, inputs=self._new.inputs)
+            save_manifest(self._output, manifest)
+            return manifest
+        if is_csv(self._output) and not self._file.size:
+            raise self._refusal("a complete CSV table cannot be updated (JSONL and Parquet can)")
+        scan = scan_output(self._file.path, self._shard)
+        if not update and not (retry_errors and self._has_only_mended_failures(changes, scan)):
+            also = "--retry-errors alone is enough where only failed rows were mended; " if retry_errors else ""
+            raise ConfigError(
+                f"the output {self._output} was made from another input: {changes.describe()}\n{self._differences}\n"
+                f"{also}--update answers what has changed and keeps the other answers; or start it anew with "
+                "--overwrite, or name another with -o"
+            )
+        answered = scan.answered.all
+        has_unknown_rows = answered.next_present(self._num_known) in answered
+        keeps_all = self._file.size > 0 and changes.keeps_all and not has_unknown_rows
+        kept = _kept_lines(self._lines(), changes, self._rows, self._shard)
+        return update_output(
+            self._output,
+            self._file,
+            msgspec.structs.replace(self._old, inputs=self._new.inputs, num_input_rows=self._rows.count, finished=None),
+            None if keeps_all else map(pack, in_chunks(kept)),
+            self._rows,
+        )
+
+    def _refusal(self, why: str) -> ConfigError:
+        return ConfigError(
+            f"the output {self._output} was made from another input, and {why}\n{self._differences}\nput the input "
+            "back, start anew with --overwrite, or name another output with -o"
+        )
+
+    @property
+    def _differences(self) -> str:
+        return "\n".join(f"  {line}" for line in self._old.input_differences(self._new))
+
+    def _has_only_mended_failures(self, changes: RowChanges, scan: OutputScan) -> bool:
+        """Tell whether rows were mended that have no answer, and nothing else has changed."""
+        answered = scan.answered
+        return (
+            self._file.size > 0
+            and changes.only_mends
+            and all(index in answered.failed or index not in answered.all for index in changes.mended.tolist())
+        )
+
+    def _lines(self) -> Iterator[tuple[WrittenRow, bytes]]:
+        """Yield the sound lines of the output, those of a complete table too."""
+        if self._file.size or not is_table(self._output):
+            yield from valid_rows(self._file.path)
+        elif self._old.finished is not None and self._output.stat().st_size == self._old.finished.output_bytes:
+            from nvcli.job.output.parquet_output import read_parquet
+
+            for line in read_parquet(self._output):
+                row = read_output_row(line)
+                assert row is not None, "a row of a table that was written is no row"
+                yield row, line
+
+
+def _kept_lines(
+    lines: Iterable[tuple[WrittenRow, bytes]], changes: RowChanges, rows: InputRows, shard: Shard
+) -> Iterator[bytes]:
+    """Yield the lines that the output keeps, those of rows with another index or name with the new one.
+
+    Dropped are lines of rows that are not as they were, of rows of another shard, of rows whose id an earlier row has
+    now, and of failed rows
+    that have to be looked at again: rows at fault, because that may hang on other rows, and rows that stand elsewhere
+    now, because the message names their line.
+    """
+    for row, line in lines:
+        index = changes.index_of(row.index)
+        if index is None or index not in shard or index in rows.repeated:
+            continue
+        if row.error_type is not None and (row.error_type not in RETRYABLE_ERRORS or index != row.index):
+            continue
+        name = rows.name_of(index)
+        is_same = index == row.index and (name is None or name == row.id)
+        yield line if is_same else moved_row(line, index, name)
+
+
+def update_output(
+    output: Path, file: LockedFile, manifest: Manifest, chunks: Iterable[bytes] | None, rows: InputRows
+) -> Manifest:
+    """Make an output one of other inputs, and return its manifest. Raises OSError.
+
+    `file` holds the rows of the output, and `chunks` is what it holds from now on; None: what it has. `manifest` names
+    the new inputs, whose rows are `rows`.
+    """
+    with new_file(rewrite_path(digests_path(output))) as new:
+        new.write(rows.digests)
+    if chunks is not None:
+        file.write_draft(chunks)
+    _sync_folders(output, file)
+    save_manifest(output, msgspec.structs.replace(manifest, is_updating=True))
+    return _finish_update(output, file, manifest)
+
+
+def settle_update(output: Path, file: LockedFile) -> None:
+    """Finish an update that a run which was killed has begun. Raises OSError.
+
+    A manifest that cannot be read is left to those who need it.
+    """
+    try:
+        manifest = load_manifest(output)
+    except ConfigError:
+        return
+    if manifest is not None and manifest.is_updating:
+        _finish_update(output, file, msgspec.structs.replace(manifest, is_updating=False))
+
+
+def _finish_update(output: Path, file: LockedFile, manifest: Manifest) -> Manifest:
+    file.adopt_draft()
+    digests = digests_path(output)
+    draft = rewrite_path(digests)
+    if draft.exists():
+        draft.replace(digests)
+    _sync_folders(output, file)
+    save_manifest(output, manifest)
+    return manifest
+
+
+def _sync_folders(output: Path, file: LockedFile) -> None:
+    for folder in {output.parent, file.path.parent}:
+        sync_folder(folder)

@@ -1,0 +1,163 @@
+"""`<output>.manifest.json` says what an output was made from, so that only the same job continues it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from nvcli.core.system.regular_file import create_anew, read_regular
+from nvcli.errors import ConfigError
+from nvcli.job.own_files import manifest_draft_path, manifest_path
+
+VERSION = 2
+CHAT_FACT = "job.chat"
+"""The fact that says which texts become messages of a user (`job_run.chat_choice`)."""
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True):
+    """How the output was when the job came to its end."""
+
+    rows: int
+    errors: dict[str, int]
+    """Failed rows by error type."""
+    all_read: bool
+    """Whether the inputs were read to their end; else they were read as far as `--limit` went."""
+    output_bytes: int
+    rows_read: int = 0
+    """Rows of the inputs from this number on may be unanswered, unless all were read."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The sources of an output. Facts, ids on the hub and descriptions of inputs are compared.
+
+    Names of folders and files are for messages: they may be moved and copied.
+    """
+
+    version: int = VERSION
+    created: int
+    """When the job began, in seconds since 1970."""
+    model: str
+    """The model as it was named."""
+    hub_id: str | None = None
+    """Its id on the Hugging Face hub, if it was named so."""
+    facts: dict[str, str | int | float | bool | None]
+    """Everything of the model and the configuration that an answer depends on."""
+    inputs: list[tuple[str, str]]
+    """The name and the description of each input."""
+    num_input_rows: int | None = None
+    """The rows of the inputs, once they were read to their end."""
+    is_updating: bool = False
+    """Whether new versions of the output's rows and digests lie beside them, to take their places (`output.update`)."""
+    finished: Finished | None = None
+
+    def differences(self, other: Manifest) -> list[str]:
+        """Return one line for each thing that differs between this manifest and `other`."""
+        return [*self.setting_differences(other), *self.input_differences(other)]
+
+    def setting_differences(self, other: Manifest) -> list[str]:
+        """Return one line for each thing of model and configuration that differs between this manifest and `other`."""
+        lines = [f"model: {self.hub_id} → {other.hub_id}"] if self._has_other_hub_id(other) else []
+        lines += [
+            f"{name}: {_show(self.facts, name)} → {_show(other.facts, name)}{self._way_back(name, other)}"
+            for name in [*self.facts, *(name for name in other.facts if name not in self.facts)]
+            if (name in self.facts, self.facts.get(name)) != (name in other.facts, other.facts.get(name))
+        ]
+        return lines
+
+    def _way_back(self, name: str, other: Manifest) -> str:
+        """Return what to add to a difference whose way back is a flag."""
+        if name != CHAT_FACT:
+            return ""
+        old, new = str(self.facts.get(name)), str(other.facts.get(name))
+        flag = "with --chat" if old.startswith("user") else "with --no-chat"
+        if not old.startswith("user") and new.startswith("prompts"):
+            flag = "without --no-chat"
+        return f" (it goes on as it was begun {flag})"
+
+    def input_differences(self, other: Manifest) -> list[str]:
+        """Return one line for each input that differs between this manifest and `other`."""
+        if len(self.inputs) != len(other.inputs):
+            return [f"inputs: {_names(self.inputs)} → {_names(other.inputs)}"]
+        return list(_input_differences(self.inputs, other.inputs))
+
+    def _has_other_hub_id(self, other: Manifest) -> bool:
+        return self.hub_id is not None and other.hub_id is not None and self.hub_id != other.hub_id
+
+
+def _show(facts: dict[str, str | int | float | bool | None], name: str) -> str:
+    """Return a fact on one line; lists and mappings, which are JSON texts, as they are."""
+    if name not in facts:
+        return "not set"
+    text = msgspec.json.encode(facts[name]).decode()
+    return text[1:-1].replace('\\"', '"') if isinstance(facts[name], str) else text
+
+
+def _names(inputs: Sequence[tuple[str, str]]) -> str:
+    names = [name for name, _ in inputs]
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} others"
+
+
+def _input_differences(old: Sequence[tuple[str, str]], new: Sequence[tuple[str, str]]) -> Iterator[str]:
+    for (old_name, old_text), (new_name, new_text) in zip(old, new, strict=True):
+        if old_text != new_text:
+            old_label = "" if old_name == new_name else f"{old_name}, "
+            yield f"input {new_name}: {old_label}{old_text} → {new_text}"
+
+
+def load_manifest(output: Path) -> Manifest | None:
+    """Read the manifest of an output; None where there is none. Raises ConfigError for one that cannot be read."""
+    path = manifest_path(output)
+    way_out = f"start anew with --overwrite, or name another output than {output} with -o"
+    try:
+        data = read_regular(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; {way_out}") from None
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except RecursionError:
+        raise ConfigError(f"{path} is damaged (nested too deeply); {way_out}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is damaged ({error}); {way_out}") from None
+    if manifest.version != VERSION:
+        raise ConfigError(f"{path} was written by another version of nvcli (format {manifest.version}); {way_out}")
+    return manifest
+
+
+def save_manifest(output: Path, manifest: Manifest) -> None:
+    """Write the manifest of an output. After a power loss there is the old one or the new one. Raises OSError."""
+    data = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
+    path = manifest_path(output)
+    temporary = manifest_draft_path(output)
+    with new_file(temporary) as file:
+        file.write(data)
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def new_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """Make a file whose bytes are on disk when the `with` ends; none is left if an error comes. Raises OSError."""
+    with create_anew(path, mode=mode) as file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Make new and renamed files in a folder outlast a power loss. Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

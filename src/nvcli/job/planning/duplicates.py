@@ -1,0 +1,107 @@
+"""Rows with equal answers are computed once.
+
+Rows with the same `answer_key` have equal answers. While one of them waits or runs, the others wait for it; the latest
+answers are kept for rows that come later, within bounds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import msgspec
+
+from nvcli.errors import RowError
+from nvcli.job.job import JobResult, RowContext, failed
+from nvcli.job.text.prepare import PreparedRow
+
+_NOWHERE = RowContext(id=0, index=0, line="")
+
+
+class Duplicates:
+    """The rows that wait for the answer of an equal row, and answers kept for rows to come. Not thread-safe."""
+
+    def __init__(self, *, max_rows: int, max_bytes: int, max_kept_bytes: int, is_on: bool = True) -> None:
+        """`max_rows` and `max_bytes` bound the rows that wait for another row's answer.
+
+        `max_kept_bytes` bounds the answers that are kept for rows to come. Bytes are estimates. Where it is not
+        on, every row is computed.
+        """
+        self._is_on = is_on
+        self._max_rows = max_rows
+        self._max_bytes = max_bytes
+        self._max_kept_bytes = max_kept_bytes
+        self._followers: dict[bytes, list[tuple[RowContext, int]]] = {}
+        """The rows that wait for the one that is computed, with their bytes, by answer key."""
+        self._kept: OrderedDict[bytes, JobResult] = OrderedDict()
+        """Kept answers by answer key, the least recently used first."""
+        self._kept_bytes = 0
+        self._ready: list[tuple[PreparedRow, JobResult]] = []
+        self.num_rows = 0
+        """Rows that wait for another row's answer."""
+        self.num_bytes = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether rows should wait before they are admitted. A row that is admitted all the same is kept."""
+        return self.num_rows >= self._max_rows or self.num_bytes >= self._max_bytes
+
+    def admit(self, row: PreparedRow) -> bool:
+        """Tell whether a row is to be computed.
+
+        True: compute it, and then call `finish`. False: its result comes from `take_ready`.
+        """
+        key = row.answer_key
+        if key is None or not self._is_on:
+            return True
+        answer = self._kept.get(key)
+        if answer is not None:
+            self._kept.move_to_end(key)
+            self._ready.append((row, _copy(answer, row.context)))
+            return False
+        followers = self._followers.get(key)
+        if followers is None:
+            self._followers[key] = []
+            return True
+        num_bytes = row.num_bytes - len(row.prompt_ids)
+        followers.append((row.context, num_bytes))
+        self.num_rows += 1
+        self.num_bytes += num_bytes
+        return False
+
+    def is_awaited(self, row: PreparedRow) -> bool:
+        """Tell whether other rows wait for the answer of a row that was admitted."""
+        return row.answer_key is not None and bool(self._followers.get(row.answer_key))
+
+    def finish(self, row: PreparedRow, result: JobResult, error: RowError | None) -> None:
+        """Take the result of a row that was admitted. `error` is the row's error without its place in the input."""
+        key = row.answer_key
+        if key is None or not self._is_on:
+            return
+        followers = self._followers.pop(key)
+        if error is None:  # what the row passes through is not kept with its answer
+            self._keep(key, msgspec.structs.replace(result, context=_NOWHERE))
+        for context, num_bytes in followers:
+            self.num_rows -= 1
+            self.num_bytes -= num_bytes
+            self._ready.append((row, _copy(result, context) if error is None else failed(context, error)))
+
+    def take_ready(self) -> list[tuple[PreparedRow, JobResult]]:
+        """Return the results of rows that were not computed, each of them once.
+
+        Each result comes with the row itself or the equal one that was computed.
+        """
+        ready, self._ready = self._ready, []
+        return ready
+
+    def _keep(self, key: bytes, answer: JobResult) -> None:
+        self._kept[key] = answer
+        self._kept_bytes += answer.num_bytes
+        while self._kept_bytes > self._max_kept_bytes:
+            _, oldest = self._kept.popitem(last=False)
+            self._kept_bytes -= oldest.num_bytes
+
+
+def _copy(answer: JobResult, context: RowContext) -> JobResult:
+    """Return the answer of a row as that of an equal one, for which nothing of the prompt is computed."""
+    usage = msgspec.structs.replace(answer.usage, cached_tokens=answer.usage.prompt_tokens)
+    return msgspec.structs.replace(answer, context=context, usage=usage)

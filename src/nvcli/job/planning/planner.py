@@ -1,0 +1,321 @@
+"""Chooses the row that goes to a replica next, among the rows that were read ahead.
+
+- Rows that begin alike go one after the other to one replica, so that their prefix is computed once and need not
+  outlive others in the KV cache. The longest common prefix goes on first.
+- Otherwise rows with a large `max_tokens` go first, so that a run does not end with a few long answers. Lengths are
+  compared by their order of magnitude; a row without `max_tokens` may become the longest, and so may one whose caller
+  wants answers in order. Equals keep their order.
+- No row is passed over by more than `max_passed_over` later ones.
+
+Which rows begin alike is known by a radix tree over the prompts' whole KV blocks, because the KV cache shares whole
+blocks. A prompt that ends with a block does not share that block: its last token is always computed.
+
+Rows that are there are given out at once; nothing waits for the window to fill. A row's answer does not depend on when
+it is computed, so a plan changes the speed of a run and the order of its output, and nothing else. The planner knows no
+engine, clock or file.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+
+from nvcli.job.text.prepare import PreparedRow
+
+_MAX_LENGTH_CLASS = 64
+"""The length class of rows without `max_tokens`."""
+_MAX_CANDIDATES = 8
+"""A replica looks past this many rows with prefixes of another replica before it takes one of them."""
+
+
+class Planner:
+    """The rows that wait for a replica. Not thread-safe."""
+
+    def __init__(
+        self,
+        *,
+        block_size: int | None,
+        max_rows: int,
+        max_bytes: int,
+        max_passed_over: int,
+        num_replicas: int = 1,
+        longest_first: bool = True,
+    ) -> None:
+        """`block_size` is the number of tokens in a KV block; None: prefixes do not matter.
+
+        `max_rows` and `max_bytes` (by `PreparedRow.num_bytes`) say when the planner is full; `max_passed_over` is the
+        most later rows that may go before a row.
+        """
+        assert max_passed_over >= 0
+        self._tree: PrefixTree = PrefixTree(block_size or 1)
+        self._shares_prefixes = block_size is not None
+        self._max_rows = max_rows
+        self._max_bytes = max_bytes
+        self._max_passed_over = max_passed_over
+        self._longest_first = longest_first
+        self._last: list[tuple[bytes, int] | None] = [None] * num_replicas
+        """The prompt that each replica took last, and the number of its shareable blocks."""
+        self._in_order: deque[WaitingRow] = deque()
+        """Waiting rows in the order of their arrival; rows taken meanwhile are dropped when they come to the front."""
+        self._num_added = 0
+        self.num_rows = 0
+        self.num_bytes = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether rows should wait before they are added. A row that is added all the same is kept."""
+        return self.num_rows >= self._max_rows or self.num_bytes >= self._max_bytes
+
+    def add(self, row: PreparedRow) -> None:
+        num_blocks = self._tree.num_shareable_blocks(row.prompt_ids) if self._shares_prefixes else 0
+        rank = (-_length_class(row) if self._longest_first else 0, self._num_added)
+        waiting = WaitingRow(row, row.prompt_ids, num_blocks, rank)
+        self._tree.add(waiting)
+        self._in_order.append(waiting)
+        self._num_added += 1
+        self.num_rows += 1
+        self.num_bytes += row.num_bytes
+
+    def take(self, replica: int = 0) -> PreparedRow | None:
+        """Take out and return the row that a replica should be given next; None if there is none."""
+        if not self.num_rows:
+            return None
+        waiting = self._choose(replica)
+        if waiting.node is not None:
+            waiting.node.replica = replica
+        self._last[replica] = (waiting.prompt_ids, waiting.num_blocks) if waiting.num_blocks else None
+        row = self._tree.remove(waiting)
+        self.num_rows -= 1
+        self.num_bytes -= row.num_bytes
+        return row
+
+    def _choose(self, replica: int) -> WaitingRow:
+        in_order = self._in_order
+        while in_order[0].item is None:
+            in_order.popleft()
+        oldest = in_order[0]
+        # All rows before the oldest one are taken; the others that are taken have passed it over.
+        num_taken = self._num_added - self.num_rows
+        if num_taken - oldest.rank[1] >= self._max_passed_over:
+            return oldest
+        last = self._last[replica]
+        node = self._tree.root if last is None else self._tree.deepest(*last)
+        if isinstance(node, WaitingRow):
+            return node
+        return self._tree.best(node, replica=replica if len(self._last) > 1 else None, max_passed=_MAX_CANDIDATES)
+
+    def check_integrity(self) -> None:
+        """Assert that counts and indexes agree."""
+        self._tree.check_integrity()
+        waiting = [row.item for row in self._in_order if row.item is not None]
+        assert self.num_rows == len(waiting) == self._tree.root.num_waiting
+        assert self.num_bytes == sum(row.num_bytes for row in waiting)
+
+
+def _length_class(row: PreparedRow) -> int:
+    """Return the order of magnitude of the longest answer that a row may get, or what puts it in its turn."""
+    asked, caller = row.sampling.max_tokens, row.context.caller
+    if caller is not None and caller.keeps_order:
+        return _MAX_LENGTH_CLASS
+    return _MAX_LENGTH_CLASS if asked is None else min(asked.bit_length(), _MAX_LENGTH_CLASS - 1)
+
+
+Rank = tuple[int, int]
+"""Among rows that begin alike the one of the smallest rank is taken first. Ranks are unique in a tree."""
+
+TOKEN_BYTES = 4
+"""Token ids come packed as int32."""
+
+_MAX_STALE = 64
+"""Entries of taken rows that a node's heap may hold beyond those of waiting rows."""
+
+
+class WaitingRow:
+    """A row that waits in the tree."""
+
+    __slots__ = ("item", "node", "num_blocks", "prompt_ids", "rank")
+
+    def __init__(self, item: PreparedRow, prompt_ids: bytes, num_blocks: int, rank: Rank) -> None:
+        self.item: PreparedRow | None = item
+        """The row itself; None once it is taken, so that lists that have not noticed yet do not keep it in memory."""
+        self.prompt_ids = prompt_ids
+        """The prompt's token ids, packed as int32."""
+        self.num_blocks = num_blocks
+        """Leading KV blocks that the row can share; 0 where prefixes do not matter."""
+        self.rank = rank
+        self.node: Node | None = None
+        """The deepest node that holds the row."""
+
+
+class Node:
+    """A prefix of `num_blocks` whole blocks that at least two rows had in common, and every waiting row below it."""
+
+    __slots__ = ("children", "heap", "num_blocks", "num_waiting", "parent", "prefix_ids", "replica")
+
+    def __init__(self, prefix_ids: bytes, num_blocks: int, parent: Node | None) -> None:
+        self.prefix_ids = prefix_ids
+        self.num_blocks = num_blocks
+        self.parent = parent
+        self.children: dict[bytes, Node | WaitingRow] = {}
+        """The nodes and rows below, by the block that follows the prefix."""
+        self.heap: list[tuple[Rank, WaitingRow]] = []
+        """All rows below as a heap; rows taken meanwhile are dropped when they come up, or when they are many."""
+        self.num_waiting = 0
+        self.replica: int | None = None
+        """The replica that took a row from here last."""
+
+    def push(self, row: WaitingRow) -> None:
+        heapq.heappush(self.heap, (row.rank, row))
+        self.num_waiting += 1
+
+    def drop_taken(self) -> None:
+        """Drop taken rows until the first one of the heap is a waiting row."""
+        heap = self.heap
+        if len(heap) > 2 * self.num_waiting + _MAX_STALE:
+            heap[:] = [entry for entry in heap if entry[1].item is not None]
+            heapq.heapify(heap)
+        while heap and heap[0][1].item is None:
+            heapq.heappop(heap)
+
+
+class PrefixTree:
+    """The tree. Rows come with `add` and go with `remove`; `deepest` and `best` look for one."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_bytes = block_size * TOKEN_BYTES
+        self.root: Node = Node(b"", 0, None)
+
+    def num_shareable_blocks(self, prompt_ids: bytes) -> int:
+        return (len(prompt_ids) // TOKEN_BYTES - 1) * TOKEN_BYTES // self._block_bytes
+
+    def add(self, row: WaitingRow) -> None:
+        node = self.root
+        while True:
+            node.push(row)
+            row.node = node
+            if row.num_blocks == node.num_blocks:
+                return
+            key = self._block(row.prompt_ids, node.num_blocks)
+            child = node.children.get(key)
+            if child is None:
+                node.children[key] = row
+                return
+            node = self._join(node, key, child, row)
+
+    def remove(self, row: WaitingRow) -> PreparedRow:
+        """Take a waiting row out."""
+        item, row.item = row.item, None
+        assert item is not None
+        node = row.node
+        assert node is not None
+        if row.num_blocks > node.num_blocks:
+            del node.children[self._block(row.prompt_ids, node.num_blocks)]
+        while node is not None:
+            node.num_waiting -= 1
+            if node.num_waiting == 0 and node.parent is not None:
+                del node.parent.children[self._block(node.prefix_ids, node.parent.num_blocks)]
+            node = node.parent
+        return item
+
+    def deepest(self, prompt_ids: bytes, num_blocks: int) -> Node | WaitingRow:
+        """Find the rows that share most blocks with the first `num_blocks` of a prompt; the root if none does."""
+        node = self.root
+        while node.num_blocks < num_blocks:
+            child = node.children.get(self._block(prompt_ids, node.num_blocks))
+            if child is None:
+                break
+            if isinstance(child, WaitingRow) or not prompt_ids.startswith(child.prefix_ids):
+                return child
+            node = child
+        return node
+
+    def best(self, node: Node, *, replica: int | None = None, max_passed: int = 0) -> WaitingRow:
+        """Return the row of the smallest rank below a node that has any.
+
+        Where `replica` is given, up to `max_passed` rows are passed over whose prefix another replica has taken up.
+        """
+        node.drop_taken()
+        row = node.heap[0][1]
+        if replica is None or not _belongs_elsewhere(row, node, replica):
+            return row
+        passed: list[tuple[Rank, WaitingRow]] = []
+        while len(passed) < max_passed and node.heap:
+            passed.append(heapq.heappop(node.heap))
+            node.drop_taken()
+            if node.heap and not _belongs_elsewhere(node.heap[0][1], node, replica):
+                row = node.heap[0][1]
+                break
+        for entry in passed:
+            heapq.heappush(node.heap, entry)
+        return row
+
+    def _join(self, node: Node, key: bytes, child: Node | WaitingRow, row: WaitingRow) -> Node:
+        """Return the node for what `child` and `row` have in common below `node`; make it if it is not there yet."""
+        other_ids = child.prompt_ids if isinstance(child, WaitingRow) else child.prefix_ids
+        most = min(child.num_blocks, row.num_blocks)
+        shared = self._num_common(other_ids, row.prompt_ids, node.num_blocks + 1, most)
+        if isinstance(child, Node) and shared == child.num_blocks:
+            return child
+        joint: Node = Node(row.prompt_ids[: shared * self._block_bytes], shared, node)
+        node.children[key] = joint
+        if child.num_blocks > shared:
+            joint.children[self._block(other_ids, shared)] = child
+        if isinstance(child, WaitingRow):
+            joint.push(child)
+            child.node = joint
+        else:
+            child.parent = joint
+            child.drop_taken()
+            joint.heap = child.heap.copy()
+            joint.num_waiting = child.num_waiting
+            joint.replica = child.replica
+        return joint
+
+    def _block(self, ids: bytes, number: int) -> bytes:
+        return ids[number * self._block_bytes : (number + 1) * self._block_bytes]
+
+    def _num_common(self, a: bytes, b: bytes, least: int, most: int) -> int:
+        """Count the leading blocks that two prompts have in common, known to be from `least` to `most`."""
+        while least < most:
+            middle = (least + most + 1) // 2
+            part = slice(least * self._block_bytes, middle * self._block_bytes)
+            if a[part] == b[part]:
+                least = middle
+            else:
+                most = middle - 1
+        return least
+
+    def check_integrity(self) -> None:
+        """Assert that nodes, heaps and rows agree."""
+        self._check(self.root)
+
+    def _check(self, node: Node) -> set[int]:
+        waiting = {id(row): row for _, row in node.heap if row.item is not None}
+        assert len(waiting) == node.num_waiting
+        below: set[int] = set()
+        for key, child in node.children.items():
+            ids = child.prompt_ids if isinstance(child, WaitingRow) else child.prefix_ids
+            assert ids.startswith(node.prefix_ids)
+            assert self._block(ids, node.num_blocks) == key
+            assert child.num_blocks > node.num_blocks
+            if isinstance(child, WaitingRow):
+                assert child.item is not None
+                assert child.node is node
+                below.add(id(child))
+            else:
+                assert child.parent is node
+                assert child.num_waiting > 0
+                assert len(child.prefix_ids) == child.num_blocks * self._block_bytes
+                below |= self._check(child)
+        assert below <= waiting.keys()
+        for row in waiting.values():
+            assert row.prompt_ids.startswith(node.prefix_ids)
+            if id(row) not in below:
+                assert row.node is node
+                assert row.num_blocks == node.num_blocks
+        return set(waiting)
+
+
+def _belongs_elsewhere(row: WaitingRow, node: Node, replica: int) -> bool:
+    """Tell whether a row below `node` begins with a longer prefix that another replica has taken up."""
+    return row.node is not node and row.node is not None and row.node.replica not in (None, replica)

@@ -1,0 +1,115 @@
+"""Says why a line or an object is not JSON, in words that help to find the place."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from nvcli.core.validation import describe_surrogate
+from nvcli.job.rows.raw_values import MAX_LEVELS
+
+_EXPLAINED_BYTES = 1 << 20
+"""Longer texts are not parsed again: as Python objects they may take thirty times their size."""
+_MAX_BITS = 4300 * 3.33
+"""Python writes no longer integers as decimal digits."""
+
+
+def explain_bad_json(line: bytes, reason: str) -> str:
+    """Return the message for a line that msgspec refuses with `reason`.
+
+    Python's laxer parser finds the key of a number or a character that JSON does not have.
+    """
+    found = None
+    if len(line) <= _EXPLAINED_BYTES:
+        with contextlib.suppress(ValueError, RecursionError):
+            found = find_no_json(json.loads(line.decode(errors="surrogatepass")), "")
+    return f"not valid JSON: {found or reason.removeprefix('JSON is malformed: ')}"
+
+
+def explain_bad_utf8(line: bytes, reason: str) -> str:
+    """Return the message for a line that is not UTF-8, for which the decoder says `reason`."""
+    surrogate = None
+    if len(line) <= _EXPLAINED_BYTES:
+        with contextlib.suppress(UnicodeDecodeError):
+            surrogate = describe_surrogate(line.decode(errors="surrogatepass"))
+    return f"not UTF-8 text ({surrogate or reason})"
+
+
+def explain_bad_value(value: bytes, key: str) -> str:
+    """Return the message for a value of `key` that is JSON and that msgspec cannot decode: it holds a number or a
+    character that is none."""
+    found = None
+    if len(value) <= _EXPLAINED_BYTES:
+        with contextlib.suppress(RecursionError):
+            found = find_no_json(json.loads(value, parse_int=_no_number), key)
+    return found or f"`{key}` holds a number that is too large"
+
+
+def _no_builtin(value: Any) -> Any:
+    raise TypeError
+
+
+def _no_number(digits: str) -> None:
+    """Integers are not looked at: Python refuses to read those of thousands of digits."""
+
+
+def find_no_json(value: Any, name: str, as_builtin: Callable[[Any], Any] = _no_builtin) -> str | None:
+    """Say what JSON does not have in a value, and under which key; None if there is nothing of the kind.
+
+    `name` is that of the value; empty: it is a row. `as_builtin` returns another object as one that JSON has, and
+    raises TypeError where there is none.
+    """
+    levels = [iter([(name, value)])]
+    while levels:
+        step = next(levels[-1], None)
+        if step is None:
+            levels.pop()
+            continue
+        where, inner = step
+        if len(levels) > MAX_LEVELS:
+            return f"`{name or 'the row'}` is nested too deep, or holds itself"
+        if not isinstance(inner, str | int | float | dict | list | tuple | None):
+            try:
+                inner = as_builtin(inner)
+            except TypeError:
+                return f"`{where}` is an object of the type `{type(inner).__name__}`, which JSON does not have"
+        if (problem := _problem_of(inner, where)) is not None:
+            return problem
+        if isinstance(inner, dict | list | tuple):
+            levels.append(_inside(inner, where))
+    return None
+
+
+def _inside(value: dict[Any, Any] | list[Any] | tuple[Any, ...], name: str) -> Iterator[tuple[str, Any]]:
+    """Yield what a collection holds, with names."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield f"{name}.{key}" if name else str(key), inner
+    else:
+        for number, inner in enumerate(value):
+            yield f"{name}[{number}]", inner
+
+
+def explain_surrogate(text: str, name: str) -> str | None:
+    """Say that a text holds half of a character; None if it does not."""
+    surrogate = describe_surrogate(text)
+    return surrogate and f"`{name or 'the value'}` is no text: {surrogate}"
+
+
+def _problem_of(value: Any, name: str) -> str | None:
+    """Say what JSON does not have in a value, leaving out what is inside of it."""
+    if isinstance(value, str):
+        return explain_surrogate(value, name)
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"`{name or 'the value'}` is not a finite number"
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        return f"`{name or 'the value'}` is a number that is too large"
+    for key in value if isinstance(value, dict) else ():
+        if not isinstance(key, str | int | float | None):
+            return f"`{name or 'the row'}` has a key of the type `{type(key).__name__}`; keys are texts"
+        if isinstance(key, str) and (surrogate := describe_surrogate(key)):
+            return f"a key of `{name or 'the row'}` is no text: {surrogate}"
+    return None

@@ -1,0 +1,229 @@
+"""Reads a conversation: checks `messages`, and reads what a row says beside them, such as tools and documents.
+
+The keys beside the messages are those of OpenAI's chat completions and of vLLM's server. In native rows they stand
+beside `messages`, in rows of batch files in the body. All of them become arguments of the chat template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from nvcli.core.sampling_params import SamplingParams
+from nvcli.core.validation import InvalidValue, Path, convert, join_path, show, suggest
+from nvcli.errors import RowError
+from nvcli.job.job import CallRule, Job, RowContext
+from nvcli.job.rows.raw_values import decode_inner, decode_list
+from nvcli.job.tasks import PromptTask
+
+TOOLS, TOOL_CHOICE, DOCUMENTS = "tools", "tool_choice", "documents"
+PARALLEL_TOOL_CALLS = "parallel_tool_calls"
+ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE = "add_generation_prompt", "continue_final_message"
+
+CONVERSATION_KEYS = (
+    *(TOOLS, TOOL_CHOICE, PARALLEL_TOOL_CALLS, DOCUMENTS),
+    *(ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE),
+)
+"""The keys, in either form of rows."""
+
+REASONING_EFFORT = "reasoning_effort"
+"""OpenAI's key for how long a model thinks; a variable of some chat templates."""
+
+ARGUMENTS = (TOOLS, DOCUMENTS, ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE, REASONING_EFFORT)
+"""The arguments that a chat template may be given by them."""
+
+_KEYS = frozenset((*CONVERSATION_KEYS, REASONING_EFFORT))
+_NAMED_CHOICES = ("none", "auto", "required")
+
+
+def check_messages(value: Any, *, under: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return messages that each have a role, with the text parts of a content joined to one text.
+
+    The arguments of earlier tool calls, which OpenAI's form has as JSON texts, become objects: that is what chat
+    templates take. `value` may be the JSON text of the messages, and they may be in ShareGPT's form. `under`
+    is where it stands in the row. Raises InvalidValue that names the message and its key, and RowError for a part that
+    is no text, such as an image.
+    """
+    name = ".".join(under)
+    try:
+        value = decode_list(value)
+    except msgspec.DecodeError as error:
+        raise InvalidValue(under, f"`{name}` is {show(value)}, which is no JSON: {error}") from None
+    messages = convert(value, list[dict[str, Any]], under=under)
+    if not messages:
+        raise InvalidValue(under, f"`{name}` is empty; give at least one message")
+    return [_checked(message, f"{name}[{number}]") for number, message in enumerate(messages)]
+
+
+_SHAREGPT_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+    "system": "system",
+}
+"""The roles of chat templates by the names that ShareGPT's form has for them."""
+
+
+def _checked(message: dict[str, Any], name: str) -> dict[str, Any]:
+    if "role" not in message and "from" in message:
+        message = _from_sharegpt(message, name)
+    if not isinstance(message.get("role"), str):
+        raise InvalidValue((), f'`{name}.role` is {show(message.get("role"))}; allowed: text such as "user"')
+    if isinstance(message.get("tool_calls"), list):
+        message = {**message, "tool_calls": [_with_object(call, name) for call in message["tool_calls"]]}
+    content = message.get("content")
+    if isinstance(content, list):
+        return {**message, "content": _join_parts(content, f"{name}.content")}
+    if not isinstance(content, str | None):
+        raise InvalidValue((), f"`{name}.content` is {show(content)}; allowed: text or a list of text parts")
+    if content is None and "tool_calls" not in message:
+        raise InvalidValue((), f"`{name}` has no `content`")
+    return message
+
+
+def _from_sharegpt(message: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a message of ShareGPT's form, `from` and `value`, as one with `role` and `content`."""
+    rest = dict(message)
+    speaker = rest.pop("from")
+    role = _SHAREGPT_ROLES.get(speaker) if isinstance(speaker, str) else None
+    if role is None:
+        raise InvalidValue((), f"`{name}.from` is {show(speaker)}; allowed: {', '.join(_SHAREGPT_ROLES)}")
+    return {"role": role, "content": rest.pop("value", None), **rest}
+
+
+def _join_parts(parts: list[Any], name: str) -> str:
+    texts = []
+    for number, part in enumerate(parts):
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise RowError(
+                "unsupported_content",
+                f"`{name}[{number}]` is a part of the type {show(kind)}; messages hold text alone here, no images, "
+                "sounds or files, so leave the part out or describe it in words",
+            )
+        if not isinstance(text, str):
+            raise InvalidValue((), f'`{name}[{number}]` is {show(part)}; allowed: {{"type": "text", "text": …}}')
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _with_object(call: Any, name: str) -> Any:
+    """Return a tool call whose arguments are an object, if they are given as a text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(arguments := function.get("arguments"), str):
+        return call
+    try:
+        decoded = decode_inner(arguments) if arguments.strip() else {}
+    except msgspec.DecodeError:
+        raise InvalidValue((), f"`{name}.tool_calls` has arguments that are no JSON: {show(arguments)}") from None
+    return {**call, "function": {**function, "arguments": decoded}}
+
+
+def conversation_job(
+    context: RowContext,
+    messages: list[dict[str, Any]],
+    variables: dict[str, Any],
+    options: Mapping[str, Any],
+    sampling: SamplingParams,
+    task: PromptTask | None = None,
+) -> Job:
+    """Make the job of a row with messages, with the `options` that `conversation_options` returns."""
+    return Job(
+        context=context,
+        messages=messages,
+        chat_template_kwargs=variables,
+        template_arguments=options.get("template_arguments"),
+        tools=options.get("tools", ()),
+        call_rule=options.get("call_rule"),
+        sampling=sampling,
+        task=task,
+    )
+
+
+def conversation_options(given: Mapping[str, Any], *, under: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the fields of a Job that follow from the options among the values of a row or body, which has no nulls.
+
+    `under` is where they stand in the row. Raises InvalidValue that names the key.
+    """
+    if _KEYS.isdisjoint(given):
+        return {}
+    arguments: dict[str, Any] = {}
+    tools = _tools(given.get(TOOLS, []), (*under, TOOLS))
+    choice = given.get(TOOL_CHOICE, "auto")
+    call_rule = _call_rule(choice, tools, (*under, TOOL_CHOICE))
+    if not convert(given.get(PARALLEL_TOOL_CALLS, True), bool, under=(*under, PARALLEL_TOOL_CALLS)):
+        call_rule = msgspec.structs.replace(call_rule, is_single=True)
+    may_call = bool(tools) and choice != "none"
+    if may_call:
+        arguments[TOOLS] = tools
+    if DOCUMENTS in given:
+        arguments[DOCUMENTS] = convert(given[DOCUMENTS], list[dict[str, Any]], under=(*under, DOCUMENTS))
+    for name in (ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE):
+        if name in given:
+            arguments[name] = convert(given[name], bool, under=(*under, name))
+    if arguments.get(ADD_GENERATION_PROMPT) and arguments.get(CONTINUE_FINAL_MESSAGE):
+        one, other = (join_path((*under, name)) for name in (ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE))
+        raise InvalidValue(under, f"`{one}` and `{other}` are both true; an answer begins anew or goes on, so give one")
+    if REASONING_EFFORT in given:
+        arguments[REASONING_EFFORT] = convert(given[REASONING_EFFORT], str, under=(*under, REASONING_EFFORT))
+    if not may_call:
+        return {"template_arguments": arguments or None}
+    if call_rule == CallRule() and not any(tool["function"].get("strict") is True for tool in tools):
+        return {"template_arguments": arguments, "tools": tools}
+    for number, tool in enumerate(tools):
+        _check_parameters(tool["function"].get("parameters"), (*under, TOOLS, number, "function", "parameters"))
+    return {"template_arguments": arguments, "tools": tools, "call_rule": call_rule}
+
+
+def _check_parameters(schema: Any, path: Path) -> None:
+    """Raise InvalidValue for what is no schema of an object, which the arguments of a call are."""
+    if schema is None:
+        return
+    name = join_path(path)
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+        raise InvalidValue(path, f'`{name}` is {show(schema)}; allowed: a JSON schema of the type "object"')
+    for key, kind in (("properties", dict), ("required", list)):
+        if not isinstance(schema.get(key, kind()), kind):
+            article = "an object" if kind is dict else "a list"
+            raise InvalidValue((*path, key), f"`{name}.{key}` is {show(schema[key])}; allowed: {article}")
+
+
+def _tools(value: Any, path: tuple[str, ...]) -> list[dict[str, Any]]:
+    tools = convert(value, list[dict[str, Any]], under=path)
+    for number, tool in enumerate(tools):
+        function = tool.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if tool.get("type") != "function" or not isinstance(name, str) or not name:
+            raise InvalidValue(
+                path,
+                f"`{join_path((*path, number))}` is {show(tool)}; allowed: "
+                '{"type": "function", "function": {"name": …, "description": …, "parameters": …}}',
+            )
+        strict = tool["function"].get("strict")
+        if strict is not None:
+            convert(strict, bool, under=(*path, number, "function", "strict"))
+    return tools
+
+
+def _call_rule(choice: Any, tools: list[dict[str, Any]], path: tuple[str, ...]) -> CallRule:
+    """Return what `tool_choice` asks of calls. Raises InvalidValue."""
+    name = join_path(path)
+    if choice in ("none", "auto"):
+        return CallRule()
+    named = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    function = named.get("name") if isinstance(named, dict) else None
+    if choice != "required" and not isinstance(function, str):
+        raise InvalidValue(
+            path,
+            f"`{name}` is {show(choice)}; allowed: {', '.join(_NAMED_CHOICES)} or "
+            '{"type": "function", "function": {"name": …}}',
+        )
+    if not tools:
+        raise InvalidValue(path, f"`{name}` is {show(choice)}, and there are no tools to call; give `tools`")
+    names = [tool["function"]["name"] for tool in tools]
+    if function is not None and function not in names:
+        raise InvalidValue(path, f"`{name}` names the function {show(function)}; {suggest(function, names)}")
+    return CallRule(is_required=True, function=function)

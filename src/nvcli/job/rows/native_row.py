@@ -1,0 +1,203 @@
+"""Reads rows in nvcli's own form, and those of well-known data sets without `prompt` and `messages`: ShareGPT, Alpaca.
+
+Raises RowError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from nvcli.core.job_config import MESSAGES_KEY, PROMPT_KEY
+from nvcli.core.sampling_params import MAX_INT, SamplingParams
+from nvcli.core.validation import InvalidValue, convert, show
+from nvcli.errors import RowError
+from nvcli.job.job import Job, JobId, RowContext
+from nvcli.job.rows.conversation import check_messages, conversation_job, conversation_options
+from nvcli.job.rows.prompt_rules import PromptKind, PromptRules
+from nvcli.job.rows.raw_values import decode, decode_list, is_null
+from nvcli.job.tasks import PromptTask
+
+_CONVERSATIONS = "conversations"
+"""ShareGPT's key of a conversation."""
+_INSTRUCTION, _INPUT = "instruction", "input"
+"""Alpaca's keys of a task and of what it is about, which may be empty."""
+_OUTPUT = "output"
+"""Alpaca's key of the answer that the data set has, which is copied."""
+
+KEYS_OF_KIND = {
+    PromptKind.CONVERSATIONS: frozenset((_CONVERSATIONS,)),
+    PromptKind.INSTRUCTION: frozenset((_INSTRUCTION, _INPUT)),
+}
+"""The keys that make a prompt in the forms of well-known data sets."""
+KNOWN_KEYS = frozenset().union(*KEYS_OF_KIND.values())
+
+
+class RowKeys(msgspec.Struct, frozen=True, kw_only=True):
+    """The keys under which a row says something to nvcli; every other key is passed through."""
+
+    prompt: str = PROMPT_KEY
+    messages: str = MESSAGES_KEY
+    prompt_token_ids: str = "prompt_token_ids"
+    id: str = "id"
+    sampling: str = "sampling"
+    chat_template_kwargs: str = "chat_template_kwargs"
+    deciding: str | None = None
+    """The key that has the prompt of rows with several of `prompts`; None: such rows are errors."""
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        return self.prompt, self.messages, self.prompt_token_ids
+
+    @property
+    def are_defaults(self) -> bool:
+        """Whether prompts have the keys that they have where a job names no other."""
+        return (self.prompt, self.messages) == (PROMPT_KEY, MESSAGES_KEY)
+
+    @property
+    def names_prompt(self) -> bool:
+        """Whether the job names the key of prompts."""
+        return self.prompt != PROMPT_KEY
+
+    @property
+    def beside_prompt(self) -> frozenset[str]:
+        return frozenset((self.id, self.sampling, self.chat_template_kwargs))
+
+
+class RowDefaults:
+    """The defaults of `sampling`, over which a row's own keys go."""
+
+    def __init__(self, defaults: Mapping[str, Any]) -> None:
+        """Raises InvalidValue for defaults that are not valid as SamplingParams."""
+        self._values = dict(defaults)
+        self._sampling = convert(self._values, SamplingParams)
+
+    def sampling(self, own: Any, *, under: str) -> SamplingParams:
+        """Return the sampling of a row. `under` is where its keys stand in the row. Raises RowError."""
+        if not isinstance(own, dict):
+            raise RowError("invalid_sampling", f"`{under}` is {show(own)}; expected an object with keys")
+        if not own:
+            return self._sampling
+        try:
+            return convert({**self._values, **own}, SamplingParams, under=(under,))
+        except InvalidValue as error:
+            raise RowError("invalid_sampling", error.message) from None
+
+
+def native_id(value: Any, key: str) -> JobId | None:
+    """Return the id that a row has under `key`; None if it has none."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and -MAX_INT - 1 <= value <= MAX_INT:
+        return value
+    raise RowError("invalid_id", f"`{key}` is {show(value)}; allowed: text or an integer of 64 bits")
+
+
+def native_job(
+    row: dict[str, Any],
+    context: RowContext,
+    keys: RowKeys,
+    rules: PromptRules,
+    columns: Mapping[str, Any],
+    kind: PromptKind | None,
+    sampling: SamplingParams,
+    *,
+    task: PromptTask | None,
+    becomes_message: bool,
+) -> Job:
+    """Make the job of a row. `columns` are all values of the row as they were read, for the job's template, `kind` is
+    that of its prompt, and `becomes_message` says whether a text of this kind becomes a conversation."""
+    variables = row.get(keys.chat_template_kwargs)
+    prompt = row.get(keys.prompt)
+    if (
+        isinstance(prompt, str)
+        and keys.messages not in row
+        and keys.prompt_token_ids not in row
+        and variables is None
+        and not becomes_message
+    ):
+        return Job(context=context, prompt=prompt, sampling=sampling, task=task)  # most rows
+    try:
+        given = _templated(columns, keys, rules) if rules.has_template else _given_prompt(row, keys, rules, kind)
+        if becomes_message and "prompt" in given:
+            given = {"messages": rules.conversation(given["prompt"])}
+        if "messages" in given:
+            known = rules.variables(variables, under=(keys.chat_template_kwargs,))
+            return conversation_job(context, given["messages"], known, conversation_options(row), sampling, task)
+    except InvalidValue as error:
+        raise RowError("invalid_value", error.message) from None
+    if variables is not None:
+        raise RowError(
+            "invalid_value",
+            f"`{keys.chat_template_kwargs}` is given, and this prompt is not made by the chat template; leave it "
+            f"out, or give `{keys.messages}` or --chat",
+        )
+    return Job(context=context, sampling=sampling, task=task, **given)
+
+
+def _given_prompt(row: dict[str, Any], keys: RowKeys, rules: PromptRules, kind: PromptKind | None) -> dict[str, Any]:
+    """Return the prompt that a row holds. Raises RowError and InvalidValue."""
+    given = [key for key in keys.prompts if key in row]
+    if kind is PromptKind.INSTRUCTION:
+        about = row.get(_INPUT)
+        return {"prompt": f"{row[_INSTRUCTION]}\n\n{about}" if about else str(row[_INSTRUCTION])}
+    if kind is PromptKind.CONVERSATIONS:
+        given = [_CONVERSATIONS]
+    if not given:
+        names = "`{}`, `{}` and `{}`".format(*keys.prompts)
+        raise RowError("missing_prompt", f"none of {names} is given; give one")
+    if len(given) > 1:
+        names = " and ".join(f"`{key}`" for key in given)
+        raise RowError("conflicting_prompts", f"{names} are given; give one of them")
+    (key,) = given
+    if key == keys.prompt:
+        return {"prompt": convert(row[key], str, under=(key,))}
+    if key == keys.prompt_token_ids:
+        return {"prompt_token_ids": convert(row[key], list[int], under=(key,))}
+    return {"messages": rules.with_system(check_messages(row[key], under=(key,)))}
+
+
+def _templated(columns: Mapping[str, Any], keys: RowKeys, rules: PromptRules) -> dict[str, Any]:
+    """Return the prompt that the job's template makes of a row. Raises RowError."""
+    unused = [key for key in keys.prompts if key not in rules.columns and not is_null(columns.get(key))]
+    if unused:
+        raise RowError(
+            "conflicting_prompts",
+            f"`{unused[0]}` is given, and the job's template makes the prompt without it; leave one of the two out, or "
+            f"name it in the template: {{{unused[0]}}}",
+        )
+    filled = rules.fill(columns)
+    return {"prompt" if isinstance(filled, str) else "messages": filled}
+
+
+def known_form(row: Mapping[str, Any]) -> PromptKind | None:
+    """Return the kind of prompt that a row without `prompt` and `messages` has; None: it has none that is known."""
+    if _CONVERSATIONS in row and _is_conversation(row[_CONVERSATIONS]):
+        return PromptKind.CONVERSATIONS
+    # Without its other keys, `instruction` may be one part of a prompt whose other parts nobody knows.
+    if _INSTRUCTION in row and (_INPUT in row or _OUTPUT in row):
+        texts = [_decoded(row.get(key)) for key in (_INSTRUCTION, _INPUT)]
+        if isinstance(texts[0], str) and texts[0] and isinstance(texts[1], str | None):
+            return PromptKind.INSTRUCTION
+    return None
+
+
+def _is_conversation(value: Any) -> bool:
+    try:
+        messages = decode_list(_decoded(value))
+    except (msgspec.DecodeError, UnicodeEncodeError):
+        return True  # the row's error says what is the matter
+    first = messages[0] if isinstance(messages, list) and messages else None
+    return isinstance(first, dict) and ("from" in first or "role" in first)
+
+
+def _decoded(value: Any) -> Any:
+    """Return a value as an object; None for JSON that cannot be held."""
+    if not isinstance(value, msgspec.Raw):
+        return None if is_null(value) else value
+    try:
+        return decode(value)
+    except (msgspec.DecodeError, RecursionError):
+        return None

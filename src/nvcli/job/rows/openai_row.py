@@ -1,0 +1,264 @@
+"""Makes a `Job` of a row of an OpenAI batch file. Raises RowError that names the key.
+
+Parameters of the request body are those of the API's reference (platform.openai.com/docs/api-reference: chat,
+completions, batch), as far as they say how tokens are chosen, and the additions that vLLM's server takes. A parameter
+that would change the answer and is not known here is an error, never ignored; null is as good as absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from nvcli.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from nvcli.core.validation import InvalidValue, Path, convert, show
+from nvcli.errors import RowError
+from nvcli.job.job import Job, Prompt, RowContext, RowForm, prompt_fields
+from nvcli.job.rows.conversation import (
+    CONVERSATION_KEYS,
+    REASONING_EFFORT,
+    check_messages,
+    conversation_job,
+    conversation_options,
+)
+from nvcli.job.rows.native_row import RowDefaults
+from nvcli.job.rows.openai_responses import chat_body
+from nvcli.job.rows.openai_structured import STRUCTURED_KEYS, structured_of, unsupported_key, unsupported_value
+from nvcli.job.rows.prompt_rules import PromptKind, PromptRules
+from nvcli.job.rows.raw_values import is_null
+
+URLS = {
+    "/v1/chat/completions": RowForm.CHAT,
+    "/v1/completions": RowForm.COMPLETION,
+    "/v1/responses": RowForm.RESPONSE,
+}
+_COMMANDS = {**dict.fromkeys(URLS, "generate"), "/v1/embeddings": "embed"}
+"""The commands that answer rows with these urls."""
+MAX_PROMPTS = 2048
+"""The most prompts of a row, as OpenAI has it."""
+OWN_KEYS = frozenset(("custom_id", "method", "url", "body"))
+
+_SAME = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "n",
+    "stop",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    # vLLM's additions:
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "allowed_token_ids",
+    "bad_words",
+    "truncate_prompt_tokens",
+    "echo",
+    "prompt_logprobs",
+    # nvcli's own:
+    "stop_repetition",
+    "thinking_budget",
+)
+"""Parameters of the body that `sampling` knows by the same name."""
+_IGNORED = (
+    "model",
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "prompt_cache_key",
+    "safety_identifier",
+    "guided_decoding_backend",
+)
+"""Parameters that say nothing about the answer; `model` is repeated in it."""
+_HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "stream_options": (),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "parallel_tool_calls": (True,),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "suffix": ("",),
+}
+"""Parameters that are allowed with a value that changes nothing."""
+_CHAT_KEYS = (
+    *("messages", "max_completion_tokens", "thinking_token_budget", "logprobs", "top_logprobs", "chat_template_kwargs"),
+    *(*CONVERSATION_KEYS, REASONING_EFFORT),
+)
+_IN_COMPLETIONS = ("logprobs", "best_of", "rank_by")
+"""Parameters that `sampling` knows by the same name, of completions alone."""
+_WORKING_IN_CHATS = dict.fromkeys((*_SAME, *STRUCTURED_KEYS, *_CHAT_KEYS))
+_WORKING_IN_COMPLETIONS = dict.fromkeys((*_SAME, *STRUCTURED_KEYS, "prompt", *_IN_COMPLETIONS))
+"""Parameters that have an effect, in the order in which messages name them."""
+
+
+def looks_like_openai(row: Mapping[str, Any]) -> bool:
+    """Tell whether a row without a prompt of nvcli's own form is meant as a row of a batch file."""
+    if ("custom_id" in row) + ("url" in row) + ("body" in row) < 2:
+        return False
+    return sum(not is_null(row.get(key)) for key in ("custom_id", "url", "body")) >= 2
+
+
+def openai_form(row: dict[str, Any]) -> RowForm:
+    """Return the form that a row's url asks for.
+
+    It is COMPLETION for a url that is not served: the error row has no part that a chat's form has alone.
+    """
+    url = row.get("url")
+    return URLS.get(url, RowForm.COMPLETION) if isinstance(url, str) else RowForm.COMPLETION
+
+
+def openai_id(row: dict[str, Any]) -> str:
+    value = row.get("custom_id")
+    if not isinstance(value, str):
+        what = f"is {show(value)}" if "custom_id" in row else "is missing"
+        raise RowError("invalid_id", f"`custom_id` {what}; give text that no other row has")
+    return value
+
+
+def openai_model(row: dict[str, Any]) -> str | None:
+    body = row.get("body")
+    model = body.get("model") if isinstance(body, dict) else None
+    return model if isinstance(model, str) else None
+
+
+def check_request(row: dict[str, Any], urls: Collection[str]) -> dict[str, Any]:
+    """Return the parameters of a request to one of these urls, without those that are null. Raises RowError."""
+    if row.get("method", "POST") != "POST":
+        raise RowError("invalid_value", f'`method` is {show(row["method"])}; allowed: "POST"')
+    url, body = row.get("url"), row.get("body")
+    if not isinstance(url, str) or url not in urls:
+        command = _COMMANDS.get(url) if isinstance(url, str) else None
+        hint = f"; `nvcli {command}` answers such rows" if command else ""
+        raise RowError("unsupported_url", f"`url` is {show(url)}; allowed: {', '.join(urls)}{hint}")
+    if not isinstance(body, dict):
+        raise RowError("invalid_value", f"`body` is {show(body)}; expected an object with the request's parameters")
+    given = {key: value for key, value in body.items() if value is not None}
+    if not isinstance(given.get("model", ""), str):
+        raise RowError("invalid_value", f"`body.model` is {show(given['model'])}; allowed: text")
+    return given
+
+
+def openai_job(row: dict[str, Any], context: RowContext, defaults: RowDefaults, rules: PromptRules) -> Job:
+    """Make the job of a row. Parameters of its body go over the job's `defaults`."""
+    given = check_request(row, URLS)
+    is_chat, key = context.form is RowForm.CHAT, "messages"
+    if context.form is RowForm.RESPONSE:
+        given, is_chat, key = chat_body(given), True, "input"
+    _check_keys(given, is_chat)
+    own = {key: given[key] for key in (_SAME if is_chat else (*_SAME, *_IN_COMPLETIONS)) if key in given}
+    if is_chat:
+        own |= _chat_parameters(given)
+    if (structured := structured_of(given)) is not None:
+        own["structured"] = structured
+    if context.form is RowForm.RESPONSE:
+        own |= {"n": 1, "best_of": None}  # whatever the job has for others
+    sampling = defaults.sampling(own, under="body")
+    try:
+        if not is_chat:
+            return _completion_job(given, context, sampling, rules)
+        if "messages" not in given:
+            raise RowError("missing_prompt", "`body.messages` is not given")
+        messages = rules.with_system(check_messages(given["messages"], under=("body", key)))
+        options = conversation_options(given, under=("body",))
+        variables = rules.variables(given.get("chat_template_kwargs"), under=("body", "chat_template_kwargs"))
+        return conversation_job(context, messages, variables, options, sampling)
+    except InvalidValue as error:
+        raise RowError("invalid_value", error.message) from None
+
+
+def _completion_job(given: dict[str, Any], context: RowContext, sampling: SamplingParams, rules: PromptRules) -> Job:
+    prompts: Sequence[Prompt] = prompts_of(given, "prompt")
+    if len(prompts) > 1 and sampling.prompt_logprobs is not None:
+        raise RowError(
+            "unsupported_parameter",
+            "`body.prompt_logprobs` is given beside several prompts; leave it out, or give one prompt a row",
+        )
+    if not rules.chat.includes(PromptKind.OTHER_TEXT):
+        return job_of(prompts, context=context, sampling=sampling)
+    sent = [rules.conversation(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    return job_of(sent, context=context, sampling=sampling, chat_template_kwargs=rules.variables(None, under=()))
+
+
+def _check_keys(given: dict[str, Any], is_chat: bool) -> None:
+    working = _WORKING_IN_CHATS if is_chat else _WORKING_IN_COMPLETIONS
+    for key, value in given.items():
+        if key == "chat_template":
+            raise RowError(
+                "unsupported_parameter", "`body.chat_template` is not supported: give --chat-template for all rows"
+            )
+        if not (key in working or key in _IGNORED or key in _HARMLESS_VALUES):
+            raise unsupported_key(key, working)
+        if key == "suffix" and value != "":
+            raise RowError(
+                "unsupported_parameter",
+                f"`body.suffix` is {show(value)}, and gaps in a text are not filled; if the model has tokens for that, "
+                "write them into `body.prompt`, and leave `body.suffix` out",
+            )
+        if is_chat and key in _CHAT_KEYS:
+            continue
+        if key in _HARMLESS_VALUES and value not in _HARMLESS_VALUES[key]:
+            raise unsupported_value(key, value)
+
+
+def _chat_parameters(given: dict[str, Any]) -> dict[str, Any]:
+    own: dict[str, Any] = {}
+    if "max_completion_tokens" in given:
+        most = given["max_completion_tokens"]
+        if given.get("max_tokens", most) != most:
+            raise RowError("invalid_sampling", "`body.max_tokens` and `body.max_completion_tokens` differ; give one")
+        own["max_tokens"] = most
+    if "thinking_token_budget" in given:  # vLLM's name
+        own["thinking_budget"] = given["thinking_token_budget"]
+    wanted, count = given.get("logprobs", False), given.get("top_logprobs")
+    if not isinstance(wanted, bool):
+        raise RowError("invalid_sampling", f"`body.logprobs` is {show(wanted)}; allowed: true or false")
+    if count is not None:
+        if not wanted:
+            raise RowError("invalid_sampling", "`body.top_logprobs` is given without `body.logprobs`: true")
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MAX_LOGPROBS:
+            raise RowError(
+                "invalid_sampling",
+                f"`body.top_logprobs` is {show(count)}; allowed: an integer from 0 to {MAX_LOGPROBS}",
+            )
+    if wanted:
+        own["logprobs"] = count or 0
+    return own
+
+
+def prompts_of(given: dict[str, Any], key: str) -> list[str | list[int]]:
+    """Return the texts, or lists of token ids, that a request has under a key: one by itself, or a list of them.
+
+    Raises RowError and InvalidValue.
+    """
+    if key not in given:
+        raise RowError("missing_prompt", f"`body.{key}` is not given")
+    value = given[key]
+    if not isinstance(value, str | list):
+        raise RowError("invalid_value", f"`body.{key}` is {show(value)}; allowed: text or a list of token ids")
+    if isinstance(value, list) and value and isinstance(value[0], str | list):
+        if len(value) > MAX_PROMPTS:
+            raise RowError(
+                "invalid_value",
+                f"`body.{key}` holds {len(value):,} prompts; allowed: {MAX_PROMPTS:,}; give the others "
+                "in a row of their own",
+            )
+        return [_prompt_of(each, ("body", key, number)) for number, each in enumerate(value)]
+    return [_prompt_of(value, ("body", key))]
+
+
+def _prompt_of(value: Any, path: Path) -> str | list[int]:
+    return value if isinstance(value, str) else convert(value, list[int], under=path)
+
+
+def job_of(prompts: Sequence[Prompt], **rest: Any) -> Job:
+    """Return the job of one prompt or several. `rest` are its other fields."""
+    return Job(**(prompt_fields(prompts[0]) if len(prompts) == 1 else {"prompts": prompts}), **rest)

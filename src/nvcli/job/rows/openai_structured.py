@@ -1,0 +1,120 @@
+"""Reads the form that the body of an OpenAI row asks for its answer, in the API's spelling and in vLLM's.
+
+`response_format` is the API's (platform.openai.com/docs/guides/structured-outputs); `structured_outputs` and, in older
+releases, `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar` are vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from nvcli.core.validation import shorten, show, suggest
+from nvcli.errors import RowError
+from nvcli.job.rows.raw_values import decode_inner
+
+STRUCTURED_KEYS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+"""The parameters of a body of which at most one may be given."""
+
+_FORMS = {
+    "json": "json_schema",
+    "json_object": "json_object",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+}
+"""vLLM's names, and those of `structured`."""
+
+
+def unsupported_key(key: str, known: Iterable[str], where: str = "body") -> RowError:
+    """Return the error of a parameter that is not known."""
+    return RowError("unsupported_parameter", f"`{where}.{shorten(key)}` is not supported; {suggest(key, known)}")
+
+
+def unsupported_value(key: str, value: Any) -> RowError:
+    """Return the error of a parameter of the body that is known with other values."""
+    return RowError("unsupported_parameter", f"`body.{key}` is {show(value)}, which is not supported; leave it out")
+
+
+def structured_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what a body asks for as the `structured` object of a row's sampling; None if it asks for nothing.
+
+    `given` are the parameters of the body that are not null. Raises RowError.
+    """
+    asked = [key for key in STRUCTURED_KEYS if key in given and given[key] != {"type": "text"}]
+    if len(asked) > 1:
+        names = " and ".join(f"`body.{key}`" for key in asked)
+        raise RowError("invalid_structured", f"{names} are given; give one of them")
+    if not asked:
+        return None
+    (key,) = asked
+    if key == "response_format":
+        return _of_response_format(given[key])
+    if key == "structured_outputs":
+        return _of_structured_outputs(given[key])
+    name = key.removeprefix("guided_")
+    return {_FORMS[name]: _checked(name, given[key], f"body.{key}")}
+
+
+def _of_response_format(value: Any) -> dict[str, Any]:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind != "json_schema":
+        raise _invalid(
+            "body.response_format", value, 'allowed: an object whose `type` is "text", "json_object" or "json_schema"'
+        )
+    where = "body.response_format.json_schema"
+    inner = value.get("json_schema")
+    if not isinstance(inner, dict) or inner.get("schema") is None:
+        raise _invalid(where, inner, "expected an object with a `schema`")
+    return {"json_schema": _checked("json", inner["schema"], f"{where}.schema")}
+
+
+def _of_structured_outputs(value: Any) -> dict[str, Any]:
+    where = "body.structured_outputs"
+    if not isinstance(value, dict):
+        raise _invalid(where, value, "expected an object")
+    given = {name: each for name, each in value.items() if each is not None and each is not False}
+    for name in given:
+        if name not in _FORMS:
+            raise unsupported_key(name, _FORMS, where)
+    if len(given) != 1:
+        raise RowError("invalid_structured", f"`{where}` holds {len(given)} of {', '.join(_FORMS)}; give one of them")
+    ((name, each),) = given.items()
+    return {_FORMS[name]: _checked(name, each, f"{where}.{name}")}
+
+
+def _checked(name: str, value: Any, where: str) -> Any:
+    """Return the value of one of vLLM's names in the type that `structured` wants. Raises RowError."""
+    if name == "json" and isinstance(value, str):
+        try:
+            value = decode_inner(value)
+        except msgspec.DecodeError as error:
+            raise RowError("invalid_structured", f"`{where}` is {show(value)}, which is not JSON: {error}") from None
+    match name:
+        case "json":
+            fits, allowed = isinstance(value, dict | bool), "a JSON schema"
+        case "json_object":
+            fits, allowed = value is True, "true or false"
+        case "choice":
+            fits = isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
+            allowed = "a list of texts"
+        case _:
+            fits, allowed = isinstance(value, str), "text"
+    if not fits:
+        raise _invalid(where, value, f"allowed: {allowed}")
+    return value
+
+
+def _invalid(where: str, value: Any, way_out: str) -> RowError:
+    return RowError("invalid_structured", f"`{where}` is {show(value)}; {way_out}")

@@ -1,0 +1,362 @@
+"""Makes a `Job` of each row of the input, or the typed error of that row. Never raises for what a row holds.
+
+Only the values of nvcli's own keys become objects. What is passed through stays the JSON that it is, because objects
+made of it could take thirty times the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import msgspec
+
+from nvcli.core.validation import show
+from nvcli.errors import RowError
+from nvcli.job.job import Caller, Job, JobId, JobResult, RowContext, RowForm, failed
+from nvcli.job.line_splitter import DroppedLine, Line, too_long
+from nvcli.job.rows.bad_json import explain_bad_json, explain_bad_utf8, explain_bad_value
+from nvcli.job.rows.cells import Cells, values_of_cells
+from nvcli.job.rows.conversation import CONVERSATION_KEYS
+from nvcli.job.rows.native_row import KEYS_OF_KIND, KNOWN_KEYS, RowDefaults, RowKeys, known_form, native_id, native_job
+from nvcli.job.rows.openai_row import OWN_KEYS as OPENAI_KEYS
+from nvcli.job.rows.openai_row import looks_like_openai, openai_form, openai_id, openai_job, openai_model
+from nvcli.job.rows.plain_values import plain_value
+from nvcli.job.rows.prompt_rules import PromptKind, PromptRules
+from nvcli.job.rows.raw_values import (
+    MAX_LEVELS,
+    MarkedLine,
+    NestedTooDeep,
+    as_json,
+    became_null,
+    check_json,
+    decode,
+    decode_within,
+    is_deeper,
+    is_null,
+    mark_nonfinite,
+)
+from nvcli.job.rows.row_ids import RowIdentity, SeenIds, id_decoder
+from nvcli.job.rows.row_warnings import RowRemark, RowWarnings
+from nvcli.job.rows.task_rows import PROMPT_ONLY, TaskRows
+
+Row = Line | str | Cells | dict[str, Any] | RowError
+"""A row as it is read: a line of JSON, a line of text, the cells of a CSV record, the values of a table's row, or the
+error of what cannot be read as a row."""
+
+_SHOWN_BYTES = 60
+"""A message shows so much of a line."""
+
+
+class RowParser:
+    """Parses rows. It holds the keys of rows, what the job says for all of them, and the ids that were seen."""
+
+    def __init__(
+        self,
+        sampling_defaults: Mapping[str, Any],
+        keys: RowKeys | None = None,
+        rules: PromptRules | None = None,
+        *,
+        keep: Callable[[Any], Any] = as_json,
+        keep_input: bool = False,
+        caller: Caller | None = None,
+        task: TaskRows | None = None,
+    ) -> None:
+        """`sampling_defaults` are valid as SamplingParams; a row's own keys go over them.
+
+        `keep` turns a value that is passed through into what `RowContext.extra` holds. With `keep_input`, keys that say
+        something to nvcli are passed through as all others are. `caller` waits for all these rows. `task` is what is
+        made of them in place of answers.
+        """
+        self._keep = keep
+        self._keep_input = keep_input
+        self._caller = caller
+        self.keys = keys or RowKeys()
+        self.rules = rules or PromptRules()
+        # A template reads columns, whatever their names.
+        prompts = () if self.rules.has_template else self.keys.prompts
+        self._own_keys = self.keys.beside_prompt.union(prompts)
+        self._task = task
+        if task is not None:
+            self._own_keys = self._own_keys - {self.keys.sampling} | task.keys
+        # Beside a prompt they are columns like others.
+        self._conversation_keys = self._own_keys.union(() if self.rules.has_template else CONVERSATION_KEYS)
+        self._knows_forms = (
+            not self.rules.has_template and self.keys.are_defaults and self._own_keys.isdisjoint(KNOWN_KEYS)
+        )
+        """Whether rows without a prompt may be of a well-known form: the job names no other keys."""
+        self._prompt_key, self._messages_key = self.keys.prompt, self.keys.messages
+        self._is_plain = not self.rules.has_template and self.keys.deciding is None and not self.keys.names_prompt
+        """Whether the prompt of a row with no other is the text under its key."""
+        self.warnings = RowWarnings(self.rules.columns | self._own_keys)
+        self._sent_as_messages = frozenset(kind for kind in PromptKind if self.rules.chat.includes(kind))
+        self.kinds: set[PromptKind] = set()
+        """The kinds of prompts that rows had so far."""
+        self._defaults = RowDefaults(sampling_defaults)
+        self._seen = SeenIds()
+        self._decode_id = self._decode_own = None
+        if self.keys.id not in OPENAI_KEYS:
+            own_keys = self._conversation_keys | KNOWN_KEYS if self._knows_forms else self._conversation_keys
+            self._decode_id, self._decode_own = id_decoder(self.keys.id), id_decoder(self.keys.id, own_keys)
+
+    def has_prompt(self, columns: Collection[str]) -> bool:
+        """Tell whether a row with these keys is one whose prompt this job reads, as far as the keys tell."""
+        if self.rules.has_template and self.rules.columns.issubset(columns):
+            return True
+        return "body" in columns or any(key in columns for key in self.keys.prompts)
+
+    def parse(self, row: Row, *, index: int, where: str, defaults: RowDefaults | None = None) -> Job | JobResult:
+        """Parse one row. `where` names its line in messages. `defaults` take the place of those of all rows."""
+        return self._parse(row, index, where, self.warnings, defaults or self._defaults)
+
+    def failed(self, error: RowError, *, index: int, where: str) -> JobResult:
+        """Return the result of a row that could not be parsed at all. Its id is not known."""
+        name = self._seen.name(index)
+        return failed(RowContext(id=name, is_named=True, index=index, line=where, caller=self._caller), error)
+
+    def _parse(self, row: Row, index: int, where: str, warnings: RowWarnings, defaults: RowDefaults) -> Job | JobResult:
+        form = RowForm.NATIVE if self._task is None else self._task.form
+        context = RowContext(id="", is_named=True, index=index, line=where, form=form, caller=self._caller)
+        try:
+            given, marked = self._values_of(row)
+            is_native = "url" not in given and "body" not in given  # as in most rows, or:
+            if not is_native:
+                has_prompt = any(not is_null(given.get(key)) for key in self.keys.prompts)
+                is_native = has_prompt or not looks_like_openai(given)
+            own_of = _own_objects if isinstance(row, (dict, str)) else _own_values
+            own_keys, values = OPENAI_KEYS, {}
+            kind: PromptKind | None = None
+            if is_native and self._is_plain and self._prompt_key in given and self._messages_key not in given:
+                kind, own_keys = PromptKind.PROMPT, self._own_keys
+                values = own_of(given, own_keys)
+            if self._prompt_key not in values:  # as few rows
+                if is_native:
+                    kind = self._kind_of(row, given)
+                    own_keys = self._keys_of_native(given, kind)
+                values = own_of(given, own_keys)
+            if marked is not None:
+                given = marked.with_nulls(given)
+            left_out = own_keys if not self._keep_input else own_keys & {"id" if is_native else "custom_id"}
+            if len(values) < len(given) or self._keep_input:
+                context.extra = {key: self._keep(value) for key, value in given.items() if key not in left_out}
+            extra = context.extra
+            if marked is not None or (
+                isinstance(row, dict) and any(became_null(row[key], extra[key]) for key in extra)
+            ):
+                warnings.add(RowRemark.NONFINITE, where)
+            if is_native:
+                row_id = native_id(values.get(self.keys.id), self.keys.id)
+                if extra and self._task is None:
+                    warnings.add_keys(extra.keys() - own_keys if self._keep_input else extra, where)
+            else:
+                context.form = openai_form(values) if self._task is None else self._task.openai_form
+                context.model = openai_model(values)
+                row_id = openai_id(values)
+            if row_id is None:
+                context.id = self._seen.name(index)
+            else:
+                context.id, context.is_named = row_id, False
+                if not self._seen.add(row_id):
+                    raise _repeated(row_id, is_native)
+            return self._job(context, given, values, kind, is_native, warnings, defaults)
+        except RowError as error:
+            if not context.id and context.is_named:
+                context.id = self._seen.name(index)
+            return failed(context, error)
+
+    def _job(
+        self,
+        context: RowContext,
+        given: Mapping[str, Any],
+        values: dict[str, Any],
+        kind: PromptKind | None,
+        is_native: bool,
+        warnings: RowWarnings,
+        defaults: RowDefaults,
+    ) -> Job:
+        """Make the job of a row by its values, and by those of nvcli's own keys. Raises RowError."""
+        task, rules = self._task, self.rules
+        if is_native:
+            key = self.keys.sampling
+            sampling = PROMPT_ONLY if task else defaults.sampling(values.get(key, {}), under=key)
+            job = native_job(
+                values,
+                context,
+                self.keys,
+                rules,
+                given,
+                kind,
+                sampling,
+                task=None if task is None else task.task_of(values, given),
+                becomes_message=bool(self._sent_as_messages) and kind in self._sent_as_messages,
+            )
+        elif task is not None:
+            job = task.openai_job(values, context)
+        else:
+            job = openai_job(values, context, defaults, rules)
+            if context.form is RowForm.COMPLETION and job.prompt_token_ids is None:
+                kind = PromptKind.OTHER_TEXT
+        if kind is not None:
+            self.kinds.add(kind)
+        if job.messages is None:
+            if rules.is_for_conversations:
+                warnings.add(RowRemark.NO_CONVERSATION, context.line)
+        elif task is None and job.messages[-1]["role"] == "assistant" and not job.says_what_follows:
+            warnings.add(RowRemark.ANSWERED, context.line)
+        return job
+
+    def _kind_of(self, row: Row, given: Mapping[str, Any]) -> PromptKind | None:
+        """Return the kind of a native row's prompt; None for other prompts than texts, and where there is none."""
+        if self.rules.has_template:
+            return PromptKind.PROMPT if self.rules.prompt_template is not None else None
+        keys = self.keys
+        if keys.deciding == keys.messages and not is_null(given.get(keys.messages)):
+            return None
+        if not is_null(given.get(keys.prompt)):
+            return PromptKind.OTHER_TEXT if isinstance(row, str) and keys.names_prompt else PromptKind.PROMPT
+        if not self._knows_forms or any(not is_null(given.get(key)) for key in keys.prompts):
+            return None
+        return known_form(given)
+
+    def _keys_of_native(self, given: Mapping[str, Any], kind: PromptKind | None) -> frozenset[str]:
+        """Return the keys under which a native row says something to nvcli."""
+        if kind is not None and kind in KEYS_OF_KIND:
+            own_keys = self._conversation_keys if kind is PromptKind.CONVERSATIONS else self._own_keys
+            return own_keys | KEYS_OF_KIND[kind]
+        own_keys = self._own_keys if is_null(given.get(self.keys.messages)) else self._conversation_keys
+        deciding = self.keys.deciding
+        if deciding is None or self.rules.has_template or is_null(given.get(deciding)):
+            return own_keys
+        if deciding == self.keys.prompt:
+            own_keys = self._own_keys
+        return own_keys.difference(key for key in self.keys.prompts if key != deciding)
+
+    def identify(self, row: Row, *, index: int, is_good: bool = False) -> RowIdentity:
+        """Return the id of a row that this run does not answer, and take it.
+
+        The id is the one that `parse` would take: rows after it get the same ids and errors as in the whole job.
+        `is_good` says that the row's answer is no error, which makes it quicker.
+        """
+        row_id = self._quick_id(row, is_good)
+        if row_id is msgspec.UNSET:
+            return RowIdentity(self._seen.name(index), is_named=True, is_repeated=False)
+        if isinstance(row_id, str | int):
+            return RowIdentity(row_id, is_named=False, is_repeated=not self._seen.add(row_id))
+        # The run that answers the row tells the user of it.
+        parsed = self._parse(row, index, "", RowWarnings(), self._defaults)
+        is_repeated = isinstance(parsed, JobResult) and parsed.error is not None and parsed.error.type == "duplicate_id"
+        return RowIdentity(parsed.context.id, is_named=parsed.context.is_named, is_repeated=is_repeated)
+
+    def _quick_id(self, row: Row, is_good: bool) -> JobId | msgspec.UnsetType | None:
+        """Return the id that a native row brings, or UNSET where it brings none; None where it takes parsing to know.
+
+        Of a row that may be at fault, all values of nvcli's own keys are decoded: where one cannot be, it loses its id.
+        """
+        key, value = self.keys.id, None
+        if isinstance(row, bytes) and self._decode_id is not None and self._decode_own is not None:
+            try:
+                if not (is_good or row.isascii()):
+                    row.decode()
+                own = self._decode_id(row) if is_good else self._decode_own(row)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                return None
+            if own.custom_id is not msgspec.UNSET:
+                return None
+            if not is_good and (own.body is not msgspec.UNSET or is_deeper(row, MAX_LEVELS)):
+                return None
+            value = None if own.id is msgspec.UNSET else own.id
+        elif is_good and isinstance(row, str | dict | Cells):
+            given = row if isinstance(row, dict) else {} if isinstance(row, str) else row.texts
+            if "custom_id" in given:
+                return None
+            value = given.get(key)
+        else:
+            return None
+        try:
+            row_id = native_id(value, key)
+        except RowError:
+            row_id = None
+        return msgspec.UNSET if row_id is None else row_id
+
+    def _values_of(self, row: Row) -> tuple[Mapping[str, Any], MarkedLine | None]:
+        """Return the values of a row by key, as JSON or as objects, and the line in which they are marked where some
+        hold NaN or Infinity. Raises RowError."""
+        if isinstance(row, (bytes, DroppedLine)):  # quicker than a union
+            return _split_line(row)
+        if isinstance(row, dict):
+            return row, None
+        if isinstance(row, str):
+            return {self.keys.prompt: row}, None
+        if isinstance(row, RowError):
+            raise row
+        return values_of_cells(row, self.keys), None
+
+
+_decode_raws = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+def _split_line(line: Line) -> tuple[dict[str, msgspec.Raw], MarkedLine | None]:
+    """Return the values of a line by key, as JSON, and the line in which NaN and Infinity are marked if it has them.
+
+    Raises RowError.
+    """
+    if isinstance(line, DroppedLine):
+        raise too_long()
+    try:
+        if not line.isascii():
+            line.decode()  # texts that stay JSON are not decoded
+        raws = _decode_raws(line)
+    except UnicodeDecodeError as error:
+        raise RowError("invalid_json", explain_bad_utf8(line, error.reason)) from None
+    except RecursionError:
+        raise RowError("invalid_json", str(NestedTooDeep())) from None
+    except msgspec.ValidationError:
+        raise _no_object(line) from None
+    except msgspec.DecodeError as error:
+        marked = mark_nonfinite(line)
+        if marked is None:
+            raise RowError("invalid_json", explain_bad_json(line, str(error))) from None
+        return _split_line(marked.line)[0], marked
+    if is_deeper(line, MAX_LEVELS):
+        raise RowError("invalid_json", str(NestedTooDeep()))
+    if b"\n" in line:  # an item of an array: copied, its values stand on one line of the output
+        raws = {key: msgspec.Raw(bytes(value).replace(b"\n", b" ")) for key, value in raws.items()}
+    return raws, None
+
+
+def _own_values(given: Mapping[str, Any], own_keys: frozenset[str]) -> dict[str, Any]:
+    """Return the values of nvcli's own keys as objects, without those that are null. Raises RowError."""
+    values = {}
+    for key, value in given.items():
+        if key in own_keys:
+            try:
+                decoded = decode(value) if isinstance(value, msgspec.Raw) else value
+            except msgspec.DecodeError:  # it is JSON, with a number or a character that we cannot hold
+                raise RowError("invalid_json", explain_bad_value(bytes(value), key)) from None
+            if decoded is not None:
+                values[key] = decoded
+    return values
+
+
+def _own_objects(given: Mapping[str, Any], own_keys: frozenset[str]) -> dict[str, Any]:
+    """Return the objects of nvcli's own keys as plain values, without those that are null. Raises RowError."""
+    own = ((key, value) for key, value in given.items() if key in own_keys and value is not None)
+    return {key: plain_value(value, key) for key, value in own}
+
+
+def _repeated(row_id: JobId, is_native: bool) -> RowError:
+    way_out = "; to have no ids read: --id-field none, with --overwrite" if is_native else ""
+    return RowError("duplicate_id", f"the id {show(row_id)} is the id of an earlier row; ids must differ{way_out}")
+
+
+def _no_object(line: bytes) -> RowError:
+    """Return the error of a line that is some other JSON than an object, or no JSON after its beginning."""
+    try:
+        decode_within(line, check_json)
+    except NestedTooDeep as error:
+        return RowError("invalid_json", str(error))
+    except msgspec.DecodeError as error:
+        return RowError("invalid_json", explain_bad_json(line, str(error)))
+    text = line.strip()[:_SHOWN_BYTES].decode(errors="ignore")
+    shown = text if len(text) < _SHOWN_BYTES else f"{text[:-1]}…"
+    return RowError("not_an_object", f'expected an object with keys, such as {{"prompt": …}}, got {shown}')

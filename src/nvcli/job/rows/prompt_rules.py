@@ -1,0 +1,165 @@
+"""The rules of a job for the prompts of all its rows: templates over columns, texts that become messages of a user, a
+system message, template variables.
+
+A template makes the prompt of every native row. The system message and the variables of the chat template are for
+conversations of every form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from nvcli.core.chat_template import reserved_variable
+from nvcli.core.text_template import TextTemplate
+from nvcli.core.validation import InvalidValue, convert, join_path, shorten
+from nvcli.errors import RowError, first_line
+from nvcli.job.rows.bad_json import find_no_json
+from nvcli.job.rows.raw_values import as_text, is_null
+
+_SHOWN_COLUMNS = 12
+_SYSTEM_ROLES = ("system", "developer")
+
+
+class PromptKind(Enum):
+    """The source of a row's prompt, as far as it decides something or is worth telling."""
+
+    __hash__ = object.__hash__  # Enum's own is slow, and every row asks for it
+    PROMPT = "prompt"
+    """The key `job.prompt_field` or `job.prompt_template`."""
+    OTHER_TEXT = "other text"
+    """A text under no key that the job names: an OpenAI completion; and a line of text, where the job names a key."""
+    INSTRUCTION = "instruction"
+    """`instruction` and `input`, the keys of Alpaca."""
+    CONVERSATIONS = "conversations"
+    """`conversations`, the key of ShareGPT: a conversation, and no text."""
+
+
+class ChatForms(msgspec.Struct, frozen=True, kw_only=True):
+    """The kinds of texts that become the message of a user, through the model's chat template."""
+
+    prompts: bool = False
+    """Whether texts of the kind PROMPT do."""
+    other_texts: bool = False
+    instructions: bool = False
+
+    def includes(self, kind: PromptKind | None) -> bool:
+        """Tell whether a text of this kind becomes a message. None is that of a prompt of another form."""
+        return (
+            (kind is PromptKind.PROMPT and self.prompts)
+            or (kind is PromptKind.INSTRUCTION and self.instructions)
+            or (kind is PromptKind.OTHER_TEXT and self.other_texts)
+        )
+
+    def differing(self, other: ChatForms) -> frozenset[PromptKind]:
+        """Return the kinds of texts that these forms and others treat differently."""
+        return frozenset(kind for kind in PromptKind if self.includes(kind) != other.includes(kind))
+
+
+class PromptRules(msgspec.Struct, frozen=True, kw_only=True):
+    """The rules of one job. At most one of the two templates is given."""
+
+    prompt_template: TextTemplate | None = None
+    messages_template: tuple[tuple[str, TextTemplate], ...] = ()
+    """The role and the content of each message."""
+    chat: ChatForms = ChatForms()
+    """The texts that become conversations."""
+    has_chat_template: bool = True
+    """Whether the model has one, so that conversations can be answered."""
+    system: str | None = None
+    """The system message of conversations that have none."""
+    chat_template_kwargs: Mapping[str, Any] = {}
+    """Variables of the chat template; those of a row go over them."""
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the prompts of native rows are made of their columns."""
+        return self.prompt_template is not None or bool(self.messages_template)
+
+    @property
+    def is_for_conversations(self) -> bool:
+        """Whether a row that is no conversation misses something of these rules."""
+        return self.system is not None or bool(self.chat_template_kwargs)
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """The columns that the templates name."""
+        templates = [template for _, template in self.messages_template]
+        if self.prompt_template is not None:
+            templates.append(self.prompt_template)
+        return frozenset().union(*(template.columns for template in templates))
+
+    def fill(self, row: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+        """Return the prompt or the messages that the template makes of a row. Raises RowError."""
+
+        def value_of(column: str) -> str:
+            value = row.get(column)
+            if is_null(value) or (isinstance(value, float) and not math.isfinite(value)):
+                raise RowError("missing_column", f"no column `{shorten(column)}`, which `{key}` names; {_shown(row)}")
+            try:
+                return as_text(value)
+            except Exception as error:  # an object of a program may be anything
+                problem = find_no_json(value, column, str) or f"`{shorten(column)}` cannot be read: {first_line(error)}"
+                raise RowError("invalid_value", f"{problem}; `{key}` names it") from None
+
+        if self.prompt_template is not None:
+            key = "job.prompt_template"
+            return self.prompt_template.fill(value_of)
+        key = "job.messages_template"
+        messages = [{"role": role, "content": content.fill(value_of)} for role, content in self.messages_template]
+        return self.with_system(messages)
+
+    def conversation(self, text: str) -> list[dict[str, Any]]:
+        """Return the conversation that a text becomes."""
+        return self.with_system([{"role": "user", "content": text}])
+
+    def with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return a conversation with the job's system message in front, if it has none of its own."""
+        if self.system is None or any(message["role"] in _SYSTEM_ROLES for message in messages):
+            return messages
+        return [{"role": "system", "content": self.system}, *messages]
+
+    def variables(self, own: Any, *, under: tuple[str, ...]) -> dict[str, Any]:
+        """Return the chat template's variables for a row. `own` are those of the row, which stand `under` a key of it;
+        None: it has none. Raises InvalidValue."""
+        if own is None:
+            return dict(self.chat_template_kwargs) if self.chat_template_kwargs else {}
+        variables = convert(own, dict[str, Any], under=under)
+        problem = reserved_variable(variables)
+        if problem is not None:
+            raise InvalidValue(under, f"`{join_path(under)}`: {problem}")
+        return {**self.chat_template_kwargs, **variables}
+
+
+def _shown(row: Mapping[str, Any]) -> str:
+    """Say which columns a row has."""
+    columns = [f"`{shorten(str(key))}`" for key, value in row.items() if not is_null(value)]
+    if not columns:
+        return "the row has none"
+    more = f" and {len(columns) - _SHOWN_COLUMNS:,} more" if len(columns) > _SHOWN_COLUMNS else ""
+    return f"the row has {', '.join(columns[:_SHOWN_COLUMNS])}{more}"
+
+
+def describe_kind(kind: PromptKind, forms: ChatForms, *, prompt: str, has_chat_template: bool) -> str | None:
+    """Return the line that says what becomes of prompts of a kind, and how to have it otherwise; None: no need to.
+
+    `prompt` names the prompt of the kind PROMPT, such as "`question`".
+    """
+    if kind is PromptKind.CONVERSATIONS:
+        return "`conversations` is read as `messages`, with `from` as the role and `value` as the content"
+    name = {
+        PromptKind.PROMPT: prompt,
+        PromptKind.OTHER_TEXT: "the text of completions and of lines",
+        PromptKind.INSTRUCTION: "`instruction` with `input` below it",
+    }[kind]
+    if forms.includes(kind):
+        return f"{name} is sent as a user message, through the model's chat template (--no-chat: as it is)"
+    if has_chat_template:
+        return f"{name} is sent as it is, without the model's chat template (--chat: as a user message)"
+    if kind is PromptKind.OTHER_TEXT or (prompt == "`prompt`" and kind is PromptKind.PROMPT):
+        return None  # a model without a chat template is meant to continue texts
+    return f"{name} is sent as it is: the model has no chat template (--chat-template names one)"

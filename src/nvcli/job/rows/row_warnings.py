@@ -1,0 +1,104 @@
+"""Warnings about what rows hold without effect, each said once, with a count at the end.
+
+A key such as `temperature` beside the prompt may be a setting in the wrong place or a column of data, and a row does
+not say which. It is copied as any other key; the user is told.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from enum import Enum
+
+from nvcli.core.sampling_params import SamplingParams
+from nvcli.core.validation import shorten
+from nvcli.job.rows.conversation import CONVERSATION_KEYS, REASONING_EFFORT
+from nvcli.job.rows.openai_structured import STRUCTURED_KEYS
+
+_IN_SAMPLING = (*SamplingParams.__struct_fields__, "max_new_tokens", "max_completion_tokens")
+_ELSEWHERE = {
+    **dict.fromkeys(_IN_SAMPLING, "put it into `sampling`"),
+    "system": 'give a message of the role "system" in `messages`, or --system for all rows',
+    "system_prompt": 'give a message of the role "system" in `messages`, or --system for all rows',
+    "chat_template": "a row cannot bring one: give --chat-template for all rows",
+    **dict.fromkeys(CONVERSATION_KEYS, "it belongs beside `messages`"),
+    **dict.fromkeys(("enable_thinking", REASONING_EFFORT), "put it into `chat_template_kwargs`"),
+    **dict.fromkeys(STRUCTURED_KEYS, "put what it asks for into `sampling.structured`"),
+}
+"""Keys that people put at the top level of a native row, and what to do with them."""
+_KEYS = frozenset(_ELSEWHERE)
+
+
+class RowRemark(Enum):
+    """A remark about a row: what is said of the first such row, and in the end of their number."""
+
+    NO_CONVERSATION = (
+        "{} is no conversation, so neither --system nor --chat-template-kwargs has an effect on it; give `messages`, "
+        "or make conversations of prompts with --chat",
+        "{} without a conversation, and so without the job's system message and chat template variables",
+    )
+    """A row is no conversation, where the job says something to conversations."""
+    NONFINITE = (
+        "{} has NaN or Infinity in what is copied, which JSON does not have; null stands for it",
+        "NaN or Infinity became null in {}",
+    )
+    ANSWERED = (
+        "{} ends with a message of the assistant, behind which the model writes another one; leave that message out "
+        "to have it answered anew, or give `continue_final_message`: true",
+        "{} with a conversation that ends with a message of the assistant",
+    )
+    """A conversation's last message is the assistant's, and it does not say what follows."""
+
+
+class RowWarnings:
+    """The warnings of one job. A row is added by one thread, and warnings are taken by another."""
+
+    def __init__(self, columns: Iterable[str] = ()) -> None:
+        """`columns` are keys that a template of the job names: they are where they belong."""
+        self._keys = _KEYS.difference(columns)
+        self._new: deque[str] = deque()
+        self._remarks = dict.fromkeys(RowRemark, 0)
+        self._counts: Counter[str] = Counter()
+
+    def add_keys(self, keys: Iterable[str], where: str) -> None:
+        """Take note of the keys that a row passes through."""
+        for key in self._keys.intersection(keys):
+            self._counts[key] += 1
+            if self._counts[key] == 1:
+                self._new.append(
+                    f"warning: {where} has `{key}` at its top level, where it is copied and has no effect; "
+                    f"if it is a setting, {_ELSEWHERE[key]}"
+                )
+
+    def add(self, remark: RowRemark, where: str) -> None:
+        """Take note of a row that a remark is true of."""
+        self._remarks[remark] += 1
+        if self._remarks[remark] == 1:
+            self._new.append(f"warning: {remark.value[0].format(where)}")
+
+    def add_empty(self, name: str) -> None:
+        """Take note of an input that has no rows."""
+        self._new.append(f"warning: {name} holds no rows")
+
+    def add_unknown_variables(self, names: Sequence[str]) -> None:
+        """Take note of variables of the job that its chat template does not know."""
+        if names:
+            shown = ", ".join(f"`{shorten(name)}`" for name in names)
+            self._new.append(f"warning: the chat template does not know {shown}, which has no effect")
+
+    def take_new(self) -> list[str]:
+        """Return the warnings that were not taken yet."""
+        return [self._new.popleft() for _ in range(len(self._new))]
+
+    def totals(self) -> list[str]:
+        """Return a line for each warning with the number of its rows."""
+        keys = [
+            f"`{key}` stood at the top level of {_rows(count)} and had no effect there"
+            for key, count in self._counts.most_common()
+        ]
+        remarks = [remark.value[1].format(_rows(count)) for remark, count in self._remarks.items() if count]
+        return keys + remarks
+
+
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count:,} rows"

@@ -1,0 +1,159 @@
+"""Makes jobs of rows that are scored or embedded. Raises RowError that names the key."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import msgspec
+
+from nvcli.core.sampling_params import SamplingParams
+from nvcli.core.task_config import EmbeddingEncoding, ScoreConfig
+from nvcli.core.validation import InvalidValue, convert, show
+from nvcli.errors import RowError
+from nvcli.job.job import Job, RowContext, RowForm
+from nvcli.job.rows.openai_row import check_request, job_of, prompts_of
+from nvcli.job.rows.openai_structured import unsupported_key
+from nvcli.job.rows.raw_values import as_text, decode, decode_list, is_null
+from nvcli.job.tasks import EmbedTask, PromptTask, ScoreTask
+
+PROMPT_ONLY = SamplingParams(temperature=0, max_tokens=1)
+"""The sampling of a row that asks for no answer: one token ends the request, and is dropped."""
+MAX_CHOICES = 1024
+"""The most choices of a row."""
+_EMBEDDINGS_URL = "/v1/embeddings"
+_EMBEDDING_KEYS = ("input", "model", "encoding_format", "dimensions", "user")
+
+
+class ScoreRows(msgspec.Struct, frozen=True):
+    """Rows whose prompt is followed by a continuation or by choices, or is scored itself."""
+
+    config: ScoreConfig
+    form: ClassVar = RowForm.SCORE
+    openai_form: ClassVar = RowForm.COMPLETION
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The keys of a row that say something of the task."""
+        return frozenset((self.config.continuation_field, self.config.choices_field))
+
+    def task_of(self, own: Mapping[str, Any], row: Mapping[str, Any]) -> PromptTask:
+        """Return what a native row asks for. `own` has the decoded values of `keys` that the row has, `row` all values
+        as they were read."""
+        config = self.config
+        key, one, several = config.continuation_field, config.continuation_field, config.choices_field
+        if one in own and several in own:
+            raise RowError("invalid_value", f"`{one}` and `{several}` are given; give one of them")
+        continuations: tuple[str, ...] | None = None
+        answer = None
+        try:
+            if one in own:
+                continuations = (convert(own[one], str, under=(one,)),)
+            elif several in own:
+                key = several
+                continuations = tuple(convert(_listed(own[several]), list[str], under=(several,)))
+                if not 1 <= len(continuations) <= MAX_CHOICES:
+                    raise RowError(
+                        "invalid_value", f"`{key}` holds {len(continuations)} texts; allowed: 1 to {MAX_CHOICES:,}"
+                    )
+        except InvalidValue as error:
+            raise RowError("invalid_value", error.message) from None
+        if continuations is not None:
+            if "" in continuations:
+                raise RowError("invalid_value", f"`{key}` holds an empty text, which has no tokens to score")
+            if key == several:
+                answer = _answer(row.get(config.answer_field), config.answer_field, continuations)
+        return ScoreTask(
+            continuations=continuations,
+            key=key,
+            answer=answer,
+            normalize=config.normalize,
+            token_logprobs=config.token_logprobs,
+        )
+
+    def openai_job(self, row: dict[str, Any], context: RowContext) -> Job:
+        """Make the job of a row of an OpenAI batch file."""
+        raise RowError(
+            "unsupported_url", "rows of OpenAI batch files cannot be scored; give `prompt` and `choices` or the like"
+        )
+
+
+class _EmbeddingRequest(msgspec.Struct, frozen=True):
+    """Parameters of a request for an embedding."""
+
+    dimensions: int | None = None
+    encoding_format: EmbeddingEncoding | None = None
+
+
+class EmbedRows(msgspec.Struct, frozen=True):
+    """Rows of which a vector is made."""
+
+    task: EmbedTask
+    """The task of a row that says nothing itself."""
+    form: ClassVar = RowForm.EMBEDDING
+    openai_form: ClassVar = RowForm.OPENAI_EMBEDDING
+    keys: ClassVar = frozenset[str]()
+
+    def task_of(self, own: Mapping[str, Any], row: Mapping[str, Any]) -> PromptTask:
+        """Return what a native row asks for."""
+        return self.task
+
+    def openai_job(self, row: dict[str, Any], context: RowContext) -> Job:
+        """Make the job of a row of an OpenAI batch file."""
+        given = check_request(row, (_EMBEDDINGS_URL,))
+        if unknown := [key for key in given if key not in _EMBEDDING_KEYS]:
+            raise unsupported_key(unknown[0], _EMBEDDING_KEYS)
+        try:
+            prompts = prompts_of(given, "input")
+            wanted = convert(given, _EmbeddingRequest, under=("body",))
+        except InvalidValue as error:
+            raise RowError("invalid_value", error.message) from None
+        task = msgspec.structs.replace(
+            self.task,
+            dimensions=self.task.dimensions if wanted.dimensions is None else wanted.dimensions,
+            encoding=wanted.encoding_format or self.task.encoding,
+        )
+        return job_of(prompts, context=context, task=task, sampling=PROMPT_ONLY)
+
+
+TaskRows = ScoreRows | EmbedRows
+"""The rows of a task, for `RowParser`."""
+
+
+def _listed(value: Any) -> Any:
+    """Return choices that a cell of a table holds as the text of a JSON list; other values as they are."""
+    try:
+        return decode_list(value)
+    except msgspec.DecodeError:
+        return value
+
+
+def _answer(value: Any, key: str, choices: tuple[str, ...]) -> int | None:
+    """Return the number of the right choice: it is named by its number, by its text, or by a letter from A on.
+
+    None: the row does not say. Raises RowError for a value that names none of the choices.
+    """
+    if is_null(value):
+        return None
+    try:
+        found = decode(value) if isinstance(value, msgspec.Raw) else value
+    except msgspec.DecodeError:  # a number that we cannot hold
+        found = as_text(value)
+    number: int | None = None
+    if isinstance(found, str) and found in choices:
+        return choices.index(found)
+    if isinstance(found, str) and len(found) == 1 and found in string.ascii_uppercase:
+        number = string.ascii_uppercase.index(found)
+    elif isinstance(found, str) and found.isascii() and found.isdigit() and len(found) < 10:
+        number = int(found)
+    elif isinstance(found, int) and not isinstance(found, bool):
+        number = found
+    if number is None or not 0 <= number < len(choices):
+        raise RowError(
+            "invalid_value",
+            f"`{key}` is {show(found)}, which names none of the {len(choices)} choices; allowed: a number from 0 to "
+            f"{len(choices) - 1}, a letter from A on, or the text of a choice. If the key holds something else, "
+            "--answer-field names another one",
+        )
+    return number

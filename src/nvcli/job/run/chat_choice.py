@@ -1,0 +1,99 @@
+"""Decides which texts of a job become messages of a user, and keeps an output as it was begun.
+
+The choice is a fact of the job. An output that was begun with another one goes on if no prompt of its inputs would be
+another one; and `job.chat: auto` goes on as the output was begun, by an earlier version of nvcli or with --no-chat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from nvcli.core.config import JobConfig, RunConfig
+from nvcli.core.job_config import PROMPT_KEY
+from nvcli.errors import ConfigError
+from nvcli.job.output.manifest import CHAT_FACT
+from nvcli.job.rows.prompt_rules import ChatForms
+from nvcli.job.run.settings import SetterOf, unknown_setter
+
+_ALWAYS = ChatForms(prompts=True, other_texts=True, instructions=True)
+_FACTS = {
+    "user messages": ChatForms(prompts=True, instructions=True),
+    "user messages, of completions too": _ALWAYS,
+    "prompts as they are": ChatForms(),
+}
+"""Choices by their facts. That of earlier versions has none: prompts went to the model as they were."""
+
+
+def choose_chat(
+    run: RunConfig, *, is_task: bool, has_chat_template: bool, setter_of: SetterOf = unknown_setter
+) -> ChatForms:
+    """Return which texts become messages. Raises ConfigError where all shall and the model has no chat template.
+
+    `is_task` says that something else is made of rows than answers: what is scored or embedded is the text itself.
+    """
+    job = run.job
+    if job.chat == "always":
+        if not has_chat_template:
+            setter = setter_of(("job", "chat"))
+            raise ConfigError(
+                f"{f'{setter}: ' if setter else ''}`job.chat` is always, and {run.model} has no chat template; name "
+                "one with --chat-template, or let prompts go to the model as they are: --no-chat"
+            )
+        return _ALWAYS
+    if job.chat == "never" or not has_chat_template or is_task:
+        return ChatForms()
+    return ChatForms(prompts=names_prompt(job), instructions=True)
+
+
+def names_prompt(job: JobConfig) -> bool:
+    """Tell whether the job says where prompts come from."""
+    return job.prompt_field != PROMPT_KEY or job.prompt_template is not None
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """A choice, with what an output says of it."""
+
+    forms: ChatForms
+    fact: str | None
+    """The manifest's word for it; None: nothing."""
+    note: str | None = None
+    """A line for the user where the output goes on as it was begun."""
+
+
+def keep_choice(
+    job: JobConfig,
+    wanted: ChatForms,
+    begun: Mapping[str, Any] | None,
+    *,
+    makes_messages: bool,
+    has_rows: Callable[[ChatForms, ChatForms], bool],
+) -> ChatChoice:
+    """Return the choice of a job whose output is `begun`, with these facts; None: it is not.
+
+    `makes_messages` says that `job.chat: auto` makes messages of rows of Alpaca's form. `has_rows` tells whether the
+    inputs have a row whose prompt differs between two choices; it may read them all, and is asked only where an output
+    was begun with another choice.
+    """
+    # Rows of Alpaca's form are those of a job that names no prompt.
+    unnamed = ChatForms(instructions=makes_messages)
+    is_usual = not (wanted.prompts or wanted.other_texts) and (names_prompt(job) or wanted == unnamed)
+    fact = None if is_usual else next(text for text, forms in _FACTS.items() if forms == wanted)
+    choice = ChatChoice(forms=wanted, fact=fact)
+    if begun is None or begun.get(CHAT_FACT) == fact:
+        return choice
+    old_fact = begun.get(CHAT_FACT)
+    old = unnamed if old_fact is None else _FACTS.get(old_fact)
+    if old is None:  # of a later version
+        return choice
+    if not has_rows(old, wanted):
+        return ChatChoice(forms=old, fact=old_fact)
+    if job.chat == "auto" and old_fact is None:
+        note = (
+            "the output was begun with prompts as they are, without the model's chat template, and goes on so; "
+            "--overwrite starts it anew with messages of a user"
+        )
+        return ChatChoice(forms=old, fact=None, note=note)
+    return choice

@@ -1,0 +1,34 @@
+"""EngineAhead: an engine process that is started before the job is read, as its rank takes seconds to import torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nvcli.worker.executor.child_process import ChildProcess
+
+if TYPE_CHECKING:  # it is to be started before much is imported
+    from nvcli.core.config import EngineConfig
+    from nvcli.job.run.loop import Engine
+
+
+class EngineAhead:
+    """An engine process, with a rank, that waits for its configuration. It starts the engines of a job
+    (`engines.StartEngine`), the first one from this process."""
+
+    def __init__(self) -> None:
+        """Begin to start the process. It is killed when the thread that calls this ends."""
+        self._process: ChildProcess | None = ChildProcess("nvcli.engine.engine_ahead:main", None, name="engine")
+
+    def start_engine(self, config: EngineConfig) -> Engine:
+        """Start an engine."""
+        from nvcli.engine.client import EngineClient
+        from nvcli.job.run.engines import start_engine
+
+        process, self._process = self._process, None
+        return start_engine(config) if process is None else EngineClient.start(config, process=process)
+
+    def close(self) -> None:
+        """End the process if it was not used. Idempotent."""
+        if self._process is not None:
+            self._process.close(has_children=True)
+            self._process = None

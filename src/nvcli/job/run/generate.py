@@ -1,0 +1,370 @@
+"""`generate`: one job from its files to its files.
+
+A job is resolved (`job_run.resolve`: what is asked for, checked before a process is started), planned (`job_run.plan`:
+what to start for it), and run. While the engines load the model, a background thread imports the tokenizer and reads
+ahead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from nvcli.core.byte_sizes import parse_size
+from nvcli.core.config import JobConfig, RunConfig
+from nvcli.core.messages import EngineReady
+from nvcli.core.sampling_params import SamplingParams
+from nvcli.core.validation import convert
+from nvcli.errors import ConfigError, HopelessJob, NvcliError, TooManyErrors, WorkerError
+from nvcli.job.input.known_input import check_unchanged
+from nvcli.job.job import JobResult
+from nvcli.job.output.job_output import JobOutput, OutputOptions, open_output
+from nvcli.job.output.reorder import ReorderBuffer
+from nvcli.job.output.writer import ResultWriter
+from nvcli.job.progress.display import Progress
+from nvcli.job.progress.run_status import RunView
+from nvcli.job.progress.summary import RunTimes, Summary, summary_of_complete_job
+from nvcli.job.report.build import ReportFile, build_report
+from nvcli.job.report.timeline import Timeline
+from nvcli.job.run.counts import Counts, LeadingErrors
+from nvcli.job.run.early_end import Interrupts, RowTracebacks, keep_traceback
+from nvcli.job.run.engines import EngineSet, StartEngine, describe_ready, start_engine
+from nvcli.job.run.loop import JobLoop
+from nvcli.job.run.plan import RunPlan, plan_replicas, plan_run
+from nvcli.job.run.resolve import ResolvedJob, resolve_job
+from nvcli.job.run.settings import SetterOf, sampling_settings, unknown_setter
+from nvcli.job.shard import WHOLE, Shard
+from nvcli.job.text.tokenizer import Tokenizer
+
+
+def generate(
+    run: RunConfig,
+    *,
+    inputs: Sequence[str],
+    output: str | None,
+    progress: Progress,
+    overwrite: bool = False,
+    retry_errors: bool = False,
+    update: bool = False,
+    limit: int | None = None,
+    shard: Shard | None = None,
+    report: ReportFile | None = None,
+    setter_of: SetterOf = unknown_setter,
+    start: StartEngine = start_engine,
+    engines: EngineSet | None = None,
+    job: ResolvedJob | None = None,
+    on_begin: Callable[[], None] = lambda: None,
+) -> Summary:
+    """Answer the rows of `inputs` (`-`: standard input) into `output` (None: beside the input; `-`: standard output).
+
+    An output of the same job is continued; `overwrite` starts it anew, `retry_errors` answers its failed rows again,
+    and `update` answers the rows of its inputs that have changed since.
+    With a `shard` only its rows are answered, as they would be in the whole job; `limit` counts all rows.
+    `report` is written when the run is over, however it ends; `setter_of` names for it what set each key of `run`.
+    `start` starts the engine of one replica. With `engines`, those are used and go on running for other jobs. `job` is
+    what the settings of the job were resolved to, if they were. `on_begin` is called once the run has begun a new
+    output; what was there before is gone then. Raises ConfigError, LoadError, CapacityError, ModelError, WorkerError,
+    InputChanged, OutputError, TooManyErrors or HopelessJob; OutputClosed when nobody reads the output any more;
+    KeyboardInterrupt after a signal that asks for the end (`end_signals`). Rows that were answered by then are in the
+    output.
+    """
+    started_at = time.monotonic()
+    for flag, is_given in (("--retry-errors", retry_errors), ("--update", update)):
+        if overwrite and is_given:
+            raise ConfigError(f"--overwrite and {flag} exclude each other: start anew, or keep what is answered")
+    job = job or resolve_job(
+        run, inputs=inputs, output=output, limit=limit, shard=shard, overwrite=overwrite, setter_of=setter_of
+    )
+    options = OutputOptions(
+        order=run.job.order,
+        can_continue=job.can_continue,
+        overwrite=overwrite,
+        retry_errors=retry_errors,
+        update=update,
+        identify_rows=job.identify_rows if job.can_continue else None,
+        limit=limit,
+        shard=shard,
+        reorder_bytes=parse_size(run.job.reorder_memory) or 0,
+        text_field=run.job.text_field,
+        on_begin=on_begin,
+    )
+    opened = open_output(job.output, job.manifest, options)  # before standard output is set aside: it may be that
+    # However the run ends, another run may have the output only after all else is closed.
+    with contextlib.closing(opened), _tracebacks_kept(job.output), Interrupts() as interrupts:
+        for note in (*job.notes, *opened.notes):
+            progress.note(note)
+        if opened.finished is not None:
+            summary = summary_of_complete_job(job.output, opened.finished, time.monotonic() - started_at)
+            if report is not None:
+                report.write(build_report(job, summary, setter_of), progress.warn)
+            return summary
+        for note in job.describe_kinds(job.first_kinds):
+            progress.note(note)
+        with interrupts.at_once():  # it may read rows
+            plan = plan_run(job, opened.answered) if engines is None else plan_replicas(job, num_requests=None)
+        if plan.why:
+            progress.note(plan.why)
+        for warning in plan.warnings:
+            progress.warn(warning)
+        with contextlib.ExitStack() as processes:
+            if engines is None:
+                engines = EngineSet(start)
+                processes.callback(engines.close)
+            current = _JobRun(job, plan, opened, progress, setter_of, engines, started_at=started_at)
+            with current.reported(report), contextlib.closing(progress), _rare_collections(), _stdout_aside():
+                current.run(interrupts.check)
+    return current.summary()
+
+
+class _JobRun:
+    """One run of a job: the parts that carry its rows, and what they did."""
+
+    def __init__(
+        self,
+        job: ResolvedJob,
+        plan: RunPlan,
+        opened: JobOutput,
+        progress: Progress,
+        setter_of: SetterOf,
+        engines: EngineSet,
+        *,
+        started_at: float,
+    ) -> None:
+        """`started_at` is when the run began, by `time.monotonic`."""
+        self._job = job
+        self._plan = plan
+        self._opened = opened
+        self._progress = progress
+        self._setter_of = setter_of
+        self._engines = engines
+        self._started_at = started_at
+        self._generated_at: float | None = None
+        self._counts = Counts(convert(dict(job.sampling_defaults), SamplingParams))
+        self._counts.rows_resumed = opened.answered.all.count
+        if opened.answered.all.count == opened.answered.failed.count:
+            self._counts.leading = LeadingErrors(job.run.job.max_leading_errors)
+        self._reports: list[EngineReady] = []
+        self._reader = job.make_reader(opened.answered, opened.digests)
+        self._feeder = job.make_feeder(self._reader, self._load_tokenizer)
+        self._told_kinds = set(job.first_kinds)
+        """The kinds of prompts of which the user was told what becomes of them."""
+        self._view = RunView(
+            self._counts,
+            self._reader,
+            self._feeder,
+            limit=job.limit,
+            started_at=started_at,
+            output=job.output,
+            on_gpu=plan.num_gpus > 0,
+        )
+        self._timeline = Timeline(self._counts, started_at=started_at)
+        self._row_tracebacks = RowTracebacks(job.output, progress.warn)
+
+    def run(self, check_interrupts: Callable[[], None]) -> None:
+        """Answer all rows and finish the output. `check_interrupts` raises where a signal asks for the end.
+
+        However it ends, the output is made safe; whoever has the engines ends them after that.
+        """
+        writer = _make_writer(self._opened, self._job.run.job, self._job.shard or WHOLE)
+        with contextlib.ExitStack() as rows:
+            rows.callback(writer.close_early)
+            rows.callback(self._feeder.stop)
+            loop = JobLoop(
+                self._job.run,
+                self._plan,
+                self._engines.take(self._plan.engine_configs),
+                self._feeder,
+                writer,
+                self._counts,
+                self,
+                first_request_id=self._engines.next_request_id,
+            )
+            self._feeder.start()
+            loop.run(lambda: self._each_round(check_interrupts))
+            self._engines.next_request_id = loop.next_request_id
+            self._tell()
+            self._check_errors()
+            self._generated_at = time.monotonic()
+            check_unchanged(self._job.known_inputs)
+            writer.close()
+            num_notes = len(self._opened.notes)
+            self._opened.finish(
+                rows=self._num_rows,
+                errors=self._opened.errors + self._counts.errors,
+                rows_read=self._reader.rows_read,
+                all_read=self._reader.all_read,
+            )
+            self._counts.rows_resumed = self._opened.answered.all.count  # rows that the input does not have are gone
+            for note in self._opened.notes[num_notes:]:
+                self._progress.note(note)
+
+    def summary(self) -> Summary:
+        """Say what the run did. Call when it is over."""
+        counts, feeder = self._counts, self._feeder
+        now = time.monotonic()
+        generating = (self._generated_at or now) - counts.started_at if counts.started_at is not None else 0.0
+        startups = [report.seconds for report in self._reports]
+        return Summary(
+            output=self._job.output,
+            rows=self._num_rows,
+            errors=dict(self._opened.errors + counts.errors),
+            counts=counts,
+            sampling=sampling_settings(self._job.run, self._job.model.generation_defaults, self._setter_of)
+            if self._job.task is None
+            else (),
+            num_gpus=self._plan.num_gpus,
+            limit=None if self._reader.all_read else self._job.limit,
+            row_warnings=self._reader.warnings.totals(),
+            times=RunTimes(
+                total=now - self._started_at,
+                generating=generating,
+                startup=max(startups, key=lambda parts: sum(parts.values()), default={}),
+                loading_tokenizer=feeder.load_seconds,
+                reading=feeder.read_seconds,
+                tokenizing=feeder.tokenize_seconds,
+            ),
+        )
+
+    @contextlib.contextmanager
+    def reported(self, report: ReportFile | None) -> Iterator[None]:
+        """While entered, a run that ends, however it ends, is reported. None: no report is wanted."""
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            if report is not None:
+                self._timeline.sample(is_last=True)
+                built = build_report(
+                    self._job,
+                    self.summary(),
+                    self._setter_of,
+                    error=error,
+                    plan=self._plan,
+                    ready=self._reports,
+                    timeline=self._timeline.points,
+                )
+                report.write(built, self._progress.warn)
+
+    @property
+    def _num_rows(self) -> int:
+        """Rows of the whole output, with those of earlier runs."""
+        return self._counts.rows_resumed + self._counts.rows_done
+
+    def _load_tokenizer(self) -> Tokenizer:
+        tokenizer = self._job.load_tokenizer(self._reader.warnings)
+        gc.collect()
+        gc.freeze()  # what was imported stays: looking through it again and again takes a fifth of a run of short rows
+        return tokenizer
+
+    def _each_round(self, check_interrupts: Callable[[], None]) -> None:
+        check_interrupts()
+        self._tell()
+        self._progress.update(self._view)
+        self._timeline.sample()
+        self._check_errors()
+
+    def _tell(self) -> None:
+        """Tell the user of what was found in the rows since the last time."""
+        if new_kinds := self._reader.kinds - self._told_kinds:
+            self._told_kinds |= new_kinds
+            for note in self._job.describe_kinds(new_kinds):
+                self._progress.note(note)
+        for warning in self._reader.warnings.take_new():
+            self._progress.warn(warning)
+
+    def _check_errors(self) -> None:
+        """Raise TooManyErrors where more rows failed than `job.max_errors` allows, and HopelessJob where the first
+        ones all failed with one cause.
+
+        Rows that failed in earlier runs do not count: the same command gets further each time.
+        """
+        leading = self._counts.leading
+        if leading.all_failed:
+            assert leading.first is not None
+            raise HopelessJob(
+                f"the first {self._job.run.job.max_leading_errors:,} rows all failed with {leading.first.type}, such "
+                f"as {leading.first.message}\nthe others would likely fail too, so the run ends"
+            )
+        counts, allowed = self._counts, self._job.run.job.max_errors
+        if allowed is not None and counts.rows_failed > allowed:
+            kinds = ", ".join(f"{kind} {count:,}" for kind, count in counts.errors.most_common())
+            raise TooManyErrors(f"{counts.rows_failed:,} rows failed, and `job.max_errors` allows {allowed:,}: {kinds}")
+
+    def replica_ready(self, ready: EngineReady) -> None:
+        """Tell the user of the first replica that is ready; the others are like it."""
+        if not self._reports and not self._engines.have_run:
+            title, *details = describe_ready(self._job.run.model, ready)
+            self._progress.note(title)
+            for detail in details:
+                self._progress.detail(detail)
+        self._reports.append(ready)
+
+    def replica_lost(self, error: NvcliError, num_rows: int) -> None:
+        """Warn the user that a replica died and the others take over its rows."""
+        self._engines.are_sound = False
+        error = keep_traceback(error, self._job.output)
+        rows = "1 unfinished row goes" if num_rows == 1 else f"{num_rows:,} unfinished rows go"
+        self._progress.warn(f"warning: a copy of the model died, and its {rows} to the others: {error}")
+
+    def note(self, line: str) -> None:
+        """Warn the user of what a replica has to say."""
+        self._progress.warn(line)
+
+    def row_failed(self, result: JobResult) -> None:
+        """Keep the traceback of a row."""
+        self._row_tracebacks.add(result)
+
+
+def _make_writer(opened: JobOutput, job: JobConfig, shard: Shard) -> ResultWriter:
+    reorder = None
+    if job.order == "input":
+        answered = opened.answered.all
+        reorder = ReorderBuffer(
+            lambda index: answered.next_missing(shard.next_row(index), shard.count),
+            max_bytes=parse_size(job.reorder_memory) or 0,
+            folder=opened.folder,
+        )
+    return ResultWriter(opened.sink, opened.form, reorder=reorder, sync_seconds=job.sync_seconds)
+
+
+@contextlib.contextmanager
+def _tracebacks_kept(output: str) -> Iterator[None]:
+    try:
+        yield
+    except WorkerError as error:
+        raise keep_traceback(error, output) from None
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Rows and answers make no cycles, and there are many: Python need not look for cycles every 700 objects."""
+    before = gc.get_threshold()
+    gc.set_threshold(10_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@contextlib.contextmanager
+def _stdout_aside() -> Iterator[None]:
+    """Whatever prints to standard output goes to standard error: libraries, C code, the processes that are started.
+
+    Results have a descriptor of their own by then.
+    """
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(saved, 1)
+        os.close(saved)

@@ -1,0 +1,127 @@
+"""How the ranks of a run keep weights: what `quantization: auto` comes to for a checkpoint and the GPUs that are there.
+
+A checkpoint in FP8 stays in FP8 on GPUs with units for FP8 products: they are faster, and take half the memory. What a
+checkpoint has in 4 bits is faster in 16 bits for large batches, as its products are. It stays in 4 bits where 16 would
+leave the KV cache little memory, with which batches would be small. On a CPU all weights are plain.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from nvcli.core.config import EngineConfig, RunConfig
+from nvcli.core.config_types import KeptWeights
+from nvcli.core.system.nvidia_smi import SmiGpu, SmiReport, ask_for_gpus, visible_gpus
+from nvcli.errors import ConfigError
+from nvcli.kernels.weight_formats import FP8_CAPABILITY
+from nvcli.models.config import ModelConfig
+from nvcli.sizing.weights import largest_stage, weight_bytes
+
+_LARGE_SHARE = 0.5
+"""Weights that would take more of a GPU's memory than this share stay in 4 bits."""
+
+
+def keep_weights(
+    run: RunConfig,
+    model: ModelConfig,
+    device: Literal["cpu", "cuda"],
+    *,
+    gpus: Sequence[SmiGpu] | None = None,
+    gpu_bytes: int | None = None,
+    report: SmiReport | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> ModelConfig:
+    """Return the model with its weights kept as a run's ranks do. Raises ConfigError.
+
+    `gpus` are those that the run is for, or `gpu_bytes` is the memory of one of which nothing else is known. Both None:
+    those in `report`, which is what nvidia-smi says (None: ask it).
+    """
+    if run.quantization != "auto":
+        return model.with_quantization(run.quantization)
+    format_kept = _format_kept(model)
+    if device == "cpu" or format_kept is None or _obstacle(run, model, format_kept):
+        return model.with_quantization("none")
+    if gpus is None and gpu_bytes is None:
+        found = visible_gpus(ask_for_gpus() if report is None else report, environ)
+        gpus = () if isinstance(found, str) else found
+    gpus = gpus or ()
+    if format_kept == "fp8":
+        known = [gpu.capability for gpu in gpus if gpu.capability is not None]
+        return model.with_quantization("fp8" if all(capability >= FP8_CAPABILITY for capability in known) else "none")
+    smallest = gpu_bytes or min((gpu.total_bytes for gpu in gpus if gpu.total_bytes), default=None)
+    return model.with_quantization("w4a16" if smallest is not None and _is_large(run, model, smallest) else "none")
+
+
+def explain_choice(run: RunConfig, model: ModelConfig, config: EngineConfig) -> str:
+    """Say in one line what `quantization: auto` chose for a checkpoint in FP8 or 4 bits; empty where it had no
+    choice."""
+    format_kept = _format_kept(model)
+    if run.quantization != "auto" or config.device == "cpu" or format_kept is None:
+        return ""
+    assert model.quantisation is not None
+    obstacle = _obstacle(run, model, format_kept)
+    if format_kept == "fp8":
+        if model.quantization == "fp8":
+            return f"weights stay in FP8, as the checkpoint has them; --quantization none: in {config.dtype}"
+        no_units = "the GPUs have no units for FP8 products; --quantization fp8 keeps them, in half the memory"
+        return f"FP8 weights become {config.dtype}, as {obstacle or no_units}"
+    what = "experts" if model.quantisation.numbers == "mxfp4" else "weights"
+    if model.quantization == "w4a16":
+        return (
+            f"{what} stay in 4 bits, as {config.dtype} would take more than {_LARGE_SHARE:.0%} of a GPU's memory; "
+            f"--quantization none: in {config.dtype}"
+        )
+    faster = "large batches are faster so; --quantization w4a16 keeps them"
+    return f"{what} in 4 bits become {config.dtype}, as {obstacle or faster}"
+
+
+def check_fast_accumulation(run: RunConfig, model: ModelConfig, device: Literal["cpu", "cuda"]) -> None:
+    """Raise ConfigError where there is nothing that `fp8_accumulation: fast` could make faster. `model` is one whose
+    weights are kept as the run's ranks do."""
+    way_out = "leave it out"
+    if device == "cpu":
+        problem = "a CPU adds up in float32 whatever is asked for"
+    elif run.batch_invariant:
+        problem = "`batch_invariant` is true, with which nothing is multiplied in FP8"
+    elif model.fp8_scaling == "block":
+        problem = "the checkpoint's FP8 weights have scales by blocks, by which each 128 numbers of a sum are scaled"
+    elif model.quantization != "fp8":
+        came_to = " (auto came to it)" if run.quantization == "auto" else ""
+        problem = f"`quantization` is {model.quantization}{came_to}, with which nothing is multiplied in FP8"
+        way_out += ", or set `quantization` to fp8, on GPUs with FP8 units"
+    else:
+        return
+    raise ConfigError(f"`fp8_accumulation` is fast, but {problem}: {way_out}")
+
+
+def _format_kept(model: ModelConfig) -> KeptWeights | None:
+    """Return how ranks would keep what the checkpoint has in few bits; None: it has nothing that they could keep."""
+    if model.quantisation is None:
+        return None
+    if model.quantisation.numbers == "fp8":
+        return "fp8"
+    return "w4a16" if model.quantisation.bits == 4 else None
+
+
+def _obstacle(run: RunConfig, model: ModelConfig, format_kept: KeptWeights) -> str:
+    """Say why weights cannot be kept so, whatever the GPUs are; empty where they can."""
+    if run.batch_invariant:
+        return "batch_invariant asks for it"
+    try:
+        kept = model.with_quantization(format_kept)
+    except ConfigError:  # as where groups are too small, or layers that are left alone cannot be told
+        return f"ranks cannot keep them; --quantization {format_kept} says why"
+    tp = 1 if run.tensor_parallel_size == "auto" else run.tensor_parallel_size
+    return "" if kept.divides_by(tp) else f"they cannot be cut over {tp} GPUs"
+
+
+def _is_large(run: RunConfig, model: ModelConfig, gpu_bytes: int) -> bool:
+    """Tell whether plain weights would take much of a GPU's memory."""
+    plain = model.with_quantization("none")
+    dtype = model.dtype if run.dtype == "auto" else run.dtype
+    tp = 1 if run.tensor_parallel_size == "auto" else run.tensor_parallel_size
+    stage = largest_stage(plain, run.pipeline_parallel_size)
+    plain_bytes = sum(weight_bytes(plain, dtype, tensor_parallel_size=tp, stage=stage).values())
+    return plain_bytes > _LARGE_SHARE * run.gpu_memory_utilization * gpu_bytes

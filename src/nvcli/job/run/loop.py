@@ -1,0 +1,434 @@
+"""The parent's loop: rows from the feeder through the plan to the replicas, their results to whoever takes them.
+
+It keeps each replica supplied with about twice the requests that it can run, so that a replica never waits for the
+parent. It gives little more, so that replicas take rows as they get on with them and the plan can still change. A
+replica that dies ends the run, or its unfinished rows go back to the plan: an answer does not depend on who computes
+it. The loop knows no files and no flags.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import connection
+from typing import Protocol
+
+import msgspec
+
+from nvcli.core.config import RunConfig
+from nvcli.core.messages import EngineReady
+from nvcli.engine.request import EngineStats, Request, RequestOutput
+from nvcli.errors import CapacityError, NvcliError, RowError, WorkerError, reworded, unexpected
+from nvcli.job.job import JobResult, failed
+from nvcli.job.run.counts import Counts
+from nvcli.job.run.feeder import Feeder
+from nvcli.job.run.open_rows import OpenRow, results_of
+from nvcli.job.run.plan import RunPlan, make_duplicates, make_planner
+from nvcli.job.run.several_prompts import PartResults
+from nvcli.job.text.prepare import PreparedRow
+
+LONG_WAIT = 0.1
+"""The loop sleeps at most this many seconds, which bounds how late a signal or a dead replica is noticed."""
+
+MAX_BYTES_IN_FLIGHT = 256 * 1024 * 1024
+"""Bound on the rows that one replica holds, with what they pass through; a row that is larger goes alone."""
+
+
+class Engine(Protocol):
+    """The part of a replica's engine that the loop uses; `engine.client.EngineClient` is the real one."""
+
+    def wait_ready(self, timeout: float | None = None) -> EngineReady | None: ...
+    def add(self, requests: list[Request]) -> None: ...
+    def abort(self, request_ids: Sequence[int]) -> None: ...
+    def poll(self, timeout: float) -> list[RequestOutput]: ...
+    def take_notes(self) -> list[str]: ...
+    def fileno(self) -> int: ...
+    def close(self) -> None: ...
+    @property
+    def stats(self) -> EngineStats: ...
+
+
+class Results(Protocol):
+    """Whatever takes the results of rows; `jobs.output.writer.ResultWriter` writes them to a file."""
+
+    def write(self, results: Sequence[JobResult]) -> Sequence[JobResult]:
+        """Take results. Returns them as they were taken: some may have become errors."""
+
+    def tick(self) -> None:
+        """Do what is due. This is called in each round."""
+
+
+class Observer(Protocol):
+    """An object that the loop tells of events which the user should know."""
+
+    def replica_ready(self, ready: EngineReady) -> None:
+        """A replica has loaded the model. This is called once for each replica."""
+
+    def replica_lost(self, error: NvcliError, num_rows: int) -> None:
+        """A replica has died of `error`, and its `num_rows` unfinished rows go to the others."""
+
+    def note(self, line: str) -> None:
+        """A replica has something to say to the user."""
+
+    def row_failed(self, result: JobResult) -> None:
+        """An exception that nobody foresaw has cost a row its answer; the result has its traceback."""
+
+
+_DEATHS = (WorkerError, CapacityError)
+"""Errors that end one replica and need not end the others."""
+
+
+class _Replica:
+    """One engine and the rows that it has been given."""
+
+    def __init__(self, number: int, engine: Engine, capacity: int) -> None:
+        self.number = number
+        self.engine = engine
+        self._stats_before = engine.stats
+        """The statistics of earlier jobs."""
+        self.capacity = capacity
+        """Requests to keep it supplied with."""
+        self.ready: EngineReady | None = None
+        self.rows: dict[int, OpenRow] = {}
+        """The row of each request whose answer is not complete, by request id."""
+        self.num_bytes = 0
+        """The bytes of those rows."""
+
+    @property
+    def stats(self) -> EngineStats:
+        """The work of the engine for this job."""
+        return self.engine.stats.since(self._stats_before)
+
+    @property
+    def room(self) -> int:
+        """Requests that it should be given now; none if this is not above 0."""
+        return self.capacity - len(self.rows) if self.num_bytes < MAX_BYTES_IN_FLIGHT else 0
+
+    def give(self, row: OpenRow) -> None:
+        """Note that it has been given all requests of a row."""
+        self.num_bytes += row.prepared.num_bytes
+        for request_id in row.request_ids:
+            self.rows[request_id] = row
+
+    def finish(self, row: OpenRow, request_id: int) -> None:
+        """Note that a request of a row needs no more of the engine."""
+        del self.rows[request_id]
+        row.num_open -= 1
+        if row.num_open == 0:
+            self.num_bytes -= row.prepared.num_bytes
+
+
+class JobLoop:
+    """One run over one stream of rows."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        plan: RunPlan,
+        engines: Sequence[Engine],
+        feeder: Feeder,
+        writer: Results,
+        counts: Counts,
+        observer: Observer,
+        *,
+        first_request_id: int = 0,
+    ) -> None:
+        """Take one engine for each replica. Engines that have run have seen request ids below `first_request_id`.
+
+        `counts` is kept up to date for whoever shows progress. With `job.keep_going` the death of a replica does not
+        end the run while another one is left.
+        """
+        self._replicas = [
+            _Replica(number, engine, 2 * plan.first.max_num_seqs) for number, engine in enumerate(engines)
+        ]
+        self._num_started = len(self._replicas)
+        self._stats_of_lost: list[EngineStats] = []
+        self._feeder = feeder
+        self._planner = make_planner(run, self._num_started, block_size=plan.first.block_size)
+        self._duplicates = make_duplicates(run, self._num_started)
+        self._writer = writer
+        self._counts = counts
+        self._observer = observer
+        self._seed = run.seed
+        self._keep_going = run.job.keep_going
+        self.next_request_id = first_request_id
+        """The lowest id that no request has."""
+        self._parts = PartResults()
+
+    def run(self, each_round: Callable[[], None]) -> None:
+        """Go on until every row is answered and handed to the writer.
+
+        `each_round` is called at least ten times a second and may raise to end the run. Raises what the engines, the
+        reader or the tokenizer raise; rows that were answered before are with the writer by then.
+        """
+        while True:
+            each_round()
+            with self._timed("planning and sending rows"):
+                self._take_rows()
+                self._send_rows()
+            if self._is_done():
+                break
+            self._wait()
+            self._collect()
+            with self._timed("writing"):
+                self._writer.tick()
+        self._feeder.raise_error()
+
+    def _is_done(self) -> bool:
+        return self._feeder.ended and not self._planner.num_rows and not any(each.rows for each in self._replicas)
+
+    def _take_rows(self) -> None:
+        """Move rows from the feeder into the window of the plan, and results of rows that failed to the writer."""
+        while not self._is_full:
+            batch = self._feeder.take()
+            if batch is None:
+                return
+            failed: list[tuple[PreparedRow | None, JobResult]] = []
+            for row in batch:
+                part = row.context.part
+                if self._counts.leading.is_open and (part is None or part.number == 0):
+                    self._counts.leading.expect(row.context.index)
+                if isinstance(row, JobResult):
+                    failed.append((None, row))
+                elif self._duplicates.admit(row):
+                    self._planner.add(row)
+            self._finish(failed)
+            self._finish_duplicates()
+
+    def _send_rows(self) -> None:
+        """Give rows to the replicas that have most room. All samples of a row go to one replica."""
+        ready = {replica.number: replica for replica in self._replicas if replica.ready is not None}
+        room = {number: replica.room for number, replica in ready.items()}
+        requests: dict[int, list[Request]] = {}
+        unwanted: list[PreparedRow] = []
+        while room and self._planner.num_rows:
+            number = max(room, key=room.__getitem__)
+            if room[number] <= 0:
+                break
+            prepared = self._planner.take(number)
+            assert prepared is not None
+            if self._is_unwanted(prepared):
+                self._counts.lengths.drop(prepared, prepared.sampling.num_samples)
+                unwanted.append(prepared)
+                continue
+            row = OpenRow(prepared, self.next_request_id)
+            self.next_request_id += len(row.samples)
+            made = self._make_requests(row)
+            if made is None:
+                continue
+            ready[number].give(row)
+            room[number] = ready[number].room
+            requests.setdefault(number, []).extend(made)
+        for number, batch in requests.items():
+            self._counts.started_at = self._counts.started_at or time.monotonic()
+            try:
+                ready[number].engine.add(batch)
+            except _DEATHS as error:
+                self._drop_replica(ready[number], error)
+        self._abandon(unwanted)
+
+    def _make_requests(self, row: OpenRow) -> list[Request] | None:
+        """Return the requests of a row; None: it has failed, and is finished."""
+        try:
+            return row.requests(self._seed)
+        except BaseException as error:
+            row.error = unexpected(error, "making requests of the row")
+        self._counts.lengths.drop(row.prepared, row.num_open)
+        self._finish_rows([row])
+        return None
+
+    def abort_unwanted(self) -> None:
+        """End the running rows that nobody waits for any more. Those that have not begun end when it is their turn."""
+        for replica in [*self._replicas]:
+            rows = {id(row): row for row in replica.rows.values() if self._is_unwanted(row.prepared)}.values()
+            open_ids = [number for row in rows for number in row.request_ids if number in replica.rows]
+            for row in rows:
+                self._counts.lengths.drop(row.prepared, row.num_open)
+            for number in open_ids:
+                replica.finish(replica.rows[number], number)
+            self._abandon([row.prepared for row in rows])
+            try:
+                if open_ids:
+                    replica.engine.abort(open_ids)
+            except _DEATHS as error:
+                self._drop_replica(replica, error)
+
+    def _is_unwanted(self, row: PreparedRow) -> bool:
+        """Tell whether no one still needs the answer of a row: neither its caller nor an equal row."""
+        caller = row.context.caller
+        return caller is not None and caller.is_gone and not self._duplicates.is_awaited(row)
+
+    def _abandon(self, rows: Sequence[PreparedRow]) -> None:
+        """Finish rows that are not computed (any further), because nobody waits for them."""
+        error = RowError("aborted", "nobody waits for this answer any more")
+        results = [(row, failed(row.context, error)) for row in rows]
+        self._finish(results)
+        for row, result in results:
+            self._duplicates.finish(row, result, error)
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether rows should wait in the feeder."""
+        return self._planner.is_full or self._duplicates.is_full
+
+    def _wait(self) -> None:
+        """Sleep until a replica has something to say, or rows have come for which the plan has room."""
+        rows_may_come = not self._feeder.ended
+        sources = [replica.engine.fileno() for replica in self._replicas]
+        if rows_may_come and not self._is_full:
+            sources.append(self._feeder.fileno())
+        if not any(replica.ready for replica in self._replicas):
+            waits_for = "start-up"
+        elif rows_may_come and any(replica.ready and not replica.rows for replica in self._replicas):
+            waits_for = "engines waiting for rows"
+        else:
+            waits_for = "waiting for the engines"
+        with self._timed(waits_for):
+            connection.wait(sources, LONG_WAIT)
+
+    def _collect(self) -> None:
+        """Take the outputs of all replicas: answers go to the writer, dead replicas out of the run."""
+        complete: list[OpenRow] = []
+        deaths: list[tuple[_Replica, NvcliError]] = []
+        with self._timed("taking answers"):
+            for replica in self._replicas:  # those that say nothing too: a replica may be silent because it is dead
+                try:
+                    self._poll_replica(replica, complete)
+                except _DEATHS as error:
+                    deaths.append((replica, error))
+        if complete:
+            self._finish_rows(complete)
+        for replica, death in deaths:  # after the answers of the others are safe
+            self._drop_replica(replica, death)
+        self._counts.replicas = [*(replica.stats for replica in self._replicas), *self._stats_of_lost]
+        self._counts.num_waiting_for_equals = self._duplicates.num_rows
+        self._counts.num_planned = self._planner.num_rows + self._counts.num_waiting_for_equals
+
+    def _poll_replica(self, replica: _Replica, complete: list[OpenRow]) -> None:
+        """Take one replica's outputs, and add the rows that they complete. Raises what the replica died of."""
+        if replica.ready is None:
+            replica.ready = replica.engine.wait_ready(0)
+            if replica.ready is not None:
+                self._observer.replica_ready(replica.ready)
+            return
+        to_abort: list[int] = []
+        outputs = replica.engine.poll(0)
+        for note in replica.engine.take_notes():
+            self._observer.note(note)
+        for output in outputs:
+            row = replica.rows.get(output.request_id)
+            if row is None:
+                continue  # a stop string or an error of its row has ended this request meanwhile
+            try:
+                to_abort += self._take_output(replica, row, output)
+            except BaseException as error:
+                to_abort += self._fail(replica, row, unexpected(error, "reading the answer"))
+            if row.num_open == 0:
+                complete.append(row)
+        if to_abort:
+            replica.engine.abort(to_abort)
+
+    def _take_output(self, replica: _Replica, row: OpenRow, output: RequestOutput) -> list[int]:
+        """Add an output to its row. Return the requests that the engine need not go on with."""
+        sample, is_complete = row.take(output, self._feeder.tokenizer)
+        caller = row.prepared.context.caller
+        if row.streams and sample is row.samples[0] and caller is not None:
+            text = row.take_rest(sample, self._feeder.tokenizer) if is_complete else sample.take_settled()
+            if text:
+                caller.take_text(text)
+        if not is_complete:
+            return []
+        replica.finish(row, output.request_id)
+        if output.finish_reason is None:
+            self._counts.lengths.add(row.prepared, len(sample.token_ids), is_cut=False)
+            return [output.request_id]  # a stop string ended it, of which the engine knows nothing
+        if sample.finish_reason not in ("error", "abort"):
+            self._counts.lengths.add(row.prepared, len(sample.token_ids), is_cut=sample.finish_reason == "length")
+            return []
+        self._counts.lengths.drop(row.prepared, 1)
+        error = RowError(output.error_type or "aborted", output.error or "the engine dropped this request")
+        return self._fail(replica, row, error)
+
+    def _fail(self, replica: _Replica, row: OpenRow, error: RowError) -> list[int]:
+        """End a row with an error. Return its requests that the engine need not go on with."""
+        row.error = error
+        others = [other for other in row.request_ids if other in replica.rows]
+        for other in others:
+            replica.finish(row, other)
+        self._counts.lengths.drop(row.prepared, len(others))
+        return others
+
+    def _drop_replica(self, replica: _Replica, error: NvcliError) -> None:
+        """Take a dead replica out and put its unfinished rows back into the plan.
+
+        Raises `error` where the run ends with it.
+        """
+        if self._num_started > 1:
+            error = reworded(error, f"copy {replica.number} of the model: {error}")
+        if not self._keep_going or len(self._replicas) == 1:
+            raise error
+        self._replicas.remove(replica)
+        rows = {id(row): row.prepared for row in replica.rows.values()}.values()  # the samples of a row are one row
+        for prepared in rows:
+            self._planner.add(prepared)
+        # What it computed still counts; nothing runs or waits in it any more.
+        self._stats_of_lost.append(
+            msgspec.structs.replace(replica.stats, num_running=0, num_waiting=0, num_blocks=0, num_used_blocks=0)
+        )
+        replica.engine.close()
+        self._counts.num_lost_replicas += 1
+        self._observer.replica_lost(error, len(rows))
+
+    def _finish_rows(self, rows: Sequence[OpenRow]) -> None:
+        """Turn complete rows into results, for themselves and for the rows that are equal to them."""
+        with self._timed("detokenizing"):
+            results = results_of(rows, self._feeder.tokenizer)
+        self._finish([(row.prepared, result) for row, result in zip(rows, results, strict=True)])
+        for row, result in zip(rows, results, strict=True):
+            self._duplicates.finish(row.prepared, result, row.error)
+        self._finish_duplicates()
+
+    def _finish_duplicates(self) -> None:
+        if ready := self._duplicates.take_ready():
+            self._finish(ready, computed=False)
+
+    def _finish(self, results: Sequence[tuple[PreparedRow | None, JobResult]], *, computed: bool = True) -> None:
+        """Count and write results, each with its row as `Counts.add` takes it."""
+        done = [each for each in results if each[1].context.part is None]
+        wholes = self._join(results, computed=computed) if len(done) < len(results) else []
+        if not done and not wholes:
+            return
+        with self._timed("writing"):
+            written = self._writer.write([result for _, result in (*done, *wholes)])
+        for number, result in enumerate(written):
+            if number < len(done):
+                self._counts.add(done[number][0], result, computed=computed)
+            else:
+                self._counts.add_row(wholes[number - len(done)][0], result, computed=computed)
+            if result.traceback:
+                self._observer.row_failed(result)
+
+    def _join(
+        self, results: Sequence[tuple[PreparedRow | None, JobResult]], *, computed: bool
+    ) -> list[tuple[PreparedRow | None, JobResult]]:
+        """Count the prompts among these results that belong to rows with several, and return the rows that are done."""
+        wholes = []
+        for prepared, result in results:
+            if (part := result.context.part) is not None:
+                self._counts.add_work(prepared, result, computed=computed)
+                whole = self._parts.add(part, result)
+                if whole is not None:
+                    wholes.append((prepared, whole))
+        return wholes
+
+    @contextlib.contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        """Count the time of a block towards `part`, without that of timed blocks inside it."""
+        seconds = self._counts.seconds
+        inside = sum(seconds.values())
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds[part] += time.perf_counter() - started - (sum(seconds.values()) - inside)

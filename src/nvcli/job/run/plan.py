@@ -1,0 +1,138 @@
+"""The plan of a run: how many replicas it starts, with which configuration, and how they get rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from nvcli.core.config import EngineConfig, RunConfig
+from nvcli.core.system.host_memory import available_ram
+from nvcli.errors import ConfigError
+from nvcli.job.files import STREAM
+from nvcli.job.input.reader import RowReader
+from nvcli.job.job import Job
+from nvcli.job.planning.duplicates import Duplicates
+from nvcli.job.planning.layout import chooses_layout, resolve_layout
+from nvcli.job.planning.planner import Planner
+from nvcli.job.row_set import AnsweredRows
+from nvcli.job.run.device import unused_gpu
+from nvcli.job.run.kept_weights import explain_choice
+from nvcli.job.run.resolve import ResolvedJob, ResolvedModel
+from nvcli.sizing.ram import check_ram
+
+MIN_WINDOW_ROWS = 8192
+MAX_WINDOW_BYTES = 64 * 1024 * 1024
+"""Bound on the rows among which the planner chooses, and again on the rows that wait for the answer of an equal one."""
+MANY_REQUESTS = 16
+"""Requests are not counted beyond this many times `max_num_seqs` when a layout is chosen for a job."""
+MAX_KEPT_ANSWER_BYTES = 16 * 1024 * 1024
+"""Bound on the answers that are kept in case an equal row comes later."""
+QUICKLY_READ_BYTES = 1 << 20
+"""Inputs up to this size are read to count their requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """The replicas that a run starts."""
+
+    engine_configs: tuple[EngineConfig, ...]
+    """The configuration of each replica; they differ in their number alone."""
+    why: str
+    """One line for the user on how quantised weights are kept and why there are so many replicas on so many GPUs; empty
+    where nothing was chosen."""
+    warnings: tuple[str, ...] = ()
+    """Lines for the user, before the run takes long."""
+
+    @property
+    def first(self) -> EngineConfig:
+        """The configuration of the first replica."""
+        return self.engine_configs[0]
+
+    @property
+    def num_gpus(self) -> int:
+        """The GPUs of all replicas together; 0 on a CPU."""
+        return sum(config.num_ranks for config in self.engine_configs if config.device == "cuda")
+
+
+def plan_run(job: ResolvedJob, answered: AnsweredRows) -> RunPlan:
+    """Decide what to start for the rows of a job that are not `answered` yet.
+
+    A small job is counted first: it needs fewer slots and fewer CUDA graphs. Raises ConfigError and CapacityError
+    where no layout is possible on the GPUs that are seen, or a CPU run's weights do not fit the RAM.
+    """
+    enough = job.config.max_num_seqs * (MANY_REQUESTS if chooses_layout(job.run, job.config) else 1)
+    num_requests = count_requests(job.inputs, job.make_reader(answered), enough=enough)
+    return plan_replicas(job, num_requests=num_requests if num_requests < enough else None)
+
+
+def plan_replicas(resolved: ResolvedModel, *, num_requests: int | None) -> RunPlan:
+    """Decide what to start for so many requests; None: many, or not known. Raises as `plan_run` does."""
+    run, config = resolved.run, resolved.config
+    layout = resolve_layout(run, config, resolved.model, num_requests=num_requests)
+    check_ram(config, resolved.model, num_replicas=layout.data_parallel_size, available=available_ram())
+    config = layout.apply(config)
+    if num_requests is not None:
+        config = msgspec.structs.replace(config, max_num_seqs=min(num_requests, config.max_num_seqs))
+    return RunPlan(
+        engine_configs=tuple(
+            msgspec.structs.replace(config, replica=replica) for replica in range(layout.data_parallel_size)
+        ),
+        warnings=() if (warning := unused_gpu(run)) is None else (f"warning: {warning}",),
+        why="; ".join(filter(None, (explain_choice(run, resolved.model, config), layout.why))),
+    )
+
+
+def count_requests(inputs: Sequence[str], reader: RowReader, *, enough: int) -> int:
+    """Count the requests (samples of rows) that the inputs make, at least 1.
+
+    Returns `enough` where they make more, take long to read, or cannot be read twice. `reader` reads the inputs.
+    """
+    paths = [Path(name) for name in inputs if name != STREAM]
+    if len(paths) < len(inputs) or any(not path.is_file() for path in paths):
+        return enough
+    if sum(path.stat().st_size for path in paths) > QUICKLY_READ_BYTES:
+        return enough
+    count = 0
+    try:
+        for rows in reader.batches():
+            count += sum(row.sampling.num_samples for row in rows if isinstance(row, Job))
+            if count >= enough:
+                return enough
+    except ConfigError:
+        return enough  # a damaged file: its rows are answered as far as they go, and the job says so then
+    return max(1, count)
+
+
+def make_planner(run: RunConfig, num_replicas: int, *, block_size: int) -> Planner:
+    """Make the planner that chooses the order of rows for a run with so many replicas, whose KV blocks hold
+    `block_size` tokens each."""
+    rows = window_rows(run, num_replicas)
+    # With `order: input`, answered rows wait for the row that is passed over, and a crash loses those that wait. So
+    # rows pass others only to be with those that begin alike, and no more than a window of them.
+    in_order = run.job.order == "input"
+    return Planner(
+        block_size=block_size if run.job.plan and run.enable_prefix_caching else None,
+        longest_first=run.job.plan and not in_order,
+        max_rows=rows,
+        max_bytes=MAX_WINDOW_BYTES,
+        max_passed_over=rows if in_order else 4 * rows,
+        num_replicas=num_replicas,
+    )
+
+
+def make_duplicates(run: RunConfig, num_replicas: int) -> Duplicates:
+    """Make what finds equal rows. Where `job.plan` is off, every row is computed."""
+    return Duplicates(
+        max_rows=window_rows(run, num_replicas),
+        max_bytes=MAX_WINDOW_BYTES,
+        max_kept_bytes=MAX_KEPT_ANSWER_BYTES,
+        is_on=run.job.plan,
+    )
+
+
+def window_rows(run: RunConfig, num_replicas: int) -> int:
+    """Return how many rows are read ahead of those that run, so that there is something to choose from."""
+    return max(MIN_WINDOW_ROWS, 8 * run.max_num_seqs * num_replicas)

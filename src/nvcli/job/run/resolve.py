@@ -1,0 +1,489 @@
+"""Resolves a job: the configuration, the files and the checkpoint become a `ResolvedJob`.
+
+Every choice is made and everything is checked that can be without starting a process. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from nvcli.core.byte_sizes import parse_size
+from nvcli.core.chat_template import read_chat_template, unknown_variables
+from nvcli.core.config import AttentionBackends, EngineConfig, JobConfig, RunConfig, kv_dtype
+from nvcli.core.config_types import ModelDtype
+from nvcli.core.job_config import MESSAGES_KEY, PROMPT_KEY
+from nvcli.core.sampling_params import SamplingParams
+from nvcli.core.system.nvidia_smi import SmiGpu
+from nvcli.core.text_template import TextTemplate
+from nvcli.core.validation import InvalidValue, convert, shorten
+from nvcli.errors import ConfigError
+from nvcli.job.files import STREAM, check_inputs, check_output, choose_output, expand_inputs
+from nvcli.job.input.fetch import fetch_inputs
+from nvcli.job.input.known_input import KnownInput, is_repeatable, know_inputs
+from nvcli.job.input.reader import RowDigests, RowReader, check_first_rows
+from nvcli.job.job import Caller, Job
+from nvcli.job.output.manifest import Manifest, load_manifest
+from nvcli.job.planning.layout import layout_as_given
+from nvcli.job.row_set import AnsweredRows
+from nvcli.job.rows.native_row import RowKeys
+from nvcli.job.rows.parser import RowParser
+from nvcli.job.rows.prompt_rules import ChatForms, PromptKind, PromptRules, describe_kind
+from nvcli.job.rows.raw_values import as_json
+from nvcli.job.rows.row_digest import InputRows
+from nvcli.job.rows.row_warnings import RowWarnings
+from nvcli.job.rows.task_rows import TaskRows
+from nvcli.job.run.chat_choice import ChatChoice, choose_chat, keep_choice
+from nvcli.job.run.default_sampling import check_default_sampling
+from nvcli.job.run.device import detect_device
+from nvcli.job.run.feeder import Feeder, RowSource
+from nvcli.job.run.job_facts import job_facts
+from nvcli.job.run.kept_weights import check_fast_accumulation, keep_weights
+from nvcli.job.run.settings import SetterOf, unknown_setter
+from nvcli.job.run.task import task_rows
+from nvcli.job.shard import WHOLE, Shard
+from nvcli.job.text.chat_renderer import ChatRenderer
+from nvcli.job.text.grammar_maker import GrammarMaker
+from nvcli.job.text.model_limits import ModelLimits
+from nvcli.job.text.tokenizer import Tokenizer, check_tokenizer_files, has_chat_template
+from nvcli.models.checkpoint import check_weight_files, is_hub_id, resolve_model
+from nvcli.models.config import ModelConfig, load_model_config
+from nvcli.sizing.graph_sizes import default_batched_tokens
+from nvcli.sizing.kv_cache import default_block_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedModel:
+    """A model with its settings, ready to be started for rows from anywhere."""
+
+    run: RunConfig
+    model_path: Path
+    model: ModelConfig
+    config: EngineConfig
+    """The engine's configuration for this checkpoint; the layout is still to be chosen (`job_run.plan`)."""
+    sampling_defaults: Mapping[str, Any]
+    """The defaults that lie under a row's own `sampling`."""
+    chat_template: str | None
+    """The text of the chat template that takes the place of the checkpoint's own; None: there is none."""
+    has_chat_template: bool
+    """Whether conversations can be answered, by the checkpoint's files and that template."""
+    task: TaskRows | None
+    """The task that is computed in place of answers; None: answers."""
+    tokenizer: Tokenizer | None = None
+    """The tokenizer, where a setting had to be looked up in it; None: it is not loaded yet."""
+
+    @property
+    def model_limits(self) -> ModelLimits:
+        """The limits that the model and its configuration set to a row."""
+        return ModelLimits(
+            max_model_len=self.config.max_model_len,
+            vocab_size=self.model.vocab_size,
+            eos_token_ids=self.model.eos_token_ids,
+            on_too_long=self.run.job.on_too_long,
+            special_tokens=self.run.job.special_tokens,
+            reasoning_parser=self.run.job.reasoning_parser,
+            tool_parser=self.run.job.tool_parser,
+            hidden_size=self.model.hidden_size,
+        )
+
+    def choose_chat(self, *, is_task: bool, setter_of: SetterOf = unknown_setter) -> ChatForms:
+        """Return which texts of rows become messages. Raises ConfigError. `is_task` is as in `choose_chat`."""
+        return choose_chat(self.run, is_task=is_task, has_chat_template=self.has_chat_template, setter_of=setter_of)
+
+    def make_parser(self, chat: ChatForms) -> RowParser:
+        """Make a parser of rows, whose texts become messages as `chat` says."""
+        return make_parser(
+            self.run.job,
+            self.sampling_defaults,
+            chat=chat,
+            has_chat_template=self.has_chat_template,
+            task=self.task,
+        )
+
+    def load_tokenizer(self, warnings: RowWarnings | None = None) -> Tokenizer:
+        """Return the tokenizer, which is loaded if it is not yet. Raises LoadError.
+
+        `warnings` takes note of variables of the job that the chat template does not know.
+        """
+        tokenizer = self.tokenizer or Tokenizer.load(self.model_path, chat_template=self.chat_template)
+        variables = self.run.job.chat_template_kwargs
+        if warnings is not None and variables and tokenizer.chat_template:
+            warnings.add_unknown_variables(unknown_variables(tokenizer.chat_template, variables))
+        return tokenizer
+
+    def chat_renderer(self) -> ChatRenderer:
+        """Return what renders conversations. Close it."""
+        return ChatRenderer(self.model_path, chat_template=self.chat_template)
+
+    def grammar_maker(self) -> GrammarMaker:
+        """Return what makes the grammars of structured answers. Close it."""
+        return GrammarMaker(self.model_path, vocab_size=self.model.vocab_size, end_ids=self.model.eos_token_ids)
+
+    def make_feeder(self, rows: RowSource, load_tokenizer: Callable[[], Tokenizer]) -> Feeder:
+        """Make what reads and tokenizes rows ahead of the replicas."""
+        return Feeder(rows, load_tokenizer, self.model_limits, self.chat_renderer(), self.grammar_maker())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedJob(ResolvedModel):
+    """One job: which rows are answered, by which model, with which settings, and into which output."""
+
+    inputs: tuple[str, ...]
+    """The input files by name, patterns expanded; `-` is standard input."""
+    output: str
+    """The output's name; `-` is standard output."""
+    chat: ChatForms
+    """The texts of rows that become messages of a user."""
+    limit: int | None
+    """Only so many rows of the inputs are read; None: all."""
+    shard: Shard | None
+    """The shard of the rows that is answered; None: all are."""
+    can_continue: bool
+    """Whether the inputs can be read again, so that another run may continue the output."""
+    known_inputs: tuple[KnownInput, ...]
+    """The inputs as they were when the job was resolved; none where one of them cannot be read again."""
+    manifest: Manifest
+    """Everything that the answers depend on, to be kept beside the output."""
+    notes: tuple[str, ...] = ()
+    """Lines for the user on how the output goes on."""
+    first_kinds: frozenset[PromptKind] = frozenset()
+    """The kinds of prompts among the first rows of the inputs, where those could be looked at."""
+
+    def describe_kinds(self, kinds: Collection[PromptKind]) -> list[str]:
+        """Return lines that say what becomes of prompts of these kinds."""
+        name = "the text of `job.prompt_template`" if self.run.job.prompt_template is not None else None
+        lines = [
+            describe_kind(
+                kind,
+                self.chat,
+                prompt=name or f"`{shorten(self.run.job.prompt_field)}`",
+                has_chat_template=self.has_chat_template,
+            )
+            for kind in PromptKind
+            if kind in kinds
+        ]
+        return [line for line in lines if line is not None]
+
+    def make_reader(self, answered: AnsweredRows | None = None, digests: RowDigests | None = None) -> RowReader:
+        """Make a reader of the inputs that passes over the rows that are `answered`.
+
+        `digests` takes the digests of the rows.
+        """
+        return RowReader(
+            self.inputs,
+            self.make_parser(self.chat),
+            limit=self.limit,
+            answered=answered,
+            known=self.known_inputs,
+            check_columns=self.run.job.check_columns,
+            shard=self.shard or WHOLE,
+            digests=digests,
+        )
+
+    def identify_rows(self) -> InputRows:
+        """Read the inputs to find out which rows they have. Raises ConfigError and InputChanged."""
+        return self.make_reader().identify_all()
+
+
+def resolve_job(
+    run: RunConfig,
+    *,
+    inputs: Sequence[str],
+    output: str | None,
+    limit: int | None,
+    shard: Shard | None = None,
+    overwrite: bool = False,
+    weights: bool = True,
+    found_device: Literal["cpu", "cuda"] | None = None,
+    gpus: Sequence[SmiGpu] | None = None,
+    setter_of: SetterOf = unknown_setter,
+) -> ResolvedJob:
+    """Resolve a job, or a shard of it, from the names and settings that the user gave.
+
+    Raises ConfigError and LoadError.
+
+    `output` None: the output goes beside a single input file. Reads the checkpoint's small files, and samples of the
+    inputs. `overwrite` says that what the output holds does not matter. `weights` false: the job is only looked
+    at, so that the checkpoint needs no weights. `found_device` is what `device: auto` stands for (None: look for a
+    GPU), and `gpus` are those that the job is for (None: those here). `setter_of` names for messages what set each key
+    of `run`.
+    """
+    names = expand_inputs(inputs, output)
+    check_inputs(names)
+    output = choose_output(names, output, shard)
+    check_output(names, output)
+    names = fetch_inputs(names)
+    resolved = resolve_settings(run, weights=weights, found_device=found_device, gpus=gpus, setter_of=setter_of)
+    can_continue = is_repeatable(names)
+    begun = None if overwrite or not can_continue else _facts_of(output)
+    chat = _chat_choice(resolved, names, begun, setter_of)
+    first_kinds: frozenset[PromptKind] = frozenset()
+    if can_continue and run.job.check_columns:
+        sampled = names if limit is None else names[:1]
+        parsers = [resolved.make_parser(chat.forms) for _ in sampled]
+        rows = check_first_rows(sampled, iter(parsers).__next__, limit=limit)
+        first_kinds = frozenset().union(*(parser.kinds for parser in parsers))
+        if any(isinstance(row, Job) and row.wants_grammar for row in rows):
+            resolved = replace(resolved, config=msgspec.structs.replace(resolved.config, prepare_grammars=True))
+    known_inputs = know_inputs(names) if can_continue else ()
+    manifest = Manifest(
+        created=int(time.time()),
+        model=run.model,
+        hub_id=run.model if is_hub_id(run.model) else None,
+        facts=job_facts(
+            run,
+            resolved.config,
+            resolved.sampling_defaults,
+            model_path=resolved.model_path,
+            chat_template=resolved.chat_template,
+            weights=weights,
+            shard=shard,
+            task=resolved.task,
+            chat=chat.fact,
+        ),
+        inputs=[(known.name, known.description) for known in known_inputs],
+    )
+    return ResolvedJob(
+        **{field.name: getattr(resolved, field.name) for field in fields(resolved)},
+        inputs=tuple(names),
+        output=output,
+        chat=chat.forms,
+        limit=limit,
+        shard=shard,
+        can_continue=can_continue,
+        known_inputs=known_inputs,
+        manifest=manifest,
+        notes=() if chat.note is None else (chat.note,),
+        first_kinds=first_kinds,
+    )
+
+
+def _facts_of(output: str) -> Mapping[str, Any] | None:
+    """Return the facts of an output that is there; None: there is none, or whoever opens it says what is wrong."""
+    try:
+        manifest = None if output == STREAM else load_manifest(Path(output))
+    except ConfigError:
+        return None
+    return None if manifest is None else manifest.facts
+
+
+def _chat_choice(
+    resolved: ResolvedModel, inputs: Sequence[str], begun: Mapping[str, Any] | None, setter_of: SetterOf
+) -> ChatChoice:
+    """Return which texts of the inputs become messages. Raises ConfigError. `begun` are the facts of the output."""
+
+    def has_rows(one: ChatForms, other: ChatForms) -> bool:
+        parser = make_parser(resolved.run.job, resolved.sampling_defaults, task=resolved.task)
+        kinds = one.differing(other)
+        return any(not kinds.isdisjoint(parser.kinds) for _ in RowReader(inputs, parser).batches())
+
+    is_task = resolved.task is not None
+    return keep_choice(
+        resolved.run.job,
+        resolved.choose_chat(is_task=is_task, setter_of=setter_of),
+        begun,
+        makes_messages=resolved.has_chat_template and not is_task,
+        has_rows=has_rows,
+    )
+
+
+def resolve_settings(
+    run: RunConfig,
+    *,
+    weights: bool = True,
+    found_device: Literal["cpu", "cuda"] | None = None,
+    gpus: Sequence[SmiGpu] | None = None,
+    setter_of: SetterOf = unknown_setter,
+) -> ResolvedModel:
+    """Resolve the model and the settings of a run. Raises ConfigError and LoadError.
+
+    Reads the checkpoint's small files, and downloads a checkpoint that is not there, with `weights` or without.
+    `found_device`, `gpus` and `setter_of` are as in `resolve_job`.
+    """
+    model_path = resolve_model(run.model, weights=weights, revision=run.revision, overrides=run.hf_overrides)
+    model = load_model(run, model_path, found_device=found_device, gpus=gpus)
+    task = task_rows(run, model, model_path)
+    check_tokenizer_files(model_path)
+    if weights:
+        check_weight_files(model_path)
+    chat_template = own_chat_template(run.job)
+    resolved = ResolvedModel(
+        run=run,
+        model_path=model_path,
+        model=model,
+        chat_template=chat_template,
+        has_chat_template=has_chat_template(model_path) if chat_template is None else bool(chat_template),
+        config=resolve_engine_config(run, model_path, model, found_device=found_device),
+        sampling_defaults=sampling_defaults(run, model) if task is None else {},
+        task=task,
+    )
+    resolved.choose_chat(is_task=task is not None, setter_of=setter_of)  # which may be an error
+    if task is not None:
+        return resolved
+    tokenizer = check_default_sampling(run.sampling, resolved.model_limits, resolved.load_tokenizer, setter_of)
+    return replace(resolved, tokenizer=tokenizer)
+
+
+def load_model(
+    run: RunConfig,
+    model_path: Path,
+    *,
+    found_device: Literal["cpu", "cuda"] | None = None,
+    gpus: Sequence[SmiGpu] | None = None,
+    gpu_bytes: int | None = None,
+) -> ModelConfig:
+    """Load a checkpoint's configuration, with its weights kept as a run's ranks do. Raises LoadError and ConfigError.
+
+    `found_device` is what `device: auto` stands for (None: look for a GPU). `gpus` are those that the run is for, or
+    `gpu_bytes` is the memory of one of which nothing else is known (None: those here).
+    """
+    model = load_model_config(model_path, expert_parallel=run.enable_expert_parallel, overrides=run.hf_overrides)
+    device = (found_device or detect_device()) if run.device == "auto" else run.device
+    return keep_weights(run, model, device, gpus=gpus, gpu_bytes=gpu_bytes)
+
+
+def resolve_engine_config(
+    run: RunConfig, model_path: Path, model: ModelConfig, *, found_device: Literal["cpu", "cuda"] | None = None
+) -> EngineConfig:
+    """Replace every `auto` and null that can be decided here. Raises ConfigError.
+
+    With `quantization: auto` weights are kept as `model` does it (`load_model`). An automatic `tensor_parallel_size` is
+    1 until `resolve_layout` chooses. `found_device` is what `device: auto` stands for; None: look for a GPU.
+    """
+    tensor_parallel_size = layout_as_given(run).tensor_parallel_size
+    if run.quantization != "auto":
+        model = model.with_quantization(run.quantization)
+    model.check_tensor_parallel(tensor_parallel_size)
+    model.check_pipeline_parallel(run.pipeline_parallel_size)
+    max_model_len = run.max_model_len or model.max_position_embeddings
+    if max_model_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"`max_model_len` is {max_model_len}, and {run.model} was made for at most "
+            f"{model.max_position_embeddings} tokens (max_position_embeddings); lower it or leave it out, or stretch "
+            "the model with `hf_overrides`"
+        )
+    device = (found_device or detect_device()) if run.device == "auto" else run.device
+    dtype = run.dtype
+    if dtype == "auto":
+        dtype = model.dtype if device == "cuda" else "float32"
+    max_num_batched_tokens = run.max_num_batched_tokens
+    if max_num_batched_tokens is None:
+        max_num_batched_tokens = max(default_batched_tokens(model, device), run.max_num_seqs)
+    attention_backend = attention_choice(run.attention_backend)
+    if run.batch_invariant:
+        _check_batch_invariant(run, model, dtype, attention_backend)
+    if run.fp8_accumulation == "fast":
+        check_fast_accumulation(run, model, device)
+    return EngineConfig(
+        model_path=model_path,
+        hf_overrides=run.hf_overrides,
+        device=device,
+        dtype=dtype,
+        tensor_parallel_size=tensor_parallel_size,
+        enable_expert_parallel=run.enable_expert_parallel,
+        pipeline_parallel_size=run.pipeline_parallel_size,
+        max_model_len=max_model_len,
+        max_num_seqs=run.max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        gpu_memory_utilization=run.gpu_memory_utilization,
+        kv_cache_memory=parse_size(run.kv_cache_memory),
+        block_size=run.block_size
+        or default_block_size(model, dtype, kv_dtype(run.kv_cache_dtype, dtype), attention_backend),
+        kv_cache_dtype=run.kv_cache_dtype,
+        attention_backend=attention_backend,
+        enable_prefix_caching=run.enable_prefix_caching,
+        enable_cascade_attention=run.enable_cascade_attention,
+        plan_admission=run.job.plan,
+        enforce_eager=run.enforce_eager or run.task != "generate",  # prompts are computed without graphs
+        step_timeout=run.step_timeout,
+        quantization=model.quantization,
+        fp8_accumulation=run.fp8_accumulation,
+        embedding_size=model.hidden_size if run.task == "embed" else 0,
+        batch_invariant=run.batch_invariant,
+        prepare_grammars=run.task == "generate" and run.sampling.get("structured") is not None,
+    )
+
+
+def _check_batch_invariant(run: RunConfig, model: ModelConfig, dtype: ModelDtype, attention_backend: str) -> None:
+    """Raise ConfigError where the model or another key leaves no way to do what `batch_invariant` promises."""
+    model.check_batch_invariant()
+    for name in attention_backend.split(":"):
+        if name not in ("auto", "torch", "triton"):
+            raise ConfigError(
+                f"`attention_backend` {name} gives a row other bits in other batches, and `batch_invariant` is true; "
+                "use auto, triton or torch, or set `batch_invariant` to false"
+            )
+    if kv_dtype(run.kv_cache_dtype, dtype) != dtype:
+        raise ConfigError(
+            f"`kv_cache_dtype` is {run.kv_cache_dtype}, and `batch_invariant` keeps keys and values in the model's "
+            f"type ({dtype}); leave one of the two out"
+        )
+
+
+def attention_choice(choice: str | AttentionBackends) -> str:
+    """Return `EngineConfig.attention_backend` for the choice that a RunConfig holds."""
+    if isinstance(choice, str):
+        return choice
+    return choice.prefill if choice.prefill == choice.decode else f"{choice.prefill}:{choice.decode}"
+
+
+def sampling_defaults(run: RunConfig, model: ModelConfig) -> dict[str, Any]:
+    """Return the defaults of a row's `sampling`: the config's `sampling` over the checkpoint's generation_config.
+
+    Holds only keys that somebody set. Raises ConfigError.
+    """
+    own = dict(model.generation_defaults) if run.generation_config == "auto" else {}
+    defaults = {**own, **run.sampling}
+    try:
+        convert(defaults, SamplingParams, under=("sampling",))
+    except InvalidValue as error:
+        raise ConfigError(
+            f"{run.model}: generation_config.json and `sampling` together: {error.message}; "
+            "`generation_config: none` leaves the checkpoint's defaults out"
+        ) from None
+    return defaults
+
+
+def make_parser(
+    job: JobConfig,
+    sampling_defaults: Mapping[str, Any],
+    *,
+    chat: ChatForms = ChatForms(),  # noqa: B008 - it is frozen
+    keep: Callable[[Any], Any] = as_json,
+    has_chat_template: bool = True,
+    caller: Caller | None = None,
+    task: TaskRows | None = None,
+) -> RowParser:
+    """Make the parser of a job's rows, in which texts become messages as `chat` says.
+
+    `has_chat_template` says whether the model has one. `keep`, `caller` and `task` are those of `RowParser`.
+    """
+    rules = PromptRules(
+        prompt_template=None if job.prompt_template is None else TextTemplate(job.prompt_template),
+        messages_template=tuple((each.role, TextTemplate(each.content)) for each in job.messages_template),
+        chat=chat,
+        has_chat_template=has_chat_template,
+        system=job.system,
+        chat_template_kwargs=job.chat_template_kwargs,
+    )
+    return RowParser(
+        sampling_defaults, row_keys(job), rules, keep=keep, keep_input=job.keep_input, caller=caller, task=task
+    )
+
+
+def row_keys(job: JobConfig) -> RowKeys:
+    """Return the keys under which the rows of a job say something to nvcli."""
+    prompt, messages = job.prompt_field, job.messages_field or MESSAGES_KEY
+    named = [prompt] if prompt != PROMPT_KEY else []
+    named += [messages] if job.messages_field is not None else []
+    return RowKeys(prompt=prompt, messages=messages, id=job.id_field, deciding=named[0] if len(named) == 1 else None)
+
+
+def own_chat_template(job: JobConfig) -> str | None:
+    """Return the text of the chat template that the job names; None: it names none. Raises ConfigError."""
+    return None if job.chat_template is None else read_chat_template(Path(job.chat_template))

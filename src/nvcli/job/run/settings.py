@@ -1,0 +1,79 @@
+"""The settings of a run by key, each with its value and with what set it, for summaries and reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from nvcli.core.config import JobConfig, RunConfig
+from nvcli.core.sampling_params import SamplingParams
+from nvcli.core.validation import Path
+from nvcli.models.config import GENERATION_CONFIG_FILE
+
+SetterOf = Callable[[Path], str | None]
+"""Names the file and line, or the flag, that set the key at a path; None for a default (`ConfigSource.setter`)."""
+
+DEFAULT = "default"
+"""The origin of a value that is built in."""
+CONFIGURATION = "configuration"
+"""The origin of a value that somebody set, where it is not known how."""
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """One key of the configuration."""
+
+    key: str
+    """The key as `--set` takes it, such as `sampling.temperature`."""
+    value: Any
+    origin: str
+    """Its source: a file and line, a flag, `generation_config.json` or `default`."""
+
+
+def is_worth_showing(setting: Setting) -> bool:
+    """Tell whether a sampling parameter is worth a line: somebody set it, or it is one of those that people ask for."""
+    return setting.origin != DEFAULT or setting.key in ("sampling.temperature", "sampling.max_tokens")
+
+
+def sampling_name(setting: Setting) -> str:
+    """Return the name of a sampling parameter as a row's `sampling` has it, such as `temperature`."""
+    return setting.key.removeprefix("sampling.")
+
+
+def unknown_setter(path: Path) -> str | None:
+    """Stand in for a `SetterOf` where it is not known what set the keys."""
+    return None
+
+
+def sampling_settings(
+    run: RunConfig, generation_defaults: Mapping[str, Any], setter_of: SetterOf = unknown_setter
+) -> list[Setting]:
+    """Return the sampling of a row that brings none, parameter by parameter.
+
+    `generation_defaults` are those of the checkpoint's generation_config.json.
+    """
+    own = generation_defaults if run.generation_config == "auto" else {}
+    settings = []
+    for key, default in msgspec.to_builtins(msgspec.structs.asdict(SamplingParams())).items():
+        value, origin = default, DEFAULT
+        if key in run.sampling:
+            value, origin = run.sampling[key], setter_of(("sampling", key)) or CONFIGURATION
+        elif key in own:
+            value, origin = own[key], GENERATION_CONFIG_FILE
+        settings.append(Setting(key=f"sampling.{key}", value=value, origin=origin))
+    return settings
+
+
+def config_settings(run: RunConfig, setter_of: SetterOf = unknown_setter) -> list[Setting]:
+    """Return every key of a configuration but those of `sampling`, in the order in which they are declared."""
+    paths: list[tuple[str, ...]] = [(key,) for key in RunConfig.__struct_fields__ if key not in ("job", "sampling")]
+    paths += [("job", key) for key in JobConfig.__struct_fields__]
+    settings = []
+    for path in paths:
+        section: Any = run.job if len(path) == 2 else run
+        value = msgspec.to_builtins(getattr(section, path[-1]), str_keys=True)
+        default = msgspec.to_builtins(getattr(type(section)(), path[-1]), str_keys=True)
+        origin = setter_of(path) or (DEFAULT if value == default else CONFIGURATION)
+        settings.append(Setting(key=".".join(path), value=value, origin=origin))
+    return settings

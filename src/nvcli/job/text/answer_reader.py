@@ -1,0 +1,216 @@
+"""AnswerReader: takes the answer to a conversation apart into its thought, its text and its tool calls.
+
+Rows that are no conversations have no reader: their answers are texts. What is read depends on the answer, its prompt
+and the tools of its row alone.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from nvcli.job.job import FunctionCall, ToolCall
+from nvcli.job.text.reasoning import HARMONY_MARKS, PromptState, ReasoningParser, find_reasoning_format
+from nvcli.job.text.tokenizer import Tokenizer
+from nvcli.job.text.tool_calls import (
+    HARMONY,
+    TOOL_FORMATS,
+    BadToolCall,
+    FoundCall,
+    FoundCalls,
+    harmony_call,
+    tool_format_name,
+)
+
+_ID_CHARS = 9
+"""Mistral's chat templates refuse ids of another length."""
+_ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+
+
+class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """How the answers to one row are to be read."""
+
+    reader: AnswerReader
+    state: PromptState
+    """How the prompt leaves the answer's thought."""
+    tools: Sequence[Mapping[str, Any]]
+    """The tools that the answer may call; empty: calls are not looked for."""
+
+    @property
+    def tells_thoughts(self) -> bool:
+        """Whether the tokens of thoughts are counted."""
+        return self.reader.reasoning is not None
+
+    @property
+    def digest(self) -> bytes:
+        """Bytes that are equal for rows whose equal answers are read alike."""
+        return b"%d" % self.state.value + msgspec.json.encode(self.tools)
+
+
+class ParsedAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer that was taken apart."""
+
+    text: str
+    """The answer without its thought and calls."""
+    reasoning: str | None = None
+    """The thought; None: there is none."""
+    num_reasoning_tokens: int = 0
+    """The tokens of the thought, with those of its marks."""
+    calls: Sequence[FoundCall] = ()
+    problem: str = ""
+    """Why something that looks like a tool call is none, so that it is part of the text; empty: nothing does."""
+
+
+class AnswerReader:
+    """Reads the answers of one model."""
+
+    def __init__(self, tokenizer: Tokenizer, *, reasoning_parser: str, tool_parser: str) -> None:
+        """`reasoning_parser` and `tool_parser` are `job.reasoning_parser` and `job.tool_parser`."""
+        template = tokenizer.chat_template
+        form = find_reasoning_format(reasoning_parser, template)
+        self._tokenizer = tokenizer
+        self.reasoning = None if form is None else ReasoningParser(form, tokenizer)
+        """Finds thoughts; None: they are part of the text."""
+        choices = (reasoning_parser, tool_parser)
+        writes_harmony = all(mark in template for mark in HARMONY_MARKS)
+        self._is_harmony = HARMONY in choices or (writes_harmony and "auto" in choices)
+        name = HARMONY if self._is_harmony else tool_format_name(tool_parser, template)
+        self.call_format = None if tool_parser == "none" else name
+        """The name of the format of tool calls; None: they are not looked for."""
+        self._tool_format = None if name is None else TOOL_FORMATS.get(name)
+
+    def reading(
+        self, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]], last_message: str | None
+    ) -> AnswerFormat | None:
+        """Return how the answers to a prompt are to be read; None: they are texts.
+
+        `last_message` is the message that the answer goes on with; None: it begins a new one.
+        """
+        tools = tools if self.call_format is not None else []
+        state = PromptState.CLOSED
+        if self.reasoning is not None:
+            state = self.reasoning.state_of(prompt_ids, last_message)
+        if state is PromptState.CLOSED and not tools:
+            return None
+        return AnswerFormat(reader=self, state=state, tools=tools)
+
+    def read(
+        self, ids: array[int], reading: AnswerFormat, *, text_before_stop: str | None, skip_special_tokens: bool
+    ) -> ParsedAnswer:
+        """Take an answer apart. `text_before_stop` is its text if a stop string ended it, else None."""
+        num_cut = 0
+        if text_before_stop is not None:
+            whole = self._tokenizer.decode_one(ids, skip_special_tokens=skip_special_tokens)
+            num_cut = max(0, len(whole) - len(text_before_stop))
+        if self._is_harmony:
+            return self._read_harmony(ids, reading, num_cut)
+        count = None if self.reasoning is None else self.reasoning.split(ids, reading.state)
+        rest = ids[count or 0 :]
+        text = self._tokenizer.decode_one(rest, skip_special_tokens=skip_special_tokens)
+        text, num_cut = _cut(text, num_cut)
+        reasoning = None
+        if count is not None:
+            assert self.reasoning is not None
+            reasoning, _ = _cut(self.reasoning.text_of(ids[:count]), num_cut)
+            text = text.lstrip("\n")
+        found, problem = self._find_calls(text if text_before_stop is not None else None, rest, reading)
+        return ParsedAnswer(
+            text=text if found is None else found.text,
+            reasoning=reasoning,
+            num_reasoning_tokens=count or 0,
+            calls=() if found is None else found.calls,
+            problem=problem,
+        )
+
+    def _find_calls(self, cut: str | None, ids: Sequence[int], reading: AnswerFormat) -> tuple[FoundCalls | None, str]:
+        """Find the calls in an answer's tokens behind its thought, or in its text where a stop string has `cut` it."""
+        if not reading.tools or self._tool_format is None:
+            return None, ""
+        text = self._tokenizer.decode_one(ids, skip_special_tokens=False) if cut is None else cut
+        try:
+            return self._tool_format(text, reading.tools), ""
+        except (BadToolCall, RecursionError) as error:
+            return None, _problem(error)
+
+    def _read_harmony(self, ids: array[int], reading: AnswerFormat, num_cut: int) -> ParsedAnswer:
+        """Read the messages of an answer by their channels and recipients."""
+        thoughts: list[str] = []
+        texts: list[str] = []
+        calls: list[FoundCall] = []
+        problem, num_reasoning_tokens = "", 0
+        for part in _split(ids, self._tokenizer.token_id("<|start|>")):
+            header, found, body = self._tokenizer.decode_one(part, skip_special_tokens=False).partition("<|message|>")
+            if not found:
+                continue
+            body = _END.sub("", body)
+            recipient = _RECIPIENT.search(header)
+            if recipient is not None and reading.tools:
+                try:
+                    calls.append(harmony_call(recipient[1], body))
+                    continue
+                except (BadToolCall, RecursionError) as error:
+                    problem = problem or _problem(error)
+            channel = _CHANNEL.search(header)
+            if channel is not None and channel[1] == "analysis" and self.reasoning is not None:
+                thoughts.append(body)
+                num_reasoning_tokens += len(part)
+            else:
+                texts.append(body)
+        text, num_cut = _cut("\n".join(texts), num_cut)
+        reasoning, _ = _cut("\n".join(thoughts), num_cut)
+        return ParsedAnswer(
+            text=text,
+            reasoning=reasoning if thoughts else None,
+            num_reasoning_tokens=num_reasoning_tokens,
+            calls=calls,
+            problem=problem,
+        )
+
+
+def _problem(error: BadToolCall | RecursionError) -> str:
+    """Say why a text that looks like a tool call is none."""
+    return str(error) if isinstance(error, BadToolCall) else "a call is nested too deep"
+
+
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=functions\.([\w.\-]+)")
+_END = re.compile(r"<\|(?:end|return|call)\|>")
+
+
+def _split(ids: array[int], start_id: int | None) -> Iterator[array[int]]:
+    """Yield the messages of an answer, which begins behind the role of its first one; `start_id` begins the others."""
+    starts = [at for at, token in enumerate(ids) if at and token == start_id]
+    for start, end in pairwise((0, *starts, len(ids))):
+        yield ids[start:end]
+
+
+def _cut(text: str, num_chars: int) -> tuple[str, int]:
+    """Cut so many characters from the end of a text, and return how many are left to be cut before it."""
+    kept = max(0, len(text) - num_chars)
+    return text[:kept], num_chars - (len(text) - kept)
+
+
+def tool_calls_of(calls: Sequence[FoundCall], prompt_ids: bytes, choice: int) -> list[ToolCall]:
+    """Return calls in OpenAI's form. Their ids follow from the prompt, the number of the choice and the call alone."""
+    return [
+        ToolCall(
+            id=_call_id(prompt_ids, choice, number),
+            function=FunctionCall(name=call.name, arguments=call.arguments),
+        )
+        for number, call in enumerate(calls)
+    ]
+
+
+def _call_id(prompt_ids: bytes, choice: int, number: int) -> str:
+    digest = int.from_bytes(blake2b(b"%d:%d:%b" % (choice, number, prompt_ids), digest_size=8).digest())
+    chars = []
+    for _ in range(_ID_CHARS):
+        digest, place = divmod(digest, len(_ALPHABET))
+        chars.append(_ALPHABET[place])
+    return "".join(chars)

@@ -1,0 +1,123 @@
+"""GuardedProcess: work that may not end, or may take all memory, done in a process that can be ended.
+
+Some work is decided by strangers: the chat template of a checkpoint, the schema of a row. Nothing but the end of its
+process ends such work for certain. The process starts with the first question, is ended when one takes too long, and is
+started anew for the next one. A question that killed its process or took too long is asked once more, of a process of
+its own: whatever went wrong may have had nothing to do with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nvcli.errors import LoadError, WorkerError
+from nvcli.worker.executor.child_process import ChildProcess
+
+_WAIT_SECONDS = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class NoAnswer:
+    """A question that was not answered, and why."""
+
+    reason: str
+    """The end of a sentence about the process, such as `exited with code 1`; empty once all is closed."""
+    is_late: bool = False
+    """Whether the process took too long. It may have been stopped, or the machine busy with something else."""
+
+
+class GuardedProcess:
+    """One process at a time that answers questions.
+
+    Used by one thread; `close` may be called by any.
+    """
+
+    def __init__(
+        self, target: str, argument: Any, *, name: str, max_seconds: float, env: Mapping[str, str] | None = None
+    ) -> None:
+        """`target`, `argument`, `name` and `env` are those of a ChildProcess.
+
+        The process first sends an empty message, or the reason for which it cannot work. It then answers each message
+        by one of bytes, within `max_seconds`.
+        """
+        self._target = target
+        self._argument = argument
+        self._name = name
+        self._max_seconds = max_seconds
+        self._env = env
+        self.process: ChildProcess | None = None
+        """The process, if one runs."""
+        self._lock = threading.Lock()
+        """Held while the process is used."""
+        self._closed = False
+
+    def ask(self, question: Any, *, is_last: bool = True) -> bytes | NoAnswer:
+        """Send a question, which is pickled, and return the answer.
+
+        One that takes too long is asked once more, unless the caller has another way to ask it (`is_last` is False).
+        Raises LoadError with the reason that the process gives at its start, and WorkerError where none can be started.
+        """
+        with self._lock:
+            return self._ask(question, is_last=is_last)
+
+    def close(self) -> None:
+        """End the process, even while it works. May be called again; nothing is answered any more."""
+        self._closed = True
+        process = self.process
+        if process is not None:
+            process.kill()  # so that whoever waits for it lets go of the lock
+        with self._lock:
+            self._drop()
+
+    def _ask(self, question: Any, *, is_last: bool) -> bytes | NoAnswer:
+        missing = NoAnswer("")
+        for _ in range(2):
+            if self._closed:
+                return NoAnswer("")
+            process = self.process or self._start()
+            try:
+                process.control.send(question)
+                if self._wait(process, self._max_seconds):
+                    return process.control.recv_bytes()
+                missing = NoAnswer(f"is not done after {self._max_seconds:g} seconds", is_late=True)
+            except (EOFError, OSError):
+                missing = NoAnswer("" if self._closed else process.describe_exit())
+            self._drop()
+            if missing.is_late and not is_last:
+                break
+        return missing
+
+    def _start(self) -> ChildProcess:
+        """Start the process, and wait until it can work, however long that takes."""
+        process = self.process = ChildProcess(self._target, self._argument, name=self._name, env=self._env)
+        try:
+            while not self._wait(process, _WAIT_SECONDS):
+                pass
+            problem = process.control.recv_bytes().decode()
+        except (EOFError, OSError):
+            if not self._closed:
+                raise WorkerError(f"the {self._name} {process.describe_exit()} at its start") from None
+        else:
+            if problem:
+                raise LoadError(problem)
+        return process
+
+    def _wait(self, process: ChildProcess, seconds: float) -> bool:
+        """Wait for an answer or the end of the process; return whether there is one. Raises EOFError once it is closed.
+
+        Waits are counted, not timed, so that a run that was stopped (Ctrl-Z) goes on where it was.
+        """
+        for _ in range(max(1, round(seconds / _WAIT_SECONDS))):
+            if self._closed:
+                raise EOFError
+            if process.control.poll(_WAIT_SECONDS):
+                return True
+        return False
+
+    def _drop(self) -> None:
+        if self.process is not None:
+            self.process.close()
+            self.process = None

@@ -1,0 +1,145 @@
+"""Limits that a model and its configuration set to a row: token ids, lengths, and where a prompt is cut.
+
+As much of a long text is tokenized as can matter, and no more. A text of 50 MB is 12 million tokens, which take
+gigabytes while they are made, and some tokenizers give up on texts of millions of spaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from nvcli.core.config_types import OnTooLong, ReasoningParserName, SpecialTokens, ToolParserName
+from nvcli.core.sampling_params import MAX_ANSWER_NUMBERS, SamplingParams
+from nvcli.core.validation import show
+from nvcli.errors import RowError
+from nvcli.job.text.tokenizer import Tokenizer
+
+
+class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits that a model and its configuration set to a row."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    on_too_long: OnTooLong = "error"
+    special_tokens: SpecialTokens = "allow"
+    reasoning_parser: ReasoningParserName = "auto"
+    tool_parser: ToolParserName = "auto"
+    hidden_size: int = 0
+    """The numbers of an embedding."""
+
+
+def end_ids(tokenizer: Tokenizer, limits: ModelLimits) -> list[int]:
+    """Return the model's end-of-sequence ids, without those that it has no logit for: they are never sampled, and
+    cannot be forbidden either (`min_tokens`)."""
+    own = tokenizer.eos_token_id
+    ids = limits.eos_token_ids or (() if own is None else (own,))
+    return [token for token in ids if token < limits.vocab_size]
+
+
+def check_vocabulary(name: str, ids: Sequence[int], limits: ModelLimits) -> None:
+    """Raise RowError where one of the ids is no token of the model. `name` is what holds them."""
+    if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
+        wrong = next(i for i in ids if not 0 <= i < limits.vocab_size)
+        allowed = f"the model's tokens are 0 to {limits.vocab_size - 1}"
+        raise RowError("token_out_of_vocabulary", f"{name} holds {show(wrong)}; {allowed}")
+
+
+def fit_prompt(ids: list[int], sampling: SamplingParams, limits: ModelLimits, under: str) -> tuple[list[int], int]:
+    """Return the prompt, cut where that is needed and allowed, and the most tokens of its answer.
+
+    `under` is the key that holds the sampling's keys in the row. Raises RowError.
+    """
+    max_len = limits.max_model_len
+    asked = sampling.max_tokens
+    on_too_long = limits.on_too_long
+    if sampling.truncate_prompt_tokens is not None:
+        if sampling.truncate_prompt_tokens > 0:
+            ids = ids[-sampling.truncate_prompt_tokens :]
+        else:
+            on_too_long = "truncate-left"
+    room = max_len - len(ids)
+    if room < (asked or 1):
+        if on_too_long == "error":
+            raise _too_long(len(ids), asked, max_len, under)
+        answer_len = asked or max(1, max_len // 4)
+        keep = max_len - answer_len
+        if keep < 1:
+            raise _too_long(1, asked, max_len, under)
+        ids = ids[-keep:] if on_too_long == "truncate-left" else ids[:keep]
+        room = answer_len
+    max_tokens = asked or room
+    if sampling.min_tokens > max_tokens:
+        raise RowError(
+            "max_tokens_too_large",
+            f"`{under}.min_tokens` is {sampling.min_tokens}, and there is room for {max_tokens} tokens of answer; "
+            "lower it",
+        )
+    if sampling.prompt_logprobs is not None and len(ids) * (1 + sampling.prompt_logprobs) > MAX_ANSWER_NUMBERS:
+        raise RowError(
+            "invalid_sampling",
+            f"`{under}.prompt_logprobs` is {sampling.prompt_logprobs}, and a prompt of {len(ids):,} tokens has more "
+            f"than {MAX_ANSWER_NUMBERS:,} numbers; lower it",
+        )
+    num_tokens = max_tokens + (len(ids) if sampling.echo and sampling.logprobs is not None else 0)
+    if (num_numbers := sampling.num_samples * num_tokens * sampling.numbers_per_token) > MAX_ANSWER_NUMBERS:
+        raise RowError(
+            "invalid_sampling",
+            f"{sampling.num_samples:,} answers of up to {num_tokens:,} tokens with `{under}.logprobs` or token ids "
+            f"hold {num_numbers:,} numbers; allowed: {MAX_ANSWER_NUMBERS:,}; lower `{under}.max_tokens`, `{under}.n` "
+            f"or `{under}.logprobs`",
+        )
+    return ids, max_tokens
+
+
+def _too_long(num_prompt_tokens: int, asked: int | None, max_len: int, under: str) -> RowError:
+    if num_prompt_tokens >= max_len:
+        return RowError(
+            "prompt_too_long",
+            f"the prompt has {num_prompt_tokens} tokens, and `max_model_len` is {max_len} with the answer; "
+            "shorten it, or set `job.on_too_long` to cut it",
+        )
+    tokens = "1 token" if num_prompt_tokens == 1 else f"{num_prompt_tokens} tokens"
+    return RowError(
+        "max_tokens_too_large",
+        f"`{under}.max_tokens` is {asked}, and a prompt of {tokens} leaves room for {max_len - num_prompt_tokens} "
+        f"(`max_model_len` is {max_len}); lower it or leave it out",
+    )
+
+
+_CHARS_PER_TOKEN = 16
+"""Texts with more characters than so many for each token that fits are long. In most languages a token has 1 to 5."""
+_GROWTH = 4
+_MARGIN = 64
+"""The tokens at the place where a text is cut may be others than in the whole text: so many are not relied on."""
+
+
+def is_long(text: str, max_model_len: int) -> bool:
+    """Tell whether a text may have far more tokens than fit."""
+    return len(text) > _CHARS_PER_TOKEN * max_model_len
+
+
+def encode_long(
+    text: str, encode: Callable[[str], list[int] | RowError], *, max_model_len: int, on_too_long: OnTooLong
+) -> list[int] | RowError:
+    """Return the tokens of a text, or of that end of it which is kept, which are then more than `max_model_len`.
+
+    With `on_too_long` "error", a text that is too long becomes its error.
+    """
+    num_chars = _CHARS_PER_TOKEN * max_model_len
+    while num_chars < len(text):
+        ids = encode(text[-num_chars:] if on_too_long == "truncate-left" else text[:num_chars])
+        if isinstance(ids, RowError):
+            return ids
+        if len(ids) > max_model_len + _MARGIN:
+            if on_too_long != "error":
+                return ids
+            return RowError(
+                "prompt_too_long",
+                f"the prompt has {len(text):,} characters, and the first {num_chars:,} of them are more tokens than "
+                f"`max_model_len` ({max_model_len}); shorten it, or set `job.on_too_long` to cut it",
+            )
+        num_chars *= _GROWTH
+    return encode(text)

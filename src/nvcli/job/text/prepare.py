@@ -1,0 +1,465 @@
+"""Prepares jobs for a replica: token ids that fit the model, and how many tokens the answer may have."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from nvcli.core.chat_template import unknown_variables
+from nvcli.core.messages import pack
+from nvcli.core.sampling_params import SamplingParams
+from nvcli.core.structured import MAX_END_IDS, Constraint, Structured
+from nvcli.engine.request import ThoughtLimit
+from nvcli.errors import RowError, unexpected
+from nvcli.job.job import Job, JobResult, RowContext, RowForm, failed
+from nvcli.job.rows.conversation import ARGUMENTS, CONTINUE_FINAL_MESSAGE, TOOLS
+from nvcli.job.tasks import EmbedTask, PromptTask, ScoreTask
+from nvcli.job.text.answer_reader import AnswerFormat, AnswerReader
+from nvcli.job.text.call_grammars import CallConstraints
+from nvcli.job.text.chat_renderer import Conversation
+from nvcli.job.text.grammar_maker import Grammar, GrammarMaker
+from nvcli.job.text.model_limits import ModelLimits, check_vocabulary, encode_long, end_ids, fit_prompt, is_long
+from nvcli.job.text.prompt_tasks import (
+    Continuations,
+    PreparedTask,
+    ScoredText,
+    check_dimensions,
+    scored_continuations,
+    scored_prompt,
+)
+from nvcli.job.text.reasoning import unknown_marks
+from nvcli.job.text.special_tokens import special_token_rule
+from nvcli.job.text.token_rules import TokenRules, token_rules
+from nvcli.job.text.tokenizer import Tokenizer
+
+_ROW_BYTES = 1000
+"""Roughly what a prepared row takes in memory beside its prompt and what it passes through."""
+
+_CALLS_NAME = f"a rule for the calls of `{TOOLS}`"
+"""The name of what holds an answer to tool calls, for messages."""
+
+Render = Callable[[Sequence[Conversation]], list[str | RowError]]
+
+
+class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A row that the engine can take: at least one prompt token, and room for `max_tokens` more."""
+
+    context: RowContext
+    prompt_ids: bytes
+    """The prompt's token ids, packed by `messages.pack`."""
+    num_prompt_tokens: int
+    max_tokens: int
+    stop_ids: list[int]
+    sampling: SamplingParams
+    constraint: Constraint | None = None
+    """The grammar of the sampling's `structured`, or of tool calls; None: the answer may be anything."""
+    rules: TokenRules | None = None
+    """Biases and bad words of `sampling`, by token ids."""
+    echo: str = ""
+    """The text that stands before the answer in its text."""
+    reading: AnswerFormat | None = None
+    """How answers are taken apart; None: they are texts."""
+    thought_limit: ThoughtLimit | None = None
+    """The limit of an answer's thought; None: it has none."""
+    answer_key: bytes | None = None
+    """A key that is equal for rows whose answers are equal.
+
+    Such rows are greedy or have a seed of their own, and have the same token ids and sampling. None where the answer
+    also depends on the row's place in the file, and where its text is wanted as it comes, which a known answer is not.
+    """
+    num_bytes: int = 0
+    """Roughly what the row takes in memory while it waits."""
+    task: PreparedTask | None = None
+    """The task that is computed in place of an answer; `sampling.n` is then the number of its requests."""
+
+
+class Preparer:
+    """Tokenizes rows for one model. Used by one thread."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, limits: ModelLimits, render: Render, grammars: GrammarMaker | None = None
+    ) -> None:
+        """`render` turns conversations into prompt texts, or into errors (`ChatRenderer.render`). With `grammars` None
+        rows that ask for structured answers are refused."""
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._render = render
+        self._grammars = grammars
+        self._rule = special_token_rule(limits.special_tokens, tokenizer)
+        self._eos_ids = end_ids(tokenizer, limits)
+        self._wholes = Continuations(self._rule, tokenizer, self._eos_ids)
+        self._ids_fit = tokenizer.vocab_size is not None and tokenizer.vocab_size <= limits.vocab_size
+        """Whether every id that the tokenizer gives is one of the model's."""
+        self._sampling: SamplingParams | None = None
+        """The sampling of the last row. What follows from it is kept, because most rows have the defaults."""
+        self._stop_ids: list[int] = []
+        self._grammar: Grammar | None = None
+        self._counted_grammar: Grammar | None = None
+        """The last grammar whose memory was counted, which is done once, for the row that brought it."""
+        self._constraint: Constraint | None = None
+        self._reader = AnswerReader(tokenizer, reasoning_parser=limits.reasoning_parser, tool_parser=limits.tool_parser)
+        self._calls = CallConstraints(tokenizer, self._reader, grammars)
+        self._rules: TokenRules | None = None
+        self._answers_follow_from: bytes | None = None
+
+    def prepare(self, rows: Sequence[Job | JobResult]) -> list[PreparedRow | JobResult]:
+        """Return one entry for each row, in their order. Results of rows that failed before are handed on.
+
+        Raises LoadError and WorkerError where no process can be started for chat templates or grammars.
+        """
+        try:
+            return self._prepare(rows)
+        except BaseException as error:
+            fault = unexpected(error, "preparing the prompt")
+        if len(rows) > 1:  # one of them is at fault
+            return [prepared for row in rows for prepared in self.prepare([row])]
+        return [failed(row.context, fault) if isinstance(row, Job) else row for row in rows]
+
+    def _prepare(self, rows: Sequence[Job | JobResult]) -> list[PreparedRow | JobResult]:
+        prompts: dict[int, list[int] | RowError] = {}
+        plain: dict[int, str] = {}
+        conversations: dict[int, Conversation] = {}
+        for at, row in enumerate(rows):
+            if not isinstance(row, Job):
+                continue
+            if row.prompt is not None:
+                refusal = self._rule.check(row.prompt, "prompt")
+                if refusal is None:
+                    plain[at] = row.prompt
+                else:
+                    prompts[at] = refusal
+            elif row.messages is not None:
+                conversation = self._conversation(row, row.messages)
+                if isinstance(conversation, RowError):
+                    prompts[at] = conversation
+                else:
+                    conversations[at] = conversation
+            else:
+                assert row.prompt_token_ids is not None
+                prompts[at] = row.prompt_token_ids
+        chats: dict[int, str] = {}
+        for at, rendered in zip(conversations, self._render(list(conversations.values())), strict=True):
+            if isinstance(rendered, RowError):
+                prompts[at] = rendered
+            else:
+                chats[at] = rendered
+        wholes = self._wholes.encode(rows, prompts, plain, chats)
+        for texts, is_rendered in ((plain, False), (chats, True)):
+            for at in [at for at, text in texts.items() if self._is_cut(text, at in wholes)]:
+                job = rows[at]
+                assert isinstance(job, Job)
+                prompts[at] = self._encode_long(texts.pop(at), job, is_rendered=is_rendered)
+            if texts:
+                encoded = self._rule.encode(list(texts.values()), is_rendered=is_rendered)
+                prompts.update(zip(texts, encoded, strict=True))
+        return [
+            row
+            if not isinstance(row, Job)
+            else self._prepare_row(row, prompts[at])
+            if row.task is None
+            else self._prepare_task(row, row.task, prompts[at], wholes.get(at, ()))
+            for at, row in enumerate(rows)
+        ]
+
+    def _prepare_task(
+        self, job: Job, task: PromptTask, prompt: list[int] | RowError, wholes: Sequence[list[int] | RowError]
+    ) -> PreparedRow | JobResult:
+        """Prepare a row that is scored or embedded. `wholes` are its prompt with each continuation."""
+        problem = next((ids for ids in (prompt, *wholes) if isinstance(ids, RowError)), None)
+        if problem is not None:
+            return failed(job.context, problem)
+        assert isinstance(prompt, list)
+        limits = self._limits
+        try:
+            self._check_prompt(job, prompt, "`prompt_token_ids`")
+            texts: tuple[ScoredText, ...] = ()
+            if isinstance(task, ScoreTask) and task.continuations is not None:
+                prompt, texts = scored_continuations(
+                    task,
+                    prompt,
+                    [ids for ids in wholes if isinstance(ids, list)],
+                    lead=self._wholes.lead,
+                    num_behind=self._wholes.num_behind if job.prompt is not None else 0,
+                    max_model_len=limits.max_model_len,
+                    on_too_long=limits.on_too_long,
+                )
+            if not prompt:
+                raise RowError("empty_prompt", "the prompt has no tokens, and the model no token to begin with")
+            if isinstance(task, EmbedTask):
+                check_dimensions(task, limits.hidden_size)
+                prompt, _ = fit_prompt(prompt, job.sampling, limits, "sampling")
+            elif not texts:
+                prompt, texts = scored_prompt(
+                    prompt, job.prompt, max_model_len=limits.max_model_len, on_too_long=limits.on_too_long
+                )
+            prompt_ids, prepared = pack(prompt), PreparedTask(task=task, texts=texts)
+            extra = job.context.extra
+            return PreparedRow(
+                context=job.context,
+                prompt_ids=prompt_ids,
+                num_prompt_tokens=len(prompt) + prepared.num_tokens,
+                max_tokens=1,
+                stop_ids=[],
+                sampling=msgspec.structs.replace(job.sampling, n=max(1, len(texts))),
+                answer_key=prepared.answer_key(prompt_ids),
+                num_bytes=_ROW_BYTES + len(prompt_ids) + 8 * prepared.num_tokens + (_num_bytes(extra) if extra else 0),
+                task=prepared,
+            )
+        except RowError as error:
+            return failed(job.context, error)
+
+    def _conversation(self, job: Job, messages: list[dict[str, Any]]) -> Conversation | RowError:
+        """Return what the chat template is given of a row, or the error of what it may not be given."""
+        rule, variables = self._rule, job.chat_template_kwargs
+        refusal = rule.check(messages, "messages")
+        if refusal is None and variables:
+            refusal = rule.check(variables, "chat_template_kwargs")
+        if job.template_arguments:
+            refusal = refusal or self._check_arguments(job, job.template_arguments)
+            variables = {**variables, **job.template_arguments}
+        return refusal or Conversation(rule.to_template(messages), rule.to_template(variables))
+
+    def _check_arguments(self, job: Job, arguments: Mapping[str, Any]) -> RowError | None:
+        """Return the error of a row whose arguments would have no effect, or are not allowed."""
+        unknown = self._unknown_arguments.intersection(arguments)
+        under = "" if job.context.form is RowForm.NATIVE else "body."
+        if unknown:
+            return RowError(
+                "unsupported_parameter",
+                f"`{under}{min(unknown)}` would have no effect: the model's chat template does not know it; leave it "
+                "out, or name a --chat-template that does",
+            )
+        refusals = (self._rule.check(value, under + name) for name, value in arguments.items())
+        return next((refusal for refusal in refusals if refusal is not None), None)
+
+    @functools.cached_property
+    def _unknown_arguments(self) -> frozenset[str]:
+        """The keys of a row that the chat template does not know."""
+        template = self._tokenizer.chat_template
+        return frozenset(unknown_variables(template, ARGUMENTS) if template else ())
+
+    def _prepare_row(self, job: Job, prompt: list[int] | RowError) -> PreparedRow | JobResult:
+        if isinstance(prompt, RowError):  # not raised: its traceback would hold the row, and the row's frame it
+            return failed(job.context, prompt)
+        is_native = job.context.form is RowForm.NATIVE
+        under = "sampling" if is_native else "body"
+        try:
+            if not prompt:
+                raise RowError("empty_prompt", "the prompt has no tokens")
+            self._check_prompt(job, prompt, "`prompt_token_ids`" if is_native else "`body.prompt`")
+            sampling = job.sampling
+            if sampling is not self._sampling:
+                self._follow(sampling, under)
+            ids, max_tokens = fit_prompt(prompt, sampling, self._limits, under)
+            prompt_ids = pack(ids)
+            echo = self._echo(job, ids, is_whole=len(ids) == len(prompt)) if sampling.echo else ""
+            reading = None
+            if job.messages is not None:
+                reading = self._reader.reading(ids, job.tools, _last_message(job))
+            constraint, called = self._constraint, None
+            must_call = job.call_rule is not None and job.call_rule.is_required
+            if job.call_rule is not None:
+                called = self._calls.grammar(job, job.call_rule)
+                if called is not None:
+                    constraint = self._constraint_of(called, _CALLS_NAME)
+            if constraint is not None and reading is not None:
+                constraint = self._after_thought(constraint, reading, sampling, under, must_call=must_call)
+            thought_limit = None
+            if sampling.thinking_budget is not None:
+                thought_limit = self._thought_limit(job, ids, sampling.thinking_budget, under, must_call=must_call)
+            answer_key = None
+            caller = job.context.caller
+            if self._answers_follow_from is not None and not (caller is not None and caller.streams):
+                read_as = echo.encode() if reading is None else echo.encode() + reading.digest
+                read_as += b"" if called is None else called.text.encode()
+                if job.context.part is not None and not sampling.is_greedy:
+                    read_as += b"prompt %d" % job.context.part.number  # which has random numbers of its own
+                # 128 bits: two different rows do not meet in practice.
+                answer_key = blake2b(
+                    b"%b%d:%b%b" % (self._answers_follow_from, max_tokens, prompt_ids, read_as), digest_size=16
+                ).digest()
+            extra = job.context.extra
+            num_bytes = _ROW_BYTES + len(prompt_ids) + (_num_bytes(extra) if extra else 0)
+            if self._grammar is not None:
+                if self._grammar.wanted is not sampling.structured:  # an earlier row's equal one takes its place
+                    sampling = msgspec.structs.replace(sampling, structured=self._grammar.wanted)
+                elif self._grammar is not self._counted_grammar:
+                    self._counted_grammar = self._grammar
+                    num_bytes += self._grammar.num_bytes
+            if called is not None and called is not self._counted_grammar:
+                self._counted_grammar = called
+                num_bytes += called.num_bytes
+            return PreparedRow(
+                context=job.context,
+                prompt_ids=prompt_ids,
+                num_prompt_tokens=len(ids),
+                max_tokens=max_tokens,
+                stop_ids=self._stop_ids,
+                sampling=sampling,
+                constraint=constraint,
+                rules=self._rules,
+                echo=echo,
+                reading=reading,
+                thought_limit=thought_limit,
+                answer_key=answer_key,
+                num_bytes=num_bytes,
+            )
+        except RowError as error:
+            return failed(job.context, error)
+
+    def _check_prompt(self, job: Job, ids: list[int], name: str) -> None:
+        """Raise RowError where a token of a prompt is none of the model. `name` is the key of its ids in the row."""
+        if job.prompt_token_ids is not None or not self._ids_fit:
+            check_vocabulary(name if job.prompt_token_ids is not None else "the tokenized prompt", ids, self._limits)
+
+    def _follow(self, sampling: SamplingParams, under: str) -> None:
+        """Work out what is the same for all rows with this sampling. Raises RowError.
+
+        `under` is the key that holds the sampling's keys in the row.
+        """
+        self._sampling = None
+        check_vocabulary(f"`{under}.stop_token_ids`", sampling.stop_token_ids, self._limits)
+        self._rules = rules = token_rules(sampling, self._tokenizer, under=under)
+        if rules is not None:
+            check_vocabulary(f"`{under}.logit_bias`", list(rules.biases), self._limits)
+            for word in [rules.forbidden_ids, *rules.bad_words]:
+                check_vocabulary(f"`{under}.bad_words`", word, self._limits)
+        self._stop_ids = sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_ids)})
+        if sampling.allowed_token_ids is not None:
+            self._check_allowed(sampling, sampling.allowed_token_ids, under)
+        if sampling.min_tokens and len(self._stop_ids) == self._limits.vocab_size:
+            raise RowError(
+                "invalid_sampling",
+                f"`{under}.min_tokens` is {sampling.min_tokens}, and all {self._limits.vocab_size} tokens of the model "
+                "are stop tokens, so none may be chosen; leave one of the two out",
+            )
+        self._grammar = self._constraint = None
+        if sampling.structured is not None:
+            name = _structured_name(sampling.structured, under)
+            if self._grammars is None:
+                raise RowError("unsupported_parameter", f"{name} is not supported here; leave it out")
+            self._grammar = self._grammars.grammar(sampling.structured, name=name)
+            self._constraint = self._constraint_of(self._grammar, name)
+        self._answers_follow_from = None
+        if sampling.is_greedy:
+            self._answers_follow_from = msgspec.json.encode(msgspec.structs.replace(sampling, seed=None))
+        elif sampling.seed is not None:
+            self._answers_follow_from = msgspec.json.encode(sampling)
+        self._sampling = sampling
+
+    def _after_thought(
+        self, constraint: Constraint, reading: AnswerFormat, sampling: SamplingParams, under: str, *, must_call: bool
+    ) -> Constraint:
+        """Return the constraint of a conversation's answer, which leaves its thought free. Raises RowError."""
+        parser, wanted = self._reader.reasoning, sampling.structured
+        if parser is None or (wanted is None and parser.form.is_harmony):  # the grammar of calls has its thoughts
+            return constraint
+        name = _CALLS_NAME if wanted is None else _structured_name(wanted, under)
+        constraint = parser.after_thought(constraint, reading.state, name)
+        # Where the answer may call a tool in place of what is wanted, some models do so in their thought.
+        return msgspec.structs.replace(constraint, must_begin=must_call or not reading.tools)
+
+    def _constraint_of(self, grammar: Grammar, name: str) -> Constraint:
+        """Return the constraint of an answer that follows a grammar from its beginning; `name` is what asks for it.
+
+        Raises RowError.
+        """
+        if not self._eos_ids:
+            raise RowError("invalid_structured", f"{name} needs an end-of-sequence token, and the model has none")
+        return Constraint(grammar=grammar.text, end_ids=self._eos_ids[:MAX_END_IDS])
+
+    def _check_allowed(self, sampling: SamplingParams, allowed: list[int], under: str) -> None:
+        """Raise RowError where one of the allowed tokens is none, or none of them may be chosen."""
+        check_vocabulary(f"`{under}.allowed_token_ids`", allowed, self._limits)
+        left = set(allowed).difference(() if self._rules is None else self._rules.forbidden_ids)
+        if not left or (sampling.min_tokens and left.issubset(self._stop_ids)):
+            key = "bad_words" if not left else "min_tokens"
+            raise RowError(
+                "invalid_sampling",
+                f"`{under}.{key}` forbids all of the {len(set(allowed))} `{under}.allowed_token_ids`, so no token "
+                "could be chosen; leave one of the two out",
+            )
+
+    def _echo(self, job: Job, ids: list[int], *, is_whole: bool) -> str:
+        """Return the text of the prompt, which is `ids` now, or of the message that the answer goes on with.
+
+        Raises RowError for a conversation whose answer begins a message, or whose row wants log-probabilities too.
+        """
+        if job.messages is not None:
+            content = _last_message(job)
+            if content is None:
+                raise RowError(
+                    "invalid_sampling",
+                    "`echo` is true, and the answer to a conversation goes on with no text of it; leave it out, or "
+                    f"give `{CONTINUE_FINAL_MESSAGE}`: true",
+                )
+            if job.sampling.logprobs is not None:
+                raise RowError(
+                    "invalid_sampling",
+                    "`echo` is true beside `logprobs`, and the message that the answer goes on with is only a part of "
+                    "the prompt's tokens; leave `echo` out, or ask for `prompt_logprobs` beside `logprobs`",
+                )
+            return content
+        if job.prompt is not None and is_whole:
+            return job.prompt
+        return self._tokenizer.decode_one(ids, skip_special_tokens=job.sampling.skip_special_tokens)
+
+    def _thought_limit(
+        self, job: Job, ids: list[int], budget: int, under: str, *, must_call: bool
+    ) -> ThoughtLimit | None:
+        """Return the limit of an answer's thought; None: the prompt leaves it none. Raises RowError."""
+        parser, name = self._reader.reasoning, f"{under}.thinking_budget"
+        if parser is None:
+            raise unknown_marks(name)
+        return parser.limit(budget, parser.state_of(ids, _last_message(job)), name, must_call=must_call)
+
+    def _is_cut(self, text: str, has_continuations: bool) -> bool:
+        """Tell whether only a part of a text is to be tokenized. A prompt with continuations is tokenized as a whole,
+        or refused."""
+        return is_long(text, self._limits.max_model_len) and not (
+            has_continuations and self._limits.on_too_long != "error"
+        )
+
+    def _encode_long(self, text: str, job: Job, *, is_rendered: bool) -> list[int] | RowError:
+        """Tokenize as much of a long prompt as can matter."""
+        on_too_long = self._limits.on_too_long if job.sampling.truncate_prompt_tokens is None else "truncate-left"
+        max_len = self._limits.max_model_len
+        most = self._tokenizer.max_token_chars
+        if on_too_long == "error" and most is not None and len(text) > most * (max_len + 1):
+            return RowError(
+                "prompt_too_long",
+                f"the prompt has {len(text)} characters, which are more tokens than `max_model_len` ({max_len}); "
+                "shorten it, or set `job.on_too_long` to cut it",
+            )
+        return encode_long(
+            text,
+            lambda piece: self._rule.encode([piece], is_rendered=is_rendered)[0],
+            max_model_len=max_len,
+            on_too_long=on_too_long,
+        )
+
+
+def _structured_name(wanted: Structured, under: str) -> str:
+    """Name what a row asks for in messages. `under` is the key that holds the sampling's keys in the row."""
+    form = wanted.form
+    return f"`sampling.structured.{form}`" if under == "sampling" else f"the {form} that `{under}` asks for"
+
+
+def _last_message(job: Job) -> str | None:
+    """Return the text of the message that the answer goes on with; None: it begins a new one."""
+    if job.messages is None:
+        return None
+    goes_on = job.chat_template_kwargs.get(CONTINUE_FINAL_MESSAGE)
+    if job.template_arguments is not None:
+        goes_on = job.template_arguments.get(CONTINUE_FINAL_MESSAGE, goes_on)
+    content = job.messages[-1].get("content")
+    return content if goes_on and isinstance(content, str) else None
+
+
+def _num_bytes(extra: Mapping[str, Any]) -> int:
+    """Estimate what passed-through values take in memory. Objects of a Python program belong to it and count little."""
+    return sum(200 + (len(memoryview(value)) if isinstance(value, msgspec.Raw) else 0) for value in extra.values())

@@ -1,0 +1,202 @@
+"""Tokens of rows that are scored or embedded: what follows a prompt is told apart from it as lm-eval does.
+
+The prompt is tokenized alone, and together with each continuation; the tokens of the continuation are those of the
+whole behind as many as the prompt has. Spaces at the end of the prompt count as the beginning of the continuation,
+because tokens of most models begin with their space (EleutherAI/lm-evaluation-harness, `TemplateLM._encode_pair`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from hashlib import blake2b
+
+import msgspec
+
+from nvcli.core.config_types import OnTooLong
+from nvcli.core.messages import pack, unpack
+from nvcli.errors import RowError
+from nvcli.job.job import Job, JobResult
+from nvcli.job.tasks import EmbedTask, PromptTask, ScoreTask
+from nvcli.job.text.special_tokens import SpecialTokenRule, frame
+from nvcli.job.text.tokenizer import Tokenizer
+
+
+class ScoredText(msgspec.Struct, frozen=True, kw_only=True):
+    """A text to be scored behind the prompt of its row."""
+
+    ids: bytes
+    """Its token ids, packed by `messages.pack`, at least one."""
+    text: str | None
+    """None: the prompt itself is scored."""
+    num_bytes: int | None
+    """Its bytes as UTF-8; None for token ids."""
+
+
+class PreparedTask(msgspec.Struct, frozen=True, kw_only=True):
+    """The task of a row, in tokens."""
+
+    task: PromptTask
+    texts: tuple[ScoredText, ...] = ()
+    """The texts that are scored; empty for a row that is embedded."""
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all texts together."""
+        return sum(len(text.ids) for text in self.texts) // 4
+
+    def answer_key(self, prompt_ids: bytes) -> bytes:
+        """Return a key that is equal for rows with equal answers."""
+        parts = (self.task, prompt_ids, [text.ids for text in self.texts])
+        return blake2b(msgspec.msgpack.encode((type(self.task).__name__, *parts)), digest_size=16).digest()
+
+
+def split_spaces(prompt: str, continuations: Sequence[str]) -> tuple[str, list[str]]:
+    """Move the spaces at the end of a prompt to the beginning of what follows it."""
+    stripped = prompt.rstrip()
+    spaces = prompt[len(stripped) :]
+    return stripped, [spaces + continuation for continuation in continuations]
+
+
+def scored_continuations(
+    task: ScoreTask,
+    prompt: list[int],
+    wholes: Sequence[list[int]],
+    *,
+    lead: list[int],
+    num_behind: int,
+    max_model_len: int,
+    on_too_long: OnTooLong,
+) -> tuple[list[int], tuple[ScoredText, ...]]:
+    """Return the tokens of the prompt, and the continuations of a row in tokens.
+
+    wholes: the tokens of the prompt with each continuation. lead: what stands for a prompt without tokens. num_behind:
+    how many special tokens the tokenizer puts behind a text. Where a row does not fit `max_model_len`, the beginning of
+    its prompt is cut off, unless `on_too_long` makes it an error. Raises RowError.
+    """
+    assert task.continuations is not None
+    prompt = prompt[: len(prompt) - num_behind]
+    if not prompt:
+        prompt, wholes = lead, [lead + whole for whole in wholes]
+    texts = []
+    for number, (text, whole) in enumerate(zip(task.continuations, wholes, strict=True)):
+        ids = whole[len(prompt) : len(whole) - num_behind]
+        if not ids:
+            where = task.key if len(task.continuations) == 1 else f"{task.key}[{number}]"
+            raise RowError(
+                "invalid_value",
+                f"`{where}` has no tokens of its own behind this prompt; leave it out, or let the prompt end earlier",
+            )
+        texts.append(ScoredText(ids=pack(ids), text=text, num_bytes=len(text.encode())))
+    longest = max(len(text.ids) // 4 for text in texts)
+    if len(prompt) + longest > max_model_len:
+        if on_too_long == "error" or longest >= max_model_len:
+            raise RowError(
+                "prompt_too_long",
+                f"the prompt and `{task.key}` have {len(prompt) + longest} tokens together, and `max_model_len` is "
+                f"{max_model_len}; shorten them, or let `job.on_too_long` cut the beginning of the prompt",
+            )
+        prompt = prompt[len(prompt) + longest - max_model_len :]
+    return prompt, tuple(texts)
+
+
+def scored_prompt(
+    ids: list[int], text: str | None, *, max_model_len: int, on_too_long: OnTooLong
+) -> tuple[list[int], tuple[ScoredText, ...]]:
+    """Return the first token of a prompt that is scored itself, and the rest of it. `text` is the prompt's; None: it is
+    given in token ids. Raises RowError."""
+    if len(ids) > max_model_len:
+        if on_too_long == "error":
+            raise RowError(
+                "prompt_too_long",
+                f"the prompt has {len(ids)} tokens, and `max_model_len` is {max_model_len}; shorten it, or set "
+                "`job.on_too_long` to cut it",
+            )
+        ids = ids[-max_model_len:] if on_too_long == "truncate-left" else ids[:max_model_len]
+        text = None
+    if len(ids) < 2:
+        raise RowError("empty_prompt", "the prompt has one token, and nothing stands before it that could predict it")
+    num_bytes = None if text is None else len(text.encode())
+    return ids[:1], (ScoredText(ids=pack(ids[1:]), text=None, num_bytes=num_bytes),)
+
+
+def check_dimensions(task: EmbedTask, hidden_size: int) -> None:
+    """Raise RowError where a row, which is one of an OpenAI file, asks for more numbers than a vector has."""
+    if task.dimensions is not None and not 1 <= task.dimensions <= hidden_size:
+        raise RowError("invalid_value", f"`body.dimensions` is {task.dimensions}; allowed: 1 to {hidden_size}")
+
+
+def request_tokens(prompt_ids: bytes, text: ScoredText) -> tuple[bytes, int, int]:
+    """Return what a request is to compute for a text that is scored: the packed tokens before its last one, the
+    position of its first one, and its last one."""
+    last = unpack(text.ids)[-1]
+    return prompt_ids + text.ids[:-4], len(prompt_ids) // 4, last
+
+
+class Continuations:
+    """Tokenizes continuations by the job's rule for special tokens."""
+
+    def __init__(self, rule: SpecialTokenRule, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> None:
+        """`eos_ids` are the model's end-of-sequence ids."""
+        self._rule, self._tokenizer, self._eos_ids = rule, tokenizer, eos_ids
+
+    @cached_property
+    def lead(self) -> list[int]:
+        """The tokens in place of an empty prompt, as in lm-eval: the one that begins a text, else one that ends it."""
+        bos_id = self._tokenizer.bos_token_id
+        return [bos_id] if bos_id is not None else list(self._eos_ids[:1])
+
+    @cached_property
+    def num_behind(self) -> int:
+        """The special tokens that the tokenizer puts behind a text."""
+        (framed,), (bare,) = (self._rule.encode(["a"], is_rendered=is_rendered) for is_rendered in (False, True))
+        if isinstance(framed, RowError) or isinstance(bare, RowError):
+            return 0
+        found = frame(framed, bare)
+        return len(framed) - len(bare) if found is None else len(found[1])
+
+    def encode(
+        self,
+        rows: Sequence[Job | JobResult],
+        prompts: dict[int, list[int] | RowError],
+        plain: dict[int, str],
+        chats: dict[int, str],
+    ) -> dict[int, list[list[int] | RowError]]:
+        """Return, by the number of each row with continuations, the tokens of its prompt with each of them.
+
+        plain, chats: the texts of prompts and of rendered conversations by row. Spaces at the ends of prompts are cut
+        off, because they count to the continuations; those of a conversation are the template's. prompts: prompts that
+        are tokens already, and errors; a row whose continuations are refused gets its error.
+        """
+        found: dict[int, list[list[int] | RowError]] = {}
+        places: dict[bool, list[int]] = {False: [], True: []}
+        texts: dict[bool, list[str]] = {False: [], True: []}
+        for at, row in enumerate(rows):
+            if not isinstance(row, Job) or not isinstance(row.task, ScoreTask) or row.task.continuations is None:
+                continue
+            known = prompts.get(at)
+            if isinstance(known, RowError):
+                continue
+            refusal = self._rule.check(list(row.task.continuations), row.task.key)
+            if refusal is not None:
+                plain.pop(at, None)
+                chats.pop(at, None)
+                prompts[at] = refusal
+                continue
+            is_rendered = at not in plain
+            before, given = chats.get(at, ""), list(row.task.continuations)
+            if at in chats:
+                given = [self._rule.to_template({"text": text})["text"] for text in given]
+            elif at in plain:
+                before, given = split_spaces(plain[at], given)
+                plain[at] = before
+            found[at] = []
+            places[is_rendered] += [at] * len(given)
+            texts[is_rendered] += [before + text for text in given]
+        for is_rendered, of_rows in places.items():
+            if of_rows:
+                encoded = self._rule.encode(texts[is_rendered], is_rendered=is_rendered)
+                for at, ids in zip(of_rows, encoded, strict=True):
+                    known = prompts.get(at)
+                    found[at].append([*known, *ids] if isinstance(known, list) and isinstance(ids, list) else ids)
+        return found

@@ -1,0 +1,324 @@
+"""Text ↔ token ids, through the checkpoint's own tokenizer and chat template.
+
+Loading imports transformers, which takes seconds: call `load` in a background thread. Encoding and decoding work on
+batches and release the interpreter while they run. Decoded text is what the tokens say, without the cosmetic space
+clean-up that some tokenizer configurations ask transformers for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from nvcli.core.chat_template import MAX_TEMPLATE_BYTES
+from nvcli.core.system.regular_file import check_regular
+from nvcli.core.validation import describe_surrogate, show
+from nvcli.errors import LoadError, RowError
+from nvcli.models.json_file import MAX_INT, JsonFile, read_json
+
+MAX_INLINE_TOKENS = 8192
+"""Up to so many tokens are decoded right here, in a millisecond: a thread that encodes would make them wait."""
+
+
+def _keeps_every_character(backend: Any) -> bool:
+    """Tell whether each byte of a text ends up in the text of a token.
+
+    That holds for byte-level BPE that drops, merges and strips nothing. NFC, the one normalizer that such tokenizers
+    have, composes at most four characters into one.
+    """
+    model = backend.model
+    return (
+        type(model).__name__ == "BPE"
+        and model.unk_token is None
+        and type(backend.normalizer).__name__ in ("NoneType", "NFC")
+        and type(backend.decoder).__name__ == "ByteLevel"
+        and "Removed" not in repr(backend.pre_tokenizer)
+        and not any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+    )
+
+
+class Tokenizer:
+    """A loaded tokenizer. Used by one thread for encoding and by another for decoding."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer` is any of transformers' tokenizer objects."""
+        self._tokenizer = tokenizer
+        # The Rust object below the Python one: no offsets, masks and dictionaries that nobody reads.
+        self.backend: Any | None = getattr(tokenizer, "backend_tokenizer", None)
+        """The `tokenizers.Tokenizer`; None for a tokenizer in plain Python."""
+        if self.backend is not None:
+            self.backend.no_padding()
+            self.backend.no_truncation()
+        self._token_texts: dict[int, str] = {}
+        self.vocab_size: int | None = None
+        """Every id that it gives is below this; None: not known."""
+        self.max_token_chars: int | None = None
+        """No token stands for more characters of a text than this; None: not known."""
+        if self.backend is not None:
+            vocab = self.vocab()
+            self.vocab_size = max(vocab.values(), default=-1) + 1
+            if _keeps_every_character(self.backend):
+                self.max_token_chars = 4 * max(map(len, vocab))
+
+    @classmethod
+    def load(cls, model_path: Path, *, chat_template: str | None = None) -> Tokenizer:
+        """Load the tokenizer of a checkpoint, and run none of its code. Raises LoadError that names the file.
+
+        `chat_template` is the text of a template that takes the place of the checkpoint's own.
+        """
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()  # what a user must know of a checkpoint, nvcli says itself
+        check_tokenizer_files(model_path)
+        if is_plain(model_path):
+            from transformers import PreTrainedTokenizerFast as Loader
+        else:
+            from transformers import AutoTokenizer as Loader
+        try:
+            loaded = Loader.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+            if chat_template is not None:
+                loaded.chat_template = chat_template
+            tokenizer = cls(loaded)
+        except BaseException as error:  # whatever a broken file makes transformers or tokenizers raise
+            if not is_library_failure(error):
+                raise
+            raise load_error(model_path, error) from error
+        if tokenizer.vocab_size is not None and tokenizer.vocab_size > MAX_INT:
+            check_token_ids(model_path, tokenizer.vocab(), MAX_INT)
+        return tokenizer
+
+    def vocab(self) -> dict[str, int]:
+        """Return the id of every token, added ones too; empty where it is not known."""
+        return {} if self.backend is None else self.backend.get_vocab(with_added_tokens=True)
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token by its spelling; None where there is none, or it is not known."""
+        found: int | None = None if self.backend is None else self.backend.token_to_id(token)
+        return found
+
+    @property
+    def control_tokens(self) -> list[str]:
+        """The spellings of the special tokens, and of the other added tokens that the chat template's text holds."""
+        if self.backend is None:
+            return list(self._tokenizer.all_special_tokens)
+        text = self.chat_template
+        return [
+            token.content
+            for token in self.backend.get_added_tokens_decoder().values()
+            if token.content.strip() and (token.special or token.content in text)
+        ]
+
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template, or of all where there are several; empty where there is none."""
+        template = self._tokenizer.chat_template or ""
+        return template if isinstance(template, str) else "\n".join(template.values())
+
+    @property
+    def eos_token_id(self) -> int | None:
+        eos = self._tokenizer.eos_token_id
+        return eos if isinstance(eos, int) else None
+
+    @property
+    def bos_token_id(self) -> int | None:
+        bos = self._tokenizer.bos_token_id
+        return bos if isinstance(bos, int) else None
+
+    def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int] | RowError]:
+        """Return the token ids of each text, or the error of a text that has none.
+
+        `add_special_tokens` adds those that the tokenizer adds by default.
+        """
+        try:
+            if self.backend is None:
+                ids: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
+                return [*ids]
+            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            return [encoding.ids for encoding in encodings]
+        except BaseException as error:
+            if not is_library_failure(error):
+                raise
+            if len(texts) == 1:
+                reason = describe_surrogate(texts[0]) or str(error)
+                return [RowError("tokenizer_error", f"the tokenizer cannot read this text: {reason}")]
+            return [self.encode([text], add_special_tokens=add_special_tokens)[0] for text in texts]
+
+    def render(self, messages: list[dict[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
+        """Return the prompt text of a conversation, up to where the answer begins. Raises RowError and MemoryError.
+
+        `variables` are given to the chat template. `continue_final_message` is one of them: the answer then goes on
+        with the last message.
+        """
+        if not self._tokenizer.chat_template:
+            raise RowError(
+                "no_chat_template",
+                "this model has no chat template for `messages`; give `prompt` instead, or name a --chat-template",
+            )
+        variables = variables or {}
+        options = {"add_generation_prompt": not variables.get("continue_final_message"), **variables}
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        except MemoryError:
+            raise
+        except Exception as error:  # templates raise on purpose, and by accident
+            reason = str(error) or type(error).__name__
+            raise RowError("chat_template_error", f"the chat template refused `messages`: {reason}") from None
+        assert isinstance(text, str)
+        return text
+
+    def decode(self, answers: Sequence[Sequence[int]]) -> list[str]:
+        """Return the text of each answer, without special tokens."""
+        if self.backend is None:
+            return [self.decode_one(ids) for ids in answers]
+        if sum(map(len, answers)) <= MAX_INLINE_TOKENS:
+            return [self.backend.decode(list(ids), skip_special_tokens=True) for ids in answers]
+        texts: list[str] = self.backend.decode_batch([list(ids) for ids in answers], skip_special_tokens=True)
+        return texts
+
+    def decode_one(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of one answer, with special tokens or without."""
+        decode = self._tokenizer.decode if self.backend is None else self.backend.decode
+        return str(decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token, special tokens too; bytes that are no text show as U+FFFD."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            decode = self._tokenizer.decode if self.backend is None else self.backend.decode
+            text = self._token_texts[token_id] = str(decode([token_id], skip_special_tokens=False))
+        return text
+
+
+_VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+    "*.tiktoken",
+)
+"""A folder with none of these files has no tokenizer."""
+_READ = (*_VOCABULARIES, "*.json", "*.jinja", "*.model", "*.spm", "merges.txt")
+"""The files that libraries may open to load a tokenizer."""
+_TOKENIZER, _CONFIG = "tokenizer.json", "tokenizer_config.json"
+_MOST_BYTES = {".jinja": MAX_TEMPLATE_BYTES, "": 250_000_000}
+"""The largest file that is read, by its suffix; `""`: with any other. They are read whole."""
+_PLAIN_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast"}
+
+
+def check_tokenizer_files(model_path: Path) -> None:
+    """Raise LoadError where there is no tokenizer, or a file of it is too large or no regular file.
+
+    Nothing is opened. Without a tokenizer, transformers would make an empty one for some families.
+    """
+    names = _names(model_path)
+    if not any(fnmatch(name, pattern) for name in names for pattern in _VOCABULARIES):
+        raise LoadError(f"{model_path}: no tokenizer (such as tokenizer.json); copy the model's tokenizer files there")
+    for name in names:
+        file = model_path / name
+        try:
+            check_regular(file)
+            size, most = file.stat().st_size, _MOST_BYTES.get(file.suffix, _MOST_BYTES[""])
+        except OSError as error:
+            if not file.is_dir() or name in (_TOKENIZER, _CONFIG):
+                raise LoadError(f"{file}: cannot be read: {error.strerror}; download the file again") from None
+            continue
+        if size > most:
+            raise LoadError(
+                f"{file}: {size:,} bytes, more than the {most:,} that such a file may have; download the file again"
+            )
+
+
+def is_plain(model_path: Path) -> bool:
+    """Tell whether the checkpoint's tokenizer is what its tokenizer.json describes and nothing else.
+
+    AutoTokenizer gives the same ids, but its import brings torch into this process, which takes seconds. Raises
+    LoadError for a tokenizer_config.json that is no JSON.
+    """
+    config = _read_config(model_path)
+    named = config.get("tokenizer_class")
+    is_plain_class = isinstance(named, str) and named in _PLAIN_CLASSES and "auto_map" not in config
+    return is_plain_class and (model_path / _TOKENIZER).is_file()
+
+
+def has_chat_template(model_path: Path) -> bool:
+    """Tell whether the tokenizer of a checkpoint will have a chat template, without loading it. Raises LoadError.
+
+    As transformers does it, templates in files of their own take the place of the one in tokenizer_config.json.
+    """
+    files = [model_path / "chat_template.jinja", *(model_path / "additional_chat_templates").glob("*.jinja")]
+    sizes = [file.stat().st_size for file in files if file.is_file()]
+    return bool(max(sizes)) if sizes else bool(_read_config(model_path).get("chat_template"))
+
+
+def load_error(model_path: Path, error: BaseException) -> LoadError:
+    """Return the error of a tokenizer that a library could not load for `error`; it names the file where that is known.
+
+    It reads the files again, which takes a moment.
+    """
+    for name in _names(model_path):
+        if name.endswith(".json"):
+            try:
+                read_json(model_path / name)
+            except LoadError as cause:
+                return cause
+            except FileNotFoundError:
+                continue
+    if (model_path / _TOKENIZER).is_file():
+        from tokenizers import Tokenizer as Backend
+
+        try:
+            Backend.from_file(str(model_path / _TOKENIZER))
+        except BaseException as cause:
+            if not is_library_failure(cause):
+                raise
+            reason = f"cannot load the tokenizer: {_reason(cause)}"
+            return LoadError(f"{model_path / _TOKENIZER}: {reason}; download the file again")
+    config = _read_config(model_path)
+    if "auto_map" in config:
+        return LoadError(
+            f"{model_path / _CONFIG}: `auto_map` is {show(config['auto_map'])}: the tokenizer is code that comes with "
+            "the checkpoint, which nvcli never runs; copy a tokenizer.json of the model there and take the key out"
+        )
+    place = model_path / _CONFIG if config else model_path
+    return LoadError(
+        f"{place}: cannot load the tokenizer: {_reason(error)}; download the model's tokenizer files again"
+    )
+
+
+def is_library_failure(error: BaseException) -> bool:
+    """Tell whether an exception is a library's failure: any Exception, or a panic of tokenizers' Rust code."""
+    return isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
+
+
+def check_token_ids(model_path: Path, vocab: dict[str, int], largest: int) -> None:
+    """Raise LoadError where a token's id is above `largest`, so that no model can have it."""
+    token, token_id = max(vocab.items(), key=lambda entry: entry[1], default=("", 0))
+    if token_id > largest:
+        file = model_path / (_TOKENIZER if (model_path / _TOKENIZER).is_file() else _CONFIG)
+        raise LoadError(
+            f"{file}: token {show(token)} has the id {token_id:,}, above the largest possible ({largest:,}); download "
+            "the file again"
+        )
+
+
+def _names(model_path: Path) -> list[str]:
+    """The names in the folder that libraries may open, sorted. Raises LoadError."""
+    try:
+        return sorted(name for name in os.listdir(model_path) if any(fnmatch(name, pattern) for pattern in _READ))
+    except OSError as error:
+        raise LoadError(f"{model_path}: cannot be read: {error.strerror}") from None
+
+
+def _read_config(model_path: Path) -> Mapping[str, Any]:
+    """Return the object in tokenizer_config.json; empty where there is no such file. Raises LoadError."""
+    return JsonFile.read_if_present(model_path / _CONFIG).values
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what a library said."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

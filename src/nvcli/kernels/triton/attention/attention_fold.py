@@ -1,0 +1,268 @@
+"""The inner loop of paged attention: tiles of keys and values, read through a block table, are folded into the running
+maxima, sums of weights and weighted values of some rows (FlashAttention-2; Dao, 2023). Decode rows, prefill chunks,
+shared segments and batch-invariant runs have kernels of their own around it.
+
+Keys and values in FP8 are multiplied in float16, which holds them exactly and which they become in one instruction
+(bfloat16 takes four), or in the query's float32. Their scales are multiplied with the scores and the weights.
+
+Shapes: ROWS rows of a tile, each a query head of a token, KEYS keys of a tile, D head_dim, KV heads, G query heads for
+each KV head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from nvcli.kernels.triton.attention.fp8_kv import numbers_of_words, scale_pointers
+
+LOG2_E = 1.4426950408889634
+ITEM_FIELDS = tl.constexpr(8)
+"""The int32 words of a work list's entry; it lies in one sector of memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionKind:
+    """What a kernel is compiled for, beside its tiles. Kernels take it whole: each field is a constant of theirs."""
+
+    num_kv_heads: int
+    group: int
+    """Query heads for each KV head."""
+    head_dim: int
+    block_size: int
+    """Tokens of a block of the cache, [num_blocks, block_size, KV, D]; in FP8 each block's scales stand behind it."""
+    block_stride: int
+    """Elements from one block to the next."""
+    has_window: bool
+    soft_cap: float
+    """Soft cap × log2(e); 0: none."""
+    has_sinks: bool
+    """Whether heads have a score that belongs to no key."""
+    is_invariant: bool
+    """Whether sums of weights are products as well, so that tiles of few and of many rows make them in one order."""
+    loads_ahead: bool
+    """Whether the scales of FP8 keys are loaded a tile ahead."""
+    on_gpu: bool
+    """False in the interpreter, which knows no assembly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """Sizes of a kernel's tiles, and how its programs work; constants as those of `AttentionKind` are."""
+
+    rows: int
+    """Rows of the products."""
+    keys: int
+    """Keys of a tile."""
+    masked_keys: int = 0
+    """Keys of a tile with masks where it has fewer; divides `keys`. 0: as many."""
+    num_warps: int
+    num_stages: int
+
+
+@triton.jit
+def soft_capped(scores, CAP: tl.constexpr):
+    """CAP × tanh(scores / CAP); tanh(x) is 2 sigmoid(2 x) - 1."""
+    return 2 * CAP * tl.sigmoid(scores * (2 / CAP)) - CAP
+
+
+@triton.jit
+def load_sinks(sinks, head, is_row):
+    """Load the heads' scores that belong to no key, in the unit of the kernels, whose softmax takes powers of 2."""
+    return tl.load(sinks + head, mask=is_row, other=0.0) * 1.4426950408889634
+
+
+@triton.jit
+def load_query(q, k_cache, token, head, is_row, q_stride, scale_log2, HEAD_DIM: tl.constexpr):
+    """Load the rows' queries, [ROWS, D] in the type in which keys are multiplied, and the factor of their scores: a
+    number, or for FP8 [ROWS], as queries are then divided by powers of 2 to be numbers below 2.
+
+    q: [tokens, H, D], tokens q_stride apart; token: int64, a number or [ROWS]; head: [ROWS].
+    """
+    places = token * q_stride + head * HEAD_DIM
+    query = tl.load(q + places[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=is_row[:, None], other=0.0)
+    unit = scale_log2
+    if k_cache.dtype.element_ty == tl.float8e4nv:
+        OPERAND: tl.constexpr = tl.float32 if query.dtype.is_fp32() else tl.float16
+        values = query.to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(values), axis=1), 1e-30)
+        power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        query = (values * (1.0 / power)[:, None]).to(OPERAND)
+        unit = power * scale_log2
+    else:
+        query = query.to(k_cache.dtype.element_ty)
+    return query, unit
+
+
+@triton.jit
+def _load_scales(k_cache, v_cache, table, start, end, kv_head, KIND: tl.constexpr, KEYS: tl.constexpr):
+    """Load the scales of keys [start, start + KEYS) and of their values: [KEYS] bfloat16 each, 0 from `end` on.
+
+    They are loaded a tile ahead of their use where Triton can do it: its pipeline takes keys and values alone, and a
+    load in place is waited for in every tile. The block ids are loaded once more for it, because a loop whose ids are
+    carried over two tiles is not pipelined at all (seen with Triton 3.6).
+    """
+    keys = start + tl.arange(0, KEYS)
+    if KIND.block_size % KEYS == 0:
+        block = tl.load(table + tl.minimum(start, tl.maximum(end - 1, 0)) // KIND.block_size)
+    else:
+        block = tl.load(table + tl.minimum(keys, tl.maximum(end - 1, 0)) // KIND.block_size)
+    block, offset = block.to(tl.int64), keys % KIND.block_size
+    k_scales = scale_pointers(
+        k_cache, block, offset, kv_head, KIND.num_kv_heads, KIND.head_dim, KIND.block_size, KIND.block_stride
+    )
+    v_scales = scale_pointers(
+        v_cache, block, offset, kv_head, KIND.num_kv_heads, KIND.head_dim, KIND.block_size, KIND.block_stride
+    )
+    return tl.load(k_scales, mask=keys < end, other=0.0), tl.load(v_scales, mask=keys < end, other=0.0)
+
+
+@triton.jit
+def fold_keys(
+    query,  # [ROWS, D]; this and `unit` as `load_query` gives them
+    unit,
+    highest,  # [ROWS] float32, scores in powers of 2
+    weight_sum,  # [ROWS] float32; [ROWS, 16], equal columns, of an invariant kind
+    acc,  # [ROWS, D] float32
+    acc_unit,  # [ROWS] float32: of an FP8 cache, what `acc` is divided by
+    k_cache,
+    v_cache,
+    table,  # the request's row of the block tables
+    kv_head,
+    begin,
+    end,
+    last_key,  # no block behind this key's is looked up; None: the last key before `end`
+    first_read,  # keys before it are not read; None: all are
+    firsts,  # [ROWS], the first key that each row sees; None: the first that is read
+    lasts,  # [ROWS], the last one; None: the one before `end`
+    KIND: tl.constexpr,
+    KEYS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    MASKED: tl.constexpr,
+    IN_WORDS: tl.constexpr,  # values in FP8 are read as words, and there is nothing in `acc` yet
+):
+    """Fold keys [begin, end) into the running softmax of the rows. Without masks they are a whole number of tiles, and
+    every row sees all of them from its first one on; where blocks hold whole tiles, `begin` is then a multiple of KEYS.
+
+    Of an FP8 cache, `acc_unit` is the largest product of a weight and its value's scale: so weights in float16 are
+    numbers up to 1, of whatever size the scales are.
+    """
+    IS_FP8: tl.constexpr = k_cache.dtype.element_ty == tl.float8e4nv
+    ONE_BLOCK: tl.constexpr = KIND.block_size % KEYS == 0  # a tile of keys never straddles blocks
+    HEAD_DIM: tl.constexpr = KIND.head_dim
+    lanes = tl.arange(0, KEYS)
+    dims = tl.arange(0, HEAD_DIM)
+    if last_key is None:
+        last_key = tl.maximum(end - 1, 0)
+    # The next tile's block id is loaded ahead of its use: a dependent load inside the loop would take the pipeline's
+    # stages, and keys and values would be left with one buffer.
+    if ONE_BLOCK:
+        next_block = tl.load(table + tl.minimum(begin, last_key) // KIND.block_size)
+    else:
+        next_block = tl.load(table + tl.minimum(begin + lanes, last_key) // KIND.block_size)
+    if IS_FP8 and KIND.loads_ahead:
+        next_key_scale, next_value_scale = _load_scales(k_cache, v_cache, table, begin, end, kv_head, KIND, KEYS)
+    if IN_WORDS:
+        # A word has four dimensions, whose sums stand apart: byte i of a word goes to sum i.
+        ROWS: tl.constexpr = query.shape[0]
+        NUM_WORDS: tl.constexpr = KIND.head_dim // 4
+        words = tl.arange(0, NUM_WORDS)
+        acc0 = tl.zeros([ROWS, NUM_WORDS], tl.float32)
+        acc1 = acc0
+        acc2 = acc0
+        acc3 = acc0
+    if KIND.is_invariant:
+        ones = tl.full([KEYS, 16], 1.0, v_cache.dtype.element_ty)
+    for start in tl.range(begin, end, KEYS, num_stages=NUM_STAGES):
+        keys = start + lanes
+        block = next_block.to(tl.int64)
+        if ONE_BLOCK:
+            next_block = tl.load(table + tl.minimum(start + KEYS, last_key) // KIND.block_size)
+            offset = start % KIND.block_size + lanes
+        else:
+            next_block = tl.load(table + tl.minimum(keys + KEYS, last_key) // KIND.block_size)
+            offset = keys % KIND.block_size
+        if IS_FP8 and not KIND.loads_ahead:
+            key_scale, value_scale = _load_scales(k_cache, v_cache, table, start, end, kv_head, KIND, KEYS)
+        elif IS_FP8:
+            key_scale, value_scale = next_key_scale, next_value_scale
+            next_key_scale, next_value_scale = _load_scales(
+                k_cache, v_cache, table, start + KEYS, end, kv_head, KIND, KEYS
+            )
+        row_offset = block * KIND.block_stride + (offset * KIND.num_kv_heads + kv_head) * HEAD_DIM
+        cache_offset = row_offset[:, None] + dims[None, :]
+        if MASKED:
+            # What lies behind the last key or before the first may be anything: 0 × NaN would be NaN.
+            is_read = keys < end
+            if first_read is not None:
+                is_read = is_read & (keys >= first_read)
+            key = tl.load(k_cache + cache_offset, mask=is_read[:, None], other=0.0)
+        else:
+            key = tl.load(k_cache + cache_offset)
+        if IS_FP8:
+            key = key.to(query.dtype)
+        scores = tl.dot(query, key.T, input_precision="ieee")
+        if IS_FP8:
+            scores = scores * key_scale.to(tl.float32)[None, :]
+        factor, row_factor = unit[:, None] if IS_FP8 else unit, unit
+        if KIND.soft_cap > 0:
+            scores = soft_capped(scores * factor, KIND.soft_cap)
+            factor, row_factor = 1.0, 1.0
+        if MASKED:
+            is_seen = is_read[None, :] if lasts is None else keys[None, :] <= lasts[:, None]
+            if firsts is not None:
+                is_seen = is_seen & (keys[None, :] >= firsts[:, None])
+            scores = tl.where(is_seen, scores, -float("inf"))
+        elif firsts is not None:
+            scores = tl.where(keys[None, :] >= firsts[:, None], scores, -float("inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1) * row_factor)
+        reference = new_highest
+        if firsts is not None or (MASKED and KIND.is_invariant):
+            # A row may have seen nothing yet: -inf minus -inf would be NaN.
+            reference = tl.where(new_highest == -float("inf"), 0.0, new_highest)
+        decay = tl.exp2(highest - reference)
+        if KIND.is_invariant:
+            weights = tl.exp2(tl.fma(scores, factor, -reference[:, None])).to(v_cache.dtype.element_ty)
+            weight_sum = tl.dot(weights, ones, weight_sum * decay[:, None], input_precision="ieee")
+        else:
+            weights = tl.exp2(scores * factor - reference[:, None])
+            weight_sum = weight_sum * decay + tl.sum(weights, 1)
+        highest = new_highest
+        if IS_FP8:
+            weights = weights * value_scale.to(tl.float32)[None, :]
+            old_unit = acc_unit * decay
+            acc_unit = tl.maximum(tl.maximum(old_unit, tl.max(weights, 1)), 1e-30)
+            inverse = 1.0 / acc_unit
+            decay = old_unit * inverse
+            weights = weights * inverse[:, None]
+        if IN_WORDS:
+            weights = weights.to(query.dtype)
+            word_offset = (row_offset // 4)[:, None] + words[None, :]
+            value = tl.load(v_cache.to(tl.pointer_type(tl.int32)) + word_offset, mask=is_read[:, None], other=0)
+            value0, value1, value2, value3 = numbers_of_words(value, query.dtype, KIND.on_gpu)
+            acc0 = tl.dot(weights, value0, acc0 * decay[:, None], input_precision="ieee")
+            acc1 = tl.dot(weights, value1, acc1 * decay[:, None], input_precision="ieee")
+            acc2 = tl.dot(weights, value2, acc2 * decay[:, None], input_precision="ieee")
+            acc3 = tl.dot(weights, value3, acc3 * decay[:, None], input_precision="ieee")
+        else:
+            acc = acc * decay[:, None]
+            if MASKED:
+                value = tl.load(v_cache + cache_offset, mask=is_read[:, None], other=0.0)
+            else:
+                value = tl.load(v_cache + cache_offset)
+            if IS_FP8:
+                value = value.to(query.dtype)
+            acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
+    if IN_WORDS:
+        acc = tl.join(tl.join(acc0, acc2), tl.join(acc1, acc3)).reshape(ROWS, HEAD_DIM)
+    return highest, weight_sum, acc, acc_unit
+
+
+@triton.jit
+def weighted_mean(acc, weight_sum, acc_unit, IS_FP8: tl.constexpr):
+    """Return the rows' results. Rows that attend to nothing get zeros."""
+    if IS_FP8:
+        acc = acc * acc_unit[:, None]
+    return acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]

@@ -1,0 +1,157 @@
+"""What launches of paged attention share: the shape of the heads and their cache, what a layer attends to, and the
+arguments that all kernels take, whichever work list they follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nvcli.kernels.fp8_types import FP8
+from nvcli.kernels.triton.attention.attention_fold import LOG2_E, AttentionKind, Tile
+from nvcli.kernels.triton.launch.kept_kernel import KeptKernel
+from nvcli.kernels.triton.launch.triton_version import can_load_ahead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """One geometry of heads, and the cache in which their keys are."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    """Tokens of a block."""
+    dtype: torch.dtype
+    """The model's."""
+    kv_dtype: torch.dtype
+    """The cache's."""
+    device: torch.device
+
+    @property
+    def group(self) -> int:
+        """Query heads for each KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the cache is in FP8."""
+        return self.kv_dtype == FP8
+
+
+class LayerInputs(NamedTuple):
+    """What one layer attends to, and how."""
+
+    q: Tensor
+    """[tokens, H, D]; tokens may be strided."""
+    k_cache: Tensor
+    """[num_blocks, block_size, KV, D]."""
+    v_cache: Tensor
+    """Likewise."""
+    block_tables: Tensor
+    """[slots, ...] int32, of the layer's KV group."""
+    scale: float
+    """Of scores; positive."""
+    window: int | None = None
+    """Keys that a token sees at most."""
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+    """[H] float32, scores that belong to no key."""
+
+    @property
+    def scale_log2(self) -> float:
+        """The scale in powers of 2."""
+        return self.scale * LOG2_E
+
+
+class AttentionLauncher:
+    """Launches kernels over layers whose heads have one shape.
+
+    Steps that are no CUDA graphs launch one for each layer, so a launch must cost the host little. What does not change
+    from step to step is kept: constants, the descriptors that tell TMA of a layer's cache, and what Triton compiled.
+
+    by_tma: kernels read the cache by TMA, so many tokens and columns at a time; None: from its addresses. A cache for
+    TMA has nothing but rows between blocks, and one row for each token.
+    is_invariant: see `AttentionKind`.
+    """
+
+    def __init__(self, shape: AttentionShape, *, by_tma: int | None = None, is_invariant: bool = False) -> None:
+        self.shape = shape
+        self._by_tma, self._is_invariant = by_tma, is_invariant
+        self._kernels: dict[tuple[object, ...], KeptKernel] = {}
+        self._descriptors: dict[tuple[int, ...], Any] = {}
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        layer: LayerInputs,
+        memory: tuple[Tensor | None, ...],
+        tile: Tile | None,
+        *constants: object,
+        **options: object,
+    ) -> None:
+        """Launch a kernel, which takes the layer's tensors, `memory`, the layer's numbers, its kind, `tile` if it has
+        any, and `constants`. `options`: how Triton launches it, which the kernel and its constants decide."""
+        q, k_cache, v_cache = layer.q, layer.k_cache, layer.v_cache
+        caches: tuple[Any, ...] = k_cache, v_cache
+        if self._by_tma is not None:
+            caches = self._describe(k_cache), self._describe(v_cache)
+            memory = v_cache, *memory
+        tensors = layer.block_tables, q if layer.sinks is None else layer.sinks, *memory
+        # Triton compiles anew for what is a multiple of 16 and what is not.
+        addresses = [None if one is None else one.data_ptr() % 16 for one in (q, k_cache, v_cache, *tensors)]
+        strides = q.stride(), k_cache.stride(), v_cache.stride()
+        kind = layer.window is None, layer.soft_cap, layer.sinks is None
+        key = kernel, tile, constants, kind, q.dtype, *strides, *addresses
+        kept = self._kernels.get(key)
+        if kept is None:
+            if tile is not None:
+                constants = tile, *constants
+                options |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+            kept = self._kernels[key] = KeptKernel(kernel, (self._kind(layer), *constants), **options)
+        kept.launch(
+            grid, q, *caches, *tensors, layer.window or 0, layer.scale_log2, strides[0][0], layer.block_tables.stride(0)
+        )
+
+    def _kind(self, layer: LayerInputs) -> AttentionKind:
+        """Return what a kernel is compiled for, once heads are found to lie as kernels read them."""
+        shape, strides = self.shape, layer.k_cache.stride()
+        row_size = shape.num_kv_heads * shape.head_dim
+        assert layer.q.stride()[1:] == (shape.head_dim, 1)
+        assert strides == layer.v_cache.stride()
+        assert strides[1:] == (row_size, shape.head_dim, 1)
+        assert self._by_tma is None or (layer.window is None and strides[0] % row_size == 0)
+        return AttentionKind(
+            num_kv_heads=shape.num_kv_heads,
+            group=shape.group,
+            head_dim=shape.head_dim,
+            block_size=shape.block_size,
+            block_stride=strides[0],
+            has_window=layer.window is not None,
+            soft_cap=0.0 if layer.soft_cap is None else layer.soft_cap * LOG2_E,
+            has_sinks=layer.sinks is not None,
+            is_invariant=self._is_invariant,
+            loads_ahead=_loads_ahead(shape.device),
+            on_gpu=layer.q.is_cuda,
+        )
+
+    def _describe(self, cache: Tensor) -> Any:
+        """Describe a cache for TMA as [rows, KV × D], of which a load brings a square."""
+        key = cache.data_ptr(), len(cache), cache.stride(0)
+        descriptor = self._descriptors.get(key)
+        if descriptor is None:
+            from nvcli.kernels.triton.launch.descriptors import describe_kept
+
+            assert self._by_tma is not None
+            row_size = cache.stride(1)
+            num_rows = (len(cache) - 1) * (cache.stride(0) // row_size) + self.shape.block_size
+            view = (num_rows, row_size), (row_size, 1)
+            descriptor = self._descriptors[key] = describe_kept(cache, (self._by_tma, self._by_tma), view=view)
+        return descriptor
+
+
+def _loads_ahead(device: torch.device) -> bool:
+    return device.type != "cuda" or can_load_ahead(torch.cuda.get_device_capability(device))

@@ -1,0 +1,219 @@
+"""The work list of paged decode attention: chunks of the rows' keys, listed on the GPU once a step.
+
+The planning kernel cuts the keys that each row sees into chunks of about equal length, so that the chunks × KV heads
+come to a few programs for each multiprocessor, and lists the chunks, longest first (FlashInfer's scheduler, Ye et al.
+2025, moved to the GPU). Nothing depends on host values but the number of rows: a launch captured in a CUDA graph for
+some number of rows serves any lengths.
+
+With a window only the last `window` keys of a row are listed, so that blocks behind the window are never read.
+
+Batch-invariant attention (`invariant_attention.py`) cuts keys into splits: those from a multiple of SPLIT to the next,
+counted from the request's first token, so that the split to which a key belongs depends on its position alone. A list
+for it has an entry for each split of a row that has much more to read than the others, and one for any other row. How
+it deals out the splits changes how fast a step is, and no bit of a result.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nvcli.kernels.triton.attention.attention_fold import ITEM_FIELDS
+from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
+
+SPLIT = tl.constexpr(512)
+"""Keys of a split."""
+MAX_PARTIALS = tl.constexpr(2048)
+"""The most splits of a step that have entries of their own: those of a million keys. Where there would be more, no row
+is cut, as there are enough rows then to keep the GPU busy."""
+_MIN_CHUNK = tl.constexpr(128)
+"""The fewest keys of a chunk of a row that is cut: shorter chunks cost more in reduction than they gain."""
+FEW_ROWS = 8
+"""Up to this many rows, fewer programs with deeper pipelines are faster; above, more programs (measured on an H200)."""
+_LONE_WARPS = 16
+"""Programs of one warp to aim for on each multiprocessor. Attention to 256 rows of 100 to 1,620 keys takes 121 µs with
+8, 118 with 12 and 16, and 122 with 24 (measured on an H200, which has room for 12)."""
+_ROWS, _COLUMNS = tl.constexpr(16), tl.constexpr(256)
+"""A program of the planning kernel places _ROWS rows, and compares them with _COLUMNS others at a time."""
+
+
+@triton.jit
+def _own_keys(seq_lens, rows, num_rows, own_begins, window, HAS_WINDOW: tl.constexpr, ALIGN: tl.constexpr):
+    """Find the first key that each row attends to on its own, rounded down to a multiple of ALIGN, and the end of its
+    keys: rows [R] → [R] int32 each."""
+    is_row = rows < num_rows
+    lens = tl.load(seq_lens + rows, mask=is_row, other=0)
+    first_keys = tl.zeros_like(lens)
+    if HAS_WINDOW:
+        first_keys = tl.maximum(lens - window, 0) // ALIGN * ALIGN
+    if own_begins is not None:
+        first_keys = tl.maximum(first_keys, tl.load(own_begins + rows, mask=is_row, other=0))
+    return first_keys, lens
+
+
+@triton.jit
+def cut(spans, chunk, TILE: tl.constexpr, HAS_SPLITS: tl.constexpr = False):
+    """Cut spans of keys [R] int32 into chunks of about `chunk` keys: → keys in a chunk [R] and number of chunks [R]. An
+    empty span (padding) makes one empty chunk. With HAS_SPLITS longer spans are cut into their splits instead."""
+    if HAS_SPLITS:
+        size = tl.where(spans > chunk, SPLIT, tl.maximum(spans, 1))
+    else:
+        num_chunks = tl.maximum(tl.cdiv(spans, chunk), 1)
+        size = tl.maximum(tl.cdiv(tl.cdiv(spans, num_chunks), TILE) * TILE, TILE)
+    return size, tl.maximum(tl.cdiv(spans, size), 1)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "target_programs", "window"],
+    do_not_specialize_on_alignment=["seq_lens", "slots", "own_begins"],
+)
+def plan_decode_kernel(
+    seq_lens,  # [num_rows] int32, keys of each row
+    slots,  # [num_rows] int64
+    # [capacity, ITEM_FIELDS] int32, written: row, first key, end of the keys, number of the row's chunks, the row's
+    # first partial result, number of this chunk, the row's slot, and the first key that the row sees (the first chunk
+    # may begin before it, at the beginning of a tile of keys or of a split)
+    items,
+    num_items,  # [1] int32, written
+    own_begins,  # [num_rows] int32, the first key behind each row's shared segments; None: there are none
+    num_rows,
+    target_programs,
+    window,  # keys that a row sees at most, where HAS_WINDOW
+    NUM_KV_HEADS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    ALIGN: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_SPLITS: tl.constexpr,
+    MAX_PARTIALS: tl.constexpr,  # of rows that are cut into splits
+):
+    """Program i lists the chunks of _ROWS rows: behind those of all rows with longer chunks, and of rows before them
+    with chunks of equal length."""
+    columns = tl.arange(0, _COLUMNS)
+    tokens = tl.zeros([_COLUMNS], tl.int64)
+    for start in range(0, num_rows, _COLUMNS):
+        begins, ends = _own_keys(seq_lens, start + columns, num_rows, own_begins, window, HAS_WINDOW, ALIGN)
+        tokens += ends - begins
+    per_program = tl.cdiv(tl.sum(tokens, 0) * NUM_KV_HEADS, target_programs).to(tl.int32)
+    chunk = tl.maximum(tl.cdiv(per_program, TILE) * TILE, SPLIT if HAS_SPLITS else _MIN_CHUNK)
+    if HAS_SPLITS:
+        partials = tl.zeros([_COLUMNS], tl.int64)
+        for start in range(0, num_rows, _COLUMNS):
+            begins, ends = _own_keys(seq_lens, start + columns, num_rows, own_begins, window, HAS_WINDOW, ALIGN)
+            partials += tl.where(ends - begins > chunk, tl.cdiv(ends - begins, SPLIT), 0)
+        if tl.sum(partials, 0) > MAX_PARTIALS:
+            chunk = 2147483647
+
+    rows = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)
+    row_slots = tl.load(slots + rows, mask=rows < num_rows, other=0).to(tl.int32)
+    first_keys, lens = _own_keys(seq_lens, rows, num_rows, own_begins, window, HAS_WINDOW, ALIGN)
+    size, num_chunks = cut(lens - first_keys, chunk, TILE, HAS_SPLITS)
+    first_item = tl.zeros([_ROWS], tl.int32)
+    first_partial = tl.zeros([_ROWS], tl.int32)
+    total = tl.zeros([_COLUMNS], tl.int32)
+    for start in range(0, num_rows, _COLUMNS):
+        others = start + columns
+        begins, ends = _own_keys(seq_lens, others, num_rows, own_begins, window, HAS_WINDOW, ALIGN)
+        other_size, other_chunks = cut(ends - begins, chunk, TILE, HAS_SPLITS)
+        other_chunks = tl.where(others < num_rows, other_chunks, 0)
+        total += other_chunks
+        is_before = (other_size[None, :] > size[:, None]) | (
+            (other_size[None, :] == size[:, None]) & (others[None, :] < rows[:, None])
+        )
+        first_item += tl.sum(tl.where(is_before, other_chunks[None, :], 0), 1)
+        # Only rows of more than one chunk leave partial results.
+        first_partial += tl.sum(tl.where(is_before & (other_chunks[None, :] > 1), other_chunks[None, :], 0), 1)
+
+    for index in range(tl.max(num_chunks, 0)):
+        item = items + (first_item + index) * ITEM_FIELDS
+        is_mine = (index < num_chunks) & (rows < num_rows)
+        tl.store(item, rows, mask=is_mine)
+        tl.store(item + 1, first_keys + index * size, mask=is_mine)
+        tl.store(item + 2, tl.minimum(first_keys + (index + 1) * size, lens), mask=is_mine)
+        tl.store(item + 3, num_chunks, mask=is_mine)
+        tl.store(item + 4, first_partial, mask=is_mine)
+        tl.store(item + 5, tl.zeros([_ROWS], tl.int32) + index, mask=is_mine)
+        tl.store(item + 6, row_slots, mask=is_mine)
+        if HAS_WINDOW:
+            tl.store(item + 7, tl.maximum(lens - window, 0), mask=is_mine)
+    if tl.program_id(0) == 0:
+        tl.store(num_items, tl.sum(total, 0))
+
+
+class DecodeWorkList:
+    """The chunks of a step for one window (None: full attention), in memory that is allocated once.
+
+    align: the first key of a row is rounded down to a multiple of it, so that a tile of keys lies in one block.
+    tile: the number of keys that the attention kernel takes at a time.
+    lone_warps_above: with more rows than this, programs of the attention kernel are single warps, of which more fit on
+    a multiprocessor (None: they never are).
+    has_splits: rows are cut into splits; `align` is SPLIT then.
+    """
+
+    def __init__(
+        self,
+        *,
+        window: int | None,
+        num_kv_heads: int,
+        tile: int,
+        align: int,
+        max_rows: int,
+        device: torch.device,
+        lone_warps_above: int | None = None,
+        has_splits: bool = False,
+    ) -> None:
+        self._window, self._num_kv_heads = window, num_kv_heads
+        self._tile, self._align = tile, align
+        self._max_rows, self._lone_warps_above, self._has_splits = max_rows, lone_warps_above, has_splits
+        self._num_processors = num_multiprocessors(device)
+        size = max_rows + MAX_PARTIALS.value if has_splits else self.capacity(max_rows) + 1
+        self.items = torch.zeros(size, ITEM_FIELDS.value, dtype=torch.int32, device=device)
+        """[capacity, ITEM_FIELDS] int32, the chunks, longest first."""
+        self.num_items = torch.zeros(1, dtype=torch.int32, device=device)
+        """[1] int32, the number of chunks."""
+
+    def capacity(self, num_rows: int) -> int:
+        """The most chunks that `num_rows` rows are cut into: target / KV heads + rows. Of splits there may be more, and
+        so many programs for each KV head take them in turn: most often one for each."""
+        return self._target(num_rows) // self._num_kv_heads + num_rows
+
+    @property
+    def max_partials(self) -> int:
+        """The most chunks of rows that are cut, at most 2 × target / KV heads: a row of more than one chunk is longer
+        than the chunk size, which is at least all keys × KV heads / target. Any other row of a list with splits has a
+        place there as well, behind those of splits."""
+        if self._has_splits:
+            return int(MAX_PARTIALS.value) + self._max_rows
+        return 2 * (self._target(self._max_rows) // self._num_kv_heads + 1)
+
+    def plan(self, seq_lens: Tensor, slots: Tensor, own_begins: Tensor | None = None) -> None:
+        """List the step's chunks. seq_lens: [B] int32, keys of each row, 0 for padding; slots: [B] int64; own_begins:
+        [B] int32, the first key of each row that is not read with other rows' (None: the first one)."""
+        num_rows = seq_lens.shape[0]
+        assert num_rows <= self._max_rows, f"{num_rows} decode rows, and the backend was made for {self._max_rows}"
+        plan_decode_kernel[(triton.cdiv(num_rows, _ROWS.value),)](
+            seq_lens,
+            slots,
+            self.items,
+            self.num_items,
+            own_begins,
+            num_rows,
+            self._target(num_rows),
+            self._window or 0,
+            NUM_KV_HEADS=self._num_kv_heads,
+            HAS_WINDOW=self._window is not None,
+            ALIGN=self._align,
+            TILE=self._tile,
+            HAS_SPLITS=self._has_splits,
+            MAX_PARTIALS=MAX_PARTIALS.value,
+            num_warps=4,
+        )
+
+    def _target(self, num_rows: int) -> int:
+        """The number of programs to aim for."""
+        if num_rows <= FEW_ROWS and not self._has_splits:
+            return self._num_processors * 5 // 2
+        if self._lone_warps_above is not None and num_rows > self._lone_warps_above:
+            return self._num_processors * _LONE_WARPS
+        return self._num_processors * 4

@@ -1,0 +1,96 @@
+"""Which kernel attends the prefill chunks of a kind of attention: the one that gives the same bits in every batch where
+a run asks for it, else Hopper's own where it serves them, over an FP8 cache by way of copies in 16 bits, else the one
+for all GPUs.
+
+Hopper's own serves head sizes 64 and 128 in 16 bits, without windows, in blocks of a multiple of 64 tokens; its sibling
+for shared segments does where the cache is in the model's type."""
+
+from __future__ import annotations
+
+from typing import TypeAlias, TypeGuard
+
+import torch
+
+from nvcli.kernels.triton.attention.attention_launch import AttentionShape
+from nvcli.kernels.triton.attention.prefill_attention import PrefillAttention, PrefillKind
+from nvcli.kernels.triton.attention.prefill_scratch import ScratchPrefillAttention, ScratchTiles
+from nvcli.kernels.triton.attention.prefill_tiles import Chunks, PrefillTiles, TileKey, TilePart
+from nvcli.kernels.triton.launch.triton_version import why_slower
+
+PrefillKernel: TypeAlias = PrefillAttention | ScratchPrefillAttention
+
+HOPPER_NOTE = "prefill attention: the kernel for Hopper GPUs"
+"""What the log says where that kernel was chosen."""
+SCRATCH_NOTE = f"{HOPPER_NOTE}, over copies of FP8 keys and values in bfloat16"
+"""What it says where that kernel attends to copies."""
+
+
+def attends_prefixes(kernel: PrefillKernel) -> TypeGuard[PrefillAttention]:
+    """Tell whether a kernel attends to prefixes that chunks share."""
+    return isinstance(kernel, PrefillAttention) and kernel.kind is not PrefillKind.INVARIANT
+
+
+def attends_segments(kernel: PrefillKernel) -> bool:
+    """Tell whether the kernel for segments on Hopper GPUs serves a kind of attention whose chunks this kernel
+    attends."""
+    is_hopper = isinstance(kernel, PrefillAttention) and kernel.kind is PrefillKind.HOPPER
+    return is_hopper and kernel.tile_key.group <= kernel.tile_key.rows
+
+
+def prefill_kernel(
+    shape: AttentionShape, *, has_window: bool, batch_invariant: bool, has_plain_blocks: bool, scratch_tokens: int
+) -> tuple[PrefillKernel, list[str]]:
+    """Make the kernel for one geometry, with windows or without; return it, and notes for the log.
+
+    `has_plain_blocks`: a layer's blocks lie one behind the other, with nothing but scales between their keys.
+    `scratch_tokens`: keys that copies of an FP8 cache have room for, a multiple of 64.
+    """
+    is_for_hopper = (
+        not has_window
+        and not batch_invariant
+        and has_plain_blocks
+        and shape.head_dim in (64, 128)
+        and shape.block_size % 64 == 0
+        and shape.dtype.itemsize == 2
+        and (shape.kv_dtype == shape.dtype or (shape.is_fp8 and shape.dtype == torch.bfloat16))
+        and torch.cuda.get_device_capability(shape.device) == (9, 0)
+    )
+    slower = why_slower() if is_for_hopper else None
+    if slower is not None or not is_for_hopper:
+        kind = PrefillKind.INVARIANT if batch_invariant else PrefillKind.USUAL
+        return PrefillAttention(shape, kind), [] if slower is None else [slower]
+    if shape.is_fp8:
+        return ScratchPrefillAttention(shape, scratch_tokens=scratch_tokens), [SCRATCH_NOTE]
+    return PrefillAttention(shape, PrefillKind.HOPPER), [HOPPER_NOTE]
+
+
+class TileLists:
+    """The lists of a run's tiles, which kernels with equal tiles have in common.
+
+    max_tokens, max_chunks: the most of a step, padding included.
+    """
+
+    def __init__(self, *, max_tokens: int, max_chunks: int, device: torch.device) -> None:
+        self._max_tokens, self._max_chunks, self._device = max_tokens, max_chunks, device
+        self._lists: dict[tuple[TileKey, TilePart], PrefillTiles] = {}
+
+    def of(self, kernel: PrefillKernel, part: TilePart = TilePart.WHOLE) -> PrefillTiles:
+        """Return the list of a kernel's tiles, for some of the keys."""
+        key = kernel.tile_key
+        if part in (TilePart.PREFIX, TilePart.REST):  # those of prefixes are sorted by their keys as they are
+            key = key._replace(is_sorted=False)
+        if (key, part) not in self._lists:
+            sizes = {"max_tokens": self._max_tokens, "max_chunks": self._max_chunks}
+            made = (
+                ScratchTiles(key, **sizes, device=self._device)
+                if key.scratch_units
+                else PrefillTiles(key, **sizes, device=self._device, part=part)
+            )
+            self._lists[key, part] = made
+        return self._lists[key, part]
+
+    def plan(self, chunks: Chunks) -> None:
+        """List the tiles of a step, those of prefixes only where chunks share any."""
+        for (_, part), tiles in self._lists.items():
+            if part is TilePart.WHOLE or chunks.prefixes is not None:
+                tiles.plan(chunks)

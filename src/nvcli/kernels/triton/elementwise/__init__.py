@@ -1,0 +1,1 @@
+"""Norms, activations, rotary positions, embeddings, step inputs."""

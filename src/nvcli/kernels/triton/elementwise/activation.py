@@ -1,0 +1,71 @@
+"""SwiGLU and GEGLU in Triton. Each program takes one row and one stretch of its columns."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
+from nvcli.kernels.whole_numbers import ceil_div
+
+_BLOCK = 1024
+
+
+@triton.jit
+def activate(gate, GELU: tl.constexpr):
+    """silu(gate), or with GELU its tanh approximation: x (1 + tanh(y)) / 2 is x sigmoid(2 y). gate: float32."""
+    argument = gate
+    if GELU:
+        argument = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
+    return gate * tl.sigmoid(argument)
+
+
+@triton.jit
+def _activate_and_mul_kernel(
+    gate_up_ptr,  # [T, 2 × SIZE], rows gate_up_row_stride apart
+    out_ptr,  # [T, SIZE], written
+    gate_up_row_stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GELU: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (row, chunk of BLOCK columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    await_kernel_before(DEPENDENT)
+    source = gate_up_ptr + row * gate_up_row_stride + columns
+    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(source + SIZE, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * SIZE + columns, (activate(gate, GELU) * up).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """See `nvcli.kernels.activation.silu_and_mul`. [T, 2 I], last dimension dense → [T, I], contiguous."""
+    return _launch(gate_up, is_gelu=False)
+
+
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    """See `nvcli.kernels.activation.gelu_tanh_and_mul`. [T, 2 I], last dimension dense → [T, I], contiguous."""
+    return _launch(gate_up, is_gelu=True)
+
+
+def _launch(gate_up: Tensor, *, is_gelu: bool) -> Tensor:
+    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.stride(1) == 1
+    out = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device)
+    grid = (num_tokens, ceil_div(size, _BLOCK))
+    _activate_and_mul_kernel[grid](
+        gate_up,
+        out,
+        gate_up.stride(0),
+        SIZE=size,
+        BLOCK=_BLOCK,
+        GELU=is_gelu,
+        **dependent(gate_up.device),
+        num_warps=4,
+    )
+    return out

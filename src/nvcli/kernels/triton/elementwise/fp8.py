@@ -1,0 +1,268 @@
+"""FP8 codes in Triton: of activations alone, and of an activated MLP's; those of a norm's result are in `norm.py`.
+
+A program takes one row, or of a scaling by blocks as many groups of 128 as are enough work, and holds it in registers:
+nothing but the codes and their scales is written. What is quantised is rounded first as the kernels in two steps round
+it, so that both give the same codes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX, QuantisedRows
+from nvcli.kernels.triton.elementwise.activation import activate
+from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
+from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2, warps_of_row
+
+FP8_GROUP = tl.constexpr(FP8_BLOCK)
+_MAX = tl.constexpr(FP8_MAX)
+_LEAST = tl.constexpr(LEAST_MAX)
+_GROUPS_CHUNK = 1024
+"""Columns of a program where a row's groups have nothing to do with each other."""
+_LOADED_ELEMENTS = 8
+"""Neighbours that a thread loads in 16 bytes: of a part of a row, a thread has so many."""
+_MOST_WARPS = 16
+_SHARING_GROUPS = 32
+"""Groups of a row of codes that a program rescales at a time."""
+
+
+@triton.jit
+def _encode(values, scales):
+    """Return codes of values that are at most 448 × their scales, up to rounding. A multiplication takes one
+    instruction where a division takes eight."""
+    return (values * (1.0 / scales)).to(tl.float8e4nv)
+
+
+@triton.jit
+def store_quantised(
+    values,  # [BLOCK] float32, 0 outside
+    codes_ptr,  # the row's codes
+    scales_ptr,  # the row's scales
+    first,  # the first column, a multiple of BLOCK
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BY_GROUPS: tl.constexpr,
+):
+    """Write the codes of BLOCK columns of a row and their scales: one, or BY_GROUPS one for each group."""
+    if BY_GROUPS:
+        NUM_GROUPS: tl.constexpr = BLOCK // FP8_GROUP
+        tile = tl.reshape(values, (NUM_GROUPS, FP8_GROUP))
+        scales = tl.maximum(tl.max(tl.abs(tile), axis=1), _LEAST) / _MAX
+        group = tl.arange(0, NUM_GROUPS)
+        columns = first + group[:, None] * FP8_GROUP + tl.arange(0, FP8_GROUP)[None, :]
+        tl.store(codes_ptr + columns, _encode(tile, scales[:, None]), mask=columns < SIZE)
+        tl.store(scales_ptr + first // FP8_GROUP + group, scales, mask=first + group * FP8_GROUP < SIZE)
+    else:
+        scale = tl.maximum(tl.max(tl.abs(values), axis=0), _LEAST) / _MAX
+        columns = tl.arange(0, BLOCK)
+        tl.store(codes_ptr + columns, _encode(values, scale), mask=columns < SIZE)
+        tl.store(scales_ptr, scale)
+
+
+@triton.jit
+def _silu_and_mul(gate, up):
+    """silu(gate) × up of bfloat16 numbers, rounded to bfloat16, in 9 instructions a number. Triton's own take 25: they
+    care for denormal numbers in exponentials and divisions, which round to what these round to, and convert numbers one
+    by one in the unit that computes exponentials."""
+    return tl.inline_asm_elementwise(
+        """{
+            .reg .f32 gate_0, gate_1, up_0, up_1, y_0, y_1;
+            .reg .b32 bits;
+            shl.b32 bits, $1, 16;
+            mov.b32 gate_0, bits;
+            and.b32 bits, $1, 0xffff0000;
+            mov.b32 gate_1, bits;
+            shl.b32 bits, $2, 16;
+            mov.b32 up_0, bits;
+            and.b32 bits, $2, 0xffff0000;
+            mov.b32 up_1, bits;
+            mul.f32 y_0, gate_0, 0fBFB8AA3B;
+            mul.f32 y_1, gate_1, 0fBFB8AA3B;
+            ex2.approx.ftz.f32 y_0, y_0;
+            ex2.approx.ftz.f32 y_1, y_1;
+            add.f32 y_0, y_0, 0f3F800000;
+            add.f32 y_1, y_1, 0f3F800000;
+            rcp.approx.ftz.f32 y_0, y_0;
+            rcp.approx.ftz.f32 y_1, y_1;
+            mul.f32 y_0, gate_0, y_0;
+            mul.f32 y_1, gate_1, y_1;
+            mul.f32 y_0, y_0, up_0;
+            mul.f32 y_1, y_1, up_1;
+            cvt.rn.bf16x2.f32 $0, y_1, y_0;
+        }""",
+        "=r,r,r",
+        [gate, up],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _load_values(
+    source,
+    columns,
+    SIZE: tl.constexpr,
+    IS_WHOLE: tl.constexpr,  # all columns are within the row
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    ON_GPU: tl.constexpr,
+):
+    """Return what is to be quantised in some columns of the row at `source`, in its type; 0 outside."""
+    inside = None if IS_WHOLE else columns < SIZE
+    other = None if IS_WHOLE else 0.0
+    values = tl.load(source + columns, mask=inside, other=other)
+    if GATED:
+        up = tl.load(source + SIZE + columns, mask=inside, other=other)
+        if ON_GPU and not GELU and values.dtype == tl.bfloat16:
+            values = _silu_and_mul(values, up)
+        else:
+            values = (activate(values.to(tl.float32), GELU) * up.to(tl.float32)).to(values.dtype)
+    return values
+
+
+@triton.jit
+def _quantise_kernel(
+    x_ptr,  # [T, SIZE], or with GATED gates and what they multiply, [T, 2 × SIZE]; rows x_row_stride apart
+    codes_ptr,  # [T, SIZE], written
+    scales_ptr,  # [T, NUM_SCALES], written
+    x_row_stride,
+    SIZE: tl.constexpr,
+    PART: tl.constexpr,
+    NUM_SCALES: tl.constexpr,
+    BY_GROUPS: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    ON_GPU: tl.constexpr,
+):
+    """Program (row, part of PART columns), or with one scale for a row (row), which holds its parts in registers: rows
+    are seldom powers of two, and what a program computes outside of its row costs as much as what is inside."""
+    row = tl.program_id(0).to(tl.int64)
+    source = x_ptr + row * x_row_stride
+    codes_ptr += row * SIZE
+    scales_ptr += row * NUM_SCALES
+    if BY_GROUPS:
+        first = tl.program_id(1) * PART
+        values = _load_values(source, first + tl.arange(0, PART), SIZE, SIZE % PART == 0, GATED, GELU, ON_GPU)
+        store_quantised(values.to(tl.float32), codes_ptr, scales_ptr, first, SIZE, PART, BY_GROUPS=True)
+    else:
+        parts = ()
+        largest = tl.zeros([PART], tl.float32)
+        for i in tl.static_range((SIZE + PART - 1) // PART):
+            columns = i * PART + tl.arange(0, PART)
+            values = _load_values(source, columns, SIZE, (i + 1) * PART <= SIZE, GATED, GELU, ON_GPU)
+            parts += (values,)  # type: ignore[assignment]
+            largest = tl.maximum(largest, tl.abs(values.to(tl.float32)))
+        scale = tl.maximum(tl.max(largest, axis=0), _LEAST) / _MAX
+        for i in tl.static_range((SIZE + PART - 1) // PART):
+            columns = i * PART + tl.arange(0, PART)
+            inside = None if (i + 1) * PART <= SIZE else columns < SIZE
+            tl.store(codes_ptr + columns, _encode(parts[i].to(tl.float32), scale), mask=inside)
+        tl.store(scales_ptr, scale)
+
+
+@triton.jit
+def _share_scales_kernel(
+    codes_ptr,  # [T, GROUPS × 128] e4m3, overwritten
+    exponents_ptr,  # [T, GROUPS] uint8
+    scales_ptr,  # [T] float32, written
+    GROUPS: tl.constexpr,
+    ALL_GROUPS: tl.constexpr,  # at least GROUPS
+    PART: tl.constexpr,  # groups that are held at a time
+):
+    """Program (row)."""
+    row = tl.program_id(0).to(tl.int64)
+    groups = tl.arange(0, ALL_GROUPS)
+    exponents = tl.load(exponents_ptr + row * GROUPS + groups, mask=groups < GROUPS, other=0).to(tl.int32)
+    shared = tl.max(exponents, axis=0)
+    tl.store(scales_ptr + row, (shared << 23).to(tl.float32, bitcast=True))
+    for first in tl.static_range(0, GROUPS, PART):
+        part = first + tl.arange(0, PART)
+        inside = part < GROUPS
+        own = tl.load(exponents_ptr + row * GROUPS + part, mask=inside, other=0).to(tl.int32)
+        factors = (tl.maximum(127 + own - shared, 0) << 23).to(tl.float32, bitcast=True)
+        places = codes_ptr + (row * GROUPS + part)[:, None] * FP8_GROUP + tl.arange(0, FP8_GROUP)[None, :]
+        values = tl.load(places, mask=inside[:, None], other=0.0).to(tl.float32) * factors[:, None]
+        tl.store(places, values.to(tl.float8e4nv), mask=inside[:, None])
+
+
+def share_scales(codes: Tensor, exponents: Tensor) -> Tensor:
+    """Give the groups of 128 in each row of codes [T, size] one scale, the largest of theirs, in place. `exponents`
+    [T, size / 128] uint8 are those of the groups' scales, which are powers of two, as float32 has them → the scales [T]
+    float32."""
+    num_rows, num_groups = exponents.shape
+    assert codes.is_contiguous()
+    assert exponents.is_contiguous()
+    assert codes.shape == (num_rows, num_groups * FP8_BLOCK)
+    scales = torch.empty(num_rows, dtype=torch.float32, device=codes.device)
+    all_groups = int(triton.next_power_of_2(num_groups))
+    part = min(all_groups, _SHARING_GROUPS)
+    _share_scales_kernel[(num_rows,)](
+        codes,
+        exponents,
+        scales,
+        GROUPS=num_groups,
+        ALL_GROUPS=all_groups,
+        PART=part,
+        num_warps=warps_of_row(part * FP8_BLOCK),
+    )
+    return scales
+
+
+def quantise(x: Tensor, scaling: FP8Scaling) -> QuantisedRows:
+    """See `nvcli.kernels.fp8.quantise`."""
+    return _quantise(x, x.shape[1], scaling, gated=False, gelu=False)
+
+
+def activate_and_quantise(gate_up: Tensor, scaling: FP8Scaling, *, is_gelu: bool) -> QuantisedRows:
+    """See `nvcli.kernels.fp8.activate_and_quantise`."""
+    return _quantise(gate_up, gate_up.shape[1] // 2, scaling, gated=True, gelu=is_gelu)
+
+
+def _quantise(x: Tensor, size: int, scaling: FP8Scaling, *, gated: bool, gelu: bool) -> QuantisedRows:
+    num_rows = x.shape[0]
+    assert x.stride(1) == 1
+    out = empty_rows(num_rows, size, scaling, x)
+    part = min(_block(size), _GROUPS_CHUNK if scaling == "block" else 32 * _LOADED_ELEMENTS * _warps_of_row(size))
+    _quantise_kernel[(num_rows, ceil_div(size, part) if scaling == "block" else 1)](
+        x,
+        out.codes,
+        out.scales,
+        x.stride(0),
+        SIZE=size,
+        PART=part,
+        NUM_SCALES=_num_scales(size, scaling),
+        BY_GROUPS=scaling == "block",
+        GATED=gated,
+        GELU=gelu,
+        ON_GPU=x.is_cuda,
+        num_warps=warps_of_row(part) if scaling == "block" else max(1, part // (32 * _LOADED_ELEMENTS)),
+    )
+    return out
+
+
+def empty_rows(num_rows: int, size: int, scaling: FP8Scaling, like: Tensor) -> QuantisedRows:
+    """Make room for quantised rows of the type and on the device of another tensor."""
+    shape = (num_rows,) if scaling == "channel" else (num_rows, _num_scales(size, scaling))
+    return QuantisedRows(
+        torch.empty(num_rows, size, dtype=FP8, device=like.device),
+        torch.empty(shape, dtype=torch.float32, device=like.device),
+        like.dtype,
+    )
+
+
+def _num_scales(size: int, scaling: FP8Scaling) -> int:
+    return 1 if scaling == "channel" else -(-size // FP8_BLOCK)
+
+
+def _block(size: int) -> int:
+    """The columns that a program holds: whole groups, and a power of two."""
+    return max(FP8_BLOCK, next_power_of_2(size))
+
+
+def _warps_of_row(size: int) -> int:
+    """The most warps of a program that holds a row of `size` columns in parts."""
+    return _MOST_WARPS if size > 4096 else _MOST_WARPS // 2

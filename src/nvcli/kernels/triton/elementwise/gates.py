@@ -1,0 +1,75 @@
+"""Sigmoid gates in Triton. Each program takes one row and one stretch of its columns."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
+from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
+
+_BLOCK = 2048
+
+
+@triton.jit
+def _gate_kernel(
+    values_ptr,  # [T, SIZE], read and written
+    source_ptr,  # gates [T, SIZE], or with MAKES_GATE rows [T, IN_SIZE] that it is made of; source_stride apart
+    weight_ptr,  # [IN_SIZE], with MAKES_GATE
+    source_stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MAKES_GATE: tl.constexpr,
+    IN_SIZE: tl.constexpr,
+    IN_BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (row, chunk of BLOCK columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    await_kernel_before(DEPENDENT)
+    values_ptrs = values_ptr + row * SIZE + columns
+    values = tl.load(values_ptrs, mask=inside, other=0.0).to(tl.float32)
+    if MAKES_GATE:
+        features = tl.arange(0, IN_BLOCK)
+        is_feature = features < IN_SIZE
+        x = tl.load(source_ptr + row * source_stride + features, mask=is_feature, other=0.0).to(tl.float32)
+        gate = tl.sum(x * tl.load(weight_ptr + features, mask=is_feature, other=0.0).to(tl.float32), 0)
+    else:
+        gate = tl.load(source_ptr + row * source_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(values_ptrs, (values * tl.sigmoid(gate)).to(values_ptr.dtype.element_ty), mask=inside)
+
+
+def gate_values(values: Tensor, gates: Tensor) -> Tensor:
+    """See `nvcli.kernels.gates.gate_values`."""
+    _launch(values, gates, None)
+    return values
+
+
+def gate_rows(values: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """See `nvcli.kernels.gates.gate_rows`."""
+    _launch(values, x, weight)
+    return values
+
+
+def _launch(values: Tensor, source: Tensor, weight: Tensor | None) -> None:
+    num_rows, size = values.shape
+    in_size = 1 if weight is None else source.shape[1]
+    assert values.is_contiguous()
+    assert source.stride(1) == 1
+    block = min(_BLOCK, next_power_of_2(size))
+    _gate_kernel[(num_rows, ceil_div(size, block))](
+        values,
+        source,
+        weight,
+        source.stride(0),
+        SIZE=size,
+        BLOCK=block,
+        MAKES_GATE=weight is not None,
+        IN_SIZE=in_size,
+        IN_BLOCK=next_power_of_2(in_size),
+        **dependent(values.device),
+        num_warps=4,
+    )

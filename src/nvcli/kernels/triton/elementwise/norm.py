@@ -1,0 +1,192 @@
+"""RMSNorm in Triton: alone, with an addition, with a gate, or with FP8 codes for its result. Each program holds its
+rows in registers."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nvcli.kernels.fp8_types import QuantisedRows
+from nvcli.kernels.triton.elementwise.fp8 import FP8_GROUP, empty_rows, store_quantised
+from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
+from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
+from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2, warps_of_row
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,  # [NUM_PARTS, T, SIZE], parts x_part_stride apart, rows x_row_stride
+    residual_ptr,  # [T, SIZE], rows residual_row_stride apart, written with ADD
+    weight_ptr,  # [SIZE]
+    out_ptr,  # [T, SIZE], written; QUANTISED in e4m3
+    scales_ptr,  # QUANTISED: [T] float32, or BY_GROUPS [T, SIZE / 128, rounded up], written
+    eps,
+    x_part_stride,
+    x_row_stride,
+    residual_row_stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    CENTERED: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    BY_GROUPS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (row). out = norm(x) × weight. With ADD: residual += x, rounded as it is stored, and the norm is that of
+    the sum. x is the sum of NUM_PARTS parts; with CENTERED its mean is taken from it before it is normed. QUANTISED,
+    the result is rounded to the residual's type first. BLOCK is a power of two, at least SIZE."""
+    row = tl.program_id(0).to(tl.int64)
+    await_kernel_before(DEPENDENT)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    # Both loads are on their way before either is waited for.
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * x_row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, NUM_PARTS):
+        part_ptrs = x_ptr + part * x_part_stride + row * x_row_stride + columns
+        x += tl.load(part_ptrs, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        residual_ptrs = residual_ptr + row * residual_row_stride + columns
+        total = (tl.load(residual_ptrs, mask=inside, other=0.0).to(tl.float32) + x).to(residual_ptr.dtype.element_ty)
+        tl.store(residual_ptrs, total, mask=inside)
+        x = total.to(tl.float32)
+    if CENTERED:
+        x = tl.where(inside, x - tl.sum(x, axis=0) / SIZE, 0.0)
+    mean_square = tl.sum(x * x, axis=0) / SIZE
+    normed = x * tl.rsqrt(mean_square + eps) * weight
+    if QUANTISED:
+        normed = normed.to(residual_ptr.dtype.element_ty).to(tl.float32)
+        NUM_SCALES: tl.constexpr = (SIZE + FP8_GROUP - 1) // FP8_GROUP if BY_GROUPS else 1
+        store_quantised(normed, out_ptr + row * SIZE, scales_ptr + row * NUM_SCALES, 0, SIZE, BLOCK, BY_GROUPS)
+    else:
+        tl.store(out_ptr + row * SIZE + columns, normed.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gated_rms_norm_kernel(
+    x_ptr,  # [T × NUM_HEADS, SIZE]
+    gate_ptr,  # [T, NUM_HEADS, SIZE], tokens gate_stride apart
+    weight_ptr,  # [SIZE]
+    out_ptr,  # [T × NUM_HEADS, SIZE], written
+    eps,
+    gate_stride,
+    num_rows,
+    NUM_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (tile of ROWS heads): out = norm(x) × weight × silu(gate). BLOCK is the next power of two of SIZE."""
+    await_kernel_before(DEPENDENT)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < num_rows) & (column < SIZE)
+    x = tl.load(x_ptr + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    gate_ptrs = gate_ptr + (row // NUM_HEADS) * gate_stride + (row % NUM_HEADS) * SIZE + column
+    gate = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    mean_square = tl.sum(x * x, axis=1) / SIZE
+    out = x * tl.rsqrt(mean_square + eps)[:, None] * weight * gate * tl.sigmoid(gate)
+    tl.store(out_ptr + row * SIZE + column, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `nvcli.kernels.norm.gated_rms_norm`."""
+    num_tokens, num_heads, size = x.shape
+    assert x.is_contiguous()
+    assert gate.stride()[1:] == (size, 1)
+    out = torch.empty_like(x)
+    num_rows, block = num_tokens * num_heads, next_power_of_2(size)
+    rows = max(1, 1024 // block)
+    _gated_rms_norm_kernel[ceil_div(num_rows, rows),](
+        x,
+        gate,
+        weight,
+        out,
+        eps,
+        gate.stride(0),
+        num_rows,
+        NUM_HEADS=num_heads,
+        SIZE=size,
+        BLOCK=block,
+        ROWS=rows,
+        **dependent(x.device),
+        num_warps=4,
+    )
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False) -> Tensor:
+    """See `nvcli.kernels.norm.rms_norm`. x: [..., H], its last dimension dense → [..., H], contiguous."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(rows.unsqueeze(0), rows, weight, out, eps, add=False, is_centered=is_centered)
+    return out
+
+
+def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False) -> Tensor:
+    """See `nvcli.kernels.norm.add_rms_norm`. The last dimensions are dense → [T, H], contiguous."""
+    out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+    parts = delta if delta.dim() == 3 else delta.unsqueeze(0)
+    _launch(parts, residual, weight, out, eps, add=True, is_centered=is_centered)
+    return out
+
+
+def sum_rms_norm(parts: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, *, is_centered: bool = False) -> Tensor:
+    """See `nvcli.kernels.norm.sum_rms_norm`. The last dimension is dense → [T, H], contiguous."""
+    out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
+    _launch(parts, out, weight, out, eps, add=False, is_centered=is_centered)
+    return out
+
+
+def norm_and_quantise(
+    delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float, scaling: FP8Scaling, *, is_centered: bool
+) -> QuantisedRows:
+    """See `nvcli.kernels.fp8.norm_and_quantise`. Last dimensions are dense."""
+    num_rows, size = residual.shape
+    out = empty_rows(num_rows, size, scaling, residual)
+    x = residual if delta is None else delta
+    parts = x if x.dim() == 3 else x.unsqueeze(0)
+    _launch(parts, residual, weight, out.codes, eps, add=delta is not None, is_centered=is_centered, scales=out.scales)
+    return out
+
+
+def _launch(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    eps: float,
+    *,
+    add: bool,
+    is_centered: bool,
+    scales: Tensor | None = None,
+) -> None:
+    """Launch the kernel; `scales` are those of a result in FP8, [T] or of groups."""
+    num_parts, num_rows, size = x.shape
+    assert x.stride(-1) == residual.stride(-1) == 1
+    block = next_power_of_2(size) if scales is None else max(FP8_BLOCK, next_power_of_2(size))
+    _rms_norm_kernel[(num_rows,)](
+        x,
+        residual,
+        weight,
+        out,
+        scales,
+        eps,
+        x.stride(0),
+        x.stride(1),
+        residual.stride(0),
+        SIZE=size,
+        BLOCK=block,
+        ADD=add,
+        NUM_PARTS=num_parts,
+        CENTERED=is_centered,
+        QUANTISED=scales is not None,
+        BY_GROUPS=scales is not None and scales.dim() == 2,
+        **(dependent(x.device) if scales is None else {"DEPENDENT": False}),
+        num_warps=warps_of_row(block),
+    )

@@ -1,0 +1,1 @@
+"""Compiling and launching kernels, on every version of Triton."""

@@ -1,0 +1,132 @@
+"""How the products of experts are launched: tiles by what weights are made of, and by how many rows one of all the
+experts has on average. With few rows the weight must come as fast as memory gives it, so that tiles are small and there
+are several programs on a multiprocessor; with many, tiles are as large as registers hold.
+
+Chosen on an H200 among 215 launches for Qwen3-30B-A3B, Qwen3.5-35B-A3B, gpt-oss-20b and 120b, whole and cut for 2 and 4
+ranks, with 1 to 8,192 tokens.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nvcli.kernels.expert_types import ExpertMatrix
+from nvcli.kernels.triton.products.product_launch import ExpertTiles, HopperW4Launch, fit
+from nvcli.kernels.triton.products.w4_linear import takes_experts
+
+
+class ExpertLaunch(NamedTuple):
+    """How both products are launched."""
+
+    row_tile: int
+    """The most rows of an item."""
+    gate_up: ExpertTiles
+    down: ExpertTiles
+
+
+_FLOAT32 = ExpertLaunch(16, ExpertTiles(32, 64, 3, 4, rows_first=True), ExpertTiles(64, 64, 3, 4, rows_first=True))
+_INVARIANT = ExpertLaunch(
+    64, ExpertTiles(64, 64, 3, 4, rows_first=True), ExpertTiles(128, 64, 3, 4, rows_first=True, has_tiles=True)
+)
+_HOPPER_W4 = HopperW4Launch(128, 2)
+_FEW_FEATURES = 512
+_LARGE_TILES = (9, 10)
+"""GPUs, by the first number of their compute capability, whose units take tiles of many rows without filling up all
+registers."""
+_MEDIUM_ROWS = 48
+"""The most rows for which tiles have 64 rows or fewer, whatever weights are made of."""
+_MANY_PROGRAMS = 1600
+"""With so many programs twice the features are faster, as the last programs are few of all."""
+
+
+def choose_launch(
+    num_rows: float, gate_up: ExpertMatrix, down: ExpertMatrix, x: Tensor, *, quantises: bool, batch_invariant: bool
+) -> ExpertLaunch | HopperW4Launch:
+    """Choose the launch for so many rows of an expert on average, which is the same for all numbers of rows of runs
+    that are `batch_invariant`."""
+    if takes_experts(num_rows, x, gate_up, down):
+        return _HOPPER_W4
+    if not _takes_large_tiles(x.device):
+        num_rows = min(num_rows, _MEDIUM_ROWS)
+    if gate_up.format is not None:
+        launch = _for_4_bits(num_rows, down, is_integer=gate_up.kind == "integer")
+    elif quantises:
+        launch = _for_fp8(num_rows, by_blocks=gate_up.kind == "block")
+    elif gate_up.kind != "plain":
+        launch = _for_codes(num_rows)
+    elif x.element_size() > 2:
+        launch = _FLOAT32
+    else:
+        launch = _INVARIANT if batch_invariant else _for_plain(num_rows, down.weight.shape[-1])
+    sizes = (1 if quantises else x.element_size(), gate_up.weight.element_size() if gate_up.format is None else 0.5)
+    return launch._replace(
+        gate_up=fit(launch.gate_up, launch.row_tile, x.device, *sizes, num_weights=2),
+        down=fit(launch.down, launch.row_tile, x.device, *sizes),
+    )
+
+
+@lru_cache(maxsize=64)
+def _takes_large_tiles(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in _LARGE_TILES
+
+
+def _for_plain(num_rows: float, size: int) -> ExpertLaunch:
+    """`size` is that of an expert's hidden layer."""
+    has_few_features = size < _FEW_FEATURES
+    if num_rows <= 12:
+        gate_up = ExpertTiles(32, 256, 3, 4, rows_first=True) if num_rows <= 0.25 else ExpertTiles(64, 128, 3, 4)
+        down = ExpertTiles(128, 64, 4, 4) if has_few_features else ExpertTiles(64 if num_rows <= 1 else 128, 128, 3, 4)
+        return ExpertLaunch(16, gate_up, down)
+    if num_rows <= 24:
+        down = ExpertTiles(256, 64, 3, 8) if has_few_features else ExpertTiles(64, 128, 3, 4, has_halves=True)
+        return ExpertLaunch(32, ExpertTiles(64, 64, 5, 4, has_halves=True), down)
+    if num_rows <= _MEDIUM_ROWS:
+        return ExpertLaunch(64, ExpertTiles(64, 64, 4, 4, has_halves=True), ExpertTiles(128, 64, 4, 4, has_halves=True))
+    gate_up = ExpertTiles(64, 64, 3, 4) if num_rows <= 96 else ExpertTiles(128, 64, 4, 8, rows_first=True)
+    down = ExpertTiles(128, 64, 3, 4, rows_first=True, has_tiles=True, has_halves=True)
+    return ExpertLaunch(128, gate_up._replace(has_halves=True), down)
+
+
+def _for_fp8(num_rows: float, *, by_blocks: bool) -> ExpertLaunch:
+    if num_rows <= 24:
+        down = ExpertTiles(256, 128, 3, 8)
+        if by_blocks or num_rows <= 1:
+            down = ExpertTiles(128, 128, 4, 8 if by_blocks else 4)
+        if num_rows <= 12:
+            return ExpertLaunch(16, ExpertTiles(64, 128, 6, 4), down)
+        return ExpertLaunch(32, ExpertTiles(64, 128, 4, 4), down._replace(has_halves=True))
+    if num_rows <= 96 or by_blocks:
+        return ExpertLaunch(
+            64,
+            ExpertTiles(64, 128, 4, 4, rows_first=True),
+            ExpertTiles(128, 128, 4, 4, rows_first=True, has_tiles=True),
+        )
+    return ExpertLaunch(
+        128,
+        ExpertTiles(128, 128, 3, 8, rows_first=True, has_halves=True),
+        ExpertTiles(128, 128, 3, 4, rows_first=True, has_tiles=True, has_halves=True),
+    )
+
+
+def _for_codes(num_rows: float) -> ExpertLaunch:
+    """The launch for FP8 with plain activations, which was not measured."""
+    row_tile = 16 if num_rows <= 8 else 32 if num_rows <= 32 else 64
+    both = ExpertTiles(64, 64, 3, 4, rows_first=row_tile == 64)
+    return ExpertLaunch(row_tile, both, both)
+
+
+def _for_4_bits(num_rows: float, down: ExpertMatrix, *, is_integer: bool) -> ExpertLaunch:
+    if num_rows <= 12:
+        num_experts, out_features = down.weight.shape[:2]
+        num_programs = min(num_rows, 1) * num_experts * out_features / 128
+        return ExpertLaunch(
+            16, ExpertTiles(64, 128, 3, 4), ExpertTiles(128 if num_programs >= _MANY_PROGRAMS else 64, 128, 4, 4)
+        )
+    row_tile = 32 if num_rows <= 24 else 64 if num_rows <= _MEDIUM_ROWS or is_integer else 128
+    return ExpertLaunch(
+        row_tile, ExpertTiles(64, 128, 3, 4, has_halves=True), ExpertTiles(128, 128, 3, 4, has_halves=True)
+    )

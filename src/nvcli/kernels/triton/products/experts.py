@@ -1,0 +1,264 @@
+"""The products of a mixture of experts, for few rows and for many: each expert's weight times the rows of its tokens.
+
+One kernel goes over the work list of `expert_groups` twice. For the gate and up projection with the activation it
+gathers its rows of x and writes them sorted by expert; for the down projection it writes every pair's result, times the
+pair's weight, to its own place. So nothing depends on the order in which programs run, and the sum over a token's
+experts is the norm's that comes next.
+
+A program takes one item (up to `row_tile` pairs of one expert) and a strip of output features. Programs that follow one
+another share an item's rows, and then the expert's next item its weight, in the L2 cache. With few rows the time is
+that of reading the weights.
+
+Weights are numbers like those of x, or in FP8, with scales of rows or blocks and with rows that are quantised or plain,
+or in 4 bits (`tile_product.py`). The tensor memory accelerator fetches weights but those in 4 bits, and fills up what
+is missing of the last tile with zeros.
+
+Shapes: T tokens, H hidden, E experts that are held, k experts per token, I intermediate size.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nvcli.kernels.expert_settings import GatedActivation
+from nvcli.kernels.expert_types import ExpertMatrix, ExpertScales, ExpertWeights, Routes, W4Scales, matrices
+from nvcli.kernels.fp8_types import Activations, QuantisedRows
+from nvcli.kernels.triton.elementwise.activation import activate
+from nvcli.kernels.triton.elementwise.fp8 import quantise
+from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
+from nvcli.kernels.triton.products.expert_groups import ITEM_FIELDS, WorkList, group_by_expert
+from nvcli.kernels.triton.products.expert_launches import ExpertLaunch, choose_launch
+from nvcli.kernels.triton.products.operands import codes_for, per_feature, per_row
+from nvcli.kernels.triton.products.product_launch import ExpertTiles, HopperW4Launch
+from nvcli.kernels.triton.products.tile_product import load_features, multiply_tile
+from nvcli.kernels.weight_formats import FP8Scaling
+from nvcli.kernels.whole_numbers import ceil_div
+
+
+@triton.jit
+def activate_gated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """See `GatedActivation`. float32."""
+    if KIND == "clamped_swiglu":
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1
+        return gate * tl.sigmoid(ALPHA * gate) * up
+    return activate(gate, KIND == "gelu_tanh") * up
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _experts_kernel(
+    x_ptr,  # GATED: [T, in]; else [T × k, in], in the order of order_ptr
+    x_tiles,  # with HAS_TILES, descriptor of the latter, tiles [ROW_TILE, IN_TILE]
+    x_scales_ptr,  # QUANTISED: [T or T × k] float32, or for blocks [T or T × k, groups]
+    weight,  # descriptor of [E × ROWS, in], tiles [OUT_TILE, IN_TILE]; in 4 bits [E, ROWS, words] int16
+    weight_scales_ptr,  # [E, ROWS] float32, or for blocks [E, ROWS / GROUP, groups]; in 4 bits [E, groups, ROWS] int32
+    bias_ptr,  # [E, ROWS], with HAS_BIAS
+    order_ptr,  # [T × k] int32
+    items_ptr,  # [N, ITEM_FIELDS] int32
+    pair_weights_ptr,  # [T × k] float32, how much each pair counts
+    out_ptr,  # GATED: [T × k, out], in the order of order_ptr; else [k, T, out]; written
+    num_tokens,
+    ITEM_FIELDS: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    OUT_TILE: tl.constexpr,
+    HAS_TILES: tl.constexpr,
+    HAS_HALVES: tl.constexpr,
+    OUT_FEATURES: tl.constexpr,
+    IN_FEATURES: tl.constexpr,
+    EXPERTS_PER_TOKEN: tl.constexpr,
+    GATED: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_SCALES: tl.constexpr,  # of an expert
+    QUANTISED: tl.constexpr,
+    IN_TILE: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    PACKED: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (strip of features of an item), the strips of one item after the other. With HAS_HALVES items of at most
+    half as many rows as others have take tiles of half the size."""
+    await_kernel_before(DEPENDENT)
+    STRIPS: tl.constexpr = (OUT_FEATURES + OUT_TILE - 1) // OUT_TILE
+    item_ptr = items_ptr + tl.program_id(0) // STRIPS * ITEM_FIELDS
+    expert, first_row, num_rows = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
+    feature = tl.program_id(0) % STRIPS * OUT_TILE
+    if num_rows > (ROW_TILE // 2 if HAS_HALVES else 0):
+        _multiply_item(
+            x_ptr, x_tiles, x_scales_ptr, weight, weight_scales_ptr, bias_ptr, order_ptr, pair_weights_ptr, out_ptr,
+            expert, first_row, num_rows, feature, num_tokens, ROW_TILE, OUT_TILE, HAS_TILES,
+            OUT_FEATURES, IN_FEATURES, EXPERTS_PER_TOKEN, GATED, KIND, GROUP, NUM_SCALES, QUANTISED, IN_TILE,
+            ROWS_FIRST, HAS_BIAS, ACTIVATION, ALPHA, LIMIT, PACKED, NUM_STAGES,
+        )  # fmt: skip
+    elif HAS_HALVES:  # noqa: SIM102  # known when the kernel is compiled, unlike the number of rows
+        if num_rows > 0:
+            _multiply_item(
+                x_ptr, x_tiles, x_scales_ptr, weight, weight_scales_ptr, bias_ptr, order_ptr, pair_weights_ptr,
+                out_ptr, expert, first_row, num_rows, feature, num_tokens, ROW_TILE // 2, OUT_TILE, False,
+                OUT_FEATURES, IN_FEATURES, EXPERTS_PER_TOKEN, GATED, KIND, GROUP, NUM_SCALES, QUANTISED, IN_TILE,
+                ROWS_FIRST, HAS_BIAS, ACTIVATION, ALPHA, LIMIT, PACKED, NUM_STAGES,
+            )  # fmt: skip
+
+
+@triton.jit
+def _multiply_item(
+    x_ptr, x_tiles, x_scales_ptr, weight, weight_scales_ptr, bias_ptr, order_ptr, pair_weights_ptr, out_ptr,
+    expert, first_row, num_rows, feature, num_tokens,
+    ROW_TILE: tl.constexpr, OUT_TILE: tl.constexpr, HAS_TILES: tl.constexpr,
+    OUT_FEATURES: tl.constexpr, IN_FEATURES: tl.constexpr, EXPERTS_PER_TOKEN: tl.constexpr, GATED: tl.constexpr,
+    KIND: tl.constexpr, GROUP: tl.constexpr, NUM_SCALES: tl.constexpr, QUANTISED: tl.constexpr, IN_TILE: tl.constexpr,
+    ROWS_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, PACKED: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Multiply an item's rows, up to ROW_TILE from `first_row` on, by OUT_TILE features of its expert. An expert's
+    weight has ROWS rows: `out`, or if GATED 2 `out`, those of the gate first. Rows behind the item's last are those of
+    other experts, or nobody's; their results are not stored."""
+    IN_4_BITS: tl.constexpr = KIND == "integer" or KIND == "mxfp4"
+    ROWS: tl.constexpr = 2 * OUT_FEATURES if GATED else OUT_FEATURES
+    features = feature + tl.arange(0, OUT_TILE)
+    is_feature = features < OUT_FEATURES
+    rows = tl.arange(0, ROW_TILE)
+    is_row = rows < num_rows
+    sorted_rows = (first_row + rows).to(tl.int64)
+    pair_ptrs = order_ptr + first_row + rows
+    x_rows = sorted_rows
+    if GATED:
+        x_rows = (tl.load(pair_ptrs, mask=is_row, other=0) // EXPERTS_PER_TOKEN).to(tl.int64)
+    total, up = multiply_tile(
+        x_tiles if HAS_TILES else x_ptr, first_row, x_rows, is_row, x_scales_ptr, weight, expert * ROWS + feature,
+        feature, is_feature, weight_scales_ptr + expert.to(tl.int64) * NUM_SCALES, OUT_FEATURES, IN_FEATURES, 0,
+        IN_FEATURES, KIND, GROUP, QUANTISED, GATED, ROW_TILE, OUT_TILE, IN_TILE, ROWS_FIRST, HAS_TILES, not IN_4_BITS,
+        (HAS_TILES and not IN_4_BITS) or IN_FEATURES % IN_TILE == 0, PACKED, NUM_STAGES,
+    )  # fmt: skip
+    row_features = expert * ROWS + features
+    if HAS_BIAS:
+        total += load_features(bias_ptr + row_features, is_feature, ROWS_FIRST)
+        if GATED:
+            up += load_features(bias_ptr + row_features + OUT_FEATURES, is_feature, ROWS_FIRST)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if GATED:
+        # Rounded where the two-step version stores: both give the same bits but for the order of the sums.
+        total, up = total.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+        total = activate_gated(total, up, ACTIVATION, ALPHA, LIMIT)
+        out_rows = sorted_rows
+    else:
+        pairs = tl.load(pair_ptrs, mask=is_row, other=0)
+        total *= per_row(tl.load(pair_weights_ptr + pairs, mask=is_row, other=0.0), ROWS_FIRST)
+        out_rows = (pairs % EXPERTS_PER_TOKEN * num_tokens + pairs // EXPERTS_PER_TOKEN).to(tl.int64)
+    out_ptrs = out_ptr + per_row(out_rows, ROWS_FIRST) * OUT_FEATURES + per_feature(features, ROWS_FIRST)
+    tl.store(out_ptrs, total.to(dtype), mask=per_row(is_row, ROWS_FIRST) & per_feature(is_feature, ROWS_FIRST))
+
+
+def apply_experts(
+    x: Tensor,
+    routes: Routes,
+    weights: ExpertWeights,
+    scales: ExpertScales | W4Scales | None,
+    activation: GatedActivation,
+    out: Tensor,
+    launch: ExpertLaunch | HopperW4Launch | None = None,
+    *,
+    quantises: bool = False,
+    batch_invariant: bool = False,
+) -> None:
+    """See `nvcli.kernels.experts.apply_experts`, for at least one token. All tensors are contiguous, and rows begin at
+    multiples of 16 bytes. Without `launch` that of `choose_launch` is taken."""
+    gate_up, down = matrices(weights, scales)
+    num_held = len(weights.gate_up)
+    if launch is None:
+        num_rows = routes.experts.numel() / (num_held + weights.num_others)
+        launch = choose_launch(num_rows, gate_up, down, x, quantises=quantises, batch_invariant=batch_invariant)
+    work = group_by_expert(
+        routes.experts, num_held, launch.row_tile, first_expert=weights.first_expert, num_others=weights.num_others
+    )
+    hidden = torch.empty(len(work.order), weights.gate_up.shape[1] // 2, dtype=x.dtype, device=x.device)
+    if isinstance(launch, HopperW4Launch):
+        from nvcli.kernels.triton.products import hopper_w4
+
+        # The rows of x, sorted by expert, are where the results will be, which are as large.
+        sorted_rows = hopper_w4.sort_rows(x, work.order, routes.experts.shape[1], out.view(-1, x.shape[1]))
+        hopper_w4.multiply_experts(sorted_rows, gate_up, routes, work, launch, activation, hidden)
+        if weights.num_others:
+            out.zero_()
+        hopper_w4.multiply_experts(hidden, down, routes, work, launch, None, out)
+        return
+    if weights.num_others:
+        out.zero_()
+    scaling: FP8Scaling = "block" if gate_up.kind == "block" else "channel"
+    rows: Activations = quantise(x, scaling) if quantises else x
+    _multiply(rows, gate_up, routes, work, launch.gate_up, activation, hidden)
+    rows = quantise(hidden, scaling) if quantises else hidden
+    _multiply(rows, down, routes, work, launch.down, None, out)
+
+
+def _multiply(
+    x: Activations,
+    matrix: ExpertMatrix,
+    routes: Routes,
+    work: WorkList,
+    launch: ExpertTiles,
+    activation: GatedActivation | None,
+    out: Tensor,
+) -> None:
+    """Compute the gate and up projection of every pair with its activation: [T, H] → [T × k, I], sorted by expert; or
+    without `activation` the down projection, times the pair's weight: [T × k, I] → [k, T, H]."""
+    numbers, row_scales = (x.codes, x.scales) if isinstance(x, QuantisedRows) else (x, x)
+    weight, bias, scales = matrix.weight, matrix.bias, matrix.scales
+    for tensor in (numbers, weight, scales, out):
+        assert tensor is None or tensor.is_contiguous()
+    out_features, in_features = out.shape[-1], numbers.shape[1]
+    assert matrix.kind != "block" or activation is None or out_features % matrix.group == 0
+    _experts_kernel[(ceil_div(out_features, launch.out_tile) * len(work.items),)](
+        numbers,
+        TensorDescriptor.from_tensor(numbers, [work.row_tile, launch.in_tile]) if launch.has_tiles else numbers,
+        row_scales,
+        weight
+        if matrix.format is not None
+        else TensorDescriptor.from_tensor(_codes(x, matrix), [launch.out_tile, launch.in_tile]),
+        numbers if scales is None else scales,
+        numbers if bias is None else bias,
+        work.order,
+        work.items,
+        routes.weights,
+        out,
+        len(routes.experts),
+        ITEM_FIELDS=ITEM_FIELDS,
+        ROW_TILE=work.row_tile,
+        OUT_TILE=launch.out_tile,
+        HAS_TILES=launch.has_tiles,
+        HAS_HALVES=launch.has_halves,
+        OUT_FEATURES=out_features,
+        IN_FEATURES=in_features,
+        EXPERTS_PER_TOKEN=routes.experts.shape[1],
+        GATED=activation is not None,
+        KIND=matrix.kind,
+        GROUP=matrix.group,
+        NUM_SCALES=0 if scales is None else scales[0].numel(),
+        QUANTISED=isinstance(x, QuantisedRows),
+        IN_TILE=launch.in_tile,
+        ROWS_FIRST=launch.rows_first,
+        HAS_BIAS=bias is not None,
+        ACTIVATION=None if activation is None else activation.kind,
+        ALPHA=None if activation is None else activation.alpha,
+        LIMIT=None if activation is None else activation.limit,
+        PACKED=numbers.is_cuda,
+        NUM_STAGES=launch.num_stages,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        **dependent(numbers.device),
+    )
+
+
+def _codes(x: Activations, matrix: ExpertMatrix) -> Tensor:
+    """Return the rows of all experts' weights as a product with `x` takes them."""
+    rows = matrix.weight.flatten(0, 1)
+    return rows if matrix.scales is None else codes_for(x, rows)

@@ -1,0 +1,216 @@
+"""The launches of the products of many rows with weights of 4 bits on Hopper GPUs (`hopper_w4_kernel.py`).
+
+They serve weights of integers in groups of 128, and MXFP4 with activations in bfloat16. Everything else, and every
+other GPU, is for `products.py` and `experts.py`. Shapes: T rows, `in` and `out` features, P parts,
+H hidden, k experts per token.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nvcli.kernels.expert_settings import GatedActivation
+from nvcli.kernels.expert_types import ExpertMatrix, Routes
+from nvcli.kernels.triton.launch.descriptors import TILE_BYTES, describe, describe_kept
+from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
+from nvcli.kernels.triton.products.expert_groups import ITEM_FIELDS, WorkList
+from nvcli.kernels.triton.products.hopper_w4_kernel import BLOCK, GROUPS, PART, hopper_w4_kernel
+from nvcli.kernels.triton.products.product_launch import Gate, HopperW4Launch, Kind
+from nvcli.kernels.weight_formats import W4Format
+from nvcli.kernels.whole_numbers import ceil_div
+
+_BLOCK: int = BLOCK.value
+_GROUPS: int = GROUPS.value
+_PART: int = PART.value
+_MOST_STAGES = 6
+_TILE = 4 * _PART
+"""The input features of a tile."""
+_ROW_TILE = 128
+_BLOCKS = (2, 3, 1)
+"""Of launches that take as long the first one was fastest: it reads less for each product."""
+_MOST_PARTS = 8
+_BLOCK_CYCLES, _END_CYCLES = 1480, 1500
+"""What both groups of a program take for a block each of one tile, and behind the last tile."""
+_BYTES_PER_CYCLE, _LAUNCH_CYCLES = 18, 2400
+"""What parts take until they are added up: how fast a multiprocessor writes and reads them, and another launch."""
+_COPIED = 1024
+"""The columns of a row that a program copies."""
+
+
+def num_stages(launch: HopperW4Launch, out_bytes: int, *, is_gated: bool) -> int:
+    """Count the tiles that shared memory has room for. `out_bytes` are those of a number of the result."""
+    features = _BLOCK // 2 if is_gated else _BLOCK
+    of_result = _GROUPS * launch.row_tile * features * out_bytes
+    of_stage = 2 * _TILE * launch.row_tile + _GROUPS * launch.blocks * _BLOCK * (2 * _PART + 4)
+    return min(_MOST_STAGES, (TILE_BYTES - of_result) // of_stage)
+
+
+@lru_cache(maxsize=1024)
+def choose_launch(
+    kind: Kind, num_rows: int, out_features: int, in_features: int, device: torch.device
+) -> HopperW4Launch:
+    """Choose the launch that takes the least time, as `cycles` estimates it. `out_features` are those of the result."""
+    most_parts = 1 if kind == "gated" else max(1, min(_MOST_PARTS, in_features // (2 * _TILE)))
+    launches = [
+        HopperW4Launch(_ROW_TILE, blocks, num_parts) for num_parts in range(1, most_parts + 1) for blocks in _BLOCKS
+    ]
+    programs = num_multiprocessors(device)
+    return min(launches, key=lambda launch: cycles(launch, kind, num_rows, out_features, in_features, programs))
+
+
+def cycles(
+    launch: HopperW4Launch, kind: Kind, num_rows: int, out_features: int, in_features: int, num_programs: int
+) -> float:
+    """Estimate the cycles that a product of tiles of 128 rows takes on `num_programs` multiprocessors, beside what all
+    launches take: what one of them computes, and what adding up parts takes.
+
+    It is within 12 % of 174 products of Qwen3-8B's shapes with 96 to 1,024 rows on an H200, 5 % on average, whose
+    launches waited longer for scales than they do now.
+    """
+    features = _GROUPS * launch.blocks * (_BLOCK // 2 if kind == "gated" else _BLOCK)
+    programs = -(-num_rows // launch.row_tile) * -(-out_features // features) * launch.num_parts
+    of_program = launch.blocks * (_tiles_of_part(in_features, launch) * _BLOCK_CYCLES + _END_CYCLES)
+    added = 0.0
+    if launch.num_parts > 1:
+        added = launch.num_parts * num_rows * out_features * 8 / (num_programs * _BYTES_PER_CYCLE)
+        added += _LAUNCH_CYCLES if kind == "plain" else 0
+    return -(-programs // num_programs) * of_program + added
+
+
+def _tiles_of_part(in_features: int, launch: HopperW4Launch) -> int:
+    return -(-in_features // (_TILE * launch.num_parts))
+
+
+def linear(
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    format: W4Format,
+    launch: HopperW4Launch,
+    out: Tensor | None = None,
+    gate: Gate | None = None,
+) -> Tensor:
+    """x Wᵀ: [T, in] → [T, out], in `out` (contiguous) if that is given; or with several parts [P, T, out] float32; or
+    with a gate, and one part, activation(x Gᵀ) × (x Uᵀ) for a weight that holds G above U."""
+    num_parts = -(-x.shape[1] // (_TILE * _tiles_of_part(x.shape[1], launch)))
+    out_features = len(words) if gate is None else len(words) // 2
+    if num_parts > 1:
+        out = torch.empty(num_parts, len(x), out_features, dtype=torch.float32, device=x.device)
+    elif out is None:
+        out = torch.empty(len(x), out_features, dtype=x.dtype, device=x.device)
+    row_tiles = num_parts * ceil_div(len(x), launch.row_tile)
+    activation = None if gate is None else GatedActivation(kind=gate)
+    _launch(x, ExpertMatrix(words[None], None, scales, format), out, launch, row_tiles, len(x), activation)
+    return out
+
+
+def multiply_experts(
+    x: Tensor,
+    matrix: ExpertMatrix,
+    routes: Routes,
+    work: WorkList,
+    launch: HopperW4Launch,
+    activation: GatedActivation | None,
+    out: Tensor,
+) -> None:
+    """Multiply as `experts.py` does, but rows of x that are sorted by expert for both projections: [T × k, in]."""
+    num_rows = len(x) if activation is not None else len(routes.experts)
+    _launch(x, matrix, out, launch, len(work.items), num_rows, activation, work, routes)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _sort_rows_kernel(
+    x_ptr,  # [T, SIZE]
+    order_ptr,  # [pairs] int32
+    out_ptr,  # [pairs, SIZE], written
+    num_rows,
+    SIZE: tl.constexpr,
+    EXPERTS_PER_TOKEN: tl.constexpr,
+    COPIED: tl.constexpr,
+):
+    """Program (pair, stretch of columns). What is behind the last pair of the order is some row."""
+    pair = tl.program_id(0).to(tl.int64)
+    token = tl.load(order_ptr + pair) // EXPERTS_PER_TOKEN
+    token = tl.minimum(tl.maximum(token, 0), num_rows - 1).to(tl.int64)
+    columns = tl.program_id(1) * COPIED + tl.arange(0, COPIED)
+    values = tl.load(x_ptr + token * SIZE + columns, mask=columns < SIZE)
+    tl.store(out_ptr + pair * SIZE + columns, values, mask=columns < SIZE)
+
+
+def sort_rows(x: Tensor, order: Tensor, experts_per_token: int, out: Tensor) -> Tensor:
+    """Return the row of each pair, in the order of experts: [T, H] → `out` [T × k, H]."""
+    assert out.is_contiguous()
+    _sort_rows_kernel[(len(order), ceil_div(x.shape[1], _COPIED))](
+        x, order, out, len(x), SIZE=x.shape[1], EXPERTS_PER_TOKEN=experts_per_token, COPIED=_COPIED, num_warps=4
+    )
+    return out
+
+
+def _launch(
+    x: Tensor,
+    matrix: ExpertMatrix,
+    out: Tensor,
+    launch: HopperW4Launch,
+    row_tiles: int,
+    num_rows: int,
+    activation: GatedActivation | None,
+    work: WorkList | None = None,
+    routes: Routes | None = None,
+) -> None:
+    """Multiply rows by words [E, rows, words of a row]. `row_tiles` are those of all parts."""
+    words, bias, scales, format = matrix
+    assert scales is not None
+    assert format is not None
+    for tensor in (x, words, scales, out):
+        assert tensor.is_contiguous()
+    is_gated = activation is not None
+    kind = activation or GatedActivation()
+    in_features, out_features = x.shape[1], out.shape[-1]
+    features = _GROUPS * launch.blocks * (_BLOCK // 2 if is_gated else _BLOCK)
+    strips = ceil_div(out_features, features)
+    rows, size = words.shape[1:]
+    half = out_features * size if is_gated else 8 * size
+    words_view = (
+        (len(words), rows // 16, 2, 8, size),
+        (rows * size, 8 * size if is_gated else 16 * size, half, size, 1),
+    )
+    # A group's words of scales follow the rows of the weight, and are brought in the same order.
+    scales_view = (
+        (scales.numel() // rows, rows // 16, 2, 8),
+        (rows, 8 if is_gated else 16, out_features if is_gated else 8, 1),
+    )
+    hopper_w4_kernel[(min(row_tiles * strips, num_multiprocessors(x.device)),)](
+        describe(x, (launch.row_tile, _PART), swizzle_bytes=64),
+        describe_kept(words, (1, _BLOCK // 16, 2, 8, _PART), view=words_view, swizzle_bytes=64),
+        describe_kept(scales, (1, _BLOCK // 16, 2, 8), view=scales_view, swizzle_bytes=32),
+        x if bias is None else bias,
+        x if work is None else work.items,
+        x if work is None else work.order,
+        x if routes is None else routes.weights,
+        out,
+        num_rows,
+        row_tiles * strips,
+        _tiles_of_part(in_features, launch),
+        strips,
+        ceil_div(in_features, _TILE),
+        out_features,
+        OUT_BYTES=out.element_size(),
+        ROW_TILE=launch.row_tile,
+        BLOCKS=launch.blocks,
+        NUM_STAGES=num_stages(launch, out.element_size(), is_gated=is_gated),
+        KIND=format.kind,
+        GATED=is_gated,
+        GROUPED=work is not None,
+        HAS_BIAS=bias is not None,
+        ACTIVATION=kind.kind,
+        ALPHA=kind.alpha,
+        LIMIT=kind.limit,
+        EXPERTS_PER_TOKEN=1 if routes is None else routes.experts.shape[1],
+        ITEM_FIELDS=ITEM_FIELDS,
+        num_warps=4,
+    )

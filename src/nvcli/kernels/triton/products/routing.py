@@ -1,0 +1,158 @@
+"""The router of a mixture of experts in Triton: a program of one warp for each token, which holds all its scores.
+
+An expert's rank in the choice is a 64-bit number, the score's bits above the expert's number turned round. So one
+maximum finds an expert and its score, equal scores fall to the first expert, and no expert is found twice even where
+scores are NaN: a token that is broken has distinct experts like any other.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nvcli.kernels.expert_settings import TINY, Routing
+from nvcli.kernels.expert_types import Routes
+from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
+from nvcli.kernels.whole_numbers import next_power_of_2
+
+
+@triton.jit
+def _ordered(x, exists):
+    """Map float32 to int64 numbers below 2³¹ in the same order, NaN below all of them and what does not exist below
+    NaN."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    ordered = tl.where(x == x, ordered, -2147483647)
+    return tl.where(exists, ordered, -2147483648)
+
+
+@triton.jit
+def _ranked(ordered, index):
+    """Place an index below 2³¹ beneath an ordered number, so that the maximum is the first of equals."""
+    return ordered * 4294967296 + (2147483647 - index)
+
+
+@triton.jit(do_not_specialize=["part_stride"])
+def _route_kernel(
+    logits_ptr,  # [NUM_PARTS, T, NUM_EXPERTS] float32, parts part_stride apart
+    bias_ptr,  # [NUM_EXPERTS] float32, with HAS_BIAS
+    correction_ptr,  # [NUM_EXPERTS] float32, with HAS_CORRECTION
+    factors_ptr,  # [NUM_EXPERTS] float32, with HAS_FACTORS
+    experts_ptr,  # [T, EXPERTS_PER_TOKEN] int32, written
+    weights_ptr,  # [T, EXPERTS_PER_TOKEN] float32, written
+    part_stride,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    EXPERTS_PER_TOKEN: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUPS_PER_TOKEN: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    MEMBER_TILE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_CORRECTION: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
+    TINY: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (token). GROUP_TILE and MEMBER_TILE are the next powers of two of the number of groups and of a group's
+    size."""
+    await_kernel_before(DEPENDENT)
+    token = tl.program_id(0)
+    group = tl.arange(0, GROUP_TILE)[:, None]
+    member = tl.arange(0, MEMBER_TILE)[None, :]
+    GROUP_SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
+    expert = group * GROUP_SIZE + member
+    exists = (group < NUM_GROUPS) & (member < GROUP_SIZE)
+    logits = tl.zeros([GROUP_TILE, MEMBER_TILE], tl.float32)
+    for part in tl.static_range(NUM_PARTS):
+        source = logits_ptr + part * part_stride + token.to(tl.int64) * NUM_EXPERTS + expert
+        logits += tl.load(source, mask=exists, other=0.0)
+    if HAS_BIAS:
+        logits += tl.load(bias_ptr + expert, mask=exists, other=0.0)
+    if SIGMOID:
+        scores = tl.sigmoid(logits)
+        choice = scores
+    else:
+        largest = tl.max(tl.max(tl.where(exists, logits, float("-inf")), 1), 0)
+        scores = tl.where(exists, tl.exp(logits - largest), 0.0)
+        if HAS_CORRECTION or not RENORMALISE:
+            scores = scores / tl.sum(tl.sum(scores, 1), 0)
+        choice = logits
+    if HAS_CORRECTION:
+        choice = scores + tl.load(correction_ptr + expert, mask=exists, other=0.0)
+    may_be_chosen = exists
+    if GROUPS_PER_TOKEN < NUM_GROUPS:
+        valid = tl.where(exists & (choice == choice), choice, float("-inf"))
+        first = tl.max(valid, 1)
+        place_of_first = tl.argmax(valid, 1)
+        second = tl.max(tl.where(member == place_of_first[:, None], float("-inf"), valid), 1)
+        groups = tl.arange(0, GROUP_TILE)
+        ranked_groups = _ranked(_ordered(first + second, groups < NUM_GROUPS), groups)
+        is_best = groups < 0
+        for _ in tl.static_range(GROUPS_PER_TOKEN):
+            best_group = tl.max(ranked_groups, 0)
+            is_best = is_best | (ranked_groups == best_group)
+            ranked_groups = tl.where(ranked_groups == best_group, -9223372036854775808, ranked_groups)
+        may_be_chosen = exists & is_best[:, None]
+    ranked = _ranked(_ordered(choice, may_be_chosen), expert)
+    place = tl.full([GROUP_TILE, MEMBER_TILE], -1, tl.int32)
+    for number in tl.static_range(EXPERTS_PER_TOKEN):
+        best = tl.max(tl.max(ranked, 1), 0)
+        place = tl.where(ranked == best, number, place)
+        ranked = tl.where(ranked == best, -9223372036854775808, ranked)
+    is_chosen = place >= 0
+    if RENORMALISE:
+        scores = scores / (tl.sum(tl.sum(tl.where(is_chosen, scores, 0.0), 1), 0) + TINY)
+    if HAS_FACTORS:
+        scores *= tl.load(factors_ptr + expert, mask=exists, other=0.0)
+    target = token.to(tl.int64) * EXPERTS_PER_TOKEN + place
+    tl.store(experts_ptr + target, expert, mask=is_chosen)
+    tl.store(weights_ptr + target, scores * SCALE, mask=is_chosen)
+
+
+def route(
+    logits: Tensor,
+    routing: Routing,
+    *,
+    bias: Tensor | None = None,
+    correction: Tensor | None = None,
+    factors: Tensor | None = None,
+) -> Routes:
+    """See `nvcli.kernels.routing.route`. logits: its last two dimensions are dense."""
+    num_parts, num_tokens, num_experts = logits.shape
+    assert num_experts == routing.num_experts
+    assert logits.stride()[1:] == (num_experts, 1)
+    size = (num_tokens, routing.experts_per_token)
+    experts = torch.empty(size, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(size, dtype=torch.float32, device=logits.device)
+    _route_kernel[(num_tokens,)](
+        logits,
+        logits if bias is None else bias,
+        logits if correction is None else correction,
+        logits if factors is None else factors,
+        experts,
+        weights,
+        logits.stride(0),
+        NUM_EXPERTS=num_experts,
+        NUM_PARTS=num_parts,
+        EXPERTS_PER_TOKEN=routing.experts_per_token,
+        NUM_GROUPS=routing.num_groups,
+        GROUPS_PER_TOKEN=routing.groups_per_token,
+        GROUP_TILE=next_power_of_2(routing.num_groups),
+        MEMBER_TILE=next_power_of_2(num_experts // routing.num_groups),
+        SIGMOID=routing.scoring == "sigmoid",
+        RENORMALISE=routing.renormalise,
+        SCALE=routing.scale,
+        HAS_BIAS=bias is not None,
+        HAS_CORRECTION=correction is not None,
+        HAS_FACTORS=factors is not None,
+        TINY=TINY,
+        num_warps=1,
+        **dependent(logits.device),
+    )
+    return Routes(experts, weights)

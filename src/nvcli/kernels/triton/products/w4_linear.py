@@ -1,0 +1,200 @@
+"""Products with weights of 4 bits: for few rows by the kernel for all GPUs (`products.py`), as fast as the weight is
+read; for more by Hopper's own (`hopper_w4.py`) where it serves them; and for many by the library's, with the weight as
+16 bits in memory.
+
+The launches of the tables were measured on an H200. On other GPUs, and for numbers of more than 16 bits, tiles are made
+as small as memory asks for. Shapes: T rows, `in` and `out` features, P parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nvcli.kernels.expert_types import ExpertMatrix
+from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
+from nvcli.kernels.triton.launch.triton_version import has_known_gluon
+from nvcli.kernels.triton.products.product_launch import Gate, HopperW4Launch, Kind, ProductLaunch, fit
+from nvcli.kernels.triton.products.products import multiply
+from nvcli.kernels.triton.products.w4_codes import integers, scales_and_zeros
+from nvcli.kernels.weight_formats import W4Format
+from nvcli.kernels.whole_numbers import ceil_div
+
+Ranges = tuple[tuple[int, ProductLaunch | None], ...]
+"""Launches for up to so many rows, ascending. None, and above the last range: the weight is turned into 16 bits in
+memory, which the library multiplies; for `gated`: a plain product, with the activation behind it."""
+
+LINEAR: Mapping[Kind, Ranges] = {
+    "plain": (
+        (16, ProductLaunch(16, 64, 128, 6, 4)),
+        (256, ProductLaunch(64, 128, 128, 3, 4)),
+    ),
+    "sum": (
+        (16, ProductLaunch(16, 128, 128, 4, 4)),
+        (64, ProductLaunch(64, 128, 128, 3, 4)),
+        (128, ProductLaunch(128, 128, 128, 3, 8)),
+        (256, ProductLaunch(64, 128, 128, 3, 4)),
+    ),
+    "gated": ((16, ProductLaunch(16, 64, 128, 4, 4)),),
+}
+HOPPER_ROWS: Mapping[Kind, tuple[int, int]] = {"plain": (64, 256), "sum": (64, 1024), "gated": (64, 1024)}
+"""The kernel for Hopper GPUs multiplies more rows than the first number, up to the second one."""
+HOPPER_EXPERT_ROWS = 256
+"""Mean rows of an expert above which the kernel for Hopper GPUs multiplies it. A layer of gpt-oss-20b takes
+an H200 2,955 µs with it and 3,490 without at 8,192 tokens, 1,024 for each expert; 1,127 and 1,110 at 320 for each."""
+_HOPPER_GROUP, _HOPPER_ALIGNMENT = 128, 16
+
+_DEQUANTISED_ROWS = 32
+"""The rows of a weight that a program turns into numbers."""
+_SUMMED = 1024
+"""The numbers of a result whose parts a program adds up."""
+_WARPS = 8
+"""The warps of a multiprocessor that keep the memory busy."""
+
+
+def linear(
+    kind: Kind,
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    format: W4Format,
+    out: Tensor | None = None,
+    gate: Gate | None = None,
+) -> Tensor | None:
+    """Compute what the functions of `nvcli.kernels.w4` do, without a bias, in `out` for a plain product if that is
+    given. A sum has parts [P, T, out] float32. None: the library is faster, or for a gated product a plain one with the
+    activation behind it."""
+    launch = choose_launch(kind, x, words, format)
+    if isinstance(launch, HopperW4Launch):
+        from nvcli.kernels.triton.products import hopper_w4
+
+        has_parts = launch.num_parts > 1
+        result = hopper_w4.linear(x, words, scales, format, launch, None if has_parts else out, gate)
+        return add_parts(result, x.dtype, out) if has_parts and kind == "plain" else result
+    if launch is None:
+        return None
+    launch = fit(launch, launch.row_tile, x.device, x.element_size(), 0.5, 1 if gate is None else 2)
+    if kind == "sum":
+        num_parts = choose_parts(len(x), len(words), x.shape[1], launch, num_multiprocessors(x.device))
+        launch = launch._replace(num_parts=num_parts)
+    return multiply(x, words, launch, out, scales=scales, format=format, gate=gate, in_parts=kind == "sum")
+
+
+def choose_launch(kind: Kind, x: Tensor, words: Tensor, format: W4Format) -> ProductLaunch | HopperW4Launch | None:
+    """Return the launch of a product; see `Ranges` for what None says."""
+    least, most = HOPPER_ROWS[kind]
+    if least < len(x) <= most and _serves_on_hopper(x, format, len(words)):
+        from nvcli.kernels.triton.products import hopper_w4
+
+        out_features = len(words) // 2 if kind == "gated" else len(words)
+        return hopper_w4.choose_launch(kind, len(x), out_features, x.shape[1], x.device)
+    return next((launch for most_rows, launch in LINEAR[kind] if len(x) <= most_rows), None)
+
+
+def takes_experts(num_rows: float, x: Tensor, gate_up: ExpertMatrix, down: ExpertMatrix) -> bool:
+    """Whether the kernel for Hopper GPUs multiplies experts with so many rows on average."""
+    return num_rows > HOPPER_EXPERT_ROWS and all(
+        matrix.format is not None and _serves_on_hopper(x, matrix.format, matrix.weight.shape[1])
+        for matrix in (gate_up, down)
+    )
+
+
+def _serves_on_hopper(x: Tensor, format: W4Format, out_features: int) -> bool:
+    """Whether the kernel for Hopper takes activations like `x` and a weight of that format."""
+    is_taken = x.dtype == torch.bfloat16 if format.kind == "mxfp4" else x.dtype.itemsize == 2
+    has_groups = format.kind == "mxfp4" or format.group == _HOPPER_GROUP
+    return is_taken and has_groups and out_features % _HOPPER_ALIGNMENT == 0 and has_hopper_kernel(x.device)
+
+
+@lru_cache(maxsize=64)
+def has_hopper_kernel(device: torch.device) -> bool:
+    """Whether the kernel for Hopper may be used on a GPU."""
+    return has_known_gluon() and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def choose_parts(num_rows: int, out_features: int, in_features: int, launch: ProductLaunch, num_sms: int) -> int:
+    """Choose how many programs share the input features of a tile: enough to give each multiprocessor 8 warps, with two
+    tiles of input features for each."""
+    programs = ceil_div(num_rows, launch.row_tile) * ceil_div(out_features, launch.out_tile)
+    wanted = num_sms * _WARPS // launch.num_warps
+    return max(1, min(wanted // programs, ceil_div(in_features, launch.in_tile) // 2))
+
+
+@triton.jit(do_not_specialize=["size"])
+def _add_parts_kernel(
+    parts_ptr,  # [NUM_PARTS, size] float32
+    out_ptr,  # [size], written
+    size,
+    NUM_PARTS: tl.constexpr,
+    SUMMED: tl.constexpr,
+):
+    """Program (piece of the result)."""
+    places = tl.program_id(0).to(tl.int64) * SUMMED + tl.arange(0, SUMMED)
+    is_there = places < size
+    total = tl.zeros([SUMMED], tl.float32)
+    for part in tl.static_range(NUM_PARTS):
+        total += tl.load(parts_ptr + part * size + places, mask=is_there, other=0.0)
+    tl.store(out_ptr + places, total.to(out_ptr.dtype.element_ty), mask=is_there)
+
+
+def add_parts(parts: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Add up parts [P, T, out] float32: [T, out] of `dtype`, in `out` (contiguous) if that is given."""
+    if out is None:
+        out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
+    assert out.is_contiguous()
+    _add_parts_kernel[(ceil_div(out.numel(), _SUMMED),)](parts, out, out.numel(), NUM_PARTS=len(parts), SUMMED=_SUMMED)
+    return out
+
+
+@triton.jit
+def _dequantise_kernel(
+    words_ptr,  # [OUT_FEATURES, WORDS] int16
+    scales_ptr,  # [groups, OUT_FEATURES] int32
+    out_ptr,  # [OUT_FEATURES, IN_FEATURES], written
+    OUT_FEATURES: tl.constexpr,
+    IN_FEATURES: tl.constexpr,
+    GROUP: tl.constexpr,
+    OUT_TILE: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Program (tile of columns, tile of rows)."""
+    TILE: tl.constexpr = 4 * PART
+    WORDS: tl.constexpr = (IN_FEATURES + TILE - 1) // TILE * PART
+    tile = tl.program_id(0)
+    rows = tl.program_id(1) * OUT_TILE + tl.arange(0, OUT_TILE)
+    inner = tl.arange(0, PART)
+    is_row = rows < OUT_FEATURES
+    words = tl.load(
+        words_ptr + rows[:, None].to(tl.int64) * WORDS + tile * PART + inner[None, :], mask=is_row[:, None], other=0
+    )
+    out_ptrs = out_ptr + rows[:, None].to(tl.int64) * IN_FEATURES + tile * TILE + inner[None, :]
+    for part in tl.static_range(4):
+        first = tile * TILE + part * PART
+        pairs = tl.load(scales_ptr + first // GROUP * OUT_FEATURES + rows, mask=is_row & (first < IN_FEATURES), other=0)
+        scales, zeros = scales_and_zeros(pairs, tl.float32, PACKED=False)
+        values = integers(words, zeros, part, tl.float32, PACKED=False) * scales[:, None]
+        mask = is_row[:, None] & (first + inner < IN_FEATURES)[None, :]
+        tl.store(out_ptrs + part * PART, values.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def dequantise(words: Tensor, scales: Tensor, columns: int, format: W4Format, dtype: torch.dtype) -> Tensor:
+    """See `nvcli.kernels.w4.dequantise`. [out, columns] of `dtype`."""
+    assert words.is_contiguous()
+    assert scales.is_contiguous()
+    out = torch.empty(len(words), columns, dtype=dtype, device=words.device)
+    _dequantise_kernel[(ceil_div(columns, format.tile), ceil_div(len(words), _DEQUANTISED_ROWS))](
+        words,
+        scales,
+        out,
+        OUT_FEATURES=len(words),
+        IN_FEATURES=columns,
+        GROUP=format.group,
+        OUT_TILE=_DEQUANTISED_ROWS,
+        PART=format.part,
+    )
+    return out

@@ -1,0 +1,1 @@
+"""Layers that keep a state: gated delta nets and short convolutions."""

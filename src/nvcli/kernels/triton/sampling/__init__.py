@@ -1,0 +1,1 @@
+"""The way from logits to token ids."""

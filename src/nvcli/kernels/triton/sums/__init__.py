@@ -1,0 +1,1 @@
+"""Sums over the memory of several GPUs."""

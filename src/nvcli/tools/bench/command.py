@@ -1,0 +1,150 @@
+"""`nvcli bench`: turns its options into a workload and the replicas that answer it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import msgspec
+
+from nvcli.core.config import RunConfig
+from nvcli.core.messages import unpack
+from nvcli.core.system.host_memory import available_ram
+from nvcli.engine.request import Request
+from nvcli.errors import ConfigError
+from nvcli.job.planning.layout import resolve_layout
+from nvcli.job.run.resolve import load_model, resolve_engine_config
+from nvcli.sizing.ram import check_ram
+from nvcli.tools.bench.ablation import parse_ablations
+from nvcli.tools.bench.bench import BenchResult, bench
+from nvcli.tools.bench.file_workload import FileWorkload
+from nvcli.tools.bench.options import BenchOptions
+from nvcli.tools.bench.plot import check_plot, draw_run
+from nvcli.tools.bench.shapes import model_folder
+from nvcli.tools.bench.workload import PrefixLevel, Workload
+
+_USUAL_MODEL_LEN = 4096
+
+
+def parse_range(option: str, text: str) -> tuple[int, int]:
+    """Parse a range such as `100:1024`, or one number for both ends. Raises ConfigError."""
+    low, _, high = text.partition(":")
+    try:
+        ends = int(low), int(high or low)
+    except ValueError:
+        ends = (0, 0)
+    if not 1 <= ends[0] <= ends[1]:
+        raise ConfigError(f"{option} {text}: allowed: a number, or two with the smaller first, such as 100:1024")
+    return ends
+
+
+def parse_shared_prefix(text: str) -> tuple[PrefixLevel, ...]:
+    """Parse prefixes such as `2048`, `2048:16` (16 groups) or `1024,1024:8` (two levels). Raises ConfigError."""
+    levels = []
+    try:
+        for level in text.split(","):
+            num_tokens, _, num_groups = level.partition(":")
+            levels.append(PrefixLevel(num_tokens=int(num_tokens), num_groups=int(num_groups or 1)))
+    except ValueError:
+        levels = []
+    if not levels or any(level.num_tokens < 0 or level.num_groups < 1 for level in levels):
+        raise ConfigError(
+            f"--shared-prefix {text}: allowed: a number of tokens such as 2048, with groups 2048:16, with a second "
+            "level 1024,1024:8"
+        )
+    return tuple(levels)
+
+
+def make_workload(options: BenchOptions) -> Workload | FileWorkload:
+    """Make the workload. Raises ConfigError for options that are invalid or contradict each other."""
+    lengths = {
+        name: parse_range(option, text)
+        for name, option, text in (
+            ("input_len", "--input-len", options.input_len),
+            ("output_len", "--output-len", options.output_len),
+        )
+        if text is not None
+    }
+    if options.input is None:
+        numbers = {
+            "num_requests": options.num_requests,
+            "samples": options.samples,
+            "temperature": options.temperature,
+            "top_k": options.top_k,
+            "top_p": options.top_p,
+        }
+        given = {name: value for name, value in numbers.items() if value is not None}
+        prefixes = () if options.shared_prefix is None else parse_shared_prefix(options.shared_prefix)
+        workload = Workload(**given, **lengths, shared_prefix=prefixes, seed=options.seed)  # type: ignore[arg-type]
+        num_groups = math.prod(level.num_groups for level in prefixes)
+        if num_groups > workload.num_requests:
+            raise ConfigError(
+                f"--shared-prefix {options.shared_prefix}: {num_groups} groups for {workload.num_requests} requests "
+                "leave some groups empty; raise --num-requests, or lower the number of groups"
+            )
+        return workload
+    made_up = {
+        "--input-len": options.input_len,
+        "--shared-prefix": options.shared_prefix,
+        "--samples": options.samples,
+        "--temperature": options.temperature,
+        "--top-k": options.top_k,
+        "--top-p": options.top_p,
+    }
+    for option, value in made_up.items():
+        if value is not None:
+            raise ConfigError(f"{option} is for made-up prompts, and the rows of --input bring their own; leave it out")
+    if options.shape is not None:
+        raise ConfigError("--input needs a tokenizer, and --shape has none; name a model with --model")
+    return FileWorkload(input=options.input, num_rows=options.num_requests, seed=options.seed, **lengths)
+
+
+def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], None]) -> BenchResult:
+    """Bench `run.model`, or made-up weights of a known shape. Raises ConfigError and what the engines raise."""
+    workload = make_workload(options)
+    if options.plot is not None:
+        check_plot(options.plot)
+    with model_folder(run.model, options.shape, revision=run.revision, quantization=run.quantization) as path:
+        model = load_model(run, path)
+        # Report errors in the configuration before any file is read.
+        resolve_engine_config(run, path, model)
+        requests: list[Request] = []
+        if isinstance(workload, Workload):
+            longest = workload.max_model_len
+        else:
+            requests = workload.requests(run, path, model, say=say)
+            longest = max(len(unpack(request.prompt_ids)) + request.max_tokens for request in requests)
+        if run.max_model_len is None:
+            usual = min(max(_USUAL_MODEL_LEN, longest), model.max_position_embeddings)
+            run = msgspec.structs.replace(run, max_model_len=usual)
+        config = resolve_engine_config(run, path, model)
+        if longest > config.max_model_len:
+            raise ConfigError(
+                f"requests of up to {longest} tokens do not fit max_model_len {config.max_model_len}; "
+                "lower --input-len, --output-len or --shared-prefix"
+            )
+        if isinstance(workload, Workload):  # drawn only once they are known to fit: it takes a while
+            requests = workload.requests(model.vocab_size)
+        layout = resolve_layout(run, config, model, num_requests=sum(request.n for request in requests))
+        check_ram(config, model, num_replicas=layout.data_parallel_size, available=available_ram())
+        if layout.why:
+            say(layout.why)
+        config = msgspec.structs.replace(
+            layout.apply(config), record_steps=True, load_format="checkpoint" if options.shape is None else "random"
+        )
+        result = bench(
+            config,
+            requests,
+            model=options.shape or run.model,
+            model_config=model,
+            workload=workload,
+            data_parallel_size=layout.data_parallel_size,
+            repeat=options.repeat,
+            ablations=parse_ablations(options.ablate, config) if options.ablate is not None else [],
+            say=say,
+        )
+    if options.plot is not None:
+        title = f"{result.model}: {result.median.num_requests} requests, {result.median.output_rate:,.0f} tokens/s"
+        draw_run(options.plot, title, result.timelines[result.median_number], result.ready.num_blocks)
+        say(f"step times and KV use are drawn in {options.plot}")
+    return result

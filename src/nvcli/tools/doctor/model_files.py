@@ -1,0 +1,138 @@
+"""Checks a model's folder: config, weights and tokenizer files. Reports every fault, not only the first.
+
+This is torch-free and reads no weights; checks that load the tokenizer or build the model are in `model_probe`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nvcli.core.system.hub_access import DownloadSize
+from nvcli.errors import ConfigError, LoadError
+from nvcli.models.checkpoint import find_model, read_tensors, weight_files
+from nvcli.models.config import GENERATION_CONFIG_FILE, ModelConfig, load_model_config
+from nvcli.models.config_overrides import NO_OVERRIDES
+from nvcli.models.hub import check_reachable, check_room, download_size
+from nvcli.models.safetensors_header import TensorInfo, read_header
+from nvcli.tools.doctor.findings import Finding, format_gib, note, ok, problem, warning
+
+_MOST_FILES_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """The contents of the files; None for each file that could not be read."""
+
+    path: Path | None
+    config: ModelConfig | None
+    tensors: Mapping[str, TensorInfo] | None
+    findings: list[Finding]
+
+
+def check_model_files(
+    name: str,
+    *,
+    revision: str | None = None,
+    expert_parallel: bool = False,
+    overrides: Mapping[str, Any] = NO_OVERRIDES,
+) -> ModelFiles:
+    """Check the configured model. Nothing is downloaded. `revision` is that of `find_model`,
+    `expert_parallel` and `overrides` are those of `load_model_config`."""
+    path, finding = _find(name, revision)
+    if path is None:
+        return ModelFiles(path=None, config=None, tensors=None, findings=[finding])
+    config, config_findings = _read_config(path, expert_parallel=expert_parallel, overrides=overrides)
+    tensors, weight_findings = _read_weights(path)
+    findings = [finding, *config_findings, *weight_findings]
+    return ModelFiles(path=path, config=config, tensors=tensors, findings=findings)
+
+
+def _find(name: str, revision: str | None) -> tuple[Path | None, Finding]:
+    try:
+        path = find_model(name, revision=revision)
+        if path is None:
+            return None, _not_here(name, revision, _ask_for_size(name, revision))
+    except (ConfigError, LoadError) as error:
+        return None, problem(
+            "folder", str(error), "name a folder with config.json, weights and tokenizer: --model FOLDER"
+        )
+    return path, ok("folder", str(path))
+
+
+def _ask_for_size(name: str, revision: str | None) -> DownloadSize:
+    check_reachable(name, revision)  # tells at once whether a download can work
+    return download_size(name, revision)
+
+
+def _not_here(name: str, revision: str | None, size: DownloadSize) -> Finding:
+    """Report what the first run would download."""
+    try:
+        check_room(name, size)
+    except LoadError as error:
+        return problem("folder", str(error), "make room for the download before the first run")
+    found = (
+        f"{name} is not in the local Hugging Face cache; the first run would download {format_gib(size.num_bytes)} "
+        f"({format_gib(size.free_bytes)} are free)"
+    )
+    command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
+    return warning("folder", found, f"{command}, then run this again: its files were not checked")
+
+
+def _read_config(
+    path: Path, *, expert_parallel: bool, overrides: Mapping[str, Any]
+) -> tuple[ModelConfig | None, list[Finding]]:
+    try:
+        config = load_model_config(path, expert_parallel=expert_parallel, overrides=overrides)
+    except (ConfigError, LoadError) as error:
+        return None, [problem("config", str(error), "choose a checkpoint that nvcli serves, or correct the file")]
+    quantised = "" if config.quantisation is None else f" quantised with {config.quantisation.name},"
+    found = (
+        f"{config.architecture}, {config.num_layers} layers, {config.dtype},{quantised} "
+        f"up to {config.max_position_embeddings:,} tokens"
+    )
+    return config, [ok("config", found), _generation_config(path, config)]
+
+
+def _generation_config(path: Path, config: ModelConfig) -> Finding:
+    name = "generation config"
+    if not config.eos_token_ids:
+        return warning(
+            name,
+            "no end-of-sequence id, here or in config.json",
+            f"add eos_token_id to {GENERATION_CONFIG_FILE}; without one, answers end at max_tokens alone",
+        )
+    ends = f"ends at {', '.join(map(str, config.eos_token_ids))}"
+    if not (path / GENERATION_CONFIG_FILE).exists():
+        return note(name, f"no {GENERATION_CONFIG_FILE}; {ends}, by config.json")
+    defaults = ", ".join(f"{key} {value}" for key, value in config.generation_defaults.items())
+    return ok(name, f"{ends}; {defaults or 'no sampling defaults'}")
+
+
+def _read_weights(path: Path) -> tuple[Mapping[str, TensorInfo] | None, list[Finding]]:
+    """Check each file's header against its size, then all files against the index."""
+    advice = f"copy what is named again from where it came from, such as: hf download OWNER/NAME --local-dir {path}"
+    try:
+        files = weight_files(path)
+    except LoadError as error:
+        return None, [problem("weights", str(error), advice)]
+    broken = []
+    for file in files:
+        try:
+            read_header(file)
+        except LoadError as error:
+            broken.append(problem("weights", str(error), advice))
+    if len(broken) > _MOST_FILES_SHOWN:
+        more = len(broken) - _MOST_FILES_SHOWN
+        broken = [*broken[:_MOST_FILES_SHOWN], problem("weights", f"and {more} files more like these", advice)]
+    if broken:
+        return None, broken
+    try:
+        tensors = read_tensors(path)
+    except LoadError as error:
+        return None, [problem("weights", str(error), advice)]
+    size = format_gib(sum(info.num_bytes for info in tensors.values()))
+    plural = "s" if len(files) > 1 else ""
+    return tensors, [ok("weights", f"{len(files)} file{plural}, {len(tensors)} tensors, {size}, all complete")]

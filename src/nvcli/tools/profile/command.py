@@ -1,0 +1,89 @@
+"""`nvcli profile-memory`: turns its options into a profile."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import msgspec
+
+from nvcli.core.byte_sizes import parse_size
+from nvcli.core.config import EngineConfig, RunConfig
+from nvcli.core.system.host_memory import available_ram
+from nvcli.errors import CapacityError, ConfigError
+from nvcli.job.planning.layout import resolve_layout
+from nvcli.job.run.resolve import load_model, resolve_engine_config
+from nvcli.job.text.prepare import PreparedRow
+from nvcli.models.config import ModelConfig
+from nvcli.sizing.ram import check_ram
+from nvcli.tools.bench.file_workload import prepared_rows
+from nvcli.tools.bench.shapes import model_folder
+from nvcli.tools.profile.lengths import FileLengths, lengths_of
+from nvcli.tools.profile.profile import MemoryProfile, gpu_memory_here, profile_by_loading, profile_from_config
+
+_MOST_GIB = 4096
+_LEAST_BYTES = 1 << 26
+"""Numbers from here on are bytes, smaller ones GiB: no GPU has so many GiB, or so few bytes."""
+
+
+def run_profile(
+    run: RunConfig,
+    *,
+    shape: str | None,
+    input_file: str | None,
+    dry_run: bool,
+    gpu_memory: str | None,
+    say: Callable[[str], None],
+) -> MemoryProfile:
+    """Profile `run.model`, or made-up weights of a known `shape`. Raises ConfigError and what the engine raises."""
+    total = gpu_size(gpu_memory)
+    if total is not None and not dry_run:
+        raise ConfigError("--gpu-memory is for --dry-run; without it the GPU of this machine is used")
+    if shape is not None and input_file is not None:
+        raise ConfigError("--input needs a tokenizer, and --shape has none; name a model with --model")
+    with model_folder(run.model, shape, revision=run.revision, quantization=run.quantization) as path:
+        model = load_model(run, path, found_device="cuda" if dry_run else None, gpu_bytes=total)
+        config = resolve_engine_config(run, path, model, found_device="cuda" if dry_run else None)
+        config = msgspec.structs.replace(config, load_format="checkpoint" if shape is None else "random")
+        lengths = _file_lengths(run, config, model, input_file) if input_file is not None else None
+        name = shape or run.model
+        if not dry_run:
+            check_ram(config, model, num_replicas=1, available=available_ram())
+            with contextlib.suppress(CapacityError):  # loading reports exactly what is missing
+                layout = resolve_layout(msgspec.structs.replace(run, data_parallel_size=1), config, model)
+                if layout.why:
+                    say(layout.why)
+                config = layout.apply(config)
+            return profile_by_loading(config, model, name, lengths=lengths, gpu_memory=gpu_memory_here, say=say)
+        if config.device == "cpu":
+            raise ConfigError("--dry-run plans for GPUs, and `device` is cpu; leave --dry-run out to profile a CPU run")
+        total = total or gpu_memory_here()
+        if total is None:
+            raise ConfigError("--dry-run: no GPU here whose size could be used; give --gpu-memory, such as 80GiB")
+        return profile_from_config(config, model, name, total=total, lengths=lengths)
+
+
+def gpu_size(text: str | None) -> int | None:
+    """Return the bytes of a GPU's memory. A bare number means GiB, or bytes if it is too large for that."""
+    try:
+        size = parse_size(text)
+        if size is not None and size <= _MOST_GIB:
+            size = parse_size(f"{text}GiB")
+    except ValueError:
+        size = 0
+    if size is not None and size < _LEAST_BYTES:
+        raise ConfigError(f"--gpu-memory {text}: allowed: a size such as 80GiB, 80G or 80 (the same), or 85GB")
+    return size
+
+
+def _file_lengths(run: RunConfig, config: EngineConfig, model: ModelConfig, input_file: str) -> FileLengths:
+    requests: list[tuple[int, int]] = []
+    failed = 0
+    for row in prepared_rows(run, config.model_path, model, input_file):
+        if isinstance(row, PreparedRow):
+            requests += [(row.num_prompt_tokens, row.max_tokens)] * row.sampling.num_samples
+        else:
+            failed += 1
+    if not requests:
+        raise ConfigError(f"--input {input_file}: none of its {failed} rows can be answered")
+    return lengths_of(requests, failed_rows=failed, block_size=config.block_size)

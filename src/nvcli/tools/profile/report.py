@@ -1,0 +1,118 @@
+"""A memory profile as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+
+from nvcli.core.byte_sizes import format_bytes
+from nvcli.core.histogram import histogram_lines
+from nvcli.core.messages import MemoryUse
+from nvcli.tools.profile.profile import MemoryProfile
+
+
+def format_json(profile: MemoryProfile) -> str:
+    """Return the whole profile as one line of ASCII JSON."""
+    fields = msgspec.to_builtins(profile)
+    fields["ranks"] = [msgspec.structs.asdict(use) for use in profile.ranks]  # their wire form is a list
+    return json.dumps(fields)
+
+
+def format_profile(profile: MemoryProfile) -> str:
+    """Return the report as plain text."""
+    lines = []
+    for number, use in enumerate(profile.ranks):
+        # Estimated ranks of a stage are alike.
+        if not profile.is_estimate or number % profile.tensor_parallel_size == 0:
+            lines += _rank_lines(profile, number, use)
+    lines += _capacity_lines(profile)
+    lines += _advice_lines(profile)
+    return "\n".join(lines)
+
+
+def _rank_lines(profile: MemoryProfile, number: int, use: MemoryUse) -> list[str]:
+    how = "estimated from the configuration; weights are exact" if profile.is_estimate else "measured"
+    which = "each rank" if profile.is_estimate and profile.tensor_parallel_size > 1 else f"rank {number}"
+    stage = f" (stage {number // profile.tensor_parallel_size})" if profile.pipeline_parallel_size > 1 else ""
+    lines = [
+        f"{profile.model}, {which} of {len(profile.ranks)}{stage}, on {use.device} of "
+        f"{format_bytes(use.total)}, of which the run may use {format_bytes(use.budget)} ({how})"
+    ]
+    header = f"  {'':<22}{'planned':>12}"
+    lines.append(header + (f"{'measured':>12}{'difference':>12}" if use.measured else ""))
+    for item, planned in use.planned.items():
+        lines.append(f"  {item:<22}{format_bytes(planned):>12}" + _measured(use, item, planned))
+        if item == "weights":
+            lines += [f"    {group:<20}{format_bytes(size):>12}" for group, size in use.weights.items()]
+    left = use.budget - sum(use.planned.values())
+    measured_left = use.budget - sum(use.measured.values()) if use.measured else None
+    lines.append(
+        f"  {'left over':<22}{format_bytes(left):>12}"
+        + (f"{format_bytes(measured_left):>12}" if measured_left is not None else "")
+    )
+    if use.measured:
+        off = sum(use.measured.values()) - sum(use.planned.values())
+        lines.append(f"  in all {format_bytes(off)} ({100 * off / use.total:+.2f} % of the device) beside the plan")
+    return lines
+
+
+def _measured(use: MemoryUse, item: str, planned: int) -> str:
+    if item not in use.measured:
+        return ""
+    measured = use.measured[item]
+    share = f"{100 * (measured - planned) / planned:+.1f} %" if planned else ""
+    return f"{format_bytes(measured):>12}{share:>12}"
+
+
+def _capacity_lines(profile: MemoryProfile) -> list[str]:
+    if profile.problem is not None:
+        return [f"does not fit: {profile.problem}"]
+    lines = [
+        f"KV cache: {profile.num_blocks:,} blocks of {profile.block_size} tokens "
+        f"({profile.kv_cache_dtype}, {format_bytes(profile.block_bytes)} each): {profile.num_tokens:,} tokens",
+        f"  requests of max_model_len ({profile.max_model_len:,} tokens): {profile.full_length_requests:,.1f} at a "
+        f"time; max_num_seqs is {profile.max_num_seqs}",
+    ]
+    if profile.state_blocks:
+        lines.append(_states_line(profile))
+    if profile.longest_request < profile.max_model_len:
+        lines.append(
+            f"  warning: not even one fits; a request that grows beyond {profile.longest_request:,} tokens becomes an "
+            "error row"
+        )
+    lengths = profile.lengths
+    if lengths is not None:
+        failed = f", {lengths.failed_rows:,} rows would fail" if lengths.failed_rows else ""
+        lines += [
+            f"  requests of the input: {profile.file_requests:,.1f} at a time ({lengths.requests:,} requests{failed}; "
+            f"mean {lengths.mean_prompt:,.0f} tokens of prompt, {lengths.mean_total:,.0f} with the answer, longest "
+            f"{lengths.longest_total:,})",
+            "  lengths of the input's requests, answers as long as they may get",
+        ]
+        lines += [f"    {line}" for line in histogram_lines(lengths.histogram)]
+    return lines
+
+
+def _states_line(profile: MemoryProfile) -> str:
+    """Describe how much of the KV cache recurrent states take."""
+    each = profile.state_blocks * profile.block_bytes
+    share = min(1.0, profile.max_num_seqs * profile.state_blocks / max(1, profile.num_blocks))
+    return (
+        f"  recurrent states: {profile.state_blocks} blocks ({format_bytes(each)}) of each request, however long it "
+        f"is; with max_num_seqs requests {100 * share:.0f} % of the cache"
+    )
+
+
+def _advice_lines(profile: MemoryProfile) -> list[str]:
+    if not profile.advice:
+        return [
+            "no single setting makes room for more requests"
+            if profile.problem is None
+            else "no single setting makes it fit"
+        ]
+    lines = ["to make it fit:" if profile.problem is not None else "to run more requests at a time:"]
+    return lines + [
+        f"  {advice.change:<42} {advice.requests:,.1f} requests, {advice.tokens:,} tokens ({advice.why})"
+        for advice in profile.advice
+    ]

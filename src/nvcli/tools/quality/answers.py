@@ -1,0 +1,63 @@
+"""Greedy answers of both configurations to the same prompts, and their agreement. Torch-free."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from nvcli.core.config import JobConfig, RunConfig
+from nvcli.llm.llm import LLM
+from nvcli.tools.quality.passages import Passage
+
+
+class AnswerAgreement(msgspec.Struct, frozen=True, kw_only=True):
+    """The agreement of A's and B's answers."""
+
+    rows: int
+    """The rows that both have answered."""
+    failed: int
+    """The rows that one of them has not answered."""
+    equal: float
+    """The share of rows whose answers are the same tokens."""
+    mean_common_prefix: float
+    """The mean number of tokens in which both answers begin alike."""
+    mean_tokens: float
+    """The mean number of tokens of A's answers."""
+
+
+def greedy_answers(run: RunConfig, passages: Sequence[Passage], say: Callable[[str], None]) -> list[array[int] | None]:
+    """Answer every prompt greedily, through engines as `generate` starts them: the tokens of each answer, or None
+    where there is none. Raises what the engines raise."""
+    # The prompts are tokens, and what the checkpoint or the job says about sampling would make answers no greedy ones.
+    plain = msgspec.structs.replace(run, job=JobConfig(), sampling={"temperature": 0}, generation_config="none")
+    rows = (
+        {
+            "prompt_token_ids": passage.prompt.tolist(),
+            "sampling": {"max_tokens": max(1, passage.max_answer_tokens), "return_token_ids": True},
+        }
+        for passage in passages
+    )
+    with LLM.from_config(plain, note=say, num_requests=len(passages)) as llm:
+        return [
+            None if answer.error is not None else array("i", answer["choices"][0]["token_ids"])
+            for answer in llm.generate(rows, order="input")
+        ]
+
+
+def agreement(a: Sequence[array[int] | None], b: Sequence[array[int] | None]) -> AnswerAgreement:
+    """Compare the answers, row by row."""
+    both = [(one, other) for one, other in zip(a, b, strict=True) if one is not None and other is not None]
+    count = max(1, len(both))
+    return AnswerAgreement(
+        rows=len(both),
+        failed=len(a) - len(both),
+        equal=sum(one == other for one, other in both) / count,
+        mean_common_prefix=sum(_common_prefix(one, other) for one, other in both) / count,
+        mean_tokens=sum(len(one) for one, _ in both) / count,
+    )
+
+
+def _common_prefix(a: array[int], b: array[int]) -> int:
+    return next((place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,0 +1,106 @@
+"""Passages: the tokens that both models read, from a file of rows or of text. Torch-free."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from nvcli.core.config import RunConfig
+from nvcli.core.messages import unpack
+from nvcli.errors import ConfigError
+from nvcli.job.run.resolve import own_chat_template
+from nvcli.job.text.prepare import PreparedRow
+from nvcli.job.text.tokenizer import Tokenizer
+from nvcli.models.config import ModelConfig
+from nvcli.tools.bench.file_workload import prepared_rows
+
+TEXT_SUFFIXES = (".txt", ".md")
+"""Files of these names are texts; all others hold rows."""
+_LEAST_TOKENS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """Tokens that both models read, and the prompt that both answer."""
+
+    prompt: array[int]
+    max_answer_tokens: int
+    rest: array[int]
+    """The text behind the prompt; empty for a row, where A's answer follows."""
+
+
+def read_passages(
+    run: RunConfig,
+    model_path: Path,
+    model: ModelConfig,
+    input_file: str,
+    *,
+    limit: int,
+    context: int,
+    max_answer_tokens: int,
+    say: Callable[[str], None],
+) -> list[Passage]:
+    """Read the first `limit` rows of a file as `generate` prepares them, or the first pieces of a text.
+
+    A text is cut into pieces of `context` tokens, and the first half of each is its prompt. Answers have at most
+    `max_answer_tokens`. Raises ConfigError where nothing is left to compare, and LoadError.
+    """
+    if not input_file.endswith(TEXT_SUFFIXES):
+        return _of_rows(run, model_path, model, input_file, limit, max_answer_tokens, say)
+    max_model_len = run.max_model_len or model.max_position_embeddings
+    pieces = _pieces(run, model_path, input_file, min(context, max_model_len))
+    passages = []
+    for piece in islice(pieces, limit):
+        half = max(1, len(piece) // 2)
+        room = min(max_answer_tokens, max_model_len - half)
+        passages.append(Passage(prompt=piece[:half], max_answer_tokens=room, rest=piece[half:]))
+    if not passages:
+        raise ConfigError(f"{input_file} has fewer than {_LEAST_TOKENS} tokens, so there is nothing to compare")
+    return passages
+
+
+def _of_rows(
+    run: RunConfig,
+    model_path: Path,
+    model: ModelConfig,
+    input_file: str,
+    limit: int,
+    max_answer_tokens: int,
+    say: Callable[[str], None],
+) -> list[Passage]:
+    passages, reasons = [], []
+    for row in prepared_rows(run, model_path, model, input_file, limit=limit):
+        if isinstance(row, PreparedRow):
+            room = min(max_answer_tokens, row.max_tokens)
+            passages.append(Passage(prompt=unpack(row.prompt_ids), max_answer_tokens=room, rest=array("i")))
+        elif row.error is not None:
+            reasons.append(row.error.message)
+    if not passages:
+        reason = reasons[0] if reasons else "it has no rows"
+        raise ConfigError(
+            f"{input_file} has no row that can be answered: {reason}; give a text file (*.txt, *.md) instead"
+        )
+    if reasons:
+        say(f"{input_file}: {len(reasons)} rows left out, as they cannot be answered; the first: {reasons[0]}")
+    return passages
+
+
+def _pieces(run: RunConfig, model_path: Path, input_file: str, size: int) -> list[array[int]]:
+    """Cut a text into pieces of `size` tokens. A last piece of one token is left out."""
+    try:
+        text = Path(input_file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{input_file}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{input_file}: is not UTF-8 (byte {error.start}); convert it, for example with iconv"
+        ) from None
+    tokenizer = Tokenizer.load(model_path, chat_template=own_chat_template(run.job))
+    (ids,) = tokenizer.encode([text], add_special_tokens=True)
+    if isinstance(ids, Exception):
+        raise ConfigError(f"{input_file}: {ids}")
+    pieces = [array("i", ids[start : start + size]) for start in range(0, len(ids), size)]
+    return [piece for piece in pieces if len(piece) >= _LEAST_TOKENS]

@@ -1,0 +1,74 @@
+"""Rows as text: with colours for a terminal, plain for a pipe. Texts of rows are made harmless for terminals."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from io import StringIO
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from nvcli.core.system.terminal_text import harmless, one_line
+from nvcli.tools.show.answers import ShownRow
+
+_PROMPT_CHARS = 2000
+"""Longer prompts, and longer values that were copied from the input, are cut here."""
+_VALUE_CHARS = 200
+
+
+class Page:
+    """Makes text of rows."""
+
+    def __init__(self, *, is_coloured: bool) -> None:
+        self._stream = StringIO()
+        self._console = Console(
+            file=self._stream,
+            force_terminal=is_coloured,
+            color_system="standard" if is_coloured else None,
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+
+    def format(self, row: ShownRow, prompt: str | None, *, prompt_keys: Collection[str] = ()) -> str:
+        """Return a row as text: a line that says which it is, its prompt, its answers or its error, other values.
+
+        Values under `prompt_keys` are the prompt, which is not shown twice.
+        """
+        self._print(Text(_title(row), style="bold reverse"))
+        if prompt is not None:
+            cut = "…" if len(prompt) > _PROMPT_CHARS else ""
+            self._print(Text(harmless(prompt[:_PROMPT_CHARS]) + cut, style="dim"))
+        if row.error is not None:
+            self._print(Text(f"error {harmless(row.error)}", style="red"))
+        for number, choice in enumerate(row.choices):
+            if len(row.choices) > 1 or prompt is not None:
+                which = f" {number}" if len(row.choices) > 1 else ""
+                self._print(Text(f"→ answer{which} ({one_line(choice.finish_reason)})", style="green"))
+            if choice.reasoning:
+                self._print(Text(harmless(choice.reasoning), style="dim italic"))
+            if choice.text or not (choice.reasoning or choice.calls):
+                self._print(Text(harmless(choice.text)))
+            for call in choice.calls:
+                self._print(Text(f"calls {harmless(call)}", style="cyan"))
+        text = msgspec.Raw(msgspec.json.encode(row.choices[0].text)) if row.choices else None  # `--text-field`
+        for key, raw in row.others.items():
+            is_shown = (prompt is not None and key in prompt_keys) or raw == text
+            if not is_shown:
+                value = one_line(bytes(raw).decode(errors="replace"), _VALUE_CHARS)
+                self._print(Text(f"{one_line(key, 60)}: {value}", style="dim"))
+        self._print(Text())
+        shown = self._stream.getvalue()
+        self._stream.seek(0)
+        self._stream.truncate()
+        return shown
+
+    def _print(self, text: Text) -> None:
+        self._console.print(text)
+
+
+def _title(row: ShownRow) -> str:
+    reasons = ", ".join(dict.fromkeys(choice.finish_reason for choice in row.choices)) or "failed"
+    tokens = f"{row.prompt_tokens:,} + {row.completion_tokens:,} tokens"
+    return f" {row.index}  id {one_line(str(row.id), 80)}  {one_line(reasons)}  {tokens} "

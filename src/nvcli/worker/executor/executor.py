@@ -1,0 +1,170 @@
+"""Executor: the ranks as the engine sees them. Steps go in, outputs come back, and a dead process ends the run.
+
+In every phase it waits on all ranks at once: on their sockets, which close when a rank dies, and on the outputs that
+one of them posts.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from dataclasses import replace
+
+import msgspec
+
+from nvcli.core.config import EngineConfig
+from nvcli.core.messages import (
+    MAX_KV_GROUPS,
+    EngineReady,
+    StepInput,
+    StepOutput,
+    max_step_input_bytes,
+    max_step_output_bytes,
+)
+from nvcli.worker.executor.channel import ChannelClosed, ChannelReader, ChannelWriter
+from nvcli.worker.executor.rank_processes import RankProcesses
+from nvcli.worker.executor.ranks import MODEL_RUNNER, RankAhead, Wiring
+
+_SPARE_ENTRIES = 2
+"""Messages that a channel has room for beside the steps in flight: steps whose outputs are being taken in."""
+
+_BEHIND_SECONDS = 0.0005
+"""Seconds between two checks whether a slow rank has caught up."""
+
+
+class Executor:
+    """Starts the ranks of a replica, sends them steps, collects the outputs, and ends them. They die with its
+    process."""
+
+    def __init__(self, config: EngineConfig, runner: str = MODEL_RUNNER, ahead: RankAhead | None = None) -> None:
+        """`ahead` is used, or ended where there are several ranks."""
+        self._config = config
+        self._runner = runner
+        self._spawn(config, runner, ahead)
+
+    def _spawn(self, config: EngineConfig, runner: str, ahead: RankAhead | None = None) -> None:
+        self._timeout = config.step_timeout
+        size = config.num_ranks
+        if ahead is not None and size > 1:
+            ahead.close()
+            ahead = None
+        wiring = (Wiring.create(size) if ahead is None else ahead.wiring).resized(
+            steps=max_step_input_bytes(
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=config.max_model_len,
+                max_blocks_per_seq=config.max_blocks_per_seq * MAX_KV_GROUPS,  # the ranks will report their number
+            ),
+            outputs=max_step_output_bytes(
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                hidden_size=config.embedding_size,
+            ),
+            num_entries=config.max_steps_in_flight + _SPARE_ENTRIES,
+        )
+        self._ranks = RankProcesses(config, runner, wiring, ahead)
+        self._steps = ChannelWriter(wiring.steps)
+        self._outputs = ChannelReader(wiring.outputs, 0)
+        wiring.close_theirs()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(StepOutput)
+        self._submitted: list[tuple[int, float]] = []
+        """(id, time) of each submitted step whose output has not come back."""
+        self._collected_at = 0.0
+        """The time of the last output. A step's timeout starts no earlier, since the step waits for those before it."""
+        self._poll = select.poll()
+        self._poll.register(self._outputs.fileno(), select.POLLIN)
+        self._ranks.register(self._poll)
+
+    # ------------------------------------------------------------------ start
+
+    def wait_ready(self) -> EngineReady:
+        """Wait until all ranks are ready, and return their report (`RankProcesses.wait_ready`)."""
+        ready = self._ranks.wait_ready()
+        assert len(ready.kv_groups) <= MAX_KV_GROUPS, "steps may not fit the channel"
+        self._num_blocks = ready.num_blocks
+        return ready
+
+    # ------------------------------------------------------------------ steps
+
+    def submit(self, step: StepInput) -> None:
+        """Send a step to all ranks. It returns at once unless a rank is several steps behind."""
+        deadline = time.monotonic() + self._timeout
+        while not self._steps.has_room and self._ranks.out_of_memory is None:
+            self.check()
+            if time.monotonic() > deadline:
+                self._ranks.raise_stuck()
+            time.sleep(_BEHIND_SECONDS)
+        if self._ranks.out_of_memory is None:
+            try:
+                self._steps.send(self._encoder.encode(step))
+            except ChannelClosed:
+                self._ranks.raise_failure()
+        self._submitted.append((step.step_id, time.monotonic()))
+
+    def collect(self) -> StepOutput:
+        """Wait for the output of the oldest submitted step, and return it."""
+        step_id, submitted_at = self._submitted[0]
+        deadline = max(submitted_at, self._collected_at) + self._timeout
+        while True:
+            if self._ranks.out_of_memory is not None and self._ranks.out_of_memory.step_id <= step_id:
+                self._submitted.pop(0)
+                return replace(self._ranks.out_of_memory, step_id=step_id).result()
+            if self._outputs.poll(0):
+                break
+            events = self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            if not events:
+                self._ranks.raise_stuck()
+            if any(fd != self._outputs.fileno() for fd, _ in events):
+                self._ranks.check()
+        try:
+            message = self._outputs.receive()
+        except ChannelClosed:
+            self._ranks.raise_failure()
+        self._submitted.pop(0)
+        self._collected_at = time.monotonic()
+        return self._decoder.decode(message)
+
+    def check(self) -> None:
+        """Raise the error of a rank that failed or died. It is called when no step is in flight."""
+        if any(fd != self._outputs.fileno() for fd, _ in self._poll.poll(0)):
+            self._ranks.check()
+
+    def recover(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
+        """Go on with these limits after a step that ran out of memory; no step may be in flight.
+
+        A lone rank goes on as it is, and the result is None. Several ranks are ended and started anew, and the result
+        is the number of their KV blocks, which hold nothing. That takes as long as the start and raises the errors of
+        `wait_ready`; it may be called again after LimitsTooHigh.
+        """
+        assert not self._submitted
+        if len(self._ranks) == 1:
+            return None
+        self._end(deadline=0.0)
+        self._config = msgspec.structs.replace(
+            self._config,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            kv_blocks_before=self._num_blocks,
+        )
+        self._spawn(self._config, self._runner)
+        return self.wait_ready().num_blocks
+
+    # ------------------------------------------------------------------ ends
+
+    def close(self) -> list[int]:
+        """End all ranks: they leave when their channel closes, or are killed. Idempotent.
+
+        Returns the `Runner.peak_bytes` of each rank, or 0 for a rank that did not report it (`record_steps`).
+        """
+        self._steps.close()
+        deadline = time.monotonic() + 1.0
+        peak_bytes = self._ranks.peak_bytes(deadline)
+        self._end(deadline)
+        return peak_bytes
+
+    def _end(self, deadline: float) -> None:
+        """Close the channels, and end the ranks (`RankProcesses.end`)."""
+        self._steps.close()
+        self._ranks.end(deadline)
+        self._outputs.close()

@@ -1,0 +1,199 @@
+"""A rank's process: it makes the runner, reports that it is ready, and runs every step that the channel brings.
+
+All ranks run this code. On one of them (`EngineConfig.output_rank`) a separate thread also posts the runner's outputs
+back, so that the next step is launched while the last one's tokens are still on their way from the device.
+
+A step that runs out of memory does not end a rank: the rank reports it, and skips the steps behind it, which build on
+it. A lone rank goes on with the next step that `restarts`. With several ranks the others wait in collectives that this
+one never enters, so the executor ends them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import os
+import queue
+import signal
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from textwrap import shorten
+
+import msgspec
+
+from nvcli.core.messages import StepInput, StepOutput
+from nvcli.core.system.kernel_cache import kernel_cache_error
+from nvcli.errors import NvcliError, first_line
+from nvcli.kernels.triton.launch.compile_processes import hash_triton
+from nvcli.worker.distributed.rendezvous import store_path
+from nvcli.worker.executor.channel import ChannelClosed, ChannelReader, ChannelWriter
+from nvcli.worker.executor.child_process import end_children
+from nvcli.worker.executor.ranks import MODEL_RUNNER, RankStart
+from nvcli.worker.executor.status_board import StatusBoard
+from nvcli.worker.runner.compiled_programs import start_compilers
+from nvcli.worker.runner.interface import PendingOutput, RankContext, Runner
+
+_MAX_REASON = 200
+"""Characters of the longest reason that fits the message."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailed:
+    """A failed rank's last message: the error's class name (in `nvcli.errors`), its message and its traceback."""
+
+    kind: str
+    message: str
+    traceback: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankClosed:
+    """The last message of a rank that was told to end, sent where `record_steps` is on."""
+
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepNotRun:
+    """The output of a step that did not run, because memory ran out in it or before it. With several ranks it is
+    also a message: the rank runs no later step."""
+
+    step_id: int
+    reason: str
+
+    def result(self) -> StepOutput:
+        reason = shorten(self.reason, _MAX_REASON, placeholder=" …")
+        return StepOutput(step_id=self.step_id, token_ids=b"", out_of_memory=reason)
+
+
+def main(start: RankStart | None, control: Connection) -> None:
+    """Run a rank until the engine closes the channel. The process ends here, without interpreter tear-down.
+
+    `start` None: it comes over `control`, and what the ranks of all models import is imported meanwhile.
+    """
+    gc.disable()  # off until all is imported: there is little to collect, and much to scan
+    if start is None:
+        threading.Thread(target=_import_ahead, name="import-ahead", daemon=True).start()
+        start = control.recv()
+    code = 0
+    try:
+        _run(start, control)
+    except ChannelClosed:
+        pass
+    except BaseException as error:
+        _report_failure(error, control)
+        code = 1
+    end_children(signal.SIGTERM)  # the mask workers, which end their own
+    os._exit(code)
+
+
+def _run(start: RankStart, control: Connection) -> None:
+    started_at = time.time()
+    rank = start.rank
+    status = StatusBoard(start.wiring.status_fd, start.config.num_ranks)
+
+    status.report(rank, "import")
+    if start.config.device == "cuda":
+        _open_gpu_context(start.config.gpu_index(rank))
+        threading.Thread(target=hash_triton, name="hash-triton", daemon=True).start()
+    context = RankContext(
+        rank=rank,
+        report_phase=lambda phase: status.report(rank, phase),
+        store_path=store_path(start.wiring.store_fd),
+        spawned_at=start.spawned_at,
+        started_at=started_at,
+        compilers=start_compilers(start.config),
+    )
+    module, function = start.runner.split(":")
+    create_runner = getattr(importlib.import_module(module), function)
+    gc.freeze()  # imports live for ever: the collector need not scan them
+    gc.enable()
+    runner: Runner = create_runner(start.config, context)
+    is_output_rank = rank == start.config.output_rank
+    post = _start_poster(ChannelWriter(start.wiring.outputs), control) if is_output_rank else None
+    gc.collect()
+    gc.freeze()  # so do the objects made at the start
+    control.send(runner.ready)
+
+    steps = ChannelReader(start.wiring.steps, rank)
+    decoder = msgspec.msgpack.Decoder(StepInput)
+    not_run = ""  # the reason why nothing runs until a step restarts
+    try:
+        while True:
+            status.report(rank, "waiting for a step")
+            step = decoder.decode(steps.receive())
+            status.report(rank, "step", step.step_id)
+            pending: PendingOutput | None
+            if not_run and not step.restarts:
+                pending = StepNotRun(step.step_id, not_run)
+            else:
+                try:
+                    pending, not_run = runner.launch(step), ""
+                except MemoryError as error:
+                    not_run = f"{start.config.rank_name(rank)}: {str(error) or 'out of memory'}"
+                    pending = StepNotRun(step.step_id, not_run)
+                    if start.config.num_ranks > 1:
+                        control.send(pending)
+            if post is not None:
+                assert pending is not None
+                post.put(pending)
+    except ChannelClosed:
+        if start.config.record_steps:
+            with contextlib.suppress(OSError):  # the engine is gone: no one asks
+                control.send(RankClosed(runner.peak_bytes()))
+
+
+def _import_ahead() -> None:
+    with contextlib.suppress(Exception):  # the rank fails likewise
+        importlib.import_module(MODEL_RUNNER.partition(":")[0])
+
+
+def _open_gpu_context(index: int) -> None:
+    """Make the primary context of GPU number `index`, which torch will use, on a thread, while torch is imported.
+
+    If the driver is missing or refuses, nothing happens here: torch runs into the same error and reports it.
+    """
+
+    def open_context() -> None:
+        try:
+            driver = ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            return
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), index) == 0:
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+    threading.Thread(target=open_context, name="open-gpu-context", daemon=True).start()
+
+
+def _start_poster(outputs: ChannelWriter, control: Connection) -> queue.SimpleQueue[PendingOutput]:
+    pending_outputs: queue.SimpleQueue[PendingOutput] = queue.SimpleQueue()
+
+    def post() -> None:
+        encoder = msgspec.msgpack.Encoder()
+        try:
+            while True:
+                outputs.send(encoder.encode(pending_outputs.get().result()))
+        except ChannelClosed:
+            os._exit(0)
+        except BaseException as error:
+            _report_failure(error, control)
+            os._exit(1)
+
+    threading.Thread(target=post, name="post-outputs", daemon=True).start()
+    return pending_outputs
+
+
+def _report_failure(error: BaseException, control: Connection) -> None:
+    error = kernel_cache_error(error) or error
+    if isinstance(error, NvcliError):
+        failure = RankFailed(type(error).__name__, str(error), "")
+    else:
+        failure = RankFailed("WorkerError", first_line(error), traceback.format_exc())
+    with contextlib.suppress(OSError):  # the engine is gone: nobody to tell
+        control.send(failure)

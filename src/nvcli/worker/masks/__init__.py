@@ -1,0 +1,1 @@
+"""Processes that make the masks of structured answers."""

@@ -1,0 +1,242 @@
+"""AnswerTable: the constrained answers in a rank's slots, and whose masks are to be asked for.
+
+Most answers are *steady*: they are inside their grammar, and nothing is held back. Of these a step changes a few
+numbers only, which are kept as arrays with an entry for each row of the memory of masks, so that Python does the same
+little work for all rows of a step together. Others (those in a free part or before it, too short to end, or with tokens
+that were not chosen here) are followed one by one (`FollowedAnswer`) until they are steady.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from nvcli.core.structured import Constraint
+from nvcli.worker.masks.mask_messages import WantMask
+
+_NO_ROW = -1
+
+
+@dataclass(slots=True, eq=False)
+class FollowedAnswer:
+    """A constrained answer in a slot, as far as a rank knows it itself.
+
+    The rank knows whether the answer is in its free part and whether it is over. What its grammar allows is for the
+    processes that make masks: they are told the tokens together with the next mask that is wanted.
+    """
+
+    constraint: Constraint
+    row: int
+    """Its row in the memory of masks."""
+    prompt_len: int
+    min_tokens: int
+    stop_ids: Sequence[int]
+    """Ids that must not be chosen before `min_tokens`, unless the grammar allows no others."""
+    end_ids: frozenset[int]
+    is_free: bool
+    """Whether it is in its free part: the mark behind which the constraint begins is still to come."""
+    num_opening: int | None
+    """The tokens of the mark that begins the free part that have come; None: that is decided."""
+    num_tokens: int = 0
+    num_free: int = 0
+    """Its first tokens that are none of its grammar: those of the free part and of the marks around it."""
+    is_over: bool = False
+    """Whether it has ended; what is still chosen for it is dropped."""
+    last_ids: deque[int] = field(default_factory=deque)
+    """While it is free, the last tokens, as many as the mark has."""
+    unread: list[int] = field(default_factory=list)
+    """Tokens of its grammar that the process is still to be told."""
+    is_due: bool = True
+    """Whether the mask of its next token is still to be asked for."""
+
+    @property
+    def next_opening(self) -> int | None:
+        """The token that begins the free part, or goes on with beginning it; None: no token does now."""
+        return None if self.num_opening is None else self.constraint.opens_with[self.num_opening]
+
+    def take(self, token: int) -> None:
+        """Go on by a token that was chosen or is given."""
+        if self.is_over or token < 0:  # NOT_FINITE
+            return
+        was_free, was_short = self.is_free, self.num_tokens < self.min_tokens
+        self.num_tokens += 1
+        if self._take_free(token):
+            self.num_free += 1
+        else:
+            self.is_over = token in self.end_ids
+            self.unread.append(token)
+        # All masks of the free part are alike, but that the first ones may hold more back.
+        stays = was_free and self.is_free and was_short == (self.num_tokens < self.min_tokens)
+        self.is_due = (self.is_due or not stays) and not self.is_over
+
+    def _take_free(self, token: int) -> bool:
+        """Take a token that belongs to the free part or to the marks around it; False: it does not."""
+        if self.num_opening is not None:
+            if token != self.next_opening:
+                self.num_opening = None
+                return False
+            self.num_opening += 1
+            if self.num_opening == len(self.constraint.opens_with):
+                self.num_opening, self.is_free = None, True
+            return True
+        if not self.is_free:
+            return False
+        self.last_ids.append(token)
+        self.is_free = list(self.last_ids) != self.constraint.starts_after
+        self.is_over = token in self.end_ids
+        return True
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether it is inside its grammar, where masks are those of the grammar alone, and stays so to its end."""
+        return (
+            not self.is_free
+            and self.num_opening is None
+            and not self.is_over
+            and (not self.stop_ids or self.num_tokens >= self.min_tokens)
+        )
+
+    def want_mask(self, number: int) -> WantMask:
+        """Ask for the mask of the next token; the number tells it from others of its row."""
+        held_back: list[int] = []
+        if self.is_free and self.constraint.must_begin:
+            held_back += self.constraint.end_ids
+        if self.num_tokens < self.min_tokens:
+            held_back += self.stop_ids
+        tokens, self.unread = self.unread, []
+        self.is_due = False
+        return WantMask(self.row, number, tokens, self.is_free, held_back, self.next_opening, bool(self.num_opening))
+
+
+class AnswerTable:
+    """The answers of some slots, each with a row of its own in the memory of masks."""
+
+    def __init__(self, num_slots: int, num_rows: int) -> None:
+        self.wanted: np.ndarray = np.zeros(num_rows, dtype=np.int64)
+        """[rows], the number of the last mask that was asked for in each row."""
+        self.last_tokens: np.ndarray = np.zeros(num_rows, dtype=np.int64)
+        """[rows], the last token of a steady answer."""
+        self._row_of = np.full(num_slots, _NO_ROW, dtype=np.int64)
+        self._answers: dict[int, FollowedAnswer] = {}
+        """The answers by row. Of those that are steady some fields are in the arrays instead."""
+        self._is_steady = np.zeros(num_rows, dtype=np.bool_)
+        self._is_due = np.zeros(num_rows, dtype=np.bool_)
+        """[rows], whether the answer is steady and the mask of its next token is still to be asked for."""
+        self._is_over = np.zeros(num_rows, dtype=np.bool_)
+        """[rows], whether a steady answer has ended; what is still chosen for it is dropped."""
+        self._num_tokens = np.zeros(num_rows, dtype=np.int64)
+        self._end_ids = np.zeros((0, 1), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def use_end_ids(self, end_ids: Sequence[int]) -> None:
+        """Learn the end-of-sequence ids, which are those of every request."""
+        self._end_ids = np.array(end_ids, dtype=np.int64)[:, None]
+
+    def enter(self, slot: int, answer: FollowedAnswer) -> None:
+        """Take an answer in."""
+        self._answers[answer.row] = answer
+        self._row_of[slot] = answer.row
+        self._is_steady[answer.row] = self._is_due[answer.row] = False
+
+    def leave(self, slot: int) -> int | None:
+        """Forget the answer in a slot. Returns its row; None: there is none."""
+        row = int(self._row_of[slot])
+        if row == _NO_ROW:
+            return None
+        self._row_of[slot] = _NO_ROW
+        del self._answers[row]
+        self._is_steady[row] = self._is_due[row] = False
+        return row
+
+    def rows(self, slots: np.ndarray) -> np.ndarray:
+        """Return the rows [n] of the answers in slots [n]."""
+        rows: np.ndarray = self._row_of[slots]
+        return rows
+
+    def take(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """Go on by tokens [n] that were chosen for the answers in rows [n]."""
+        is_steady = self._is_steady[rows]
+        if not is_steady.all():
+            for row, token in zip(rows[~is_steady].tolist(), tokens[~is_steady].tolist(), strict=True):
+                self._answers[row].take(token)
+            rows, tokens = rows[is_steady], tokens[is_steady]
+        is_taken = (tokens >= 0) & ~self._is_over[rows]  # NOT_FINITE is negative
+        if not is_taken.all():
+            rows, tokens = rows[is_taken], tokens[is_taken]
+        is_end = (tokens == self._end_ids).any(axis=0)
+        self.last_tokens[rows] = tokens
+        self._num_tokens[rows] += 1
+        self._is_over[rows] = is_end
+        self._is_due[rows] = ~is_end
+
+    def take_known(self, slot: int, start: int, tokens: np.ndarray) -> None:
+        """Take in tokens of the answer in a slot, the first of which is at position `start` of its request. Those that
+        it has are passed over."""
+        row = int(self._row_of[slot])
+        if row == _NO_ROW:
+            return
+        answer = self._answers[row]
+        num_tokens = int(self._num_tokens[row]) if self._is_steady[row] else answer.num_tokens
+        first = max(0, answer.prompt_len + num_tokens - start)
+        if first < len(tokens):
+            self._follow_alone(answer)
+            for token in tokens[first:].tolist():
+                answer.take(token)
+
+    def follow_anew(self, row: int, tokens_of: Callable[[int, int, int], list[int]], *, has_mask: bool) -> None:
+        """Ask for all that is to come of the answer in a row as if nothing of its grammar had been followed.
+
+        `tokens_of` returns the tokens of a slot's request from one position to another. `has_mask`: whether the mask
+        that was asked for last is there.
+        """
+        answer = self._answers[row]
+        self._follow_alone(answer)
+        (slot,) = np.flatnonzero(self._row_of == row).tolist()
+        start = answer.prompt_len
+        answer.unread = tokens_of(slot, start + answer.num_free, start + answer.num_tokens)
+        answer.is_due = (answer.is_due or not has_mask) and not answer.is_over
+
+    def due_rows(self) -> np.ndarray:
+        """Return the rows of all steady answers whose masks are to be asked for."""
+        return np.flatnonzero(self._is_due)
+
+    def want(self, rows: np.ndarray) -> tuple[np.ndarray, list[WantMask]]:
+        """Ask for those masks of rows [n] that are to be asked for.
+
+        Returns the rows of steady answers, each of which goes on by `last_tokens` and has its number in `wanted`, and
+        what is to be asked for the others.
+        """
+        orders = []
+        is_steady = self._is_steady[rows]
+        if not is_steady.all():
+            for row in rows[~is_steady].tolist():
+                answer = self._answers[row]
+                if answer.is_due:
+                    self.wanted[row] += 1
+                    orders.append(answer.want_mask(int(self.wanted[row])))
+                    if answer.is_steady:
+                        self._make_steady(answer)
+        due = rows[self._is_due[rows]]
+        self.wanted[due] += 1
+        self._is_due[due] = False
+        return due, orders
+
+    def _make_steady(self, answer: FollowedAnswer) -> None:
+        """Keep an answer in the arrays from here on. Its mask has just been asked for."""
+        self._is_steady[answer.row] = True
+        self._is_due[answer.row] = self._is_over[answer.row] = False
+        self._num_tokens[answer.row] = answer.num_tokens
+
+    def _follow_alone(self, answer: FollowedAnswer) -> None:
+        """Keep an answer by itself from here on."""
+        row = answer.row
+        if self._is_steady[row]:
+            answer.num_tokens = int(self._num_tokens[row])
+            answer.is_over, answer.is_due = bool(self._is_over[row]), bool(self._is_due[row])
+            answer.unread = [int(self.last_tokens[row])] if answer.is_due else []
+            self._is_steady[row] = self._is_due[row] = False

@@ -1,0 +1,178 @@
+"""The processes that make masks, from their start to their end. Masks are made in processes, because in threads of one
+process most of the time would go into handing the interpreter from thread to thread.
+
+The first process loads the model's tokens and forks the others, which share them. It tells the rank of each that has
+ended, and forks another in its place when the rank sends it what that one is to read from. A grammar may overflow the
+stack or take all memory where it is compiled or followed, so the others have limits of both: more stack than the
+process that has checked the grammar (`grammars.FOLLOW_STACK_BYTES`), and no more memory than the machine has for them.
+This module knows no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import mmap
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from nvcli.core.grammars import FOLLOW_STACK_BYTES, GrammarError, Vocabulary
+from nvcli.core.system.file_limits import resize_memory_file
+from nvcli.core.system.host_memory import available_ram, limit_more_memory
+from nvcli.core.system.process_control import describe_end, end_with_parent, ignore_terminal, sleep_exactly
+from nvcli.worker.masks.mask_messages import Ended, Failed, Loaded, MaskStart, MaskTable, Raised, Report, memory_bytes
+from nvcli.worker.masks.mask_worker import MaskWorker, OrderReader, serve
+
+_LEAST_MEMORY, _MOST_MEMORY = 1 << 30, 4 << 30
+"""Bounds on what a process may take beside the tokens."""
+_MAX_REPORT = 3000
+
+
+class _FirstProcess:
+    """The first process, once the tokens are loaded."""
+
+    def __init__(self, start: MaskStart, report: socket.socket, vocabulary: Vocabulary) -> None:
+        self._start, self._report, self._vocabulary = start, report, vocabulary
+        self._max_memory = max(_LEAST_MEMORY, min(_MOST_MEMORY, available_ram() // start.num_workers))
+        self._numbers: dict[int, int] = {}
+        """The numbers of the others by process id."""
+        self._ended, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+
+    def fork(self, number: int, order_fd: int) -> None:
+        """Start another process, which reads its orders from `order_fd`."""
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            _work(self._start, self._report, self._vocabulary, number, order_fd, self._max_memory)
+        self._numbers[pid] = number
+
+    def watch(self) -> None:
+        """Fork others for those that have ended, until the rank is gone; then wait until all have ended."""
+        while True:
+            readable, _, _ = select.select([self._report.fileno(), self._ended], [], [])
+            if self._report.fileno() in readable and not self._take_order():
+                break
+            if self._ended in readable:
+                os.read(self._ended, 4096)
+                self._reap()
+        while self._numbers:
+            pid, _ = os.wait()
+            self._numbers.pop(pid, None)
+
+    def end_others(self) -> None:
+        """Kill the others, and wait until they are gone."""
+        for pid in self._numbers:
+            with contextlib.suppress(ProcessLookupError):  # it has just been waited for
+                os.kill(pid, signal.SIGKILL)
+        for pid in self._numbers:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+    def _take_order(self) -> bool:
+        """Fork the process that the rank asks for; return whether the rank is there."""
+        data, fds, _, _ = socket.recv_fds(self._report, 8, 1)
+        if not data:
+            return False
+        self.fork(*struct.unpack("q", data), *fds)
+        os.close(fds[0])
+        return True
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):  # there are none
+            while (end := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = end
+                number = self._numbers.pop(pid)
+                if status:  # else the rank is gone
+                    _tell(self._report, Ended(number, describe_end(os.waitstatus_to_exitcode(status))))
+
+
+def _work(
+    start: MaskStart, report: socket.socket, vocabulary: Vocabulary, number: int, order_fd: int, max_memory: int
+) -> None:
+    """Be one of the processes, to its end."""
+
+    def run(function: Callable[..., None], *arguments: Any) -> None:
+        code = 0
+        try:
+            function(*arguments)
+        except BaseException:  # a panic of Rust code is no Exception
+            _tell(report, Raised(number, _traceback()))
+            code = 1
+        os._exit(code)
+
+    def begin() -> None:
+        end_with_parent(os.getppid(), signal.SIGKILL)
+        sleep_exactly()
+        memory = mmap.mmap(start.memory_fd, memory_bytes(start.num_rows, vocabulary.num_words))
+        table = MaskTable.of(memory, start.num_rows, vocabulary.num_words)
+        worker = MaskWorker(vocabulary, table, first=number, step=start.num_workers)
+        orders = OrderReader(order_fd, stays_awake=start.stays_awake)
+        limit_more_memory(max_memory)
+        threading.stack_size(FOLLOW_STACK_BYTES)
+        thread = threading.Thread(target=run, args=(serve, worker, orders), daemon=True)
+        thread.start()
+        thread.join()
+
+    run(begin)
+
+
+def _traceback() -> str:
+    """Return the end of the traceback of the exception that is being handled."""
+    return traceback.format_exc()[-_MAX_REPORT:]
+
+
+def _tell(report: socket.socket, message: Report) -> None:
+    """Tell the rank something, if it is still there."""
+    with contextlib.suppress(OSError):
+        report.send(msgspec.msgpack.encode(message))
+
+
+def main() -> None:
+    """Load the tokens, start the other processes, and start others for those that end, until the rank is gone."""
+    start = msgspec.json.decode(sys.argv[1], type=MaskStart)
+    ignore_terminal()
+    first: _FirstProcess | None = None
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if first is not None:
+            first.end_others()
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, end)
+    end_with_parent(start.parent_pid, signal.SIGTERM)
+    report = socket.socket(fileno=start.report_fd)
+    try:
+        try:
+            vocabulary = Vocabulary.load(Path(start.model_path), vocab_size=start.vocab_size, end_ids=start.end_ids)
+        except GrammarError:  # the file has changed since the parent read it: answers fail
+            _tell(report, Loaded(0))
+            os._exit(0)
+        resize_memory_file(start.memory_fd, memory_bytes(start.num_rows, vocabulary.num_words))
+        _tell(report, Loaded(vocabulary.num_words))
+        gc.freeze()
+        first = _FirstProcess(start, report, vocabulary)
+        first.watch()
+    except BaseException:  # a panic of Rust code is no Exception
+        _tell(report, Failed(_traceback()))
+        end(signal.SIGTERM, None)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

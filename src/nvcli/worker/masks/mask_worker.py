@@ -1,0 +1,332 @@
+"""A process that makes masks for a rank: it follows the answers of some rows, takes their tokens in, makes their masks
+one by one, and writes them into memory that the rank sees. `mask_processes.py` starts it.
+
+Masks that are likely to be slow, because the last one of the answer was, come behind the others. A process may end in
+the middle of an answer whose grammar takes too much stack or memory, so it writes down which answer it is at. This
+module knows no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import struct
+import time
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from nvcli.core.grammars import GrammarError, Vocabulary
+from nvcli.worker.masks.mask_messages import FollowGrammar, MaskOrders, MaskTable, WantMask, answered, read_next_token
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+MAX_COMPILED = 64
+"""Compiled grammars that a process keeps, those that were used last."""
+_MOST_SERVED = 256
+"""Answers after which a grammar is compiled anew, so that its memory does not grow for as long as the run lasts."""
+_ALL = np.uint32(0xFFFFFFFF)
+"""A word of a mask that forbids nothing."""
+_SLOW_SECONDS = 200e-6
+_MOST_PASSED = 2
+"""A slow mask is put off for this many orders at the most."""
+_LOOK_SECONDS = 100e-6
+"""The time between two looks for orders at first. To be woken by a timer so often takes some of a core: a third with 50
+µs in a virtual machine."""
+_AWAKE_SECONDS = 6e-3
+"""The time after which it falls asleep. Steps that take longer lose little while the processes are woken."""
+_NAP_MILLISECONDS = 200.0
+"""The time between two looks of a process that is asleep if no message comes. One is missing only where the rank saw it
+awake at the very moment at which it fell asleep."""
+
+
+@dataclass(slots=True)
+class _CompiledGrammar:
+    """A grammar as it was compiled once, for some answers."""
+
+    beginning: LLMatcher | None
+    """A matcher at the beginning of an answer, to be copied; None: the grammar cannot be compiled."""
+    num_served: int = 0
+
+
+class CompiledGrammars:
+    """The grammars that were used last.
+
+    A compiled grammar remembers the states that answers came through, and all answers that begin with it share that
+    memory, which has a limit (`grammars.Vocabulary`).
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._compiled: OrderedDict[str, _CompiledGrammar] = OrderedDict()
+
+    def begin(self, grammar: str) -> LLMatcher | None:
+        """Return what a new answer is to follow; None: the grammar cannot be compiled."""
+        known = self._compiled.get(grammar)
+        if known is None or known.num_served >= _MOST_SERVED:
+            known = self._compiled[grammar] = _CompiledGrammar(self.compile(grammar))
+        self._compiled.move_to_end(grammar)
+        if len(self._compiled) > MAX_COMPILED:
+            self._compiled.popitem(last=False)
+        known.num_served += 1
+        return None if known.beginning is None else known.beginning.deep_copy()
+
+    def compile(self, grammar: str) -> LLMatcher | None:
+        """Compile a grammar for one answer alone; None: it cannot be compiled."""
+        with contextlib.suppress(GrammarError):  # the parent has compiled it
+            return self._vocabulary.matcher(grammar)
+        return None
+
+    def forget(self, grammar: str) -> None:
+        """Compile a grammar anew for the answers that begin from now on."""
+        self._compiled.pop(grammar, None)
+
+
+class GrammarAnswer:
+    """An answer that follows a grammar.
+
+    Where the memory that it shares with other answers is full, it goes on with a grammar that is compiled for it alone,
+    so that no answer fails because of others.
+    """
+
+    def __init__(self, grammar: str | None, grammars: CompiledGrammars) -> None:
+        """With `grammar` None the answer has failed."""
+        self._grammar, self._grammars = grammar or "", grammars
+        self._matcher = None if grammar is None else grammars.begin(grammar)
+        self._is_alone = False
+        """Whether its compiled grammar has no other answers."""
+        self._tokens = array("i")
+        """The tokens that the matcher has taken in."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the grammar cannot be followed any further."""
+        return self._matcher is None
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the grammar allows the answer to be over."""
+        return self._matcher is not None and bool(self._matcher.is_accepting())
+
+    def write_mask(self, tokens: list[int], address: int, num_bytes: int) -> None:
+        """Go on with tokens, and write the mask of the next one to an address, unless the answer has failed."""
+        self._tokens.extend(tokens)
+        if self._matcher is not None and tokens and not self._matcher.consume_tokens(tokens):
+            self._begin_anew()
+        if self._matcher is not None:
+            self._matcher.unsafe_compute_mask_ptr(address, num_bytes)
+            if self._matcher.is_error():
+                self._begin_anew()
+                if self._matcher is not None:
+                    self._matcher.unsafe_compute_mask_ptr(address, num_bytes)
+                    if self._matcher.is_error():
+                        self._matcher = None
+
+    def _begin_anew(self) -> None:
+        """Compile the grammar for this answer alone, and follow it to where it was, unless that was done."""
+        self._matcher = None
+        if not self._is_alone:
+            self._is_alone = True
+            self._grammars.forget(self._grammar)
+            matcher = self._grammars.compile(self._grammar)
+            if matcher is not None and matcher.consume_tokens(self._tokens.tolist()):
+                self._matcher = matcher
+
+
+class MaskWorker:
+    """Makes the masks of some rows."""
+
+    def __init__(self, vocabulary: Vocabulary, table: MaskTable, *, first: int = 0, step: int = 1) -> None:
+        """`table` is the memory; each `step`-th row of it from the row `first` on is this worker's."""
+        self._grammars = CompiledGrammars(vocabulary)
+        self._text_end_bits = _bits(vocabulary.text_end_ids)
+        self._numbers, self._masks = table.numbers, table.masks
+        self._address, self._stride = table.masks.ctypes.data, table.masks.strides[0]
+        self._first, self._step = first, step
+        self.is_asleep = table.is_asleep[first : first + 1]
+        """[1], as in `MaskTable`."""
+        self._at_work = table.at_work[first : first + 1]
+        self._next_tokens = table.next_tokens[first::step]
+        self._read_tokens = np.zeros_like(self._next_tokens)
+        """A copy of them as they were read last."""
+        self._answers: dict[int, GrammarAnswer] = {}
+        self._slow_rows: set[int] = set()
+        self._fast: deque[WantMask] = deque()
+        self._slow: deque[WantMask] = deque()
+        self._num_passed = 0
+        """Orders that have come since the first of the slow masks."""
+
+    def take(self, orders: MaskOrders) -> None:
+        """Note what is to be done."""
+        has_tokens = self.take_next_tokens()  # of answers that these orders may end
+        if orders.ended or orders.begun:
+            self._change_answers(orders)
+        if orders.wanted and not has_tokens:
+            self._put_off_slow_ones()
+        for want in orders.wanted:
+            self._queue(want)
+
+    def take_next_tokens(self) -> bool:
+        """Note what is to be done by `MaskTable.next_tokens`, and return whether something is new there."""
+        next_tokens = self._next_tokens.copy()
+        places = np.flatnonzero(next_tokens != self._read_tokens)
+        if not len(places):
+            return False
+        self._put_off_slow_ones()
+        for place in places.tolist():
+            number, token = read_next_token(int(next_tokens[place]))
+            row = self._first + place * self._step
+            self._queue(WantMask(row, number, [token], is_free=False, held_back=[], opening=None, is_opened=False))
+        self._read_tokens = next_tokens
+        return True
+
+    def _put_off_slow_ones(self) -> None:
+        if self._slow:
+            self._num_passed += 1
+
+    def _queue(self, want: WantMask) -> None:
+        (self._slow if want.row in self._slow_rows else self._fast).append(want)
+
+    def _change_answers(self, orders: MaskOrders) -> None:
+        gone = {*orders.ended, *(new.row for new in orders.begun)}
+        self._fast = deque(want for want in self._fast if want.row not in gone)
+        self._slow = deque(want for want in self._slow if want.row not in gone)
+        for row in gone & self._answers.keys():
+            del self._answers[row]
+        for new in {new.row: new for new in orders.begun}.values():  # the last of a row's: others began and ended
+            self._begin(new)
+
+    def _begin(self, new: FollowGrammar) -> None:
+        self._slow_rows.discard(new.row)
+        self._at_work[0] = -(new.row + 1)
+        self._answers[new.row] = GrammarAnswer(new.grammar, self._grammars)
+        self._at_work[0] = 0
+
+    def next_is_urgent(self) -> bool:
+        """Whether the next mask is to be made before new orders are looked for."""
+        return bool(self._fast) or self._num_passed >= _MOST_PASSED
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._fast and not self._slow
+
+    def make_next(self) -> None:
+        """Make one mask, of those that are to be made."""
+        if self._slow and (not self._fast or self._num_passed >= _MOST_PASSED):
+            want = self._slow.popleft()
+            self._num_passed = 0
+        else:
+            want = self._fast.popleft()
+        began_at = time.perf_counter()
+        answer = self._answers[want.row]
+        self._at_work[0] = want.row + 1
+        self._make(want, answer)
+        self._numbers[want.row] = answered(want.number, has_failed=answer.has_failed)
+        self._at_work[0] = 0
+        if time.perf_counter() - began_at > _SLOW_SECONDS:
+            self._slow_rows.add(want.row)
+        else:
+            self._slow_rows.discard(want.row)
+
+    def _make(self, want: WantMask, answer: GrammarAnswer) -> None:
+        if want.is_free:
+            self._masks[want.row] = _ALL
+        else:
+            answer.write_mask(want.tokens, self._address + want.row * self._stride, self._stride)
+            if answer.has_failed:
+                self._masks[want.row] = _ALL
+            elif self._text_end_bits and not answer.may_end:
+                _hold_back(self._masks[want.row], self._text_end_bits)
+            if want.opening is not None:
+                _let_open(self._masks[want.row], want.opening, is_only=want.is_opened)
+        if want.held_back:
+            _hold_back(self._masks[want.row], _bits(want.held_back))
+
+
+def _let_open(mask: np.ndarray, token: int, *, is_only: bool) -> None:
+    """Allow a token in a mask of uint32 words, in place, or this token alone."""
+    if is_only:
+        mask[:] = 0
+    mask[token >> 5] |= np.uint32(1 << (token & 31))
+
+
+def _bits(token_ids: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the word of each token in a mask, and its bit there."""
+    return [(token >> 5, 1 << (token & 31)) for token in token_ids]
+
+
+def _hold_back(mask: np.ndarray, bits: Sequence[tuple[int, int]]) -> None:
+    """Forbid the tokens of `bits` in a mask of uint32 words, in place, unless it allows no others."""
+    allowed = [(word, bit) for word, bit in bits if mask.item(word) & bit]
+    for word, bit in allowed:
+        mask[word] &= np.uint32(~bit & 0xFFFFFFFF)
+    if allowed and not mask.any():
+        for word, bit in allowed:
+            mask[word] |= np.uint32(bit)
+
+
+class OrderReader:
+    """Reads what the rank asks for."""
+
+    def __init__(self, fd: int, *, stays_awake: bool) -> None:
+        self._fd = fd
+        self._awake_seconds = _AWAKE_SECONDS if stays_awake else 0.0
+        self._decoder = msgspec.msgpack.Decoder(MaskOrders)
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLIN)
+
+    def take_next(self, worker: MaskWorker) -> bool:
+        """Wait for orders, at first with many looks at the memory: messages to all processes, one after the other, take
+        the rank longer than a look takes to come. Returns False when the rank is gone."""
+        awake_until = time.perf_counter() + self._awake_seconds
+        try:
+            while True:
+                is_asleep = bool(worker.is_asleep[0])
+                if worker.take_next_tokens():
+                    return True
+                if self._poll.poll(_NAP_MILLISECONDS if is_asleep else 0):
+                    return self._take(worker)
+                if time.perf_counter() < awake_until:
+                    time.sleep(_LOOK_SECONDS)
+                else:
+                    worker.is_asleep[0] = True  # and look once more: the rank may not have seen it
+        finally:
+            worker.is_asleep[0] = False
+
+    def take_some(self, worker: MaskWorker) -> bool:
+        """Take orders if there are some, and return whether there were any."""
+        return worker.take_next_tokens() or (bool(self._poll.poll(0)) and self._take(worker))
+
+    def _take(self, worker: MaskWorker) -> bool:
+        size = _read(self._fd, 4)
+        if size:
+            worker.take(self._decoder.decode(_read(self._fd, *struct.unpack("I", size))))
+        return bool(size)
+
+
+def serve(worker: MaskWorker, orders: OrderReader) -> None:
+    """Do what is asked for until the rank is gone."""
+    while True:
+        if worker.is_idle:
+            if not orders.take_next(worker):
+                return
+        elif worker.next_is_urgent() or not orders.take_some(worker):
+            worker.make_next()
+
+
+def _read(fd: int, size: int) -> bytes:
+    """Read so many bytes; none at the end of the file."""
+    parts = bytearray()
+    while len(parts) < size:
+        part = os.read(fd, size - len(parts))
+        if not part:
+            return b""
+        parts += part
+    return bytes(parts)

@@ -1,0 +1,297 @@
+"""MaskWorkers: a rank's side of the processes that make masks (`mask_worker.py`).
+
+A mask takes some ten microseconds; one in a hundred takes a millisecond or more, and nobody knows which before. A step
+asks for the masks of its rows, and waits for them as long as that costs less than to leave the late rows out of it
+(`Patience`). Answers keep to their process (`MaskRowAllocator`). A process does what it is asked for in order, so that
+nothing need be waited for where another answer gets a row.
+
+A process that ends is replaced, and its answers are followed anew. The one that it was at when it ended has failed if
+the next process ends at it, too.
+
+The processes end when the rank does, because what they read from comes to its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import select
+import socket
+import struct
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from nvcli.core.system.process_control import sleep_exactly
+from nvcli.errors import WorkerError
+from nvcli.worker.masks.mask_messages import (
+    Ended,
+    Failed,
+    Loaded,
+    MaskOrders,
+    MaskStart,
+    MaskTable,
+    Raised,
+    Report,
+    WantMask,
+    memory_bytes,
+    next_token,
+)
+from nvcli.worker.masks.mask_patience import Patience
+from nvcli.worker.masks.mask_rows import MaskRowAllocator
+
+_MODULE = "nvcli.worker.masks.mask_processes"
+_PIPE_BYTES = 1 << 20
+"""Orders that a process may have before it reads them; more, where the system allows no such pipe, make the rank
+wait."""
+_LOOK_SECONDS = 50e-6
+"""The time between two looks of a step for masks, which looks all the time at first."""
+_EAGER_SECONDS = 200e-6
+_CHECK_SECONDS = 0.1
+"""The time between two checks of waiting steps whether the processes are there."""
+_END_SECONDS = 5.0
+_MOST_IDLE_ENDS = 3
+"""The run ends when a process has ended so often, each time at no answer and before it had made a mask."""
+_MAX_REPORT = 1 << 16
+_FAILED = "a process that makes the masks of structured answers"
+
+
+class MaskWorkers:
+    """The processes and the memory of one rank."""
+
+    def __init__(
+        self,
+        model_path: Path,
+        *,
+        vocab_size: int,
+        end_ids: Sequence[int],
+        num_rows: int,
+        num_workers: int,
+        stays_awake: bool,
+    ) -> None:
+        """Begin to start the processes, which load the tokens of the model; see `MaskStart`."""
+        self.end_ids = [*end_ids]
+        self._num_rows = num_rows
+        self._memory_fd = os.memfd_create("nvcli-masks")
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        start = MaskStart(
+            model_path=str(model_path),
+            vocab_size=vocab_size,
+            end_ids=self.end_ids,
+            num_rows=num_rows,
+            num_workers=num_workers,
+            stays_awake=stays_awake,
+            memory_fd=self._memory_fd,
+            report_fd=theirs.fileno(),
+            parent_pid=os.getpid(),
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", _MODULE, msgspec.json.encode(start).decode()],
+            pass_fds=(self._memory_fd, theirs.fileno()),
+            stdin=subprocess.DEVNULL,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                "OPENBLAS_NUM_THREADS": "1",  # threads are not there in processes that are forked
+                "OMP_NUM_THREADS": "1",
+            },
+        )
+        theirs.close()
+        self._order_fds: list[int] = []
+        weakref.finalize(self, _end, self._process, self._socket, self._memory_fd, self._order_fds)
+        self._order_fds += [self._start(number) for number in range(num_workers)]
+        sleep_exactly()  # so does `wait`
+        self._orders = [MaskOrders([], [], []) for _ in range(num_workers)]
+        self._has_orders = np.zeros(num_workers, dtype=np.bool_)
+        """Whether there is a message for a process."""
+        self._has_tokens = np.zeros(num_workers, dtype=np.bool_)
+        """Whether there is something new for it in the memory."""
+        self._check_at = 0.0
+        """The `time.perf_counter()` at which to look whether the processes are there."""
+        self._ends: dict[int, str] = {}
+        """Processes that have ended, and how."""
+        self._tracebacks: dict[int, str] = {}
+        """The exceptions that processes ended with."""
+        self._num_idle_ends = [0] * num_workers
+        """Process → its ends at no answer since it last made a mask."""
+        self._num_made = [0] * num_workers
+        """Process → the sum of its `MaskTable.numbers` when it last ended."""
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
+        self._rows = MaskRowAllocator(num_rows, num_workers)
+        self._num_words: int | None = None
+        self.memory: mmap.mmap | None = None
+        """The memory, once `wait_ready` has returned."""
+        self._table = MaskTable.empty(num_rows, 0)
+
+    def wait_ready(self) -> int:
+        """Wait until the tokens are loaded, and return the words of a mask; 0: they cannot be loaded, and nothing may
+        be asked for. Raises WorkerError."""
+        if self._num_words is None:
+            self._check(None)
+            assert self._num_words is not None, "that is told first"
+            if self._num_words:
+                self.memory = mmap.mmap(self._memory_fd, memory_bytes(self._num_rows, self._num_words))
+                self._table = MaskTable.of(self.memory, self._num_rows, self._num_words)
+        return self._num_words
+
+    @property
+    def answered(self) -> np.ndarray:
+        """[rows], for each the last mask that is there (`mask_messages.answered`)."""
+        return self._table.numbers
+
+    def begin(self, grammar: str) -> int:
+        """Begin an answer, and return its row. What is asked for goes out with `send`."""
+        follow = self._rows.take(grammar)
+        if self.memory is not None:
+            self._of(follow.row).begun.append(follow)
+        return follow.row
+
+    def end(self, row: int) -> None:
+        """End the answer in a row."""
+        if self.memory is not None:
+            self._of(row).ended.append(row)
+        self._rows.give_back(row)
+
+    def want(self, mask: WantMask) -> None:
+        """Ask for a mask."""
+        self._of(mask.row).wanted.append(mask)
+
+    def want_next(self, rows: np.ndarray, numbers: np.ndarray, tokens: np.ndarray) -> None:
+        """Ask for the masks of rows [n] by these numbers [n], each behind one of the tokens [n] and what the grammar
+        allows. The last masks of these rows must be there."""
+        self._table.next_tokens[rows] = next_token(numbers, tokens)
+        self._has_tokens[rows % len(self._orders)] = True
+
+    def send(self) -> None:
+        """Send what was asked for. Raises WorkerError."""
+        if self._has_tokens.any():
+            self._has_orders |= self._has_tokens & (self._table.is_asleep[: len(self._orders)] != 0)
+            self._has_tokens[:] = False
+        for number in np.flatnonzero(self._has_orders).tolist():
+            message = self._encoder.encode(self._orders[number])
+            self._orders[number] = MaskOrders([], [], [])
+            self._write(number, struct.pack("I", len(message)) + message)
+        self._has_orders[:] = False
+
+    def wait(self, rows: np.ndarray, wanted: np.ndarray, num_rows: int, patience: Patience | None) -> None:
+        """Wait until `answered` has reached `wanted` [n] in `rows` [n], or a process has ended (`ended`). With patience
+        some may be late, but not all of the `num_rows` rows of the step. Raises WorkerError."""
+        started = time.perf_counter()
+        while num_late := int((self.answered[rows] < wanted).sum()):
+            now = time.perf_counter()
+            if now >= self._check_at:
+                self._check_at = now + _CHECK_SECONDS
+                self._check(0.0)
+            if self._ends:
+                return
+            if patience is not None and num_late < num_rows and now >= patience.ends_at(num_late, num_rows):
+                return
+            time.sleep(_LOOK_SECONDS if now > started + _EAGER_SECONDS else 0.0)
+
+    @property
+    def ended(self) -> list[int]:
+        """The processes that have ended and were not replaced. What they are asked for does not come."""
+        return [*self._ends]
+
+    def replace(self, number: int) -> tuple[list[int], str]:
+        """Have another process take the place of one that has ended.
+
+        Returns the rows of its answers, which begin anew: all of their tokens are to be told again. And says how it
+        ended. Raises WorkerError if its end had nothing to do with an answer, and happens again and again.
+        """
+        how, traceback = self._ends.pop(number), self._tracebacks.pop(number, "")
+        if traceback:
+            how = f"failed: {traceback.strip().rpartition(chr(10))[2]}"
+        num_workers = len(self._orders)
+        begun, was_idle = self._rows.begin_anew(number, int(self._table.at_work[number]))
+        num_made = int(self._table.numbers[number::num_workers].sum())
+        if num_made != self._num_made[number] or not was_idle:
+            self._num_idle_ends[number] = 0
+        self._num_made[number] = num_made
+        self._num_idle_ends[number] += was_idle
+        if self._num_idle_ends[number] >= _MOST_IDLE_ENDS:
+            raise WorkerError(f"{_FAILED} {how}, {_MOST_IDLE_ENDS} times in a row", traceback)
+        self._table.at_work[number] = 0
+        self._table.next_tokens[number::num_workers] = 0
+        os.close(self._order_fds[number])
+        self._order_fds[number] = self._start(number)
+        self._orders[number] = MaskOrders([], begun, [])
+        self._has_orders[number] = True
+        return [follow.row for follow in begun], how
+
+    def _start(self, number: int) -> int:
+        """Have the first process start another one. Returns where its orders are to be written."""
+        theirs, ours = os.pipe()
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        with contextlib.suppress(OSError):  # it has ended, and `_check` says so
+            socket.send_fds(self._socket, [struct.pack("q", number)], [theirs])
+        os.close(theirs)
+        return ours
+
+    def _of(self, row: int) -> MaskOrders:
+        """Return the orders of a row's process, which will be sent."""
+        number = row % len(self._orders)
+        self._has_orders[number] = True
+        return self._orders[number]
+
+    def _write(self, number: int, data: bytes) -> None:
+        """Write orders of a process. They get lost where it has ended."""
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(self._order_fds[number], view) :]
+        except BrokenPipeError:
+            deadline = time.monotonic() + _END_SECONDS
+            while number not in self._ends:
+                if time.monotonic() > deadline:
+                    raise WorkerError(f"{_FAILED} has closed its connection but still runs") from None
+                self._check(_CHECK_SECONDS)
+
+    def _receive(self) -> bytes:
+        """Return a report; none where there will be no more."""
+        for _ in range(2):  # a process that was asked for, and ended before it heard that, is told of first
+            with contextlib.suppress(ConnectionResetError):
+                return self._socket.recv(_MAX_REPORT)
+        return b""
+
+    def _check(self, seconds: float | None) -> None:
+        """Take the reports that are there, or come within some seconds (None: wait for one). Raises WorkerError if
+        there will be no more."""
+        while select.select([self._socket], [], [], seconds)[0]:
+            seconds = 0.0
+            data = self._receive()
+            match self._decoder.decode(data) if data else None:
+                case Loaded(num_words):
+                    self._num_words = num_words
+                    if not num_words:
+                        return  # nothing follows
+                case Ended(number, how):
+                    self._ends[number] = how
+                case Raised(number, traceback):
+                    self._tracebacks[number] = traceback
+                case Failed(traceback):
+                    raise WorkerError(f"{_FAILED} failed: {traceback.strip().rpartition(chr(10))[2]}", traceback)
+                case None:
+                    raise WorkerError(f"{_FAILED} was killed, or cannot start")
+
+
+def _end(process: subprocess.Popen[bytes], report: socket.socket, memory_fd: int, order_fds: Sequence[int]) -> None:
+    """End the processes. They do so by themselves once there is nothing to read."""
+    report.close()
+    for fd in (memory_fd, *order_fds):
+        os.close(fd)
+    try:
+        process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        process.wait()

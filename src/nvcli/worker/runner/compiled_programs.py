@@ -1,0 +1,94 @@
+"""Notes on the programs that have all of their kernels in Triton's cache on disk.
+
+A rank looks before it imports torch, because what compiles kernels takes as long to start as that import.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+
+from nvcli.core.config import EngineConfig
+from nvcli.core.system.kernel_cache import kernel_cache_folder
+from nvcli.core.system.versions import torch_build, triton_version
+from nvcli.kernels.triton.launch.compile_processes import CompileProcesses
+from nvcli.version import __version__
+
+_NOTES_FOLDER = "nvcli_programs"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """All that the choice of kernels depends on, but for the GPU. A note that does not hold costs time, nothing
+    else."""
+
+    words: str
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Program | None:
+        """Return the program of a rank. Return None where nothing is to be compiled ahead: there is no GPU, only one
+        core to do it, or several ranks would have to leave out the same launches at once."""
+        is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        if config.device != "cuda" or config.num_ranks > 1 or is_interpreted or find_spec("triton") is None:
+            return None
+        if len(os.sched_getaffinity(0)) == 1:
+            return None
+        settings = msgspec.structs.replace(
+            config,
+            model_path=Path(),
+            replica=0,
+            gpus=(),
+            kv_blocks_before=None,
+            record_steps=False,
+            measure_memory=False,
+            prepare_grammars=False,
+        )
+        try:
+            model = (config.model_path / "config.json").read_text()
+        except OSError:
+            return None  # what loads the model says so
+        return cls("\n".join((__version__, repr(torch_build()), str(triton_version()), repr(settings), model)))
+
+    def has_notes(self) -> bool:
+        """Tell whether all kernels were compiled for some GPU, as far as notes say; see `was_compiled`."""
+        return self._folder.is_dir()
+
+    def was_compiled(self, gpu: str) -> bool:
+        """Tell whether the cache notes that all kernels were compiled into it for GPUs of this name."""
+        return self._note(gpu).exists()
+
+    def takes_notes(self) -> bool:
+        """Tell whether the cache can be written to."""
+        folder = self._folder.parent
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+        return os.access(folder, os.W_OK)
+
+    def note_compiled(self, gpu: str) -> None:
+        """Note that all kernels were compiled into the cache, if it takes the note."""
+        with suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._note(gpu).write_text(f"{gpu}\n{self.words}")
+
+    @property
+    def _folder(self) -> Path:
+        return kernel_cache_folder() / _NOTES_FOLDER / _hash(self.words)
+
+    def _note(self, gpu: str) -> Path:
+        return self._folder / f"{_hash(gpu)}.txt"
+
+
+def start_compilers(config: EngineConfig) -> CompileProcesses | None:
+    """Begin to start what compiles the kernels of a rank, unless they were compiled for GPUs of some name."""
+    program = Program.of(config)
+    return CompileProcesses() if program is not None and not program.has_notes() else None
+
+
+def _hash(words: str) -> str:
+    return hashlib.sha256(words.encode()).hexdigest()[:32]

@@ -1,0 +1,385 @@
+"""Constraints: the grammars of the answers in a rank's slots, and masks of the tokens that may come next.
+
+The mask of a token depends on the token before it, but the model's work on that token does not. So a step's forward
+pass is launched like any other, before the token is known here, and masks are made while it runs: `follow` waits for
+the tokens of the step before, and `masks` has processes ask llguidance for the allowed ones (`mask_workers.py`). Where
+the device is faster than the host, `look_ahead` has them ask while the host still launches.
+
+Most masks are ready when the host has to launch what chooses the tokens, so that the next forward pass is launched in
+time. For the others the device waits, behind the forward pass (`kernels/late_masks.py`), and goes on without those that
+take too long. A row whose mask is late then is *held*: what the step samples for it is dropped, the device forgets that
+it computed the row, and the next step computes it again, with the mask that is ready by then. So the other rows do not
+wait, and the answer is the same. Where rows cannot be held (`may_hold`), the host waits for all masks. On a CPU the
+host alone waits.
+
+Only the rank that posts the tokens (`EngineConfig.output_rank`) follows grammars; the others get its masks, and which
+rows are held. A request that enters a slot again, after a preemption, brings the tokens of its answer along, and its
+grammar is followed anew.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nvcli.core.messages import CONSTRAINT_FAILED, NewSlot, StepInput, TokenLogprobs
+from nvcli.core.structured import Constraint
+from nvcli.worker.masks.answer_table import AnswerTable, FollowedAnswer
+from nvcli.worker.masks.mask_memory import MaskMemory
+from nvcli.worker.masks.mask_messages import answered
+from nvcli.worker.masks.mask_patience import Patience, PatienceTimer
+from nvcli.worker.masks.mask_rows import num_mask_rows
+from nvcli.worker.masks.mask_workers import MaskWorkers
+from nvcli.worker.runner.device import own_cores
+from nvcli.worker.runner.sampler import TokenMasks
+from nvcli.worker.runner.slot_table import unpack_ids
+
+_MIN_WORKERS, _MAX_WORKERS = 2, 32
+"""The more processes there are, the fewer masks wait for a slow one."""
+_SMALL_VOCABULARY, _LEAST_ANSWERS = 16_384, 16
+"""Masks of so few tokens are made so fast that a process should have no fewer answers: to wake it costs the rank as
+much as it saves."""
+_OTHER_CORES = 3
+"""The rank, its engine and the parent have cores of their own where there are enough."""
+
+
+_MOST_NANOSECONDS = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepMasks:
+    """The masks of a step's constrained rows, as they were when the host went on."""
+
+    masks: TokenMasks
+    """The masks, anything for rows whose masks are late."""
+    wanted: np.ndarray
+    """[n] int32, of late masks the low half of what `MaskTable.numbers` will be once they are there; 0 for the others.
+    On a rank that does not follow grammars none is late."""
+    has_failed: np.ndarray
+    """[n] bool, the rows whose grammars cannot be followed any further. What is chosen for them is no token."""
+    memory: MaskMemory | None
+    """The source of late masks; None if none can be late."""
+    late_seconds: float = 0.0
+    """The time that the device may wait for each late mask."""
+
+    @property
+    def any_late(self) -> bool:
+        return bool(self.wanted.any())
+
+    def by_row(self, rows: np.ndarray, num_rows: int) -> np.ndarray:
+        """Return, for the sampled rows of a step, of which `rows` [n] are constrained, the mask of each and what it
+        waits for: [2, num_rows] int32, as `take_late_masks` takes them."""
+        found = np.zeros((2, num_rows), dtype=np.int32)
+        found[0] = self.masks.by_row(rows, num_rows)
+        found[1, rows] = self.wanted
+        return found
+
+    @property
+    def patience(self) -> np.ndarray:
+        """[2] int32, as `take_late_masks` takes it."""
+        nanoseconds = min(_MOST_NANOSECONDS, int(1e9 * self.late_seconds))
+        return np.array([np.count_nonzero(self.wanted), nanoseconds], dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskOutcome:
+    """The fate of the masks of a step's constrained rows; complete when the step's tokens are on the host."""
+
+    rows: np.ndarray
+    """[n], the constrained ones of the sampled rows."""
+    has_failed: np.ndarray
+    """[n] bool, those that had failed when the host went on."""
+    late: Tensor | None
+    """[2, num_sampled] int32 on the host, what `take_late_masks` returned; None: no mask was late."""
+
+    @property
+    def is_held(self) -> np.ndarray:
+        """[n] bool, the rows that the step left out."""
+        return self._late(0)
+
+    def apply(
+        self, ids: np.ndarray, logprobs: list[TokenLogprobs | None]
+    ) -> tuple[np.ndarray, bytes, list[TokenLogprobs | None]]:
+        """Return the ids and log-probabilities of a step without those of held rows, and `StepOutput.counts`. Rows
+        whose grammars cannot be followed any further get `CONSTRAINT_FAILED`."""
+        failed, held = self.rows[self.has_failed | self._late(1)], self.rows[self.is_held]
+        if len(failed):
+            ids = ids.copy()
+            ids[failed] = CONSTRAINT_FAILED
+        if not len(held):
+            return ids, b"", logprobs
+        is_given = np.ones(len(ids), dtype=np.int32)
+        is_given[held] = 0
+        if logprobs:
+            logprobs = [entry for entry, given in zip(logprobs, is_given, strict=True) if given]
+        return ids[is_given > 0], is_given.tobytes(), logprobs
+
+    def _late(self, kind: int) -> np.ndarray:
+        if self.late is None:
+            return np.zeros(len(self.rows), dtype=np.bool_)
+        found: np.ndarray = self.late[kind].numpy()[self.rows] > 0
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """The tokens that a step chose for constrained rows, on their way to the host."""
+
+    ids: Tensor
+    """[num_sampled] int32 on the host, complete at the event."""
+    event: torch.cuda.Event | None
+    """None: they are complete."""
+    outcome: MaskOutcome
+    """It is complete with them."""
+    rows: np.ndarray
+    """[n], the rows of the answers that its rows are of."""
+
+    @property
+    def is_there(self) -> bool:
+        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
+
+
+class Constraints:
+    """The constrained answers of one rank."""
+
+    def __init__(
+        self,
+        model_path: Path,
+        vocab_size: int,
+        device: torch.device,
+        *,
+        max_answers: int,
+        follows: bool,
+        may_hold: bool,
+        token_ids: Tensor,
+        workers: MaskWorkers | None = None,
+    ) -> None:
+        """`vocab_size` is the number of the model's logits, and `max_answers` the number of slots. `follows`: whether
+        this rank is the one that follows grammars. `may_hold`: whether a step may leave rows out. `token_ids` are the
+        tokens of all slots (`SlotState`). `workers` make the masks, if they are started ahead (`start_workers`)."""
+        self.may_hold = may_hold
+        self._model_path = model_path
+        self._vocab_size = vocab_size
+        self._device = device
+        self._max_answers = max_answers
+        self._follows = follows
+        self._token_ids = token_ids
+        self._answers = AnswerTable(max_answers, num_mask_rows(max_answers))
+        self._chosen: deque[_Chosen] = deque()
+        self._timer = PatienceTimer(device)
+        self._workers = workers
+        self._note = ""
+        self._num_noted = 0
+        self._memory: MaskMemory | None = None
+        """The masks, once the first constrained request has come; None then: the tokens cannot be loaded."""
+
+    def concerns(self, step: StepInput) -> bool:
+        """Whether `begin` and `follow` have something to do for a step."""
+        return self._follows and bool(len(self._answers) or step.constraints)
+
+    def look_ahead(self) -> None:
+        """Ask for the next masks of answers whose last tokens are on the host already. Call it as soon as a step is
+        there: where the device is faster than the host, masks are made while the host launches the step."""
+        while self._chosen and self._chosen[0].is_there:
+            self._take(self._chosen.popleft())
+        if self._workers is not None and len(due := self._answers.due_rows()):
+            self._want(due)
+
+    def begin(self, step: StepInput) -> None:
+        """Note that the step's forward pass is launched next."""
+        self.look_ahead()
+        self._timer.before_forward(has_chunks=step.num_decodes < step.num_rows)
+
+    def follow(self, step: StepInput) -> None:
+        """Take in the tokens of the steps before, for which it waits, and the step's slots and tokens.
+
+        Call it when the step's forward pass is launched.
+        """
+        self._timer.launched()
+        while self._chosen:
+            chosen = self._chosen.popleft()
+            if chosen.event is not None:
+                chosen.event.synchronize()
+            self._take(chosen)
+        self._timer.tokens_came()
+        for slot in unpack_ids(step.freed_slots).tolist():
+            self._leave(slot)
+        if step.constraints:
+            self._enter(step.new_slots, step.constraints)
+        if step.token_ids and len(self._answers):
+            self._take_known(step)
+
+    @property
+    def memory(self) -> MaskMemory | None:
+        """The masks of all steps; None: there are none yet, or never, because this rank does not follow grammars."""
+        return self._memory
+
+    def masks(self, slots: np.ndarray, num_rows: int) -> StepMasks:
+        """Make the masks of the next tokens of constrained answers in `slots` [n], which are among the `num_rows` rows
+        that the step samples."""
+        if self._memory is None or self._workers is None:
+            anything = TokenMasks.allowing_all(len(slots), -(-self._vocab_size // 32), self._device)
+            has_failed = np.full(len(slots), self._follows)
+            return StepMasks(anything, np.zeros(len(slots), dtype=np.int32), has_failed, memory=None)
+        rows = self._answers.rows(slots)
+        self._want(rows)
+        patience = self._timer.patience() if self.may_hold else None
+        while True:
+            wanted = answered(self._answers.wanted[rows], has_failed=False)
+            self._workers.wait(rows, wanted, num_rows, self._on_host(patience))
+            if not self._workers.ended:
+                break
+            self._replace(self._workers.ended)
+            self._want(rows)
+        self._timer.went_on()
+        found = self._workers.answered[rows]
+        self._memory.bring(rows)
+        is_late = found < wanted
+        low = wanted.astype(np.int32)
+        low[low == 0] = 1  # behind 2**31 masks of a row: 0 would say that it is there
+        return StepMasks(
+            TokenMasks(self._memory.masks, rows),
+            wanted=np.where(is_late, low, 0),
+            has_failed=~is_late & (found % 2 == 1),
+            memory=self._memory,
+            late_seconds=0.0 if patience is None else patience.step_seconds / num_rows,
+        )
+
+    def record_choice(self, ids: Tensor, slots: np.ndarray, outcome: MaskOutcome) -> None:
+        """Note the tokens that a step chose: ids [num_sampled] int32 on the host, or on their way there as what became
+        of the masks is; `slots` [n] are those of the constrained rows. Call it even if all of them are held."""
+        if not self._follows:
+            return
+        event = None
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self._chosen.append(_Chosen(ids, event, outcome, self._answers.rows(slots)))
+
+    def _take(self, chosen: _Chosen) -> None:
+        """Take in tokens that are on the host."""
+        is_given = ~chosen.outcome.is_held
+        ids = chosen.ids.numpy()[chosen.outcome.rows[is_given]]
+        self._answers.take(chosen.rows[is_given], ids.astype(np.int64))
+
+    def _want(self, rows: np.ndarray) -> None:
+        """Ask for those masks of rows [n] that were not asked for."""
+        assert self._workers is not None
+        due, orders = self._answers.want(rows)
+        for order in orders:
+            self._workers.want(order)
+        if len(due):
+            self._workers.want_next(due, self._answers.wanted[due], self._answers.last_tokens[due])
+        self._workers.send()
+
+    def take_note(self) -> str:
+        """Return what the user should know and was not told yet; empty: nothing."""
+        note, self._note = self._note, ""
+        return note
+
+    def _replace(self, numbers: Sequence[int]) -> None:
+        """Have other processes take the place of some that have ended, and follow their answers anew."""
+        assert self._workers is not None
+
+        def tokens_of(slot: int, start: int, end: int) -> list[int]:
+            tokens: list[int] = self._token_ids[slot, start:end].tolist()
+            return tokens
+
+        for number in numbers:
+            rows, how = self._workers.replace(number)
+            for row in rows:
+                is_there = int(self._workers.answered[row]) >= answered(
+                    int(self._answers.wanted[row]), has_failed=False
+                )
+                self._answers.follow_anew(row, tokens_of, has_mask=is_there)
+            self._num_noted += 1
+            if self._num_noted == 1:
+                self._note = (
+                    f"warning: a process that makes the masks of structured answers {how}; another one has taken its "
+                    "place, and its answers go on. Other such ends are not told of here"
+                )
+
+    # ------------------------------------------------------------------ entering and leaving
+
+    def _enter(self, new_slots: Sequence[NewSlot], constraints: Sequence[Constraint]) -> None:
+        """Begin the constrained answers among those of new slots."""
+        if self._memory is None:
+            self._load(constraints[0].end_ids)
+        for new in new_slots:
+            if new.constraint is not None:
+                self._answers.enter(new.slot, self._begin(new, constraints[new.constraint]))
+
+    def _begin(self, new: NewSlot, constraint: Constraint) -> FollowedAnswer:
+        assert self._workers is not None, "they were loaded"
+        return FollowedAnswer(
+            constraint=constraint,
+            row=self._workers.begin(constraint.grammar),
+            prompt_len=new.sampling.prompt_len,
+            min_tokens=new.sampling.min_tokens,
+            stop_ids=new.sampling.stop_ids,
+            end_ids=frozenset(constraint.end_ids),
+            is_free=bool(constraint.starts_after) and not constraint.opens_with,
+            num_opening=0 if constraint.starts_after and constraint.opens_with else None,
+            last_ids=deque(maxlen=len(constraint.starts_after)),
+        )
+
+    def _load(self, end_ids: Sequence[int]) -> None:
+        """Wait for the processes that make masks; every request of a model has the same end-of-sequence ids."""
+        if self._workers is None or self._workers.end_ids != [*end_ids]:
+            self._workers = start_workers(
+                self._model_path, self._vocab_size, end_ids, self._device, max_answers=self._max_answers
+            )
+        self._answers.use_end_ids(end_ids)
+        num_words = self._workers.wait_ready()
+        if num_words:
+            assert self._workers.memory is not None
+            num_rows = num_mask_rows(self._max_answers)
+            self._memory = MaskMemory(
+                self._workers.memory, num_rows, num_words, self._device, num_logits=self._vocab_size
+            )
+
+    def _leave(self, slot: int) -> None:
+        """End the answer in a slot, if it is constrained."""
+        row = self._answers.leave(slot)
+        if row is not None and self._workers is not None:
+            self._workers.end(row)
+
+    # ------------------------------------------------------------------ following
+
+    def _take_known(self, step: StepInput) -> None:
+        """Take in the tokens of answers that the step brings and that were not chosen here since they entered."""
+        ids = unpack_ids(step.token_ids)
+        spans = (unpack_ids(step.token_slots), unpack_ids(step.token_starts), unpack_ids(step.token_counts))
+        first = 0
+        for slot, start, count in zip(*(span.tolist() for span in spans), strict=True):
+            self._answers.take_known(slot, start, ids[first : first + count])
+            first += count
+
+    def _on_host(self, patience: Patience | None) -> Patience | None:
+        """Return the part of a step's patience that is the host's: a GPU waits longer by itself."""
+        if patience is None or self._device.type == "cpu":
+            return patience
+        return replace(patience, step_seconds=0.0)
+
+
+def start_workers(
+    model_path: Path, vocab_size: int, end_ids: Sequence[int], device: torch.device, *, max_answers: int
+) -> MaskWorkers:
+    """Begin to start the processes that make a rank's masks. It takes them most of a second to load the tokens."""
+    num_free = own_cores(device) - _OTHER_CORES
+    num_useful = max_answers if vocab_size > _SMALL_VOCABULARY else max_answers // _LEAST_ANSWERS
+    num_workers = min(_MAX_WORKERS, max(_MIN_WORKERS, min(num_free, num_useful)), max_answers)
+    return MaskWorkers(
+        model_path,
+        vocab_size=vocab_size,
+        end_ids=end_ids,
+        num_rows=num_mask_rows(max_answers),
+        num_workers=num_workers,
+        stays_awake=num_workers <= num_free,
+    )

@@ -1,0 +1,168 @@
+"""GraphRunner: it captures steps as CUDA graphs, by the shape of their batch, and replays them.
+
+A graph covers the whole step on the device, from its rows in the input buffers to the sampled ids in the slot table. A
+step is padded to the captured shape that computes the fewest tokens; padding touches nothing that belongs to a request.
+Graphs are captured from the largest down into one memory pool, so that small ones use the memory of the largest
+(SGLang's CudaGraphRunner works so too).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from nvcli.attention.forward_batch import BatchShape
+from nvcli.worker.runner.device import wait_for_gpu
+
+
+class GraphOutput(Protocol):
+    """The tensors that a step leaves behind on the device."""
+
+    def unowned(self) -> Self:
+        """Return the same output with its large tensors replaced by `unowned` ones."""
+
+
+T = TypeVar("T", bound=GraphOutput)
+
+
+class GraphRunner(Generic[T]):
+    """The graphs of one rank."""
+
+    def __init__(
+        self,
+        shapes: Sequence[BatchShape],
+        run: Callable[[BatchShape], T],
+        *,
+        prepare: Callable[[BatchShape], None] = lambda shape: None,
+    ) -> None:
+        """`shapes` are to be captured, those with the most tokens first. `run` launches a step of a shape on static
+        tensors; `prepare` makes them ready, outside the graph."""
+        self.shapes = list(shapes)
+        self._run, self._prepare = run, prepare
+        self._graphs: dict[BatchShape, torch.cuda.CUDAGraph] = {}
+        self._outputs: dict[BatchShape, T] = {}
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        self._smallest_first = sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_rows))
+
+    def capture(self, shapes: Sequence[BatchShape] | None = None) -> None:
+        """Capture the graphs of these shapes (None: of all), in their order, and wait for the device. `shapes_to_run`
+        run once before they are captured, which loads and compiles what they launch, and what most others do."""
+        shapes = self.shapes if shapes is None else shapes
+        run_first = shapes_to_run(shapes)
+        for shape in shapes:
+            self._prepare(shape)
+            stream = self._capture_stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            if shape in run_first:
+                with torch.cuda.stream(stream):
+                    self._run(shape)
+            torch.cuda.current_stream().wait_stream(stream)
+            self._capture(shape, "thread_local" if shape in run_first else "relaxed")
+        torch.cuda.synchronize()
+
+    def run(self) -> None:
+        """Run the step of every shape once, without graphs, and wait for each."""
+        for shape in self.shapes:
+            self._prepare(shape)
+            self._run(shape)
+            wait_for_gpu()  # the memory of what is uploaded serves the next steps, too
+
+    def has_captured(self, shape: BatchShape) -> bool:
+        """Tell whether the graph of a shape is ready to be replayed."""
+        return shape in self._graphs
+
+    def output(self, shape: BatchShape) -> T:
+        """Return what the graph of a captured shape leaves behind."""
+        return self._outputs[shape]
+
+    def capture_late(self, shape: BatchShape) -> None:
+        """Capture the graph of a shape in the middle of a run, ready to be replayed, in the place of an earlier one.
+
+        It runs nothing and waits for nothing: the device goes on with the steps that were launched, unless the driver
+        makes it wait where it finds room for the graph. What the step launches should have been launched before, in
+        steps of other shapes, so that nothing is compiled now, and no tensor that a module keeps is made in here.
+        """
+        if shape in self._graphs:
+            torch.cuda.synchronize()  # the device may be in the earlier one
+        self._capture(shape, "relaxed")
+
+    def padded_shape(self, shape: BatchShape) -> BatchShape | None:
+        """Return the shape of the graph that serves a batch, or None if no graph does."""
+        for candidate in self._smallest_first:
+            if (
+                candidate.decode_rows >= shape.decode_rows
+                and candidate.prefill_rows >= shape.prefill_rows
+                and candidate.prefill_tokens >= shape.prefill_tokens
+                and (shape.decode_rows == 0 or candidate.tokens_per_row == shape.tokens_per_row)
+                and candidate.shares_segments == shape.shares_segments
+                and candidate.shares_prefixes == shape.shares_prefixes
+            ):
+                return candidate
+        return None
+
+    def replay(self, shape: BatchShape) -> T:
+        """Run the graph of a captured shape. Its output holds until the next replay of any graph."""
+        self._graphs[shape].replay()
+        return self._outputs[shape]
+
+    def _capture_stream(self) -> torch.cuda.Stream:
+        """Return the stream of all captures: the allocator keeps what was freed for the stream that used it."""
+        if self._stream is None:
+            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        return self._stream
+
+    def _capture(self, shape: BatchShape, error_mode: str) -> None:
+        """`error_mode`: "relaxed" lets kernels be loaded, and "thread_local" says where a step does what no graph
+        holds. With both, other threads may wait for the device: a thread posts the outputs of steps."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._capture_stream()), no_garbage_collection():
+            # Not torch.cuda.graph: before each capture it collects garbage and gives all cached memory back.
+            graph.capture_begin(pool=self._pool, capture_error_mode=error_mode)
+            try:
+                output = self._run(shape)
+            finally:
+                graph.capture_end()
+        self._graphs[shape], self._outputs[shape] = graph, output.unowned()
+
+
+def shapes_to_run(shapes: Sequence[BatchShape]) -> set[BatchShape]:
+    """Return the first shape of each kind of steps with numbers of tokens between the same powers of two. Within these,
+    a step may launch a kernel that no other does, which is then loaded while its graph is captured."""
+    first: dict[object, BatchShape] = {}
+    for shape in shapes:
+        kind = shape.decode_rows > 0, shape.prefill_rows > 0, shape.tokens_per_row, shape.shares_segments
+        first.setdefault((*kind, shape.shares_prefixes, (shape.num_tokens - 1).bit_length()), shape)
+    return set(first.values())
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """A collection in the middle of a capture may free CUDA memory, which breaks the capture."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class _DeviceMemory:
+    """Describes a tensor's memory to torch without owning it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        bits = tensor.view(torch.int16) if tensor.element_size() == 2 else tensor.view(torch.int32)
+        self.__cuda_array_interface__ = bits.__cuda_array_interface__
+
+
+def unowned(tensor: Tensor) -> Tensor:
+    """Return a tensor over the same memory that does not keep it allocated.
+
+    Graphs that are captured later may then use the memory too, since no two graphs run at the same time. If every graph
+    kept its large output, the outputs would add up to more memory than all else in the graphs.
+    """
+    return torch.as_tensor(_DeviceMemory(tensor), device=tensor.device).view(tensor.dtype)

@@ -1,0 +1,72 @@
+"""GraphShapes: the shapes of a rank's steps that are CUDA graphs, and the memory that their graphs take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from nvcli.attention.backend import AttentionBackend
+from nvcli.attention.forward_batch import BatchShape
+from nvcli.core.config import EngineConfig
+from nvcli.models.config import ModelConfig
+from nvcli.sizing.graph_sizes import launch_bound_tokens, may_share, may_share_prefixes, step_graph_sizes
+from nvcli.worker.runner.graph_runner import GraphRunner
+from nvcli.worker.runner.memory import free_bytes
+
+_LEAST_GRAPH_BYTES = 2 << 20
+"""The unit in which the driver gives memory to graphs."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphShapes:
+    """There are none on a CPU."""
+
+    at_start: list[BatchShape] = field(default_factory=list)
+    """Shapes that are captured before the rank serves."""
+    late: list[BatchShape] = field(default_factory=list)
+    """Shapes that few jobs need. They are captured when they are first used, and their memory is set aside."""
+
+    @classmethod
+    def choose(
+        cls,
+        config: EngineConfig,
+        model: ModelConfig,
+        backend: AttentionBackend,
+        device: torch.device,
+        *,
+        max_shared_rows: int,
+        shares_prefixes: bool,
+    ) -> GraphShapes:
+        """Choose the shapes. Steps have up to `max_shared_rows` rows that share segments, and with `shares_prefixes`
+        chunks that share prefixes."""
+        if device.type != "cuda" or config.enforce_eager:
+            return cls()
+        sizes = step_graph_sizes(config, model)
+        shapes = [BatchShape(decode_rows=d, prefill_rows=p, prefill_tokens=t) for d, p, t in sizes]
+        at_start = [shape for shape in shapes if backend.can_capture(shape)]
+        late = [
+            replace(shape, shares_segments=True) for shape in at_start if may_share(shape.decode_rows, max_shared_rows)
+        ]
+        # Chunks that share prefixes are short, so there may be many of them.
+        most_shared = config.max_shared_rows if shares_prefixes else 0
+        most_tokens = launch_bound_tokens(model, config.tensor_parallel_size)
+        late += [
+            replace(shape, shares_prefixes=True, prefill_rows=min(config.max_num_seqs, shape.prefill_tokens))
+            for shape in at_start + late
+            if may_share_prefixes(
+                (shape.decode_rows, shape.prefill_rows, shape.prefill_tokens), most_shared, most_tokens
+            )
+        ]
+        return cls(at_start, late)
+
+    def estimate_bytes(self, graphs: GraphRunner[Any], device: torch.device) -> int:
+        """Estimate the memory of all graphs from the largest ones and the smallest one, which `graphs` captures."""
+        before = free_bytes(device)
+        decode_only = [shape for shape in graphs.shapes if shape.prefill_rows == 0]
+        graphs.capture(list(dict.fromkeys([graphs.shapes[0], decode_only[0]])))
+        largest = before - free_bytes(device)
+        graphs.capture(decode_only[-1:])
+        smallest = max(_LEAST_GRAPH_BYTES, before - largest - free_bytes(device))
+        return largest + smallest * (len(self.at_start) + len(self.late) - 1)

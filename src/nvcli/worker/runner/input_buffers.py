@@ -1,0 +1,194 @@
+"""InputBuffers: the tensors that a step reads, at fixed addresses and large enough for every step.
+
+A CUDA graph and an eager run read the same ones. `load` brings a step's rows there, padded to a shape where a graph is
+to run them; `prepare_inputs` then fills the rest on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nvcli.attention.backend import AttentionBackend
+from nvcli.attention.forward_batch import BatchShape, ForwardBatch
+from nvcli.attention.kv_cache import KVCache
+from nvcli.core.messages import StepInput
+from nvcli.kernels.chunk_prefixes import ChunkPrefixes
+from nvcli.kernels.segment_tables import SegmentTables
+from nvcli.kernels.step_tensors import SlotState, StepInputs, StepRows
+from nvcli.worker.runner.slot_table import unpack_ids
+
+_ALIGN = 32
+"""int32 words: the row tensors start at 128 bytes, so that kernels see one alignment."""
+_STEP_FIELDS, _ROW_FIELDS = 5, 7
+"""int32 words of a row: those of `StepRows`, and with those of `ChunkPrefixes`, which few steps have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """Views of the buffers for one step. N rows are kept for logits; the step uses the first `num_sampled` of them."""
+
+    rows: StepRows
+    inputs: StepInputs
+    forward: ForwardBatch
+    sampled_slots: np.ndarray
+    """[num_sampled] on the host, in batch order: the slot whose token each of the first rows of logits gives."""
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.sampled_slots)
+
+
+def exact_shape(step: StepInput) -> BatchShape:
+    """Return the shape of a step without padding."""
+    num_tokens = unpack_ids(step.num_tokens)
+    num_decodes = step.num_decodes
+    return BatchShape(
+        decode_rows=num_decodes,
+        tokens_per_row=int(num_tokens[0]) if num_decodes else 1,
+        prefill_rows=len(num_tokens) - num_decodes,
+        prefill_tokens=int(num_tokens[num_decodes:].sum()),
+        shares_segments=step.shares_segments,
+        shares_prefixes=bool(step.shared_prefixes),
+    )
+
+
+class InputBuffers:
+    """Buffers for steps of up to `max_rows` rows, `max_tokens` tokens and `max_logits` rows of logits."""
+
+    def __init__(
+        self, state: SlotState, *, max_rows: int, max_tokens: int, max_logits: int, steps_in_flight: int
+    ) -> None:
+        device = state.lengths.device
+        self._state = state
+        self._max_logits = max_logits
+
+        def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._inputs = StepInputs(
+            input_ids=ints(max_tokens),
+            positions=ints(max_tokens),
+            slot_mapping=ints(state.block_tables.shape[0], max_tokens, dtype=torch.int64),
+            slots=ints(max_rows + 1, dtype=torch.int64),
+            seq_lens=ints(max_rows + 1),
+            logits_rows=ints(max_logits, dtype=torch.int64),
+            sample_slots=ints(max_logits, dtype=torch.int64),
+            sample_positions=ints(max_logits),
+        )
+        words = _ROW_FIELDS * _aligned(max_rows + 2)
+        self._rows = ints(words)
+        # A GPU's copy reads the staged rows later, when the stream gets there.
+        self._staging = [
+            torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(steps_in_flight + 2)
+        ]
+
+    def num_logits(self, shape: BatchShape) -> int:
+        """Return the rows kept for logits in a padded batch: at most one for each slot."""
+        return min(shape.decode_tokens + shape.prefill_rows, self._max_logits)
+
+    def batch(
+        self,
+        shape: BatchShape,
+        num_logits: int,
+        kv_cache: KVCache,
+        backend: AttentionBackend,
+        *,
+        needs_all_logits: bool,
+        segments: SegmentTables | None = None,
+    ) -> StepBatch:
+        """Make views of the buffers for a batch of this shape, whose host values are those of padding alone.
+
+        segments: the tables of the segments that requests share, for a shape that shares any.
+
+        needs_all_logits: every token needs logits, so that the N rows are the T tokens, in order.
+        """
+        num_rows, num_tokens = shape.num_rows, shape.num_tokens
+        size = _aligned(num_rows + 2)
+        slots, counts, num_logits_of, starts, kept, ends, group_ends = self._rows[: _ROW_FIELDS * size].view(-1, size)
+        rows = StepRows(
+            slots=slots[: num_rows + 1],
+            num_tokens=counts[: num_rows + 1],
+            num_logits=num_logits_of[: num_rows + 1],
+            query_start_loc=starts[: num_rows + 2],
+            logits_start_loc=kept[: num_rows + 2],
+        )
+        inputs = self._inputs._replace(
+            logits_rows=self._inputs.logits_rows[:num_logits],
+            sample_slots=self._inputs.sample_slots[:num_logits],
+            sample_positions=self._inputs.sample_positions[:num_logits],
+        )
+        forward = ForwardBatch(
+            shape=shape,
+            input_ids=inputs.input_ids[:num_tokens],
+            positions=inputs.positions[:num_tokens],
+            slot_mapping=inputs.slot_mapping[:, :num_tokens],
+            slots=inputs.slots[:num_rows],
+            block_tables=self._state.block_tables,
+            seq_lens=inputs.seq_lens[:num_rows],
+            query_start_loc=rows.query_start_loc[: num_rows + 1],
+            logits_rows=None if needs_all_logits else inputs.logits_rows,
+            num_tokens_host=np.zeros(num_rows, dtype=np.int32),
+            seq_lens_host=np.zeros(num_rows, dtype=np.int32),
+            kv_cache=kv_cache,
+            backend=backend,
+            segments=segments if shape.shares_segments else None,
+            prefixes=ChunkPrefixes(ends=ends[:num_rows], group_ends=group_ends[:num_rows])
+            if shape.shares_prefixes
+            else None,
+        )
+        return StepBatch(rows=rows, inputs=inputs, forward=forward, sampled_slots=np.zeros(0, dtype=np.int32))
+
+    def stage(self, step: StepInput, batch: StepBatch) -> StepBatch:
+        """Lay the step's rows out for the batch, on the host; `load` brings them to the device."""
+        shape, num_decodes = batch.forward.shape, step.num_decodes
+        num_rows, first_prefill = shape.num_rows, shape.decode_rows
+        places = np.arange(step.num_rows)
+        places[num_decodes:] += first_prefill - num_decodes
+        step_slots, step_tokens = unpack_ids(step.slots), unpack_ids(step.num_tokens)
+        step_logits = unpack_ids(step.num_logits)
+
+        self._staging = self._staging[1:] + self._staging[:1]
+        size = _aligned(num_rows + 2)
+        staged = self._staging[0].numpy()[: _num_fields(shape) * size].reshape(-1, size)
+        staged[:] = 0
+        slots, num_tokens, num_logits, starts, kept = staged[:_STEP_FIELDS]
+        slots[: num_rows + 1] = self._state.padding_slot
+        slots[places] = step_slots
+        num_tokens[num_decodes:first_prefill] = shape.tokens_per_row
+        num_tokens[places] = step_tokens
+        num_tokens[num_rows] = shape.num_tokens - num_tokens[:num_rows].sum()
+        num_logits[places] = step_logits
+        np.cumsum(num_tokens[: num_rows + 1], out=starts[1 : num_rows + 2])
+        np.cumsum(num_logits[: num_rows + 1], out=kept[1 : num_rows + 2])
+        kept[num_rows + 1] = len(batch.inputs.logits_rows)  # the rest is padding
+        if shape.shares_prefixes:
+            ends, group_ends = staged[_STEP_FIELDS:]
+            group_ends[:num_rows] = np.arange(num_rows)
+            for row, count, num_keys in unpack_ids(step.shared_prefixes).reshape(-1, 3):
+                first = row + first_prefill - num_decodes
+                ends[first : first + count] = num_keys
+                group_ends[first] = first + count
+
+        seq_lens = num_tokens[:num_rows].copy()
+        seq_lens[places] = unpack_ids(step.seq_lens)
+        forward = replace(batch.forward, num_tokens_host=num_tokens[:num_rows].copy(), seq_lens_host=seq_lens)
+        return replace(batch, forward=forward, sampled_slots=np.repeat(step_slots, step_logits))
+
+    def load(self, batch: StepBatch) -> None:
+        """Bring the rows that were staged last to the device. It does not wait for the copy."""
+        shape = batch.forward.shape
+        words = _num_fields(shape) * _aligned(shape.num_rows + 2)
+        self._rows[:words].copy_(self._staging[0][:words], non_blocking=True)
+
+
+def _num_fields(shape: BatchShape) -> int:
+    """Return how many fields of its rows a step brings to the device."""
+    return _ROW_FIELDS if shape.shares_prefixes else _STEP_FIELDS
+
+
+def _aligned(words: int) -> int:
+    return -(-words // _ALIGN) * _ALIGN

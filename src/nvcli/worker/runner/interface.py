@@ -1,0 +1,57 @@
+"""The interface between a rank's process and its runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from nvcli.core.messages import EngineReady, StepInput, StepOutput
+from nvcli.kernels.triton.launch.compile_processes import CompileProcesses
+
+if TYPE_CHECKING:
+    from nvcli.worker.distributed.process_group import World
+
+
+class PendingOutput(Protocol):
+    """A launched step's output, which may still be on its way from the device."""
+
+    def result(self) -> StepOutput:
+        """Wait for the step's tokens. It is called on another thread than `Runner.launch`."""
+
+
+class Runner(Protocol):
+    """Runs steps on one rank."""
+
+    @property
+    def ready(self) -> EngineReady:
+        """The runner's report to the engine, complete once the runner is made."""
+
+    def launch(self, step: StepInput) -> PendingOutput | None:
+        """Run a step, or start it on the device. Every rank but `EngineConfig.output_rank` returns None.
+
+        Raises MemoryError if the step does not fit the memory. The step may then have run in part; the runner can go on
+        with a step that fills every slot anew.
+        """
+
+    def peak_bytes(self) -> int:
+        """Return the most memory that the rank has held, in bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """The facts and functions that a rank's process gives to its runner."""
+
+    rank: int
+    report_phase: Callable[[str], None]
+    """Notes what the rank is doing, for messages about a rank that stops answering."""
+    store_path: str = ""
+    """The path of the file over which the ranks of the replica meet; empty for a lone rank."""
+    spawned_at: float = 0.0
+    """The `time.time()` at which the executor started the process."""
+    started_at: float = 0.0
+    """The `time.time()` at which the process began to run nvcli's code."""
+    world: World | None = None
+    """The ranks of the replica, where this process has met the others already."""
+    compilers: CompileProcesses | None = None
+    """The processes that compile kernels, where they were started with the rank."""

@@ -1,0 +1,64 @@
+"""Log-probabilities of chosen tokens and of the likeliest ones, of rows that ask for them, on their way to the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from nvcli.core.messages import TokenLogprobs
+from nvcli.kernels.token_scores import shard_scores
+
+
+@dataclass(frozen=True, slots=True)
+class PendingLogprobs:
+    """Log-probabilities on their way to the host."""
+
+    num_rows: int
+    """Rows of the batch."""
+    rows: np.ndarray
+    """[n], the rows that asked."""
+    counts: np.ndarray
+    """[n], how many alternatives each of them wants."""
+    chosen: Tensor
+    """[n] float32 on the host, of the chosen tokens."""
+    top_ids: Tensor
+    """[n, K] integers on the host, the likeliest tokens, K at least the largest count."""
+    top_values: Tensor
+    """[n, K] float32 on the host."""
+
+    def result(self) -> list[TokenLogprobs | None]:
+        """Return each row's log-probabilities, None for rows that did not ask. Call it when the step is over, on any
+        thread."""
+        found: list[TokenLogprobs | None] = [None] * self.num_rows
+        chosen, top_ids, top_values = self.chosen.tolist(), self.top_ids.tolist(), self.top_values.tolist()
+        for i, (row, count) in enumerate(zip(self.rows.tolist(), self.counts.tolist(), strict=True)):
+            found[row] = TokenLogprobs(
+                logprob=chosen[i], top_ids=top_ids[i][:count], top_logprobs=top_values[i][:count]
+            )
+        return found
+
+
+def find_logprobs(logits: Tensor, ids: Tensor, rows: np.ndarray, at: Tensor, counts: np.ndarray) -> PendingLogprobs:
+    """Compute log-probabilities and start their copies to the host.
+
+    logits: [n, V], unmodified; ids: [N] int32; rows: [n] of the batch, `at` on the device; counts: [n] alternatives.
+    """
+    logprobs = logits.float().log_softmax(dim=-1)
+    chosen = logprobs.gather(1, ids[at].long().clamp_(min=0)[:, None])[:, 0]  # `NOT_FINITE` is no token
+    top = logprobs.topk(max(1, int(counts.max())), dim=-1)
+    # A copy to the host that does not wait goes to pinned memory.
+    on_host = [x.to("cpu", non_blocking=True) for x in (chosen, top.indices, top.values)]
+    return PendingLogprobs(len(ids), rows, counts, *on_host)
+
+
+def find_invariant_logprobs(
+    logits: Tensor, ids: Tensor, rows: np.ndarray, at: Tensor, counts: np.ndarray
+) -> PendingLogprobs:
+    """Do what `find_logprobs` does, with the same bits for a row whatever other rows there are."""
+    targets = ids[at].long().clamp_(min=0)
+    scores = shard_scores(logits, targets, start=0, num_top=max(1, int(counts.max())), batch_invariant=True)
+    chosen, top = scores.target - scores.log_sum, scores.top - scores.log_sum[:, None]
+    on_host = [x.to("cpu", non_blocking=True) for x in (chosen, scores.top_ids, top)]
+    return PendingLogprobs(len(ids), rows, counts, *on_host)

@@ -1,0 +1,226 @@
+"""MaskedChoice: what a step does for structured answers beside all that it does for others.
+
+A step calls it at three moments: as soon as it is there (`begin`), before it launches its forward pass
+(`before_forward`), and behind it, to choose the tokens (`choose`, then `record`). The masks come from `Constraints`.
+
+The graph of a step chooses its tokens in itself. Constrained rows have no masks by then, so a step with such rows would
+choose twice, the second time by launches one by one. A shape that had some such steps is therefore *split*: captured
+anew without the choice, in the place of its first graph, and a small second graph chooses. It waits for late masks,
+applies all, samples, keeps the tokens, and takes back the rows that are held. What it needs to know of a step is
+brought in one copy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nvcli.attention.forward_batch import BatchShape
+from nvcli.core.messages import StepInput
+from nvcli.kernels.step_tensors import StepInputs
+from nvcli.worker.runner.constraints import Constraints, MaskOutcome, StepMasks
+from nvcli.worker.runner.graph_runner import GraphRunner
+from nvcli.worker.runner.input_buffers import StepBatch
+from nvcli.worker.runner.logprobs import PendingLogprobs
+from nvcli.worker.runner.memory import out_of_memory_line
+from nvcli.worker.runner.sampler import NO_MASK, Sampler, SamplingNeeds
+from nvcli.worker.runner.sampling_table import SamplingFlag
+from nvcli.worker.runner.slot_table import SlotTable
+
+_STEPS_BEFORE = 32
+"""Steps of a shape that choose twice before it is split, which takes as long as some hundred choices."""
+_PATIENCE_WORDS = 2
+_NO_ROWS = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """The output of a second graph, for the N rows of its shape."""
+
+    ids: Tensor
+    """[N] int32"""
+    late: Tensor
+    """[2, N] int32, as `take_late_masks` returns it."""
+
+    def unowned(self) -> _Chosen:
+        return self
+
+
+class MaskedChoice:
+    """The constrained rows of one rank's steps."""
+
+    def __init__(
+        self, constraints: Constraints, sampler: Sampler, slots: SlotTable, *, max_rows: int, steps_in_flight: int
+    ) -> None:
+        """`max_rows`: the most tokens that a step gives."""
+        self._constraints, self._sampler, self._slots = constraints, sampler, slots
+        self._is_concerned = False
+        """Whether the step that is run has something for the constraints."""
+        self._last: tuple[np.ndarray, np.ndarray, StepMasks, Tensor | None] | None = None
+        """The constrained rows of the last choice, their slots and masks, and what became of those that were late."""
+        self._num_steps: Counter[BatchShape] = Counter()
+        self._given_up: set[BatchShape] = set()
+        self._split: set[BatchShape] = set()
+        self._sources: dict[BatchShape, tuple[Tensor, StepInputs]] = {}
+        """For each split shape, the logits and inputs from which its second graph chooses, at fixed addresses."""
+        device = slots.state.lengths.device
+        self._on_gpu = device.type == "cuda"
+        self._graphs = GraphRunner[_Chosen]([], self._choose_split)
+        """The second graphs. They have a pool of their own, since the logits of the first ones must stay."""
+        words = 2 * max_rows + _PATIENCE_WORDS
+        self._staged = torch.empty(words, dtype=torch.int32, device=device)
+        """The mask of each row, what its mask waits for, and the patience, as `take_late_masks` takes them."""
+        # A GPU's copies to and from these happen later, when the stream gets there.
+        self._staging = [self._pinned(words) for _ in range(steps_in_flight + 2)]
+        self._arriving = [self._pinned(2 * max_rows) for _ in range(steps_in_flight + 2)]
+
+    def _pinned(self, words: int) -> Tensor:
+        return torch.empty(words, dtype=torch.int32, pin_memory=self._on_gpu)
+
+    # ------------------------------------------------------------------ the moments of a step
+
+    def begin(self, step: StepInput) -> None:
+        """Have masks made while the host prepares the step, where it is slower than the device."""
+        self._is_concerned = self._constraints.concerns(step)
+        if self._is_concerned:
+            self._constraints.look_ahead()
+
+    def before_forward(self, step: StepInput) -> None:
+        """Note that the step's forward pass is launched next."""
+        if self._is_concerned:
+            self._constraints.begin(step)
+
+    def choose(
+        self,
+        step: StepInput,
+        logits: Tensor,
+        ids: Tensor | None,
+        batch: StepBatch,
+        padded: BatchShape | None,
+        needs: SamplingNeeds,
+    ) -> tuple[Tensor, PendingLogprobs | None]:
+        """Choose the tokens of the step's sampled rows behind its forward pass, and put them into the slot table,
+        unless that was done with it (`ids`). Returns the ids [num_sampled] and log-probabilities.
+
+        logits: [N, M] of the rows that are kept; padded: the shape of the graph that gave them, if one did.
+        """
+        if self._is_concerned:
+            self._constraints.follow(step)
+        num_sampled = batch.num_sampled
+        if needs.is_simple and ids is not None:
+            return ids[:num_sampled], None
+        rows = _NO_ROWS if needs.is_simple else needs.rows(SamplingFlag.CONSTRAINED)
+        masks = self._constraints.masks(needs.slots[rows], num_sampled) if len(rows) else None
+        logprobs, late = None, None
+        if padded in self._sources and needs.is_simple_behind_masks:
+            assert padded is not None
+            chosen = self._choose_in_second_graph(padded, rows, masks)
+            ids, late = chosen.ids[:num_sampled], chosen.late[:, :num_sampled]
+        else:
+            slots = batch.inputs.sample_slots[:num_sampled]
+            positions = batch.inputs.sample_positions[:num_sampled]
+            if masks is not None:
+                late = self._take_late(masks, rows, num_sampled)
+            of_rows = None if masks is None else masks.masks
+            ids, logprobs = self._sampler.sample_fully(logits[:num_sampled], slots, positions, needs, of_rows)
+            self._slots.keep(slots, positions, ids)
+            if masks is not None and late is not None and self._constraints.may_hold:
+                if self._sampler.num_ranks > 1:
+                    late = self._sampler.share(late)
+                if self._sampler.num_ranks > 1 or masks.any_late:
+                    self._slots.take_back(slots, late[0])
+        if masks is not None:
+            self._last = rows, needs.slots[rows], masks, late if masks.any_late else None
+        return ids, logprobs
+
+    def record(self, host_ids: Tensor) -> MaskOutcome | None:
+        """Note the tokens that were chosen, [num_sampled] int32 on the host or on their way there. Returns what became
+        of the step's masks, which is complete with them; None: it had none."""
+        if self._last is None:
+            return None
+        (rows, slots, masks, late), self._last = self._last, None
+        if late is not None and self._on_gpu:
+            self._arriving = self._arriving[1:] + self._arriving[:1]
+            late = self._arriving[0][: late.numel()].view(late.shape).copy_(late.contiguous(), non_blocking=True)
+        outcome = MaskOutcome(rows, masks.has_failed, late)
+        self._constraints.record_choice(host_ids, slots, outcome)
+        return outcome
+
+    def take_note(self) -> str:
+        """Return what the user should know and was not told yet; empty: nothing."""
+        return self._constraints.take_note()
+
+    def _take_late(self, masks: StepMasks, rows: np.ndarray, num_sampled: int) -> Tensor:
+        """Let the device wait for masks that are late, and return what became of them: [2, num_sampled] int32."""
+        if masks.memory is None:
+            return torch.zeros(2, num_sampled, dtype=torch.int32, device=self._staged.device)
+        by_row = masks.by_row(rows, num_sampled)
+        return masks.memory.take_late(*self._slots.upload(by_row[0], by_row[1], masks.patience))
+
+    # ------------------------------------------------------------------ graphs in two parts
+
+    def is_split(self, shape: BatchShape) -> bool:
+        """Whether the graph of a shape does not choose."""
+        return shape in self._split
+
+    def should_split(self, shape: BatchShape, slots: np.ndarray) -> bool:
+        """Count a step of a shape that samples `slots`, and tell whether the shape is to be split now."""
+        is_whole = self._constraints.memory is not None and self._sampler.num_ranks == 1 and shape not in self._split
+        if not is_whole or not len(self._sampler.needs(slots).rows(SamplingFlag.CONSTRAINED)):
+            return False
+        self._num_steps[shape] += 1
+        return self._num_steps[shape] > _STEPS_BEFORE and shape not in self._given_up
+
+    def split(self, shape: BatchShape, capture: Callable[[], Tensor], inputs: StepInputs) -> None:
+        """Split a shape. `capture` makes the first graph and returns its logits; it asks `is_split`.
+
+        Where there is no memory for one of the graphs, steps of the shape go on in one part: with the earlier graph, or
+        with one that leaves the choice to launches.
+        """
+        self._split.add(shape)
+        try:
+            self._add(shape, capture(), inputs)
+        except RuntimeError as error:
+            if out_of_memory_line(error) is None:
+                raise
+            self._split.discard(shape)
+            self._sources.pop(shape, None)
+            self._given_up.add(shape)
+
+    def _add(self, shape: BatchShape, logits: Tensor, inputs: StepInputs) -> None:
+        """Capture the second graph of a shape. Nothing runs; what is launched was launched before."""
+        self._sources[shape] = logits, inputs
+        if self._on_gpu:
+            self._graphs.capture_late(shape)
+
+    def _choose_in_second_graph(self, shape: BatchShape, rows: np.ndarray, masks: StepMasks | None) -> _Chosen:
+        """Choose the tokens of a step whose constrained rows [n], if any, have these masks. The result holds until the
+        next choice."""
+        self._staging = self._staging[1:] + self._staging[:1]
+        staged = self._staging[0].numpy()
+        by_row = staged[:-_PATIENCE_WORDS].reshape(2, -1)
+        if masks is None:
+            by_row[0], by_row[1] = NO_MASK, 0
+        else:
+            by_row[:] = masks.by_row(rows, by_row.shape[1])
+            staged[-_PATIENCE_WORDS:] = masks.patience
+        self._staged.copy_(self._staging[0], non_blocking=True)
+        return self._graphs.replay(shape) if self._on_gpu else self._choose_split(shape)
+
+    def _choose_split(self, shape: BatchShape) -> _Chosen:
+        """Launch what a second graph holds."""
+        logits, inputs = self._sources[shape]
+        memory = self._constraints.memory
+        assert memory is not None
+        mask_of, wanted = self._staged[:-_PATIENCE_WORDS].view(2, -1)[:, : len(logits)]
+        late = memory.take_late(mask_of, wanted, self._staged[-_PATIENCE_WORDS:])
+        slots, positions = inputs.sample_slots, inputs.sample_positions
+        ids = self._sampler.sample_masked(logits, slots, positions, memory.masks, mask_of)
+        self._slots.keep(slots, positions, ids)
+        self._slots.take_back(slots, late[0])
+        return _Chosen(ids, late)

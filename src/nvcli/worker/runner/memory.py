@@ -1,0 +1,202 @@
+"""The memory that the KV cache may take, and the memory that is in use, as measured on this rank's device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+
+from nvcli.attention.kv_cache import KVCacheSpec
+from nvcli.core.byte_sizes import format_bytes
+from nvcli.core.config import EngineConfig
+from nvcli.core.messages import MemoryUse
+from nvcli.core.system.host_memory import available_ram, peak_resident_bytes, resident_bytes, total_ram
+from nvcli.errors import CapacityError, LimitsTooHigh
+from nvcli.sizing.memory_plan import MemoryPlan
+
+_CPU_SHARE = 0.25
+"""Part of the free RAM that the ranks' caches take together, unless kv_cache_memory says otherwise."""
+_OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "DefaultCPUAllocator")
+
+
+def plan_memory(
+    config: EngineConfig,
+    spec: KVCacheSpec,
+    device: torch.device,
+    *,
+    weights: int,
+    buffers: int,
+    activations: int,
+    graphs: int,
+    max_blocks: int,
+    shared: int = 0,
+) -> MemoryPlan:
+    """Divide a rank's memory budget among the items that need memory; what is left is the KV cache's.
+
+    All sizes are in bytes. `max_blocks` is the most blocks, the null block included, that a job could use. `shared` is
+    the part of `buffers` that torch's allocator does not know, because other GPUs reach that memory.
+
+    Ranks that replace others (`kv_blocks_before`) are not held to the budget, because it counts what other programs
+    hold. A cache as large as before did fit; what other programs have taken since is not free. Of the free memory these
+    ranks leave the share that others leave of all memory, for what no plan counts: kernels that load later, links that
+    open later, and gaps between allocations.
+
+    Raises LimitsTooHigh if not even one block beside the null block fits.
+    """
+    if device.type == "cpu":
+        fix = "set kv_cache_memory, or lower block_size"
+        budget, other = total_ram(), other_bytes(device, weights)
+        kv_cache = int(available_ram() * _CPU_SHARE) // config.num_ranks
+    else:
+        fix = "raise gpu_memory_utilization or tensor_parallel_size, or lower max_num_batched_tokens"
+        total = torch.cuda.mem_get_info(device)[1]
+        budget = int(total * config.gpu_memory_utilization)
+        other = other_bytes(device, weights) - shared
+        kv_cache = budget - weights - buffers - activations - graphs - other
+    if config.kv_cache_memory is not None:
+        fix = f"raise kv_cache_memory to at least {format_bytes(2 * spec.block_bytes)}"
+        kv_cache = config.kv_cache_memory
+    if config.kv_blocks_before is not None:
+        max_blocks = min(max_blocks, 1 + config.kv_blocks_before)
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0]
+            kv_cache = int(free * config.gpu_memory_utilization) - activations - graphs
+    plan = MemoryPlan(
+        budget=budget,
+        weights=weights,
+        buffers=buffers,
+        activations=activations,
+        graphs=graphs,
+        other=other,
+        kv_cache=kv_cache,
+        block_bytes=spec.block_bytes,
+        max_blocks=max_blocks,
+    )
+    if plan.num_blocks < 2:
+        raise LimitsTooHigh(
+            f"no room for the KV cache: {plan.describe()}; two blocks take {format_bytes(2 * spec.block_bytes)}. "
+            f"To make it fit: {fix}"
+        )
+    return plan
+
+
+def report_memory(
+    device: torch.device, weights: dict[str, int], plan: MemoryPlan, measured: dict[str, int]
+) -> MemoryUse:
+    """Return the report of a rank's memory: its weights by group, its plan, and what each item was measured to take."""
+    on_gpu = device.type == "cuda"
+    return MemoryUse(
+        device=torch.cuda.get_device_name(device) if on_gpu else "CPU",
+        total=torch.cuda.mem_get_info(device)[1] if on_gpu else total_ram(),
+        budget=plan.budget,
+        weights=weights,
+        planned=plan.items(),
+        measured=measured,
+    )
+
+
+def check_positions_fit(config: EngineConfig, angles_per_position: int, device: torch.device) -> None:
+    """Raise CapacityError if the tables of rotary positions take more memory than is free, while they are computed.
+
+    `angles_per_position` counts the cosines and sines of one position in all tables.
+    """
+    num_bytes = 2 * config.max_model_len * angles_per_position * torch.float32.itemsize
+    free = available_ram() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    if num_bytes > free:
+        raise CapacityError(
+            f"the rotary positions of {config.max_model_len:,} tokens take {format_bytes(num_bytes)}, and "
+            f"{format_bytes(free)} are free: set max_model_len lower; without it, max_position_embeddings of "
+            f"{config.model_path / 'config.json'} counts"
+        )
+
+
+def check_weights_fit(num_bytes: int, device: torch.device) -> None:
+    """Raise CapacityError if a GPU has less free memory than the weights take."""
+    if device.type == "cpu":
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    if num_bytes > free:
+        held = total - free
+        raise CapacityError(
+            f"the weights take {format_bytes(num_bytes)} of each GPU's memory, and GPU {device.index} has "
+            f"{format_bytes(free)} free of {format_bytes(total)} ({format_bytes(held)} are held by other programs and "
+            "the driver). To make it fit: raise tensor_parallel_size (--tp) or pipeline_parallel_size (--pp), or free "
+            "the GPU"
+        )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes that a GPU has free, after torch's own cache was given back."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def reserve_contiguous(num_bytes: int, device: torch.device) -> None:
+    """Make torch's allocator hold free memory of a GPU in one piece, from which it then takes what steps need.
+
+    Without it, steps that are launched kernel by kernel take a new piece for each number of logits that is larger than
+    any before, and with vocabularies of 200,000 tokens the pieces left behind fill the GPU. Where so much is
+    not free, as with a large `kv_cache_memory`, nothing is held: only the largest steps need it.
+    """
+    if device.type == "cuda":
+        with suppress(torch.OutOfMemoryError):
+            torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def other_bytes(device: torch.device, weights: int) -> int:
+    """Return the bytes on the device that torch does not hold; on a CPU, those of this process beside its weights."""
+    if device.type == "cpu":
+        return max(0, resident_bytes() - weights)
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most bytes that were in use: of the GPU, with other programs' as they are now, or of this process."""
+    if device.type == "cpu":
+        return peak_resident_bytes()
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free + torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
+
+
+@contextmanager
+def peak_allocated(device: torch.device) -> Iterator[Callable[[], int]]:
+    """Measure the most bytes that torch's allocator takes within the block, over what it held before; 0 on a CPU."""
+    if device.type == "cpu":
+        yield lambda: 0
+        return
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    yield lambda: torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+
+
+def out_of_memory_line(error: BaseException) -> str | None:
+    """Return the line of an error's message that says that memory ran out, or None if there is none.
+
+    Torch's allocators, the CUDA driver, Triton, NCCL and cuBLAS say it in words of their own. If this error was raised
+    while another was handled, that one is searched too: ending the capture of a graph that ran out of memory raises a
+    second error.
+    """
+    lines = str(error).strip().splitlines()
+    line = next((line for line in lines if any(words in line for words in _OUT_OF_MEMORY)), None)
+    if line is None and error.__context__ is not None:
+        return out_of_memory_line(error.__context__)
+    return line
+
+
+@contextmanager
+def oom_as_limits_error(part: str) -> Iterator[None]:
+    """Raise LimitsTooHigh if memory runs out within the block, which is the named part of a rank's start."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = out_of_memory_line(error)
+        if reason is None:
+            raise
+        raise LimitsTooHigh(
+            f"out of memory at {part} ({reason}): end what else uses this memory, lower gpu_memory_utilization (or "
+            "kv_cache_memory), or raise tensor_parallel_size (--tp) or pipeline_parallel_size (--pp)"
+        ) from None

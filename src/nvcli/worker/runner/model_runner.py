@@ -1,0 +1,445 @@
+"""ModelRunner: one rank of a replica. It is made in the order below, then runs steps (`step_runner.py`).
+
+Every rank runs the same code and has the same token ids on its device. A step's ids feed the next step through the
+slot table, never through the host. With pipeline stages only the ranks of the last stage choose ids, and the first
+stage gets them with the next step's input.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+
+import msgspec
+import torch
+
+from nvcli.attention.backend import AttentionCase
+from nvcli.attention.kv_cache import KVCache, KVCacheSpec, torch_kv_dtype
+from nvcli.attention.selection import select_backend
+from nvcli.core.config import EngineConfig
+from nvcli.core.messages import EngineReady, MemoryUse, StepInput
+from nvcli.core.structured import MAX_END_IDS
+from nvcli.kernels.triton.launch.compile_processes import CompileProcesses
+from nvcli.models.config import load_model_config
+from nvcli.models.kv_groups import kv_groups
+from nvcli.models.loader import begin_loading, init_random_weights, load_kv_scales
+from nvcli.models.registry import build_model
+from nvcli.sizing.kv_cache import max_blocks, tokens_in_blocks
+from nvcli.sizing.memory import shared_sum_rows
+from nvcli.sizing.memory_plan import ITEMS
+from nvcli.worker.distributed.peer_memory import share_memory
+from nvcli.worker.distributed.process_group import divide_ranks, join_process_group
+from nvcli.worker.distributed.stage import Stage
+from nvcli.worker.distributed.stage_link import StageLink
+from nvcli.worker.masks.mask_workers import MaskWorkers
+from nvcli.worker.runner.compiled_programs import Program
+from nvcli.worker.runner.constraints import Constraints, start_workers
+from nvcli.worker.runner.device import has_fp8_units, import_on_thread, kept_weights_note, open_device, wait_for_gpu
+from nvcli.worker.runner.first_start import compile_kernels
+from nvcli.worker.runner.graph_shapes import GraphShapes
+from nvcli.worker.runner.input_buffers import InputBuffers
+from nvcli.worker.runner.interface import RankContext
+from nvcli.worker.runner.masked_choice import MaskedChoice
+from nvcli.worker.runner.memory import (
+    check_positions_fit,
+    check_weights_fit,
+    free_bytes,
+    oom_as_limits_error,
+    other_bytes,
+    out_of_memory_line,
+    peak_allocated,
+    peak_bytes,
+    plan_memory,
+    report_memory,
+    reserve_contiguous,
+)
+from nvcli.worker.runner.query_reader import PromptQueryReader
+from nvcli.worker.runner.sampler import Sampler
+from nvcli.worker.runner.slot_table import SlotTable
+from nvcli.worker.runner.step_clock import StepClock
+from nvcli.worker.runner.step_runner import PendingStep, StepRunner
+from nvcli.worker.runner.warm_up import run_largest_batches
+
+
+def create_runner(config: EngineConfig, context: RankContext) -> ModelRunner:
+    """Make the runner that `Executor` starts by default."""
+    return ModelRunner(config, context)
+
+
+class ModelRunner:
+    """One rank of a replica: its model, its tables, its KV cache, and the steps over them."""
+
+    def __init__(self, config: EngineConfig, context: RankContext) -> None:
+        self.config = config
+        self._context = context
+        self._seconds = {
+            "spawn": context.started_at - context.spawned_at,
+            "import": time.time() - context.started_at,
+        }
+        with torch.inference_mode():
+            self._open_device()
+            self._join_process_group()
+            self._build_model()
+            self._share_memory()
+            self._prepare_grammars()
+            self._begin_weights()
+            self._select_attention()
+            self._choose_graphs()
+            self._make_slots()
+            self._compile_kernels()
+            self._finish_weights()
+            self._warm_up()
+            self._measure_graphs()
+            self._size_kv_cache()
+            self._allocate_kv_cache()
+            self._capture_graphs()
+            reserve_contiguous(self._activation_bytes, self.device)
+            self._measure_memory()
+        self.ready = EngineReady(
+            num_blocks=self.kv_cache.num_blocks - 1,  # the null block is not for use
+            block_size=config.block_size,
+            kv_cache_bytes=self.kv_cache.num_bytes,
+            kv_cache_tokens=tokens_in_blocks(self.kv_cache.num_blocks - 1, config, self.model_config),
+            weight_bytes=self._weight_bytes,
+            attention_backend=self.backend.name,
+            kv_groups=[
+                msgspec.structs.replace(group, token_bytes=self._kv_spec.token_bytes(number))
+                for number, group in enumerate(self._kv_groups)
+            ],
+            reads_segments=self._max_shared_rows > 0,
+            prefix_tile_tokens=self._prefix_tile_tokens,
+            seconds=self._seconds,
+            notes=self._notes,
+            memory=[self._memory_use],
+        )
+
+    # ------------------------------------------------------------------ start-up, in this order
+
+    def _open_device(self) -> None:
+        with self._phase("open device"):
+            self.device = open_device(self.config, self._context.rank)
+            self._kernel_imports = import_on_thread() if self.device.type == "cuda" else None
+            self.dtype: torch.dtype = getattr(torch, self.config.dtype)
+            self.kv_dtype = torch_kv_dtype(self.config.kv_dtype)
+            self._clock = StepClock(self.device, looks_into_steps=self.config.record_steps)
+
+    def _join_process_group(self) -> None:
+        config, rank = self.config, self._context.rank
+        with self._phase("process group"):
+            self.world = self._context.world or join_process_group(
+                rank,
+                self._context.store_path,
+                self.device,
+                size=config.num_ranks,
+                timeout_seconds=config.step_timeout,
+            )
+            self._groups = divide_ranks(config, self.world.group, rank)
+            self.group = self._groups.tensor
+            self.group.sums_in_order = config.batch_invariant
+            self.stage = Stage(config.stage_of(rank), config.pipeline_parallel_size)
+
+    def _build_model(self) -> None:
+        with self._phase("build model"):
+            config = load_model_config(
+                self.config.model_path,
+                expert_parallel=self.config.enable_expert_parallel,
+                overrides=self.config.hf_overrides,
+            )
+            config = config.headless() if self.config.embedding_size else config
+            self.model_config = config.with_quantization(self.config.quantization)
+            self.model = build_model(
+                self.model_config,
+                self.group,
+                self.dtype,
+                max_positions=self.config.max_model_len,
+                stage=self.stage,
+                has_fp8_units=has_fp8_units(self.device, self.config.fp8_accumulation),
+                fp8_accumulation=self.config.fp8_accumulation,
+                batch_invariant=self.config.batch_invariant,
+            )
+
+    def _share_memory(self) -> None:
+        with self._phase("share memory"):
+            hidden_size = self.model_config.hidden_size
+            max_rows = shared_sum_rows(self.config.max_num_batched_tokens, hidden_size * self.dtype.itemsize)
+            self._notes = share_memory(
+                self.config, self._groups, max_rows=max_rows, hidden_size=hidden_size, dtype=self.dtype
+            )
+            memory = self.group.peer_memory
+            self._shared_bytes = 0 if memory is None else memory.num_bytes
+
+    def _prepare_grammars(self) -> None:
+        """Begin to start what makes the masks of constrained answers, where rows are known to want some of this
+        rank."""
+        config, model = self.config, self.model_config
+        self._mask_workers: MaskWorkers | None = None
+        end_ids = [token for token in model.eos_token_ids if token < model.vocab_size][:MAX_END_IDS]
+        if config.prepare_grammars and end_ids and self._context.rank == config.output_rank:
+            self._mask_workers = start_workers(
+                config.model_path, model.vocab_size, end_ids, self.device, max_answers=config.max_num_seqs
+            )
+
+    def _begin_weights(self) -> None:
+        """Begin to load the weights, on threads: meanwhile kernels are imported and compiled."""
+        with self._phase("begin weights"):
+            check_weights_fit(sum(self.model.weight_bytes().values()), self.device)
+            check_positions_fit(self.config, self.model_config.decoder.angles_per_position, self.device)
+            has_units = has_fp8_units(self.device)
+            if note := kept_weights_note(self.model_config, self.config.dtype, has_units=has_units):
+                self._notes.append(note)
+            if self.config.load_format == "random":
+                init_random_weights(self.model, self.device)
+                self._wait_for_weights: Callable[[], None] = wait_for_gpu
+            else:
+                path, say = self.config.model_path, self._notes.append
+                self._wait_for_weights = begin_loading(self.model, path, self.device, say=say)
+                if self.config.kv_dtype == "fp8" and (note := load_kv_scales(self.model, path, self.device)):
+                    say(note)
+
+    def _finish_weights(self) -> None:
+        with self._phase("load weights"):
+            self._wait_for_weights()
+            self._weight_bytes = sum(self.model.weight_bytes().values())
+        with self._phase("wait for all ranks"):  # their files may be elsewhere, and slow
+            self.world.meet("weights are loaded")
+
+    def _select_attention(self) -> None:
+        """Select the backend that serves all kinds of attention in the model, and define the shape of the KV cache."""
+        config = self.config
+        case = AttentionCase(
+            device=self.device,
+            dtype=self.dtype,
+            specs=self.model.attention_kinds,
+            block_size=config.block_size,
+            kv_dtype=self.kv_dtype,
+            max_num_seqs=config.max_padded_rows,
+            max_num_batched_tokens=config.max_padded_tokens,
+            max_model_len=config.max_model_len,
+            batch_invariant=config.batch_invariant,
+            has_states=any(layer.is_state for layer in self.model.cache_layers),
+            max_shared_rows=config.max_shared_rows,
+        )
+        self.backend, notes = select_backend(config.attention_backend, case)
+        self._notes += notes
+        self._max_shared_rows = config.max_shared_rows if self.backend.reads_segments else 0
+        # Stages pad a step to one shape, and a stage whose layers all have windows cannot plan one with prefixes.
+        tile_tokens = self.backend.prefix_tile_tokens if config.max_shared_rows else 0
+        self._prefix_tile_tokens = self._groups.world.min(tile_tokens)
+        self._kv_groups = kv_groups(self.model_config, self.stage)
+        group_layers = tuple(group.layers for group in self._kv_groups)
+        self._kv_spec = KVCacheSpec.of_layers(
+            self.model.cache_layers,
+            group_layers,
+            block_size=config.block_size,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+        )
+
+    def _choose_graphs(self) -> None:
+        self._graph_shapes = GraphShapes.choose(
+            self.config,
+            self.model_config,
+            self.backend,
+            self.device,
+            max_shared_rows=self._max_shared_rows,
+            shares_prefixes=self._prefix_tile_tokens > 0,
+        )
+
+    def _make_slots(self) -> None:
+        """Make the empty tables and buffers of the steps, large enough for padded ones."""
+        config = self.config
+        self.link = StageLink(self._groups, config.max_padded_tokens, self.model_config.hidden_size, self.dtype)
+        self.slots = SlotTable(config, self._kv_spec.num_groups, self.device)
+        vocab_size = self.model_config.vocab_size
+        self.sampler = Sampler(self.slots, self.group, vocab_size, batch_invariant=config.batch_invariant)
+        follows = self._context.rank == config.output_rank
+        self.constraints = Constraints(
+            config.model_path,
+            vocab_size,
+            self.device,
+            max_answers=config.max_num_seqs,
+            follows=follows,
+            may_hold=self._may_hold_rows(),
+            token_ids=self.slots.state.token_ids,
+            workers=self._mask_workers,
+        )
+        self.buffers = InputBuffers(
+            self.slots.state,
+            max_rows=config.max_padded_rows,
+            max_tokens=config.max_padded_tokens,
+            max_logits=config.max_num_seqs,
+            steps_in_flight=config.max_steps_in_flight,
+        )
+
+    def _may_hold_rows(self) -> bool:
+        """Whether a step may compute a row again that an earlier one computed. A state would be advanced twice, and the
+        stages before the last one do not learn of it."""
+        is_state = any(group.is_state for group in self._kv_groups)
+        return not is_state and not self.backend.needs_exact_lens and self.config.pipeline_parallel_size == 1
+
+    def _compile_kernels(self) -> None:
+        """Compile the kernels of the model's first start side by side; later ones are loaded in the warm-up."""
+        if self._kernel_imports is not None:
+            with self._phase("import kernels"):
+                self._kernel_imports.join()
+        program = Program.of(self.config)
+        gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
+        if program is None or program.was_compiled(gpu) or not program.takes_notes():
+            return
+        with self._phase("compile kernels"), closing(self._context.compilers or CompileProcesses()) as processes:
+            self._use_kv_cache(1)
+            note = compile_kernels(processes, self.device, self._run_steps_to_compile)
+            program.note_compiled(gpu)  # after a failure too, which would come again at the next start
+            torch.cuda.empty_cache()
+            self._notes += [note] if note else []
+
+    def _run_steps_to_compile(self) -> None:
+        """Launch what is launched until the rank is ready: the warm-up, and the steps of all graphs."""
+        self._run_largest_batches()
+        self.steps.make_graphs(self._graph_shapes.at_start).run()
+
+    def _warm_up(self) -> None:
+        """Run the largest batches once, on the null block, and measure the memory that they need beside the weights."""
+        with self._phase("warm up"):
+            self._use_kv_cache(1)
+            with peak_allocated(self.device) as peak:
+                self._run_largest_batches()
+            self._activation_bytes = peak()
+
+    def _run_largest_batches(self) -> None:
+        run_largest_batches(
+            self.launch,
+            self.config,
+            self.device,
+            max_shared_rows=self._max_shared_rows,
+            shares_prefixes=self._prefix_tile_tokens > 0,
+        )
+
+    def _measure_graphs(self) -> None:
+        """Estimate the memory of all graphs from some, which are captured on the null block."""
+        self._graph_bytes = 0
+        if self._graph_shapes.at_start:
+            with self._phase("measure graphs"):
+                self._use_kv_cache(1)
+                graphs = self.steps.make_graphs(self._graph_shapes.at_start)
+                self._graph_bytes = self._graph_shapes.estimate_bytes(graphs, self.device)
+                del graphs
+                torch.cuda.empty_cache()
+
+    def _size_kv_cache(self) -> None:
+        self.memory_plan = plan_memory(
+            self.config,
+            self._kv_spec,
+            self.device,
+            weights=self._weight_bytes,
+            buffers=self._allocated_bytes() - self._weight_bytes - self.kv_cache.num_bytes,
+            activations=self._activation_bytes,
+            graphs=self._graph_bytes,
+            max_blocks=max_blocks(self.config, self.model_config),
+            shared=self._shared_bytes,
+        )
+        self._num_blocks = self._groups.world.min(self.memory_plan.num_blocks)
+
+    def _allocate_kv_cache(self) -> None:
+        with self._phase("kv cache"):
+            self._use_kv_cache(self._num_blocks)
+
+    def _use_kv_cache(self, num_blocks: int) -> None:
+        self.kv_cache = KVCache(self._kv_spec, num_blocks, self.device)
+        self.steps = self._make_steps()
+
+    def _make_steps(self) -> StepRunner:
+        """Make what runs steps over this rank's tables and cache, without graphs."""
+        config = self.config
+        masks = MaskedChoice(
+            self.constraints,
+            self.sampler,
+            self.slots,
+            max_rows=config.max_num_seqs,
+            steps_in_flight=config.max_steps_in_flight,
+        )
+        return StepRunner(
+            self.model,
+            self.slots,
+            self.buffers,
+            self.kv_cache,
+            self.backend,
+            self.sampler,
+            masks,
+            PromptQueryReader(self.model, self.group, self.device, batch_invariant=config.batch_invariant),
+            self.link,
+            self._clock,
+            steps_in_flight=config.max_steps_in_flight,
+            max_sampled=config.max_num_seqs,
+        )
+
+    def _capture_graphs(self) -> None:
+        shapes = self._graph_shapes
+        if shapes.at_start:
+            with self._phase("capture graphs"):
+                before = free_bytes(self.device)
+                graphs = self.steps.make_graphs(shapes.at_start + shapes.late)
+                graphs.capture(shapes.at_start)
+                self.steps.use_graphs(graphs)
+                self._graph_bytes = before - free_bytes(self.device)
+
+    def _measure_memory(self) -> None:
+        """Record the planned memory; if asked to, run the largest batches once more and record the memory in use."""
+        measured: dict[str, int] = {}
+        if self.config.measure_memory:
+            with self._phase("measure memory"):
+                buffers = self._allocated_bytes() - self._weight_bytes - self.kv_cache.num_bytes
+                steps, self.steps = self.steps, self._make_steps()  # graphs would use memory of their own
+                with peak_allocated(self.device) as peak:
+                    self._run_largest_batches()
+                self.steps = steps
+                other = other_bytes(self.device, self._weight_bytes) - self._shared_bytes
+                sizes = (self._weight_bytes, buffers, peak(), self._graph_bytes, other, self.kv_cache.num_bytes)
+                measured = dict(zip(ITEMS, sizes, strict=True))
+        self._memory_use: MemoryUse = report_memory(self.device, self.model.weight_bytes(), self.memory_plan, measured)
+
+    def _allocated_bytes(self) -> int:
+        """Count the bytes of tensors on the device, with those that other ranks reach; on a CPU, of weights and KV
+        cache."""
+        if self.device.type == "cpu":
+            return self._weight_bytes + self.kv_cache.num_bytes
+        return torch.cuda.memory_allocated(self.device) + self._shared_bytes
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Note what the rank is doing, and the seconds that it takes. Raises LimitsTooHigh if memory runs out
+        meanwhile."""
+        self._context.report_phase(name)
+        start = time.perf_counter()
+        with oom_as_limits_error(name):
+            yield
+        self._seconds[name] = time.perf_counter() - start
+
+    # ------------------------------------------------------------------ steps
+
+    @torch.inference_mode()
+    def launch(self, step: StepInput) -> PendingStep | None:
+        """Run one step; on a GPU it is queued. Ranks whose output nobody waits for return None.
+
+        Raises MemoryError if memory runs out (see `Runner.launch`).
+        """
+        try:
+            pending = self.steps.run(step)
+            return pending if self._context.rank == self.config.output_rank else None
+        except RuntimeError as error:
+            reason = out_of_memory_line(error)
+            if reason is None:
+                raise
+        self._free_after_oom()
+        raise MemoryError(reason)
+
+    def _free_after_oom(self) -> None:
+        """Wait for the work that a step launched before it ran out of memory, and free the memory that it had taken."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # what it uploaded is still being read
+            torch.cuda.empty_cache()
+
+    def peak_bytes(self) -> int:
+        """Return the most memory that was in use, in bytes."""
+        return peak_bytes(self.device)

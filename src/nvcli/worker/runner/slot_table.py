@@ -1,0 +1,135 @@
+"""SlotTable: the state of the requests that a rank serves, on the device (SGLang's request-to-token pool).
+
+A slot is one request's row, from admission to release. The last row is the padding slot: it belongs to no request and
+its blocks are all the null block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nvcli.attention.kv_cache import NULL_BLOCK
+from nvcli.core.config import EngineConfig
+from nvcli.core.messages import MOST_KEY_COPIES, NewSlot, StepInput
+from nvcli.kernels.key_copies import COPY_FIELDS, KeyCopies
+from nvcli.kernels.prepare_inputs import keep_tokens, write_tokens
+from nvcli.kernels.segment_tables import SEGMENT_FIELDS, SegmentTables
+from nvcli.kernels.slot_filling import begin_slots
+from nvcli.kernels.step_tensors import SlotState
+from nvcli.worker.runner.sampling_table import SamplingTable
+from nvcli.worker.runner.uploader import Uploader
+
+_INTS_PER_NEW_SLOT = 64
+"""An upper bound of the int32 words that are uploaded for a new slot: its number, its length, its sampling parameters
+and the rows that the sampler names."""
+
+
+def unpack_ids(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    """Read packed int32 numbers of a message as an array, without a copy."""
+    return np.frombuffer(data, dtype=np.int32)
+
+
+def partly_filled_blocks(
+    step: StepInput, state_groups: Sequence[int] = ()
+) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    """Return the blocks given to slots by a step that may be read before they are full: the last of each
+    run of columns. A cached block is none of them, because a block for the token behind it follows; nor is one of
+    `state_groups`, the KV groups whose states are read as they were written."""
+    groups, slots, columns = map(unpack_ids, (step.block_groups, step.block_slots, step.block_columns))
+    is_last = np.ones(len(slots), dtype=np.bool_)
+    is_last[:-1] = (groups[1:] != groups[:-1]) | (slots[1:] != slots[:-1]) | (columns[1:] != columns[:-1] + 1)
+    if state_groups:
+        is_last &= ~np.isin(groups, state_groups)
+    blocks: np.ndarray[tuple[int], np.dtype[np.int32]] = unpack_ids(step.block_ids)[is_last]
+    return blocks
+
+
+class SlotTable:
+    """The tables of all slots on the device, and the methods that change them between steps."""
+
+    def __init__(self, config: EngineConfig, num_groups: int, device: torch.device) -> None:
+        """`num_groups` is the number of the model's KV groups."""
+        num_rows = config.max_num_seqs + 1
+        self.state = SlotState(
+            lengths=torch.zeros(num_rows, dtype=torch.int32, device=device),
+            token_ids=torch.zeros(num_rows, config.max_model_len, dtype=torch.int32, device=device),
+            block_tables=torch.full(
+                (num_groups, num_rows, config.max_blocks_per_seq), NULL_BLOCK, dtype=torch.int32, device=device
+            ),
+            block_size=config.block_size,
+        )
+        self.segments = SegmentTables.empty(num_groups, config.max_num_seqs, num_rows, device)
+        """The segments of KV blocks that requests share."""
+        self.sampling = SamplingTable(config.max_num_seqs, device)
+        tokens = 2 * config.max_num_batched_tokens + config.max_model_len
+        # A slot may have other blocks in all columns, another segment and its entry, and copied keys, in each group.
+        per_group = 2 * config.max_blocks_per_seq + 6 + 2 * SEGMENT_FIELDS + MOST_KEY_COPIES * COPY_FIELDS
+        per_slot = num_groups * per_group + _INTS_PER_NEW_SLOT
+        self.upload = Uploader(
+            tokens + config.max_num_seqs * per_slot, device, steps_in_flight=config.max_steps_in_flight
+        )
+        """Uploads the changes between steps, and the row numbers that the sampler needs."""
+
+    def apply(self, step: StepInput) -> None:
+        """Take in what changed since the last step: new slots, blocks, and tokens that this rank does not have."""
+        if step.new_slots:
+            self._fill(step.new_slots)
+        if step.block_ids:
+            self._set_blocks(step)
+        if step.segments or step.slot_segments:
+            self._set_segments(step)
+        if step.token_ids:
+            counts = unpack_ids(step.token_counts)
+            offsets = np.zeros(len(counts) + 1, dtype=np.int32)
+            np.cumsum(counts, out=offsets[1:])
+            slots, starts = unpack_ids(step.token_slots), unpack_ids(step.token_starts)
+            write_tokens(self.state.token_ids, *self.upload(slots, starts, offsets, unpack_ids(step.token_ids)))
+
+    def take_back(self, slots: Tensor, counts: Tensor) -> None:
+        """Let slots forget the last tokens that they computed: `counts` [n] of them in `slots` [n], int32. The next
+        step computes them again."""
+        self.state.lengths.index_add_(0, slots, counts, alpha=-1)
+
+    def keep(self, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
+        """Put sampled ids where the next step looks for its input. All [N]; slots int64."""
+        keep_tokens(self.state.token_ids, slots, positions, ids)
+
+    def key_copies(self, step: StepInput) -> KeyCopies:
+        """Bring what a step copies of keys to the device."""
+        copies = unpack_ids(step.key_copies).reshape(-1, 1 + COPY_FIELDS)
+        num_groups = len(self.state.block_tables)
+        starts = np.searchsorted(copies[:, 0], np.arange(num_groups + 1)).tolist()
+        (uploaded,) = self.upload(copies[:, 1:].ravel())
+        entries = uploaded.view(-1, COPY_FIELDS)
+        return KeyCopies(entries=entries, of_groups=[entries[start:end] for start, end in pairwise(starts)])
+
+    def _fill(self, new_slots: list[NewSlot]) -> None:
+        slots = np.array([new.slot for new in new_slots])
+        lengths = np.array([new.num_cached_tokens for new in new_slots])
+        begin_slots(self.state, *self.upload(slots, lengths), null_block=NULL_BLOCK)
+        self.sampling.fill(new_slots, self.upload)
+
+    def _set_blocks(self, step: StepInput) -> None:
+        tables = self.state.block_tables
+        _, num_slots, num_columns = tables.shape
+        rows = unpack_ids(step.block_groups).astype(np.int64) * num_slots + unpack_ids(step.block_slots)
+        places, blocks = self.upload(rows * num_columns + unpack_ids(step.block_columns), unpack_ids(step.block_ids))
+        tables.view(-1)[places.long()] = blocks
+
+    def _set_segments(self, step: StepInput) -> None:
+        entries, numbers = self.segments.segments, self.segments.slot_segments
+        groups, segments, *fields = unpack_ids(step.segments).reshape(-1, 2 + SEGMENT_FIELDS).T
+        slot_groups, slots, slot_numbers = unpack_ids(step.slot_segments).reshape(-1, 3).T
+        places, values, slot_places, slot_values = self.upload(
+            groups * entries.shape[1] + segments,
+            np.stack(fields, axis=1).ravel(),
+            slot_groups * numbers.shape[1] + slots,
+            slot_numbers,
+        )
+        entries.view(-1, SEGMENT_FIELDS)[places.long()] = values.view(-1, SEGMENT_FIELDS)
+        numbers.view(-1)[slot_places.long()] = slot_values

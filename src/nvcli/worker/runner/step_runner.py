@@ -1,0 +1,277 @@
+"""StepRunner: it runs one step of a rank, from the engine's message to the ids on their way back.
+
+There is one way for all steps. The host lays the rows out and plans; the slot table takes in what changed; one kernel
+prepares the inputs; the model runs; the rows that need it get logits and a token. A CUDA graph holds all that the
+device does from the prepared inputs on, where one was captured for the shape; an eager step launches the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nvcli.attention.backend import AttentionBackend
+from nvcli.attention.forward_batch import BatchShape
+from nvcli.attention.kv_cache import KVCache
+from nvcli.core.messages import StepInput, StepOutput
+from nvcli.kernels.prepare_inputs import prepare_inputs
+from nvcli.models.causal_lm import CausalLM
+from nvcli.worker.distributed.stage_link import StageLink
+from nvcli.worker.distributed.tensor_parallel import StageState
+from nvcli.worker.runner.constraints import MaskOutcome
+from nvcli.worker.runner.graph_runner import GraphRunner, unowned
+from nvcli.worker.runner.input_buffers import InputBuffers, StepBatch, exact_shape
+from nvcli.worker.runner.logprobs import PendingLogprobs
+from nvcli.worker.runner.masked_choice import MaskedChoice
+from nvcli.worker.runner.query_reader import PendingQueryResults, PromptQueryReader, QueryPlan
+from nvcli.worker.runner.sampler import Sampler
+from nvcli.worker.runner.slot_table import SlotTable, partly_filled_blocks, unpack_ids
+from nvcli.worker.runner.step_clock import StepClock, StepTime
+
+_STEPS_POSTED = 2
+"""Steps, beside those in flight, whose ids the thread that posts outputs may still read."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogits:
+    """The output of a step of the last stage, for the N rows that are kept for logits."""
+
+    logits: Tensor
+    """[N, M] of this rank's part of the vocabulary."""
+    ids: Tensor | None
+    """[N] int32, in the slot table already, `NOT_FINITE` for none; None where the rows ask for more than
+    `Sampler.sample` does."""
+    query_results: PendingQueryResults | None = None
+    """Results of queries of prompts; None where there are no queries."""
+
+    def unowned(self) -> StepLogits:
+        return replace(self, logits=unowned(self.logits))
+
+
+@dataclass(frozen=True, slots=True)
+class StageOutput:
+    """The output of a step in a stage that is not the last."""
+
+    state: StageState
+
+    def unowned(self) -> StageOutput:
+        residual, delta = self.state.residual, self.state.delta
+        return StageOutput(StageState(unowned(residual), None if delta is None else unowned(delta)))
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A step's ids on their way to the host."""
+
+    step_id: int
+    ids: Tensor
+    """[num_sampled] int32, on the host once the step is over."""
+    logprobs: PendingLogprobs | None
+    time: StepTime
+    is_graph: bool
+    query_results: PendingQueryResults | None
+    masks: MaskOutcome | None
+    """The fate of the masks of its constrained rows; None: it has none."""
+    note: str
+    """A line for the user, or empty."""
+
+    def result(self) -> StepOutput:
+        """Wait for the step, and return its output."""
+        self.time.wait()
+        ids, counts = self.ids.numpy(), b""
+        logprobs = [] if self.logprobs is None else self.logprobs.result()
+        if self.masks is not None:
+            ids, counts, logprobs = self.masks.apply(ids, logprobs)
+        return StepOutput(
+            step_id=self.step_id,
+            token_ids=ids.tobytes(),
+            counts=counts,
+            logprobs=logprobs,
+            seconds=self.time.seconds,
+            idle_seconds=self.time.idle_seconds,
+            is_graph=self.is_graph,
+            query_results=[] if self.query_results is None else self.query_results.result(),
+            note=self.note,
+        )
+
+
+class StepRunner:
+    """Runs the steps of one rank over one slot table and KV cache."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        slots: SlotTable,
+        buffers: InputBuffers,
+        kv_cache: KVCache,
+        backend: AttentionBackend,
+        sampler: Sampler,
+        masks: MaskedChoice,
+        reader: PromptQueryReader,
+        link: StageLink,
+        clock: StepClock,
+        *,
+        steps_in_flight: int,
+        max_sampled: int,
+    ) -> None:
+        """`max_sampled` is the most tokens that a step gives."""
+        self._model, self._slots, self._buffers = model, slots, buffers
+        self._kv_cache, self._backend = kv_cache, backend
+        self._sampler, self._masks, self._reader = sampler, masks, reader
+        self._link, self._clock = link, clock
+        self._graphs: GraphRunner[StepLogits | StageOutput] | None = None
+        self._graph_batches: dict[BatchShape, StepBatch] = {}
+        self._on_gpu = slots.state.lengths.is_cuda
+        self._pinned = [
+            torch.empty(max_sampled, dtype=torch.int32, pin_memory=self._on_gpu)
+            for _ in range(steps_in_flight + _STEPS_POSTED)
+        ]
+        """Pinned buffers for sampled ids."""
+
+    def make_graphs(self, shapes: Sequence[BatchShape]) -> GraphRunner[StepLogits | StageOutput]:
+        """Make the graphs of these shapes, which are not captured yet."""
+
+        def prepare(shape: BatchShape) -> None:
+            """Load a batch of nothing but padding."""
+            batch = self._buffers.stage(StepInput(step_id=-1), self._padded_batch(shape))
+            self._backend.prepare_capture(batch.forward)
+            self._backend.plan(batch.forward)
+            self._buffers.load(batch)
+
+        return GraphRunner(shapes, self.run_padded, prepare=prepare)
+
+    def run_padded(self, shape: BatchShape) -> StepLogits | StageOutput:
+        """Launch a step over the rows that were loaded for the shape. A graph holds the same."""
+        return self._compute(self._padded_batch(shape), sample=not self._masks.is_split(shape))
+
+    def use_graphs(self, graphs: GraphRunner[StepLogits | StageOutput]) -> None:
+        """Run steps, from now on, as graphs where one serves them."""
+        self._graphs = graphs
+
+    def run(self, step: StepInput) -> PendingStep | None:
+        """Run one step, or queue it on the GPU: nothing here waits for the device. A stage that is not the last returns
+        None."""
+        self._masks.begin(step)
+        shape = exact_shape(step)
+        queries = self._reader.plan(step) if step.queries else None
+        graphs = None if queries is not None or step.copies_new_keys else self._graphs
+        padded = None if graphs is None else graphs.padded_shape(shape)
+        batch = self._batch(shape, step) if padded is None else self._padded_batch(padded)
+        batch = self._buffers.stage(step, batch)
+        self._plan(batch, padded)
+        self._link.receive(batch.forward.num_tokens)
+        step_time = self._clock.start(is_graph=padded is not None, num_tokens=batch.forward.num_tokens)
+        self._slots.apply(step)
+        if step.block_ids and self._backend.reads_behind_rows:
+            (blocks,) = self._slots.upload(partly_filled_blocks(step, self._kv_cache.spec.state_groups))
+            self._kv_cache.clear(blocks.long())
+        if step.key_copies and not step.copies_new_keys:
+            self._kv_cache.copy_keys(self._slots.key_copies(step))
+        needs = self._sampler.needs(batch.sampled_slots)  # of new slots too
+        self._buffers.load(batch)
+        self._masks.before_forward(step)
+        if padded is None:
+            if step.copies_new_keys:
+                batch = replace(batch, forward=replace(batch.forward, key_copies=self._slots.key_copies(step)))
+            output = self._compute(batch, sample=needs.is_simple, queries=queries)
+        else:
+            assert self._graphs is not None
+            output = self._graphs.replay(padded)
+        if isinstance(output, StageOutput):
+            self._clock.stop(step_time)
+            self._link.send(output.state)
+            return None
+        ids, logprobs = self._masks.choose(step, output.logits, output.ids, batch, padded, needs)
+        host_ids = self._to_host(ids)
+        outcome = self._masks.record(host_ids)
+        self._clock.stop(step_time)
+        return PendingStep(
+            step.step_id,
+            host_ids,
+            logprobs,
+            step_time,
+            is_graph=padded is not None,
+            query_results=output.query_results,
+            masks=outcome,
+            note=self._masks.take_note(),
+        )
+
+    def _plan(self, batch: StepBatch, padded: BatchShape | None) -> None:
+        """Plan a step on the host, and capture the graph of its padded shape where that is due."""
+        graphs = self._graphs
+        if padded is None or graphs is None:
+            self._backend.plan(batch.forward)
+            return
+        should_split = self._masks.should_split(padded, batch.sampled_slots)
+        is_captured = graphs.has_captured(padded) and not should_split
+        if not is_captured:
+            self._backend.prepare_capture(batch.forward)
+        self._backend.plan(batch.forward)
+
+        def capture() -> Tensor:
+            graphs.capture_late(padded)
+            output = graphs.output(padded)
+            assert isinstance(output, StepLogits)
+            return output.logits
+
+        if should_split:
+            self._masks.split(padded, capture, self._padded_batch(padded).inputs)
+        elif not is_captured:
+            graphs.capture_late(padded)
+
+    def _compute(self, batch: StepBatch, *, sample: bool, queries: QueryPlan | None = None) -> StepLogits | StageOutput:
+        """Launch the device's part of a step whose rows are loaded. With `sample`, the last stage also chooses tokens
+        and puts them into the slot table. `queries` is what it reads of prompts."""
+        forward = batch.forward if queries is None else replace(batch.forward, logits_rows=queries.kept)
+        prepare_inputs(batch.rows, self._slots.state, batch.inputs)
+        self._backend.plan_on_device(forward)
+        hidden = self._model.forward(forward, self._link.received(forward.num_tokens))
+        if isinstance(hidden, StageState):
+            return StageOutput(hidden)
+        query_results = None
+        if queries is not None:
+            query_results = self._reader.read(hidden, queries)
+            hidden = hidden[queries.sampled]
+        if len(hidden) == 0:  # chunks that end no prompt
+            return StepLogits(hidden, torch.empty(0, dtype=torch.int32, device=hidden.device), query_results)
+        logits = self._model.compute_logits(hidden)
+        if not sample:
+            return StepLogits(logits, None, query_results)
+        slots, positions = batch.inputs.sample_slots, batch.inputs.sample_positions
+        ids = self._sampler.sample(logits, slots, positions)
+        self._slots.keep(slots, positions, ids)
+        return StepLogits(logits, ids, query_results)
+
+    def _batch(self, shape: BatchShape, step: StepInput) -> StepBatch:
+        """Make views for a step without padding."""
+        num_logits = int(unpack_ids(step.num_logits).sum())
+        return self._make_views(shape, num_logits, needs_all_logits=num_logits == shape.num_tokens)
+
+    def _padded_batch(self, shape: BatchShape) -> StepBatch:
+        """Return the views for the graph of a shape, which are made once."""
+        batch = self._graph_batches.get(shape)
+        if batch is None:
+            num_logits = self._buffers.num_logits(shape)
+            batch = self._make_views(shape, num_logits, needs_all_logits=shape.prefill_rows == 0)
+            self._graph_batches[shape] = batch
+        return batch
+
+    def _make_views(self, shape: BatchShape, num_logits: int, *, needs_all_logits: bool) -> StepBatch:
+        return self._buffers.batch(
+            shape,
+            num_logits,
+            self._kv_cache,
+            self._backend,
+            needs_all_logits=needs_all_logits,
+            segments=self._slots.segments,
+        )
+
+    def _to_host(self, ids: Tensor) -> Tensor:
+        """Start a copy of ids [N] to the host, which is complete when the step is."""
+        if not self._on_gpu:
+            return ids
+        self._pinned = self._pinned[1:] + self._pinned[:1]
+        return self._pinned[0][: len(ids)].copy_(ids, non_blocking=True)

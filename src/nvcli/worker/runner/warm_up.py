@@ -1,0 +1,143 @@
+"""Steps that exercise a rank before it serves, on the null block: the largest batches, and others for which other
+kernels are loaded or compiled: a middling number of tokens, and decode rows that share segments of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from nvcli.core.config import EngineConfig
+from nvcli.core.messages import NewSlot, PromptQuery, SlotSampling, StepInput, pack
+from nvcli.errors import LimitsTooHigh
+from nvcli.worker.runner.device import wait_for_gpu
+
+_SAMPLING = SlotSampling(top_k=2, top_p=0.9)
+_MIDDLING_TOKENS = 512
+"""A number between the few and the many rows of `kernels/linear.py`, each of which have a product of their own."""
+_CAPTURED_TOKENS = 2048
+"""Up to about so many tokens each size of a step has a graph, whose capture runs it (`sizing/graph_sizes.py`)."""
+_FEW_FP8_TOKENS = 128
+"""With more, products with FP8 weights have the kernels for many rows (`kernels/triton/products/launch_rule.py`)."""
+_FEWER_ROWS = (64, 2)
+"""A middling number and a small one of decode rows, which have launches of their own (`decode_attention.py`)."""
+_CPU_TOKENS = 16
+
+
+def run_largest_batches(
+    launch: Callable[[StepInput], object],
+    config: EngineConfig,
+    device: torch.device,
+    *,
+    max_shared_rows: int,
+    shares_prefixes: bool,
+) -> None:
+    """Run the steps that exercise a rank with `launch`, the largest ones first. Up to `max_shared_rows` requests may
+    share segments of keys, and with `shares_prefixes` chunks a prefix. Raises LimitsTooHigh where memory runs out.
+
+    A CPU's KV cache has a budget of its own: there a small batch is enough to load what loads lazily.
+    """
+    on_gpu = device.type == "cuda"
+    num_tokens = config.max_num_batched_tokens if on_gpu else min(config.max_num_batched_tokens, _CPU_TOKENS)
+    num_seqs = config.max_num_seqs if on_gpu else 1
+    num_sharing = min(num_seqs, max_shared_rows)
+    shares_prefixes = shares_prefixes and num_seqs > 1
+    for step in warm_up_steps(config, num_tokens, num_seqs, num_sharing, shares_prefixes=shares_prefixes):
+        try:
+            launch(step)
+            wait_for_gpu()  # the memory of what is uploaded serves the next steps, too
+        except MemoryError as error:
+            raise LimitsTooHigh(
+                f"the largest batches ({num_tokens} tokens, {num_seqs} requests) do not fit beside the weights "
+                f"({error}): lower max_num_batched_tokens or max_num_seqs, or raise tensor_parallel_size (--tp)"
+            ) from None
+
+
+def warm_up_steps(
+    config: EngineConfig, num_tokens: int, num_seqs: int, num_sharing: int, *, shares_prefixes: bool = False
+) -> Iterator[StepInput]:
+    """Yield steps with `num_tokens` and at most 512 prompt tokens, with FP8 weights with powers of two between as well,
+    each in as few requests as possible, then one that decodes `num_seqs` requests. The first one also scores all of its
+    tokens, and copies keys within its layers, the others before them.
+
+    Where `num_sharing` requests may share segments of keys (0: none), steps that read these once for all follow, with
+    so many requests and with fewer. With `shares_prefixes` the last step has two chunks behind a block that they share.
+    """
+    yield _step(_prompt_lens(config, num_tokens), num_decodes=0, is_scored=True)
+    for fewer in _fp8_tokens(config, num_tokens) if config.quantization == "fp8" else ():
+        yield _step(_prompt_lens(config, fewer), num_decodes=0)
+    if num_tokens > _MIDDLING_TOKENS:
+        yield _step(_prompt_lens(config, _MIDDLING_TOKENS), num_decodes=0)
+    # Slots filled again start at length 0: every request decodes its first token.
+    for rows in (num_seqs, *(_fewer(num_seqs) if config.enforce_eager else ())):  # a graph's capture runs its own
+        yield _step([1] * rows, num_decodes=rows)
+    if num_sharing > 1:
+        for rows in (num_sharing, *_fewer(num_sharing)):
+            yield _step([1] * rows, num_decodes=rows, shares_segments=True)
+    if shares_prefixes and config.block_size < config.max_model_len:
+        yield _step([1, 1], num_decodes=0, num_shared=config.block_size)
+
+
+def _fp8_tokens(config: EngineConfig, num_tokens: int) -> Iterator[int]:
+    """Yield numbers of tokens whose products with FP8 weights may have other launches, where no graph has them."""
+    has_graphs = not config.enforce_eager and config.max_num_seqs > 1
+    fewer = 1 << max(0, num_tokens - 1).bit_length() >> 1
+    while fewer > (_CAPTURED_TOKENS if has_graphs else _FEW_FP8_TOKENS):
+        if fewer != _MIDDLING_TOKENS:
+            yield fewer
+        fewer //= 2
+
+
+def _fewer(rows: int) -> list[int]:
+    return [fewer for fewer in _FEWER_ROWS if fewer < rows]
+
+
+def _prompt_lens(config: EngineConfig, num_tokens: int) -> list[int]:
+    """Return the lengths of as few prompts as hold `num_tokens` tokens."""
+    longest = config.max_model_len - 1
+    num_prompts = min(-(-num_tokens // longest), config.max_num_seqs)
+    return [min(longest, num_tokens - i * longest) for i in range(num_prompts)]
+
+
+def _step(
+    lens: list[int],
+    *,
+    num_decodes: int,
+    is_scored: bool = False,
+    shares_segments: bool = False,
+    num_shared: int = 0,
+) -> StepInput:
+    """The tokens come with the step, and each slot gets the null block, so that what takes them in is loaded too; so do
+    a segment without keys, word that a slot has none, and the copy of a key to its own place, which leave all as it is.
+
+    `num_shared`: keys that all requests begin with, and that are in the cache.
+    """
+    slots, nothing = range(len(lens)), pack([0] * len(lens))
+    return StepInput(
+        step_id=-1,
+        new_slots=[NewSlot(slot=slot, num_cached_tokens=num_shared, sampling=_SAMPLING) for slot in slots],
+        block_groups=nothing,
+        block_slots=pack(slots),
+        block_columns=nothing,
+        block_ids=nothing,
+        token_slots=pack(slots),
+        token_starts=pack([num_shared] * len(lens)),
+        token_counts=pack(lens),
+        token_ids=pack([0] * sum(lens)),
+        slots=pack(slots),
+        num_tokens=pack(lens),
+        num_logits=pack([1] * len(lens)),
+        seq_lens=pack(num_shared + length for length in lens),
+        num_decodes=num_decodes,
+        queries=[
+            PromptQuery(row=row, start=0, count=count, targets=pack([0] * count)) for row, count in enumerate(lens)
+        ]
+        if is_scored
+        else [],
+        key_copies=pack([0, 0, 0, 0, 1]),
+        copies_new_keys=is_scored,
+        segments=pack([0, 1, 0, 0, 0]) if shares_segments else b"",
+        slot_segments=pack([0, 0, 0]) if shares_segments else b"",
+        shares_segments=shares_segments,
+        shared_prefixes=pack([0, len(lens), num_shared]) if num_shared else b"",
+    )

@@ -1,0 +1,120 @@
+"""What `quantization: auto` comes to: weights of 4 bits stay in 4 bits where 16 would take too much memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from nvcli.core.config import RunConfig
+from nvcli.core.system.nvidia_smi import SmiGpu, SmiReport
+from nvcli.errors import ConfigError
+from nvcli.job.run.kept_weights import explain_choice, keep_weights
+from nvcli.job.run.resolve import load_model, resolve_engine_config
+from nvcli.models.config import ModelConfig, load_model_config
+from nvcli.sizing.memory import estimate
+from nvcli.sizing.weights import weight_bytes
+from nvcli.tools.bench.shapes import write_shape
+from nvcli.tools.profile.advice import advise
+
+GIB = 2**30
+
+
+def shape(name: str, folder: Path, quantization: Any = "w4a16") -> ModelConfig:
+    return load_model_config(write_shape(name, folder, quantization=quantization))
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "keys", "kept"),
+    [
+        ("qwen3-8b", 141, {}, "none"),
+        ("qwen3-8b", 24, {}, "w4a16"),
+        ("qwen3-32b", 141, {}, "none"),
+        ("qwen3-32b", 80, {}, "w4a16"),
+        ("qwen3-32b", 80, {"tensor_parallel_size": 4}, "none"),
+        ("qwen3-32b", 80, {"pipeline_parallel_size": 2}, "none"),
+        ("qwen3-32b", 80, {"quantization": "none"}, "none"),
+        ("gpt-oss-20b", 141, {}, "none"),
+        ("gpt-oss-20b", 80, {"quantization": "none"}, "none"),
+        ("gpt-oss-20b", 80, {}, "w4a16"),
+        ("gpt-oss-20b", 80, {"batch_invariant": True}, "none"),
+        ("gpt-oss-120b", 141, {}, "w4a16"),
+        ("gpt-oss-120b", 141, {"tensor_parallel_size": 8}, "none"),  # groups would be cut
+    ],
+)
+def test_auto_goes_by_memory(name: str, gib: int, keys: dict[str, Any], kept: str, tmp_path: Path) -> None:
+    run = RunConfig(model="m", **keys)
+    assert keep_weights(run, shape(name, tmp_path), "cuda", gpu_bytes=gib * GIB).quantization == kept
+
+
+def test_auto_leaves_the_rest_alone(tmp_path: Path) -> None:
+    """Nobody is asked for GPUs on a CPU and for checkpoints that are not in 4 bits; unknown GPUs change nothing."""
+    run, four_bits = RunConfig(model="m"), shape("qwen3-32b", tmp_path)
+    assert keep_weights(run, four_bits, "cpu", gpu_bytes=GIB).quantization == "none"
+    assert keep_weights(run, shape("qwen3-32b", tmp_path, "none"), "cuda", gpu_bytes=GIB).quantization == "none"
+    nobody = SmiReport(gpus={}, processes=(), links={})
+    assert keep_weights(run, four_bits, "cuda", report=nobody).quantization == "none"
+    untold = SmiGpu(index=0, uuid="a", name="a slice", driver="580", total_bytes=0, used_bytes=0, mig=True)
+    assert keep_weights(run, four_bits, "cuda", gpus=[untold]).quantization == "none"
+    assert four_bits.quantisation is not None
+    small = dataclasses.replace(four_bits, quantisation=dataclasses.replace(four_bits.quantisation, group_size=16))
+    assert keep_weights(run, small, "cuda", gpu_bytes=GIB).quantization == "none"
+
+
+def test_what_is_kept_is_what_the_engine_gets(tmp_path: Path) -> None:
+    write_shape("qwen3-32b", tmp_path, quantization="w4a16")
+    run = RunConfig(model="m")
+    model = load_model(run, tmp_path, found_device="cuda", gpu_bytes=48 * GIB)
+    config = resolve_engine_config(run, tmp_path, model, found_device="cuda")
+    assert model.quantization == config.quantization == "w4a16"
+    assert config.weights_type == "bfloat16, linear layers in 4 bits"
+    with pytest.raises(ConfigError, match=r"is w4a16.* this one is not quantised: use quantization: none"):
+        keep_weights(RunConfig(model="m", quantization="w4a16"), shape("qwen3-8b", tmp_path, "none"), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "device", "keys", "line"),
+    [
+        ("gpt-oss-20b", 80, "cuda", {}, "experts stay in 4 bits, .*--quantization none"),
+        ("qwen3-32b", 80, "cuda", {}, "weights stay in 4 bits, as bfloat16 would take more than 50%"),
+        ("qwen3-8b", 141, "cuda", {}, "weights in 4 bits become bfloat16, .*--quantization w4a16 keeps them"),
+        ("qwen3-8b", 141, "cuda", {"quantization": "w4a16"}, "^$"),
+        ("qwen3-8b", 141, "cpu", {}, "^$"),
+        ("gpt-oss-20b", 141, "cuda", {}, "experts in 4 bits become bfloat16, "),
+        ("gpt-oss-20b", 80, "cuda", {"batch_invariant": True}, "become bfloat16, as batch_invariant asks for it"),
+    ],
+)
+def test_the_choice_is_said(
+    name: str, gib: int, device: Literal["cpu", "cuda"], keys: dict[str, Any], line: str, tmp_path: Path
+) -> None:
+    run = RunConfig(model="m", **keys)
+    model = keep_weights(run, shape(name, tmp_path), device, gpu_bytes=gib * GIB)
+    config = resolve_engine_config(run, tmp_path, model, found_device=device)
+    assert re.search(line, explain_choice(run, model, config))
+
+
+def test_plans_know_what_4_bits_take(tmp_path: Path) -> None:
+    """6.95 G weights of linear layers take 4.25 bits each in groups of 128; activations get room for the largest
+    layer's weight in 16 bits."""
+    plain = shape("qwen3-8b", tmp_path)
+    kept = plain.with_quantization("w4a16")
+    found = sum(weight_bytes(kept, "bfloat16").values())
+    linear = 36 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288)
+    assert found == sum(weight_bytes(plain, "bfloat16").values()) - linear * 2 + linear * 17 // 32
+    config = resolve_engine_config(RunConfig(model="m", max_model_len=4096), tmp_path, plain, found_device="cuda")
+    plans = [estimate(config, model, 80 * GIB).planned["activations"] for model in (plain, kept)]
+    assert plans[1] - plans[0] >= 2 * 24576 * 4096
+
+
+def test_advice_offers_the_bits_of_the_checkpoint(tmp_path: Path) -> None:
+    run = RunConfig(model="m", max_model_len=4096, quantization="none")
+    offers = []
+    for stored in ("w4a16", "none"):
+        model = shape("qwen3-8b", tmp_path, stored).with_quantization("none")
+        config = resolve_engine_config(run, tmp_path, model, found_device="cuda")
+        use = estimate(config, model, 24 * GIB)
+        offers.append([one.change for one in advise(config, model, use, request_len=4096, longest=None)])
+    assert ["--set quantization=w4a16" in found for found in offers] == [True, False]

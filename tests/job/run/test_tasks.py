@@ -1,0 +1,346 @@
+"""Rows that are scored and embedded, files to files, by a real scheduler and model: the numbers are transformers'."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from checkpoints import reference_logits, reference_model
+from model_engine import ModelEngine, write_byte_model
+from nvcli.core.config import EngineConfig, RunConfig
+from nvcli.core.validation import convert
+from nvcli.errors import ConfigError
+from nvcli.job.progress.display import Progress
+from nvcli.job.progress.summary import Summary, format_summary
+from nvcli.job.run.generate import generate
+from nvcli.job.text.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.usefixtures("tokenizer")  # imports transformers once, before the runs
+
+BOS = 0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_byte_model(tmp_path_factory.mktemp("models") / "byte-model")
+
+
+@pytest.fixture(scope="module")
+def encode(model: Path) -> Callable[[str], list[int]]:
+    """The ids of a text without the token that begins one."""
+    tokenizer = Tokenizer.load(model)
+
+    def encode(text: str) -> list[int]:
+        (ids,) = tokenizer.encode([text], add_special_tokens=False)
+        assert isinstance(ids, list)
+        return ids
+
+    return encode
+
+
+class Silent(Progress):
+    def __init__(self) -> None:
+        super().__init__(io.StringIO())
+
+    def note(self, line: str) -> None:
+        pass
+
+    warn = note
+
+
+class Jobs:
+    """Runs jobs in a folder and keeps the engines' configurations and the summary of the last."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder, self.model = folder, model
+        self.started: list[EngineConfig] = []
+        self.engines: list[ModelEngine] = []
+        self.summary: Summary | None = None
+
+    def __call__(self, rows: list[dict[str, Any]], task: str, *, name: str = "out.jsonl", **config: Any) -> list[Any]:
+        options = {key: config.pop(key) for key in ("limit", "update", "overwrite") if key in config}
+        source = self.folder / "in.jsonl"
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+        def start(engine_config: EngineConfig) -> ModelEngine:
+            self.started.append(engine_config)
+            self.engines.append(ModelEngine(engine_config))
+            return self.engines[-1]
+
+        settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": 4, **config}
+        run = convert({"model": str(self.model), "device": "cpu", "task": task, **settings}, RunConfig)
+        output = self.folder / name
+        self.summary = generate(
+            run, inputs=[str(source)], output=str(output), progress=Silent(), start=start, **options
+        )
+        if output.suffix != ".jsonl":
+            return []
+        return sorted((json.loads(line) for line in output.read_text().splitlines()), key=index_of)
+
+
+def index_of(row: dict[str, Any]) -> int:
+    return int(row["index"] if "index" in row else row["id"].rpartition("_")[2])
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, model: Path) -> Jobs:
+    return Jobs(tmp_path, model)
+
+
+PROMPT = "The sky over the harbour is"
+
+
+def test_scores_are_those_of_transformers(jobs: Jobs, model: Path, encode: Callable[[str], list[int]]) -> None:
+    choices = [" grey", " the colour of television", " blue", "!"]
+    cases: list[tuple[dict[str, Any], str, list[str]]] = [
+        ({"prompt": PROMPT, "choices": choices, "answer": "C"}, PROMPT, choices),
+        ({"prompt": f"{PROMPT} ", "continuation": "grey", "answer": 0, "note": 1}, PROMPT, [" grey"]),
+        ({"prompt": PROMPT, "choices": choices[::-1], "answer": " blue"}, PROMPT, choices[::-1]),
+        ({"prompt": "", "continuation": "grey"}, "", ["grey"]),
+        ({"messages": [{"role": "user", "content": "hi "}], "continuation": "ho"}, "<u>hi <a>", ["ho"]),
+        ({"prompt": PROMPT}, "", [PROMPT]),
+    ]
+    rows = jobs([row for row, _, _ in cases], "score", score={"normalize": "bytes", "token_logprobs": True})
+    for (given, before, texts), row in zip(cases, rows, strict=True):
+        start = encode(before) if "messages" in given else [BOS, *encode(before)]
+        for text, choice in zip(texts, row["choices"], strict=True):
+            ids = encode(text)
+            logits = reference_logits(model, start + ids)[len(start) - 1 : -1]
+            expected = logits.log_softmax(-1)[range(len(ids)), ids].tolist()
+            assert choice["logprob"] == pytest.approx(math.fsum(expected), abs=1e-4)
+            assert choice["token_logprobs"] == pytest.approx(expected, abs=1e-4)
+            assert (choice["num_tokens"], len(choice["tokens"])) == (len(ids), len(ids))
+            num_bytes = len(text) - (given.get("prompt") == f"{PROMPT} ")
+            assert choice["num_bytes"] == num_bytes
+            assert choice["score"] == pytest.approx(choice["logprob"] / num_bytes)
+            assert choice["perplexity"] == pytest.approx(math.exp(-choice["logprob"] / len(ids)), rel=1e-5)
+            assert choice["is_greedy"] == (logits.argmax(-1).tolist() == ids)
+        scores = [choice["score"] for choice in row["choices"]]
+        assert row["best"] == scores.index(max(scores))
+        assert row["usage"]["prompt_tokens"] == len(start) + sum(len(encode(text)) for text in texts)
+    assert [row.get("correct") for row in rows] == [rows[0]["best"] == 2, None, rows[2]["best"] == 1, None, None, None]
+    assert rows[1]["note"] == 1
+    assert "text" not in rows[5]["choices"][0]
+    assert jobs.engines[0].stats.cached_tokens > 4 * len(PROMPT) // 2  # choices share what is before them
+    assert jobs.summary is not None
+    shown = format_summary(jobs.summary)
+    assert "accuracy" in shown
+    assert "perplexity" in shown
+    assert "generated" not in shown
+    assert "temperature" not in shown
+
+
+def test_the_likeliest_continuation_is_greedy(jobs: Jobs, model: Path, encode: Callable[[str], list[int]]) -> None:
+    tokenizer = Tokenizer.load(model)
+    for prompt in map(str, range(100)):  # until the likeliest byte is a text by itself
+        best = int(reference_logits(model, [BOS, *encode(prompt)])[-1].argmax())
+        text = tokenizer.decode([[best]])[0]
+        if text.strip() and encode(text) == [best]:
+            break
+    (row,) = jobs([{"prompt": prompt, "choices": [text, f"{text}~~", "zz"]}], "score")
+    assert [choice["is_greedy"] for choice in row["choices"]] == [True, False, False]
+    assert row["best"] == 0
+
+
+def test_what_is_wrong_with_a_row_is_said(jobs: Jobs) -> None:
+    cases = [
+        ({"prompt": "a", "choices": ["b"], "continuation": "c"}, "invalid_value", "`continuation` and `choices`"),
+        ({"prompt": "a", "choices": []}, "invalid_value", "`choices` holds 0 texts; allowed: 1 to 1,024"),
+        ({"prompt": "a", "choices": ["b", 3]}, "invalid_value", "`choices[1]` is 3"),
+        ({"prompt": "a", "choices": ["b", ""]}, "invalid_value", "`choices` holds an empty text"),
+        ({"prompt": "a", "choices": ["b"], "answer": 1}, "invalid_value", "`answer` is 1, which names none of the 1"),
+        ({"prompt": "a" * 600, "choices": ["b"]}, "prompt_too_long", "602 tokens together, and `max_model_len` is 512"),
+        ({"prompt_token_ids": [5]}, "empty_prompt", "the prompt has one token"),
+        ({"choices": ["b"]}, "missing_prompt", "none of `prompt`"),
+        ({"custom_id": "x", "url": "/v1/completions", "body": {}}, "unsupported_url", "cannot be scored"),
+        ({"prompt_token_ids": [5, 999]}, "token_out_of_vocabulary", "`prompt_token_ids` holds 999"),
+    ]
+    rows = jobs([row for row, _, _ in cases] + [{"prompt": "ab", "continuation": "c"}], "score")
+    for (_, kind, message), row in zip(cases, rows, strict=False):
+        error = row["error"] if "choices" in row else row["response"]["body"]["error"] | {"type": row["error"]["code"]}
+        assert error["type"] == kind
+        assert message in error["message"]
+    assert [row["choices"] for row in rows if "choices" in row][:-1] == [[]] * 9
+    assert rows[-1]["error"] is None
+
+
+def test_a_text_of_the_full_length_is_scored_and_a_longer_one_cut_where_allowed(jobs: Jobs) -> None:
+    rows = [{"prompt": "a" * 511}, {"prompt": "a" * 512}, {"prompt": "a" * 600, "continuation": "b" * 20}]
+    found = jobs(rows, "score")
+    assert [row["error"] and row["error"]["type"] for row in found] == [None, "prompt_too_long", "prompt_too_long"]
+    assert found[0]["choices"][0]["num_tokens"] == 511
+    cut = jobs(rows, "score", job={"on_too_long": "truncate-left"}, overwrite=True)
+    assert [row["choices"][0]["num_tokens"] for row in cut] == [511, 511, 20]
+    assert [row["usage"]["prompt_tokens"] for row in cut] == [512, 512, 512]
+
+
+def test_a_job_is_continued_and_updated_and_no_other_task_takes_its_output(jobs: Jobs) -> None:
+    rows = [{"id": f"r{i}", "prompt": f"{PROMPT} {i}", "choices": ["x", "yy"]} for i in range(6)]
+    assert len(jobs(rows, "score", limit=2)) == 2
+    whole = jobs(rows, "score")
+    assert len(whole) == 6
+    assert jobs.engines[1].stats.generated_tokens == 8  # the two choices of four rows
+    with pytest.raises(ConfigError, match="made by another job"):
+        jobs(rows, "generate")
+    rows[3]["choices"] = ["x", "z"]
+    updated = jobs(rows, "score", update=True)
+    assert jobs.engines[2].stats.generated_tokens == 2
+    assert [row["choices"][1]["text"] for row in updated] == ["yy", "yy", "yy", "z", "yy", "yy"]
+    assert [row for row in updated if row["index"] != 3] == [row for row in whole if row["index"] != 3]
+
+
+def test_equal_rows_are_computed_once_and_are_right_each_by_its_own_answer(jobs: Jobs) -> None:
+    rows = [{"prompt": PROMPT, "choices": ["x", "yy"], "answer": answer} for answer in (0, 0, 1)]
+    found = jobs(rows, "score")
+    assert jobs.summary is not None
+    assert jobs.summary.counts.rows_deduplicated == 1
+    assert found[0]["correct"] == found[1]["correct"] != found[2]["correct"]
+
+
+def test_prompt_logprobs_are_not_lost_by_a_prefix_hit(
+    jobs: Jobs, model: Path, encode: Callable[[str], list[int]]
+) -> None:
+    sampling = {"max_tokens": 2, "temperature": 0, "n": 2}
+    rows: list[dict[str, Any]] = [{"prompt": PROMPT, "sampling": sampling}]
+    rows += [{"prompt": PROMPT + end, "sampling": {**sampling, "prompt_logprobs": 2}} for end in (" ", " b")]
+    plain, *found = jobs(rows, "generate", max_num_seqs=1)
+    assert "prompt_logprobs" not in plain
+    for row, given in zip(found, rows[1:], strict=True):
+        ids = [BOS, *encode(given["prompt"])]
+        expected = reference_logits(model, ids).log_softmax(-1)
+        of_prompt = row["prompt_logprobs"]
+        assert of_prompt["token_logprobs"][0] is None
+        assert of_prompt["top_logprobs"][0] is None
+        chosen = expected[range(len(ids) - 1), ids[1:]].tolist()
+        assert of_prompt["token_logprobs"][1:] == pytest.approx(chosen, abs=1e-4)
+        best = expected[:-1].topk(2).values.tolist()
+        for top, values in zip(of_prompt["top_logprobs"][1:], best, strict=True):
+            assert max(top.values()) == pytest.approx(values[0], abs=1e-4)
+        assert len(of_prompt["tokens"]) == len(ids)
+        assert len(row["choices"]) == 2
+
+
+def test_an_echo_has_the_log_probabilities_of_the_prompt(
+    jobs: Jobs, model: Path, encode: Callable[[str], list[int]]
+) -> None:
+    """They stand before those of each answer, whatever `prompt_logprobs` asks for beside them."""
+    sampling = {"max_tokens": 2, "temperature": 0, "ignore_eos": True, "echo": True, "logprobs": 1}
+    ids = [BOS, *encode(PROMPT)]
+    rows: list[dict[str, Any]] = [
+        {"prompt": PROMPT, "sampling": {**sampling, "n": 2, "prompt_logprobs": 3}},
+        {"prompt": PROMPT, "sampling": {**sampling, "best_of": 2}},
+        {"prompt_token_ids": [5], "sampling": sampling},
+        {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": PROMPT, **sampling}},
+    ]
+    plain, ranked, short, openai = jobs(rows, "generate", max_num_seqs=1)
+    expected = reference_logits(model, ids).log_softmax(-1)
+    chosen, (best, _) = expected[range(len(ids) - 1), ids[1:]].tolist(), expected[:-1].max(-1)
+    bodies = [*plain["choices"], *ranked["choices"], *openai["response"]["body"]["choices"]]
+    assert len(bodies) == 4
+    for choice in bodies:
+        logprobs = choice["logprobs"]
+        assert choice["text"].startswith(PROMPT)
+        assert [len(logprobs[name]) for name in ("tokens", "token_logprobs", "top_logprobs")] == [len(ids) + 2] * 3
+        assert (logprobs["token_logprobs"][0], logprobs["top_logprobs"][0]) == (None, None)
+        assert logprobs["token_logprobs"][1 : len(ids)] == pytest.approx(chosen, abs=1e-4)
+        assert [max(top.values()) for top in logprobs["top_logprobs"][1 : len(ids)]] == pytest.approx(
+            best.tolist(), abs=1e-4
+        )
+        assert all(len(top) == 1 for top in logprobs["top_logprobs"][1:])
+    assert max(len(top) for top in plain["prompt_logprobs"]["top_logprobs"][1:]) == 3
+    assert "prompt_logprobs" not in ranked
+    assert ranked["choices"][0]["score"] == pytest.approx(sum(bodies[2]["logprobs"]["token_logprobs"][-2:]) / 2)
+    assert len(short["choices"][0]["logprobs"]["tokens"]) == 3
+    assert len(bodies[3]["logprobs"]["text_offset"]) == len(ids) + 2
+
+
+@pytest.fixture(scope="module")
+def hidden(model: Path, encode: Callable[[str], list[int]]) -> Callable[[str], Any]:
+    """transformers' hidden states of a text, behind the final norm."""
+    import torch
+
+    reference = reference_model(model)
+
+    def hidden(text: str) -> Any:
+        with torch.inference_mode():
+            ids = torch.tensor([[BOS, *encode(text)]])
+            return reference(ids, output_hidden_states=True).hidden_states[-1][0].numpy()
+
+    return hidden
+
+
+@pytest.mark.parametrize(("pooling", "position"), [("last", slice(-1, None)), ("mean", slice(None)), ("cls", slice(1))])
+def test_embeddings_are_those_of_transformers(
+    jobs: Jobs, hidden: Callable[[str], Any], pooling: str, position: slice
+) -> None:
+    texts = [PROMPT, "a", PROMPT + " grey" * 30]
+    rows = jobs([{"prompt": text} for text in texts], "embed", embed={"pooling": pooling, "normalize": False})
+    for text, row in zip(texts, rows, strict=True):
+        np.testing.assert_allclose(row["embedding"], hidden(text)[position].mean(axis=0), atol=1e-4)
+        assert row["usage"]["prompt_tokens"] == len(text) + 1
+        assert "choices" not in row
+
+
+def test_the_files_of_a_checkpoint_say_how_embeddings_are_made(
+    jobs: Jobs, model: Path, hidden: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """A checkpoint of the decoder alone, as sentence-transformers writes it: no LM head, and no `model.` in names."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "embedder"
+    folder.mkdir()
+    for file in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        (folder / file).write_text((model / file).read_text().replace("Qwen3ForCausalLM", "Qwen3Model"))
+    weights = {name: value for name, value in load_file(model / "model.safetensors").items() if "lm_head" not in name}
+    named = {name.removeprefix("model."): value for name, value in weights.items()}
+    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+    kinds = {"0": "Transformer", "1": "Pooling", "2": "Normalize"}
+    modules = [
+        {"idx": int(i), "path": "" if i == "0" else f"{i}_{kind}", "type": f"sentence_transformers.models.{kind}"}
+        for i, kind in kinds.items()
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    pooling = {"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": False}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    jobs.model = folder
+    request = {"input": PROMPT, "encoding_format": "base64", "dimensions": 8, "model": "m"}
+    openai = {"custom_id": "o", "method": "POST", "url": "/v1/embeddings", "body": request}
+    native, other = jobs([{"prompt": PROMPT}, openai], "embed", job={"order": "input"})
+    mean = hidden(PROMPT).mean(axis=0)
+    np.testing.assert_allclose(native["embedding"], mean / np.linalg.norm(mean), atol=1e-4)
+    body = other["response"]["body"]
+    assert (body["object"], body["model"], body["usage"]["prompt_tokens"]) == ("list", "m", len(PROMPT) + 1)
+    found = np.frombuffer(base64.b64decode(body["data"][0]["embedding"]), "<f4")
+    np.testing.assert_allclose(found, mean[:8] / np.linalg.norm(mean[:8]), atol=1e-4)
+    with pytest.raises(ConfigError, match="no LM head"):
+        jobs([{"prompt": PROMPT}], "score", name="scores.jsonl")
+
+
+def test_tables_have_the_columns_of_the_task(jobs: Jobs) -> None:
+    from pyarrow.parquet import read_table
+
+    jobs([{"prompt": "a", "usage": 1, "best": "x"}, {"prompt": 5}], "embed", name="e.parquet")
+    (one, failed) = read_table(jobs.folder / "e.parquet").to_pylist()
+    assert (one, failed) if one["error"] is None else (failed, one)
+    table = read_table(jobs.folder / "e.parquet")
+    assert str(table.schema.field("embedding").type) == "list<element: float>"
+    assert sorted(len(row["embedding"] or []) for row in table.to_pylist()) == [0, 32]
+    jobs([{"prompt": "a", "choices": ["b", "c"]}, {"prompt": 5, "choices": ["b"]}], "score", name="s.parquet")
+    table = read_table(jobs.folder / "s.parquet")
+    assert sorted(len(row["choices"]) for row in table.to_pylist()) == [0, 2]
+    assert str(table.schema.field("best").type) == "int64"
+    sampling = {"prompt_logprobs": 1, "max_tokens": 1}
+    jobs([{"prompt": "ab", "best": 2, "sampling": sampling}], "generate", name="g.parquet")
+    (row,) = read_table(jobs.folder / "g.parquet").to_pylist()
+    assert row["best"] == 2
+    assert row["choices"][0]["finish_reason"] == "length"
+    assert len(row["prompt_logprobs"]["tokens"]) == 3

@@ -1,0 +1,155 @@
+"""`nvcli bench`: the figures come from a real engine, each option changes what it should, wrong ones are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nvcli import __version__
+from nvcli.tools.bench.workload import Workload
+
+
+def nvcli_bench(*args: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-P", "-m", "nvcli", "bench", *args]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+
+
+def result_of(*args: str) -> dict[str, Any]:
+    done = nvcli_bench("-m", "demo", *args, "--json")
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_measures_a_real_engine() -> None:
+    result = result_of("--num-requests", "6", "--input-len", "5:20", "--output-len", "4:12")
+    assert abs(datetime.fromisoformat(result["date"]) - datetime.now(UTC)) < timedelta(minutes=5)
+    assert result["versions"]["nvcli"] == __version__
+    assert result["versions"]["torch"]
+    assert result["layout"] == {
+        "device": "CPU",
+        "gpus": [],
+        "dtype": "float32",
+        "kv_cache_dtype": "float32",
+        "tensor_parallel_size": 1,
+        "enable_expert_parallel": False,
+        "pipeline_parallel_size": 1,
+        "data_parallel_size": 1,
+    }
+    (run,) = result["runs"]
+    workload = Workload(num_requests=6, input_len=(5, 20), output_len=(4, 12)).requests(640)
+    assert run["output_tokens"] == sum(request.max_tokens for request in workload)
+    assert run["prompt_tokens"] == sum(len(request.prompt_ids) // 4 for request in workload)
+    longest = max(request.max_tokens for request in workload)
+    assert run["steps"]["DECODE"]["count"] == longest - 1
+    assert run["steps"]["EXTEND"]["count"] == 1
+    assert result["output_tokens_per_second"] == pytest.approx(run["output_tokens"] / run["seconds"])
+    assert 0 < run["peak_kv_share"] < 1
+    assert 0 < run["roofline_share"] < 1
+    assert 0 < run["limits"]["DECODE"]["limit_seconds"] < run["limits"]["DECODE"]["seconds"]
+    assert result["ceilings"]["bytes_per_second"] > 1e8
+    assert {"engine process", "spawn", "import", "load weights", "warm up"} <= result["ready_parts"].keys()
+    assert sum(result["ready_parts"].values()) == pytest.approx(result["ready_seconds"])
+    phases = run["phases"]
+    assert phases["prefill"]["seconds"] == pytest.approx(run["steps"]["EXTEND"]["total"] / 1e3)
+    assert phases["prefill"]["seconds"] + phases["decode"]["seconds"] + run["idle_seconds"] == pytest.approx(
+        run["seconds"]
+    )
+    assert run["steps"]["EXTEND"]["idle_p99"] == 0  # what came before the pass is not counted
+    ((peak,),) = result["peak_bytes"]
+    assert peak > result["ready"]["weight_bytes"]
+    assert result["ready"]["memory"][0]["planned"]["weights"] == result["ready"]["weight_bytes"]
+
+
+def test_a_shared_prefix_is_found_in_the_cache_anew_in_each_pass() -> None:
+    options = ("--num-requests", "5", "--input-len", "8", "--output-len", "2", "--set", "block_size=16")
+    result = result_of(
+        *options,
+        "--shared-prefix",
+        "36",
+        "--set",
+        "max_num_batched_tokens=64",
+        "--repeat",
+        "2",
+        "--set",
+        "max_num_seqs=8",
+    )
+    # The first step computes one prompt and part of the next; the others find two full blocks of the prefix.
+    first, second = (run["cached_tokens"] for run in result["runs"])
+    assert first == second
+    assert 3 * 32 <= first <= 4 * 32
+
+
+def test_groups_of_prompts_and_samples() -> None:
+    options = ("--num-requests", "4", "--input-len", "8", "--output-len", "3", "--set", "block_size=16")
+    done = nvcli_bench("-m", "demo", *options, "--shared-prefix", "16,16:2", "--samples", "2")
+    assert done.returncode == 0, done.stderr
+    # The shared block is computed once, each group's once, and of all eight answers the last eight prompt tokens.
+    assert "demo: 8 requests, 160 prompt tokens, 24 output tokens" in done.stdout
+    assert f"{8 * 40 - 112} prompt tokens found and not computed (65.0 %), 112 computed" in done.stdout
+
+
+def test_requests_of_two_tokens_are_measured() -> None:
+    result = result_of("--num-requests", "1", "--input-len", "1", "--output-len", "1", "--set", "max_model_len=2")
+    assert result["runs"][0]["output_tokens"] == 1
+
+
+def test_copies_and_ranks_share_the_work() -> None:
+    options = ("--num-requests", "4", "--input-len", "8", "--output-len", "6", "--tp", "2", "--dp", "2")
+    result = result_of(*options)
+    (run,) = result["runs"]
+    assert run["num_requests"] == 4
+    assert run["steps"]["DECODE"]["count"] == 2 * 5
+    assert [[peak > 0 for peak in ranks] for ranks in result["peak_bytes"]] == [[True, True], [True, True]]
+
+
+def test_a_files_rows_are_the_workload(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt_token_ids": [5] * 10, "sampling": {"max_tokens": 3}}, {"prompt_token_ids": [6, 7]}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = result_of("--input", str(file), "--output-len", "5")
+    (run,) = result["runs"]
+    assert (run["num_requests"], run["prompt_tokens"], run["output_tokens"]) == (2, 12, 3 + 5)
+
+
+def test_ablations_run_each_in_engines_of_their_own() -> None:
+    options = ("--num-requests", "3", "--input-len", "8", "--output-len", "4")
+    done = nvcli_bench("-m", "demo", *options, "--ablate", "overlap,backend=flashinfer")
+    assert done.returncode == 0, done.stderr
+    table = done.stdout[done.stdout.index("as configured") :].splitlines()
+    assert table[1].startswith("without overlap")
+    assert table[1].endswith("%")
+    assert "left out: attention_backend flashinfer" in table[2]
+    assert done.stderr.count("ready in") == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (("--shape", "gpt-5"), "qwen3-0.6b"),
+        (("-m", "demo", "--input-len", "9:1"), "--input-len"),
+        (("-m", "demo", "--input-len", "4000"), "max_model_len"),
+        (("-m", "demo", "--shared-prefix", "-1"), "--shared-prefix"),
+        (("-m", "demo", "--repeat", "0"), "--repeat"),
+        (("-m", "demo", "--ablate", "magic"), "--ablate"),
+        (("-m", "demo", "--plot", "run.gif"), "--plot"),
+        (("-m", "demo", "--input", "no-such-file.jsonl"), "no-such-file.jsonl"),
+        (("-m", "demo", "--input", "rows.jsonl", "--input-len", "5"), "--input-len"),
+        (("-m", "demo", "--dp", "0"), "--dp"),
+        (("-m", "demo", "--set", "kv_cache_memory=250KB", "--set", "block_size=16"), "KV cache"),
+        ((), "--model"),
+    ],
+)
+def test_wrong_options_are_refused(args: tuple[str, ...], named: str) -> None:
+    done = nvcli_bench(*args)
+    assert done.returncode == 2
+    assert named in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,117 @@
+"""Everything that is wrong with a model's folder is found, each with its file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from checkpoints import edit_json
+from nvcli.demo import demo_path
+from nvcli.errors import LoadError
+from nvcli.models.hub import DownloadSize
+from nvcli.sizing.weights import weight_bytes
+from nvcli.tools.doctor import model_files
+from nvcli.tools.doctor.findings import Finding, Level
+from nvcli.tools.doctor.model_files import ModelFiles, check_model_files
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(demo_path(), tmp_path / "model"))
+
+
+def problems(files: ModelFiles) -> list[Finding]:
+    return [finding for finding in files.findings if finding.level == Level.PROBLEM]
+
+
+def test_a_sound_folder(folder: Path) -> None:
+    files = check_model_files(str(folder))
+    assert {finding.level for finding in files.findings} == {Level.OK}
+    assert files.config is not None
+    assert files.tensors is not None
+    stored = sum(info.num_bytes for info in files.tensors.values())
+    assert stored == sum(weight_bytes(files.config, "bfloat16").values())
+
+
+def test_no_folder() -> None:
+    (finding,) = check_model_files("./none").findings
+    assert (finding.level, finding.found) == (Level.PROBLEM, "./none: no such folder")
+
+
+def test_a_model_that_would_be_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_files, "find_model", lambda name, revision: None)
+    monkeypatch.setattr(model_files, "check_reachable", lambda name, revision: None)
+    size = DownloadSize(num_bytes=16 << 30, free_bytes=20 << 30, folder=Path("/cache"))
+    monkeypatch.setattr(model_files, "download_size", lambda name, revision: size)
+    (finding,) = check_model_files("someone/model").findings
+    assert finding.level == Level.WARNING
+    assert "would download 16.0 GiB (20.0 GiB are free)" in finding.found
+    assert "hf download someone/model" in finding.advice
+
+    def unreachable(name: str, revision: str | None) -> None:
+        raise LoadError("the hub cannot be reached")
+
+    monkeypatch.setattr(model_files, "check_reachable", unreachable)
+    (finding,) = check_model_files("someone/model").findings
+    assert finding.level == Level.PROBLEM
+
+
+def test_several_things_wrong_at_once(folder: Path) -> None:
+    """One broken file does not hide another."""
+    (folder / "config.json").write_text("{")
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").unlink()
+    (folder / "model-1.safetensors").write_bytes(whole[:-1000])
+    weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    found = [finding.found for finding in problems(check_model_files(str(folder)))]
+    assert len(found) == 3
+    for part, text in zip(
+        ("config.json: not valid JSON", "truncated", "model-2.safetensors: no such"), found, strict=True
+    ):
+        assert part in text
+
+
+def test_many_missing_files_are_summed_up(folder: Path) -> None:
+    weight_map = {str(n): f"model-{n}.safetensors" for n in range(20)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    found = problems(check_model_files(str(folder)))
+    assert len(found) == 6
+    assert "15 files more" in found[-1].found
+
+
+def test_an_index_that_promises_too_much(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"none": "model.safetensors"}}))
+    (finding,) = problems(check_model_files(str(folder)))
+    assert "tensor none is missing" in finding.found
+
+
+@pytest.mark.parametrize("extra", [b"", b"more"])
+def test_sizes_are_held_against_headers(folder: Path, extra: bytes) -> None:
+    """Files that safetensors would refuse are refused here, and no others."""
+    from safetensors import SafetensorError, safe_open
+
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes() + extra)
+    assert bool(problems(check_model_files(str(folder)))) == bool(extra)
+    if extra:
+        with pytest.raises(SafetensorError), safe_open(file, framework="np"):
+            pass
+
+
+def test_an_unknown_architecture(folder: Path) -> None:
+    edit_json(folder / "config.json", architectures=["OtherForCausalLM"])
+    (finding,) = problems(check_model_files(str(folder)))
+    assert "OtherForCausalLM is not supported: its config.json has the keys of " in finding.found
+
+
+def test_end_of_sequence_ids(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+    files = check_model_files(str(folder))
+    assert [f.level for f in files.findings if f.name == "generation config"] == [Level.NOTE]
+    edit_json(folder / "config.json", eos_token_id=None)
+    files = check_model_files(str(folder))
+    assert [f.level for f in files.findings if f.name == "generation config"] == [Level.WARNING]

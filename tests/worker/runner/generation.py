@@ -1,0 +1,97 @@
+"""Requests of all kinds for a tiny model, answered by a whole engine, and transformers' greedy answers to compare."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from checkpoints import reference_model
+from fake_runners import engine_config
+from nvcli.core.sampling_params import SamplingParams
+from nvcli.engine.client import EngineClient
+from nvcli.engine.request import EngineStats, Request, RequestOutput
+from nvcli.models.config import load_model_config
+from nvcli.models.kv_groups import block_bytes
+from nvcli.worker.distributed.stage import Stage
+from requests_factory import make_request
+
+EOS = 1
+MAX_TOKENS = 24
+
+
+def prompts() -> list[list[int]]:
+    """Lengths of 1 to 300 tokens (up to 75 blocks), several with a common prefix, one wholly contained in another."""
+    rng = random.Random(7)
+    common = [rng.randrange(2, 97) for _ in range(50)]
+    lengths = [1, 2, 3, 4, 5, 8, 17, 33, 64, 128, 300]
+    unique = [[rng.randrange(2, 97) for _ in range(n)] for n in lengths]
+    shared = [common + [rng.randrange(2, 97) for _ in range(n)] for n in (1, 2, 7, 30)]
+    return [*unique, *shared, common, common[:48], list(common)]
+
+
+SAMPLED = [
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_k=20, top_p=0.9, seed=5),
+    SamplingParams(temperature=1.5, min_p=0.05, presence_penalty=0.5, frequency_penalty=0.2),
+    SamplingParams(temperature=0.0, repetition_penalty=1.3, min_tokens=10, logit_bias={5: 2.0, 6: -3.0}),
+]
+
+
+def requests() -> list[Request]:
+    greedy = [make_request(i, prompt, MAX_TOKENS, stop_ids=[EOS]) for i, prompt in enumerate(prompts())]
+    sampled = [
+        make_request(
+            1000 + 10 * i + j,
+            prompt,
+            MAX_TOKENS,
+            stop_ids=[EOS],
+            sampling=params,
+            seed=params.seed or 0,
+            row=i,
+            sample=j,
+        )
+        for i, prompt in enumerate(prompts()[::3])
+        for j, params in enumerate(SAMPLED)
+    ]
+    return greedy + sampled
+
+
+def generate(path: Path, batch: list[Request], **config: Any) -> tuple[dict[int, RequestOutput], EngineStats]:
+    """`config`: of the engine; and `num_kv_tokens`, that a KV cache without tensor parallelism is to hold."""
+    num_kv_tokens = config.pop("num_kv_tokens", None)
+    if num_kv_tokens is not None:
+        first = Stage(0, config.get("pipeline_parallel_size", 1))
+        size = block_bytes(load_model_config(path), "float32", block_size=4, stage=first) // 4
+        config["kv_cache_memory"] = num_kv_tokens * size
+    client = EngineClient.start(engine_config(model_path=path, max_model_len=400, **config))
+    try:
+        client.wait_ready()
+        client.add(batch)
+        done: dict[int, RequestOutput] = {}
+        while len(done) < len(batch):
+            done.update({o.request_id: o for o in client.poll(1.0)})
+        while client.stats.num_running:
+            client.poll(0.3)
+        return done, client.stats
+    finally:
+        client.close()
+
+
+def greedy_answers(path: Path) -> list[list[int]]:
+    """transformers' answers to `prompts()`."""
+    import torch
+
+    model = reference_model(path)
+    answers = []
+    for prompt in prompts():
+        ids = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=MAX_TOKENS,
+            do_sample=False,
+            eos_token_id=EOS,
+            pad_token_id=0,
+        )
+        answers.append(ids[0, len(prompt) :].tolist())
+    return answers
