@@ -220,7 +220,7 @@ def report(found: Mapping[str, list[Variant]]) -> bool:
 def all_kernels() -> set[str]:
     """Name the kernels; what they call has another ending."""
     found = set()
-    for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
         for value in vars(importlib.import_module(module.name)).values():
             if isinstance(value, JITFunction) and value.fn.__name__.endswith("_kernel"):
                 found.add(name_of(value))

@@ -74,7 +74,7 @@ LAUNCH = {"fp8": launch_fp8, "fp8_decode": launch_fp8_decode, "w4": launch_w4}
 
 def compile_all(kind: str) -> Iterator[tuple[str, int]]:
     driver.set_active(FakeDriver())
-    with patch.multiple(f"nvcli.kernels.triton.hopper_{kind}", num_multiprocessors=lambda device: 132):
+    with patch.multiple(f"nvcli.kernels.triton.products.hopper_{kind}", num_multiprocessors=lambda device: 132):
         for kernel in LAUNCH[kind]():
             (compiled,) = kernel.device_caches[0][0].values()
             loops = [line for line in compiled.asm["ttgir"].splitlines() if "scf.for" in line]

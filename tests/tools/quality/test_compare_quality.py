@@ -34,7 +34,7 @@ from nvcli.worker.runner import model_runner
 from nvcli.worker.runner.interface import RankContext
 
 CONTEXT = RankContext(rank=0, report_phase=lambda phase: None)
-DEMO = Path(__file__).parents[2] / "src/nvcli/demo/example.jsonl"
+DEMO = Path(__file__).parents[3] / "src/nvcli/demo/example.jsonl"
 VOCAB = 97
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from constrained_requests import load_vocabulary
 
+from constrained_requests import load_vocabulary
 from nvcli.core.grammars import grammar_of
 from nvcli.core.structured import Structured
 from nvcli.demo import demo_path
@@ -27,7 +27,7 @@ from nvcli.worker.masks.mask_workers import MaskWorkers
 
 FAILING = """
 import {module} as module
-from nvcli.worker.runner import mask_processes
+from nvcli.worker.masks import mask_processes
 def fail(*args, **kwargs): raise {error}
 module.{name} = fail
 mask_processes.main()

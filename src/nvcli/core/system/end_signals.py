@@ -19,7 +19,7 @@ _WAIT_SECONDS = 0.02
 _LONGEST_WAIT = 10.0
 _FINISHED_FIRST = (
     "<frozen importlib._bootstrap>",
-    str(Path(__file__).with_name("validation.py")),
+    str(Path(__file__).parents[1] / "validation.py"),
     typing.__file__,
     enum.__file__,
 )

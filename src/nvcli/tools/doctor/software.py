@@ -25,7 +25,7 @@ def check_software(device: Literal["cpu", "cuda"]) -> list[Finding]:
     """Check the software for a run on `device`."""
     return [
         check_python(),
-        ok("nvcli", f"{__version__} in {Path(__file__).parents[1]}"),
+        ok("nvcli", f"{__version__} in {Path(__file__).parents[2]}"),
         check_torch(device),
         check_triton(device),
         check_requirements(),
