@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from constrained_requests import END_IDS, load_vocabulary, run_here
 
+from constrained_requests import END_IDS, load_vocabulary, run_here
 from nvcli.core import grammars
 from nvcli.core.grammars import Vocabulary, grammar_of
 from nvcli.core.sampling_params import SamplingParams

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from generation import generate
+
 from constrained_requests import (
     END_IDS,
     Answers,
@@ -17,8 +19,6 @@ from constrained_requests import (
     make_requests,
     run_here,
 )
-from generation import generate
-
 from nvcli.core.grammars import Vocabulary
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.structured import Constraint, Structured

@@ -6,9 +6,9 @@ Graphs are captured anew in two parts after their first steps.
 from __future__ import annotations
 
 import pytest
-from constrained_requests import assert_follow_grammars, load_vocabulary, make_requests, run_here
 from late_masks import use_late_masks
 
+from constrained_requests import assert_follow_grammars, load_vocabulary, make_requests, run_here
 from late_worker import LateMasks
 from nvcli.worker.runner import masked_choice
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from constrained_requests import END_IDS, Rank, load_vocabulary, make_requests
 from late_masks import use_late_masks
 
+from constrained_requests import END_IDS, Rank, load_vocabulary, make_requests
 from fake_runners import engine_config
 from late_worker import LateMasks
 from nvcli.core.grammars import Vocabulary

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from constrained_requests import Rank, found_in, load_vocabulary, make_requests
 from late_masks import use_late_masks
 from launched_graphs import LaunchedGraphs
 
+from constrained_requests import Rank, found_in, load_vocabulary, make_requests
 from late_worker import LateMasks
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.demo import demo_path
