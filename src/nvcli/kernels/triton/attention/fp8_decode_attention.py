@@ -33,6 +33,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from nvcli.kernels.triton.attention.attention_fold import ITEM_FIELDS
+from nvcli.kernels.triton.attention.fp8_kv import NUMBERS_OF_TWO_KEYS
 from nvcli.kernels.triton.launch.triton_version import barrier
 
 
@@ -93,18 +94,7 @@ def _numbers_of_keys(words):
 def _numbers_of_values(words):
     """Return the same, with the numbers of two keys in one register."""
     return gl.inline_asm_elementwise(
-        """{
-            .reg .b32 first_two, last_two;
-            .reg .b16 low, high;
-            prmt.b32 first_two, $4, $5, 0x5140;
-            prmt.b32 last_two, $4, $5, 0x7362;
-            mov.b32 {low, high}, first_two;
-            cvt.rn.f16x2.e4m3x2 $0, low;
-            cvt.rn.f16x2.e4m3x2 $1, high;
-            mov.b32 {low, high}, last_two;
-            cvt.rn.f16x2.e4m3x2 $2, low;
-            cvt.rn.f16x2.e4m3x2 $3, high;
-        }""",
+        NUMBERS_OF_TWO_KEYS,
         "=r,=r,=r,=r,r,r",
         [words],
         dtype=(gl.float16, gl.float16, gl.float16, gl.float16),

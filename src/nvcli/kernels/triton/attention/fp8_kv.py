@@ -9,6 +9,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+NUMBERS_OF_TWO_KEYS = tl.constexpr("""{
+    .reg .b32 first_two, last_two;
+    .reg .b16 low, high;
+    prmt.b32 first_two, $4, $5, 0x5140;
+    prmt.b32 last_two, $4, $5, 0x7362;
+    mov.b32 {low, high}, first_two;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+    mov.b32 {low, high}, last_two;
+    cvt.rn.f16x2.e4m3x2 $2, low;
+    cvt.rn.f16x2.e4m3x2 $3, high;
+}""")
+"""PTX: words of four FP8 numbers of two keys, $4 and $5, to float16: $0 to $3 have those of bytes 0 to 3."""
+
 
 @triton.jit
 def scale_pointers(
@@ -42,18 +56,7 @@ def numbers_of_words(words, DTYPE: tl.constexpr, ON_GPU: tl.constexpr):
     """
     if ON_GPU and tl.float16 == DTYPE:
         numbers = tl.inline_asm_elementwise(
-            """{
-                .reg .b32 first_two, last_two;
-                .reg .b16 low, high;
-                prmt.b32 first_two, $4, $5, 0x5140;
-                prmt.b32 last_two, $4, $5, 0x7362;
-                mov.b32 {low, high}, first_two;
-                cvt.rn.f16x2.e4m3x2 $0, low;
-                cvt.rn.f16x2.e4m3x2 $1, high;
-                mov.b32 {low, high}, last_two;
-                cvt.rn.f16x2.e4m3x2 $2, low;
-                cvt.rn.f16x2.e4m3x2 $3, high;
-            }""",
+            NUMBERS_OF_TWO_KEYS,
             "=r,=r,=r,=r,r,r",
             [words],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
