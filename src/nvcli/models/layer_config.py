@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nvcli.models.checkpoint_layout import PLAIN_LAYOUT, CheckpointLayout
-from nvcli.models.mixers.mixer import Mixer, NormConfig
+from nvcli.models.mixers.mixer import Block, FeedForward, Mixer, NormConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +43,14 @@ class LayerConfig:
 
     mixer: Mixer
     """What mixes the tokens."""
-    mlp: Mixer
+    mlp: FeedForward
     """What computes each token by itself."""
     norms: LayerNorms = LayerNorms()
     has_scalar: bool = False
     """Whether the residual stream is multiplied by a number of the checkpoint at the layer's end."""
 
     @property
-    def blocks(self) -> tuple[Mixer, Mixer]:
+    def blocks(self) -> tuple[Block, Block]:
         return self.mixer, self.mlp
 
 

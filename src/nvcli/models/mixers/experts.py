@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from nvcli.core.config_types import KeptWeights
 from nvcli.kernels.expert_settings import EXPERT_ALIGNMENT, GatedActivation, Routing
-from nvcli.models.mixers.mixer import LayerContext, Mixer, Piece, Ranks, code_elements
+from nvcli.models.mixers.mixer import FeedForward, LayerContext, Piece, Ranks, code_elements
 from nvcli.models.mixers.mlp import MLPConfig
 from nvcli.models.tensor_spec import EXPERTS, Sharding, TensorSpec, matrix, vector, with_bias
 
@@ -18,7 +18,7 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsConfig(Mixer):
+class ExpertsConfig(FeedForward):
     """A mixture of experts in an MLP's place: gated MLPs of which a router chooses some for each token, and maybe one
     that all tokens share."""
 

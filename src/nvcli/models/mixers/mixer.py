@@ -1,4 +1,4 @@
-"""Mixer: what everything else may ask of a block of a decoder layer, whatever its kind. Torch-free.
+"""Blocks: what everything else may ask of a block of a decoder layer, whatever its kind. Torch-free.
 
 A layer has two blocks: one mixes the tokens (attention, a gated delta net), and one computes each token by itself (an
 MLP, a mixture of experts). The tensor list, the KV groups, memory plans, costs, checks and the decoder ask the methods
@@ -110,7 +110,7 @@ class MixerCosts:
     it gives for the query."""
 
 
-class Mixer(ABC):
+class Block(ABC):
     """A block of a decoder layer."""
 
     name: ClassVar[str]
@@ -158,7 +158,9 @@ class Mixer(ABC):
         """What makes a token's result depend on its batch, for people; None: nothing that cannot be helped."""
         return None
 
-    # ------------------------------------------------------------------ what mixes tokens
+
+class Mixer(Block):
+    """A block that mixes the tokens of a request."""
 
     @property
     def reads_kv_of(self) -> int | None:
@@ -170,15 +172,17 @@ class Mixer(ABC):
         """How it rotates queries and keys; None: not at all."""
         return None
 
+    @abstractmethod
     def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> CacheSpec:
         """What it keeps in the KV cache on one rank, or reads there of another layer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def costs(self, num_layers: int, dtype: StoredDtype, kv_dtype: KVDtype, tensor_parallel_size: int) -> MixerCosts:
         """What one rank reads and computes in `num_layers` layers with it."""
-        raise NotImplementedError
 
-    # ------------------------------------------------------------------ what computes each token by itself
+
+class FeedForward(Block):
+    """A block that computes each token by itself."""
 
     @property
     def routing(self) -> Routing | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from nvcli.core.config_types import KeptWeights
-from nvcli.models.mixers.mixer import LayerContext, Mixer, Piece, Ranks, code_elements
+from nvcli.models.mixers.mixer import FeedForward, LayerContext, Piece, Ranks, code_elements
 from nvcli.models.tensor_spec import FUSED, Sharding, TensorSpec, matrix, with_bias
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -15,7 +15,7 @@ Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MLPConfig(Mixer):
+class MLPConfig(FeedForward):
     """A gated MLP: down(activation(gate(x)) × up(x))."""
 
     name: ClassVar[str] = "mlp"
