@@ -16,6 +16,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from benchmark import capture
 from nvcli.kernels.triton.launch.triton_version import has_known_gluon
 
 HAS_GPU = torch.cuda.is_available()
@@ -47,12 +48,6 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 def captured(run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
     """Capture a graph of what ran once before; return it and the result that its replays write."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = run()
-    return graph, result
+    results: list[Result] = []
+    graph = capture(lambda: results.append(run()))
+    return graph, results[-1]
