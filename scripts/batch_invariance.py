@@ -29,7 +29,8 @@ from typing import Any
 import msgspec
 
 from fault_kills import KilledJob
-from nvcli.core.config import EngineConfig, RunConfig
+from nvcli.core.config import RunConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import pack, unpack
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.engine.client import EngineClient

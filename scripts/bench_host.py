@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from benchmark import Case, Figures, run_benchmark
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady, StepInput, StepOutput, pack, unpack
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.engine.block_manager import BlockManager

@@ -31,7 +31,8 @@ from typing import Any
 import msgspec
 
 from benchmark import Case, Figures, measure_in_child, peak_mebibytes, run_benchmark
-from nvcli.core.config import EngineConfig, RunConfig
+from nvcli.core.config import RunConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady, pack
 from nvcli.demo import demo_path
 from nvcli.engine.protocol import AddRequests

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nvcli.cli import main as cli
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady, StepInput
 from nvcli.engine.client import EngineClient
 from nvcli.worker.executor.child_process import ChildProcess

@@ -35,7 +35,7 @@ from typing import NoReturn
 
 from fuzzing import make_parser, print_counts
 from hostile_checkpoints import CANARY, INDEX, mutate
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady, StepInput, StepOutput
 from nvcli.demo import demo_path
 from nvcli.engine.block_manager import BlockManager

@@ -31,7 +31,8 @@ import msgspec
 
 from bench_pipeline import NullEngine, Silent
 from fuzzing import make_parser, print_counts
-from nvcli.core.config import EngineConfig, JobConfig, RunConfig
+from nvcli.core.config import JobConfig, RunConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import PromptQueryResult, TokenLogprobs, pack, unpack
 from nvcli.demo import demo_path
 from nvcli.engine.request import PromptScoring, Request, RequestOutput

@@ -29,7 +29,8 @@ import msgspec
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from nvcli.core.config import EngineConfig, RunConfig
+from nvcli.core.config import RunConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import StepInput, StepOutput
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore

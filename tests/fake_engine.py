@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady, TokenLogprobs, pack, unpack
 from nvcli.engine.request import EngineStats, Request, RequestOutput
 from nvcli.errors import NvcliError, WorkerError

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import (
     EngineReady,
     KVGroup,

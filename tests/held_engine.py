@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fake_engine import FakeEngine
-from nvcli.core.config import EngineConfig, RunConfig
+from nvcli.core.config import RunConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import unpack
 from nvcli.engine.request import Request, RequestOutput
 from nvcli.llm.llm import LLM

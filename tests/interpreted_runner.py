@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nvcli.attention.triton_backend import TritonBackend
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.worker.runner.interface import RankContext, Runner
 from nvcli.worker.runner.model_runner import ModelRunner
 

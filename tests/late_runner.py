@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from late_worker import LateMasks, make_late
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.worker.runner.interface import RankContext, Runner
 from nvcli.worker.runner.model_runner import ModelRunner
 

@@ -6,7 +6,7 @@ from collections import deque
 from pathlib import Path
 
 from checkpoints import write_tiny_model
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import StepInput, StepOutput
 from nvcli.worker.runner.interface import RankContext
 from nvcli.worker.runner.model_runner import ModelRunner

@@ -6,7 +6,7 @@ import os
 from collections import deque
 from collections.abc import Sequence
 
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady, StepInput, StepOutput, unpack
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore, StepExecutor

@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 from nvcli.core.byte_sizes import parse_size
-from nvcli.core.config import AttentionBackends, EngineConfig, RunConfig, load_run_config
+from nvcli.core.config import AttentionBackends, RunConfig, load_run_config
 from nvcli.core.config_source import json_object
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.errors import ConfigError
 

@@ -59,7 +59,7 @@ class WorkerError(NvcliError):
     """An engine or rank process failed, died or stopped answering.
 
     `traceback` is that of an unexpected exception, a bug in nvcli or in a library; else it is empty. It goes
-    into a file (`job_run.early_end`), not into messages.
+    into a file (`job.run.early_end`), not into messages.
     """
 
     def __init__(self, message: str, traceback: str = "") -> None:

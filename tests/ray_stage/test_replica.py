@@ -11,7 +11,8 @@ import pyarrow
 import pytest
 
 from fake_engine import FakeEngine
-from nvcli.core.config import EngineConfig, load_run_config
+from nvcli.core.config import load_run_config
+from nvcli.core.engine_config import EngineConfig
 from nvcli.errors import ConfigError, WorkerError
 
 pytest.importorskip("ray")

@@ -89,7 +89,7 @@ def run_job(inputs: Sequence[str], options: JobOptions, settings: Settings, task
     """Do the job of a command, or report what it would do (`--dry-run`), and exit with its code.
 
     A folder as output gets an output for each input, and is created if missing: these are jobs of their own, for which
-    the model is loaded once. `task` overrides the configuration's. Raises what `job_run.generate` raises, with the
+    the model is loaded once. `task` overrides the configuration's. Raises what `job.run.generate` raises, with the
     command that continues the job if there is one, Interrupted and OutputGone.
     """
     from nvcli.job.shard import choose_shard

@@ -30,7 +30,6 @@ from nvcli.core.config_types import (
     PositiveInt,
     Quantization,
 )
-from nvcli.core.engine_config import EngineConfig, kv_dtype
 from nvcli.core.flags import MODEL, SAMPLING, Flag, FlaggedField, flagged_fields
 from nvcli.core.job_config import MESSAGES_KEY, JobConfig, MessageTemplate
 from nvcli.core.other_names import own_keys
@@ -101,7 +100,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tensor_parallel_size: Annotated[
         ParallelSize, Flag("--tp", MODEL, "GPUs (processes) for each copy; auto: what is fastest here.")
     ] = "auto"
-    """GPUs that share every layer. auto: see `job_run.planning.layout`; 1 on a CPU."""
+    """GPUs that share every layer. auto: see `job.planning.layout`; 1 on a CPU."""
     enable_expert_parallel: Annotated[
         bool, Flag("--ep", MODEL, "Whole experts on each of the --tp GPUs, not a part of every expert.")
     ] = False
@@ -343,7 +342,6 @@ def _check_prompts(job: JobConfig, fail: Callable[[tuple[str, ...], str], None])
 __all__ = [
     "SECTIONS",
     "AttentionBackends",
-    "EngineConfig",
     "JobConfig",
     "MessageTemplate",
     "RunConfig",
@@ -351,7 +349,6 @@ __all__ = [
     "all_keys",
     "flag_keys",
     "key_fields",
-    "kv_dtype",
     "load_run_config",
     "load_sourced_config",
 ]

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import msgspec
 
 from nvcli import errors
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady
 from nvcli.engine.protocol import (
     AbortRequests,

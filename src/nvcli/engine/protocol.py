@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady
 from nvcli.engine.request import EngineStats, Request, RequestOutput, StepRecord
 

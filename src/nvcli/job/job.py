@@ -149,7 +149,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """The rule that tool calls are held to while the answer is generated; None: none."""
     prompt_token_ids: list[int] | None = None
     prompts: Sequence[Prompt] = ()
-    """Several prompts in any of these forms, which are computed as jobs of their own (`job_run.several_prompts`)."""
+    """Several prompts in any of these forms, which are computed as jobs of their own (`job.run.several_prompts`)."""
     sampling: SamplingParams
     task: PromptTask | None = None
     """The task that the row asks for in place of a generated answer; None: it asks for an answer."""

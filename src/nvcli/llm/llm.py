@@ -153,7 +153,7 @@ class LLM:
 
         A row is a dict in the row format, a text (its `prompt`), a list of messages or a list of token ids. `rows` may
         be any iterable, or one text or dict. It is read at once by a thread of its own, as far ahead as the engines
-        need (`job_run.plan.window_rows`) and no further.
+        need (`job.run.plan.window_rows`) and no further.
 
         `sampling_params`, or `sampling`, goes over the LLM's defaults and under the `sampling` of a row: a dict, a
         `SamplingParams` or an object with such attributes, one for all rows or a list with one for each. `order` is

@@ -1,6 +1,6 @@
 """Session: a model that is started once and answers the rows of many calls.
 
-Two threads work for it: one tokenizes, one runs `job_run.loop.JobLoop` over the rows of all calls. Every process is
+Two threads work for it: one tokenizes, one runs `job.run.loop.JobLoop` over the rows of all calls. Every process is
 started by these threads, because the kernel ends a child with the thread that started it. The session handles no
 signals, writes nothing to standard output, and knows nothing of files.
 """

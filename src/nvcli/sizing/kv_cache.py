@@ -6,8 +6,8 @@ import bisect
 import math
 
 from nvcli.attention.kv_layout import KVDtype
-from nvcli.core.config import EngineConfig
 from nvcli.core.config_types import MAX_BLOCK_SIZE
+from nvcli.core.engine_config import EngineConfig
 from nvcli.models import kv_groups
 from nvcli.models.config import ModelConfig
 from nvcli.models.tensor_spec import StoredDtype

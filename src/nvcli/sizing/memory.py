@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from nvcli.attention.kv_layout import SCRATCH_UNIT, scratch_tokens
 from nvcli.attention.spec import attention_kinds
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import MemoryUse
 from nvcli.models.config import ModelConfig
 from nvcli.models.kv_groups import kv_groups

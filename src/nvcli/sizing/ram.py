@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nvcli.core.byte_sizes import format_bytes
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.errors import CapacityError
 from nvcli.models.config import ModelConfig
 from nvcli.sizing.weights import weight_bytes

@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 
 from fake_engine import FakeEngine
-from nvcli.core.config import EngineConfig, RunConfig
+from nvcli.core.config import RunConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.engine.request import EngineStats
 from nvcli.job.progress.display import Progress
 from nvcli.job.progress.summary import Summary

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from fake_engine import FakeEngine
-from nvcli.core.config import EngineConfig, JobConfig, MessageTemplate, RunConfig
+from nvcli.core.config import JobConfig, MessageTemplate, RunConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import unpack
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.engine.request import Request

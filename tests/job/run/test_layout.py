@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from nvcli.core.config import EngineConfig, RunConfig
+from nvcli.core.config import RunConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.system.nvidia_smi import SmiGpu, SmiReport
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.job.planning.job_time import Lengths

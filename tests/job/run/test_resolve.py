@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from nvcli.core.config import AttentionBackends, EngineConfig, RunConfig
+from nvcli.core.config import AttentionBackends, RunConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.demo import demo_path
 from nvcli.errors import ConfigError
 from nvcli.job.run import device, resolve

@@ -15,7 +15,8 @@ import pytest
 
 from checkpoints import reference_logits, reference_model
 from model_engine import ModelEngine, write_byte_model
-from nvcli.core.config import EngineConfig, RunConfig
+from nvcli.core.config import RunConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.validation import convert
 from nvcli.errors import ConfigError
 from nvcli.job.progress.display import Progress

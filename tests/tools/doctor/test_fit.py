@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from test_gpus import GIB, gpu
 
-from nvcli.core.config import EngineConfig, RunConfig
+from nvcli.core.config import RunConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.job.run.resolve import resolve_engine_config
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.tools.bench.shapes import write_shape

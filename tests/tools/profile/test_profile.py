@@ -16,7 +16,8 @@ import yaml
 
 from model_facts import with_windows
 from nvcli.core.byte_sizes import parse_size
-from nvcli.core.config import EngineConfig, RunConfig, load_run_config
+from nvcli.core.config import RunConfig, load_run_config
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.histogram import Bucket
 from nvcli.job.run.resolve import resolve_engine_config
 from nvcli.models.config import ModelConfig, load_model_config

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fake_runners import engine_config
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.demo import demo_path
 from nvcli.engine.client import EngineClient
 from requests_factory import make_request

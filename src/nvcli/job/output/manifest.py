@@ -16,7 +16,7 @@ from nvcli.job.own_files import manifest_draft_path, manifest_path
 
 VERSION = 2
 CHAT_FACT = "job.chat"
-"""The fact that says which texts become messages of a user (`job_run.chat_choice`)."""
+"""The fact that says which texts become messages of a user (`job.run.chat_choice`)."""
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.models.config import ModelConfig
 from nvcli.models.tensor_spec import DTYPE_BYTES
 from nvcli.sizing.costs import model_costs

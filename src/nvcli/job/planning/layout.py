@@ -21,8 +21,9 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from nvcli.core.byte_sizes import counted, format_bytes
-from nvcli.core.config import EngineConfig, RunConfig
+from nvcli.core.config import RunConfig
 from nvcli.core.config_types import ParallelSize
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.system.nvidia_smi import SmiGpu, SmiReport, ask_for_gpus, visible_gpus
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.job.planning.job_time import Lengths, gpu_speed, replica_seconds

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from nvcli.worker.executor.child_process import ChildProcess
 
 if TYPE_CHECKING:  # it is to be started before much is imported
-    from nvcli.core.config import EngineConfig
+    from nvcli.core.engine_config import EngineConfig
     from nvcli.job.run.loop import Engine
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady
 from nvcli.job.run.loop import Engine
 

@@ -1,6 +1,6 @@
 """`generate`: one job from its files to its files.
 
-A job is resolved (`job_run.resolve`: what is asked for, checked before a process is started), planned (`job_run.plan`:
+A job is resolved (`job.run.resolve`: what is asked for, checked before a process is started), planned (`job.run.plan`:
 what to start for it), and run. While the engines load the model, a background thread imports the tokenizer and reads
 ahead.
 """

@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from nvcli.core.config import EngineConfig, RunConfig
+from nvcli.core.config import RunConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.job_config import MESSAGES_KEY
 from nvcli.errors import LoadError
 from nvcli.job.input.known_input import digest_file

@@ -11,8 +11,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from nvcli.core.config import EngineConfig, RunConfig
+from nvcli.core.config import RunConfig
 from nvcli.core.config_types import KeptWeights
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.system.nvidia_smi import SmiGpu, SmiReport, ask_for_gpus, visible_gpus
 from nvcli.errors import ConfigError
 from nvcli.kernels.weight_formats import FP8_CAPABILITY

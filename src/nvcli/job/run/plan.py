@@ -8,7 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from nvcli.core.config import EngineConfig, RunConfig
+from nvcli.core.config import RunConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.system.host_memory import available_ram
 from nvcli.errors import ConfigError
 from nvcli.job.files import STREAM

@@ -15,8 +15,9 @@ import msgspec
 
 from nvcli.core.byte_sizes import parse_size
 from nvcli.core.chat_template import read_chat_template, unknown_variables
-from nvcli.core.config import AttentionBackends, EngineConfig, JobConfig, RunConfig, kv_dtype
+from nvcli.core.config import AttentionBackends, JobConfig, RunConfig
 from nvcli.core.config_types import ModelDtype
+from nvcli.core.engine_config import EngineConfig, kv_dtype
 from nvcli.core.job_config import MESSAGES_KEY, PROMPT_KEY
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.system.nvidia_smi import SmiGpu
@@ -65,7 +66,7 @@ class ResolvedModel:
     model_path: Path
     model: ModelConfig
     config: EngineConfig
-    """The engine's configuration for this checkpoint; the layout is still to be chosen (`job_run.plan`)."""
+    """The engine's configuration for this checkpoint; the layout is still to be chosen (`job.run.plan`)."""
     sampling_defaults: Mapping[str, Any]
     """The defaults that lie under a row's own `sampling`."""
     chat_template: str | None

@@ -7,8 +7,8 @@ from typing import get_args
 
 import msgspec
 
-from nvcli.core.config import EngineConfig
 from nvcli.core.config_types import AttentionName
+from nvcli.core.engine_config import EngineConfig
 from nvcli.errors import ConfigError
 
 _SWITCHES: dict[str, dict[str, bool]] = {

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady
 from nvcli.engine.request import Request, StepRecord
 from nvcli.errors import CapacityError, ConfigError

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.errors import WorkerError
 from nvcli.tools.bench.roofline import Ceilings
 

@@ -9,7 +9,7 @@ from multiprocessing import connection
 
 import msgspec
 
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady, unpack
 from nvcli.engine.client import EngineClient
 from nvcli.engine.request import Request, StepRecord

@@ -11,7 +11,8 @@ import msgspec
 
 from nvcli.attention.kv_layout import KVDtype
 from nvcli.attention.spec import AttentionSpec, attention_kinds
-from nvcli.core.config import EngineConfig, RunConfig
+from nvcli.core.config import RunConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.system.host_memory import available_ram
 from nvcli.core.system.nvidia_smi import SmiReport, ask_nvidia_smi
 from nvcli.errors import CapacityError, ConfigError

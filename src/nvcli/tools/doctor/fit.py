@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.models.config import ModelConfig
 from nvcli.sizing.ram import ram_of_weights, ways_to_less_ram
 from nvcli.sizing.weights import largest_stage, weight_bytes

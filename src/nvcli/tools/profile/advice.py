@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from nvcli.core.byte_sizes import format_bytes
-from nvcli.core.config import EngineConfig
 from nvcli.core.config_types import MAX_NUM_SEQS, KeptWeights
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import MemoryUse
 from nvcli.errors import ConfigError
 from nvcli.models.config import ModelConfig

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import msgspec
 
 from nvcli.core.byte_sizes import parse_size
-from nvcli.core.config import EngineConfig, RunConfig
+from nvcli.core.config import RunConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.system.host_memory import available_ram
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.job.planning.layout import resolve_layout

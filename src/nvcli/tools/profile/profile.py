@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import MemoryUse
 from nvcli.core.system.nvidia_smi import ask_for_gpus
 from nvcli.engine.client import EngineClient

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from nvcli.core.config import EngineConfig, RunConfig
+from nvcli.core.config import RunConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.errors import ConfigError, NvcliError, reworded
 from nvcli.job.planning.layout import resolve_layout
 from nvcli.job.run.resolve import ResolvedModel, resolve_settings

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from nvcli import errors
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.errors import WorkerError
 from nvcli.tools.quality.rank_messages import CompareFailed, CompareReady, CompareTask, PassageSums, PassageTask
 from nvcli.worker.distributed.rendezvous import create_store

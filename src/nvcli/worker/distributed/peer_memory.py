@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import torch
 
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.kernels.peer_memory import SUPPORTED_RANKS, PeerLayout, PeerMemory
 from nvcli.worker.distributed.process_group import RankGroups
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup

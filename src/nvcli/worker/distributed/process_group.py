@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
 _LOOPBACK_ONLY = {

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import msgspec
 
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import (
     MAX_KV_GROUPS,
     EngineReady,

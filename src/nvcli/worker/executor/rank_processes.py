@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from nvcli import errors
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady
 from nvcli.errors import NvcliError, WorkerError
 from nvcli.worker.executor.child_process import ChildProcess

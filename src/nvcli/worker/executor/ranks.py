@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.worker.distributed.rendezvous import create_store
 from nvcli.worker.executor.channel import ChannelSpec, close_fds
 from nvcli.worker.executor.child_process import ChildProcess

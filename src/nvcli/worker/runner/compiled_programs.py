@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.system.kernel_cache import kernel_cache_folder
 from nvcli.core.system.versions import torch_build, triton_version
 from nvcli.kernels.triton.launch.compile_processes import CompileProcesses

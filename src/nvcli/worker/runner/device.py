@@ -8,8 +8,8 @@ import threading
 
 import torch
 
-from nvcli.core.config import EngineConfig
 from nvcli.core.config_types import FP8Accumulation
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.system.control_group import container_cores
 from nvcli.core.system.versions import cuda_torch_advice, driver_cuda
 from nvcli.errors import ConfigError

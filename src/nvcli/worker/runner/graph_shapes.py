@@ -9,7 +9,7 @@ import torch
 
 from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.models.config import ModelConfig
 from nvcli.sizing.graph_sizes import launch_bound_tokens, may_share, may_share_prefixes, step_graph_sizes
 from nvcli.worker.runner.graph_runner import GraphRunner

@@ -9,7 +9,7 @@ import torch
 
 from nvcli.attention.kv_cache import KVCacheSpec
 from nvcli.core.byte_sizes import format_bytes
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import MemoryUse
 from nvcli.core.system.host_memory import available_ram, peak_resident_bytes, resident_bytes, total_ram
 from nvcli.errors import CapacityError, LimitsTooHigh

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nvcli.attention.kv_cache import NULL_BLOCK
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import MOST_KEY_COPIES, NewSlot, StepInput
 from nvcli.kernels.key_copies import COPY_FIELDS, KeyCopies
 from nvcli.kernels.prepare_inputs import keep_tokens, write_tokens

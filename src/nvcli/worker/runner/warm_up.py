@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from nvcli.core.config import EngineConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import NewSlot, PromptQuery, SlotSampling, StepInput, pack
 from nvcli.errors import LimitsTooHigh
 from nvcli.worker.runner.device import wait_for_gpu
