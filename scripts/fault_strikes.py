@@ -158,7 +158,7 @@ def run_out_of_memory(
             job.end()
     wrong = [] if code == 0 else ["exit code 0 was due"]
     lines = warnings(job.said())
-    anew = r"Starting all ranks anew took [\d.]+ s$" if tp > 1 else r"max_num_seqs [\d,]+$"
+    anew = r"Restarting all ranks took [\d.]+ s$" if tp > 1 else r"max_num_seqs [\d,]+$"
     pattern = rf"out of memory in step \d+ with [\d,]+ requests and [\d,]+ tokens \(rank {tp - 1}: .*{anew}"
     if not lines or not all(re.search(pattern, line) for line in lines):
         wrong.append(f"not a warning with {pattern!r}: {lines}")

@@ -104,7 +104,7 @@ def test_a_grammar_that_cannot_be_followed_is_an_error_row() -> None:
     failed, other = sorted(scheduler.take_outputs(), key=lambda output: output.request_id)
     assert (failed.finish_reason, failed.error_type) == ("error", "structured_too_complex")
     assert unpack(failed.token_ids).tolist() == [5]
-    assert "behind token 1 of the answer" in failed.error
+    assert "after token 1 of the answer" in failed.error
     assert other.finish_reason == "length"
     scheduler.check_integrity()
 

@@ -168,7 +168,7 @@ def test_a_preempted_request_waits_for_the_tokens_on_their_way() -> None:
 def test_drafted_tokens_are_refused_where_there_are_states() -> None:
     """A state does not go back by tokens that were not accepted."""
     groups = (KVGroup(), KVGroup(window=2, is_state=True))
-    with pytest.raises(ConfigError, match=r"^3 tokens a decode row: .*states.*; decode without drafted"):
+    with pytest.raises(ConfigError, match=r"^3 tokens per decode row: .*states.*; decode without drafted"):
         SchedulerLimits(
             max_num_seqs=4,
             max_num_batched_tokens=64,

@@ -162,4 +162,4 @@ def test_rows_that_forbid_every_token_themselves_are_no_broken_model() -> None:
     ]
     done = answers(rows)
     assert {output.error_type for output in done.values()} == {"invalid_structured"}
-    assert "none of `allowed_token_ids` is a token with which the answer can go on as `structured` or" in done[0].error
+    assert "`structured` or `tool_choice` permits none of the `allowed_token_ids` (or" in done[0].error

@@ -158,7 +158,7 @@ def test_nothing_is_found_again_in_ranks_that_were_started_anew() -> None:
     assert answers(run(core, scheduler)) == undisturbed(requests)
     assert len(executor.failed) == 1
     assert core.stats.num_blocks == 20
-    assert re.search(r"max_num_seqs 8\. Starting all ranks anew took 0\.0 s", core.take_notes()[0])
+    assert re.search(r"max_num_seqs 8\. Restarting all ranks took 0\.0 s", core.take_notes()[0])
 
 
 def test_limits_are_lowered_until_ranks_can_be_started_anew() -> None:
@@ -169,14 +169,14 @@ def test_limits_are_lowered_until_ranks_can_be_started_anew() -> None:
     core.add(requests := [make_request(i, [*range(20), i], 20) for i in range(6)])
     assert answers(run(core, scheduler)) == undisturbed(requests)
     (note,) = core.take_notes()
-    assert "from here on with max_num_batched_tokens 4 and max_num_seqs 4" in note  # 32, 16, 8
+    assert "from now on with max_num_batched_tokens 4 and max_num_seqs 4" in note  # 32, 16, 8
 
 
 def test_limits_that_cannot_be_lowered_any_further_end_the_run() -> None:
     core, scheduler, executor = make_core(lambda step: step.step_id == 3, blocks_anew=lambda: 20)
     executor.num_refusals = 100
     core.add([make_request(0, range(5), 20)])
-    with pytest.raises(CapacityError, match=r"one token in a step \(as planned\)"):
+    with pytest.raises(CapacityError, match=r"a single token per step \(as planned\)"):
         run(core, scheduler)
 
 
@@ -202,7 +202,7 @@ def test_block_that_the_last_step_was_to_fill_is_not_reused() -> None:
 def test_no_end_of_memory_ends_the_run_with_advice() -> None:
     core, scheduler, executor = make_core(lambda step: True)
     core.add([make_request(0, range(50), 30)])
-    with pytest.raises(CapacityError, match=r"one token in a step \(as planned\): lower gpu_memory_utilization"):
+    with pytest.raises(CapacityError, match=r"a single token per step \(as planned\): lower gpu_memory_utilization"):
         run(core, scheduler)
     assert len(core.notes) == len(executor.failed) - 1
     assert scheduler.limits.max_num_batched_tokens == scheduler.limits.max_num_seqs == 1
@@ -300,7 +300,7 @@ def test_a_rank_goes_on_with_smaller_steps(monkeypatch: pytest.MonkeyPatch, tp: 
     assert tokens == {request_id: answer[0] for request_id, answer in undisturbed(requests).items()}
     assert len(notes) == 4
     assert re.search(rf"\(rank {tp - 1}: none left for step 5, [^)]* say, of …\)", notes[0])  # cut between words
-    assert all(("Starting all ranks anew took" in note) == (tp > 1) for note in notes)
+    assert all(("Restarting all ranks took" in note) == (tp > 1) for note in notes)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -309,7 +309,7 @@ def test_it_ends_where_it_cannot_go_on(monkeypatch: pytest.MonkeyPatch, tp: int)
     config = engine_config(tensor_parallel_size=tp, max_num_seqs=2, max_num_batched_tokens=4)
     client = EngineClient.start(config, runner="fake_runners:OutOfMemoryRunner")
     try:
-        with pytest.raises(CapacityError, match=rf"one token in a step \(rank {tp - 1}: none left for step"):
+        with pytest.raises(CapacityError, match=rf"a single token per step \(rank {tp - 1}: none left for step"):
             collect(client, [make_request(0, [1], 100)])
     finally:
         client.close()

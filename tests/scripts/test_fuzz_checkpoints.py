@@ -47,7 +47,7 @@ NO_FILE = "not one error that names a file or calls the model too large"
         (0, "", []),
         (1, "", []),
         (2, ERROR, []),
-        (2, "nvcli: error: the weights take 21.00 TiB in float32, and 22.68 GiB of RAM are free\n", []),
+        (2, "nvcli: error: the weights take 21.00 TiB in float32, but 22.68 GiB of RAM are free\n", []),
         (None, "", ["no end after 1 s"]),
         (-9, "", ["exit code -9"]),
         (3, ERROR, ["exit code 3"]),

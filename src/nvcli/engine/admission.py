@@ -1,14 +1,14 @@
-"""Admission: whether a waiting request fits into the KV cache until it and the running requests end.
+"""Admission: admits a waiting request if the KV cache can hold it and the running requests until they end.
 
-Admitting every request that has blocks now would fill the cache later, so that requests are preempted and computed
-again. Admitting only what fits if each answer took all of `max_tokens` leaves most of the cache empty. So the blocks
-that the running requests will hold at each later step are added up, from forecasts of where their answers end
-(`LengthForecast`), and a request is admitted if the sum stays within the cache (after Past-Future, Gong et al., ASPLOS
+Admitting every request for which there are blocks now would fill the cache later, so that requests are preempted and
+recomputed. Admitting only what fits if every answer used all of its `max_tokens` leaves most of the cache empty. So the
+blocks that running requests will hold at each later step are added up, from forecasts of where their answers end
+(`LengthForecast`), and a request is admitted if the sum never exceeds the cache (after Past-Future, Gong et al., ASPLOS
 2025).
 
-The sum is kept as a table over time, by the stretch of steps in which each request is forecast to end, so that a
-request costs one update on entry and one on exit, and reading the table costs a few additions per stretch. Steps that
-admit nothing cost nothing, and neither do steps in which all requests fit with all of their `max_tokens`.
+The sum is kept as a table over time, by the stretch of steps in which each request is forecast to end. A request costs
+one update on entry and one on exit, and reading the table costs a few additions per stretch. Steps that admit nothing
+cost nothing, and neither do steps in which all requests fit with all of their `max_tokens`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Admission:
         self._num_running = 0
         self._forecast = LengthForecast()
         self._stretches: dict[int, _Stretch] = {}
-        """Number → stretch; stretch n is the steps from n × _STRETCH on."""
+        """Number → stretch; stretch n covers the steps from n × _STRETCH on."""
         self._stretch_of: dict[RequestState, int] = {}
         self._offset = 0
         """The sum of all offsets."""
@@ -78,7 +78,7 @@ class Admission:
             return None
         manager = tables.block_manager
         num_free = manager.num_free
-        # Every running request keeps room for one more row, so that admission does not lead to preemption.
+        # Every running request keeps room for one more row, so that admission does not cause preemption.
         reserve = tables.reserve(self._num_running, self._tokens_per_row)
         length = tables.enter(state, budget, reserve=reserve)
         if length is None:
@@ -111,8 +111,8 @@ class Admission:
         self._forecast.end(state)
 
     def _fits(self, state: RequestState, own: int, step: int, manager: BlockManager) -> bool:
-        """Whether a request that has taken its blocks, `own` tokens of which nobody held before, fits into the cache
-        until it and the running requests have ended."""
+        """Whether the cache can hold a request that has its blocks (`own` of its tokens were held by no one before),
+        along with the running ones, until they have ended."""
         room = (manager.num_free - _SPARE_SHARE * manager.num_blocks) / self._blocks_per_token
         if self._last_step_sum - len(self._last_steps) * step + state.max_len - state.num_tokens <= room:
             return True
@@ -152,7 +152,7 @@ class Admission:
             self._place(state, self._remove(state), step)
 
     def _peak_growth(self, new: RequestState, own: int, step: int) -> int:
-        """Return the peak growth of the cache, in tokens, if one more request runs that alone holds `own` tokens."""
+        """Return the peak growth of the cache, in tokens, if a request that alone holds `own` tokens joins."""
         number = self._stretch_number(new, step)
         held = self._offset + len(self._stretch_of) * step + own
         peak = offset = num_running = 0

@@ -1,8 +1,8 @@
 """AnswerWatch: watches the tokens of an answer as they come back, for requests that ask for it.
 
-It makes two checks. An answer that has become a loop ends there. A thought that has used up its tokens is ended by
-forced tokens in place of the model's. Both checks run at token counts that depend on the answer alone, so that the
-outcome does not depend on how tokens come back.
+It makes two checks. An answer that has started to loop ends there. A thought that has used up its tokens is cut short
+by forced tokens. Both checks run at token counts that depend on the answer alone, so the outcome does not depend on how
+tokens come back.
 
 A loop found late only wastes some tokens. A thought's limit must not be found late: the request waits at the limit
 until its tokens are known (`barrier`), and no other request waits with it.
@@ -24,7 +24,7 @@ _NEVER = MAX_INT
 
 
 class AnswerWatch:
-    """Watches one answer. Numbers are of generated tokens."""
+    """Watches one answer. All numbers count generated tokens."""
 
     def __init__(self, loop_rule: StopRepetition | None, thought_limit: ThoughtLimit | None) -> None:
         self._loop_rule = loop_rule
@@ -33,31 +33,31 @@ class AnswerWatch:
 
     @property
     def barrier(self) -> int:
-        """The tokens that must be known before more are computed; a huge number if none must."""
+        """The number of tokens that must be known before more are computed; a huge number if there is no such limit."""
         return _NEVER if self._thought is None else self._thought.due_at
 
     @property
     def due_at(self) -> int:
-        """The number of tokens at which the answer is checked next."""
+        """The number of tokens at which to check the answer next."""
         return min(self._loop_at, self.barrier)
 
     def is_loop(self, tokens: array[int]) -> bool:
-        """Whether an answer, given whole, has become a loop and is to end. May be called at any length."""
+        """Whether the answer (given whole) has started to loop and should end. Callable at any length."""
         if self._loop_rule is None or len(tokens) < self._loop_at:
             return False
         self._loop_at = _next_stride(len(tokens))
         return ends_in_loop(tokens, self._loop_rule)
 
     def take_forced(self, tokens: array[int]) -> Sequence[int]:
-        """Return the tokens that the answer, given whole, must continue with; empty: the model's own. May be called
-        at any length."""
+        """Return the tokens that must come next in the answer (given whole), or none if the model chooses. Callable at
+        any length."""
         if self._thought is None or len(tokens) < self._thought.due_at:
             return ()
         return self._thought.look(tokens)
 
 
 def watch_of(request: Request) -> AnswerWatch | None:
-    """Return the watch on the answer to a request; None for most requests."""
+    """Return the watch for a request's answer; None for most requests."""
     loop_rule = request.sampling.loop_rule
     if loop_rule is None and request.thought_limit is None:
         return None
@@ -65,7 +65,7 @@ def watch_of(request: Request) -> AnswerWatch | None:
 
 
 def ends_in_loop(tokens: array[int], rule: StopRepetition) -> bool:
-    """Whether the tokens end in one repeated pattern, by this rule."""
+    """Whether the tokens end in a repeated pattern, by this rule."""
     num_needle = max(1, min(_NEEDLE_TOKENS, rule.min_tokens // 2))  # only what every loop repeats
     most = max(rule.min_count * rule.max_pattern_size, rule.min_tokens)
     tail = tokens[-most:].tobytes()
@@ -99,7 +99,7 @@ class _Thought:
         self.due_at = len(limit.start_ids) + limit.budget
 
     def look(self, tokens: array[int]) -> Sequence[int]:
-        """Read the new tokens. Return those that end the thought, if it has used up its budget."""
+        """Read new tokens. Return those that end the thought, if it has used up its budget."""
         limit = self._limit
         ends = [array("i", end) for end in limit.ends]
         start = array("i", limit.start_ids)

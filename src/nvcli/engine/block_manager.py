@@ -1,10 +1,10 @@
-"""BlockManager: who holds which KV block, and which blocks hold a prefix that can be used again.
+"""BlockManager: tracks who holds which KV block, and which blocks hold a reusable prefix.
 
 Blocks are numbered from 1 (0 is the null block, never handed out) and counted by reference. A full block whose tokens
 are known is registered under a hash that chains over all tokens before it (vLLM's scheme), so that equal prefixes are
-found. All KV groups share the blocks; a block is registered for the one whose keys it holds. A block that nobody holds
+found. All KV groups share the blocks; a block is registered for the one whose keys it holds. A block that no one holds
 keeps its contents until it is needed: blocks without a hash go first, then the least recently released. This module
-knows block numbers only, not what lies in the blocks.
+knows block numbers only, not what the blocks contain.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOKEN_BYTES = 4  # token ids come packed as int32
 def hash_blocks(token_bytes: bytes, block_size: int, parent: BlockHash = b"") -> list[BlockHash]:
     """Return chained hashes of the full blocks of packed int32 tokens; `parent` is the hash of the block before them.
 
-    128 bits: two different prefixes do not meet in practice.
+    They have 128 bits, so two different prefixes never collide in practice.
     """
     step = block_size * TOKEN_BYTES
     hashes = []
@@ -70,7 +70,7 @@ class BlockManager:
         return blocks
 
     def find(self, block_hash: BlockHash, group: int = 0) -> int | None:
-        """Return the block of a KV group under this hash, if any. Unless held, it may be evicted by `allocate`."""
+        """Return the block of a KV group under this hash, if any. `allocate` may evict it unless it is held."""
         return self._by_hash[group].get(block_hash)
 
     def find_leading(self, hashes: Iterable[BlockHash], group: int = 0) -> list[int]:

@@ -7,7 +7,7 @@ the request has computed, since more is not certain until counts arrive. Freed b
 steps in flight still read them: steps run in order.
 
 A prefix is reused as far as every group allows. A group without a window needs all of its blocks; one with a window
-needs those that the first token behind the prefix attends to.
+needs those that the first token after the prefix attends to.
 
 Rows of one step may share blocks of keys that one of them fills, because keys are stored before they are read. Groups
 with recurrent states have rules of their own (`state_blocks.py`).
@@ -71,15 +71,15 @@ class BlockTables:
         may_copy = block_manager.enable_prefix_caching and not self._states.groups
         self._key_copies = KeyCopies(block_size, is_on=may_copy)
         self._leaving: dict[RequestState, None] = {}
-        """Requests that took blocks for a chunk which the next step no longer attends to."""
+        """Requests that took blocks for a chunk and no longer need all of them in the next step."""
 
     @property
     def num_bytes_saved(self) -> int:
-        """The bytes of keys and values that steps saved by reading them once for several rows."""
+        """Bytes of keys and values that steps did not read, because they read them once for several rows."""
         return self._segments.num_bytes_saved + self._chunk_groups.num_bytes_saved
 
     def begin_step(self) -> None:
-        """Note that a new step is planned: earlier ones will have filled their blocks when it runs."""
+        """Begin planning a step: blocks of earlier steps will be filled when it runs."""
         self._states.begin_step()
         self._key_copies.begin_step()
         leaving, self._leaving = self._leaving, {}
@@ -88,7 +88,7 @@ class BlockTables:
                 self._free_behind_windows(state)
 
     def entered(self, state: RequestState) -> None:
-        """Record that a request has got a slot, with the blocks that `enter` took."""
+        """Record that a request got a slot, with the blocks that `enter` took."""
         self._key_copies.entered(state)
 
     def decodes(self, state: RequestState) -> None:
@@ -96,7 +96,7 @@ class BlockTables:
         self._segments.enter(state)
 
     def share(self, draft: StepDraft, num_decodes: int) -> Sharing:
-        """Return what the rows of a step share: this many decode rows and the chunks of its draft."""
+        """Return what a step's rows share: this many decode rows, and the chunks of its draft."""
         return Sharing(
             self._chunk_groups.arrange(draft.chunks),
             self._segments.take_changes(num_decodes),
@@ -116,16 +116,16 @@ class BlockTables:
         return needed <= self.block_manager.num_blocks
 
     def reserve(self, num_requests: int, num_tokens: int) -> int:
-        """The most blocks that `num_requests` decoding requests need for `num_tokens` more tokens each."""
+        """Return the most blocks that `num_requests` decoding requests need for `num_tokens` more tokens each."""
         return num_requests * len(self._of_keys) * -(-num_tokens // self.block_size)
 
     def enter(self, state: RequestState, budget: int, *, reserve: int) -> int | None:
-        """Take a waiting request's first blocks, cached ones first, and set `num_computed` accordingly, copied keys
+        """Take a waiting request's first blocks, cached ones first, and set `num_computed` to match, copied keys
         included.
 
-        Groups without a window get blocks for all known tokens, the others for the first chunk. Returns the number of
-        its tokens, at most `budget`. Returns None, and takes nothing, if fewer than `reserve` free blocks would be
-        left, or if the request needs a state that this step only computes.
+        Groups without a window get blocks for all known tokens, the others for the first chunk. Returns the chunk's
+        number of tokens, at most `budget`. Returns None, and takes nothing, if fewer than `reserve` free blocks would
+        be left, or if the request needs a state that this very step computes.
         """
         block_size, manager = self.block_size, self.block_manager
         num_tokens = state.num_tokens
@@ -277,13 +277,13 @@ class BlockTables:
         state.set_hashed_blocks(0, self.block_size)
 
     def shares_blocks(self, state: RequestState) -> bool:
-        """Whether other requests hold the first block of keys that a running request holds, too."""
+        """Whether another request also holds a running request's first block of keys."""
         tables = [(state.blocks[group], state.first_columns[group]) for group in self._of_keys]
         firsts = [block for blocks, first in tables for block in blocks[first : first + 1]]
         return not all(map(self.block_manager.has_single_owner, firsts))
 
     def _match(self, state: RequestState, hashes: Sequence[BlockHash]) -> None:
-        """Find the longest cached prefix, and take a reference of its blocks.
+        """Find the longest cached prefix, and take a reference to its blocks.
 
         Sets each group's blocks, all equally long; blocks outside its window are 0. Also sets `num_found_blocks`.
         """
@@ -301,8 +301,8 @@ class BlockTables:
             self.block_manager.hold(blocks[first:])
 
     def _num_whole(self, state: RequestState, num_cached: int) -> int:
-        """Return the length of the longest prefix, of at most `num_cached` blocks, for which every group has found
-        the blocks that it needs. Sets `num_found_blocks`."""
+        """Return the length of the longest prefix, up to `num_cached` blocks, for which every group found the blocks
+        that it needs. Sets `num_found_blocks`."""
         found = state.blocks
         runs = {group: _run_lengths(found[group]) for group in (*self._windowed, *self._states.groups)}
 
@@ -317,8 +317,8 @@ class BlockTables:
         return num_cached
 
     def _find(self, hashes: Sequence[BlockHash], group: int) -> list[int]:
-        """Find the blocks that a group has registered for these hashes. The result ends before the first missing block;
-        in a group with a window it has a 0 for each missing one."""
+        """Find the blocks that a group has registered under these hashes. The result ends before the first missing
+        block; in a group with a window it has a 0 for each missing one."""
         if self._groups[group].window is None:
             return self.block_manager.find_leading(hashes, group)
         return [self.block_manager.find(block_hash, group) or 0 for block_hash in hashes]
@@ -356,7 +356,7 @@ class BlockTables:
 
 
 def _run_lengths(blocks: Sequence[int]) -> list[int]:
-    """Count for each n, from 0 on, how many blocks at the end of the first n are present (not 0) without a gap."""
+    """For each n from 0, count how many of the last of the first n blocks are present (not 0) without a gap."""
     runs = [0]
     for block in blocks:
         runs.append(runs[-1] + 1 if block else 0)

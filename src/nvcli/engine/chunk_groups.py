@@ -1,8 +1,8 @@
-"""The groups of a step's prefill chunks that are attended together to the prefix that they share.
+"""The groups of a step's prefill chunks that attend together to a prefix that they share.
 
 A tile of the prefill kernel takes tokens of one chunk, and costs as much for a few tokens as for a full tile. Short
-chunks behind the same prefix fill tiles together: all of their tokens see the keys of the prefix, so it does not matter
-whose they are. A group is a run of chunks whose requests begin with the same blocks. The chunks of a step are sorted by
+chunks with the same prefix fill tiles together: all of their tokens see the keys of the prefix, so it does not matter
+whose they are. A group is a run of chunks whose requests begin with the same blocks. A step's chunks are sorted by
 their blocks, so that those that share most are adjacent.
 
 Groups are chosen anew for each step, from the block tables. In a tree of prefixes a chunk joins at most one group, the
@@ -22,7 +22,7 @@ from nvcli.engine.segment_forest import num_equal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixCosts:
-    """Costs that decide whether chunks are attended together, in keys of a layer that one tile attends to.
+    """Costs that decide whether chunks attend together, in keys of a layer that one tile attends to.
 
     Measured on an H200 with 32 query heads and 8 KV heads of 128 in bf16, where a tile of 128 rows attends to 1,000
     keys, in all KV heads, in 0.84 us of the whole GPU's time.
@@ -31,8 +31,8 @@ class PrefixCosts:
     tile_tokens: int
     """The tokens that fill a tile (`EngineReady.prefix_tile_tokens`)."""
     token: float = 6.0
-    """Extra cost per token: its result over the prefix is written and read again. 8,192 tokens take 157 us over 512
-    keys and 449 over 2,048."""
+    """Extra cost per token: its result for the prefix is written and read again. 8,192 tokens take 157 us over 512 keys
+    and 449 us over 2,048."""
     least_gain: float = 2_048
     """Minimum gain of a group."""
     least_gain_in_step: float = 32_768
@@ -50,7 +50,7 @@ class Chunk(NamedTuple):
 
 
 class ChunkGroup(NamedTuple):
-    """Chunks that are attended together to the keys that they share."""
+    """Chunks that attend together to the keys that they share."""
 
     first: int
     """The first chunk's position in the step's new order."""
@@ -69,11 +69,11 @@ class Arrangement(NamedTuple):
 
 @dataclass(slots=True)
 class _Run:
-    """Adjacent chunks, and the cost and gain of attending them together."""
+    """Adjacent chunks, and the cost and gain of letting them attend together."""
 
     first: int
     num_blocks: int
-    """Blocks that all of them begin with."""
+    """Blocks with which all of them begin."""
     count: int = 0
     tiles_saved: float = 0.0
     """Tiles that the chunks would take alone, minus their share of full tiles."""
@@ -86,12 +86,12 @@ class ChunkGroups:
     def __init__(
         self, kv_groups: Sequence[int], block_size: int, costs: PrefixCosts | None, *, token_bytes: int = 0
     ) -> None:
-        """`kv_groups`: the numbers of the KV groups of full attention; `token_bytes`: bytes per token in all of
-        them. `costs`: None where the ranks attend to every chunk by itself; then there are no groups."""
+        """`kv_groups`: the numbers of the KV groups of full attention; `token_bytes`: bytes per token in all of them.
+        `costs`: None if the ranks process each chunk on its own; then there are no groups."""
         self._kv_groups, self._block_size, self._token_bytes = kv_groups, block_size, token_bytes
         self._costs = costs if kv_groups else None
         self.num_bytes_saved = 0
-        """The bytes of keys and values that steps did not read, because a tile had tokens of several chunks."""
+        """Bytes of keys and values that steps did not read, because one tile had tokens of several chunks."""
 
     def arrange(self, chunks: Sequence[Chunk]) -> Arrangement | None:
         """Sort the chunks of a step and find the worthwhile groups; None if there are none."""
@@ -130,8 +130,8 @@ class ChunkGroups:
         return worthy if total >= self._costs.least_gain_in_step else []
 
     def _extend(self, run: _Run, num_common: int, chunk: Chunk) -> bool:
-        """Add a chunk that shares `num_common` blocks with the previous one, unless the run is better off without
-        it: if it shares less than the others do, or gains nothing. Return whether it was added."""
+        """Add a chunk that shares `num_common` blocks with the previous one, unless the run is better off without it:
+        if it shares less than the others do, or gains nothing. Return whether it was added."""
         assert self._costs is not None
         tile_tokens, num_tokens = self._costs.tile_tokens, chunk.num_tokens
         num_blocks = min(run.num_blocks, num_common)
@@ -147,7 +147,7 @@ class ChunkGroups:
         return True
 
     def _close(self, run: _Run, worthy: list[_Run]) -> float:
-        """Add a run to `worthy` if it is worth it; return its gain, not counting a last tile that may be almost
+        """Add a run to `worthy` if it is worthwhile; return its gain, not counting a last tile that may be almost
         empty."""
         assert self._costs is not None
         gain = self._value(run) - run.num_blocks * self._block_size

@@ -29,19 +29,19 @@ from nvcli.worker.executor.child_process import ChildProcess
 from nvcli.worker.executor.ranks import MODEL_RUNNER
 
 _STOPPED_CHECK_SECONDS = 0.5
-"""Seconds between two checks whether a silent engine was stopped by a signal."""
+"""Seconds between checks whether a signal has stopped a silent engine."""
 
 _MESSAGE_SAMPLES = 256
 _MESSAGE_BYTES = 512 * 1024
-"""Samples, and bytes of their prompts, after which a message is sent. The engine takes some milliseconds for that
-many, and they usually fill its first step."""
+"""Samples, and bytes of prompts, per message. The engine spends a few milliseconds on this many, and they usually fill
+its first step."""
 
 
 class EngineClient:
-    """Sends requests to an engine's process and receives its outputs. One thread may use it.
+    """Sends requests to an engine's process and receives its outputs. For use by one thread.
 
-    The engine reports its ranks' failures. A caller that waits for the engine learns at once that its process died, and
-    within `step_timeout` that a signal stopped it.
+    The engine reports its ranks' failures. A caller waiting for the engine learns at once if its process died, and
+    within `step_timeout` if a signal stopped it.
     """
 
     def __init__(self, process: ChildProcess, *, step_timeout: float) -> None:
@@ -50,14 +50,14 @@ class EngineClient:
         self._timeout = step_timeout
         self._last_check = 0.0
         self._stopped_since: float | None = None
-        """The time at which the engine was first seen stopped by a signal; None while it runs."""
+        """When the engine was first seen stopped by a signal; None while it runs."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._stats = EngineStats()
         self._steps: list[StepRecord] = []
         self._notes: list[str] = []
         self._failure: NvcliError | None = None
-        """The error of an engine that ended, once `poll` has seen it."""
+        """The error with which the engine ended, once `poll` has seen it."""
         self._ready: EngineReady | None = None
 
     @classmethod
@@ -69,8 +69,8 @@ class EngineClient:
         runner: str = MODEL_RUNNER,
         process: ChildProcess | None = None,
     ) -> EngineClient:
-        """Start the engine, which starts its ranks; this returns at once. `process` is one of `engine_ahead`; None:
-        another is spawned."""
+        """Start the engine, which starts its ranks; returns at once. `process` is one of `engine_ahead`; None: spawn a
+        new one."""
         start = EngineStart(config=config, runner=runner)
         if process is None:
             process = ChildProcess("nvcli.engine.engine_ahead:main", start, name=name)
@@ -80,7 +80,7 @@ class EngineClient:
         return cls(process, step_timeout=config.step_timeout)
 
     def wait_ready(self, timeout: float | None = None) -> EngineReady | None:
-        """Wait for the engine's report; None when it is not ready within `timeout` seconds (None: wait for ever).
+        """Wait for the engine's report; None if it is not ready within `timeout` seconds (None: wait for ever).
 
         Raises the LoadError, CapacityError or ConfigError that a rank failed with, or WorkerError.
         """
@@ -105,7 +105,7 @@ class EngineClient:
             self._send(AddRequests(message))
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """End requests early; an output with finish_reason `abort` follows for each that has not ended by then."""
+        """End requests early; each that has not ended by then gets an output with finish_reason `abort`."""
         self._send(AbortRequests(list(request_ids)))
 
     def forget_prefixes(self) -> None:
@@ -113,7 +113,7 @@ class EngineClient:
         self._send(ForgetPrefixes())
 
     def poll(self, timeout: float) -> list[RequestOutput]:
-        """Return the outputs that arrived, waiting up to `timeout` seconds for the first.
+        """Return the outputs that have arrived, waiting up to `timeout` seconds for the first.
 
         If the engine failed, the outputs that it sent before are returned first; then its error is raised.
         """
@@ -141,16 +141,16 @@ class EngineClient:
         return self._process.pid
 
     def fileno(self) -> int:
-        """A descriptor that is readable when `poll` has something, to wait on several engines at once."""
+        """A descriptor that becomes readable when `poll` has something, for waiting on several engines at once."""
         return self._process.control.fileno()
 
     @property
     def stats(self) -> EngineStats:
-        """The latest snapshot that the engine sent."""
+        """The latest snapshot from the engine."""
         return self._stats
 
     def take_steps(self) -> list[StepRecord]:
-        """Return the records of steps that arrived since the last call; there are none unless `record_steps` is on."""
+        """Return the step records that arrived since the last call; there are none unless `record_steps` is on."""
         steps, self._steps = self._steps, []
         return steps
 
@@ -160,9 +160,9 @@ class EngineClient:
         return notes
 
     def finish(self) -> list[int]:
-        """End an engine that has nothing left to do; return the most memory that each rank held, in bytes.
+        """End an engine that has nothing left to do; return each rank's peak memory, in bytes.
 
-        It serves engines with `record_steps`. `close` must still be called. Raises WorkerError.
+        For engines with `record_steps`. `close` must still be called. Raises WorkerError.
         """
         self._send(CloseEngine())
         while True:
@@ -170,7 +170,7 @@ class EngineClient:
                 return message.peak_bytes
 
     def close(self) -> None:
-        """End the engine and its ranks. It may be called again."""
+        """End the engine and its ranks. Idempotent."""
         can_receive = not self._process.control.closed and not self._process.is_stopped
         if can_receive:
             with contextlib.suppress(OSError):
@@ -183,7 +183,7 @@ class EngineClient:
         except BlockingIOError:
             raise WorkerError(self._describe_stuck()) from None
         except OSError:
-            pass  # it is gone: `poll` reports that once it has read the rest of the socket
+            pass  # the engine is gone: `poll` reports that once it has read the rest of the socket
 
     def _receive(self) -> FromEngine:
         if self._failure is not None:
@@ -200,7 +200,7 @@ class EngineClient:
         return message
 
     def _has_message(self, timeout: float | None) -> bool:
-        """Wait for a message up to `timeout` seconds (None: for ever); return whether there is one."""
+        """Wait up to `timeout` seconds (None: for ever); return whether there is a message."""
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         while True:
             wait = min(_STOPPED_CHECK_SECONDS, max(0.0, deadline - time.monotonic()))

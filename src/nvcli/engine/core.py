@@ -1,7 +1,7 @@
-"""EngineCore: the loop of one replica. It schedules a step while the steps before it run.
+"""EngineCore: the loop of one replica. It schedules a step while earlier ones run.
 
 A step that runs out of memory does not end the run: the steps in flight are taken back, the limits are lowered for the
-rest of the run, and the requests are computed again. Ranks that cannot go on are started anew first.
+rest of the run, and the requests are recomputed. Ranks that cannot go on are restarted first.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class StepExecutor(Protocol):
     def recover(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
         """Go on with these limits after a step ran out of memory; no step may be in flight.
 
-        Returns the number of KV blocks if their contents are lost, or None if everything is as it was. Raises
-        LimitsTooHigh if it may be called again with lower limits.
+        Returns the number of KV blocks if their contents are lost, or None if nothing was lost. Raises LimitsTooHigh if
+        lower limits may be tried.
         """
 
 
 class EngineCore:
-    """The engine without its process: it takes requests in and gives outputs out, one step at a time."""
+    """The engine without its process: takes requests and returns outputs, one step at a time."""
 
     def __init__(
         self,
@@ -96,8 +96,8 @@ class EngineCore:
     def step(self) -> list[RequestOutput]:
         """Submit the next step, then take in the oldest one's output.
 
-        When nothing can be scheduled, what is in flight is collected. Raises CapacityError where even the smallest
-        step runs out of memory, and ModelError where the model gives no finite logits.
+        If nothing can be scheduled, only collect what is in flight. Raises CapacityError if even the smallest step runs
+        out of memory, and ModelError if the model gives no finite logits.
         """
         step = self._scheduler.schedule()
         if step is not None:
@@ -133,10 +133,10 @@ class EngineCore:
         restart = ""
         if num_blocks is not None:
             self._scheduler.start_anew(num_blocks)
-            restart = f". Starting all ranks anew took {time.monotonic() - started_at:.1f} s"
+            restart = f". Restarting all ranks took {time.monotonic() - started_at:.1f} s"
         self.notes.append(
             f"warning: out of memory in step {failed.input.step_id} with {failed.num_requests:,} requests and "
-            f"{failed.num_tokens:,} tokens ({reason}). They are computed again, from here on with "
+            f"{failed.num_tokens:,} tokens ({reason}). They are recomputed, from now on with "
             f"max_num_batched_tokens {limits.max_num_batched_tokens:,} and max_num_seqs {limits.max_num_seqs:,}"
             f"{restart}"
         )
@@ -145,11 +145,11 @@ class EngineCore:
         """Lower the limits until the ranks can go on with them; return what `StepExecutor.recover` returns."""
         while self._scheduler.lower_limits():
             limits = self._scheduler.limits
-            with contextlib.suppress(LimitsTooHigh):  # others have taken memory meanwhile
+            with contextlib.suppress(LimitsTooHigh):  # other programs have taken memory meanwhile
                 return self._executor.recover(
                     max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens
                 )
         raise CapacityError(
-            f"out of memory even with one token in a step ({reason}): lower gpu_memory_utilization (or "
-            "kv_cache_memory), so that the KV cache leaves more room, or end what else uses this memory"
+            f"out of memory even with a single token per step ({reason}): lower gpu_memory_utilization (or "
+            "kv_cache_memory), so that the KV cache leaves more room, or end other programs that use this memory"
         )

@@ -1,7 +1,7 @@
-"""DecodeQueue: the running requests whose known tokens are computed, in the order in which they decode.
+"""DecodeQueue: the running requests whose known tokens are computed, in decoding order.
 
 Each of them is *ready* for its next decode row, or *parked* until tokens come back. While the same requests stay ready
-from step to step, their packed slots and lengths are updated, not packed again.
+from step to step, their packed slots and lengths are updated, not repacked.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from nvcli.engine.state import RequestState
 
 
 class DecodeQueue:
-    """A queue that holds each request at most once. A request that was parked goes to the end of the ready ones."""
+    """A queue that holds each request at most once. A parked request rejoins at the end of the ready ones."""
 
     def __init__(self) -> None:
         self._ready: list[RequestState] = []
         self._parked: dict[RequestState, None] = {}
         self._slots: bytes | None = None
-        """The packed slots of all ready requests; None once other requests are ready."""
+        """The packed slots of all ready requests; None once the ready requests have changed."""
         self._lens: bytes | None = None
         """The packed `num_computed` of all ready requests; None once the requests or their lengths have changed."""
 
@@ -30,11 +30,11 @@ class DecodeQueue:
         return len(self._ready) + len(self._parked)
 
     def leading(self, num_requests: int) -> list[RequestState]:
-        """Return the first ready requests, at most `num_requests` of them."""
+        """Return the first ready requests, up to `num_requests` of them."""
         return self._ready[:num_requests]
 
     def add(self, state: RequestState) -> None:
-        """Take in a running request whose known tokens have all been scheduled."""
+        """Add a running request whose known tokens have all been scheduled."""
         if state.must_wait:
             self._parked[state] = None
         else:
@@ -42,7 +42,7 @@ class DecodeQueue:
             self._slots = self._lens = None
 
     def remove(self, state: RequestState) -> None:
-        """Take a request out of the queue."""
+        """Remove a request from the queue."""
         if state in self._parked:
             del self._parked[state]
         else:
@@ -55,7 +55,8 @@ class DecodeQueue:
         self._parked[state] = None
 
     def unpark(self, states: Sequence[RequestState]) -> None:
-        """Make the parked ones of these requests, whose tokens have come back, ready unless they must wait for more."""
+        """Make those of these requests ready that were parked and need not wait for more tokens; their tokens have come
+        back."""
         parked = self._parked
         if len(parked) < len(states):
             ready = [state for state in parked if not state.must_wait]
@@ -70,7 +71,7 @@ class DecodeQueue:
     def advance(self, rows: Sequence[RequestState], width: int) -> tuple[bytes, bytes, list[RequestState]]:
         """Schedule `width` tokens for each of `rows`, which are the first ready requests.
 
-        Returns their packed slots, their packed lengths behind the step, and the requests that are parked by it.
+        Returns their packed slots, their packed lengths after the step, and the requests that are parked by it.
         """
         if len(rows) < len(self._ready):
             self._slots = self._lens = None
@@ -110,6 +111,6 @@ class DecodeQueue:
 
 
 def _add_to_each(packed: bytes, value: int) -> bytes:
-    """Add `value` to each of some packed int32 numbers with a single long addition; none may overflow."""
+    """Add `value` to each of some packed int32 numbers, with a single addition of long integers; none may overflow."""
     total = int.from_bytes(packed, "little") + int.from_bytes(pack([value]) * (len(packed) // 4), "little")
     return total.to_bytes(len(packed), "little")

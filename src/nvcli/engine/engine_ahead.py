@@ -1,5 +1,5 @@
-"""The process of an engine, from its beginning: a lone rank is started before anything else, as its start takes
-seconds."""
+"""Entry point of an engine's process. It starts a lone rank before anything else, because a rank takes seconds to
+start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nvcli.worker.executor.ranks import MODEL_RUNNER, RankAhead
 
 
 def main(start: EngineStart | None, control: Connection) -> None:
-    """Run an engine. `start` None: it comes over `control`, and a lone rank is likely."""
+    """Run an engine. `start` None: it will arrive over `control`, and a lone rank is likely."""
     end_at_sigterm()
     rank = None
     if start is None or (start.config.num_ranks == 1 and start.runner == MODEL_RUNNER):

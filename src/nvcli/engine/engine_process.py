@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 _STATS_SECONDS = 0.2
 _IDLE_CHECK_SECONDS = 0.5
 _MOST_ADDED = 256
-"""Samples after which the next step no longer waits for more."""
+"""Samples after which the next step waits for no more."""
 
 
 def main(start: EngineStart, control: Connection, ahead: RankAhead | None = None) -> None:
     """Run an engine and its ranks until the parent ends it or is gone. Failures are reported.
 
-    `ahead` is a rank that was started before.
+    `ahead` is a rank that was started in advance.
     """
     end_at_sigterm()
     encoder = msgspec.msgpack.Encoder()
@@ -80,8 +80,8 @@ def main(start: EngineStart, control: Connection, ahead: RankAhead | None = None
 
 
 def scheduler_limits(config: EngineConfig, ready: EngineReady) -> SchedulerLimits:
-    """Return the limits set by a configuration and by the ranks' report: their KV groups, and what they read once
-    for several requests."""
+    """Return the limits set by the configuration and by the ranks' report: their KV groups, and what they read once for
+    several requests."""
     return SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -139,7 +139,7 @@ def _make_recorder(limits: SchedulerLimits) -> StepRecorder:
 
 
 def _start_receiver(control: Connection) -> queue.SimpleQueue[ToEngine | None]:
-    """Read the socket on a thread of its own, so that neither side ever waits for the other to read.
+    """Read the socket on its own thread, so that neither side ever waits for the other to read.
 
     None in the queue means that the parent is gone.
     """
@@ -161,8 +161,8 @@ def _take_messages(
 ) -> bool:
     """Hand waiting messages to the core, or wait for one if there is nothing to do. Returns False to end the engine.
 
-    Many requests are handed over in portions, the rest while the ranks run steps; their messages wait in `late`. Other
-    messages are handled at once.
+    Large numbers of requests are handed over in portions, the rest while the ranks run steps; their messages wait in
+    `late`. Other messages are handled at once.
     """
     while True:
         try:

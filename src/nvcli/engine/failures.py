@@ -1,4 +1,4 @@
-"""Failures of requests in the engine, as reported in their rows, and the check whether the model itself is at fault."""
+"""Failures of requests, as reported in their rows, and the check whether the model itself is at fault."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from nvcli.engine.state import RequestState
 from nvcli.errors import ModelError
 
 MAX_BROKEN_PROMPTS = 16
-"""The number of different prompts without a token, and none with one, after which the run ends. Rows that change
-logits (`Request.changes_logits`) do not count."""
+"""The number of different prompts without a token, and none with one, after which the run ends. Rows that change logits
+(`Request.changes_logits`) do not count."""
 _ALL_BROKEN = (
-    f"the logits of all of the first {MAX_BROKEN_PROMPTS} prompts are NaN or infinite, so that no row can be "
-    "answered: the weights or the dtype are at fault. Compare the checkpoint's files with their source, or try another "
-    "`dtype`: float16 overflows where a model was trained in bfloat16"
+    f"the logits of all of the first {MAX_BROKEN_PROMPTS} prompts are NaN or infinite, so no row can be answered: the "
+    "weights or the dtype are at fault. Compare the checkpoint's files with their source, or try another `dtype`: "
+    "float16 can overflow with a model trained in bfloat16"
 )
 
 
 class Failure(NamedTuple):
-    """The type and the message of a request's error."""
+    """The error type and message for a request's row."""
 
     type: str
     message: str
@@ -28,7 +28,7 @@ class Failure(NamedTuple):
 
 
 class FirstPrompts:
-    """A check of the first prompts: whether they get tokens, or the model is at fault."""
+    """Checks the first prompts: if none of them gets a token, the model is at fault."""
 
     def __init__(self) -> None:
         self._broken: set[bytes] = set()
@@ -40,13 +40,13 @@ class FirstPrompts:
             self._broken.add(state.request.prompt_ids)
 
     def check(self) -> None:
-        """Raise ModelError if many prompts, and only such prompts, have had non-finite logits."""
+        """Raise ModelError if many prompts, and only such prompts, had non-finite logits."""
         if len(self._broken) >= MAX_BROKEN_PROMPTS:
             raise ModelError(_ALL_BROKEN)
 
 
 def of_token(token: int, state: RequestState) -> Failure:
-    """Return the failure for a negative id in place of a request's next token."""
+    """Return the failure that a negative id, in place of a request's next token, stands for."""
     assert token in (NOT_FINITE, CONSTRAINT_FAILED)
     return _not_finite(state) if token == NOT_FINITE else _constraint_failed(state)
 
@@ -63,18 +63,18 @@ def too_large(num_tokens: int, capacity: int) -> Failure:
 def _not_finite(state: RequestState) -> Failure:
     """Make the failure of a request whose next token cannot be chosen."""
     request = state.request
-    # Together they may forbid every token, whatever the logits.
+    # Together they may forbid every token, whatever the logits are.
     if request.constraint is not None and request.sampling.allowed_token_ids is not None:
         return Failure(
             "invalid_structured",
-            f"behind token {state.num_tokens:,} (the prompt has {state.num_prompt:,}), none of `allowed_token_ids` is "
-            "a token with which the answer can go on as `structured` or `tool_choice` asks (or the logits are NaN or "
-            "infinite); allow more tokens, the model's end-of-sequence id among them, or leave one of the two out",
+            f"after token {state.num_tokens:,} (the prompt has {state.num_prompt:,}), `structured` or `tool_choice` "
+            "permits none of the `allowed_token_ids` (or the logits are NaN or infinite); allow more tokens, including "
+            "the model's end-of-sequence id, or leave one of the two out",
             is_tainted=True,
         )
     return Failure(
         "non_finite_logits",
-        f"the logits behind token {state.num_tokens:,} (the prompt has {state.num_prompt:,}) are NaN or "
+        f"the logits after token {state.num_tokens:,} (the prompt has {state.num_prompt:,}) are NaN or "
         "infinite; the weights may be damaged, or the dtype too narrow for the model",
         is_tainted=True,
     )
@@ -84,6 +84,6 @@ def _constraint_failed(state: RequestState) -> Failure:
     """Make the failure of an answer whose grammar cannot be followed any further."""
     return Failure(
         "structured_too_complex",
-        f"behind token {len(state.generated):,} of the answer, what may follow takes more work or memory than a "
-        "grammar may take, or nests too deep; ask for a simpler `structured`",
+        f"after token {len(state.generated):,} of the answer, following the grammar takes more work or memory than "
+        "allowed, or it nests too deeply; use a simpler `structured`",
     )

@@ -1,4 +1,4 @@
-"""The keys and values that a request copies from another one's block, so that a common prefix is computed once to the
+"""Copies of keys and values from one request's block to another's, so that a common prefix is computed once down to the
 exact token, not just to the block.
 
 The prefix cache shares whole blocks. Requests that diverge within a block (the choices of a scored row, after its
@@ -28,7 +28,7 @@ class _Piece(NamedTuple):
 
     source: int
     first: int
-    """The first token, counted from the beginning of the block."""
+    """The first token's position in the block."""
     end: int
 
 
@@ -42,21 +42,21 @@ class KeyCopies:
         self._latest: RequestState | None = None
         """The request that entered last."""
         self._num_early = 0
-        """The tokens of its prompt whose keys were computed before the step being planned."""
+        """Tokens of its prompt whose keys were computed before the step being planned."""
         self._pieces: dict[tuple[int, int], list[_Piece]] = {}
         """(KV group, block) → its pieces in the step being planned, first tokens first."""
         self._targets: dict[RequestState, list[tuple[int, int]]] = {}
         """Request → its (KV group, block) targets."""
         self._with_new_keys: set[RequestState] = set()
-        """Requests whose copied keys the same step computes."""
+        """Requests whose copied keys this step computes."""
 
     @property
     def copies_new_keys(self) -> bool:
-        """Whether the same step computes some of the copied keys."""
+        """Whether the step computes some of the copied keys itself."""
         return bool(self._with_new_keys)
 
     def begin_step(self) -> None:
-        """Note that a new step is planned: earlier copies will be in place when it runs."""
+        """Begin planning a step: earlier copies will be in place when it runs."""
         self._pieces.clear()
         self._targets.clear()
         self._with_new_keys.clear()
@@ -68,8 +68,8 @@ class KeyCopies:
         self._latest, self._num_early = state, 0
 
     def plan(self, state: RequestState, column: int, most: int, hashes: PromptHashes) -> int:
-        """Plan the copies for a request that enters with `column` cached blocks and a block of its own after them in
-        each KV group. At most `most` tokens of its prompt may come from others.
+        """Plan the copies for a request that enters with `column` cached blocks and then a block of its own in each KV
+        group. At most `most` tokens of its prompt may be copied.
 
         Returns the number of tokens that are copied.
         """
@@ -79,7 +79,7 @@ class KeyCopies:
         is_read = state.first_unread is not None
         least = 1 if is_read else _LEAST_TOKENS
         num_there = min(donor.num_prompt, donor.num_computed) if is_read else self._num_early
-        # One token of the block is left to compute: computing any token after the block would need another block, which
+        # One token of the block is left to compute: computing a token after the block would need another block, which
         # may not be there.
         most = min(start + self._block_size - 1, most, num_there)
         if most < start + least or any(column >= len(blocks) or not blocks[column] for blocks in donor.blocks):
@@ -103,7 +103,7 @@ class KeyCopies:
     def _pieces_of(self, group: int, block: int, count: int) -> list[_Piece]:
         """Return the sources of the keys of a block's first `count` tokens, or of as many as may be copied.
 
-        Keys copied to the block in this very step are not there yet: they come from their own source.
+        Keys copied to the block in this very step are not there yet, so they are taken from their own source.
         """
         copied = self._pieces.get((group, block), [])
         pieces = [piece._replace(end=min(piece.end, count)) for piece in copied if piece.first < count]
@@ -113,7 +113,7 @@ class KeyCopies:
         return pieces[:MOST_KEY_COPIES]
 
     def forget(self) -> None:
-        """Forget the earlier requests, so that nothing is copied from them."""
+        """Forget earlier requests, so that nothing is copied from them."""
         self._latest = None
 
     def drop(self, state: RequestState) -> None:
@@ -133,7 +133,7 @@ class KeyCopies:
 
 
 def _num_equal(left: array[int], right: array[int]) -> int:
-    """Count the leading numbers that two arrays of one length have in common."""
+    """Count the leading numbers that two arrays of equal length have in common."""
     if left == right:
         return len(left)
     return next(at for at, (one, other) in enumerate(zip(left, right, strict=True)) if one != other)

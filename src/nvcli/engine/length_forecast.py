@@ -1,4 +1,4 @@
-"""LengthForecast: how long answers will be, as far as the answers of the run so far can tell.
+"""LengthForecast: predicts the lengths of answers from the answers of the run so far.
 
 Answers are compared by the fraction of `max_tokens` that they use, among requests whose `max_tokens` has the same order
 of magnitude. The forecast learns from the requests admitted last: ended ones count by their length, running ones by the
@@ -6,8 +6,8 @@ length they have already passed (the product-limit estimate of Kaplan and Meier,
 first answers to end, which are the short ones, would stand for all. Beyond the data, and before anything has ended,
 each token is equally likely to end an answer.
 
-A forecast is one draw from this distribution and not its mean, so that of many requests the right share ends early and
-the right share late. A request keeps its place in the distribution, so a new draw moves it only by what was learned. A
+A forecast is a draw from this distribution and not its mean, so that the right share of requests ends early and the
+right share late. A request keeps its place in the distribution, so a new draw moves it only by what was learned. A
 request that nothing can end before `max_tokens` has that length.
 """
 
@@ -20,14 +20,14 @@ from collections import deque
 from nvcli.engine.state import RequestState
 
 _COHORT = 1024
-"""The number of most recently admitted requests that a class looks at."""
+"""The number of most recently admitted requests that a class considers."""
 _FIRST_GUESS = 512
 """The mean length of an answer, in tokens, before any has ended."""
 _GUESSED_ANSWERS = 4
 """The number of answers that the first guess counts for."""
 _LEAST_NEWS = 8
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
-"""Its multiples, modulo 1, are spread evenly over 0 to 1 however many there are."""
+"""Multiples of it, modulo 1, are spread evenly over 0 to 1 however many there are."""
 
 
 class _Answer:
@@ -41,11 +41,12 @@ class _Answer:
         self.length = 0.0
         """The fraction of `max_tokens` that it used, once it has ended."""
         self.place = place
-        """Its place in the distribution: 0 is the longest answer, 1 the shortest."""
+        """The place in the distribution: 0 is the longest answer, 1 the shortest."""
 
 
 class _LengthClass:
-    """The requests whose `max_tokens` has the same number of binary digits, and their distribution when last looked."""
+    """The requests whose `max_tokens` has the same number of binary digits, and their distribution as last
+    estimated."""
 
     def __init__(self, max_tokens: int) -> None:
         """`max_tokens`: that of any request of the class."""
@@ -144,7 +145,7 @@ class LengthForecast:
             one.learn()
 
     def draw(self, state: RequestState) -> int:
-        """Return the forecast length of a request's answer in tokens, longer than what was generated unless that is
+        """Return the forecast length of a request's answer in tokens: more than was generated, unless that is
         `max_tokens`."""
         most = state.request.max_tokens
         if is_certain(state):

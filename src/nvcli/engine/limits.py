@@ -24,25 +24,25 @@ class SchedulerLimits:
     max_model_len: int
     block_size: int
     num_micro_batches: int = 1
-    """Steps in flight at a time; with more than one, a decoding request is in one of them only (pipeline stages)."""
+    """Steps in flight at a time; with more than one, a decoding request is in only one of them (pipeline stages)."""
     tokens_per_row: int = 1
-    """Tokens of a decode row: the last one, and those that were drafted to follow it."""
+    """Tokens of a decode row: the last one, and those drafted to follow it."""
     kv_groups: tuple[KVGroup, ...] = (KVGroup(),)
     segment_costs: SegmentCosts | None = None
-    """Costs that decide which shared blocks of decoding requests are read once for all of them; None: the ranks
+    """Costs that decide which shared blocks of decoding requests are read once for all of them; None if the ranks
     cannot do that."""
     prefix_costs: PrefixCosts | None = None
-    """Costs that decide which prefill chunks are attended together to their shared prefix; None: the ranks attend to
-    every chunk by itself."""
+    """Costs that decide which prefill chunks attend together to their shared prefix; None if the ranks process each
+    chunk on its own."""
     plans_admission: bool = False
-    """Whether requests are admitted by forecasts of their answers' lengths (`Admission`), rather than while blocks
-    are free."""
+    """Whether requests are admitted by forecasts of their answers' lengths (`Admission`), rather than while blocks are
+    free."""
 
     def __post_init__(self) -> None:
         if self.tokens_per_row > 1 and any(group.is_state for group in self.kv_groups):
             raise ConfigError(
-                f"{self.tokens_per_row} tokens a decode row: the model has recurrent states, out of which drafted "
-                "tokens that are not accepted cannot be taken again; decode without drafted tokens"
+                f"{self.tokens_per_row} tokens per decode row: the model has recurrent states, from which rejected "
+                "draft tokens cannot be removed; decode without drafted tokens"
             )
 
     @property
@@ -56,7 +56,7 @@ class SchedulerLimits:
         return min(share, self.max_num_batched_tokens // self.decode_width)
 
     def empty_tables(self, blocks: BlockManager) -> BlockTables:
-        """Make the block tables of a replica with these blocks."""
+        """Make the block tables of a replica with this many blocks."""
         return BlockTables(
             blocks,
             self.kv_groups,
@@ -69,7 +69,7 @@ class SchedulerLimits:
     def lowered(self) -> SchedulerLimits | None:
         """Return limits with half the `max_num_batched_tokens`; once that is no more than `max_num_seqs`, half of both.
 
-        Returns None if a step has one request and one token already.
+        Returns None if a step is down to one request and one token.
         """
         num_tokens, num_seqs = self.max_num_batched_tokens, self.max_num_seqs
         if num_tokens > num_seqs:

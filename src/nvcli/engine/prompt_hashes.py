@@ -1,4 +1,4 @@
-"""PromptHashes: the hashes of prompts' blocks. A prefix that many prompts share is hashed once.
+"""PromptHashes: the hashes of prompts' blocks, computed once for a prefix that many prompts share.
 
 When most of a prompt is cached, hashing is most of its cost. So recent hashes are kept with their tokens, as *runs* of
 blocks between the points where prompts diverge. A prompt is matched run by run by comparing tokens, which is much
@@ -12,11 +12,11 @@ from collections import OrderedDict
 from nvcli.engine.block_manager import TOKEN_BYTES, BlockHash, hash_blocks
 
 _MAX_BYTES = 16 * 1024 * 1024
-"""Approximate maximum memory of the runs; the oldest are dropped. In blocks of 64 that is three million tokens,
-fewer where runs are short."""
+"""Approximate maximum memory of the runs, beyond which the oldest are dropped. With blocks of 64 this is three million
+tokens, fewer if runs are short."""
 _RUN_BYTES = 512
 _HASH_BYTES = 64
-"""The approximate memory of a run beside its tokens and hashes, and of a hash."""
+"""Approximate memory of a hash, and of a run besides its tokens and hashes."""
 
 _Run = tuple[bytes, list[BlockHash]]
 """The packed tokens of some consecutive blocks, and their hashes."""
@@ -33,7 +33,7 @@ class PromptHashes:
         """(hash before the run, tokens of its first block) → run, oldest first."""
 
     def of(self, token_bytes: bytes) -> list[BlockHash]:
-        """Return the hashes of all full blocks of a prompt of packed int32 tokens. The caller may change the list."""
+        """Return the hashes of all full blocks of a prompt of packed int32 tokens. The caller may modify the list."""
         block_bytes = self.block_size * TOKEN_BYTES
         end = len(token_bytes) // block_bytes * block_bytes
         hashes: list[BlockHash] = []

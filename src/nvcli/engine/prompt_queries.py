@@ -3,7 +3,7 @@
 A request may want the log-probabilities of tokens of its prompt, or a sum of hidden states (`PromptScoring`,
 `Pooling`). Both are read at consecutive positions while the prompt is prefilled. The keys of those positions are
 computed even if the prefix cache has them, because the cache holds no hidden states: a hit ends before the first unread
-position. What a step has read is not read again after a preemption.
+position. Nothing is read twice, even after a preemption.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from nvcli.engine.request import Pooling, PromptScoring
 
 
 class PromptQueries:
-    """The queries of one request, in the order of the positions."""
+    """The queries of one request, in order of position."""
 
     __slots__ = ("_end", "_next", "_prompt", "_taken", "_wish")
 
     def __init__(self, wish: PromptScoring | Pooling, prompt: array[int]) -> None:
-        """`prompt` holds the ids of the prompt's tokens and is not changed."""
+        """`prompt`: the ids of the prompt's tokens, which are not changed."""
         self._wish, self._prompt = wish, prompt
         num_prompt = len(prompt)
         if isinstance(wish, PromptScoring):
@@ -33,11 +33,11 @@ class PromptQueries:
 
     @property
     def first_unread(self) -> int | None:
-        """The first position that no submitted step reads; None: all are read. Its token must be computed."""
+        """The first position that no submitted step reads, whose token must be computed; None if all are read."""
         return self._next if self._next < self._end else None
 
     def read_chunk(self, row: int, start: int, end: int) -> PromptQuery | None:
-        """Return the query for a prefill chunk, and count its positions as read; None: nothing to read.
+        """Return the query for a prefill chunk, and count its positions as read; None if there is nothing to read.
 
         row: the row of the chunk in the batch; start, end: the positions of its tokens, without `end`.
         """
@@ -57,7 +57,7 @@ class PromptQueries:
         )
 
     def put_back(self, count: int) -> None:
-        """Read the last `count` positions again, because the step that was to read them did not run."""
+        """Return the last `count` positions to the unread ones, because the step that was to read them did not run."""
         self._next -= count
 
     def take(self, result: PromptQueryResult) -> None:

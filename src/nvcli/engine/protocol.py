@@ -18,7 +18,7 @@ class EngineStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AddRequests(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Queue these requests behind the waiting ones."""
+    """Queue these requests after the waiting ones."""
 
     requests: list[Request]
 
@@ -30,7 +30,7 @@ class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ForgetPrefixes(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Empty the prefix cache, so that the same prompts are computed anew."""
+    """Empty the prefix cache, so that equal prompts are recomputed."""
 
 
 class CloseEngine(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -41,7 +41,7 @@ ToEngine = AddRequests | AbortRequests | ForgetPrefixes | CloseEngine
 
 
 class OutputBatch(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Everything that happened since the last batch, and the statistics as they are now."""
+    """Everything that happened since the last batch, and the current statistics."""
 
     outputs: list[RequestOutput]
     stats: EngineStats
@@ -51,7 +51,7 @@ class OutputBatch(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """An engine's last message when it failed: the error's class name in `nvcli.errors` and its message, with the
+    """The last message of an engine that failed: the error's class name in `nvcli.errors` and its message, with the
     traceback of a WorkerError."""
 
     kind: str
@@ -63,7 +63,7 @@ class EngineClosed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """An engine's last message after CloseEngine, if `record_steps` is on."""
 
     peak_bytes: list[int]
-    """The most memory that each rank held (`Runner.peak_bytes`)."""
+    """Each rank's peak memory (`Runner.peak_bytes`)."""
 
 
 FromEngine = EngineReady | OutputBatch | EngineClosed | EngineFailed

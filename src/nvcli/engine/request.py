@@ -18,22 +18,22 @@ class ThoughtLimit(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The limit of an answer's thought, and the tokens that mark and end it."""
 
     budget: int
-    """The maximum tokens of the thought, not counting its marks."""
+    """The maximum number of tokens in the thought, not counting its marks."""
     start_ids: list[int]
-    """The ids that begin the thought; empty: the answer begins inside it."""
+    """The ids that begin the thought; if empty, the answer begins inside it."""
     ends: list[list[int]]
     """Sequences of ids, each of which ends the thought."""
     forced_ids: list[int]
-    """The ids that end a thought which has used up its budget."""
+    """The ids that end a thought that has used up its budget."""
 
 
 class PromptScoring(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
     """A request for the log-probabilities of the prompt's tokens from one position on."""
 
     first: int
-    """The position of the first token that is scored, at least 1: nothing is known before the first token."""
+    """The position of the first token to score, at least 1: nothing precedes the token at 0."""
     next_id: int | None = None
-    """The id of one more token, which would follow the prompt and is scored too; None: there is none."""
+    """The id of one more token to score, as if it followed the prompt; None if there is none."""
     num_top: int = 0
     """The number of likeliest tokens wanted at each position, at most `MAX_LOGPROBS`."""
 
@@ -55,18 +55,18 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """An id unique in the run, chosen by the parent. The samples of a row have consecutive ids, starting with this
     one."""
     prompt_ids: bytes
-    """Packed int32 (`messages.pack`), at least one, and fewer than `max_model_len`."""
+    """Packed int32 (`messages.pack`): at least one id, and fewer than `max_model_len`."""
     max_tokens: int
-    """At least 1; prompt and answer together fit `max_model_len`."""
+    """At least 1; prompt and answer together must fit `max_model_len`."""
     sampling: SamplingParams
     stop_ids: list[int]
     """Ids that end the answer: end-of-sequence ids unless ignored, and `stop_token_ids`."""
     forbidden_ids: Sequence[int] = ()
-    """Ids that are never chosen."""
+    """Ids that must never be chosen."""
     bad_words: Sequence[Sequence[int]] = ()
-    """Sequences of at least two ids, none of which the answer may hold."""
+    """Sequences of at least two ids that the answer must not contain."""
     thought_limit: ThoughtLimit | None = None
-    """The limit of the answer's thought; None: it has none."""
+    """The limit of the answer's thought; None if there is none."""
     seed: int
     """The key of the request's random numbers; the next two are words of their counter (`nvcli.kernels.philox`)."""
     row: int
@@ -74,13 +74,13 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     sample: int
     """The number of the first sample among the row's, from 0."""
     n: int = 1
-    """The number of samples that are asked for."""
+    """The number of samples requested."""
     stream: bool = False
-    """Whether tokens are reported as they come (for rows with stop strings) or once, at the end."""
+    """Whether to report tokens as they come (for rows with stop strings) or once, at the end."""
     constraint: Constraint | None = None
-    """The form of the answer; None: any. `sampling` need not say it too."""
+    """The form of the answer; None if any will do. `sampling` need not repeat it."""
     read: PromptScoring | Pooling | None = None
-    """A request to read the prompt itself; the first sample carries it."""
+    """A request to read the prompt itself, carried by the first sample."""
 
     @property
     def needs_tokens(self) -> bool:
@@ -89,7 +89,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     @property
     def changes_logits(self) -> bool:
-        """Whether tokens are chosen from other logits than the model's, so that they say nothing about its weights."""
+        """Whether tokens are chosen from modified logits, so that they say nothing about the model's weights."""
         sampling = self.sampling
         return bool(
             self.needs_tokens
@@ -125,7 +125,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     finish_reason: FinishReason | None = None
     stopped_by_id: bool = False
     num_cached_tokens: int = 0
-    """Prompt tokens that were found in the prefix cache when the request was first admitted."""
+    """Prompt tokens found in the prefix cache when the request was first admitted."""
     logprobs: list[TokenLogprobs] = []
     """One entry for each token where the row asked for them; else empty."""
     error_type: str = ""
@@ -136,7 +136,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """A snapshot, sent with outputs a few times a second; counts are since the start."""
+    """A snapshot, sent with outputs a few times a second. Counts start with the engine."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -149,11 +149,11 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     generated_tokens: int = 0
     num_preemptions: int = 0
     kv_bytes_saved: int = 0
-    """Bytes of the KV cache, over all ranks, saved by reading shared blocks once for several requests."""
+    """Bytes of the KV cache, over all ranks, that were not read because shared blocks are read once for several
+    requests."""
     running_lengths: bytes = b""
-    """The lengths of running answers so far, and at most: three int32 for each (`messages.pack`), as (generated
-    tokens, `max_tokens`, prompt tokens). They are updated less often than the rest, and cover only a sample if many
-    requests run."""
+    """The running answers' lengths, three int32 each (`messages.pack`): (generated tokens, `max_tokens`, prompt
+    tokens). They are updated less often than the rest, and cover only a sample if many requests run."""
 
     def since(self, before: EngineStats) -> EngineStats:
         """Return the stats with counts since an earlier snapshot."""
@@ -168,24 +168,24 @@ _COUNTS_SINCE_START = ("prompt_tokens", "cached_tokens", "generated_tokens", "nu
 
 
 class StepRecord(msgspec.Struct, array_like=True, kw_only=True):
-    """One step as it ran; sent where `record_steps` is on."""
+    """One step as it ran; sent if `record_steps` is on."""
 
     mode: ForwardMode
     num_decodes: int
     num_prefill_tokens: int
     num_sampled: int
-    """Tokens for which the LM head was computed."""
+    """Tokens to which the LM head was applied."""
     decode_keys: int
-    """The tokens that each decode row attended to, summed over the rows. It is an upper bound where earlier steps may
-    have given fewer tokens than they computed logits for."""
+    """Tokens that each decode row attended to, summed over the rows: an upper bound if earlier steps may have given
+    fewer tokens than they computed logits for."""
     prefill_keys: int
-    """The tokens that each prefill chunk attended to, summed over the chunks."""
+    """Tokens that each prefill chunk attended to, summed over the chunks."""
     prefill_pairs: int
-    """The number of pairs of a chunk's token and a token that it attended to."""
+    """Pairs of a chunk's token and a token that it attended to."""
     repeated_decode_keys: int = 0
     """The part of `decode_keys` that another decode row of the step reads too, so that it need not be read again."""
     repeated_prefill_keys: int = 0
-    """The part of `prefill_keys` that another chunk of the step reads too, likewise."""
+    """The part of `prefill_keys` that another chunk of the step reads too, so that it need not be read again."""
     num_chunks: int = 0
     """Prefill chunks."""
     num_used_blocks: int = 0

@@ -7,9 +7,9 @@ where it ends what is known of the request, else 0. A decode row begins with the
 A step gives 0 to l tokens for a row, and is in flight while the next one is scheduled: `schedule` is called for step
 n+1 before `process` is called for step n. So a request is scheduled by upper bounds (`RequestState`), and holds exactly
 the blocks of its upper bound; `process` takes back what a step did not give, blocks included. A row may give more
-tokens than the request can use: those behind a stop id or `max_tokens` are dropped, as is all that a step gives for a
-request that turns out to have ended. A request waits for its tokens, while others go on, when it has asked for all that
-it may, or when it needs its last token (`RequestState.needs_last_token`); then the next row brings that token along.
+tokens than the request can use: those after a stop id or `max_tokens` are dropped, as is everything that a step gives
+for a request that turns out to have ended. A request waits for its tokens, while others go on, when it has requested as
+many as it may, or when it needs its last token (`RequestState.needs_last_token`); then the next row brings that token.
 
 Decode rows go first, all of `tokens_per_row` tokens; the rest of the token budget goes to prompts, oldest first. Where
 a full row would pass `max_model_len` or a lone request's last block, the request waits for its tokens, and its last
@@ -22,7 +22,7 @@ With several micro-batches (pipeline stages) as many steps are in flight, and ev
 that a decoding request is in one of them at a time; a step takes no more of them than its share of the running ones, so
 that the micro-batches stay balanced. Chunks of one prompt follow each other from step to step.
 
-A step that ran out of memory is taken back (`put_back`), and those submitted behind it: every running request waits
+A step that ran out of memory is taken back (`put_back`), as are those submitted after it: every running request waits
 again, finding in the prefix cache what earlier steps left there (unless it is lost: `start_anew`), and the limits are
 lowered. This module knows no ranks, text or devices.
 """
@@ -58,7 +58,7 @@ class Scheduler:
         self._running: dict[RequestState, None] = {}
         """Every request that holds a slot, in order of admission; each is also in one of the next two."""
         self._prefilling: list[RequestState] = []
-        """Requests with known tokens that are still to be computed, as prefill chunks."""
+        """Requests with known tokens still to be computed, as prefill chunks."""
         self._decoding = DecodeQueue()
         self._by_id: dict[int, RequestState] = {}
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
@@ -85,7 +85,7 @@ class Scheduler:
     # ------------------------------------------------------------------ requests
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Queue requests behind the waiting ones, each of their samples on its own."""
+        """Queue requests after the waiting ones, each of their samples separately."""
         for request in requests:
             prompt = Prompt(request)
             for sample in request.samples():
@@ -95,7 +95,7 @@ class Scheduler:
                 self._by_id[sample.request_id] = state
                 self._waiting.append(state)
                 if state.watch is not None:
-                    self._look(state)  # it may have output before the first token
+                    self._look(state)  # it may have output before its first token
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """End requests early. Requests that have ended already are skipped: their last output is on its way."""
@@ -183,7 +183,7 @@ class Scheduler:
         return step
 
     def process(self, step: ScheduledStep, output: StepOutput) -> None:
-        """Take a step's tokens in; finished and streaming requests then appear in `take_outputs`.
+        """Take in a step's tokens; finished and streaming requests then appear in `take_outputs`.
 
         Raises ModelError if many prompts, and only such prompts, have had non-finite logits.
         """
@@ -252,8 +252,8 @@ class Scheduler:
     def put_back(self, steps: Sequence[ScheduledStep]) -> None:
         """Take back all steps in flight, because they did not run.
 
-        The running requests wait again, first in line, with their known tokens. Blocks that were never filled are not
-        found for reuse.
+        The running requests wait again, first in line, with their known tokens. Blocks that were never filled can no
+        longer be found for reuse.
         """
         for state in reversed(list(self._running)):
             self._send_to_wait(state)
@@ -268,7 +268,7 @@ class Scheduler:
         self._tables.forget_told()
 
     def lower_limits(self) -> bool:
-        """Go on with `SchedulerLimits.lowered`, and return whether there are any. No request may be running."""
+        """Go on with `SchedulerLimits.lowered`; return whether there are lower limits. No request may be running."""
         assert not self._running
         limits = self.limits.lowered()
         if limits is None:
@@ -402,8 +402,8 @@ class Scheduler:
         """Take blocks for a running request's next `num_tokens` tokens; return the number that fit.
 
         If there are too few blocks even for `least` tokens, other requests are preempted; if this one is, the result is
-        0. A lone request with no token on its way takes no blocks then. The result is the number of tokens that would
-        fit, and if that is 0, it ends with an error.
+        0. A lone request with no token on its way takes no blocks in that case; the result is the number of tokens that
+        would fit, and if that is 0, it ends with an error.
         """
         while state.slot is not None:
             room = self._tables.grow(state, num_tokens, draft, least=least)
@@ -422,9 +422,9 @@ class Scheduler:
         """Return the request to preempt, out of at least two: among those admitted last, the last one that shares no
         blocks with another.
 
-        A member of a group frees only its own blocks, and the last of the group to go would take the group's prefix out
-        of the cache. Only the later half of the requests is considered, so that the earlier ones finish; if all of
-        these share blocks, it is the request admitted last.
+        A member of a group frees only its own blocks, and the last member to go would take the group's prefix out of
+        the cache. Only the later half of the requests is considered, so that the earlier ones finish; if all of these
+        share blocks, it is the request admitted last.
         """
         later = islice(reversed(self._running), len(self._running) // 2)
         victims = (state for state in later if not self._tables.shares_blocks(state))

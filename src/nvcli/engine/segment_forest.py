@@ -26,15 +26,15 @@ class SegmentCosts:
     tile: float = 2.0
     """The cost of reading a segment once for all, per key."""
     partial_result: int = 96
-    """The cost of writing and reading a row's result for a segment: 1,024 rows behind segments of 192 keys take 292
-    us a layer with it and 333 us without."""
+    """The cost of writing and reading a row's result for a segment: 1,024 rows with segments of 192 keys take 292 us a
+    layer with it and 333 us without."""
     least_gain: int = 512
     """Minimum gain, in keys, at which a segment becomes active; it stays active until it gains less than half of
     that."""
     least_saved_in_step: int = 16_384
-    """Minimum saved keys for which a step reads active segments once for all. Such a step launches two more kernels
-    in each layer, one for the segments and one that merges, and plans for longer. 16 rows behind 2,048 keys (30,720
-    saved) took 25 us a layer against 33 when the segments' kernel was the only extra one."""
+    """Minimum saved keys for which a step reads active segments once for all. Such a step launches two more kernels in
+    each layer, one for the segments and one that merges, and takes longer to plan. 16 rows that share 2,048 keys
+    (30,720 saved) took 25 us a layer against 33 when the segments' kernel was the only extra one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,22 +64,22 @@ class SegmentForest:
         self._costs = costs
         self._block_size = block_size
         self._most_seen = None if window is None else -(-window // block_size)
-        """The maximum blocks that a token sees; None: all."""
+        """The most blocks that a token sees; None if it sees all."""
         self._segment_of: dict[int, _Segment] = {}
-        """The segment of each block. A segment may list blocks that have since moved to another: once all of its
-        requests' windows have passed them, they are reused. Blocks that a request still sees are its own."""
+        """Block → its segment. A segment may list blocks that have since moved to another: once all of its requests'
+        windows have passed them, they are reused. Blocks that a request still sees are its own."""
         self._last_of: dict[int, tuple[_Segment, int]] = {}
-        """The last segment of each slot, and the column in which its first one begins."""
+        """Slot → its last segment, and the column in which its first one begins."""
         self._free_numbers = list(range(max_segments, 0, -1))
         self.num_saved = 0
-        """Keys of a layer that reading active segments once for all saves in a step."""
+        """Keys of a layer that a step saves by reading active segments once for all."""
         self.changed_segments: dict[int, tuple[int, int, int]] = {}
-        """Number → first key, end of the keys, and number of the parent."""
+        """Number → (first key, end of the keys, parent's number)."""
         self.changed_slots: dict[int, int] = {}
-        """The number of each slot's last active segment, where it has changed."""
+        """Slot → number of its last active segment, where that has changed."""
 
     def enter(self, slot: int, first: int, blocks: Sequence[int]) -> None:
-        """Take in a request that holds `blocks` from the column `first` on."""
+        """Add a request that holds `blocks` from the column `first` on."""
         path = self._segments_for(first, blocks)
         if path:
             path[-1].slots.add(slot)
@@ -89,13 +89,13 @@ class SegmentForest:
         for segment in reversed(path):
             if segment.number:
                 break
-            if self._pays(segment, self._costs.least_gain):  # those behind it are not active either
+            if self._pays(segment, self._costs.least_gain):  # nor are those after it active
                 self._activate_path(segment)
                 break
         self._note_slot(slot)
 
     def leave(self, slot: int) -> None:
-        """Forget a request."""
+        """Remove a request."""
         segment, first = self._last_of.pop(slot, (None, 0))
         if segment is not None:
             segment.slots.remove(slot)
@@ -110,11 +110,11 @@ class SegmentForest:
             else:
                 self._join(segment)
             segment = parent
-        if segment is not None:  # the request began behind it
+        if segment is not None:  # the request began after it
             self._join(segment)
 
     def _segments_for(self, first: int, blocks: Sequence[int]) -> list[_Segment]:
-        """Return the segments of these blocks, from the column `first` on, cut and added as needed."""
+        """Return the segments of these blocks, from the column `first` on, splitting and adding as needed."""
         path: list[_Segment] = []
         column, end = first, first + len(blocks)
         while column < end:
@@ -152,7 +152,7 @@ class SegmentForest:
         return segment
 
     def _move(self, blocks: Iterable[int], before: _Segment, after: _Segment) -> None:
-        """Note that blocks now belong to another segment."""
+        """Record that blocks now belong to another segment."""
         for block in blocks:
             if self._segment_of.get(block) is before:
                 self._segment_of[block] = after
@@ -244,7 +244,7 @@ class SegmentForest:
             self.num_saved += change * self._num_keys(segment)
 
     def _activate_path(self, segment: _Segment) -> None:
-        """Activate a segment and all before it, if there are numbers for them."""
+        """Activate a segment and all before it, if enough numbers are free."""
         path: list[_Segment] = []
         above: _Segment | None = segment
         while above is not None and not above.number:
@@ -270,7 +270,7 @@ class SegmentForest:
     # ------------------------------------------------------------------ what ranks are told
 
     def _note_segment(self, segment: _Segment) -> None:
-        """Report an active segment, and its place before its children."""
+        """Report an active segment and its place, before its children."""
         parent = segment.parent.number if segment.parent is not None else 0
         size = self._block_size
         self.changed_segments[segment.number] = segment.begin * size, segment.end * size, parent
@@ -291,7 +291,7 @@ class SegmentForest:
                 self._note_slot(slot)
 
     def _path(self, last: _Segment, first: int) -> list[_Segment]:
-        """Return the segments of a request from that in the column `first` on."""
+        """Return a request's segments, starting with the one in the column `first`."""
         path: list[_Segment] = []
         segment: _Segment | None = last
         while segment is not None and segment.begin >= first:
@@ -300,8 +300,8 @@ class SegmentForest:
         return path
 
     def check_integrity(self, tables: dict[int, list[int]], told: dict[int, int]) -> None:
-        """Assert that the segments are those of the requests' block tables, by slot, in which 0 stands for a block
-        that was given back; `told`: each slot's number as the ranks will know it."""
+        """Assert that the segments are those of the requests' block tables, by slot, in which 0 stands for a block that
+        was given back; `told`: each slot's number as the ranks will know it."""
         paths = {slot: self._path(*last) for slot, last in self._last_of.items()}
         segments = list(dict.fromkeys(segment for path in paths.values() for segment in path))
         numbers = [segment.number for segment in segments if segment.number]

@@ -16,10 +16,10 @@ from nvcli.engine.state import RequestState
 
 @dataclass(frozen=True, slots=True)
 class SegmentChanges:
-    """Changes of segments that a step sends to the ranks."""
+    """Changes to segments that a step sends to the ranks."""
 
     segments: list[tuple[int, int, int, int, int]]
-    """(KV group, number, first key, end of the keys, number of the parent or 0) of segments that are new or changed."""
+    """(KV group, number, first key, end of the keys, parent's number or 0) of each new or changed segment."""
     slots: list[tuple[int, int, int]]
     """(KV group, slot, number of its last active segment or 0)."""
     is_used: bool
@@ -38,8 +38,8 @@ class SharedSegments:
         costs: SegmentCosts | None,
         token_bytes: Sequence[int] = (),
     ) -> None:
-        """`windows`: by number, the window of each KV group with keys (None: full attention). `costs`: None where
-        the ranks do not read segments; then there are none. `token_bytes`: bytes per token in each KV group, for
+        """`windows`: the window of each KV group with keys, by number (None: full attention). `costs`: None if the
+        ranks do not read segments; then there are none. `token_bytes`: bytes per token in each KV group, for
         `num_bytes_saved`."""
         self._block_size = block_size
         self._least_saved = 0 if costs is None else costs.least_saved_in_step
@@ -52,17 +52,17 @@ class SharedSegments:
             group: size for group, size in enumerate(token_bytes) if group in self._forests and windows[group] is None
         }
         self.num_bytes_saved = 0
-        """The bytes of keys and values that steps saved by reading them once for several rows. Groups with windows
-        are not counted, as their rows may see only part of a segment."""
+        """Bytes of keys and values that steps did not read, because they read them once for several rows. Groups with
+        windows are not counted, as their rows may see only part of a segment."""
         self._inside: set[int] = set()
-        """The slots of the requests that are in the forests."""
+        """The slots of the requests in the forests."""
         self._told: dict[tuple[int, int], int | None] = {}
         """(KV group, slot) → segment number last sent."""
         self._told_else: int | None = 0
-        """The number last sent for all other slots; None: unknown."""
+        """The number last sent for all other slots; None if unknown."""
 
     def enter(self, state: RequestState) -> None:
-        """Add a request whose prompt is computed by the scheduled steps, unless it is in already or ends with the
+        """Add a request whose prompt is computed by the scheduled steps, unless it was added before or ends with the
         token that they give."""
         assert state.slot is not None
         if state.slot in self._inside or not self._forests:
@@ -79,7 +79,7 @@ class SharedSegments:
             forest.enter(state.slot, first, state.blocks[group][first:num_full])
 
     def leave(self, slot: int) -> None:
-        """Forget the request in a slot, if it is in."""
+        """Remove the request in a slot, if it was added."""
         if slot in self._inside:
             self._inside.remove(slot)
             for forest in self._forests.values():
@@ -87,7 +87,7 @@ class SharedSegments:
 
     @property
     def num_saved(self) -> int:
-        """The keys per layer that a step saves, over all groups: those of each active segment, for each row but the
+        """The keys per layer that a step saves, over all groups: those of each active segment, for each row except the
         first."""
         return sum(forest.num_saved for forest in self._forests.values())
 
@@ -112,7 +112,7 @@ class SharedSegments:
         return SegmentChanges(segments, slots, is_used)
 
     def forget_told(self) -> None:
-        """Record that steps did not run, so that the ranks' state is unknown. No request may be in."""
+        """Record that steps did not run, so that the ranks' state is unknown. No request may be in the forests."""
         assert not self._inside
         self._told.clear()
         self._told_else = None

@@ -1,5 +1,5 @@
-"""RequestState: a request as the scheduler sees it, from arrival to its last token. Prompt: the part that the
-samples of one row share."""
+"""RequestState: a request as the scheduler sees it, from arrival to its last token. Prompt: the part that the samples
+of one row share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nvcli.engine.request import FinishReason, Request, RequestOutput
 
 
 class Prompt:
-    """The prompt of a request, shared by its samples. It is never changed, apart from the hashes that are kept."""
+    """A request's prompt, shared by its samples. Only its cached hashes ever change."""
 
     __slots__ = ("_block_hashes", "_packed_ids", "num_tokens", "stop_ids")
 
@@ -23,7 +23,7 @@ class Prompt:
         self._packed_ids = request.prompt_ids
         self.num_tokens = len(request.prompt_ids) // TOKEN_BYTES
         self.stop_ids = frozenset((*request.stop_ids, NOT_FINITE, CONSTRAINT_FAILED))
-        """The ids that end an answer when they come back: those of the request, and those that stand for no token."""
+        """The ids that end an answer when they come back: the request's own, and those that stand for failures."""
         self._block_hashes: list[BlockHash] | None = None
 
     def tokens(self, start: int, end: int) -> array[int]:
@@ -31,7 +31,7 @@ class Prompt:
         return unpack(self._packed_ids[start * TOKEN_BYTES : end * TOKEN_BYTES])
 
     def hash_blocks(self, hashes: PromptHashes) -> list[BlockHash]:
-        """Return the hashes of all blocks that are full of prompt tokens. The caller does not change the list.
+        """Return the hashes of all blocks that are full of prompt tokens. The caller must not modify the list.
 
         `hashes` has the same block size in every call.
         """
@@ -45,62 +45,61 @@ class RequestState:
     """Progress of one request. All counts are in tokens.
 
     Steps are in flight while the next one is scheduled, and a step may give fewer tokens than it computes logits for.
-    So the host knows the prompt and the tokens that came back (`generated`), and an upper bound of the tokens whose
-    keys and values are in the cache once the submitted steps have run (`num_computed`). A row of n tokens adds n to it
-    when it is scheduled; of these, as many as the row did not give are taken back when its count arrives. A decoding
-    request's next row computes its last token, which may be on its way: at most `num_computed + 1` tokens are known by
-    then.
+    So the host knows the prompt, the tokens that came back (`generated`), and an upper bound on the tokens whose keys
+    and values are in the cache once the submitted steps have run (`num_computed`). A row of n tokens adds n to it when
+    it is scheduled; what the row did not give is subtracted when its count arrives. A decoding request's next row
+    computes its last token, which may be on its way: at most `num_computed + 1` tokens are known by then.
     """
 
     request: Request
     """The request of this one sample."""
     prompt: Prompt
-    """The prompt, which the other samples of the row share."""
+    """The prompt, shared with the row's other samples."""
     needs_last_token: bool = False
     """Whether a decode row must bring the request's last token along."""
     generated: array[int] = field(default_factory=lambda: array("i"))
-    """The generated tokens that came back."""
+    """The generated tokens that have come back."""
     num_prompt: int = field(init=False)
     max_len: int = field(init=False)
     """Tokens, prompt included, at which the answer ends."""
     parks_at: int = field(init=False)
     """Once `num_computed` reaches this number, tokens must come back before the next decode row is scheduled."""
     num_reported: int = 0
-    """Generated tokens that the parent has."""
+    """Generated tokens already reported to the parent."""
     watch: AnswerWatch | None = field(init=False)
-    """A watch on the tokens as they come back; None for most requests."""
+    """Watches the tokens as they come back; None for most requests."""
     stop_ids: frozenset[int] = field(init=False)
     stream: bool = field(init=False)
     num_computed: int = 0
     num_owed: int = 0
-    """The maximum tokens that steps in flight may still add to a request that was preempted."""
+    """The most tokens that steps in flight may still add to a request that was preempted."""
     num_counted: int = 0
-    """Leading prompt tokens that the statistics have counted; tokens that are computed again count once."""
+    """Leading prompt tokens that the statistics have counted; recomputed tokens count once."""
     slot: int | None = None
     blocks: list[list[int]] = field(default_factory=list)
     """The block ids of each KV group, set by `BlockTables`: entry c holds the tokens from c × block_size on. It is 0
-    where the group's window has passed the block, and where a state is not kept. A state that moved from one column
-    to the next appears in both."""
+    where the group's window has passed the block, and where a state is not kept. A state that moved from one column to
+    the next appears in both."""
     first_columns: list[int] = field(default_factory=list)
     """The number of leading entries of each KV group's `blocks` that the window has passed; they are 0."""
     num_found_blocks: int = 0
-    """Leading blocks whose keys were found in the prefix cache, with or without the state behind them."""
+    """Leading blocks whose keys were found in the prefix cache, with or without the state after them."""
     capacity: int = 0
     """Tokens that fit the blocks of every group."""
     num_hashed_blocks: int = 0
     """Leading blocks that are registered for reuse."""
     checked_at: int = 0
-    """The number of generated tokens from which an arriving token needs more than appending: the answer may be full
-    or due for a check, a block may be registered, or tokens may be reported."""
+    """The number of generated tokens from which an arriving token needs more than appending: the answer may be full or
+    due for a check, a block may be registered, or tokens may be reported."""
     block_hashes: list[BlockHash] = field(default_factory=list)
-    """Chained hashes of the full blocks of known tokens behind those that are full of prompt tokens, as far as they
-    were needed."""
+    """Chained hashes of the full blocks of known tokens after those full of prompt tokens, as far as they were
+    needed."""
     num_cached_tokens: int | None = None
     """Prefix-cache hit of the first admission; None before it."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finished: bool = False
     queries: PromptQueries | None = field(init=False)
-    """Queries of the prompt; None: there are none."""
+    """Queries of the prompt; None if there are none."""
 
     def __post_init__(self) -> None:
         request = self.request
@@ -135,7 +134,7 @@ class RequestState:
     def _take_forced(self, watch: AnswerWatch, block_size: int) -> int:
         """Continue with the watch's forced tokens, as far as they fit. Returns their number.
 
-        Room for one token of the model is left while the prompt is still to be read: a full answer ends without a step.
+        Room for one sampled token is left while the prompt is still to be read: a full answer ends without a step.
         """
         room = self.max_len - self.num_tokens
         if self.first_unread is not None:
@@ -157,7 +156,7 @@ class RequestState:
 
     @property
     def first_unread(self) -> int | None:
-        """The first token of the prompt that must be computed, because it is still to be read; None: any may be taken
+        """The first token of the prompt that must be computed, because it is still to be read; None if all may come
         from the prefix cache."""
         return None if self.queries is None else self.queries.first_unread
 
@@ -182,8 +181,8 @@ class RequestState:
 
     @property
     def needs_prefix_ids(self) -> bool:
-        """Whether the ranks need the tokens of its cached prefix: penalties count them, bad words may begin with
-        them, and a grammar starts at the beginning of the answer."""
+        """Whether the ranks need the tokens of its cached prefix: penalties count them, bad words may begin with them,
+        and a grammar starts at the beginning of the answer."""
         request = self.request
         return request.needs_tokens or (request.constraint is not None and len(self.generated) > 0)
 
@@ -194,7 +193,7 @@ class RequestState:
 
     @property
     def num_pending(self) -> int:
-        """The maximum tokens that the steps in flight may still add."""
+        """The most tokens that the steps in flight may still add."""
         return self.num_owed if self.slot is None else max(0, self.num_computed + 1 - self.num_tokens)
 
     @property
@@ -204,11 +203,11 @@ class RequestState:
 
     @property
     def least_computed(self) -> int:
-        """The minimum of tokens whose keys and values are in the cache once the submitted steps have run."""
+        """The fewest tokens whose keys and values are in the cache once the submitted steps have run."""
         return min(self.num_computed, self.num_tokens - 1)
 
     def set_hashed_blocks(self, num_blocks: int, block_size: int) -> None:
-        """Note that the first `num_blocks` blocks are registered for reuse."""
+        """Record that the first `num_blocks` blocks are registered for reuse."""
         self.num_hashed_blocks = num_blocks
         checked_len = 0 if self.stream else min(self.max_len, (num_blocks + 1) * block_size)
         self.checked_at = checked_len - self.num_prompt

@@ -2,11 +2,11 @@
 
 A state is as large as the keys of a whole block, so a request keeps one block for each group of states: that of the
 column in which its last step ended; other columns have none (0). When its next tokens begin a column, the block moves
-along, and appears in both columns, unless it is registered for reuse and there is room to keep it.
+along and appears in both columns, unless it is registered for reuse and there is room to keep it.
 
-The states kept for a prompt, while nothing else needs the room, are those after each of its chunks (at the end of the
-column), after its last full block, and after the last block whose keys were found without a state, where prompts with a
-common prefix diverge (SGLang calls them branching points). The states within an answer are not kept.
+Some states of a prompt are kept as long as nothing else needs the room: those after each of its chunks (at the end of
+the column), after its last full block, and after the last block whose keys were found without a state, where prompts
+with a common prefix diverge (SGLang calls these branching points). States within an answer are not kept.
 
 Rows of one step run side by side, and a state is read before it is written. So no row may start from a state that
 another row of its step writes: its request waits for the next step.
@@ -24,20 +24,20 @@ Columns = dict[int, list[int]]
 
 
 class StateBlocks:
-    """Takes blocks for the states of requests, and gives them back, in all groups of states alike."""
+    """Takes and gives back blocks for the states of requests, in all groups of states alike."""
 
     def __init__(self, block_manager: BlockManager, groups: Sequence[int], block_size: int) -> None:
-        """`groups` are the numbers of the KV groups with states; possibly none."""
+        """`groups`: the numbers of the KV groups with states, possibly none."""
         self.groups = tuple(groups)
         self._manager = block_manager
         self._block_size = block_size
         self._new: set[int] = set()
-        """Blocks that were registered since the step being planned was begun."""
+        """Blocks registered since planning of the current step began."""
         self._grown: dict[RequestState, None] = {}
-        """Requests that may hold states which they no longer need once the planned steps have run."""
+        """Requests that may hold states that they no longer need once the planned steps have run."""
 
     def begin_step(self) -> None:
-        """Note that a new step is planned: earlier ones will have filled their blocks when it runs."""
+        """Begin planning a step: blocks of earlier steps will be filled when it runs."""
         self._new.clear()
         for state in list(self._grown):
             self.free_old(state)
@@ -46,7 +46,7 @@ class StateBlocks:
                 del self._grown[state]
 
     def last(self, state: RequestState) -> list[int]:
-        """Return the last block of each group, none where a request's tables are empty."""
+        """Return each group's last block; empty if a request's tables are empty."""
         return [state.blocks[group][-1] for group in self.groups if state.blocks[group]]
 
     def are_new(self, blocks: Iterable[int]) -> bool:
@@ -55,7 +55,7 @@ class StateBlocks:
 
     def num_missing(self, state: RequestState, num_columns: int) -> int:
         """Count the blocks that a request lacks in the last of `num_columns` columns; 0 if its last blocks may move
-        along, because all tokens of their column are computed and no one else starts from them."""
+        along, because all tokens of their column are computed and no other request starts from them."""
         last = self.last(state)
         length = len(state.blocks[self.groups[0]]) if last else 0
         if length >= num_columns:
@@ -89,8 +89,8 @@ class StateBlocks:
         return columns
 
     def register(self, state: RequestState, first: int, hashes: Sequence[BlockHash]) -> list[int]:
-        """Register for reuse, and return, a request's blocks in the columns from `first` on, whose hashes these are, as
-        far as they hold its prompt alone."""
+        """Register for reuse, and return, a request's blocks in the columns from `first` on, with these hashes, as far
+        as they hold only its prompt."""
         registered = []
         end = min(first + len(hashes), state.num_prompt // self._block_size)
         for group in self.groups:

@@ -35,7 +35,7 @@ class ScheduledStep:
     sampling: list[RequestState]
     """The requests of the rows that have logits, in batch order."""
     registered: list[int]
-    """Blocks registered for reuse since the step before. This step or the one before it fills them."""
+    """Blocks registered for reuse since the previous step. This step or the previous one fills them."""
     querying: list[RequestState]
     """The request of each of the step's `queries`."""
 
@@ -54,18 +54,18 @@ class ScheduledStep:
 
     def owners(self, counts: Sequence[int]) -> list[RequestState]:
         """Return the request of each token that the step gave: `counts` tokens for each request in `sampling`."""
-        if max(counts) <= 1:  # as always when masks are late, and in most steps
+        if max(counts) <= 1:  # always the case when masks are late, and in most steps
             return list(compress(self.sampling, counts))
         return [state for state, count in zip(self.sampling, counts, strict=True) for _ in range(count)]
 
     def take_query_results(self, output: StepOutput) -> None:
-        """Hand what the step has read of prompts to their requests."""
+        """Pass what the step has read from prompts to their requests."""
         for state, result in zip(self.querying, output.query_results, strict=True):
             if not state.finished and state.queries is not None:
                 state.queries.take(result)
 
     def put_back(self) -> None:
-        """Take the step back, because it did not run: its requests get no tokens from it and nothing was read."""
+        """Take the step back, because it did not run: its requests get no tokens from it, and it read nothing."""
         for state, num_logits in zip(self.sampling, self.num_logits, strict=True):
             state.num_owed -= num_logits
         for state, query in zip(self.querying, self.input.queries, strict=True):
@@ -74,13 +74,13 @@ class ScheduledStep:
 
 
 class Sharing(NamedTuple):
-    """Keys and values that the rows of a step share."""
+    """The keys and values that a step's rows share."""
 
     arrangement: Arrangement | None
-    """The order and the groups of its prefill chunks; None: there are no groups."""
+    """The order and groups of its prefill chunks; None if there are no groups."""
     segments: SegmentChanges
     key_copies: bytes
-    """`StepInput.key_copies`"""
+    """See `StepInput.key_copies`."""
     copies_new_keys: bool
 
 
@@ -89,10 +89,10 @@ class StepDraft:
 
     def __init__(self) -> None:
         self.num_prefix_ids = 0
-        """Cached tokens of entering requests that the step carries; `max_step_input_bytes` bounds their number."""
+        """Cached tokens of entering requests that the step carries; `max_step_input_bytes` limits them."""
         self._new_slots: list[NewSlot] = []
         self._constraints: dict[bytes, tuple[int, Constraint]] = {}
-        """The constraints of requests that enter slots, with their places in the step."""
+        """The constraints of requests that enter slots, with their indices in the step."""
         self._grammar_bytes = 0
         self._blocks: list[tuple[int, int, int, Sequence[int]]] = []
         """(KV group, slot, first column, blocks) for each run of blocks that a slot was given."""
@@ -102,7 +102,7 @@ class StepDraft:
         self._span_counts: list[int] = []
         self._token_ids = bytearray()
         self._chunks: list[tuple[int, int, int, int]] = []
-        """(slot, number of tokens, number of logits, length behind the step) for each prefill chunk."""
+        """(slot, number of tokens, number of logits, length after the step) of each prefill chunk."""
         self._states: list[RequestState] = []
         """The request of each chunk."""
         self._queries: list[PromptQuery] = []
@@ -123,7 +123,7 @@ class StepDraft:
         return self._grammar_bytes + len(constraint.grammar.encode()) <= MAX_STEP_GRAMMAR_BYTES
 
     def enter(self, state: RequestState) -> None:
-        """Let a request enter its slot, with its blocks and, where the ranks need them, the tokens of its prefix."""
+        """Let a request enter its slot, with its blocks and, if the ranks need them, the tokens of its prefix."""
         assert state.slot is not None
         num_prefix_ids = state.num_computed if state.needs_prefix_ids else 0
         self._new_slots.append(
@@ -161,7 +161,7 @@ class StepDraft:
             self._blocks += [(group, slot, column, [block]) for column, block in columns if block]
 
     def keep_blocks_of(self, slots: set[int | None]) -> None:
-        """Forget the blocks of all other slots."""
+        """Drop the blocks of all other slots."""
         self._blocks = [entry for entry in self._blocks if entry[1] in slots]
 
     def add_tokens(self, state: RequestState, start: int, num_tokens: int) -> None:
@@ -193,7 +193,7 @@ class StepDraft:
         self._states.append(state)
 
     def _arrange(self, arrangement: Arrangement) -> None:
-        """Put the chunks into another order."""
+        """Reorder the chunks."""
         order = arrangement.order
         self._chunks = [self._chunks[number] for number in order]
         self._states = [self._states[number] for number in order]
@@ -227,8 +227,8 @@ class StepDraft:
     ) -> ScheduledStep:
         """Return the step, which has something to compute.
 
-        `decoding`: the requests of the decode rows, whose packed slots and lengths behind the step are `decode_slots`
-        and `decode_lens`; each has `decode_width` tokens. `registered`: see `ScheduledStep`.
+        `decoding`: the requests of the decode rows; `decode_slots` and `decode_lens` are their packed slots and lengths
+        after the step; each has `decode_width` tokens. `registered`: see `ScheduledStep`.
         """
         num_decodes = len(decode_slots) // 4
         if sharing.arrangement is not None:
@@ -272,8 +272,8 @@ class StepDraft:
 
 
 def _pack_blocks(runs: Sequence[tuple[int, int, int, Sequence[int]]]) -> list[bytes]:
-    """Return the packed KV groups, slots, columns and ids of the blocks in some runs. Its cost does not grow with
-    the columns of single blocks, the usual case when decoding."""
+    """Return the packed KV groups, slots, columns and ids of the blocks in some runs. Columns with a single block, the
+    usual case when decoding, are packed together."""
     groups, slots, columns = array("i"), array("i"), array("i")
     ids: list[int] = []
     long = [(first, first + len(blocks)) for _, _, first, blocks in runs if len(blocks) > 1]

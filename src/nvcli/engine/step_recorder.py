@@ -1,4 +1,4 @@
-"""StepRecorder: it records, for benchmarks, what each step computed and how long the device took for it."""
+"""StepRecorder: records for benchmarks what each step computed and how long the device took."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class RepeatedBlocks:
 
     def __init__(self, groups: Sequence[KVGroup]) -> None:
         self._group = next((number for number, group in enumerate(groups) if group.window is None), None)
-        # The arrays grow with the numbers of slots, columns and blocks that come up.
+        # The arrays grow with the slots, columns and blocks that appear.
         self._tables = np.zeros((0, 0), dtype=np.int32)
-        """[slots, columns], the block of each column; 0: none."""
+        """[slots, columns], the block of each column, or 0."""
         self._decoding = np.zeros(0, dtype=np.bool_)
         """[slots], whether the slot is a decode row of the latest step."""
         self._holders = np.zeros(0, dtype=np.int32)
@@ -36,7 +36,7 @@ class RepeatedBlocks:
         self._packed_slots = b""
         """The packed slots of the latest step's decode rows, to recognise an equal set."""
         self.num_among_decode_rows = 0
-        """The number of blocks that decode rows of the latest step need not read again."""
+        """Blocks that decode rows of the latest step need not read again."""
 
     def take(self, step: StepInput) -> None:
         """Apply the next step: its changes of the block tables, and its decode rows."""
@@ -79,7 +79,7 @@ class RepeatedBlocks:
         self._tables[slots, columns] = blocks
 
     def _hold(self, blocks: np.ndarray, change: int) -> None:
-        """Count decode rows that hold these blocks once more (`change` 1) or once less (-1); 0 is no block."""
+        """Count decode rows that hold these blocks once more (`change` 1) or once less (-1); 0 is not a block."""
         blocks = blocks[blocks > 0]
         if len(blocks) == 0:
             return
@@ -113,7 +113,7 @@ def _enlarged(array: np.ndarray, *least: int) -> np.ndarray:
 
 class StepRecorder:
     """Counts what the rows of each step compute. Lengths are as the engine knows them when it schedules the step: upper
-    bounds where steps may give fewer tokens than they compute logits for, else exact."""
+    bounds if steps may give fewer tokens than they compute logits for, else exact."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._block_size = limits.block_size
@@ -123,7 +123,7 @@ class StepRecorder:
         self._records: list[StepRecord] = []
 
     def submitted(self, step: StepInput, *, num_used_blocks: int) -> None:
-        """Note a step that was submitted while running requests held `num_used_blocks`."""
+        """Record a step that was submitted while running requests held `num_used_blocks`."""
         num_tokens, num_logits, lens = (
             np.frombuffer(packed, dtype=np.int32).astype(np.int64)
             for packed in (step.num_tokens, step.num_logits, step.seq_lens)
@@ -154,7 +154,7 @@ class StepRecorder:
         self._records.append(record)
 
     def dropped(self) -> None:
-        """Forget the submitted steps, which did not run, and the blocks of all slots: requests enter slots anew."""
+        """Forget the submitted steps, which did not run, and the blocks of all slots: requests enter slots again."""
         self._in_flight.clear()
         self._repeated = RepeatedBlocks(self._kv_groups)
 

@@ -1,1 +1,1 @@
-"""What a model weighs and costs, from its configuration alone: no torch, no GPU, no files of weights."""
+"""The size and cost of a model, from its configuration alone: no torch, no GPU, no weight files."""

@@ -1,4 +1,4 @@
-"""ModelCosts: the bytes and operations that one rank's share of a model takes in a step, counted from its tensors."""
+"""ModelCosts: the bytes and operations of one rank's share of a model per step, counted from its tensors."""
 
 from __future__ import annotations
 
@@ -17,71 +17,71 @@ from nvcli.worker.distributed.stage import WHOLE, Stage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixCosts:
-    """Weights of which each of a step's rows is multiplied with all, or with those of some experts."""
+    """Weights by which a step's rows are multiplied: each row by all of them or, with experts, by a few."""
 
     num_weights: int = 0
-    """Each takes two operations for a row."""
+    """Weights, each of which costs two operations per row."""
     num_bytes: int = 0
     num_fp8_weights: int = 0
-    """So many of them are multiplied in FP8."""
+    """The part of them that is multiplied in FP8."""
     num_experts: int = 1
     experts_per_token: int = 1
 
     @property
     def weights_per_row(self) -> int:
-        """The weights that one row is multiplied with."""
+        """Weights by which one row is multiplied."""
         return self.num_weights * self.experts_per_token // self.num_experts
 
     @property
     def operations_per_row(self) -> int:
-        """Operations for one row, in the time that one of the model's type takes: two in FP8 count one."""
+        """Operations per row, in units of the model's own type: two operations in FP8 count as one."""
         fp8_weights = self.num_fp8_weights * self.experts_per_token // self.num_experts
         return 2 * self.weights_per_row - fp8_weights
 
     def read_bytes(self, num_rows: float) -> float:
-        """The bytes that are read for so many rows: of the experts that at least one row has, when every row has any of
-        them as likely as any other."""
+        """Bytes read for this many rows. Of the experts, those count that at least one row uses, if every row is
+        equally likely to use any."""
         unread: float = (1 - self.experts_per_token / self.num_experts) ** num_rows
         return self.num_bytes * (1 - unread)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCosts:
-    """What one rank's share of a stage costs."""
+    """Costs of one rank's share of a stage."""
 
     layers: MatrixCosts
     lm_head: MatrixCosts
-    """Nothing in a stage that is not the last."""
+    """Zero in a stage that is not the last."""
     mixers: tuple[MixerCosts, ...]
-    """One for all layers that mix tokens alike."""
+    """One entry for all layers that mix tokens alike."""
     experts: MatrixCosts = MatrixCosts()
 
     @property
     def weights_per_token(self) -> int:
-        """The weights of the layers that one row is multiplied with."""
+        """The layers' weights by which one row is multiplied."""
         return self.layers.weights_per_row + self.experts.weights_per_row
 
     @property
     def operations_per_token(self) -> int:
-        """The operations of the layers' matrices for one row, as `MatrixCosts.operations_per_row` counts them."""
+        """Operations of the layers' matrices per row, as counted by `MatrixCosts.operations_per_row`."""
         return self.layers.operations_per_row + self.experts.operations_per_row
 
     def matrix_read_bytes(self, num_rows: float) -> float:
-        """The weights of the layers that are read for so many rows."""
+        """Bytes of the layers' weights read for this many rows."""
         return self.layers.num_bytes + self.experts.read_bytes(num_rows)
 
     @property
     def state_bytes_per_row(self) -> int:
-        """The recurrent states that one row of a step reads and writes."""
+        """Bytes of recurrent states that one row of a step reads and writes."""
         return 2 * sum(one.state_bytes for one in self.mixers)
 
     @property
     def state_flops_per_token(self) -> int:
-        """The operations of one token with all recurrent states."""
+        """Operations per token on all recurrent states."""
         return sum(one.flops_per_token for one in self.mixers)
 
     def kv_read_bytes(self, num_tokens: float) -> float:
-        """Keys and values that one decode row reads behind `num_tokens` tokens."""
+        """Bytes of keys and values that a decode row reads after `num_tokens` tokens."""
         return sum(
             one.kv_bytes_per_token * (num_tokens if one.window is None else min(num_tokens, one.window))
             for one in self.mixers
@@ -97,8 +97,8 @@ def model_costs(
     stage: Stage = WHOLE,
     kv_dtype: KVDtype | None = None,
 ) -> ModelCosts:
-    """Count one rank's share of a stage, of a model whose weights are kept in `dtype`, and keys and values in
-    `kv_dtype`; None: in `dtype` too."""
+    """Count the costs of one rank's share of a stage. Weights are kept in `dtype`, keys and values in `kv_dtype` (None:
+    in `dtype` too)."""
     tensors = {tensor.name: tensor for tensor in model_tensors(model, dtype, stage)}
     head = tensors.get(f"{EMBEDDING if model.tie_word_embeddings else HEAD}.weight") if stage.is_last else None
     layers = [tensor for tensor in tensors.values() if tensor.part in ("attention", "MLP")]
@@ -115,7 +115,7 @@ def model_costs(
 
 
 def _expert_costs(model: ModelConfig, tensors: list[TensorSpec], tensor_parallel_size: int) -> MatrixCosts:
-    """Count what one rank keeps of the experts."""
+    """Count one rank's part of the experts."""
     experts = _matrices([tensor for tensor in tensors if tensor.is_of_experts], tensor_parallel_size)
     routings = {layer.mlp.routing for layer in model.decoder.layer_kinds if layer.mlp.routing is not None}
     if not experts.num_weights:
@@ -126,7 +126,7 @@ def _expert_costs(model: ModelConfig, tensors: list[TensorSpec], tensor_parallel
 
 
 def _matrices(tensors: list[TensorSpec], tensor_parallel_size: int) -> MatrixCosts:
-    """Count what each of the ranks keeps of the matrices among `tensors`."""
+    """Count one rank's part of the matrices among `tensors`."""
     matrices = [tensor for tensor in tensors if len(tensor.stored_shape) == 2]
     return MatrixCosts(
         num_weights=sum(math.prod(tensor.kept_shape(tensor_parallel_size)) for tensor in matrices),

@@ -1,4 +1,4 @@
-"""Which shapes of steps are captured as CUDA graphs. Memory plans count them too."""
+"""The step shapes that are captured as CUDA graphs. Memory plans count them too."""
 
 from __future__ import annotations
 
@@ -10,32 +10,34 @@ from nvcli.models.config import ModelConfig
 from nvcli.sizing.costs import model_costs
 
 _PREFILL_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
-"""Prompt tokens of captured steps for models of every size, each beside as many decode rows as there can be."""
+"""Prompt tokens of captured steps for models of every size, each with the maximum number of decode rows."""
 _MORE_PREFILL_TOKENS = (3072, 4096, 6144, 8192, 12288, 16384)
-"""For models whose launches take longer than their computation even so; the largest that a step can hold is added."""
+"""For models that still launch slower than they compute at those sizes; the largest size that a step can hold is
+added."""
 _MATRIX_RATE = 550e12
-"""Floating-point operations per second of such a model's matrix products (measured on an H200
-machine)."""
+"""Floating-point operations per second of such a model's matrix products (measured on an H200)."""
 _BATCHED_TOKENS = 8192
-"""The most tokens of a step, if nothing else is set."""
+"""Default maximum of tokens per step."""
 _SMALL_MODEL_BATCHED_TOKENS = 16_384
-"""For models that compute _BATCHED_TOKENS in less time than it takes to launch them. What a step costs beside its
-tokens counts for more in such models: with 4,096 prompts of 200 to 600 tokens and answers of 1 to 8, Qwen3-0.6B makes
-5,599 output tokens/s on an H200 where 8,192 make 5,422. All these steps are captured: launched, they lose 3 %.
-Qwen3-30B-A3B, whose experts take many launches, makes 6,508 in the reference workload where 8,192 make 6,413."""
+"""Default for models that compute _BATCHED_TOKENS faster than they are launched. In such models a step's fixed cost
+counts for more: with 4,096 prompts of 200 to 600 tokens and answers of 1 to 8, Qwen3-0.6B makes 5,599 output tokens/s
+on an H200, against 5,422 with 8,192 tokens per step. All these steps are captured; launched eagerly, they are 3 %
+slower. Qwen3-30B-A3B, whose experts take many launches, makes 6,508 in the reference workload, against 6,413 with
+8,192."""
 _MIN_PREFILL_ROWS = 32
 _TOKENS_PER_PREFILL_ROW = 16
-"""A captured step holds one chunk for each so many prompt tokens, or the minimum."""
+"""A captured step holds one chunk per this many prompt tokens, or the minimum."""
 _MANY_SEQS = 64
-"""With fewer requests, steps with many prompt tokens are too rare for their graphs to be worth the time that it takes
-to capture them; a lone request has one."""
+"""With fewer requests, steps with many prompt tokens are too rare for their graphs to be worth the capture time; a lone
+request has one."""
 
 GraphSize = tuple[int, int, int]
-"""Decode rows, prefill rows, prompt tokens."""
+"""(decode rows, prefill rows, prompt tokens)."""
 
 
 def decode_sizes(max_num_decodes: int) -> list[int]:
-    """Ascending batch sizes to capture: padding costs at most a quarter, and the last is `max_num_decodes` itself."""
+    """Return ascending batch sizes to capture: padding costs at most a quarter, and the last is `max_num_decodes`
+    itself."""
     sizes = [1, 2, 4, 8]
     step = 8
     while sizes[-1] < max_num_decodes:
@@ -45,20 +47,20 @@ def decode_sizes(max_num_decodes: int) -> list[int]:
 
 
 def default_batched_tokens(model: ModelConfig, device: Literal["cpu", "cuda"]) -> int:
-    """Return the most tokens of a step, where the configuration leaves it open."""
+    """Return the default maximum of tokens per step, for a configuration that leaves it open."""
     is_small = device == "cuda" and launch_bound_tokens(model) >= _BATCHED_TOKENS
     return _SMALL_MODEL_BATCHED_TOKENS if is_small else _BATCHED_TOKENS
 
 
 def launch_bound_tokens(model: ModelConfig, tensor_parallel_size: int = 1) -> int:
-    """Return the tokens of a step that takes the GPU as long as launching its kernels one by one takes the host."""
+    """Return the number of tokens at which a step takes the GPU as long as launching its kernels takes the host."""
     costs = model_costs(model, model.dtype, tensor_parallel_size=tensor_parallel_size)
     seconds = sum(block.launch_seconds for layer in model.layers for block in layer.blocks)
     return int(seconds * _MATRIX_RATE / (2 * max(1, costs.weights_per_token)))
 
 
 def step_graph_sizes(config: EngineConfig, model: ModelConfig) -> list[GraphSize]:
-    """All sizes that the ranks of a run capture, as `graph_sizes` orders them."""
+    """Return all sizes that a run's ranks capture, in the order of `graph_sizes`."""
     return graph_sizes(
         max_num_seqs=config.max_num_seqs,
         max_num_decodes=config.max_num_decodes,
@@ -68,14 +70,14 @@ def step_graph_sizes(config: EngineConfig, model: ModelConfig) -> list[GraphSize
 
 
 def may_share(decode_rows: int, max_shared_rows: int) -> bool:
-    """Whether a size has a second graph, for steps in which decode rows share segments of keys. A run in which up to
-    `max_shared_rows` rows may share (0: none) captures it when it is first used."""
+    """Whether a size has a second graph, for steps whose decode rows share segments of keys. It is captured on first
+    use, in runs in which up to `max_shared_rows` rows may share (0: none)."""
     return max_shared_rows > 0 and decode_rows > 1
 
 
 def may_share_prefixes(size: GraphSize, max_shared_rows: int, launch_bound_tokens: int) -> bool:
-    """Whether a size has graphs for steps in which prefill chunks share prefixes, captured likewise. Larger steps than
-    `launch_bound_tokens` are launched in less time than they take, and most such steps are large."""
+    """Whether a size has graphs for steps whose prefill chunks share prefixes, likewise captured on first use. Steps
+    larger than `launch_bound_tokens` need none: they launch faster than they compute, and most such steps are large."""
     _, prefill_rows, prefill_tokens = size
     return max_shared_rows > 0 and prefill_rows > 1 and prefill_tokens <= launch_bound_tokens
 
@@ -83,11 +85,11 @@ def may_share_prefixes(size: GraphSize, max_shared_rows: int, launch_bound_token
 def graph_sizes(
     *, max_num_seqs: int, max_num_decodes: int, max_num_batched_tokens: int, launch_bound_tokens: int
 ) -> list[GraphSize]:
-    """All sizes to capture, those with the most tokens first, so that smaller ones use the memory of larger ones.
+    """Return all sizes to capture, most tokens first, so that smaller ones reuse the memory of larger ones.
 
     A step with few prompt tokens is padded to the most decode rows. With many, each row of padding costs more than
-    another graph: there are sizes with fewer decode rows, too, and a step that is as large as it may be is padded by
-    the difference between two numbers of decode rows alone.
+    another graph, so there are sizes with fewer decode rows too; a step of maximum size is padded only by the gap
+    between two numbers of decode rows.
     """
     sizes: set[GraphSize] = {(num_rows, 0, 0) for num_rows in decode_sizes(max_num_decodes)}
 

@@ -1,4 +1,4 @@
-"""What the KV cache of a run takes and holds, from configuration alone."""
+"""The size and capacity of a run's KV cache, from configuration alone."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from nvcli.models.tensor_spec import StoredDtype
 from nvcli.worker.distributed.stage import Stage
 
 DEFAULT_BLOCK_SIZE = 64
-"""Kernels read keys in tiles of up to so many tokens, which are found fastest where no tile straddles two blocks."""
+"""Kernels read keys in tiles of up to this many tokens, and find them fastest if no tile straddles two blocks."""
 _FLASH_ATTN_TILE = 256
-"""flash-attn 2 takes no other block sizes than multiples of it."""
+"""flash-attn 2 supports only multiples of this block size."""
 
 
 def default_block_size(model: ModelConfig, dtype: StoredDtype, kv_dtype: KVDtype, attention_backend: str) -> int:
-    """Return the tokens of a KV block, where the configuration leaves it open.
+    """Return the default tokens per KV block, for a configuration that leaves it open.
 
-    A block of a model with recurrent states is about as large as a state, so that neither keys nor states waste much of
-    the pool: 192 tokens for Qwen3.5-35B-A3B. It is the same for every layout, as prompts share whole blocks.
+    In a model with recurrent states a block is about as large as a state, so that neither keys nor states waste much of
+    the pool: 192 tokens for Qwen3.5-35B-A3B. It is the same for every layout, because prompts share whole blocks.
     """
     tile = _FLASH_ATTN_TILE if "flash-attn" in attention_backend else DEFAULT_BLOCK_SIZE
     keys, state = kv_groups.group_bytes(model, dtype, block_size=tile, kv_dtype=kv_dtype)
@@ -31,7 +31,7 @@ def default_block_size(model: ModelConfig, dtype: StoredDtype, kv_dtype: KVDtype
 
 
 def block_bytes(config: EngineConfig, model: ModelConfig, stage: Stage | None = None) -> int:
-    """The bytes of one KV block on one rank of a stage. None stands for the first stage, which has the most layers."""
+    """Return the bytes of one KV block on one rank of a stage (None: the first stage, which has the most layers)."""
     return kv_groups.block_bytes(
         model,
         config.dtype,
@@ -43,17 +43,18 @@ def block_bytes(config: EngineConfig, model: ModelConfig, stage: Stage | None = 
 
 
 def blocks_of_request(config: EngineConfig, model: ModelConfig, num_tokens: int) -> int:
-    """The most KV blocks that a request of `num_tokens` holds between steps, and the least that it can run with.
+    """Return the most KV blocks that a request of `num_tokens` holds between steps, and the fewest that it can run
+    with.
 
-    While a chunk of its prompt is computed it takes more of them for windows, as far as there are any.
+    While a chunk of its prompt is computed, it takes more of them for windows if there are any free.
     """
     return kv_groups.blocks_needed(model, num_tokens, block_size=config.block_size, chunk=1)
 
 
 def longest_request(num_blocks: int, config: EngineConfig, model: ModelConfig) -> int:
-    """The most tokens of a request that `num_blocks` KV blocks hold, the null block not counted; 0: none.
+    """Return the length of the longest request that fits `num_blocks` KV blocks, not counting the null block; 0: none.
 
-    It is at most `max_model_len`. With windows a request gives blocks back, so the length is searched for.
+    It is at most `max_model_len`. With windows a request gives blocks back, so the length is found by searching.
     """
 
     def fits(num_tokens: int) -> bool:
@@ -66,8 +67,8 @@ def longest_request(num_blocks: int, config: EngineConfig, model: ModelConfig) -
 
 
 def max_blocks(config: EngineConfig, model: ModelConfig) -> int:
-    """How many KV blocks there is a use for: those of `max_num_seqs` requests of full length, one state more of each
-    where states are kept for prompts to come, those that one step takes beside them for windows, and the null block."""
+    """Return the most KV blocks that can be of use: those of `max_num_seqs` full-length requests, one more state each
+    if states are kept for later prompts, those that one step adds for windows, and the null block."""
     windows = sum(group.window is not None and not group.is_state for group in kv_groups.kv_groups(model))
     of_a_step = windows * -(-config.max_num_batched_tokens // config.block_size)
     most = kv_groups.blocks_needed(
@@ -79,39 +80,39 @@ def max_blocks(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def tokens_in(room: int, config: EngineConfig, model: ModelConfig) -> int:
-    """How many tokens of full-length requests a KV cache of `room` bytes on each rank holds."""
+    """Return how many tokens of full-length requests fit a KV cache of `room` bytes per rank."""
     blocks = min(room // block_bytes(config, model), max_blocks(config, model)) - 1
     return tokens_in_blocks(max(0, blocks), config, model)
 
 
 def tokens_in_blocks(num_blocks: int, config: EngineConfig, model: ModelConfig) -> int:
-    """How many tokens of full-length requests, of which `max_num_seqs` run, fit `num_blocks` KV blocks, the null block
-    not counted."""
+    """Return how many tokens of full-length requests fit `num_blocks` KV blocks, not counting the null block, while
+    `max_num_seqs` run."""
     tokens_each = config.max_blocks_per_seq * config.block_size
     blocks_each = blocks_of_request(config, model, config.max_model_len)
     return min(num_blocks, config.max_num_seqs * blocks_each) * tokens_each // blocks_each
 
 
 def requests_held(num_tokens: float, config: EngineConfig, model: ModelConfig, request_len: float) -> float:
-    """How many requests of `request_len` tokens a KV cache holds at a time that has room for `num_tokens` tokens of
-    full-length ones."""
+    """Return how many requests of `request_len` tokens fit a KV cache at a time, if `num_tokens` tokens of full-length
+    requests do."""
     return _blocks_of_tokens(num_tokens, config, model) / blocks_held(config, model, request_len / config.block_size)
 
 
 def state_share(num_tokens: float, config: EngineConfig, model: ModelConfig) -> float:
-    """How much of such a KV cache the recurrent states of `max_num_seqs` requests take: 0 to 1."""
+    """Return the share of such a KV cache that the recurrent states of `max_num_seqs` requests take: 0 to 1."""
     states = config.max_num_seqs * state_blocks(model)
     return min(1.0, states / max(1.0, _blocks_of_tokens(num_tokens, config, model)))
 
 
 def _blocks_of_tokens(num_tokens: float, config: EngineConfig, model: ModelConfig) -> float:
-    """How many KV blocks `num_tokens` tokens of full-length requests take."""
+    """Return the number of KV blocks that `num_tokens` tokens of full-length requests take."""
     tokens_each = config.max_blocks_per_seq * config.block_size
     return num_tokens * blocks_of_request(config, model, config.max_model_len) / tokens_each
 
 
 def blocks_held(config: EngineConfig, model: ModelConfig, sequence_blocks: float) -> float:
-    """How many KV blocks a request holds at a time, on average, whose tokens fill `sequence_blocks` blocks."""
+    """Return the average number of KV blocks held at a time by a request whose tokens fill `sequence_blocks` blocks."""
     whole = max(1, math.ceil(sequence_blocks))
     states = state_blocks(model)
     keys = blocks_of_request(config, model, whole * config.block_size) - states
@@ -119,5 +120,5 @@ def blocks_held(config: EngineConfig, model: ModelConfig, sequence_blocks: float
 
 
 def state_blocks(model: ModelConfig) -> int:
-    """How many KV blocks the recurrent states of a request take."""
+    """Return the number of KV blocks that a request's recurrent states take."""
     return sum(group.is_state for group in kv_groups.kv_groups(model))

@@ -1,6 +1,6 @@
-"""What a rank's memory would go to, from configuration alone.
+"""Estimates a rank's memory use from configuration alone.
 
-Weights and the KV cache's blocks are exact. The other items follow formulas whose constants were read off an H200
+Weights and the KV cache's blocks are exact. The other items follow formulas whose constants were measured on an H200
 (torch 2.11, Qwen3 of 0.6, 8 and 14 billion parameters); the report marks them as estimated.
 """
 
@@ -24,19 +24,18 @@ _CONTEXT_BYTES = 800_000_000
 _COLLECTIVES_BYTES = 500_000_000
 """NCCL's buffers, where there is more than one rank."""
 _WORKSPACE_BYTES = 70_000_000
-"""The workspaces of matrix libraries."""
+"""Workspaces of the matrix libraries."""
 _BYTES_PER_GRAPH = 1_500_000
 _MAX_SHARED_SUM_BYTES = 80 << 20
-"""The most that one rank's part of a sum through shared memory takes. There are four such buffers, and the KV cache
-loses what they take."""
+"""The largest part of a sum through shared memory on one rank. There are four such buffers, which come out of the KV
+cache."""
 _NUM_SHARED_SUM_BUFFERS = 4
 
 
 def estimate(config: EngineConfig, model: ModelConfig, total: int, stage: Stage | None = None) -> MemoryUse:
     """Plan the memory of one rank of a stage, on a GPU of `total` bytes.
 
-    The KV cache is negative where the rest does not fit. `stage` None stands for the most that a rank of any stage
-    needs.
+    The KV cache is negative if the rest does not fit. `stage` None: the largest need of any stage's ranks.
     """
     weights = weight_bytes(
         model,
@@ -64,7 +63,7 @@ def estimate(config: EngineConfig, model: ModelConfig, total: int, stage: Stage 
 
 
 def shared_sum_rows(max_num_batched_tokens: int, row_bytes: int) -> int:
-    """The most rows of a sum that goes through memory which the ranks share.
+    """Return the most rows of a sum that goes through memory shared by the ranks.
 
     A row has `row_bytes` (hidden size × element size). Sums of more rows go through the process group.
     """
@@ -72,8 +71,8 @@ def shared_sum_rows(max_num_batched_tokens: int, row_bytes: int) -> int:
 
 
 def _activations(config: EngineConfig, model: ModelConfig, num_tokens: int) -> int:
-    """The peak of a batch, in attention or in the MLP. Gate and up are multiplied in one kernel; without it they take
-    three times as much."""
+    """Return the peak of a batch, in attention or in the MLP. Gate and up are multiplied in one kernel; without it they
+    take three times as much."""
     ranks, hidden = model.ranks(config.tensor_parallel_size), model.hidden_size
     blocks = [block for layer in model.decoder.layer_kinds for block in layer.blocks]
     most = max(block.activation_elements(hidden, ranks, model.quantization) for block in blocks)
@@ -88,8 +87,8 @@ def _activations(config: EngineConfig, model: ModelConfig, num_tokens: int) -> i
 
 
 def _widened_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """The bytes of the largest layer's weight in 4 bits as numbers of the model's type, in which it is multiplied with
-    many tokens."""
+    """Return the size of the largest layer's 4-bit weight in the model's own type, in which it is multiplied by many
+    tokens."""
     if model.quantization != "w4a16" or model.stored_groups.kind == "mxfp4":
         return 0
     ranks = model.ranks(config.tensor_parallel_size)
@@ -99,13 +98,14 @@ def _widened_bytes(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _sampling(config: EngineConfig, model: ModelConfig) -> int:
-    """The logits of all rows, in the model's dtype and in float32."""
+    """Return the size of all rows' logits, in the model's dtype and in float32."""
     return config.max_num_seqs * model.vocab_size * (DTYPE_BYTES[config.dtype] + 4)
 
 
 def _graphs(config: EngineConfig, model: ModelConfig, *, samples: bool) -> int:
-    """All graphs share the memory of the largest, and each has some of its own. Logits find room among activations that
-    are larger than they are. Graphs of steps that share segments or prefixes count, as memory is set aside for them."""
+    """Return the size of all graphs: they share the memory of the largest, and each needs a little of its own. Logits
+    fit into larger activations. Graphs of steps that share segments or prefixes count, because memory is set aside for
+    them."""
     sizes = step_graph_sizes(config, model)
     decode_rows, _, prefill_tokens = sizes[0]
     activations = _activations(config, model, decode_rows + prefill_tokens)
@@ -121,8 +121,8 @@ def _graphs(config: EngineConfig, model: ModelConfig, *, samples: bool) -> int:
 
 
 def _buffers(config: EngineConfig, model: ModelConfig, stage: Stage | None) -> int:
-    """The slot table with its block tables, the rotary table, workspaces and copies of keys; with several ranks the
-    buffers for sums, and with stages one buffer for what arrives and one for what is sent."""
+    """Return the size of the slot table with its block tables, the rotary table, workspaces and copies of keys; with
+    several ranks, of the buffers for sums; and with stages, of one buffer to receive and one to send."""
     tokens = (config.max_num_seqs + 1) * config.max_model_len * 4
     tables = len(kv_groups(model)) * (config.max_num_seqs + 1) * config.max_blocks_per_seq * 4
     row_bytes = model.hidden_size * DTYPE_BYTES[config.dtype]
@@ -137,9 +137,9 @@ def _buffers(config: EngineConfig, model: ModelConfig, stage: Stage | None) -> i
 
 
 def _prefill_scratch(config: EngineConfig, model: ModelConfig) -> int:
-    """The bytes of the copies of FP8 keys and values in bfloat16 which the kernel for Hopper GPUs attends to, where
-    `kernels/triton/attention/prefill_choice.py` takes it. Other GPUs have none, and as much more room as is
-    planned for it."""
+    """Return the size of the bfloat16 copies of FP8 keys and values that the kernel for Hopper GPUs attends to, if
+    `kernels/triton/attention/prefill_choice.py` chooses it. Other GPUs have none, and so this much more room than
+    planned."""
     backend = config.attention_backend.partition(":")[0]
     takes = config.kv_dtype == "fp8" and config.dtype == "bfloat16" and backend in ("auto", "triton")
     if not takes or config.batch_invariant or config.block_size % SCRATCH_UNIT:

@@ -1,4 +1,4 @@
-"""Whether the RAM holds a model that runs on a CPU, told before a process is started for it."""
+"""Checks that the RAM holds a model that runs on a CPU, before a process is started for it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from nvcli.sizing.weights import weight_bytes
 
 
 def ram_of_weights(config: EngineConfig, model: ModelConfig, *, num_replicas: int) -> int:
-    """Return the bytes that the weights of all replicas take, on a CPU."""
+    """Return the bytes of all replicas' weights, on a CPU."""
     return sum(weight_bytes(model, config.dtype).values()) * num_replicas
 
 
 def ways_to_less_ram(config: EngineConfig, *, num_replicas: int) -> str:
-    """Say what would make a model fit the RAM, or a part of it, as a user types it."""
+    """Suggest ways to fit a model, or more of it, into RAM, in a user's words."""
     ways = ["use a smaller model"]
     if config.dtype == "float32":
         ways.append("--dtype bfloat16, which halves it")
@@ -25,14 +25,14 @@ def ways_to_less_ram(config: EngineConfig, *, num_replicas: int) -> str:
 
 
 def check_ram(config: EngineConfig, model: ModelConfig, *, num_replicas: int, available: int) -> None:
-    """Raise CapacityError where a run on a CPU has weights that the `available` bytes of RAM do not hold.
+    """Raise CapacityError if the weights of a run on a CPU do not fit the `available` bytes of RAM.
 
-    They must leave something for activations and the KV cache, so as much as is available is already too much.
+    They must leave something for activations and the KV cache, so using up everything is too much already.
     """
     needed = ram_of_weights(config, model, num_replicas=num_replicas)
     if config.device == "cpu" and needed >= available:
         copies = f" of {num_replicas} copies" if num_replicas > 1 else ""
         raise CapacityError(
-            f"the weights{copies} take {format_bytes(needed)} in {config.weights_type}, and {format_bytes(available)} "
+            f"the weights{copies} take {format_bytes(needed)} in {config.weights_type}, but {format_bytes(available)} "
             f"of RAM are free. To make it fit: {ways_to_less_ram(config, num_replicas=num_replicas)}"
         )

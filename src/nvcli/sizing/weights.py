@@ -1,6 +1,6 @@
-"""The bytes of a rank's weights, added up from the model's tensors, before anything is loaded.
+"""The bytes of a rank's weights, added up from the model's tensors before anything is loaded.
 
-tests/sizing/test_weights.py holds them to the models that are built.
+tests/sizing/test_weights.py compares them with models as built.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nvcli.worker.distributed.stage import WHOLE, Stage
 def weight_bytes(
     model: ModelConfig, dtype: StoredDtype, *, tensor_parallel_size: int = 1, stage: Stage = WHOLE
 ) -> Mapping[str, int]:
-    """The bytes of one rank's weights by what they belong to. All ranks of a stage have equally many."""
+    """Return the bytes of one rank's weights, by kind. All ranks of a stage have equally many."""
     parts: dict[str, int] = dict.fromkeys(get_args(Part), 0)
     for tensor in model_tensors(model, dtype, stage):
         parts[tensor.part] += tensor.kept_bytes(tensor_parallel_size)
@@ -28,6 +28,6 @@ def weight_bytes(
 
 
 def largest_stage(model: ModelConfig, num_stages: int) -> Stage:
-    """The pipeline stage with the most weights; of one stage, that one."""
+    """Return the pipeline stage with the most weights."""
     stages = [Stage(index, num_stages) for index in range(num_stages)]
     return max(stages, key=lambda stage: sum(weight_bytes(model, model.dtype, stage=stage).values()))
