@@ -1,1 +1,1 @@
-"""Processes of the GPUs: the ranks, their steps, and the sums between them."""
+"""The processes that use the GPUs: the ranks, their steps, and the sums between them."""

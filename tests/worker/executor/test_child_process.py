@@ -43,8 +43,8 @@ def test_the_end_of_a_child_is_noticed_while_processes_of_its_own_live() -> None
 @pytest.mark.parametrize(
     ("before", "after", "told"),
     [
-        (1, 2, "memory ran out: meanwhile the kernel's out-of-memory killer ended 1 process of this machine. Free or"),
-        (0, 3, "likely because memory ran out: meanwhile the kernel's out-of-memory killer ended 3 processes of"),
+        (1, 2, "memory ran out: the kernel's out-of-memory killer ended 1 process of this machine meanwhile. Free or"),
+        (0, 3, "probably because memory ran out: the kernel's out-of-memory killer ended 3 processes of"),
         (4, 4, None),
         (None, None, None),
     ],

@@ -228,7 +228,7 @@ def test_the_first_process_is_not_replaced() -> None:
     workers, _ = begin_answers(2)
     others = others_of(workers)
     workers._process.kill()
-    with pytest.raises(WorkerError, match="was killed, or cannot start"):
+    with pytest.raises(WorkerError, match="was killed or could not start"):
         workers._check(60.0)
     deadline = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() for pid in others) and time.monotonic() < deadline:

@@ -180,5 +180,5 @@ def test_a_grammar_that_cannot_be_followed_ends_its_own_row(vocabulary: Vocabula
         outputs.update({output.request_id: output for output in core.step()})
     assert [outputs[i].finish_reason for i in range(2)] == ["stop", "error"]
     assert outputs[1].error_type == "structured_too_complex"
-    assert "behind token 0 of the answer" in outputs[1].error
+    assert "after token 0 of the answer" in outputs[1].error
     assert len(outputs[1].token_ids) == 0

@@ -85,5 +85,5 @@ def test_more_positions_than_memory_holds(monkeypatch: pytest.MonkeyPatch) -> No
     """config.json may claim any number of positions, and every one has a row in a table."""
     monkeypatch.setattr("nvcli.worker.runner.memory.available_ram", lambda: 2 * 1000 * 64 * 4)
     check_positions_fit(engine_config(max_model_len=1000), 64, torch.device("cpu"))
-    with pytest.raises(CapacityError, match=r"of 1,001 tokens take .* set max_model_len lower.*config\.json counts"):
+    with pytest.raises(CapacityError, match=r"for 1,001 tokens take .* lower max_model_len, .*config\.json"):
         check_positions_fit(engine_config(max_model_len=1001), 64, torch.device("cpu"))

@@ -41,7 +41,7 @@ def test_units_for_fp8_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     assert has_fp8_units(torch.device("cuda"), "fast")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(ConfigError, match=r"`fp8_accumulation` is fast, but this GPU \(NVIDIA A100\) has no units"):
+    with pytest.raises(ConfigError, match=r"`fp8_accumulation: fast` needs FP8 tensor cores, which this GPU \(NVIDIA A100\) does"):
         has_fp8_units(torch.device("cuda"), "fast")
 
 
@@ -54,11 +54,11 @@ def test_the_log_says_how_weights_are_kept(tmp_path: Path) -> None:
     assert note(plain.with_quantization("fp8")) == (
         "weights of linear layers are kept in FP8 (quantization: none keeps them in bfloat16)"
     )
-    assert "FP8 weights are turned into bfloat16 (quantization: fp8 keeps them)" in str(note(stored))
+    assert "FP8 weights are converted to bfloat16 (quantization: fp8 keeps them)" in str(note(stored))
     assert str(note(stored.with_quantization("fp8"))).startswith(
         "the checkpoint's weights of linear layers stay in FP8 ("
     )
     found = str(kept_weights_note(stored.with_quantization("fp8"), "bfloat16", has_units=False))
-    assert "become bfloat16 in each product, as this GPU has no units for FP8" in found
+    assert "converted to bfloat16 for each product: this GPU has no FP8 tensor cores" in found
     runner = make_runner(path, "cpu", quantization="fp8", kv_cache_memory=1 << 22)
     assert any("stay in FP8" in note for note in runner.ready.notes)

@@ -1,4 +1,4 @@
-"""The opening of memory that the GPUs of a tensor-parallel group share, and the reasons why it may be impossible.
+"""Opens memory that the GPUs of a tensor-parallel group share, and explains why it cannot.
 
 The collectives over it are in `kernels/peer_memory.py`.
 """
@@ -39,7 +39,7 @@ def share_memory(
     if world.min(int(memory is not None)):
         group.peer_memory = memory
         return []
-    return [f"sums over the ranks go through NCCL alone, symmetric memory being out: {obstacle or 'on another rank'}"]
+    return [f"sums over the ranks use NCCL alone, not symmetric memory: {obstacle or 'another rank cannot use it'}"]
 
 
 def open_peer_memory(group: TensorParallelGroup, layout: PeerLayout) -> PeerMemory:
@@ -68,7 +68,7 @@ def _obstacle(config: EngineConfig, group: TensorParallelGroup, first_rank: int)
     `first_rank` is the number of the group's first rank among all ranks of the replica.
     """
     if group.size not in SUPPORTED_RANKS:
-        return f"tensor_parallel_size is {group.size}, and it serves {', '.join(map(str, SUPPORTED_RANKS))}"
+        return f"tensor_parallel_size is {group.size}; it supports {', '.join(map(str, SUPPORTED_RANKS))}"
     if find_spec("triton") is None:
         return "Triton is not installed"
     mine = config.gpu_index(first_rank + group.rank)

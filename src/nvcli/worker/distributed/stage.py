@@ -24,9 +24,9 @@ class Stage:
         return self.index == self.count - 1
 
     def layers(self, num_layers: int) -> range:
-        """The numbers of this stage's layers, of a model that has `num_layers`.
+        """Layer numbers of this stage, in a model of `num_layers` layers.
 
-        Where the layers do not divide evenly, earlier stages have one more, because the last one has the LM head.
+        If the layers do not divide evenly, earlier stages get one more, because the last one has the LM head.
         """
         size, extra = divmod(num_layers, self.count)
         first = self.index * size + min(self.index, extra)

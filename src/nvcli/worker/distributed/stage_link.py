@@ -16,7 +16,7 @@ from nvcli.worker.distributed.tensor_parallel import StageState
 
 
 class StageLink:
-    """One rank's links to the stages before and behind it. The first stage receives nothing, and the last sends
+    """One rank's links to the previous and the next stage. The first stage receives nothing, and the last sends
     nothing."""
 
     def __init__(self, groups: RankGroups, max_rows: int, hidden_size: int, dtype: torch.dtype) -> None:

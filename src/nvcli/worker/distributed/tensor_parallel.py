@@ -34,7 +34,8 @@ class StageState:
 
 
 class TensorParallelGroup:
-    """Methods are collective unless they say otherwise: every rank calls them alike, with tensors of equal shapes."""
+    """One rank's view of the group. Methods are collective unless they say otherwise: every rank calls them alike, with
+    tensors of equal shapes."""
 
     def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device) -> None:
         """`process_group` is None for a lone rank. `device` is the device that holds this rank's tensors."""
@@ -43,14 +44,15 @@ class TensorParallelGroup:
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.size = 1 if process_group is None else dist.get_world_size(process_group)
         self.peer_memory: PeerMemory | None = None
-        """The runner sets it before the first forward pass, on all ranks or on none."""
+        """Memory shared with the other ranks, set by the runner before the first forward pass on all ranks or on
+        none."""
         self.sums_in_order = False
-        """Whether a row's sums have the same bits whatever the other rows are. Set by the runner likewise; such a
-        group has no `peer_memory`."""
+        """Whether a row's sums have the same bits whatever the other rows are. Set by the runner, too; such a group has
+        no `peer_memory`."""
 
     @staticmethod
     def single() -> TensorParallelGroup:
-        """A group of one, which needs no `torch.distributed`."""
+        """A group of one rank, which needs no `torch.distributed`."""
         return TensorParallelGroup(None, torch.device("cpu"))
 
     # ------------------------------------------------------------------ sums of a forward pass
@@ -101,9 +103,9 @@ class TensorParallelGroup:
         return memory.add_rms_norm(part, torch.zeros_like(part), weight, eps)
 
     def residual_rows(self, residual: Tensor, rows: Tensor) -> Tensor:
-        """Take rows of the residual stream that are up to date on every rank: [T, H], [N] int64 → [N, H].
+        """Select rows of the residual stream, up to date on every rank: [T, H], [N] int64 → [N, H].
 
-        The last update of the stream was by `add_rms_norm`, or left it equal on all ranks. N is at least 1.
+        The stream was last updated by `add_rms_norm`, or is equal on all ranks. N is at least 1.
         """
         memory = self._peer_memory_for(residual.shape, residual.dtype)
         if memory is None or len(residual) < memory.two_shot_rows:
@@ -111,7 +113,8 @@ class TensorParallelGroup:
         return memory.sum(memory.own_rows(residual, rows))
 
     def sum_of_squares(self, squares: Tensor) -> Tensor:
-        """Sum float32 numbers over the ranks through the process group, in place; never through `PeerMemory`."""
+        """Sum float32 numbers over the ranks, in place, always through the process group and never through
+        `PeerMemory`."""
         return self._all_reduce(squares)
 
     def send_stage(self, delta: Tensor | None, residual: Tensor) -> StageState:
@@ -150,7 +153,7 @@ class TensorParallelGroup:
         return logits[:, : min(size, vocab_size - start)], start
 
     def max(self, keys: Tensor) -> Tensor:
-        """The largest key of all ranks, element by element, maybe in place: [N] int64 → [N] int64."""
+        """The largest key over all ranks, element by element, maybe in place: [N] int64 → [N] int64."""
         memory = self.peer_memory
         if self.size == 1 or len(keys) == 0:
             return keys
@@ -174,7 +177,7 @@ class TensorParallelGroup:
         return torch.cat(parts, dim=-1)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Each rank's `x`, in the order of ranks: [N, ...] → [size, N, ...] on every rank."""
+        """Gather each rank's `x`, in rank order: [N, ...] → [size, N, ...] on every rank."""
         if self.size == 1:
             return x[None]
         everyone = torch.empty(self.size, *x.shape, dtype=x.dtype, device=x.device)
@@ -191,7 +194,7 @@ class TensorParallelGroup:
     # ------------------------------------------------------------------ start-up
 
     def min(self, value: int) -> int:
-        """The smallest `value` of all ranks. The call waits for the device."""
+        """The smallest `value` over all ranks. Waits for the device."""
         if self.size == 1:
             return value
         x = torch.tensor([value], dtype=torch.int64, device=self.device)
@@ -199,7 +202,7 @@ class TensorParallelGroup:
         return int(x.item())
 
     def _parts(self, part: Tensor) -> Tensor:
-        """The parts of all ranks [size, T, H], to be added up in their order; those of a lone rank as they are."""
+        """The parts of all ranks [size, T, H], to be added up in rank order; a lone rank's parts as they are."""
         return part if self.size == 1 else self.all_gather(part)
 
     def _all_reduce(self, x: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """A message channel over shared memory: one writer, one or more readers, no names.
 
-The memory is an anonymous file (memfd): it has no entry in /dev/shm, is not bounded by that mount's size, and is gone
-when the last process that maps it is gone, however that happens. Messages lie in a ring of entries; each entry begins
-with the sequence number and length of its message. A reader is woken by a byte in its pipe and then checks the number;
-a reader's last number is written back, so that the writer never overwrites what has not been read. A closed pipe tells
-that the other side is gone.
+The memory is an anonymous file (memfd): it has no entry in /dev/shm, is not limited by that mount's size, and
+disappears with the last process that maps it, however that process ends. Messages lie in a ring of entries; each entry
+begins with the sequence number and length of its message. A byte in its pipe wakes a reader, which then checks the
+number and writes it back, so that the writer never overwrites an unread message. A closed pipe means that the other
+side is gone.
 
 `ChannelSpec` travels to the processes that open the channel; its file descriptors must be passed to them.
 """
@@ -21,7 +21,7 @@ from nvcli.core.system.file_limits import resize_memory_file
 
 _HEADER = struct.Struct("@QQ")  # sequence number, length
 _ALIGN = 64
-"""Bytes of a cache line. Different processes write to different ones."""
+"""Bytes of a cache line. No two processes write to the same one."""
 
 
 class ChannelClosed(Exception):
@@ -33,9 +33,9 @@ class ChannelSpec:
     """Layout and descriptors of a channel."""
 
     capacity: int
-    """Bytes of the largest message."""
+    """Size of the largest message, in bytes."""
     num_entries: int
-    """Entries of the ring: the most messages that may be unread at a time."""
+    """Entries of the ring, which is the number of messages that may be unread at a time."""
     memory_fd: int
     read_fds: tuple[int, ...]
     """A pipe's reading end for each reader."""
@@ -57,8 +57,8 @@ class ChannelSpec:
         return spec
 
     def resized(self, capacity: int, *, num_entries: int) -> ChannelSpec:
-        """Return the channel, which nobody has opened yet, with room for other messages. Raises as
-        `resize_memory_file` does."""
+        """Return the channel, not yet opened by anyone, with room for other messages. Raises as `resize_memory_file`
+        does."""
         spec = replace(self, capacity=capacity, num_entries=num_entries)
         resize_memory_file(spec.memory_fd, spec.num_bytes)
         return spec
@@ -76,29 +76,29 @@ class ChannelSpec:
         return self.ack_bytes + self.num_entries * self.entry_bytes
 
     def entry_offset(self, sequence: int) -> int:
-        """Return the byte at which the entry of a message begins in the memory."""
+        """Return the offset of a message's entry in the memory, in bytes."""
         return self.ack_bytes + sequence % self.num_entries * self.entry_bytes
 
     def reader_fds(self, reader: int) -> tuple[int, ...]:
-        """The descriptors to pass to the process of this reader."""
+        """The descriptors to pass to this reader's process."""
         return (self.memory_fd, self.read_fds[reader])
 
     def writer_fds(self) -> tuple[int, ...]:
-        """The descriptors to pass to the process of the writer."""
+        """The descriptors to pass to the writer's process."""
         return (self.memory_fd, *self.write_fds)
 
 
 def _acks(memory: mmap.mmap, spec: ChannelSpec) -> memoryview:
     """View the number of the last message that each reader has read: one number in every `_ALIGN` bytes.
 
-    An element of a view is written and read atomically. `struct` is not atomic: it zeroes the bytes before it packs
-    them, and a writer that looks in between would think the reader far behind.
+    Reading or writing an element of a view is atomic. `struct` is not: it zeroes the bytes before it packs them, and a
+    writer that looked in between would think the reader far behind.
     """
     return memoryview(memory)[: spec.ack_bytes].cast("Q")
 
 
 class ChannelWriter:
-    """The writing end, for one thread."""
+    """The writing end, for use by one thread."""
 
     def __init__(self, spec: ChannelSpec) -> None:
         self._spec = spec
@@ -109,11 +109,11 @@ class ChannelWriter:
 
     @property
     def has_room(self) -> bool:
-        """Whether every reader has room for one more message."""
+        """Whether every reader has room for another message."""
         return self._sequence < min(self._acks) + self._spec.num_entries
 
     def send(self, message: bytes) -> None:
-        """Send a message; there must be room for it. Raises ChannelClosed when a reader is gone."""
+        """Send a message, for which there must be room. Raises ChannelClosed if a reader is gone."""
         spec = self._spec
         sequence = self._sequence + 1
         if len(message) > spec.capacity:
@@ -130,7 +130,7 @@ class ChannelWriter:
             raise ChannelClosed from None
 
     def close(self) -> None:
-        """Close the writing end, so that readers see the end. It may be called again."""
+        """Close the writing end, which ends the readers' stream. Idempotent."""
         close_fds(self._write_fds)
         self._write_fds = ()
         self._acks.release()
@@ -138,7 +138,7 @@ class ChannelWriter:
 
 
 class ChannelReader:
-    """One reading end, for one thread."""
+    """One reading end, for use by one thread."""
 
     def __init__(self, spec: ChannelSpec, reader: int) -> None:
         self._spec = spec
@@ -151,18 +151,18 @@ class ChannelReader:
         self._sequence = 0
 
     def fileno(self) -> int:
-        """A descriptor that is readable when a message is there or the writer is gone."""
+        """A descriptor that becomes readable when a message arrives or the writer is gone."""
         return self._fd
 
     def receive(self) -> bytes:
-        """Wait for the next message. Raises ChannelClosed when the writer is gone."""
+        """Wait for the next message. Raises ChannelClosed if the writer is gone."""
         if not os.read(self._fd, 1):
             raise ChannelClosed
         spec = self._spec
         expected = self._sequence + 1
         offset = spec.entry_offset(expected)
         sequence, length = _HEADER.unpack_from(self._memory, offset)
-        assert sequence == expected, f"message {sequence} where {expected} was due"
+        assert sequence == expected, f"expected message {expected}, got {sequence}"
         start = offset + _HEADER.size
         message = self._memory[start : start + length]
         self._sequence = expected
@@ -170,11 +170,11 @@ class ChannelReader:
         return message
 
     def poll(self, timeout: float) -> bool:
-        """Whether `receive` would return at once, waiting up to `timeout` seconds for that."""
+        """Wait up to `timeout` seconds; return whether `receive` would return at once."""
         return bool(self._poll.poll(timeout * 1000))
 
     def close(self) -> None:
-        """Close this reading end. It may be called again."""
+        """Close this reading end. Idempotent."""
         if not self._memory.closed:
             os.close(self._fd)
             self._acks.release()

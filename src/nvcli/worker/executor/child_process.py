@@ -27,7 +27,7 @@ from nvcli.core.system.control_group import count_oom_kills
 from nvcli.core.system.process_control import describe_end, end_with_parent, ignore_terminal
 
 _CHILDREN_SECONDS = 5.0
-"""Seconds that a process gets to end its children; one with a GPU needs time to exit."""
+"""Seconds that a process gets to end its own children; one with a GPU needs time to exit."""
 
 
 class ChildProcess:
@@ -46,8 +46,8 @@ class ChildProcess:
         """Start `target` ("module:function") as function(argument, control) in a new process.
 
         `argument` is pickled. None: not known yet; the function receives it over its `control` once `send` is called.
-        File descriptors in `pass_fds` keep their numbers in the child. `env` holds defaults: variables that the user
-        has set stay as they are. `output_fd` receives what the child prints.
+        File descriptors in `pass_fds` keep their numbers in the child. `env` holds defaults; variables that the user
+        has set take precedence. `output_fd` receives what the child prints.
         """
         self.name = name
         self._oom_kills = count_oom_kills()
@@ -55,7 +55,7 @@ class ChildProcess:
         with theirs:
             fd = theirs.fileno()
             search_path = os.pathsep.join(p for p in sys.path if p)
-            # -P: the user's folder must not shadow modules. Library output must not go to standard output.
+            # -P: the user's folder must not shadow modules. Library output must not reach standard output.
             self._popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", "nvcli.worker.executor.child_process", target, str(fd), str(os.getpid())],
                 pass_fds=(fd, *pass_fds),
@@ -70,11 +70,11 @@ class ChildProcess:
 
     def send(self, argument: Any) -> None:
         """Send an argument to the process."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # died already; readers will see the end
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died already; readers will see the end
             self.control.send(argument)
 
     def limit_sends(self, seconds: float) -> None:
-        """Make sending raise BlockingIOError from now on if a child does not read for this many seconds."""
+        """Make sends raise BlockingIOError from now on if the child does not read for this many seconds."""
         whole, rest = divmod(seconds, 1.0)
         with socket.socket(fileno=os.dup(self.control.fileno())) as ours:  # one socket, shared by all descriptors
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(whole), int(rest * 1e6)))
@@ -89,14 +89,14 @@ class ChildProcess:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal (SIGSTOP, a debugger) has stopped it: it is alive and does nothing."""
+        """Whether a signal (SIGSTOP, a debugger) has stopped the process: alive, but doing nothing."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
         except OSError:
             return False
 
     def describe_exit(self, timeout: float = 1.0) -> str:
-        """Say how the process ended, for messages. It waits up to `timeout` seconds for one that is just ending."""
+        """Describe how the process ended, for messages. Waits up to `timeout` seconds for one that is just ending."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(timeout)
         code = self._popen.poll()
@@ -105,22 +105,23 @@ class ChildProcess:
         return describe_end(code) + self._blame_memory(code)
 
     def _blame_memory(self, code: int) -> str:
-        """Say, as far as it can be known, that the kernel killed the process because memory ran out.
+        """Say that the kernel probably killed the process because memory ran out; empty if nothing suggests it.
 
-        The kernel counts out-of-memory kills without naming the processes; empty if there were none since the start.
+        The kernel counts out-of-memory kills without naming the processes, so this compares the counts now and at the
+        start.
         """
         now = count_oom_kills()
         if code != -signal.SIGKILL or now is None or self._oom_kills is None or now.count <= self._oom_kills.count:
             return ""
         number = now.count - self._oom_kills.count
         return (
-            f", likely because memory ran out: meanwhile the kernel's out-of-memory killer ended {number} "
-            f"process{'es' if number > 1 else ''} of {now.where}. Free or add RAM, or need less of it, such as with "
-            "--dtype bfloat16 or a lower kv_cache_memory"
+            f", probably because memory ran out: the kernel's out-of-memory killer ended {number} "
+            f"process{'es' if number > 1 else ''} of {now.where} meanwhile. Free or add RAM, or use less of it, for "
+            "example with --dtype bfloat16 or a lower kv_cache_memory"
         )
 
     def kill(self) -> None:
-        """Kill it; this returns before it is gone, and `close` is still to be called."""
+        """Kill the process without waiting; `close` must still be called."""
         self._popen.kill()
 
     def close(self, grace: float = 0.0, *, has_children: bool = False) -> None:
@@ -140,17 +141,17 @@ class ChildProcess:
             self.control.close()
 
     def _wait(self, seconds: float) -> None:
-        """Wait up to `seconds` for the process to end by itself."""
+        """Wait up to `seconds` for the process to end on its own."""
         deadline = time.monotonic() + seconds
         while self.is_alive and time.monotonic() < deadline:
             time.sleep(0.005)
 
 
 def end_at_sigterm() -> None:
-    """Make SIGTERM end this process's children first, then the process as usual.
+    """Make SIGTERM end this process's children first, then the process itself.
 
-    Orphaned children go to process 1, which in many containers never waits for them, so they would stay in the process
-    table.
+    Orphaned children are adopted by process 1, which in many containers never reaps them, so they would stay in the
+    process table.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -162,7 +163,7 @@ def end_at_sigterm() -> None:
 
 
 def end_children(number: signal.Signals = signal.SIGKILL) -> None:
-    """Send the children of this process a signal that ends them, and wait until they are gone."""
+    """Terminate the children of this process, and wait until they are gone."""
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread or the child has ended
             for pid in (thread / "children").read_text().split():
@@ -176,7 +177,7 @@ def _main() -> None:
     target, fd, parent_pid = sys.argv[1:]
     ignore_terminal()
     end_with_parent(int(parent_pid), signal.SIGKILL)
-    os.set_inheritable(int(fd), False)  # a compiler that this process runs may outlive it
+    os.set_inheritable(int(fd), False)  # a compiler started by this process may outlive it
     control = Connection(int(fd))
     module, function = target.split(":")
     try:

@@ -26,18 +26,18 @@ from nvcli.worker.executor.rank_processes import RankProcesses
 from nvcli.worker.executor.ranks import MODEL_RUNNER, RankAhead, Wiring
 
 _SPARE_ENTRIES = 2
-"""Messages that a channel has room for beside the steps in flight: steps whose outputs are being taken in."""
+"""Messages that fit a channel besides the steps in flight: steps whose outputs are being taken in."""
 
 _BEHIND_SECONDS = 0.0005
-"""Seconds between two checks whether a slow rank has caught up."""
+"""Seconds between checks whether a slow rank has caught up."""
 
 
 class Executor:
-    """Starts the ranks of a replica, sends them steps, collects the outputs, and ends them. They die with its
+    """Starts a replica's ranks, sends them steps, collects the outputs, and ends them. The ranks die with its
     process."""
 
     def __init__(self, config: EngineConfig, runner: str = MODEL_RUNNER, ahead: RankAhead | None = None) -> None:
-        """`ahead` is used, or ended where there are several ranks."""
+        """`ahead` is a rank started in advance: it is used, or ended if there are several ranks."""
         self._config = config
         self._runner = runner
         self._spawn(config, runner, ahead)
@@ -69,9 +69,10 @@ class Executor:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(StepOutput)
         self._submitted: list[tuple[int, float]] = []
-        """(id, time) of each submitted step whose output has not come back."""
+        """(id, time) of each submitted step whose output is still to come."""
         self._collected_at = 0.0
-        """The time of the last output. A step's timeout starts no earlier, since the step waits for those before it."""
+        """The time of the last output. A step's timeout starts no earlier, because the step waits for those before
+        it."""
         self._poll = select.poll()
         self._poll.register(self._outputs.fileno(), select.POLLIN)
         self._ranks.register(self._poll)
@@ -88,7 +89,7 @@ class Executor:
     # ------------------------------------------------------------------ steps
 
     def submit(self, step: StepInput) -> None:
-        """Send a step to all ranks. It returns at once unless a rank is several steps behind."""
+        """Send a step to all ranks. Returns at once unless a rank is several steps behind."""
         deadline = time.monotonic() + self._timeout
         while not self._steps.has_room and self._ranks.out_of_memory is None:
             self.check()
@@ -126,16 +127,16 @@ class Executor:
         return self._decoder.decode(message)
 
     def check(self) -> None:
-        """Raise the error of a rank that failed or died. It is called when no step is in flight."""
+        """Raise the error of a rank that failed or died. Call it while no step is in flight."""
         if any(fd != self._outputs.fileno() for fd, _ in self._poll.poll(0)):
             self._ranks.check()
 
     def recover(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
         """Go on with these limits after a step that ran out of memory; no step may be in flight.
 
-        A lone rank goes on as it is, and the result is None. Several ranks are ended and started anew, and the result
-        is the number of their KV blocks, which hold nothing. That takes as long as the start and raises the errors of
-        `wait_ready`; it may be called again after LimitsTooHigh.
+        A lone rank carries on, and the result is None. Several ranks are restarted, and the result is the number of
+        their KV blocks, which are empty. That takes as long as the start and raises the errors of `wait_ready`; it may
+        be called again after LimitsTooHigh.
         """
         assert not self._submitted
         if len(self._ranks) == 1:

@@ -1,4 +1,4 @@
-"""RankProcesses: the processes of a replica's ranks: their start, their messages besides steps, and the cause of
+"""RankProcesses: starts a replica's ranks, exchanges messages with them besides steps, and finds the cause of
 failures."""
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from nvcli.worker.executor.status_board import StatusBoard
 from nvcli.worker.executor.worker import RankClosed, RankFailed, StepNotRun
 
 _STOPPED_CHECK_SECONDS = 0.5
-"""Seconds between two checks, while ranks start, whether one was stopped by a signal."""
+"""Seconds between checks, while ranks start, whether a signal has stopped one."""
 
 _LEAVING_SECONDS = 0.005
-"""Seconds between two checks whether ranks that were told to leave have left."""
+"""Seconds between checks whether ranks that were told to leave have left."""
 
 _CULPRIT_SECONDS = 0.3
-"""Seconds to listen, after a first failure, for others: a rank that dies takes its peers' collectives with it."""
+"""Seconds to listen for other failures after the first: a dying rank breaks its peers' collectives."""
 
 
 class RankProcesses:
@@ -46,13 +46,13 @@ class RankProcesses:
                 self._ranks.append(ahead.child)
                 ahead.child.send(start)
         self.out_of_memory: StepNotRun | None = None
-        """The message, among those of ranks that ran out of memory, that names the earliest step that did not run."""
+        """The earliest step that did not run, as reported by ranks that ran out of memory; None if none did."""
 
     def __len__(self) -> int:
         return len(self._ranks)
 
     def register(self, poll: select.poll) -> None:
-        """Have a poll tell when a rank says something, or ends."""
+        """Register the ranks' sockets with a poll, which then tells when one says something or ends."""
         for child in self._ranks:
             poll.register(child.control.fileno(), select.POLLIN)
 
@@ -81,17 +81,17 @@ class RankProcesses:
         return msgspec.structs.replace(ready[0], memory=memory)
 
     def check(self) -> None:
-        """Read the ranks' messages while steps run: keep those about running out of memory, raise a rank's error."""
+        """Read the ranks' messages while steps run: note those about running out of memory, raise a rank's error."""
         error = self._find_cause({}, set())
         if error is not None:
             raise error
 
     def raise_failure(self) -> NoReturn:
-        """Raise the error of a rank, one of which has failed or died."""
+        """Raise the error behind a rank's failure or death."""
         self._raise_failure({}, set())
 
     def raise_stuck(self) -> NoReturn:
-        """Raise the WorkerError of ranks that do not answer."""
+        """Raise a WorkerError for ranks that do not answer."""
         raise WorkerError(self._describe_stuck())
 
     def peak_bytes(self, deadline: float) -> list[int]:
@@ -121,7 +121,7 @@ class RankProcesses:
         return 0
 
     def _receive(self, rank: int) -> Any:
-        """Receive a rank's message. Its failure or its end is raised."""
+        """Receive a rank's message. Raises if the rank failed or ended."""
         child = self._ranks[rank]
         try:
             message = child.control.recv()
@@ -136,12 +136,12 @@ class RankProcesses:
         raise error or WorkerError("a rank closed its channel for an unknown reason")
 
     def _find_cause(self, failed: dict[int, RankFailed], dead: set[int]) -> NvcliError | None:
-        """Read the messages of all ranks for a moment, and find out which one is the cause of a failure.
+        """Read the messages of all ranks for a moment, and find which rank caused a failure.
 
         Returns None if no rank has failed; if one ran out of memory, `out_of_memory` keeps its message.
 
-        A user's error (checkpoint, capacity) comes first, then a rank that was killed or stopped, then other failures:
-        ranks that merely lost a peer fail last.
+        A user's error (checkpoint, capacity) comes first, then a rank that was killed or stopped, then other failures;
+        ranks that merely lost a peer come last.
         """
         short: set[int] = set()
         deadline = time.monotonic() + _CULPRIT_SECONDS

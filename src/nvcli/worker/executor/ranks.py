@@ -1,4 +1,4 @@
-"""The start of ranks, even before anything is known about the run: processes, argument and inherited descriptors."""
+"""Starts ranks, if need be before anything is known about the run: processes, argument and inherited descriptors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ RANK_ENVIRONMENT = {
 }
 """Environment variables that ranks get unless the user has set them.
 
-Idle OpenMP threads spin for some microseconds and then sleep. Left to spin on a CPU they take the cores from the
-engine, the parent and each other: a small model's step beside one busy process then takes 7 to 160 ms instead of 2.
+Idle OpenMP threads spin for a few microseconds and then sleep. If left to spin on a CPU, they take cores from the
+engine, the parent and each other: beside one busy process, a small model's step then takes 7 to 160 ms instead of 2.
 
-NVLink multicast stays off: it takes a shared resource of the NVLink switches, which in a container or with a fabric
-manager in a bad state fails or hangs at start, and nothing here needs it.
+NVLink multicast stays off: it takes a shared resource of the NVLink switches. In a container, or with a fabric manager
+in a bad state, it fails or hangs at start, and nothing here needs it.
 
-torch's warning about messages that are serialised with others of their group is off: each link between stages has a
-group of its own."""
+torch's warning about messages being serialised with others of their group is off, because each link between stages has
+its own group.
+"""
 
 MODEL_RUNNER = "nvcli.worker.runner.model_runner:create_runner"
 
@@ -42,7 +43,7 @@ class Wiring:
 
     @staticmethod
     def create(num_ranks: int) -> Wiring:
-        """Make everything but the room for messages (`resized`). Raises as `resize_memory_file` does."""
+        """Create everything except the room for messages (`resized`). Raises as `resize_memory_file` does."""
         steps, outputs = ChannelSpec.create(0, num_readers=num_ranks), ChannelSpec.create(0, num_readers=1)
         return Wiring(steps, outputs, StatusBoard.create(num_ranks), create_store())
 
@@ -60,13 +61,13 @@ class Wiring:
         return (*self.steps.reader_fds(rank), *output_fds, self.status_fd, self.store_fd)
 
     def close(self) -> None:
-        """Close all of it; no one may have opened it."""
+        """Close everything; nothing may have been opened yet."""
         self.close_theirs()
         close_fds(self.steps.write_fds + self.outputs.read_fds)
 
     def close_theirs(self) -> None:
-        """Close everything that the executor does not need once it has opened its ends. The ranks' ends are then the
-        only ones, so that a dead rank reads as end of file."""
+        """Close what the executor does not need once it has opened its ends. Then only the ranks hold their ends, and a
+        dead rank reads as end of file."""
         close_fds(self.steps.read_fds + self.outputs.write_fds)
         close_fds((self.steps.memory_fd, self.outputs.memory_fd, self.status_fd, self.store_fd))
 
@@ -96,7 +97,7 @@ def start_rank(start: RankStart | None, wiring: Wiring, rank: int, *, is_output_
 
 
 class RankAhead:
-    """The process of a lone rank, which imports what all ranks import until it receives its argument."""
+    """The process of a lone rank, started early. It imports what every rank needs until its argument arrives."""
 
     def __init__(self) -> None:
         """Begin to start the process. Raises as `resize_memory_file` does."""

@@ -12,21 +12,20 @@ _ENTRY = struct.Struct("<q48s")  # step id or -1, phase in UTF-8
 
 
 class StatusBoard:
-    """A board with one entry of fixed size for each rank, in anonymous shared memory. A rank writes its own entry
-    only."""
+    """A board with one fixed-size entry per rank, in anonymous shared memory. Each rank writes only its own entry."""
 
     def __init__(self, fd: int, num_ranks: int) -> None:
         self._memory = mmap.mmap(fd, num_ranks * _ENTRY.size)
 
     @staticmethod
     def create(num_ranks: int) -> int:
-        """Make the memory of a board; return a descriptor to open it with, here and in the ranks."""
+        """Create a board's memory; return the descriptor with which the executor and the ranks open it."""
         fd = os.memfd_create("nvcli-status")
         resize_memory_file(fd, num_ranks * _ENTRY.size)
         return fd
 
     def report(self, rank: int, phase: str, step_id: int = -1) -> None:
-        """Note what this rank is doing: a phase, and the number of the step if it is one."""
+        """Note what this rank is doing: a phase, or a step's number."""
         _ENTRY.pack_into(self._memory, rank * _ENTRY.size, step_id, phase.encode()[:48])
 
     def describe(self, rank: int) -> str:

@@ -1,11 +1,11 @@
-"""A rank's process: it makes the runner, reports that it is ready, and runs every step that the channel brings.
+"""A rank's process: it makes the runner, reports that it is ready, and runs every step that arrives on the channel.
 
-All ranks run this code. On one of them (`EngineConfig.output_rank`) a separate thread also posts the runner's outputs
-back, so that the next step is launched while the last one's tokens are still on their way from the device.
+All ranks run this code. On one of them (`EngineConfig.output_rank`) a separate thread also posts the runner's outputs,
+so that the next step is launched while the last one's tokens are still on their way from the device.
 
-A step that runs out of memory does not end a rank: the rank reports it, and skips the steps behind it, which build on
-it. A lone rank goes on with the next step that `restarts`. With several ranks the others wait in collectives that this
-one never enters, so the executor ends them all.
+Running out of memory in a step does not end a rank: it reports the step and skips the later ones, which build on it. A
+lone rank goes on with the next step that `restarts`. With several ranks the others wait in collectives that this one
+never enters, so the executor ends them all.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from nvcli.worker.runner.compiled_programs import start_compilers
 from nvcli.worker.runner.interface import PendingOutput, RankContext, Runner
 
 _MAX_REASON = 200
-"""Characters of the longest reason that fits the message."""
+"""Maximum length, in characters, of a reason that fits the message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +53,15 @@ class RankFailed:
 
 @dataclass(frozen=True, slots=True)
 class RankClosed:
-    """The last message of a rank that was told to end, sent where `record_steps` is on."""
+    """The last message of a rank that was told to end, sent if `record_steps` is on."""
 
     peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepNotRun:
-    """The output of a step that did not run, because memory ran out in it or before it. With several ranks it is
-    also a message: the rank runs no later step."""
+    """The output of a step that did not run because memory ran out, in it or before it. With several ranks it is also a
+    message: the rank runs no further step."""
 
     step_id: int
     reason: str
@@ -74,7 +74,7 @@ class StepNotRun:
 def main(start: RankStart | None, control: Connection) -> None:
     """Run a rank until the engine closes the channel. The process ends here, without interpreter tear-down.
 
-    `start` None: it comes over `control`, and what the ranks of all models import is imported meanwhile.
+    `start` None: it will arrive over `control`; until then the rank imports what all models need.
     """
     gc.disable()  # off until all is imported: there is little to collect, and much to scan
     if start is None:
@@ -88,7 +88,7 @@ def main(start: RankStart | None, control: Connection) -> None:
     except BaseException as error:
         _report_failure(error, control)
         code = 1
-    end_children(signal.SIGTERM)  # the mask workers, which end their own
+    end_children(signal.SIGTERM)  # the mask workers, which end their own children
     os._exit(code)
 
 
@@ -122,7 +122,7 @@ def _run(start: RankStart, control: Connection) -> None:
 
     steps = ChannelReader(start.wiring.steps, rank)
     decoder = msgspec.msgpack.Decoder(StepInput)
-    not_run = ""  # the reason why nothing runs until a step restarts
+    not_run = ""  # why nothing runs until a step restarts
     try:
         while True:
             status.report(rank, "waiting for a step")
@@ -149,12 +149,12 @@ def _run(start: RankStart, control: Connection) -> None:
 
 
 def _import_ahead() -> None:
-    with contextlib.suppress(Exception):  # the rank fails likewise
+    with contextlib.suppress(Exception):  # the rank will fail the same way
         importlib.import_module(MODEL_RUNNER.partition(":")[0])
 
 
 def _open_gpu_context(index: int) -> None:
-    """Make the primary context of GPU number `index`, which torch will use, on a thread, while torch is imported.
+    """Create the primary context of GPU `index`, which torch will use, on a thread, while torch is being imported.
 
     If the driver is missing or refuses, nothing happens here: torch runs into the same error and reports it.
     """
@@ -195,5 +195,5 @@ def _report_failure(error: BaseException, control: Connection) -> None:
         failure = RankFailed(type(error).__name__, str(error), "")
     else:
         failure = RankFailed("WorkerError", first_line(error), traceback.format_exc())
-    with contextlib.suppress(OSError):  # the engine is gone: nobody to tell
+    with contextlib.suppress(OSError):  # the engine is gone: no one to tell
         control.send(failure)

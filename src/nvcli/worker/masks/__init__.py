@@ -1,1 +1,1 @@
-"""Processes that make the masks of structured answers."""
+"""Worker processes that build the token masks of structured answers."""

@@ -1,9 +1,9 @@
-"""AnswerTable: the constrained answers in a rank's slots, and whose masks are to be asked for.
+"""AnswerTable: the constrained answers in a rank's slots, and which of their masks to request.
 
-Most answers are *steady*: they are inside their grammar, and nothing is held back. Of these a step changes a few
-numbers only, which are kept as arrays with an entry for each row of the memory of masks, so that Python does the same
-little work for all rows of a step together. Others (those in a free part or before it, too short to end, or with tokens
-that were not chosen here) are followed one by one (`FollowedAnswer`) until they are steady.
+Most answers are *steady*: they are inside their grammar, and no token is held back. A step changes only a few numbers
+per steady answer, so these are kept in arrays with one entry per row of the mask memory, and Python does the same small
+amount of work however many rows a step has. All other answers (in or before a free part, too short to end, or with
+tokens that were not sampled here) are followed one by one (`FollowedAnswer`) until they are steady.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ _NO_ROW = -1
 
 @dataclass(slots=True, eq=False)
 class FollowedAnswer:
-    """A constrained answer in a slot, as far as a rank knows it itself.
+    """A constrained answer in a slot, as far as the rank itself tracks it.
 
-    The rank knows whether the answer is in its free part and whether it is over. What its grammar allows is for the
-    processes that make masks: they are told the tokens together with the next mask that is wanted.
+    The rank knows whether the answer is in its free part and whether it has ended. What the grammar allows is up to the
+    mask workers, which get the tokens together with the request for the next mask.
     """
 
     constraint: Constraint
     row: int
-    """Its row in the memory of masks."""
+    """The answer's row in the mask memory."""
     prompt_len: int
     min_tokens: int
     stop_ids: Sequence[int]
-    """Ids that must not be chosen before `min_tokens`, unless the grammar allows no others."""
+    """Stop ids, which must not be chosen before `min_tokens` unless the grammar allows nothing else."""
     end_ids: frozenset[int]
     is_free: bool
-    """Whether it is in its free part: the mark behind which the constraint begins is still to come."""
+    """Whether the answer is in its free part, before the mark that starts the constraint."""
     num_opening: int | None
-    """The tokens of the mark that begins the free part that have come; None: that is decided."""
+    """Tokens generated so far of the mark that opens the free part; None once that is decided."""
     num_tokens: int = 0
     num_free: int = 0
-    """Its first tokens that are none of its grammar: those of the free part and of the marks around it."""
+    """Leading tokens that are not part of the grammar: the free part and the marks around it."""
     is_over: bool = False
-    """Whether it has ended; what is still chosen for it is dropped."""
+    """Whether the answer has ended; any further token is dropped."""
     last_ids: deque[int] = field(default_factory=deque)
-    """While it is free, the last tokens, as many as the mark has."""
+    """The last tokens of the free part, up to the length of the mark."""
     unread: list[int] = field(default_factory=list)
-    """Tokens of its grammar that the process is still to be told."""
+    """Tokens of the grammar not yet sent to the worker."""
     is_due: bool = True
-    """Whether the mask of its next token is still to be asked for."""
+    """Whether the mask of the next token has yet to be requested."""
 
     @property
     def next_opening(self) -> int | None:
-        """The token that begins the free part, or goes on with beginning it; None: no token does now."""
+        """The next token of the mark that opens the free part; None if no such token may come now."""
         return None if self.num_opening is None else self.constraint.opens_with[self.num_opening]
 
     def take(self, token: int) -> None:
-        """Go on by a token that was chosen or is given."""
+        """Advance by one token, sampled or given."""
         if self.is_over or token < 0:  # NOT_FINITE
             return
         was_free, was_short = self.is_free, self.num_tokens < self.min_tokens
@@ -68,12 +68,12 @@ class FollowedAnswer:
         else:
             self.is_over = token in self.end_ids
             self.unread.append(token)
-        # All masks of the free part are alike, but that the first ones may hold more back.
+        # All masks of the free part are alike, except that the first may hold back more tokens.
         stays = was_free and self.is_free and was_short == (self.num_tokens < self.min_tokens)
         self.is_due = (self.is_due or not stays) and not self.is_over
 
     def _take_free(self, token: int) -> bool:
-        """Take a token that belongs to the free part or to the marks around it; False: it does not."""
+        """Take a token of the free part or of the marks around it; return False if it belongs to neither."""
         if self.num_opening is not None:
             if token != self.next_opening:
                 self.num_opening = None
@@ -91,7 +91,7 @@ class FollowedAnswer:
 
     @property
     def is_steady(self) -> bool:
-        """Whether it is inside its grammar, where masks are those of the grammar alone, and stays so to its end."""
+        """Whether the answer is inside its grammar and its masks are the grammar's alone, from here to its end."""
         return (
             not self.is_free
             and self.num_opening is None
@@ -100,7 +100,7 @@ class FollowedAnswer:
         )
 
     def want_mask(self, number: int) -> WantMask:
-        """Ask for the mask of the next token; the number tells it from others of its row."""
+        """Request the mask of the next token, under a number that is unique in its row."""
         held_back: list[int] = []
         if self.is_free and self.constraint.must_begin:
             held_back += self.constraint.end_ids
@@ -112,21 +112,21 @@ class FollowedAnswer:
 
 
 class AnswerTable:
-    """The answers of some slots, each with a row of its own in the memory of masks."""
+    """The constrained answers of some slots, each with its own row in the mask memory."""
 
     def __init__(self, num_slots: int, num_rows: int) -> None:
         self.wanted: np.ndarray = np.zeros(num_rows, dtype=np.int64)
-        """[rows], the number of the last mask that was asked for in each row."""
+        """[rows], the number of the last mask requested for each row."""
         self.last_tokens: np.ndarray = np.zeros(num_rows, dtype=np.int64)
         """[rows], the last token of a steady answer."""
         self._row_of = np.full(num_slots, _NO_ROW, dtype=np.int64)
         self._answers: dict[int, FollowedAnswer] = {}
-        """The answers by row. Of those that are steady some fields are in the arrays instead."""
+        """Row → answer. For steady answers, some fields live in the arrays instead."""
         self._is_steady = np.zeros(num_rows, dtype=np.bool_)
         self._is_due = np.zeros(num_rows, dtype=np.bool_)
-        """[rows], whether the answer is steady and the mask of its next token is still to be asked for."""
+        """[rows], whether the answer is steady and the mask of its next token has yet to be requested."""
         self._is_over = np.zeros(num_rows, dtype=np.bool_)
-        """[rows], whether a steady answer has ended; what is still chosen for it is dropped."""
+        """[rows], whether a steady answer has ended; any further token is dropped."""
         self._num_tokens = np.zeros(num_rows, dtype=np.int64)
         self._end_ids = np.zeros((0, 1), dtype=np.int64)
 
@@ -134,17 +134,17 @@ class AnswerTable:
         return len(self._answers)
 
     def use_end_ids(self, end_ids: Sequence[int]) -> None:
-        """Learn the end-of-sequence ids, which are those of every request."""
+        """Set the end-of-sequence ids, which all requests share."""
         self._end_ids = np.array(end_ids, dtype=np.int64)[:, None]
 
     def enter(self, slot: int, answer: FollowedAnswer) -> None:
-        """Take an answer in."""
+        """Add an answer."""
         self._answers[answer.row] = answer
         self._row_of[slot] = answer.row
         self._is_steady[answer.row] = self._is_due[answer.row] = False
 
     def leave(self, slot: int) -> int | None:
-        """Forget the answer in a slot. Returns its row; None: there is none."""
+        """Remove the answer in a slot. Returns its row, or None if the slot has no answer."""
         row = int(self._row_of[slot])
         if row == _NO_ROW:
             return None
@@ -159,7 +159,7 @@ class AnswerTable:
         return rows
 
     def take(self, rows: np.ndarray, tokens: np.ndarray) -> None:
-        """Go on by tokens [n] that were chosen for the answers in rows [n]."""
+        """Advance the answers in rows [n] by their sampled tokens [n]."""
         is_steady = self._is_steady[rows]
         if not is_steady.all():
             for row, token in zip(rows[~is_steady].tolist(), tokens[~is_steady].tolist(), strict=True):
@@ -175,8 +175,8 @@ class AnswerTable:
         self._is_due[rows] = ~is_end
 
     def take_known(self, slot: int, start: int, tokens: np.ndarray) -> None:
-        """Take in tokens of the answer in a slot, the first of which is at position `start` of its request. Those that
-        it has are passed over."""
+        """Take known tokens of the answer in a slot, the first of which is at position `start` of its request. Tokens
+        that the answer already has are skipped."""
         row = int(self._row_of[slot])
         if row == _NO_ROW:
             return
@@ -189,10 +189,10 @@ class AnswerTable:
                 answer.take(token)
 
     def follow_anew(self, row: int, tokens_of: Callable[[int, int, int], list[int]], *, has_mask: bool) -> None:
-        """Ask for all that is to come of the answer in a row as if nothing of its grammar had been followed.
+        """Restart the answer in a row, as if none of its grammar had been followed yet.
 
-        `tokens_of` returns the tokens of a slot's request from one position to another. `has_mask`: whether the mask
-        that was asked for last is there.
+        `tokens_of` returns the tokens of a slot's request between two positions. `has_mask`: whether the last mask
+        requested is there.
         """
         answer = self._answers[row]
         self._follow_alone(answer)
@@ -202,14 +202,14 @@ class AnswerTable:
         answer.is_due = (answer.is_due or not has_mask) and not answer.is_over
 
     def due_rows(self) -> np.ndarray:
-        """Return the rows of all steady answers whose masks are to be asked for."""
+        """Return the rows of all steady answers whose next mask has yet to be requested."""
         return np.flatnonzero(self._is_due)
 
     def want(self, rows: np.ndarray) -> tuple[np.ndarray, list[WantMask]]:
-        """Ask for those masks of rows [n] that are to be asked for.
+        """Request the masks of rows [n] that have yet to be requested.
 
-        Returns the rows of steady answers, each of which goes on by `last_tokens` and has its number in `wanted`, and
-        what is to be asked for the others.
+        Returns the rows of steady answers, whose tokens are in `last_tokens` and numbers in `wanted`, and the requests
+        for the others.
         """
         orders = []
         is_steady = self._is_steady[rows]
@@ -227,13 +227,13 @@ class AnswerTable:
         return due, orders
 
     def _make_steady(self, answer: FollowedAnswer) -> None:
-        """Keep an answer in the arrays from here on. Its mask has just been asked for."""
+        """Keep an answer in the arrays from now on. Its mask has just been requested."""
         self._is_steady[answer.row] = True
         self._is_due[answer.row] = self._is_over[answer.row] = False
         self._num_tokens[answer.row] = answer.num_tokens
 
     def _follow_alone(self, answer: FollowedAnswer) -> None:
-        """Keep an answer by itself from here on."""
+        """Follow an answer on its own from now on."""
         row = answer.row
         if self._is_steady[row]:
             answer.num_tokens = int(self._num_tokens[row])

@@ -1,9 +1,9 @@
-"""The orders of a rank to the processes that make masks, and the memory in which they answer.
+"""Messages from a rank to its mask workers, and the memory through which they reply.
 
-The memory has a row for each answer that may run, in several parts (`MaskTable`). A process writes a row's mask, and
-then the number by which that mask was asked for (`answered`). Of most answers a step asks for the mask behind one more
-token, and of nothing else: it writes that into the memory too (`next_token`). A process looks there many times in each
-step, and gets a message for it only while it is asleep.
+The memory has a row for each answer that may run, in several parts (`MaskTable`). A worker writes a row's mask, then
+the number under which the mask was requested (`answered`). Most requests are for the mask after one more token and
+nothing else: these are written to the memory as well (`next_token`). A worker polls the memory many times per step, and
+gets a message for such a request only while it sleeps.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ N = TypeVar("N", int, np.ndarray)
 
 _PAGE = 4096
 _TOKEN_BITS = 24
-"""Bits of the token in an entry of `MaskTable.next_tokens`; the bits above are the number of the mask."""
+"""Bits of the token in an entry of `MaskTable.next_tokens`; the higher bits hold the mask's number."""
 _NUM_NUMBERS = 4
-"""The numbers that the memory has for each row beside its mask."""
+"""Numbers that the memory holds per row, besides the mask."""
 
 
 class MaskStart(msgspec.Struct, frozen=True, kw_only=True):
-    """The argument of the first process, which starts the others."""
+    """The argument of the first process, which forks the workers."""
 
     model_path: str
     vocab_size: int
@@ -33,41 +33,41 @@ class MaskStart(msgspec.Struct, frozen=True, kw_only=True):
     end_ids: list[int]
     num_rows: int
     num_workers: int
-    """The number of the others. What each reads its orders from comes by the socket."""
+    """The number of workers. The descriptors from which they read orders arrive over the socket."""
     stays_awake: bool
-    """Whether processes look for orders for a while before they fall asleep. Each takes some of a core then."""
+    """Whether workers poll for orders before they sleep, which takes part of a core each."""
     memory_fd: int
     """The memory, empty until the vocabulary is loaded."""
     report_fd: int
-    """A socket for `Report`s to the rank. The rank sends the number of a process that is to be started, with the file
-    that this one reads its orders from."""
+    """A socket for `Report`s to the rank. The rank sends back the number of a worker to start, with the descriptor from
+    which it reads its orders."""
     parent_pid: int
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """The tokens are loaded, and others can be started."""
+    """The tokens are loaded, and workers can be started."""
 
     num_words: int
-    """The words of a mask; 0: the tokens cannot be loaded, and the processes have ended."""
+    """Words per mask; 0 if the tokens cannot be loaded, in which case the processes have ended."""
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """A process has ended that should not have."""
+    """A worker ended unexpectedly."""
 
     number: int
     how: str
-    """The end of a sentence about it."""
+    """How it ended, as the end of a sentence."""
 
 
 class Raised(msgspec.Struct, frozen=True, tag=True):
-    """A process is about to end because of an exception."""
+    """A worker is about to end because of an exception."""
 
     number: int
     traceback: str
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The first process has failed."""
+    """The first process failed."""
 
     traceback: str
 
@@ -76,33 +76,33 @@ Report = Loaded | Ended | Raised | Failed
 
 
 class FollowGrammar(msgspec.Struct, frozen=True, array_like=True):
-    """An answer that begins in a row, in the place of the one that was there."""
+    """Begin a new answer in a row, replacing the one that was there."""
 
     row: int
     grammar: str | None
-    """None: the answer has failed already, and so do all of its masks."""
+    """The grammar; None if the answer has failed already, as do all its masks then."""
 
 
 class WantMask(msgspec.Struct, frozen=True, array_like=True):
-    """A mask that is asked for."""
+    """Build one mask."""
 
     row: int
     number: int
     """A number that no other mask of its row has."""
     tokens: list[int]
-    """The tokens that the answer goes on with first."""
+    """Tokens by which the answer advances first."""
     is_free: bool
-    """Whether its next token may be any, but for those that are held back."""
+    """Whether any token may come next, except those held back."""
     held_back: list[int]
-    """Tokens that must not come next, unless no others may."""
+    """Tokens that must not come next, unless nothing else may."""
     opening: int | None
-    """A token that may come next beside those of the grammar."""
+    """A token that may come next in addition to the grammar's."""
     is_opened: bool
-    """Whether that is the only one."""
+    """Whether only that token may come next."""
 
 
 class MaskOrders(msgspec.Struct, frozen=True, array_like=True):
-    """Orders of one process, obeyed in this order behind what is new among its rows of `MaskTable.next_tokens`."""
+    """Orders for one worker, carried out in this order, after new entries in its rows of `MaskTable.next_tokens`."""
 
     ended: list[int]
     """Rows whose answers have ended."""
@@ -112,31 +112,31 @@ class MaskOrders(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class MaskTable:
-    """The parts of the memory."""
+    """The parts of the mask memory."""
 
     numbers: np.ndarray
-    """[rows] int64, the last mask that is there (`answered`). The processes write it."""
+    """[rows] int64, the last mask written (`answered`). Set by the workers."""
     next_tokens: np.ndarray
-    """[rows] int64, the last mask that was asked for so (`next_token`); 0: none. The rank writes it."""
+    """[rows] int64, the last mask requested through the memory (`next_token`), or 0. Set by the rank."""
     is_asleep: np.ndarray
-    """[rows] int64, with an entry for each process, of which there are no more than rows: whether it may not look
-    before it gets a message. The processes write it."""
+    """[rows] int64, one entry per worker (there are no more workers than rows): whether it may sleep until a message
+    arrives. Set by the workers."""
     at_work: np.ndarray
-    """[rows] int64, likewise: the row, plus 1, that the process makes a mask of, or as a negative number that of the
-    answer that it begins; 0: none. The processes write it, so that the rank knows what one was at when it ended."""
+    """[rows] int64, one entry per worker: the row, plus 1, whose mask it is building, negative while it begins that
+    row's answer; 0: none. Set by the workers, so that the rank knows what a worker was doing when it died."""
     masks: np.ndarray
-    """[rows, W] uint32, a bit for each token."""
+    """[rows, W] uint32, one bit per token."""
 
     @classmethod
     def empty(cls, num_rows: int, num_words: int) -> MaskTable:
-        """Make one that nobody shares."""
+        """Make a table in memory that is not shared."""
         numbers = np.zeros((_NUM_NUMBERS, num_rows), dtype=np.int64)
         masks = np.zeros((num_rows, num_words), dtype=np.uint32)
         return cls(numbers[0], numbers[1], numbers[2], numbers[3], masks)
 
     @classmethod
     def of(cls, memory: mmap.mmap, num_rows: int, num_words: int) -> MaskTable:
-        """Read a memory of `memory_bytes` so."""
+        """View a memory of `memory_bytes` as a table."""
         numbers = np.frombuffer(memory, dtype=np.int64, count=_NUM_NUMBERS * num_rows).reshape(_NUM_NUMBERS, num_rows)
         count = num_rows * num_words
         masks = np.frombuffer(memory, dtype=np.uint32, count=count, offset=masks_offset(num_rows))
@@ -144,27 +144,27 @@ class MaskTable:
 
 
 def masks_offset(num_rows: int) -> int:
-    """Return the byte at which the masks begin in the memory."""
+    """Return the offset of the masks in the memory, in bytes."""
     return -(-8 * _NUM_NUMBERS * num_rows // _PAGE) * _PAGE
 
 
 def memory_bytes(num_rows: int, num_words: int) -> int:
-    """Return the size of the memory; a mask has `num_words` words of 32 bits."""
+    """Return the size of the memory, in bytes, for masks of `num_words` words of 32 bits."""
     return masks_offset(num_rows) + 4 * num_rows * num_words
 
 
 def next_token(numbers: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Return what asks for masks by these numbers [n] int64, each behind one of the tokens [n] int64."""
+    """Encode requests for the masks with these numbers [n] int64, each after one of the tokens [n] int64."""
     packed: np.ndarray = (numbers << _TOKEN_BITS) | tokens
     return packed
 
 
 def read_next_token(packed: int) -> tuple[int, int]:
-    """Return the number and the token of an entry of `MaskTable.next_tokens`."""
+    """Decode an entry of `MaskTable.next_tokens` into number and token."""
     return packed >> _TOKEN_BITS, packed & ((1 << _TOKEN_BITS) - 1)
 
 
 def answered(number: N, *, has_failed: bool) -> N:
-    """Return what is written for a row once the mask of this number, or for rows once those of these numbers, are
-    there. With `has_failed` the answer's grammar cannot be followed any further."""
+    """Return the entry that says that the mask with this number is there (or the entries, for several numbers).
+    `has_failed`: the answer's grammar cannot be followed any further."""
     return 2 * number + has_failed

@@ -1,11 +1,10 @@
-"""The processes that make masks, from their start to their end. Masks are made in processes, because in threads of one
-process most of the time would go into handing the interpreter from thread to thread.
+"""The processes of the mask workers, from start to end. They are processes and not threads, because threads would spend
+most of their time handing over the interpreter lock.
 
-The first process loads the model's tokens and forks the others, which share them. It tells the rank of each that has
-ended, and forks another in its place when the rank sends it what that one is to read from. A grammar may overflow the
-stack or take all memory where it is compiled or followed, so the others have limits of both: more stack than the
-process that has checked the grammar (`grammars.FOLLOW_STACK_BYTES`), and no more memory than the machine has for them.
-This module knows no torch.
+The first process loads the model's tokens and forks the workers, which share them. It tells the rank when a worker has
+died, and forks a replacement once the rank sends a descriptor for its orders. Compiling or following a grammar may
+overflow the stack or exhaust memory, so both are limited in workers: they have more stack than the process that checked
+the grammar (`grammars.FOLLOW_STACK_BYTES`), and no more memory than the machine can spare. This module knows no torch.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from nvcli.worker.masks.mask_messages import Ended, Failed, Loaded, MaskStart, M
 from nvcli.worker.masks.mask_worker import MaskWorker, OrderReader, serve
 
 _LEAST_MEMORY, _MOST_MEMORY = 1 << 30, 4 << 30
-"""Bounds on what a process may take beside the tokens."""
+"""Bounds on the memory that a worker may use besides the tokens, in bytes."""
 _MAX_REPORT = 3000
 
 
@@ -47,13 +46,13 @@ class _FirstProcess:
         self._start, self._report, self._vocabulary = start, report, vocabulary
         self._max_memory = max(_LEAST_MEMORY, min(_MOST_MEMORY, available_ram() // start.num_workers))
         self._numbers: dict[int, int] = {}
-        """The numbers of the others by process id."""
+        """Process id → worker number."""
         self._ended, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
 
     def fork(self, number: int, order_fd: int) -> None:
-        """Start another process, which reads its orders from `order_fd`."""
+        """Fork a worker, which reads its orders from `order_fd`."""
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
@@ -63,7 +62,7 @@ class _FirstProcess:
         self._numbers[pid] = number
 
     def watch(self) -> None:
-        """Fork others for those that have ended, until the rank is gone; then wait until all have ended."""
+        """Replace workers that die, until the rank is gone; then wait until all have ended."""
         while True:
             readable, _, _ = select.select([self._report.fileno(), self._ended], [], [])
             if self._report.fileno() in readable and not self._take_order():
@@ -76,16 +75,16 @@ class _FirstProcess:
             self._numbers.pop(pid, None)
 
     def end_others(self) -> None:
-        """Kill the others, and wait until they are gone."""
+        """Kill the workers, and wait until they are gone."""
         for pid in self._numbers:
-            with contextlib.suppress(ProcessLookupError):  # it has just been waited for
+            with contextlib.suppress(ProcessLookupError):  # it has just been reaped
                 os.kill(pid, signal.SIGKILL)
         for pid in self._numbers:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
 
     def _take_order(self) -> bool:
-        """Fork the process that the rank asks for; return whether the rank is there."""
+        """Fork the worker that the rank asks for; return False once the rank is gone."""
         data, fds, _, _ = socket.recv_fds(self._report, 8, 1)
         if not data:
             return False
@@ -105,13 +104,13 @@ class _FirstProcess:
 def _work(
     start: MaskStart, report: socket.socket, vocabulary: Vocabulary, number: int, order_fd: int, max_memory: int
 ) -> None:
-    """Be one of the processes, to its end."""
+    """Run as a worker, and exit."""
 
     def run(function: Callable[..., None], *arguments: Any) -> None:
         code = 0
         try:
             function(*arguments)
-        except BaseException:  # a panic of Rust code is no Exception
+        except BaseException:  # a panic in Rust code is not an Exception
             _tell(report, Raised(number, _traceback()))
             code = 1
         os._exit(code)
@@ -133,18 +132,18 @@ def _work(
 
 
 def _traceback() -> str:
-    """Return the end of the traceback of the exception that is being handled."""
+    """Return the end of the current exception's traceback."""
     return traceback.format_exc()[-_MAX_REPORT:]
 
 
 def _tell(report: socket.socket, message: Report) -> None:
-    """Tell the rank something, if it is still there."""
+    """Send the rank a report, if it is still there."""
     with contextlib.suppress(OSError):
         report.send(msgspec.msgpack.encode(message))
 
 
 def main() -> None:
-    """Load the tokens, start the other processes, and start others for those that end, until the rank is gone."""
+    """Load the tokens, fork the workers, and replace those that die, until the rank is gone."""
     start = msgspec.json.decode(sys.argv[1], type=MaskStart)
     ignore_terminal()
     first: _FirstProcess | None = None
@@ -168,7 +167,7 @@ def main() -> None:
         gc.freeze()
         first = _FirstProcess(start, report, vocabulary)
         first.watch()
-    except BaseException:  # a panic of Rust code is no Exception
+    except BaseException:  # a panic in Rust code is not an Exception
         _tell(report, Failed(_traceback()))
         end(signal.SIGTERM, None)
     os._exit(0)

@@ -1,12 +1,12 @@
-"""MaskRowAllocator: which rows of the memory of masks answers get, and so which process makes their masks.
+"""MaskRowAllocator: assigns rows of the mask memory to answers, and with them the workers that build their masks.
 
-The masks of a step are there when the slowest process is done. So answers by one grammar are spread over the processes:
-slow masks are mostly those of few grammars. Among equals an answer goes to a process that has compiled its grammar,
-unless that one has too many answers.
+A step's masks are ready when the slowest worker is done. Slow masks mostly come from a few grammars, so answers with
+the same grammar are spread over the workers. Between equally loaded ones, an answer goes to a worker that has compiled
+its grammar, unless that one has too many answers.
 
-An answer at which its process ends gets another try, because the end may have had nothing to do with it. At the second
-end the answer has failed. If that was while its grammar was compiled, which is the same for every answer, so have all
-answers by this grammar that begin later.
+If a worker dies while working on an answer, the answer gets a second try, because the cause may have been something
+else; after a second death it has failed. If the worker was compiling the grammar, which is the same for every answer,
+later answers with that grammar fail as well.
 """
 
 from __future__ import annotations
@@ -19,38 +19,40 @@ from nvcli.worker.masks.mask_messages import FollowGrammar
 from nvcli.worker.masks.mask_worker import MAX_COMPILED
 
 _MOST_ABOVE_MEAN, _MOST_MORE = 1.25, 1
-"""A process has too many answers above the mean times the one and plus the other."""
+"""A worker has too many answers when it has more than the mean times the first plus the second."""
 _MOST_ENDS = 2
-"""The ends of processes at one answer after which it has failed."""
+"""Worker deaths after which an answer has failed."""
 _MOST_CONDEMNED = 4096
-"""Grammars that cannot be compiled and are known, those that were met last."""
+"""The most recent grammars remembered as impossible to compile."""
 
 
 def num_mask_rows(num_answers: int) -> int:
-    """Return the rows to have for so many answers: some more, so that there is a choice where all answers run."""
+    """Return the number of rows for so many answers: a few more, so that there is a choice even when all answers
+    run."""
     return num_answers + num_answers // 4
 
 
 class MaskRowAllocator:
-    """The rows 0 to `num_rows`, of which row r is served by process r modulo `num_workers`."""
+    """Rows 0 to `num_rows`; row r belongs to worker r modulo `num_workers`."""
 
     def __init__(self, num_rows: int, num_workers: int) -> None:
         self._num_workers = num_workers
         self._free = [list(range(worker, num_rows, num_workers)) for worker in range(num_workers)]
-        """The free rows of each process, as heaps: the first are taken, because all up to the last one are copied."""
+        """The free rows of each worker, as heaps. The lowest is taken, because all rows up to the last used one are
+        copied."""
         self._num_answers = [0] * num_workers
         self._num_alike: dict[str, list[int]] = defaultdict(lambda: [0] * num_workers)
-        """For each grammar that is followed, the answers of each process."""
+        """Grammar → the number of its running answers at each worker."""
         self._compiled: list[OrderedDict[str, None]] = [OrderedDict() for _ in range(num_workers)]
-        """The grammars that each process used last."""
+        """The grammars that each worker used last."""
         self._grammar_of: dict[int, str] = {}
-        """The grammars of the rows that are taken."""
+        """Row → grammar, for the rows in use."""
         self._num_ends: Counter[int] = Counter()
-        """Row → processes that have ended at its answer."""
+        """Row → worker deaths during its current answer."""
         self._condemned: OrderedDict[bytes, None] = OrderedDict()
 
     def take(self, grammar: str) -> FollowGrammar:
-        """Give an answer a free row, of which there must be one. Returns what its process is told."""
+        """Assign a free row, of which there must be one, to an answer. Returns the message for its worker."""
         alike, loads = self._num_alike[grammar], self._num_answers
         most = sum(loads) / self._num_workers * _MOST_ABOVE_MEAN + _MOST_MORE
         _, _, _, _, worker = min(
@@ -70,7 +72,7 @@ class MaskRowAllocator:
         return self._follow(row)
 
     def give_back(self, row: int) -> None:
-        """Take back the row of an answer that has ended."""
+        """Free the row of an answer that has ended."""
         worker, grammar = row % self._num_workers, self._grammar_of.pop(row)
         alike = self._num_alike[grammar]
         alike[worker] -= 1
@@ -81,10 +83,10 @@ class MaskRowAllocator:
         heapq.heappush(self._free[worker], row)
 
     def begin_anew(self, worker: int, at_work: int) -> tuple[list[FollowGrammar], bool]:
-        """Note that a process ended, which was at `at_work` (`MaskTable.at_work`).
+        """Record that a worker died, with its `MaskTable.at_work`.
 
-        Returns what the one in its place is told of its answers, and whether no answer was at fault: the process was at
-        none, or at one that has ended since or failed before.
+        Returns the messages that restart its answers at the replacement, and whether no answer was to blame: the worker
+        was idle, or at an answer that has ended since or had failed before.
         """
         row = abs(at_work) - 1
         is_to_blame = row in self._grammar_of and self._num_ends[row] < _MOST_ENDS

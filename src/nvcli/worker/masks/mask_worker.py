@@ -1,9 +1,8 @@
-"""A process that makes masks for a rank: it follows the answers of some rows, takes their tokens in, makes their masks
-one by one, and writes them into memory that the rank sees. `mask_processes.py` starts it.
+"""A mask worker: it follows the answers of some rows, takes their tokens, builds their masks one by one, and writes
+them to memory that it shares with the rank. `mask_processes.py` starts it.
 
-Masks that are likely to be slow, because the last one of the answer was, come behind the others. A process may end in
-the middle of an answer whose grammar takes too much stack or memory, so it writes down which answer it is at. This
-module knows no torch.
+Masks that are likely to be slow, because the answer's last one was, are built last. A worker may die on a grammar that
+takes too much stack or memory, so it notes which answer it is working on. This module knows no torch.
 """
 
 from __future__ import annotations
@@ -29,38 +28,38 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MAX_COMPILED = 64
-"""Compiled grammars that a process keeps, those that were used last."""
+"""Compiled grammars that a worker keeps, most recently used."""
 _MOST_SERVED = 256
-"""Answers after which a grammar is compiled anew, so that its memory does not grow for as long as the run lasts."""
+"""Answers after which a grammar is recompiled, so that its memory does not grow for the whole run."""
 _ALL = np.uint32(0xFFFFFFFF)
-"""A word of a mask that forbids nothing."""
+"""A mask word that allows every token."""
 _SLOW_SECONDS = 200e-6
 _MOST_PASSED = 2
-"""A slow mask is put off for this many orders at the most."""
+"""Orders that may overtake a slow mask."""
 _LOOK_SECONDS = 100e-6
-"""The time between two looks for orders at first. To be woken by a timer so often takes some of a core: a third with 50
+"""Seconds between the first polls for orders. A timer that fires this often takes part of a core: a third of one at 50
 µs in a virtual machine."""
 _AWAKE_SECONDS = 6e-3
-"""The time after which it falls asleep. Steps that take longer lose little while the processes are woken."""
+"""Seconds after which an idle worker sleeps. Steps that take longer lose little to waking it."""
 _NAP_MILLISECONDS = 200.0
-"""The time between two looks of a process that is asleep if no message comes. One is missing only where the rank saw it
-awake at the very moment at which it fell asleep."""
+"""Milliseconds between polls of a sleeping worker to which no message comes. A message is missing only if the rank saw
+the worker awake at the very moment it fell asleep."""
 
 
 @dataclass(slots=True)
 class _CompiledGrammar:
-    """A grammar as it was compiled once, for some answers."""
+    """A grammar compiled once, for several answers."""
 
     beginning: LLMatcher | None
-    """A matcher at the beginning of an answer, to be copied; None: the grammar cannot be compiled."""
+    """A matcher at the beginning of an answer, to be copied; None if the grammar cannot be compiled."""
     num_served: int = 0
 
 
 class CompiledGrammars:
-    """The grammars that were used last.
+    """The most recently used grammars, compiled.
 
-    A compiled grammar remembers the states that answers came through, and all answers that begin with it share that
-    memory, which has a limit (`grammars.Vocabulary`).
+    A compiled grammar caches the states that answers pass through. All answers that start from it share this cache,
+    whose size is limited (`grammars.Vocabulary`).
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -68,7 +67,7 @@ class CompiledGrammars:
         self._compiled: OrderedDict[str, _CompiledGrammar] = OrderedDict()
 
     def begin(self, grammar: str) -> LLMatcher | None:
-        """Return what a new answer is to follow; None: the grammar cannot be compiled."""
+        """Return a matcher for a new answer, or None if the grammar cannot be compiled."""
         known = self._compiled.get(grammar)
         if known is None or known.num_served >= _MOST_SERVED:
             known = self._compiled[grammar] = _CompiledGrammar(self.compile(grammar))
@@ -79,31 +78,31 @@ class CompiledGrammars:
         return None if known.beginning is None else known.beginning.deep_copy()
 
     def compile(self, grammar: str) -> LLMatcher | None:
-        """Compile a grammar for one answer alone; None: it cannot be compiled."""
+        """Compile a grammar for a single answer; None if it cannot be compiled."""
         with contextlib.suppress(GrammarError):  # the parent has compiled it
             return self._vocabulary.matcher(grammar)
         return None
 
     def forget(self, grammar: str) -> None:
-        """Compile a grammar anew for the answers that begin from now on."""
+        """Recompile a grammar for answers that begin from now on."""
         self._compiled.pop(grammar, None)
 
 
 class GrammarAnswer:
     """An answer that follows a grammar.
 
-    Where the memory that it shares with other answers is full, it goes on with a grammar that is compiled for it alone,
-    so that no answer fails because of others.
+    When the cache that it shares with other answers is full, it continues with a grammar compiled for it alone, so that
+    no answer fails because of others.
     """
 
     def __init__(self, grammar: str | None, grammars: CompiledGrammars) -> None:
-        """With `grammar` None the answer has failed."""
+        """`grammar` None: the answer has failed."""
         self._grammar, self._grammars = grammar or "", grammars
         self._matcher = None if grammar is None else grammars.begin(grammar)
         self._is_alone = False
-        """Whether its compiled grammar has no other answers."""
+        """Whether no other answer shares its compiled grammar."""
         self._tokens = array("i")
-        """The tokens that the matcher has taken in."""
+        """The tokens that the matcher has consumed."""
 
     @property
     def has_failed(self) -> bool:
@@ -112,11 +111,11 @@ class GrammarAnswer:
 
     @property
     def may_end(self) -> bool:
-        """Whether the grammar allows the answer to be over."""
+        """Whether the grammar lets the answer end here."""
         return self._matcher is not None and bool(self._matcher.is_accepting())
 
     def write_mask(self, tokens: list[int], address: int, num_bytes: int) -> None:
-        """Go on with tokens, and write the mask of the next one to an address, unless the answer has failed."""
+        """Advance by tokens, and write the mask of the next one to an address, unless the answer has failed."""
         self._tokens.extend(tokens)
         if self._matcher is not None and tokens and not self._matcher.consume_tokens(tokens):
             self._begin_anew()
@@ -130,7 +129,7 @@ class GrammarAnswer:
                         self._matcher = None
 
     def _begin_anew(self) -> None:
-        """Compile the grammar for this answer alone, and follow it to where it was, unless that was done."""
+        """Compile the grammar for this answer alone, and advance it to the current position, unless that was done."""
         self._matcher = None
         if not self._is_alone:
             self._is_alone = True
@@ -141,10 +140,10 @@ class GrammarAnswer:
 
 
 class MaskWorker:
-    """Makes the masks of some rows."""
+    """Builds the masks of some rows."""
 
     def __init__(self, vocabulary: Vocabulary, table: MaskTable, *, first: int = 0, step: int = 1) -> None:
-        """`table` is the memory; each `step`-th row of it from the row `first` on is this worker's."""
+        """`table` is the memory; this worker has every `step`-th row from `first` on."""
         self._grammars = CompiledGrammars(vocabulary)
         self._text_end_bits = _bits(vocabulary.text_end_ids)
         self._numbers, self._masks = table.numbers, table.masks
@@ -155,16 +154,16 @@ class MaskWorker:
         self._at_work = table.at_work[first : first + 1]
         self._next_tokens = table.next_tokens[first::step]
         self._read_tokens = np.zeros_like(self._next_tokens)
-        """A copy of them as they were read last."""
+        """A copy of `next_tokens` as last read."""
         self._answers: dict[int, GrammarAnswer] = {}
         self._slow_rows: set[int] = set()
         self._fast: deque[WantMask] = deque()
         self._slow: deque[WantMask] = deque()
         self._num_passed = 0
-        """Orders that have come since the first of the slow masks."""
+        """Orders that have overtaken the first slow mask."""
 
     def take(self, orders: MaskOrders) -> None:
-        """Note what is to be done."""
+        """Queue the work of these orders."""
         has_tokens = self.take_next_tokens()  # of answers that these orders may end
         if orders.ended or orders.begun:
             self._change_answers(orders)
@@ -174,7 +173,7 @@ class MaskWorker:
             self._queue(want)
 
     def take_next_tokens(self) -> bool:
-        """Note what is to be done by `MaskTable.next_tokens`, and return whether something is new there."""
+        """Queue new requests in `MaskTable.next_tokens`; return whether there were any."""
         next_tokens = self._next_tokens.copy()
         places = np.flatnonzero(next_tokens != self._read_tokens)
         if not len(places):
@@ -200,7 +199,7 @@ class MaskWorker:
         self._slow = deque(want for want in self._slow if want.row not in gone)
         for row in gone & self._answers.keys():
             del self._answers[row]
-        for new in {new.row: new for new in orders.begun}.values():  # the last of a row's: others began and ended
+        for new in {new.row: new for new in orders.begun}.values():  # the row's last answer: others began and ended
             self._begin(new)
 
     def _begin(self, new: FollowGrammar) -> None:
@@ -210,7 +209,7 @@ class MaskWorker:
         self._at_work[0] = 0
 
     def next_is_urgent(self) -> bool:
-        """Whether the next mask is to be made before new orders are looked for."""
+        """Whether the next mask should be built before polling for orders."""
         return bool(self._fast) or self._num_passed >= _MOST_PASSED
 
     @property
@@ -218,7 +217,7 @@ class MaskWorker:
         return not self._fast and not self._slow
 
     def make_next(self) -> None:
-        """Make one mask, of those that are to be made."""
+        """Build one queued mask."""
         if self._slow and (not self._fast or self._num_passed >= _MOST_PASSED):
             want = self._slow.popleft()
             self._num_passed = 0
@@ -251,14 +250,14 @@ class MaskWorker:
 
 
 def _let_open(mask: np.ndarray, token: int, *, is_only: bool) -> None:
-    """Allow a token in a mask of uint32 words, in place, or this token alone."""
+    """Allow a token in a mask of uint32 words, in place, or allow only this token."""
     if is_only:
         mask[:] = 0
     mask[token >> 5] |= np.uint32(1 << (token & 31))
 
 
 def _bits(token_ids: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the word of each token in a mask, and its bit there."""
+    """Return each token's word in a mask, and its bit there."""
     return [(token >> 5, 1 << (token & 31)) for token in token_ids]
 
 
@@ -273,7 +272,7 @@ def _hold_back(mask: np.ndarray, bits: Sequence[tuple[int, int]]) -> None:
 
 
 class OrderReader:
-    """Reads what the rank asks for."""
+    """Reads the rank's orders."""
 
     def __init__(self, fd: int, *, stays_awake: bool) -> None:
         self._fd = fd
@@ -283,8 +282,8 @@ class OrderReader:
         self._poll.register(fd, select.POLLIN)
 
     def take_next(self, worker: MaskWorker) -> bool:
-        """Wait for orders, at first with many looks at the memory: messages to all processes, one after the other, take
-        the rank longer than a look takes to come. Returns False when the rank is gone."""
+        """Wait for orders. Poll the memory at first: sending a message to every worker takes the rank longer than a
+        poll takes to see a request. Returns False when the rank is gone."""
         awake_until = time.perf_counter() + self._awake_seconds
         try:
             while True:
@@ -296,12 +295,12 @@ class OrderReader:
                 if time.perf_counter() < awake_until:
                     time.sleep(_LOOK_SECONDS)
                 else:
-                    worker.is_asleep[0] = True  # and look once more: the rank may not have seen it
+                    worker.is_asleep[0] = True  # and poll again: the rank may not have seen it
         finally:
             worker.is_asleep[0] = False
 
     def take_some(self, worker: MaskWorker) -> bool:
-        """Take orders if there are some, and return whether there were any."""
+        """Take orders if there are any; return whether there were."""
         return worker.take_next_tokens() or (bool(self._poll.poll(0)) and self._take(worker))
 
     def _take(self, worker: MaskWorker) -> bool:
@@ -312,7 +311,7 @@ class OrderReader:
 
 
 def serve(worker: MaskWorker, orders: OrderReader) -> None:
-    """Do what is asked for until the rank is gone."""
+    """Carry out orders until the rank is gone."""
     while True:
         if worker.is_idle:
             if not orders.take_next(worker):
@@ -322,7 +321,7 @@ def serve(worker: MaskWorker, orders: OrderReader) -> None:
 
 
 def _read(fd: int, size: int) -> bytes:
-    """Read so many bytes; none at the end of the file."""
+    """Read this many bytes; empty at the end of the file."""
     parts = bytearray()
     while len(parts) < size:
         part = os.read(fd, size - len(parts))

@@ -1,14 +1,14 @@
-"""MaskWorkers: a rank's side of the processes that make masks (`mask_worker.py`).
+"""MaskWorkers: the rank's side of the mask workers (`mask_worker.py`).
 
-A mask takes some ten microseconds; one in a hundred takes a millisecond or more, and nobody knows which before. A step
-asks for the masks of its rows, and waits for them as long as that costs less than to leave the late rows out of it
-(`Patience`). Answers keep to their process (`MaskRowAllocator`). A process does what it is asked for in order, so that
-nothing need be waited for where another answer gets a row.
+A mask takes about ten microseconds; one in a hundred takes a millisecond or more, and there is no telling which. A step
+requests the masks of its rows, and waits for them while that costs less than leaving the late rows out (`Patience`). An
+answer stays with its worker (`MaskRowAllocator`). A worker handles requests in order, so a row can be reassigned
+without waiting.
 
-A process that ends is replaced, and its answers are followed anew. The one that it was at when it ended has failed if
-the next process ends at it, too.
+A worker that dies is replaced, and its answers are followed from the beginning. The answer it was working on fails if
+the replacement dies on it too.
 
-The processes end when the rank does, because what they read from comes to its end.
+The workers end with the rank, because their pipes close.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ from nvcli.worker.masks.mask_rows import MaskRowAllocator
 
 _MODULE = "nvcli.worker.masks.mask_processes"
 _PIPE_BYTES = 1 << 20
-"""Orders that a process may have before it reads them; more, where the system allows no such pipe, make the rank
-wait."""
+"""Bytes of orders that a worker may have unread. Beyond that, or where the system allows no pipe this large, the rank
+waits."""
 _LOOK_SECONDS = 50e-6
-"""The time between two looks of a step for masks, which looks all the time at first."""
+"""Seconds between a step's polls for masks, after an initial busy wait."""
 _EAGER_SECONDS = 200e-6
 _CHECK_SECONDS = 0.1
-"""The time between two checks of waiting steps whether the processes are there."""
+"""Seconds between checks, in waiting steps, that the workers are alive."""
 _END_SECONDS = 5.0
 _MOST_IDLE_ENDS = 3
-"""The run ends when a process has ended so often, each time at no answer and before it had made a mask."""
+"""Deaths of one worker, each while idle and before it built a mask, after which the run ends."""
 _MAX_REPORT = 1 << 16
 _FAILED = "a process that makes the masks of structured answers"
 
 
 class MaskWorkers:
-    """The processes and the memory of one rank."""
+    """The workers and the mask memory of one rank."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class MaskWorkers:
         num_workers: int,
         stays_awake: bool,
     ) -> None:
-        """Begin to start the processes, which load the tokens of the model; see `MaskStart`."""
+        """Begin to start the workers, which load the model's tokens; see `MaskStart`."""
         self.end_ids = [*end_ids]
         self._num_rows = num_rows
         self._memory_fd = os.memfd_create("nvcli-masks")
@@ -100,7 +100,7 @@ class MaskWorkers:
             env={
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                "OPENBLAS_NUM_THREADS": "1",  # threads are not there in processes that are forked
+                "OPENBLAS_NUM_THREADS": "1",  # threads do not survive a fork
                 "OMP_NUM_THREADS": "1",
             },
         )
@@ -111,19 +111,19 @@ class MaskWorkers:
         sleep_exactly()  # so does `wait`
         self._orders = [MaskOrders([], [], []) for _ in range(num_workers)]
         self._has_orders = np.zeros(num_workers, dtype=np.bool_)
-        """Whether there is a message for a process."""
+        """Whether there is a message for each worker."""
         self._has_tokens = np.zeros(num_workers, dtype=np.bool_)
-        """Whether there is something new for it in the memory."""
+        """Whether there are new requests for each worker in the memory."""
         self._check_at = 0.0
-        """The `time.perf_counter()` at which to look whether the processes are there."""
+        """The `time.perf_counter()` at which to check next that the workers are alive."""
         self._ends: dict[int, str] = {}
-        """Processes that have ended, and how."""
+        """Worker → how it died."""
         self._tracebacks: dict[int, str] = {}
-        """The exceptions that processes ended with."""
+        """Worker → the traceback of the exception that ended it."""
         self._num_idle_ends = [0] * num_workers
-        """Process → its ends at no answer since it last made a mask."""
+        """Worker → its deaths while idle, since it last built a mask."""
         self._num_made = [0] * num_workers
-        """Process → the sum of its `MaskTable.numbers` when it last ended."""
+        """Worker → the sum of its `MaskTable.numbers` when it last died."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
         self._rows = MaskRowAllocator(num_rows, num_workers)
@@ -133,8 +133,8 @@ class MaskWorkers:
         self._table = MaskTable.empty(num_rows, 0)
 
     def wait_ready(self) -> int:
-        """Wait until the tokens are loaded, and return the words of a mask; 0: they cannot be loaded, and nothing may
-        be asked for. Raises WorkerError."""
+        """Wait until the tokens are loaded, and return the words of a mask. 0: the tokens cannot be loaded, and nothing
+        may be requested. Raises WorkerError."""
         if self._num_words is None:
             self._check(None)
             assert self._num_words is not None, "that is told first"
@@ -145,11 +145,11 @@ class MaskWorkers:
 
     @property
     def answered(self) -> np.ndarray:
-        """[rows], for each the last mask that is there (`mask_messages.answered`)."""
+        """[rows], the last mask that is there for each row (`mask_messages.answered`)."""
         return self._table.numbers
 
     def begin(self, grammar: str) -> int:
-        """Begin an answer, and return its row. What is asked for goes out with `send`."""
+        """Begin an answer, and return its row. `send` sends its orders."""
         follow = self._rows.take(grammar)
         if self.memory is not None:
             self._of(follow.row).begun.append(follow)
@@ -162,17 +162,17 @@ class MaskWorkers:
         self._rows.give_back(row)
 
     def want(self, mask: WantMask) -> None:
-        """Ask for a mask."""
+        """Request a mask."""
         self._of(mask.row).wanted.append(mask)
 
     def want_next(self, rows: np.ndarray, numbers: np.ndarray, tokens: np.ndarray) -> None:
-        """Ask for the masks of rows [n] by these numbers [n], each behind one of the tokens [n] and what the grammar
-        allows. The last masks of these rows must be there."""
+        """Request the masks of rows [n] with these numbers [n], each after one of the tokens [n] and restricted by the
+        grammar alone. The rows' previous masks must be there."""
         self._table.next_tokens[rows] = next_token(numbers, tokens)
         self._has_tokens[rows % len(self._orders)] = True
 
     def send(self) -> None:
-        """Send what was asked for. Raises WorkerError."""
+        """Send the pending requests. Raises WorkerError."""
         if self._has_tokens.any():
             self._has_orders |= self._has_tokens & (self._table.is_asleep[: len(self._orders)] != 0)
             self._has_tokens[:] = False
@@ -183,8 +183,8 @@ class MaskWorkers:
         self._has_orders[:] = False
 
     def wait(self, rows: np.ndarray, wanted: np.ndarray, num_rows: int, patience: Patience | None) -> None:
-        """Wait until `answered` has reached `wanted` [n] in `rows` [n], or a process has ended (`ended`). With patience
-        some may be late, but not all of the `num_rows` rows of the step. Raises WorkerError."""
+        """Wait until `answered` has reached `wanted` [n] in `rows` [n], or a worker has died (`ended`). With patience,
+        some rows may be late, but not all `num_rows` of the step. Raises WorkerError."""
         started = time.perf_counter()
         while num_late := int((self.answered[rows] < wanted).sum()):
             now = time.perf_counter()
@@ -199,14 +199,14 @@ class MaskWorkers:
 
     @property
     def ended(self) -> list[int]:
-        """The processes that have ended and were not replaced. What they are asked for does not come."""
+        """The workers that have died and were not replaced. Masks requested from them do not come."""
         return [*self._ends]
 
     def replace(self, number: int) -> tuple[list[int], str]:
-        """Have another process take the place of one that has ended.
+        """Replace a worker that has died.
 
-        Returns the rows of its answers, which begin anew: all of their tokens are to be told again. And says how it
-        ended. Raises WorkerError if its end had nothing to do with an answer, and happens again and again.
+        Returns the rows of its answers, which start from the beginning and need all their tokens again, and how it
+        died. Raises WorkerError if the worker keeps dying without an answer to blame.
         """
         how, traceback = self._ends.pop(number), self._tracebacks.pop(number, "")
         if traceback:
@@ -229,23 +229,23 @@ class MaskWorkers:
         return [follow.row for follow in begun], how
 
     def _start(self, number: int) -> int:
-        """Have the first process start another one. Returns where its orders are to be written."""
+        """Have the first process fork a worker. Returns the descriptor to which its orders are written."""
         theirs, ours = os.pipe()
         with contextlib.suppress(OSError):
             fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        with contextlib.suppress(OSError):  # it has ended, and `_check` says so
+        with contextlib.suppress(OSError):  # it has ended, and `_check` reports that
             socket.send_fds(self._socket, [struct.pack("q", number)], [theirs])
         os.close(theirs)
         return ours
 
     def _of(self, row: int) -> MaskOrders:
-        """Return the orders of a row's process, which will be sent."""
+        """Return the pending orders of a row's worker."""
         number = row % len(self._orders)
         self._has_orders[number] = True
         return self._orders[number]
 
     def _write(self, number: int, data: bytes) -> None:
-        """Write orders of a process. They get lost where it has ended."""
+        """Write a worker's orders. They are lost if it has died."""
         view = memoryview(data)
         try:
             while view:
@@ -258,14 +258,14 @@ class MaskWorkers:
                 self._check(_CHECK_SECONDS)
 
     def _receive(self) -> bytes:
-        """Return a report; none where there will be no more."""
-        for _ in range(2):  # a process that was asked for, and ended before it heard that, is told of first
+        """Return a report; empty if there will be no more."""
+        for _ in range(2):  # asked for a worker that ended before it heard that: its end is reported first
             with contextlib.suppress(ConnectionResetError):
                 return self._socket.recv(_MAX_REPORT)
         return b""
 
     def _check(self, seconds: float | None) -> None:
-        """Take the reports that are there, or come within some seconds (None: wait for one). Raises WorkerError if
+        """Take the reports that have arrived or arrive within some seconds (None: wait for one). Raises WorkerError if
         there will be no more."""
         while select.select([self._socket], [], [], seconds)[0]:
             seconds = 0.0
@@ -282,11 +282,11 @@ class MaskWorkers:
                 case Failed(traceback):
                     raise WorkerError(f"{_FAILED} failed: {traceback.strip().rpartition(chr(10))[2]}", traceback)
                 case None:
-                    raise WorkerError(f"{_FAILED} was killed, or cannot start")
+                    raise WorkerError(f"{_FAILED} was killed or could not start")
 
 
 def _end(process: subprocess.Popen[bytes], report: socket.socket, memory_fd: int, order_fds: Sequence[int]) -> None:
-    """End the processes. They do so by themselves once there is nothing to read."""
+    """End the workers, which exit by themselves once there is nothing to read."""
     report.close()
     for fd in (memory_fd, *order_fds):
         os.close(fd)

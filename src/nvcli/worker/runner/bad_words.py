@@ -1,8 +1,8 @@
-"""BadWords: the sequences of tokens that answers must not hold, for each slot, on the device.
+"""BadWords: token sequences that answers must not contain, for each slot, on the device.
 
-A token is forbidden where it would complete a sequence whose other tokens are the last ones of the answer. That is
-found on the device, where the last tokens are: the host prepares a step before it knows them. The table takes no memory
-until a request brings bad words, and then as much as the longest list of the longest words needs.
+A token is forbidden if it would complete a sequence whose other tokens are the answer's last ones. The device checks
+this, because the host prepares a step before it knows those tokens. The table takes no memory until a request brings
+bad words, and then as much as the longest list of the longest words needs.
 
 Shapes: S slots, W words of a slot, L tokens of a word before its last one, n rows.
 """
@@ -19,9 +19,9 @@ from nvcli.core.messages import FORBIDDEN, NewSlot
 from nvcli.worker.runner.uploader import to_device
 
 _ANY = -1
-"""Stands in the table before a word that is shorter than the longest."""
+"""Padding in the table before a word that is shorter than the longest: matches any token."""
 _NOTHING = -2
-"""Stands for a token before the answer, and in the table for words that a slot does not have."""
+"""Stands for tokens before the answer, and for words that a slot does not have: matches nothing."""
 
 
 class BadWords:
@@ -31,10 +31,10 @@ class BadWords:
         self._num_rows = num_rows
         self._device = device
         self._table = torch.full((num_rows, 0, 1), _NOTHING, dtype=torch.int32, device=device)
-        """[S, W, L + 1]: the tokens before the last one, the nearest of them first, and then the last one."""
+        """[S, W, L + 1]: the tokens before the last one, nearest first, then the last one."""
 
     def fill(self, new_slots: Sequence[NewSlot]) -> None:
-        """Take in the words of requests that enter slots, each of which has some. Nothing here waits for the device."""
+        """Take in the words of requests that enter slots; each has some. Never waits for the device."""
         words = [new.sampling.bad_words for new in new_slots]
         num_words = max(map(len, words))
         length = max(len(word) for each in words for word in each)
@@ -52,10 +52,10 @@ class BadWords:
     def forbid(
         self, logits: Tensor, at: Tensor, slots: Tensor, positions: Tensor, *, tokens: Tensor, prompt_lens: Tensor
     ) -> None:
-        """Forbid the tokens that would complete a word in the rows `at` [n] of logits [N, V] float32, in place.
+        """Forbid tokens that would complete a word, in rows `at` [n] of logits [N, V] float32, in place.
 
         slots: [N] int64; positions: [N], of the tokens to be sampled; tokens: [S, max_model_len] int32, each request's
-        tokens by position; prompt_lens: [S] int32, where its answer begins.
+        tokens by position; prompt_lens: [S] int32, where each answer begins.
         """
         slot, position = slots[at], positions[at].long()
         table = self._table[slot]
@@ -69,7 +69,7 @@ class BadWords:
         logits.index_put_((at[:, None].expand_as(ids), ids), values, accumulate=True)
 
     def _grow(self, num_words: int, length: int) -> None:
-        """Make room for so many words of so many tokens in every slot."""
+        """Make room for this many words of this many tokens in every slot."""
         old = self._table
         _, width, most = old.shape
         if num_words <= width and length <= most:

@@ -1,6 +1,6 @@
-"""Notes on the programs that have all of their kernels in Triton's cache on disk.
+"""Notes which programs have all of their kernels in Triton's cache on disk.
 
-A rank looks before it imports torch, because what compiles kernels takes as long to start as that import.
+A rank checks before it imports torch, because starting the compile processes takes as long as that import.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ _NOTES_FOLDER = "nvcli_programs"
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """All that the choice of kernels depends on, but for the GPU. A note that does not hold costs time, nothing
-    else."""
+    """Everything that the choice of kernels depends on, except the GPU. A wrong note only costs time."""
 
     words: str
 
     @classmethod
     def of(cls, config: EngineConfig) -> Program | None:
-        """Return the program of a rank. Return None where nothing is to be compiled ahead: there is no GPU, only one
-        core to do it, or several ranks would have to leave out the same launches at once."""
+        """Return a rank's program, or None if nothing is to be compiled ahead: there is no GPU, only one core to
+        compile on, or several ranks, which would have to skip the same launches at once."""
         is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         if config.device != "cuda" or config.num_ranks > 1 or is_interpreted or find_spec("triton") is None:
             return None
@@ -52,26 +51,26 @@ class Program:
         try:
             model = (config.model_path / "config.json").read_text()
         except OSError:
-            return None  # what loads the model says so
+            return None  # the code that loads the model reports it
         return cls("\n".join((__version__, repr(torch_build()), str(triton_version()), repr(settings), model)))
 
     def has_notes(self) -> bool:
-        """Tell whether all kernels were compiled for some GPU, as far as notes say; see `was_compiled`."""
+        """Whether notes say that all kernels were compiled for some GPU; see `was_compiled`."""
         return self._folder.is_dir()
 
     def was_compiled(self, gpu: str) -> bool:
-        """Tell whether the cache notes that all kernels were compiled into it for GPUs of this name."""
+        """Whether the cache notes that all kernels were compiled for GPUs of this name."""
         return self._note(gpu).exists()
 
     def takes_notes(self) -> bool:
-        """Tell whether the cache can be written to."""
+        """Whether the cache is writable."""
         folder = self._folder.parent
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
         return os.access(folder, os.W_OK)
 
     def note_compiled(self, gpu: str) -> None:
-        """Note that all kernels were compiled into the cache, if it takes the note."""
+        """Note that all kernels are compiled, if the cache is writable."""
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             self._note(gpu).write_text(f"{gpu}\n{self.words}")
@@ -85,7 +84,7 @@ class Program:
 
 
 def start_compilers(config: EngineConfig) -> CompileProcesses | None:
-    """Begin to start what compiles the kernels of a rank, unless they were compiled for GPUs of some name."""
+    """Begin to start the compile processes of a rank, unless notes say that its kernels were compiled for some GPU."""
     program = Program.of(config)
     return CompileProcesses() if program is not None and not program.has_notes() else None
 

@@ -1,20 +1,20 @@
 """Constraints: the grammars of the answers in a rank's slots, and masks of the tokens that may come next.
 
-The mask of a token depends on the token before it, but the model's work on that token does not. So a step's forward
-pass is launched like any other, before the token is known here, and masks are made while it runs: `follow` waits for
-the tokens of the step before, and `masks` has processes ask llguidance for the allowed ones (`mask_workers.py`). Where
-the device is faster than the host, `look_ahead` has them ask while the host still launches.
+A token's mask depends on the token before it, but the model's forward pass for it does not. So a step's forward pass is
+launched as usual, before that token is known on the host, and masks are built while it runs: `follow` waits for the
+previous step's tokens, and `masks` requests the masks from workers, which use llguidance (`mask_workers.py`). If the
+device is faster than the host, `look_ahead` requests them while the host is still launching.
 
-Most masks are ready when the host has to launch what chooses the tokens, so that the next forward pass is launched in
-time. For the others the device waits, behind the forward pass (`kernels/late_masks.py`), and goes on without those that
-take too long. A row whose mask is late then is *held*: what the step samples for it is dropped, the device forgets that
-it computed the row, and the next step computes it again, with the mask that is ready by then. So the other rows do not
-wait, and the answer is the same. Where rows cannot be held (`may_hold`), the host waits for all masks. On a CPU the
-host alone waits.
+Most masks are ready when the host has to launch the choice of tokens, so that the next forward pass is launched in
+time. For the others the device waits, after the forward pass (`kernels/late_masks.py`), and goes on without those that
+take too long. A row whose mask is late even then is *held*: the token that the step samples for it is dropped, the
+device forgets that it computed the row, and the next step computes it again, with its mask ready by then. The other
+rows do not wait, and the answer is the same. If rows cannot be held (`may_hold`), the host waits for all masks. On a
+CPU only the host waits.
 
-Only the rank that posts the tokens (`EngineConfig.output_rank`) follows grammars; the others get its masks, and which
-rows are held. A request that enters a slot again, after a preemption, brings the tokens of its answer along, and its
-grammar is followed anew.
+Only the rank that posts the tokens (`EngineConfig.output_rank`) follows grammars; it tells the others the masks and
+which rows are held. A request that re-enters a slot, after a preemption, brings the tokens of its answer along, and its
+grammar is followed again from the start.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from nvcli.worker.runner.sampler import TokenMasks
 from nvcli.worker.runner.slot_table import unpack_ids
 
 _MIN_WORKERS, _MAX_WORKERS = 2, 32
-"""The more processes there are, the fewer masks wait for a slow one."""
+"""Bounds on the number of workers. The more there are, the fewer masks wait for a slow one."""
 _SMALL_VOCABULARY, _LEAST_ANSWERS = 16_384, 16
-"""Masks of so few tokens are made so fast that a process should have no fewer answers: to wake it costs the rank as
-much as it saves."""
+"""Masks of so few tokens are built so fast that each worker should have at least this many answers: waking another
+costs the rank as much as it saves."""
 _OTHER_CORES = 3
-"""The rank, its engine and the parent have cores of their own where there are enough."""
+"""Cores reserved, if there are enough, for the rank, its engine and the parent."""
 
 
 _MOST_NANOSECONDS = 2**31 - 1
@@ -54,27 +54,27 @@ _MOST_NANOSECONDS = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
-    """The masks of a step's constrained rows, as they were when the host went on."""
+    """The masks of a step's constrained rows, as the host went on with them."""
 
     masks: TokenMasks
-    """The masks, anything for rows whose masks are late."""
+    """The masks; those of late rows are undefined."""
     wanted: np.ndarray
-    """[n] int32, of late masks the low half of what `MaskTable.numbers` will be once they are there; 0 for the others.
-    On a rank that does not follow grammars none is late."""
+    """[n] int32: for late masks, the low half of the value that `MaskTable.numbers` will have once they are there; 0
+    for the others. On a rank that does not follow grammars none is late."""
     has_failed: np.ndarray
-    """[n] bool, the rows whose grammars cannot be followed any further. What is chosen for them is no token."""
+    """[n] bool, rows whose grammars cannot be followed any further; their sampled ids are not tokens."""
     memory: MaskMemory | None
     """The source of late masks; None if none can be late."""
     late_seconds: float = 0.0
-    """The time that the device may wait for each late mask."""
+    """Seconds that the device may wait for each late mask."""
 
     @property
     def any_late(self) -> bool:
         return bool(self.wanted.any())
 
     def by_row(self, rows: np.ndarray, num_rows: int) -> np.ndarray:
-        """Return, for the sampled rows of a step, of which `rows` [n] are constrained, the mask of each and what it
-        waits for: [2, num_rows] int32, as `take_late_masks` takes them."""
+        """Map the sampled rows of a step, of which `rows` [n] are constrained, to their masks and the numbers they wait
+        for: [2, num_rows] int32, as `take_late_masks` takes them."""
         found = np.zeros((2, num_rows), dtype=np.int32)
         found[0] = self.masks.by_row(rows, num_rows)
         found[1, rows] = self.wanted
@@ -89,25 +89,25 @@ class StepMasks:
 
 @dataclass(frozen=True, slots=True)
 class MaskOutcome:
-    """The fate of the masks of a step's constrained rows; complete when the step's tokens are on the host."""
+    """Outcome of the masks of a step's constrained rows; complete once the step's tokens are on the host."""
 
     rows: np.ndarray
-    """[n], the constrained ones of the sampled rows."""
+    """[n], the constrained rows among the sampled ones."""
     has_failed: np.ndarray
-    """[n] bool, those that had failed when the host went on."""
+    """[n] bool, rows that had failed when the host went on."""
     late: Tensor | None
-    """[2, num_sampled] int32 on the host, what `take_late_masks` returned; None: no mask was late."""
+    """[2, num_sampled] int32 on the host, as returned by `take_late_masks`; None: no mask was late."""
 
     @property
     def is_held(self) -> np.ndarray:
-        """[n] bool, the rows that the step left out."""
+        """[n] bool, rows that the step left out."""
         return self._late(0)
 
     def apply(
         self, ids: np.ndarray, logprobs: list[TokenLogprobs | None]
     ) -> tuple[np.ndarray, bytes, list[TokenLogprobs | None]]:
-        """Return the ids and log-probabilities of a step without those of held rows, and `StepOutput.counts`. Rows
-        whose grammars cannot be followed any further get `CONSTRAINT_FAILED`."""
+        """Return a step's ids and log-probabilities without those of held rows, and `StepOutput.counts`. Rows whose
+        grammars cannot be followed any further get `CONSTRAINT_FAILED`."""
         failed, held = self.rows[self.has_failed | self._late(1)], self.rows[self.is_held]
         if len(failed):
             ids = ids.copy()
@@ -129,16 +129,16 @@ class MaskOutcome:
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """The tokens that a step chose for constrained rows, on their way to the host."""
+    """Tokens that a step sampled for constrained rows, on their way to the host."""
 
     ids: Tensor
     """[num_sampled] int32 on the host, complete at the event."""
     event: torch.cuda.Event | None
-    """None: they are complete."""
+    """Completion event; None: already complete."""
     outcome: MaskOutcome
-    """It is complete with them."""
+    """Outcome of the masks; complete with the ids."""
     rows: np.ndarray
-    """[n], the rows of the answers that its rows are of."""
+    """[n], the answers' rows in the mask memory."""
 
     @property
     def is_there(self) -> bool:
@@ -161,8 +161,8 @@ class Constraints:
         workers: MaskWorkers | None = None,
     ) -> None:
         """`vocab_size` is the number of the model's logits, and `max_answers` the number of slots. `follows`: whether
-        this rank is the one that follows grammars. `may_hold`: whether a step may leave rows out. `token_ids` are the
-        tokens of all slots (`SlotState`). `workers` make the masks, if they are started ahead (`start_workers`)."""
+        this rank follows grammars. `may_hold`: whether a step may leave rows out. `token_ids` are the tokens of all
+        slots (`SlotState`). `workers` build the masks, if they were started early (`start_workers`)."""
         self.may_hold = may_hold
         self._model_path = model_path
         self._vocab_size = vocab_size
@@ -177,29 +177,30 @@ class Constraints:
         self._note = ""
         self._num_noted = 0
         self._memory: MaskMemory | None = None
-        """The masks, once the first constrained request has come; None then: the tokens cannot be loaded."""
+        """The masks, once the first constrained request has come; None until then, or if the tokens cannot be
+        loaded."""
 
     def concerns(self, step: StepInput) -> bool:
         """Whether `begin` and `follow` have something to do for a step."""
         return self._follows and bool(len(self._answers) or step.constraints)
 
     def look_ahead(self) -> None:
-        """Ask for the next masks of answers whose last tokens are on the host already. Call it as soon as a step is
-        there: where the device is faster than the host, masks are made while the host launches the step."""
+        """Request the next masks of answers whose last tokens are on the host already. Call it as soon as a step
+        arrives: if the device is faster than the host, masks are built while the host launches the step."""
         while self._chosen and self._chosen[0].is_there:
             self._take(self._chosen.popleft())
         if self._workers is not None and len(due := self._answers.due_rows()):
             self._want(due)
 
     def begin(self, step: StepInput) -> None:
-        """Note that the step's forward pass is launched next."""
+        """Note that the step's forward pass is about to be launched."""
         self.look_ahead()
         self._timer.before_forward(has_chunks=step.num_decodes < step.num_rows)
 
     def follow(self, step: StepInput) -> None:
-        """Take in the tokens of the steps before, for which it waits, and the step's slots and tokens.
+        """Take in the tokens of earlier steps, waiting for them, and the new step's slots and tokens.
 
-        Call it when the step's forward pass is launched.
+        Call it once the step's forward pass is launched.
         """
         self._timer.launched()
         while self._chosen:
@@ -217,7 +218,8 @@ class Constraints:
 
     @property
     def memory(self) -> MaskMemory | None:
-        """The masks of all steps; None: there are none yet, or never, because this rank does not follow grammars."""
+        """The masks of all steps; None if there are none yet, or never will be because this rank does not follow
+        grammars."""
         return self._memory
 
     def masks(self, slots: np.ndarray, num_rows: int) -> StepMasks:
@@ -242,7 +244,7 @@ class Constraints:
         self._memory.bring(rows)
         is_late = found < wanted
         low = wanted.astype(np.int32)
-        low[low == 0] = 1  # behind 2**31 masks of a row: 0 would say that it is there
+        low[low == 0] = 1  # after 2**31 masks of a row: 0 would mean that it is there
         return StepMasks(
             TokenMasks(self._memory.masks, rows),
             wanted=np.where(is_late, low, 0),
@@ -252,8 +254,8 @@ class Constraints:
         )
 
     def record_choice(self, ids: Tensor, slots: np.ndarray, outcome: MaskOutcome) -> None:
-        """Note the tokens that a step chose: ids [num_sampled] int32 on the host, or on their way there as what became
-        of the masks is; `slots` [n] are those of the constrained rows. Call it even if all of them are held."""
+        """Record a step's sampled tokens: ids [num_sampled] int32, on the host or on their way there, as is the outcome
+        of the masks; `slots` [n] are those of the constrained rows. Call it even if all of them are held."""
         if not self._follows:
             return
         event = None
@@ -263,13 +265,13 @@ class Constraints:
         self._chosen.append(_Chosen(ids, event, outcome, self._answers.rows(slots)))
 
     def _take(self, chosen: _Chosen) -> None:
-        """Take in tokens that are on the host."""
+        """Take in tokens that have reached the host."""
         is_given = ~chosen.outcome.is_held
         ids = chosen.ids.numpy()[chosen.outcome.rows[is_given]]
         self._answers.take(chosen.rows[is_given], ids.astype(np.int64))
 
     def _want(self, rows: np.ndarray) -> None:
-        """Ask for those masks of rows [n] that were not asked for."""
+        """Request the masks of rows [n] that have not been requested yet."""
         assert self._workers is not None
         due, orders = self._answers.want(rows)
         for order in orders:
@@ -279,12 +281,12 @@ class Constraints:
         self._workers.send()
 
     def take_note(self) -> str:
-        """Return what the user should know and was not told yet; empty: nothing."""
+        """Return a note for the user, once; empty if there is none."""
         note, self._note = self._note, ""
         return note
 
     def _replace(self, numbers: Sequence[int]) -> None:
-        """Have other processes take the place of some that have ended, and follow their answers anew."""
+        """Replace workers that have died, and follow their answers again from the start."""
         assert self._workers is not None
 
         def tokens_of(slot: int, start: int, end: int) -> list[int]:
@@ -301,14 +303,14 @@ class Constraints:
             self._num_noted += 1
             if self._num_noted == 1:
                 self._note = (
-                    f"warning: a process that makes the masks of structured answers {how}; another one has taken its "
-                    "place, and its answers go on. Other such ends are not told of here"
+                    f"warning: a process that makes the masks of structured answers {how}; it was "
+                    "replaced, and its answers go on. Further replacements are not reported"
                 )
 
     # ------------------------------------------------------------------ entering and leaving
 
     def _enter(self, new_slots: Sequence[NewSlot], constraints: Sequence[Constraint]) -> None:
-        """Begin the constrained answers among those of new slots."""
+        """Begin the constrained answers among new slots."""
         if self._memory is None:
             self._load(constraints[0].end_ids)
         for new in new_slots:
@@ -330,7 +332,7 @@ class Constraints:
         )
 
     def _load(self, end_ids: Sequence[int]) -> None:
-        """Wait for the processes that make masks; every request of a model has the same end-of-sequence ids."""
+        """Wait for the workers; all requests to a model have the same end-of-sequence ids."""
         if self._workers is None or self._workers.end_ids != [*end_ids]:
             self._workers = start_workers(
                 self._model_path, self._vocab_size, end_ids, self._device, max_answers=self._max_answers
@@ -353,7 +355,7 @@ class Constraints:
     # ------------------------------------------------------------------ following
 
     def _take_known(self, step: StepInput) -> None:
-        """Take in the tokens of answers that the step brings and that were not chosen here since they entered."""
+        """Take in tokens that the step brings and that were not sampled here since the answers entered."""
         ids = unpack_ids(step.token_ids)
         spans = (unpack_ids(step.token_slots), unpack_ids(step.token_starts), unpack_ids(step.token_counts))
         first = 0
@@ -362,7 +364,7 @@ class Constraints:
             first += count
 
     def _on_host(self, patience: Patience | None) -> Patience | None:
-        """Return the part of a step's patience that is the host's: a GPU waits longer by itself."""
+        """Return the host's part of a step's patience; a GPU waits longer on its own."""
         if patience is None or self._device.type == "cpu":
             return patience
         return replace(patience, step_seconds=0.0)
@@ -371,7 +373,7 @@ class Constraints:
 def start_workers(
     model_path: Path, vocab_size: int, end_ids: Sequence[int], device: torch.device, *, max_answers: int
 ) -> MaskWorkers:
-    """Begin to start the processes that make a rank's masks. It takes them most of a second to load the tokens."""
+    """Begin to start a rank's mask workers, which take most of a second to load the tokens."""
     num_free = own_cores(device) - _OTHER_CORES
     num_useful = max_answers if vocab_size > _SMALL_VOCABULARY else max_answers // _LEAST_ANSWERS
     num_workers = min(_MAX_WORKERS, max(_MIN_WORKERS, min(num_free, num_useful)), max_answers)

@@ -19,8 +19,7 @@ from nvcli.models.config import ModelConfig
 
 
 def open_device(config: EngineConfig, rank: int) -> torch.device:
-    """Open a GPU of the rank's own, or give it its share of the CPU's cores. Raises ConfigError if there is no such
-    GPU."""
+    """Open the rank's own GPU, or give it its share of the CPU's cores. Raises ConfigError if there is no such GPU."""
     if config.device == "cuda":
         return _open_gpu(config.gpu_index(rank))
     if "OMP_NUM_THREADS" not in os.environ:
@@ -30,13 +29,13 @@ def open_device(config: EngineConfig, rank: int) -> torch.device:
 
 
 def own_cores(device: torch.device) -> int:
-    """Count the cores that a rank may take for work beside its own, 0 or more: other GPUs may have ranks of theirs."""
+    """Count the cores, 0 or more, that a rank may use for work besides its own; other GPUs may have their own ranks."""
     num_shares = torch.cuda.device_count() if device.type == "cuda" else 1
     return int(min(float(len(os.sched_getaffinity(0))), container_cores() or math.inf) / max(1, num_shares))
 
 
 def wait_for_gpu() -> None:
-    """Wait for all that was launched on the current GPU, if there is one."""
+    """Wait for everything launched on the current GPU, if there is one."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
 
@@ -46,13 +45,13 @@ def _open_gpu(index: int) -> torch.device:
         built, driver = torch.version.cuda, driver_cuda()
         build = "was built without CUDA" if built is None else f"(CUDA {built}) finds no GPU"
         is_unfit = built is None or (driver is not None and driver[0] < int(built.partition(".")[0]))
-        way_out = cuda_torch_advice(driver) if is_unfit else "look at `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+        way_out = cuda_torch_advice(driver) if is_unfit else "check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
         raise ConfigError(f"`device` is cuda, but torch {torch.__version__} {build}: {way_out}; or use `device: cpu`")
     count = torch.cuda.device_count()
     if index >= count:
         raise ConfigError(
-            f"the run needs GPU number {index}, and {count} can be seen here: lower tensor_parallel_size (--tp) or "
-            "data_parallel_size (--dp), or look at CUDA_VISIBLE_DEVICES"
+            f"the run needs at least {index + 1} GPUs, but sees {count}: lower tensor_parallel_size (--tp) or "
+            "data_parallel_size (--dp), or check CUDA_VISIBLE_DEVICES"
         )
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
@@ -60,30 +59,32 @@ def _open_gpu(index: int) -> torch.device:
 
 
 def has_fp8_units(device: torch.device, accumulation: FP8Accumulation = "exact") -> bool:
-    """Tell whether a device multiplies in FP8. A CPU computes what such units would. Raises ConfigError where
-    `fp8_accumulation` asks for sums in these units, and a GPU has none."""
+    """Whether a device multiplies in FP8; a CPU emulates it. Raises ConfigError if `fp8_accumulation` asks for sums in
+    FP8 units that the GPU does not have."""
     has_units = device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
     if accumulation == "fast" and not has_units:
         name = torch.cuda.get_device_name(device)
         raise ConfigError(
-            f"`fp8_accumulation` is fast, but this GPU ({name}) has no units for FP8 products: leave it out"
+            f"`fp8_accumulation: fast` needs FP8 tensor cores, which this GPU ({name}) does not have: leave it out"
         )
     return has_units
 
 
 def kept_weights_note(model: ModelConfig, dtype: str, *, has_units: bool) -> str | None:
-    """Say how the weights of linear layers are kept, where a checkpoint or a run has them in FP8; None: it has not."""
+    """Describe how the weights of linear layers are kept, if the checkpoint or the run has them in FP8; else None."""
     is_stored = model.quantisation is not None and model.quantisation.numbers == "fp8"
     if model.quantization == "fp8":
         whose = "the checkpoint's weights of linear layers stay" if is_stored else "weights of linear layers are kept"
-        units = "" if has_units else f", and become {dtype} in each product, as this GPU has no units for FP8"
+        units = "" if has_units else f", converted to {dtype} for each product: this GPU has no FP8 tensor cores"
         return f"{whose} in FP8{units} (quantization: none keeps them in {dtype})"
-    return f"the checkpoint's FP8 weights are turned into {dtype} (quantization: fp8 keeps them)" if is_stored else None
+    return (
+        f"the checkpoint's FP8 weights are converted to {dtype} (quantization: fp8 keeps them)" if is_stored else None
+    )
 
 
 def import_on_thread() -> threading.Thread | None:
-    """Import Triton and the modules that declare kernels, on a thread, while weights are read. Return the thread; None
-    where there is no Triton."""
+    """Import Triton and the modules that declare kernels on a thread, while weights are read. Returns the thread, or
+    None without Triton."""
 
     if not import_triton():
         return None

@@ -1,9 +1,9 @@
-"""The first start of a model on a machine: the kernels that it compiles are found first, and compiled side by side
-(`compiled_programs.py` says which start is the first).
+"""A model's first start on a machine: finds the kernels to compile, and compiles them side by side
+(`compiled_programs.py` tells whether it is the first).
 
-Without this the warm-up compiles one kernel after another. The steps of the warm-up run here with launches left out
-(`kernels/triton/launch/compile_ahead.py`). What the kernels would write is zero meanwhile, so that torch's operations
-find no index out of range.
+Otherwise the warm-up would compile one kernel after another. Here the warm-up's steps run with their launches skipped
+(`kernels/triton/launch/compile_ahead.py`). The outputs that the kernels would write are zero meanwhile, so that torch's
+operations find no index out of range.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from nvcli.kernels.triton.launch.compile_processes import CompileProcesses
 from nvcli.worker.runner.device import own_cores
 
 _MOST_PROCESSES = 32
-"""The kernels of a model are hardly more."""
+"""A model has hardly more kernels than this."""
 _PROCESS_BYTES = 512 << 20
-"""Room for each: compiling the largest kernel takes 113 MiB, and the assembler as much again or more."""
+"""Memory per process: compiling the largest kernel takes 113 MiB, and the assembler as much again or more."""
 
 
 def compile_kernels(processes: CompileProcesses, device: torch.device, run: Callable[[], None]) -> str | None:
-    """Compile the kernels that `run` launches. Return a note for the user where `run` fails without its launches: then
-    what is missing is compiled at its first launch.
+    """Compile the kernels that `run` launches. If `run` fails without its launches, return a note for the user; missing
+    kernels are then compiled at their first launch.
 
-    Raises what Triton raises where a kernel cannot be compiled, and NvcliError as `run` does.
+    Raises Triton's error if a kernel cannot be compiled, and NvcliError as `run` does.
     """
     from nvcli.kernels.triton.launch.compile_ahead import compile_ahead
 
@@ -40,17 +40,17 @@ def compile_kernels(processes: CompileProcesses, device: torch.device, run: Call
                 run()
         except NvcliError:
             raise
-        except Exception as error:  # whatever a step makes of zeros
-            return f"kernels are compiled one after another, as they were not all found ahead ({first_line(error)})"
+        except Exception as error:  # anything that a step makes of zeros
+            return f"kernels are compiled one after another, as not all were found in advance ({first_line(error)})"
     return None
 
 
 class _ZeroedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Fills new memory with zeros where a tensor is made without values."""
+    """Fills memory of new uninitialised tensors with zeros."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler first, which takes seconds, to keep it away from here
+        return False  # else torch first imports its compiler, which takes seconds, just to keep it away from here
 
     def __torch_dispatch__(
         self,

@@ -1,9 +1,9 @@
-"""GraphRunner: it captures steps as CUDA graphs, by the shape of their batch, and replays them.
+"""GraphRunner: captures steps as CUDA graphs, by the shape of their batch, and replays them.
 
 A graph covers the whole step on the device, from its rows in the input buffers to the sampled ids in the slot table. A
-step is padded to the captured shape that computes the fewest tokens; padding touches nothing that belongs to a request.
-Graphs are captured from the largest down into one memory pool, so that small ones use the memory of the largest
-(SGLang's CudaGraphRunner works so too).
+step is padded to the captured shape that computes the fewest tokens; padding never touches a request's data. Graphs are
+captured from the largest down into one memory pool, so that small ones reuse the memory of the largest (as in SGLang's
+CudaGraphRunner).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from nvcli.worker.runner.device import wait_for_gpu
 
 
 class GraphOutput(Protocol):
-    """The tensors that a step leaves behind on the device."""
+    """The tensors that a step leaves on the device."""
 
     def unowned(self) -> Self:
-        """Return the same output with its large tensors replaced by `unowned` ones."""
+        """Return the same output with its large tensors replaced by `unowned` views."""
 
 
 T = TypeVar("T", bound=GraphOutput)
@@ -51,8 +51,8 @@ class GraphRunner(Generic[T]):
         self._smallest_first = sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_rows))
 
     def capture(self, shapes: Sequence[BatchShape] | None = None) -> None:
-        """Capture the graphs of these shapes (None: of all), in their order, and wait for the device. `shapes_to_run`
-        run once before they are captured, which loads and compiles what they launch, and what most others do."""
+        """Capture the graphs of these shapes (None: all), in order, and wait for the device. `shapes_to_run` run once
+        before they are captured, which loads and compiles the kernels that most others launch, too."""
         shapes = self.shapes if shapes is None else shapes
         run_first = shapes_to_run(shapes)
         for shape in shapes:
@@ -67,33 +67,34 @@ class GraphRunner(Generic[T]):
         torch.cuda.synchronize()
 
     def run(self) -> None:
-        """Run the step of every shape once, without graphs, and wait for each."""
+        """Run a step of every shape once, without graphs, waiting for each."""
         for shape in self.shapes:
             self._prepare(shape)
             self._run(shape)
-            wait_for_gpu()  # the memory of what is uploaded serves the next steps, too
+            wait_for_gpu()  # the memory of uploads serves the next steps, too
 
     def has_captured(self, shape: BatchShape) -> bool:
-        """Tell whether the graph of a shape is ready to be replayed."""
+        """Whether the graph of a shape can be replayed."""
         return shape in self._graphs
 
     def output(self, shape: BatchShape) -> T:
-        """Return what the graph of a captured shape leaves behind."""
+        """Return the output of a captured shape's graph."""
         return self._outputs[shape]
 
     def capture_late(self, shape: BatchShape) -> None:
-        """Capture the graph of a shape in the middle of a run, ready to be replayed, in the place of an earlier one.
+        """Capture the graph of a shape in the middle of a run, replacing an earlier one.
 
-        It runs nothing and waits for nothing: the device goes on with the steps that were launched, unless the driver
-        makes it wait where it finds room for the graph. What the step launches should have been launched before, in
-        steps of other shapes, so that nothing is compiled now, and no tensor that a module keeps is made in here.
+        It runs nothing and waits for nothing: the device continues with the steps already launched, unless the driver
+        makes it wait while finding room for the graph. Everything that the step launches should have been launched
+        before, in steps of other shapes, so that nothing needs compiling now; and no tensor that a module keeps may be
+        created in here.
         """
         if shape in self._graphs:
-            torch.cuda.synchronize()  # the device may be in the earlier one
+            torch.cuda.synchronize()  # the device may still be in the earlier one
         self._capture(shape, "relaxed")
 
     def padded_shape(self, shape: BatchShape) -> BatchShape | None:
-        """Return the shape of the graph that serves a batch, or None if no graph does."""
+        """Return the shape of the graph that serves a batch; None if none does."""
         for candidate in self._smallest_first:
             if (
                 candidate.decode_rows >= shape.decode_rows
@@ -107,19 +108,19 @@ class GraphRunner(Generic[T]):
         return None
 
     def replay(self, shape: BatchShape) -> T:
-        """Run the graph of a captured shape. Its output holds until the next replay of any graph."""
+        """Replay the graph of a captured shape. Its output is valid until the next replay of any graph."""
         self._graphs[shape].replay()
         return self._outputs[shape]
 
     def _capture_stream(self) -> torch.cuda.Stream:
-        """Return the stream of all captures: the allocator keeps what was freed for the stream that used it."""
+        """Return the stream of all captures: the allocator reuses freed memory only on the stream that used it."""
         if self._stream is None:
             self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
         return self._stream
 
     def _capture(self, shape: BatchShape, error_mode: str) -> None:
-        """`error_mode`: "relaxed" lets kernels be loaded, and "thread_local" says where a step does what no graph
-        holds. With both, other threads may wait for the device: a thread posts the outputs of steps."""
+        """`error_mode`: "relaxed" allows kernels to be loaded; "thread_local" reports operations that no graph can
+        hold. Either lets other threads wait for the device, as the thread that posts outputs does."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._capture_stream()), no_garbage_collection():
             # Not torch.cuda.graph: before each capture it collects garbage and gives all cached memory back.
@@ -132,8 +133,8 @@ class GraphRunner(Generic[T]):
 
 
 def shapes_to_run(shapes: Sequence[BatchShape]) -> set[BatchShape]:
-    """Return the first shape of each kind of steps with numbers of tokens between the same powers of two. Within these,
-    a step may launch a kernel that no other does, which is then loaded while its graph is captured."""
+    """Return one shape of each kind of step per power of two of tokens: the first. Other shapes may still launch a
+    kernel that none of these does, which is then loaded during capture."""
     first: dict[object, BatchShape] = {}
     for shape in shapes:
         kind = shape.decode_rows > 0, shape.prefill_rows > 0, shape.tokens_per_row, shape.shares_segments
@@ -143,7 +144,7 @@ def shapes_to_run(shapes: Sequence[BatchShape]) -> set[BatchShape]:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """A collection in the middle of a capture may free CUDA memory, which breaks the capture."""
+    """Suspend garbage collection, which could free CUDA memory in the middle of a capture and break it."""
     gc.disable()
     try:
         yield
@@ -163,6 +164,6 @@ def unowned(tensor: Tensor) -> Tensor:
     """Return a tensor over the same memory that does not keep it allocated.
 
     Graphs that are captured later may then use the memory too, since no two graphs run at the same time. If every graph
-    kept its large output, the outputs would add up to more memory than all else in the graphs.
+    kept its large output, the outputs would add up to more memory than everything else in the graphs.
     """
     return torch.as_tensor(_DeviceMemory(tensor), device=tensor.device).view(tensor.dtype)

@@ -1,4 +1,4 @@
-"""GraphShapes: the shapes of a rank's steps that are CUDA graphs, and the memory that their graphs take."""
+"""GraphShapes: the step shapes that a rank captures as CUDA graphs, and the memory of the graphs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from nvcli.worker.runner.graph_runner import GraphRunner
 from nvcli.worker.runner.memory import free_bytes
 
 _LEAST_GRAPH_BYTES = 2 << 20
-"""The unit in which the driver gives memory to graphs."""
+"""The granularity in which the driver allocates memory for graphs."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphShapes:
-    """There are none on a CPU."""
+    """The shapes to capture; none on a CPU."""
 
     at_start: list[BatchShape] = field(default_factory=list)
     """Shapes that are captured before the rank serves."""
     late: list[BatchShape] = field(default_factory=list)
-    """Shapes that few jobs need. They are captured when they are first used, and their memory is set aside."""
+    """Shapes that few jobs need. They are captured on first use, and their memory is set aside."""
 
     @classmethod
     def choose(
@@ -39,7 +39,7 @@ class GraphShapes:
         max_shared_rows: int,
         shares_prefixes: bool,
     ) -> GraphShapes:
-        """Choose the shapes. Steps have up to `max_shared_rows` rows that share segments, and with `shares_prefixes`
+        """Choose the shapes. Steps have up to `max_shared_rows` rows that share segments and, with `shares_prefixes`,
         chunks that share prefixes."""
         if device.type != "cuda" or config.enforce_eager:
             return cls()

@@ -1,7 +1,7 @@
 """InputBuffers: the tensors that a step reads, at fixed addresses and large enough for every step.
 
-A CUDA graph and an eager run read the same ones. `load` brings a step's rows there, padded to a shape where a graph is
-to run them; `prepare_inputs` then fills the rest on the device.
+CUDA graphs and eager runs read the same ones. `load` brings a step's rows there, padded to a graph's shape if one is to
+run; `prepare_inputs` then fills the rest on the device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nvcli.worker.runner.slot_table import unpack_ids
 _ALIGN = 32
 """int32 words: the row tensors start at 128 bytes, so that kernels see one alignment."""
 _STEP_FIELDS, _ROW_FIELDS = 5, 7
-"""int32 words of a row: those of `StepRows`, and with those of `ChunkPrefixes`, which few steps have."""
+"""int32 words of a row: the fields of `StepRows`, and with those of `ChunkPrefixes`, which few steps have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class StepBatch:
     inputs: StepInputs
     forward: ForwardBatch
     sampled_slots: np.ndarray
-    """[num_sampled] on the host, in batch order: the slot whose token each of the first rows of logits gives."""
+    """[num_sampled] on the host, in batch order: the slot that each of the first rows of logits samples for."""
 
     @property
     def num_sampled(self) -> int:
@@ -143,7 +143,7 @@ class InputBuffers:
         return StepBatch(rows=rows, inputs=inputs, forward=forward, sampled_slots=np.zeros(0, dtype=np.int32))
 
     def stage(self, step: StepInput, batch: StepBatch) -> StepBatch:
-        """Lay the step's rows out for the batch, on the host; `load` brings them to the device."""
+        """Lay out the step's rows for the batch on the host; `load` copies them to the device."""
         shape, num_decodes = batch.forward.shape, step.num_decodes
         num_rows, first_prefill = shape.num_rows, shape.decode_rows
         places = np.arange(step.num_rows)
@@ -179,14 +179,14 @@ class InputBuffers:
         return replace(batch, forward=forward, sampled_slots=np.repeat(step_slots, step_logits))
 
     def load(self, batch: StepBatch) -> None:
-        """Bring the rows that were staged last to the device. It does not wait for the copy."""
+        """Copy the staged rows to the device, without waiting for the copy."""
         shape = batch.forward.shape
         words = _num_fields(shape) * _aligned(shape.num_rows + 2)
         self._rows[:words].copy_(self._staging[0][:words], non_blocking=True)
 
 
 def _num_fields(shape: BatchShape) -> int:
-    """Return how many fields of its rows a step brings to the device."""
+    """Return the number of row fields that a step copies to the device."""
     return _ROW_FIELDS if shape.shares_prefixes else _STEP_FIELDS
 
 

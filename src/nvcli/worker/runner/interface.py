@@ -17,7 +17,7 @@ class PendingOutput(Protocol):
     """A launched step's output, which may still be on its way from the device."""
 
     def result(self) -> StepOutput:
-        """Wait for the step's tokens. It is called on another thread than `Runner.launch`."""
+        """Wait for the step's tokens. Called on another thread than `Runner.launch`."""
 
 
 class Runner(Protocol):
@@ -28,10 +28,10 @@ class Runner(Protocol):
         """The runner's report to the engine, complete once the runner is made."""
 
     def launch(self, step: StepInput) -> PendingOutput | None:
-        """Run a step, or start it on the device. Every rank but `EngineConfig.output_rank` returns None.
+        """Run a step, or start it on the device. Every rank except `EngineConfig.output_rank` returns None.
 
-        Raises MemoryError if the step does not fit the memory. The step may then have run in part; the runner can go on
-        with a step that fills every slot anew.
+        Raises MemoryError if the step does not fit in memory. Part of it may have run; the runner can go on with a step
+        that fills every slot anew.
         """
 
     def peak_bytes(self) -> int:
@@ -40,7 +40,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """The facts and functions that a rank's process gives to its runner."""
+    """Facts and functions that a rank's process passes to its runner."""
 
     rank: int
     report_phase: Callable[[str], None]

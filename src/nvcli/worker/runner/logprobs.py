@@ -1,4 +1,5 @@
-"""Log-probabilities of chosen tokens and of the likeliest ones, of rows that ask for them, on their way to the host."""
+"""Log-probabilities of sampled tokens and of the likeliest ones, for rows that ask for them, on their way to the
+host."""
 
 from __future__ import annotations
 
@@ -18,19 +19,19 @@ class PendingLogprobs:
     num_rows: int
     """Rows of the batch."""
     rows: np.ndarray
-    """[n], the rows that asked."""
+    """[n], the rows that asked for log-probabilities."""
     counts: np.ndarray
-    """[n], how many alternatives each of them wants."""
+    """[n], the number of alternatives that each of them wants."""
     chosen: Tensor
-    """[n] float32 on the host, of the chosen tokens."""
+    """[n] float32 on the host, the sampled tokens' log-probabilities."""
     top_ids: Tensor
-    """[n, K] integers on the host, the likeliest tokens, K at least the largest count."""
+    """[n, K] integers on the host, the likeliest tokens; K is at least the largest count."""
     top_values: Tensor
     """[n, K] float32 on the host."""
 
     def result(self) -> list[TokenLogprobs | None]:
-        """Return each row's log-probabilities, None for rows that did not ask. Call it when the step is over, on any
-        thread."""
+        """Return each row's log-probabilities, None for rows that did not ask. Call it once the step has finished, on
+        any thread."""
         found: list[TokenLogprobs | None] = [None] * self.num_rows
         chosen, top_ids, top_values = self.chosen.tolist(), self.top_ids.tolist(), self.top_values.tolist()
         for i, (row, count) in enumerate(zip(self.rows.tolist(), self.counts.tolist(), strict=True)):
@@ -41,14 +42,14 @@ class PendingLogprobs:
 
 
 def find_logprobs(logits: Tensor, ids: Tensor, rows: np.ndarray, at: Tensor, counts: np.ndarray) -> PendingLogprobs:
-    """Compute log-probabilities and start their copies to the host.
+    """Compute log-probabilities and start copying them to the host.
 
     logits: [n, V], unmodified; ids: [N] int32; rows: [n] of the batch, `at` on the device; counts: [n] alternatives.
     """
     logprobs = logits.float().log_softmax(dim=-1)
-    chosen = logprobs.gather(1, ids[at].long().clamp_(min=0)[:, None])[:, 0]  # `NOT_FINITE` is no token
+    chosen = logprobs.gather(1, ids[at].long().clamp_(min=0)[:, None])[:, 0]  # `NOT_FINITE` is not a token
     top = logprobs.topk(max(1, int(counts.max())), dim=-1)
-    # A copy to the host that does not wait goes to pinned memory.
+    # An asynchronous copy to the host needs pinned memory.
     on_host = [x.to("cpu", non_blocking=True) for x in (chosen, top.indices, top.values)]
     return PendingLogprobs(len(ids), rows, counts, *on_host)
 
@@ -56,7 +57,7 @@ def find_logprobs(logits: Tensor, ids: Tensor, rows: np.ndarray, at: Tensor, cou
 def find_invariant_logprobs(
     logits: Tensor, ids: Tensor, rows: np.ndarray, at: Tensor, counts: np.ndarray
 ) -> PendingLogprobs:
-    """Do what `find_logprobs` does, with the same bits for a row whatever other rows there are."""
+    """Do what `find_logprobs` does, with the same bits for a row whatever the other rows are."""
     targets = ids[at].long().clamp_(min=0)
     scores = shard_scores(logits, targets, start=0, num_top=max(1, int(counts.max())), batch_invariant=True)
     chosen, top = scores.target - scores.log_sum, scores.top - scores.log_sum[:, None]

@@ -1,13 +1,13 @@
-"""MaskedChoice: what a step does for structured answers beside all that it does for others.
+"""MaskedChoice: what structured answers add to a step.
 
-A step calls it at three moments: as soon as it is there (`begin`), before it launches its forward pass
-(`before_forward`), and behind it, to choose the tokens (`choose`, then `record`). The masks come from `Constraints`.
+A step calls it at three moments: on arrival (`begin`), before it launches its forward pass (`before_forward`), and
+after the pass, to choose the tokens (`choose`, then `record`). The masks come from `Constraints`.
 
-The graph of a step chooses its tokens in itself. Constrained rows have no masks by then, so a step with such rows would
-choose twice, the second time by launches one by one. A shape that had some such steps is therefore *split*: captured
-anew without the choice, in the place of its first graph, and a small second graph chooses. It waits for late masks,
-applies all, samples, keeps the tokens, and takes back the rows that are held. What it needs to know of a step is
-brought in one copy.
+A step's graph normally chooses the tokens itself. Constrained rows have no masks by then, so a step with such rows
+would choose twice, the second time by separate launches. A shape that has had several such steps is therefore *split*:
+its graph is recaptured without the choice, and a small second graph chooses. That one waits for late masks, applies all
+masks, samples, stores the tokens, and takes back the rows that are held. One copy brings everything that it needs to
+know about a step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from nvcli.worker.runner.sampling_table import SamplingFlag
 from nvcli.worker.runner.slot_table import SlotTable
 
 _STEPS_BEFORE = 32
-"""Steps of a shape that choose twice before it is split, which takes as long as some hundred choices."""
+"""Steps of a shape that choose twice before the shape is split, which costs as much as some hundred choices."""
 _PATIENCE_WORDS = 2
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 
@@ -57,24 +57,24 @@ class MaskedChoice:
     def __init__(
         self, constraints: Constraints, sampler: Sampler, slots: SlotTable, *, max_rows: int, steps_in_flight: int
     ) -> None:
-        """`max_rows`: the most tokens that a step gives."""
+        """`max_rows`: the most tokens that a step samples."""
         self._constraints, self._sampler, self._slots = constraints, sampler, slots
         self._is_concerned = False
-        """Whether the step that is run has something for the constraints."""
+        """Whether the current step has work for the constraints."""
         self._last: tuple[np.ndarray, np.ndarray, StepMasks, Tensor | None] | None = None
-        """The constrained rows of the last choice, their slots and masks, and what became of those that were late."""
+        """The last choice's constrained rows, their slots and masks, and the outcome of late ones."""
         self._num_steps: Counter[BatchShape] = Counter()
         self._given_up: set[BatchShape] = set()
         self._split: set[BatchShape] = set()
         self._sources: dict[BatchShape, tuple[Tensor, StepInputs]] = {}
-        """For each split shape, the logits and inputs from which its second graph chooses, at fixed addresses."""
+        """Split shape → the logits and inputs from which its second graph chooses, at fixed addresses."""
         device = slots.state.lengths.device
         self._on_gpu = device.type == "cuda"
         self._graphs = GraphRunner[_Chosen]([], self._choose_split)
-        """The second graphs. They have a pool of their own, since the logits of the first ones must stay."""
+        """The second graphs. They have their own pool, because the logits of the first ones must survive."""
         words = 2 * max_rows + _PATIENCE_WORDS
         self._staged = torch.empty(words, dtype=torch.int32, device=device)
-        """The mask of each row, what its mask waits for, and the patience, as `take_late_masks` takes them."""
+        """Each row's mask, what the mask waits for, and the patience, as `take_late_masks` takes them."""
         # A GPU's copies to and from these happen later, when the stream gets there.
         self._staging = [self._pinned(words) for _ in range(steps_in_flight + 2)]
         self._arriving = [self._pinned(2 * max_rows) for _ in range(steps_in_flight + 2)]
@@ -85,13 +85,13 @@ class MaskedChoice:
     # ------------------------------------------------------------------ the moments of a step
 
     def begin(self, step: StepInput) -> None:
-        """Have masks made while the host prepares the step, where it is slower than the device."""
+        """Request masks while the host prepares the step, in case it is slower than the device."""
         self._is_concerned = self._constraints.concerns(step)
         if self._is_concerned:
             self._constraints.look_ahead()
 
     def before_forward(self, step: StepInput) -> None:
-        """Note that the step's forward pass is launched next."""
+        """Note that the step's forward pass is about to be launched."""
         if self._is_concerned:
             self._constraints.begin(step)
 
@@ -104,8 +104,8 @@ class MaskedChoice:
         padded: BatchShape | None,
         needs: SamplingNeeds,
     ) -> tuple[Tensor, PendingLogprobs | None]:
-        """Choose the tokens of the step's sampled rows behind its forward pass, and put them into the slot table,
-        unless that was done with it (`ids`). Returns the ids [num_sampled] and log-probabilities.
+        """Choose the tokens of the step's sampled rows after its forward pass and store them in the slot table, unless
+        the step did both (`ids`). Returns the ids [num_sampled] and log-probabilities.
 
         logits: [N, M] of the rows that are kept; padded: the shape of the graph that gave them, if one did.
         """
@@ -139,8 +139,8 @@ class MaskedChoice:
         return ids, logprobs
 
     def record(self, host_ids: Tensor) -> MaskOutcome | None:
-        """Note the tokens that were chosen, [num_sampled] int32 on the host or on their way there. Returns what became
-        of the step's masks, which is complete with them; None: it had none."""
+        """Record the chosen tokens, [num_sampled] int32, on the host or on their way there. Returns the outcome of the
+        step's masks, complete once the tokens are there; None if it had none."""
         if self._last is None:
             return None
         (rows, slots, masks, late), self._last = self._last, None
@@ -152,11 +152,11 @@ class MaskedChoice:
         return outcome
 
     def take_note(self) -> str:
-        """Return what the user should know and was not told yet; empty: nothing."""
+        """Return a note for the user, once; empty if there is none."""
         return self._constraints.take_note()
 
     def _take_late(self, masks: StepMasks, rows: np.ndarray, num_sampled: int) -> Tensor:
-        """Let the device wait for masks that are late, and return what became of them: [2, num_sampled] int32."""
+        """Make the device wait for late masks, and return their outcome: [2, num_sampled] int32."""
         if masks.memory is None:
             return torch.zeros(2, num_sampled, dtype=torch.int32, device=self._staged.device)
         by_row = masks.by_row(rows, num_sampled)
@@ -165,11 +165,11 @@ class MaskedChoice:
     # ------------------------------------------------------------------ graphs in two parts
 
     def is_split(self, shape: BatchShape) -> bool:
-        """Whether the graph of a shape does not choose."""
+        """Whether the graph of a shape leaves the choice out."""
         return shape in self._split
 
     def should_split(self, shape: BatchShape, slots: np.ndarray) -> bool:
-        """Count a step of a shape that samples `slots`, and tell whether the shape is to be split now."""
+        """Count a step of a shape that samples `slots`; return whether to split the shape now."""
         is_whole = self._constraints.memory is not None and self._sampler.num_ranks == 1 and shape not in self._split
         if not is_whole or not len(self._sampler.needs(slots).rows(SamplingFlag.CONSTRAINED)):
             return False
@@ -179,8 +179,8 @@ class MaskedChoice:
     def split(self, shape: BatchShape, capture: Callable[[], Tensor], inputs: StepInputs) -> None:
         """Split a shape. `capture` makes the first graph and returns its logits; it asks `is_split`.
 
-        Where there is no memory for one of the graphs, steps of the shape go on in one part: with the earlier graph, or
-        with one that leaves the choice to launches.
+        If there is no memory for one of the graphs, steps of the shape stay in one part: with the earlier graph, or
+        with one that leaves the choice to separate launches.
         """
         self._split.add(shape)
         try:
@@ -193,14 +193,14 @@ class MaskedChoice:
             self._given_up.add(shape)
 
     def _add(self, shape: BatchShape, logits: Tensor, inputs: StepInputs) -> None:
-        """Capture the second graph of a shape. Nothing runs; what is launched was launched before."""
+        """Capture the second graph of a shape. Nothing runs; everything that it launches was launched before."""
         self._sources[shape] = logits, inputs
         if self._on_gpu:
             self._graphs.capture_late(shape)
 
     def _choose_in_second_graph(self, shape: BatchShape, rows: np.ndarray, masks: StepMasks | None) -> _Chosen:
-        """Choose the tokens of a step whose constrained rows [n], if any, have these masks. The result holds until the
-        next choice."""
+        """Choose the tokens of a step whose constrained rows [n], if any, have these masks. The result is valid until
+        the next choice."""
         self._staging = self._staging[1:] + self._staging[:1]
         staged = self._staging[0].numpy()
         by_row = staged[:-_PATIENCE_WORDS].reshape(2, -1)
@@ -213,7 +213,7 @@ class MaskedChoice:
         return self._graphs.replay(shape) if self._on_gpu else self._choose_split(shape)
 
     def _choose_split(self, shape: BatchShape) -> _Chosen:
-        """Launch what a second graph holds."""
+        """Launch the work of a second graph."""
         logits, inputs = self._sources[shape]
         memory = self._constraints.memory
         assert memory is not None

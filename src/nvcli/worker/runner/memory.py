@@ -1,4 +1,4 @@
-"""The memory that the KV cache may take, and the memory that is in use, as measured on this rank's device."""
+"""The memory available to the KV cache, and the memory in use, as measured on this rank's device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nvcli.errors import CapacityError, LimitsTooHigh
 from nvcli.sizing.memory_plan import MemoryPlan
 
 _CPU_SHARE = 0.25
-"""Part of the free RAM that the ranks' caches take together, unless kv_cache_memory says otherwise."""
+"""Share of the free RAM that the caches of all ranks take together, unless kv_cache_memory is set."""
 _OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "DefaultCPUAllocator")
 
 
@@ -97,7 +97,7 @@ def report_memory(
 
 
 def check_positions_fit(config: EngineConfig, angles_per_position: int, device: torch.device) -> None:
-    """Raise CapacityError if the tables of rotary positions take more memory than is free, while they are computed.
+    """Raise CapacityError if the tables of rotary positions need more memory than is free while they are computed.
 
     `angles_per_position` counts the cosines and sines of one position in all tables.
     """
@@ -105,40 +105,40 @@ def check_positions_fit(config: EngineConfig, angles_per_position: int, device: 
     free = available_ram() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     if num_bytes > free:
         raise CapacityError(
-            f"the rotary positions of {config.max_model_len:,} tokens take {format_bytes(num_bytes)}, and "
-            f"{format_bytes(free)} are free: set max_model_len lower; without it, max_position_embeddings of "
-            f"{config.model_path / 'config.json'} counts"
+            f"the rotary tables for {config.max_model_len:,} tokens take {format_bytes(num_bytes)}, but only "
+            f"{format_bytes(free)} are free: lower max_model_len, which defaults to max_position_embeddings of "
+            f"{config.model_path / 'config.json'}"
         )
 
 
 def check_weights_fit(num_bytes: int, device: torch.device) -> None:
-    """Raise CapacityError if a GPU has less free memory than the weights take."""
+    """Raise CapacityError if the weights need more memory than a GPU has free."""
     if device.type == "cpu":
         return
     free, total = torch.cuda.mem_get_info(device)
     if num_bytes > free:
         held = total - free
         raise CapacityError(
-            f"the weights take {format_bytes(num_bytes)} of each GPU's memory, and GPU {device.index} has "
-            f"{format_bytes(free)} free of {format_bytes(total)} ({format_bytes(held)} are held by other programs and "
-            "the driver). To make it fit: raise tensor_parallel_size (--tp) or pipeline_parallel_size (--pp), or free "
-            "the GPU"
+            f"the weights take {format_bytes(num_bytes)} of each GPU, but GPU {device.index} has only "
+            f"{format_bytes(free)} of {format_bytes(total)} free (other programs and the driver hold "
+            f"{format_bytes(held)}). To make it fit: raise tensor_parallel_size (--tp) or pipeline_parallel_size "
+            "(--pp), or free the GPU"
         )
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that a GPU has free, after torch's own cache was given back."""
+    """Return a GPU's free memory in bytes, after releasing torch's own cache."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
 
 
 def reserve_contiguous(num_bytes: int, device: torch.device) -> None:
-    """Make torch's allocator hold free memory of a GPU in one piece, from which it then takes what steps need.
+    """Make torch's allocator reserve a GPU's free memory in one piece, from which steps then take what they need.
 
-    Without it, steps that are launched kernel by kernel take a new piece for each number of logits that is larger than
-    any before, and with vocabularies of 200,000 tokens the pieces left behind fill the GPU. Where so much is
-    not free, as with a large `kv_cache_memory`, nothing is held: only the largest steps need it.
+    Otherwise steps launched kernel by kernel take a new piece for each number of logits larger than any before, and
+    with vocabularies of 200,000 tokens the discarded pieces fill the GPU. If not enough is free, as with a large
+    `kv_cache_memory`, nothing is reserved: only the largest steps need it.
     """
     if device.type == "cuda":
         with suppress(torch.OutOfMemoryError):
@@ -146,7 +146,7 @@ def reserve_contiguous(num_bytes: int, device: torch.device) -> None:
 
 
 def other_bytes(device: torch.device, weights: int) -> int:
-    """Return the bytes on the device that torch does not hold; on a CPU, those of this process beside its weights."""
+    """Return the bytes on the device that torch does not hold; on a CPU, this process's memory besides its weights."""
     if device.type == "cpu":
         return max(0, resident_bytes() - weights)
     free, total = torch.cuda.mem_get_info(device)
@@ -154,7 +154,7 @@ def other_bytes(device: torch.device, weights: int) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most bytes that were in use: of the GPU, with other programs' as they are now, or of this process."""
+    """Return the peak memory use in bytes: of the GPU, counting other programs as they are now, or of this process."""
     if device.type == "cpu":
         return peak_resident_bytes()
     free, total = torch.cuda.mem_get_info(device)
@@ -163,7 +163,7 @@ def peak_bytes(device: torch.device) -> int:
 
 @contextmanager
 def peak_allocated(device: torch.device) -> Iterator[Callable[[], int]]:
-    """Measure the most bytes that torch's allocator takes within the block, over what it held before; 0 on a CPU."""
+    """Measure the peak of torch's allocations within the block, in bytes above the start; 0 on a CPU."""
     if device.type == "cpu":
         yield lambda: 0
         return
@@ -176,7 +176,7 @@ def peak_allocated(device: torch.device) -> Iterator[Callable[[], int]]:
 def out_of_memory_line(error: BaseException) -> str | None:
     """Return the line of an error's message that says that memory ran out, or None if there is none.
 
-    Torch's allocators, the CUDA driver, Triton, NCCL and cuBLAS say it in words of their own. If this error was raised
+    Torch's allocators, the CUDA driver, Triton, NCCL and cuBLAS each word it differently. If this error was raised
     while another was handled, that one is searched too: ending the capture of a graph that ran out of memory raises a
     second error.
     """
@@ -197,6 +197,7 @@ def oom_as_limits_error(part: str) -> Iterator[None]:
         if reason is None:
             raise
         raise LimitsTooHigh(
-            f"out of memory at {part} ({reason}): end what else uses this memory, lower gpu_memory_utilization (or "
-            "kv_cache_memory), or raise tensor_parallel_size (--tp) or pipeline_parallel_size (--pp)"
+            f"out of memory at {part} ({reason}): end other programs that use this memory, lower "
+            "gpu_memory_utilization (or kv_cache_memory), or raise tensor_parallel_size (--tp) or "
+            "pipeline_parallel_size (--pp)"
         ) from None

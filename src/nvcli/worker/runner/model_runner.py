@@ -1,8 +1,8 @@
-"""ModelRunner: one rank of a replica. It is made in the order below, then runs steps (`step_runner.py`).
+"""ModelRunner: one rank of a replica. It is built in the order below, then runs steps (`step_runner.py`).
 
-Every rank runs the same code and has the same token ids on its device. A step's ids feed the next step through the
-slot table, never through the host. With pipeline stages only the ranks of the last stage choose ids, and the first
-stage gets them with the next step's input.
+Every rank runs the same code and has the same token ids on its device. A step's ids feed the next step through the slot
+table, never through the host. With pipeline stages only the ranks of the last stage choose ids, and the first stage
+gets them with the next step's input.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from nvcli.worker.runner.warm_up import run_largest_batches
 
 
 def create_runner(config: EngineConfig, context: RankContext) -> ModelRunner:
-    """Make the runner that `Executor` starts by default."""
+    """Make the runner that `Executor` uses by default."""
     return ModelRunner(config, context)
 
 
@@ -97,7 +97,7 @@ class ModelRunner:
             reserve_contiguous(self._activation_bytes, self.device)
             self._measure_memory()
         self.ready = EngineReady(
-            num_blocks=self.kv_cache.num_blocks - 1,  # the null block is not for use
+            num_blocks=self.kv_cache.num_blocks - 1,  # the null block is not usable
             block_size=config.block_size,
             kv_cache_bytes=self.kv_cache.num_bytes,
             kv_cache_tokens=tokens_in_blocks(self.kv_cache.num_blocks - 1, config, self.model_config),
@@ -170,8 +170,7 @@ class ModelRunner:
             self._shared_bytes = 0 if memory is None else memory.num_bytes
 
     def _prepare_grammars(self) -> None:
-        """Begin to start what makes the masks of constrained answers, where rows are known to want some of this
-        rank."""
+        """Begin to start the mask workers, if rows are known to want constrained answers from this rank."""
         config, model = self.config, self.model_config
         self._mask_workers: MaskWorkers | None = None
         end_ids = [token for token in model.eos_token_ids if token < model.vocab_size][:MAX_END_IDS]
@@ -181,7 +180,7 @@ class ModelRunner:
             )
 
     def _begin_weights(self) -> None:
-        """Begin to load the weights, on threads: meanwhile kernels are imported and compiled."""
+        """Begin to load the weights on threads; meanwhile kernels are imported and compiled."""
         with self._phase("begin weights"):
             check_weights_fit(sum(self.model.weight_bytes().values()), self.device)
             check_positions_fit(self.config, self.model_config.decoder.angles_per_position, self.device)
@@ -205,7 +204,7 @@ class ModelRunner:
             self.world.meet("weights are loaded")
 
     def _select_attention(self) -> None:
-        """Select the backend that serves all kinds of attention in the model, and define the shape of the KV cache."""
+        """Select a backend that serves every kind of attention in the model, and define the shape of the KV cache."""
         config = self.config
         case = AttentionCase(
             device=self.device,
@@ -247,7 +246,7 @@ class ModelRunner:
         )
 
     def _make_slots(self) -> None:
-        """Make the empty tables and buffers of the steps, large enough for padded ones."""
+        """Make the empty tables and buffers of the steps, large enough for padded steps."""
         config = self.config
         self.link = StageLink(self._groups, config.max_padded_tokens, self.model_config.hidden_size, self.dtype)
         self.slots = SlotTable(config, self._kv_spec.num_groups, self.device)
@@ -273,13 +272,13 @@ class ModelRunner:
         )
 
     def _may_hold_rows(self) -> bool:
-        """Whether a step may compute a row again that an earlier one computed. A state would be advanced twice, and the
-        stages before the last one do not learn of it."""
+        """Whether a step may recompute a row. A recurrent state would be advanced twice, and earlier pipeline stages do
+        not learn of it."""
         is_state = any(group.is_state for group in self._kv_groups)
         return not is_state and not self.backend.needs_exact_lens and self.config.pipeline_parallel_size == 1
 
     def _compile_kernels(self) -> None:
-        """Compile the kernels of the model's first start side by side; later ones are loaded in the warm-up."""
+        """Compile the kernels of the model's first start side by side; later starts load them in the warm-up."""
         if self._kernel_imports is not None:
             with self._phase("import kernels"):
                 self._kernel_imports.join()
@@ -290,17 +289,18 @@ class ModelRunner:
         with self._phase("compile kernels"), closing(self._context.compilers or CompileProcesses()) as processes:
             self._use_kv_cache(1)
             note = compile_kernels(processes, self.device, self._run_steps_to_compile)
-            program.note_compiled(gpu)  # after a failure too, which would come again at the next start
+            program.note_compiled(gpu)  # after a failure too, which would recur at the next start
             torch.cuda.empty_cache()
             self._notes += [note] if note else []
 
     def _run_steps_to_compile(self) -> None:
-        """Launch what is launched until the rank is ready: the warm-up, and the steps of all graphs."""
+        """Launch everything that is launched until the rank is ready: the warm-up, and the steps of all graphs."""
         self._run_largest_batches()
         self.steps.make_graphs(self._graph_shapes.at_start).run()
 
     def _warm_up(self) -> None:
-        """Run the largest batches once, on the null block, and measure the memory that they need beside the weights."""
+        """Run the largest batches once, on the null block, and measure the memory that they need besides the
+        weights."""
         with self._phase("warm up"):
             self._use_kv_cache(1)
             with peak_allocated(self.device) as peak:
@@ -317,7 +317,7 @@ class ModelRunner:
         )
 
     def _measure_graphs(self) -> None:
-        """Estimate the memory of all graphs from some, which are captured on the null block."""
+        """Estimate the memory of all graphs from a few, which are captured on the null block."""
         self._graph_bytes = 0
         if self._graph_shapes.at_start:
             with self._phase("measure graphs"):
@@ -350,7 +350,7 @@ class ModelRunner:
         self.steps = self._make_steps()
 
     def _make_steps(self) -> StepRunner:
-        """Make what runs steps over this rank's tables and cache, without graphs."""
+        """Make the objects that run steps over this rank's tables and cache, without graphs."""
         config = self.config
         masks = MaskedChoice(
             self.constraints,
@@ -390,7 +390,7 @@ class ModelRunner:
         if self.config.measure_memory:
             with self._phase("measure memory"):
                 buffers = self._allocated_bytes() - self._weight_bytes - self.kv_cache.num_bytes
-                steps, self.steps = self.steps, self._make_steps()  # graphs would use memory of their own
+                steps, self.steps = self.steps, self._make_steps()  # graphs would use their own memory
                 with peak_allocated(self.device) as peak:
                     self._run_largest_batches()
                 self.steps = steps
@@ -400,7 +400,7 @@ class ModelRunner:
         self._memory_use: MemoryUse = report_memory(self.device, self.model.weight_bytes(), self.memory_plan, measured)
 
     def _allocated_bytes(self) -> int:
-        """Count the bytes of tensors on the device, with those that other ranks reach; on a CPU, of weights and KV
+        """Count the bytes of tensors on the device, including those that other ranks reach; on a CPU, of weights and KV
         cache."""
         if self.device.type == "cpu":
             return self._weight_bytes + self.kv_cache.num_bytes
@@ -408,7 +408,7 @@ class ModelRunner:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """Note what the rank is doing, and the seconds that it takes. Raises LimitsTooHigh if memory runs out
+        """Note what the rank is doing and how many seconds it takes. Raises LimitsTooHigh if memory runs out
         meanwhile."""
         self._context.report_phase(name)
         start = time.perf_counter()
@@ -420,7 +420,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, step: StepInput) -> PendingStep | None:
-        """Run one step; on a GPU it is queued. Ranks whose output nobody waits for return None.
+        """Run one step; on a GPU it is queued. Returns None on ranks whose output is not used.
 
         Raises MemoryError if memory runs out (see `Runner.launch`).
         """
@@ -435,11 +435,11 @@ class ModelRunner:
         raise MemoryError(reason)
 
     def _free_after_oom(self) -> None:
-        """Wait for the work that a step launched before it ran out of memory, and free the memory that it had taken."""
+        """Wait for the work that a step launched before it ran out of memory, and free its memory."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # what it uploaded is still being read
+            torch.cuda.synchronize(self.device)  # its uploads are still being read
             torch.cuda.empty_cache()
 
     def peak_bytes(self) -> int:
-        """Return the most memory that was in use, in bytes."""
+        """Return the peak memory use, in bytes."""
         return peak_bytes(self.device)

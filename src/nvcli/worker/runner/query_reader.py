@@ -1,10 +1,10 @@
-"""PromptQueryReader: what a step reads of prompts beside its rows' own logits: log-probabilities of given next tokens,
-and sums of hidden states.
+"""PromptQueryReader: reads from prompts what their rows' own logits do not give: log-probabilities of given next
+tokens, and sums of hidden states.
 
-A step that reads runs eagerly and keeps the hidden states of the tokens that are read (`CausalLM.forward`). They are
-multiplied by the LM head a few hundred at a time, so that no logits of all tokens are ever held: 256 rows with a
-vocabulary of 152,000 tokens take 78 MB in bfloat16. With several ranks each one scores its shard of the vocabulary, and
-they exchange a few numbers for each token. Nothing here waits for the device.
+A step with such queries runs eagerly and keeps the hidden states that they need (`CausalLM.forward`). The LM head is
+applied to a few hundred of them at a time, so that the logits of all tokens are never held: 256 rows with a vocabulary
+of 152,000 tokens take 78 MB in bfloat16. With several ranks each one scores its shard of the vocabulary, and they
+exchange a few numbers per token. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nvcli.worker.runner.slot_table import unpack_ids
 from nvcli.worker.runner.uploader import to_device
 
 LOGITS_ROWS = 256
-"""Rows that are multiplied by the LM head at a time."""
+"""Rows to which the LM head is applied at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,19 +33,19 @@ class QueryPlan:
 
     queries: Sequence[PromptQuery]
     kept: Tensor
-    """[R] int64, the tokens of the batch whose hidden states are kept, ascending."""
+    """[R] int64, the batch's tokens whose hidden states are kept, ascending."""
     sampled: Tensor
     """[N] int64, the kept rows that give the step's own logits, in batch order."""
     scored: Tensor
-    """[S] int64, the kept rows whose next tokens are scored, query after query."""
+    """[S] int64, the kept rows whose next tokens are scored, query by query."""
     targets: Tensor
-    """[S] int64, the tokens that they are scored for."""
+    """[S] int64, the next tokens that are scored."""
     spans: Sequence[tuple[int, int]]
-    """The first kept row and the number of rows of each query that wants hidden states."""
+    """(first kept row, number of rows) of each query that wants hidden states."""
 
     @property
     def num_top(self) -> int:
-        """The most likeliest tokens that a query wants, at least 1."""
+        """The largest number of likeliest tokens that a query wants, at least 1."""
         return max(1, *(query.num_top for query in self.queries))
 
 
@@ -55,7 +55,7 @@ class PendingQueryResults:
 
     queries: Sequence[PromptQuery]
     logprobs: Tensor
-    """[S] float32 of the targets."""
+    """[S] float32, the targets' log-probabilities."""
     top_ids: Tensor
     """[S, K] int32"""
     top_logprobs: Tensor
@@ -64,7 +64,7 @@ class PendingQueryResults:
     """[n, H] float32, for each query that wants hidden states."""
 
     def result(self) -> list[PromptQueryResult]:
-        """Return a result for each query. Call it when the step is over, on any thread."""
+        """Return a result for each query. Call it once the step has finished, on any thread."""
         logprobs, sums = self.logprobs.numpy(), self.hidden_sums.numpy()
         top_ids, top_logprobs = self.top_ids.numpy(), self.top_logprobs.numpy()
         query_results = []
@@ -88,12 +88,12 @@ class PendingQueryResults:
 
 
 class PromptQueryReader:
-    """Reads for one rank. `read` is collective: every rank of the last stage calls it alike."""
+    """Answers a rank's queries. `read` is collective: every rank of the last stage calls it alike."""
 
     def __init__(
         self, model: CausalLM, group: TensorParallelGroup, device: torch.device, *, batch_invariant: bool = False
     ) -> None:
-        """`batch_invariant`: what is read of a prompt has the same bits whatever else the step computes."""
+        """`batch_invariant`: results have the same bits whatever else the step computes."""
         self._model, self._group, self._device = model, group, device
         self._batch_invariant = batch_invariant
 
@@ -127,7 +127,7 @@ class PromptQueryReader:
         return PendingQueryResults(plan.queries, *on_host)
 
     def _score(self, hidden: Tensor, plan: QueryPlan) -> tuple[Tensor, Tensor, Tensor]:
-        """Score all targets: what `merge_scores` returns."""
+        """Score all targets; return the result of `merge_scores`."""
         vocab_size, num_top = self._model.config.vocab_size, plan.num_top
         packed = torch.empty(len(plan.scored), 2 + 2 * num_top, dtype=torch.int32, device=hidden.device)
         for first in range(0, len(plan.scored), LOGITS_ROWS):
@@ -148,7 +148,7 @@ class PromptQueryReader:
 
 
 def _count_up(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return first, first + 1, … for each of `firsts`, `counts` numbers each, one behind the other."""
+    """Return first, first + 1, … for each of `firsts`, `counts` numbers each, concatenated."""
     ends = np.cumsum(counts)
     counted: np.ndarray = np.arange(int(counts.sum())) - np.repeat(ends - counts, counts) + np.repeat(firsts, counts)
     return counted

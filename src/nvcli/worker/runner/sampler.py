@@ -1,18 +1,18 @@
 """Sampler: logits → token ids, each row by its slot's parameters. A rank has the logits of its shard of the vocabulary.
 
-A row's outcome depends on its logits, its parameters and its counter alone, never on the rest of the batch. There are
-two ways, and a batch takes one of them:
+A row's outcome depends on its logits, its parameters and its counter alone, never on the rest of the batch. A batch
+takes one of two paths:
 
-- `sample` launches kernels only, so that a CUDA graph can hold it. With one rank it does temperatures, top-k, top-p and
-  min-p; with several ranks temperatures alone: each rank finds the best token of its shard, and the best of those is
-  the very token that would be sampled from the whole vocabulary.
-- `sample_fully` does all that rows can ask for, behind the forward pass. With several ranks a small top-k needs no
-  whole logits: the ranks exchange the tokens that it may keep, and all choose alike. Nor do masks, which rank 0 sends
-  to all, and each applies to its shard. For what remains (other limits, penalties, biases, log-probabilities) rank 0
-  gathers the logits and chooses, and all ranks learn.
+- `sample` launches kernels only, so that a CUDA graph can hold it. With one rank it handles temperatures, top-k, top-p
+  and min-p; with several ranks temperatures alone: each rank finds the best token of its shard, and the best of those
+  is exactly the token that would be sampled from the whole vocabulary.
+- `sample_fully` handles everything that rows can ask for, after the forward pass. With several ranks, a small top-k
+  does not need the whole logits: the ranks exchange the tokens that it may keep, and all choose alike. Neither do
+  masks, which rank 0 sends to all ranks, each of which applies them to its shard. For the rest (other limits,
+  penalties, biases, log-probabilities) rank 0 gathers the logits, chooses, and tells the others.
 
-Neither waits for the device. What few rows ask for is done for those rows only. A row whose logits are not finite gets
-`NOT_FINITE` in the place of a token.
+Neither waits for the device. What only a few rows ask for is done for those rows only. A row whose logits are not
+finite gets `NOT_FINITE` instead of a token.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _CHANGES_AND_LOGPROBS = _CHANGES | SamplingFlag.LOGPROBS
 
 @dataclass(frozen=True, slots=True)
 class SamplingNeeds:
-    """The demands of a batch's rows on the sampler, as the host knows them."""
+    """Demands of a batch's rows on the sampler, as the host knows them."""
 
     slots: np.ndarray
     """[N], the slot of each row."""
     flags: np.ndarray
     """[N] uint8, the `SamplingFlag`s of each row."""
     is_simple: bool
-    """Whether `Sampler.sample` does all that the rows ask for."""
+    """Whether `Sampler.sample` does everything that the rows ask for."""
     is_simple_behind_masks: bool
-    """Whether it does all but for applying masks."""
+    """Whether it does everything except applying masks."""
     needs_whole_logits: bool
-    """Whether rows ask for what needs the logits of the whole vocabulary in one place."""
+    """Whether rows need the logits of the whole vocabulary in one place."""
 
     def rows(self, flag: SamplingFlag, *, without: SamplingFlag | None = None) -> np.ndarray:
-        """The numbers of the rows that have a flag, and not another one, ascending."""
+        """Return the numbers of the rows that have a flag, but not the flag `without`, ascending."""
         has_flag = self.flags & flag
         return np.flatnonzero(has_flag if without is None else (has_flag > 0) & (self.flags & without == 0))
 
@@ -68,16 +68,16 @@ class TokenMasks:
     masks: Tensor
     """[R, W] int32 on the device."""
     places: np.ndarray
-    """[n], the mask of each constrained row."""
+    """[n], the index in `masks` of each constrained row."""
 
     @classmethod
     def allowing_all(cls, num_rows: int, num_words: int, device: torch.device) -> TokenMasks:
-        """Make masks that allow every token, for so many rows."""
+        """Make masks that allow every token, for this many rows."""
         masks = torch.full((num_rows, num_words), -1, dtype=torch.int32, device=device)
         return cls(masks, np.arange(num_rows))
 
     def by_row(self, rows: np.ndarray, num_rows: int) -> np.ndarray:
-        """Return the mask of each row of a batch, of which `rows` [n] are constrained: [num_rows] int32."""
+        """Map a batch's rows, of which `rows` [n] are constrained, to their masks: [num_rows] int32."""
         mask_of = np.full(num_rows, NO_MASK, dtype=np.int32)
         mask_of[rows] = self.places
         return mask_of
@@ -89,7 +89,7 @@ class Sampler:
     def __init__(
         self, slots: SlotTable, group: TensorParallelGroup, vocab_size: int, *, batch_invariant: bool = False
     ) -> None:
-        """`batch_invariant`: a row's log-probabilities have the same bits in every batch, as its token has."""
+        """`batch_invariant`: a row's log-probabilities have the same bits in every batch, as its token does."""
         self._batch_invariant = batch_invariant
         self._slots, self._table = slots, slots.sampling
         self._group = group
@@ -112,7 +112,7 @@ class Sampler:
         )
 
     def sample(self, logits: Tensor, slots: Tensor, positions: Tensor, *, few_allowed: bool = False) -> Tensor:
-        """Choose ids [N] int32 for a simple batch, on every rank the same; rows of other batches get some token, or
+        """Choose ids [N] int32 for a simple batch, the same on every rank; rows of other batches get some token, or
         `NOT_FINITE`.
 
         logits: [N, M] as `CausalLM.compute_logits` gives them; slots: [N] int64; positions: [N] of the tokens to be
@@ -126,7 +126,7 @@ class Sampler:
         return unpack_argmax(self._group.max(packed_argmax(shard, columns, slots, positions, start=start)))
 
     def sample_masked(self, logits: Tensor, slots: Tensor, positions: Tensor, masks: Tensor, mask_of: Tensor) -> Tensor:
-        """Do what `sample` does, behind masks as `apply_token_mask` takes them; with one rank only. `logits` are
+        """Do what `sample` does, with masks as `apply_token_mask` takes them; with one rank only. `logits` are
         overwritten."""
         assert self._group.size == 1
         apply_token_mask(logits[:, : self._vocab_size], masks, mask_of)
@@ -140,12 +140,11 @@ class Sampler:
         needs: SamplingNeeds,
         masks: TokenMasks | None = None,
     ) -> tuple[Tensor, PendingLogprobs | None]:
-        """Choose ids [N] int32 for any batch, on every rank the same. Rank 0 also returns the log-probabilities that
+        """Choose ids [N] int32 for any batch, the same on every rank. Rank 0 also returns the log-probabilities that
         rows asked for, or None if none did.
 
-        The first three arguments are those of `sample`; `logits` may be overwritten. needs: what these rows ask for;
-        masks: those of the rows that are constrained, None if none is. Rank 0 has them; the other ranks give others of
-        the same size.
+        The first three arguments are those of `sample`; `logits` may be overwritten. needs: the rows' demands; masks:
+        those of the constrained rows, or None. Rank 0 has the masks; the other ranks pass any of the same size.
         """
         if not needs.needs_whole_logits:
             if masks is not None:
@@ -191,11 +190,11 @@ class Sampler:
 
     @property
     def num_ranks(self) -> int:
-        """The ranks that choose together."""
+        """The number of ranks that choose together."""
         return self._group.size
 
     def share(self, values: Tensor) -> Tensor:
-        """Return rank 0's values on every rank; the others give memory of the same shape."""
+        """Return rank 0's values on every rank; the others pass memory of the same shape."""
         return self._group.broadcast(values)
 
     def _sample_limited(
@@ -216,19 +215,19 @@ class Sampler:
         apply_token_mask(logits, masks.masks, mask_of, start=start)
 
     def _share_masks(self, masks: TokenMasks) -> TokenMasks:
-        """Bring rank 0's masks to every rank."""
+        """Send rank 0's masks to every rank."""
         (places,) = self._slots.upload(masks.places)
         shared = self._group.broadcast(masks.masks.index_select(0, places))
         return TokenMasks(shared, np.arange(len(shared)))
 
     def _share(self, slots: Tensor, ids: Tensor | None) -> Tensor:
-        """Bring rank 0's ids to every rank. The other ranks give None."""
+        """Send rank 0's ids to every rank. The other ranks pass None."""
         if ids is None:
             ids = torch.empty(slots.shape, dtype=torch.int32, device=slots.device)
         return self._group.broadcast(ids)
 
     def _restrict(self, logits: Tensor, slots: Tensor, positions: Tensor, needs: SamplingNeeds) -> None:
-        """Forbid what completes a bad word, and all but allowed tokens, in logits [N, V] float32, in place."""
+        """Forbid tokens that complete a bad word, and all except allowed tokens, in logits [N, V] float32, in place."""
         table = self._table
         with_words, restricted = needs.rows(SamplingFlag.BAD_WORDS), needs.rows(SamplingFlag.ALLOWED)
         if not len(with_words) and not len(restricted):
@@ -242,5 +241,5 @@ class Sampler:
             ids = table.changes.entry_ids[slots[at], :width].long()
             is_allowed = (table.changes.entry_values[slots[at], :width] == torch.inf).int()
             counts = torch.zeros(len(at), logits.shape[1], dtype=torch.int32, device=logits.device)
-            counts.scatter_add_(1, ids, is_allowed)  # an id may stand there for something else too
+            counts.scatter_add_(1, ids, is_allowed)  # an id may have another entry there too
             logits[at] = logits[at].masked_fill(counts == 0, -torch.inf)

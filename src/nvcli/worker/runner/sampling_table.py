@@ -1,7 +1,7 @@
-"""SamplingTable: the sampling parameters of each slot, on the device, with a row for each slot.
+"""SamplingTable: the sampling parameters of each slot, on the device, one row per slot.
 
-All slots that are filled in a step are filled by one upload, and nothing here waits for the device. The host keeps the
-values that decide how a batch is sampled, as numpy arrays that are read for a whole batch at once.
+All slots that a step fills are filled by one upload, and nothing here waits for the device. The host keeps the values
+that decide how a batch is sampled, as numpy arrays that are read for a whole batch at once.
 
 The last row is the padding slot's. It is greedy and has no limits.
 """
@@ -31,7 +31,7 @@ class SamplingFlag(IntFlag):
     SMALL_TOP_K = 1
     """A top-k up to MAX_CANDIDATES, alone or with top-p and min-p."""
     OTHER_LIMITS = 2
-    """Top-k, top-p or min-p, but no small top-k."""
+    """Top-k, top-p or min-p, other than a small top-k."""
     PENALTIES = 4
     ADJUSTED = 8
     """Biased or forbidden tokens."""
@@ -41,7 +41,7 @@ class SamplingFlag(IntFlag):
     ALLOWED = 64
     """Only some tokens may be chosen."""
     BAD_WORDS = 128
-    """Sequences of tokens that must not come up."""
+    """Sequences of tokens that must not appear."""
 
 
 class SamplingTable:
@@ -68,16 +68,16 @@ class SamplingTable:
             entry_ids=torch.zeros(num_rows, MAX_STOP_IDS, dtype=torch.int32, device=device),
             entry_values=torch.zeros(num_rows, MAX_STOP_IDS, dtype=torch.float32, device=device),
         )
-        """Changes of the slots to their logits. The entries of a slot are its biased tokens, then its stop ids, then
-        its allowed tokens, which have the value +inf."""
+        """The slots' changes to their logits. A slot's entries are its biased tokens, then its stop ids, then its
+        allowed tokens, which have the value +inf."""
         self.bad_words = BadWords(num_rows, device)
 
         self.flags_host = np.zeros(num_rows, dtype=np.uint8)
         """[S], `SamplingFlag`s."""
         self.num_logprobs_host = np.zeros(num_rows, dtype=np.int64)
-        """[S], alternatives that a slot with LOGPROBS wants."""
+        """[S], the alternatives that a slot with LOGPROBS wants."""
         self.num_adjusted_host = np.zeros(num_rows, dtype=np.int64)
-        """[S], how many entries of `changes` count."""
+        """[S], the number of entries of `changes` in use."""
 
     def fill(self, new_slots: Sequence[NewSlot], upload: Uploader) -> None:
         """Take in the parameters of requests that enter slots, at least one."""
@@ -122,8 +122,8 @@ class SamplingTable:
 
 
 def _held_back(new: NewSlot) -> list[int]:
-    """Return the ids that must not be chosen yet. Those of a constrained answer are held back by its masks, which leave
-    them where nothing else is left."""
+    """Return the ids that must not be chosen yet. In a constrained answer, its masks hold them back, unless nothing
+    else is allowed."""
     return [] if new.constraint is not None else new.sampling.stop_ids
 
 

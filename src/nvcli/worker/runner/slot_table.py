@@ -25,8 +25,8 @@ from nvcli.worker.runner.sampling_table import SamplingTable
 from nvcli.worker.runner.uploader import Uploader
 
 _INTS_PER_NEW_SLOT = 64
-"""An upper bound of the int32 words that are uploaded for a new slot: its number, its length, its sampling parameters
-and the rows that the sampler names."""
+"""An upper bound on the int32 words uploaded per new slot: its number, its length, its sampling parameters and the rows
+that the sampler names."""
 
 
 def unpack_ids(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -37,8 +37,8 @@ def unpack_ids(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
 def partly_filled_blocks(
     step: StepInput, state_groups: Sequence[int] = ()
 ) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """Return the blocks given to slots by a step that may be read before they are full: the last of each
-    run of columns. A cached block is none of them, because a block for the token behind it follows; nor is one of
+    """Return blocks that a step gave to slots and that may be read before they are full: the last of each run of
+    columns. This leaves out cached blocks, because a block for the next token follows them, and those of
     `state_groups`, the KV groups whose states are read as they were written."""
     groups, slots, columns = map(unpack_ids, (step.block_groups, step.block_slots, step.block_columns))
     is_last = np.ones(len(slots), dtype=np.bool_)
@@ -67,7 +67,7 @@ class SlotTable:
         """The segments of KV blocks that requests share."""
         self.sampling = SamplingTable(config.max_num_seqs, device)
         tokens = 2 * config.max_num_batched_tokens + config.max_model_len
-        # A slot may have other blocks in all columns, another segment and its entry, and copied keys, in each group.
+        # In each group, a slot may have other blocks in all columns, another segment and its entry, and copied keys.
         per_group = 2 * config.max_blocks_per_seq + 6 + 2 * SEGMENT_FIELDS + MOST_KEY_COPIES * COPY_FIELDS
         per_slot = num_groups * per_group + _INTS_PER_NEW_SLOT
         self.upload = Uploader(
@@ -76,7 +76,7 @@ class SlotTable:
         """Uploads the changes between steps, and the row numbers that the sampler needs."""
 
     def apply(self, step: StepInput) -> None:
-        """Take in what changed since the last step: new slots, blocks, and tokens that this rank does not have."""
+        """Apply the changes since the last step: new slots, blocks, and tokens that this rank does not have."""
         if step.new_slots:
             self._fill(step.new_slots)
         if step.block_ids:
@@ -91,16 +91,16 @@ class SlotTable:
             write_tokens(self.state.token_ids, *self.upload(slots, starts, offsets, unpack_ids(step.token_ids)))
 
     def take_back(self, slots: Tensor, counts: Tensor) -> None:
-        """Let slots forget the last tokens that they computed: `counts` [n] of them in `slots` [n], int32. The next
-        step computes them again."""
+        """Make slots forget the last tokens that they computed: `counts` [n] of them in `slots` [n], int32. The next
+        step recomputes them."""
         self.state.lengths.index_add_(0, slots, counts, alpha=-1)
 
     def keep(self, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
-        """Put sampled ids where the next step looks for its input. All [N]; slots int64."""
+        """Store sampled ids where the next step reads its input. All [N]; slots int64."""
         keep_tokens(self.state.token_ids, slots, positions, ids)
 
     def key_copies(self, step: StepInput) -> KeyCopies:
-        """Bring what a step copies of keys to the device."""
+        """Upload a step's key copies to the device."""
         copies = unpack_ids(step.key_copies).reshape(-1, 1 + COPY_FIELDS)
         num_groups = len(self.state.block_tables)
         starts = np.searchsorted(copies[:, 0], np.arange(num_groups + 1)).tolist()

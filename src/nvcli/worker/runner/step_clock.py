@@ -1,10 +1,10 @@
-"""StepClock: it measures how long a step's work took the device, and how long the device waited for the host.
+"""StepClock: measures how long a step's work took the device, and how long the device waited for the host.
 
-The time between two steps is known from events around them. Within a graph the device waits for nobody. Within an
-eager step it may wait for each launch, which events around the step do not show. The host can tell that it did: the
-device is then done as soon as the last launch is. To learn how long the work alone takes, one such step in a while is
-held back behind a spinning kernel until all of its work is launched. A step with late masks (`constraints.py`) has the
-device wait for them within its work, which counts as the device's time.
+Events around the steps give the time between two of them. Within a graph the device never waits. Within an eager step
+it may wait for every launch, which events around the step do not show. The host can tell that this happened: the device
+then finishes as soon as the last launch is made. To learn how long the work alone takes, one such step in a while is
+held back behind a spinning kernel until all of its work is launched. A step with late masks (`constraints.py`) makes
+the device wait for them within its work, and this counts as the device's time.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ _HELD_EVERY = 128
 """One in this many eager steps that waited for launches is held back to be timed."""
 _HOLD_MARGIN = 1.5
 _CYCLES_PER_SECOND = 2.0e9
-"""The most that a GPU has; the spinning kernel counts cycles."""
+"""An upper bound on GPU clocks; the spinning kernel counts cycles."""
 _LAUNCH_BOUND = 0.1
-"""A step waited for launches if the device was done within this part of the launching time after the last launch."""
+"""A step was waiting for launches if, after the last one, the device finished within this share of the launching
+time."""
 _UNDISTURBED = 2.0
-"""Launching that took more than this multiple of the fastest was itself held up by the device: its queue was full, or a
-kernel was loaded. The device waited for none of that time."""
+"""Launching that took more than this multiple of the fastest was itself held up: the device's queue was full, or a
+kernel was being loaded. The device did not wait during that time."""
 
 
 class StepTime:
@@ -36,22 +37,22 @@ class StepTime:
     """The time that the device waited for the host, before the step and in it."""
 
     def wait(self) -> None:
-        """Return once the device is done with the step."""
+        """Wait until the device has finished the step."""
 
 
 @dataclass(slots=True)
 class _Launches:
-    """The measurements of eager steps. The thread that posts outputs takes them; the rank's main thread decides by them
+    """Measurements of eager steps. The thread that posts outputs makes them; the rank's main thread uses them to decide
     which steps to hold back."""
 
     busy_per_token: float = 0.0
-    """Seconds, from the last step that was held back; 0 before the first."""
+    """Seconds per token, from the last step that was held back; 0 before the first."""
     seconds: float = 0.0
-    """The time that the host took to launch the last step that waited for it; 0 before the first."""
+    """Seconds that the host took to launch the last step that waited for it; 0 before the first."""
     fastest: float = math.inf
-    """The least seconds that launching a step took."""
+    """The fewest seconds that launching a step took."""
     until_hold: int = 0
-    """The number of steps that still wait for launches before one is held back again."""
+    """Steps that still wait for launches before one is held back again."""
 
 
 class _HostTime(StepTime):
@@ -60,7 +61,7 @@ class _HostTime(StepTime):
 
 class _DeviceTime(StepTime):
     def __init__(self, previous_end: torch.cuda.Event | None, launches: _Launches | None, num_tokens: int) -> None:
-        """`launches` is given for eager steps whose waiting for launches is to be found out."""
+        """`launches`: given for eager steps, to find out how long they wait for launches."""
         self.started = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self.ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self.launch_started = self.launch_ended = 0.0
@@ -94,7 +95,7 @@ class _DeviceTime(StepTime):
 
 
 class StepClock:
-    """Times the steps of one stream, one after the other."""
+    """Times the steps of one stream, one after another."""
 
     def __init__(self, device: torch.device, *, looks_into_steps: bool = False) -> None:
         """`looks_into_steps`: find out how long eager steps wait for launches, which costs a little time; for
@@ -104,7 +105,7 @@ class StepClock:
         self._last: StepTime | None = None
 
     def start(self, *, is_graph: bool, num_tokens: int) -> StepTime:
-        """Call it before the first thing that a step launches, behind what the host plans for it."""
+        """Call before the first launch of a step, after the host has planned it."""
         if self._on_gpu:
             last, launches = self._last, None if is_graph else self._launches
             device_time = _DeviceTime(last.ended if isinstance(last, _DeviceTime) else None, launches, num_tokens)
@@ -122,7 +123,7 @@ class StepClock:
         return host_time
 
     def stop(self, step: StepTime) -> None:
-        """Call it behind the last thing that the step launches."""
+        """Call after the last launch of the step."""
         self._last = step
         if isinstance(step, _DeviceTime):
             step.ended.record()

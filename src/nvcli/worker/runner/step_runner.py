@@ -1,8 +1,8 @@
-"""StepRunner: it runs one step of a rank, from the engine's message to the ids on their way back.
+"""StepRunner: runs one step on a rank, from the engine's message to the ids on their way back.
 
-There is one way for all steps. The host lays the rows out and plans; the slot table takes in what changed; one kernel
-prepares the inputs; the model runs; the rows that need it get logits and a token. A CUDA graph holds all that the
-device does from the prepared inputs on, where one was captured for the shape; an eager step launches the same.
+All steps take the same path. The host lays out the rows and plans; the slot table takes in the changes; one kernel
+prepares the inputs; the model runs; the rows that need them get logits and a token. If a CUDA graph was captured for
+the shape, it holds everything that the device does after preparing the inputs; an eager step launches the same.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from nvcli.worker.runner.slot_table import SlotTable, partly_filled_blocks, unpa
 from nvcli.worker.runner.step_clock import StepClock, StepTime
 
 _STEPS_POSTED = 2
-"""Steps, beside those in flight, whose ids the thread that posts outputs may still read."""
+"""Steps, besides those in flight, whose ids the thread that posts outputs may still be reading."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLogits:
-    """The output of a step of the last stage, for the N rows that are kept for logits."""
+    """The output of a last-stage step, for the N rows kept for logits."""
 
     logits: Tensor
-    """[N, M] of this rank's part of the vocabulary."""
+    """[N, M], this rank's part of the vocabulary."""
     ids: Tensor | None
-    """[N] int32, in the slot table already, `NOT_FINITE` for none; None where the rows ask for more than
-    `Sampler.sample` does."""
+    """[N] int32, already in the slot table, `NOT_FINITE` for none; None if the rows ask for more than `Sampler.sample`
+    does."""
     query_results: PendingQueryResults | None = None
-    """Results of queries of prompts; None where there are no queries."""
+    """Results of prompt queries; None if there are none."""
 
     def unowned(self) -> StepLogits:
         return replace(self, logits=unowned(self.logits))
@@ -68,13 +68,13 @@ class PendingStep:
 
     step_id: int
     ids: Tensor
-    """[num_sampled] int32, on the host once the step is over."""
+    """[num_sampled] int32, on the host once the step has finished."""
     logprobs: PendingLogprobs | None
     time: StepTime
     is_graph: bool
     query_results: PendingQueryResults | None
     masks: MaskOutcome | None
-    """The fate of the masks of its constrained rows; None: it has none."""
+    """Outcome of the masks of its constrained rows; None if there are none."""
     note: str
     """A line for the user, or empty."""
 
@@ -117,7 +117,7 @@ class StepRunner:
         steps_in_flight: int,
         max_sampled: int,
     ) -> None:
-        """`max_sampled` is the most tokens that a step gives."""
+        """`max_sampled` is the largest number of tokens that a step samples."""
         self._model, self._slots, self._buffers = model, slots, buffers
         self._kv_cache, self._backend = kv_cache, backend
         self._sampler, self._masks, self._reader = sampler, masks, reader
@@ -132,7 +132,7 @@ class StepRunner:
         """Pinned buffers for sampled ids."""
 
     def make_graphs(self, shapes: Sequence[BatchShape]) -> GraphRunner[StepLogits | StageOutput]:
-        """Make the graphs of these shapes, which are not captured yet."""
+        """Make the graphs of these shapes, not yet captured."""
 
         def prepare(shape: BatchShape) -> None:
             """Load a batch of nothing but padding."""
@@ -144,16 +144,16 @@ class StepRunner:
         return GraphRunner(shapes, self.run_padded, prepare=prepare)
 
     def run_padded(self, shape: BatchShape) -> StepLogits | StageOutput:
-        """Launch a step over the rows that were loaded for the shape. A graph holds the same."""
+        """Launch a step over the rows loaded for the shape. A graph holds the same work."""
         return self._compute(self._padded_batch(shape), sample=not self._masks.is_split(shape))
 
     def use_graphs(self, graphs: GraphRunner[StepLogits | StageOutput]) -> None:
-        """Run steps, from now on, as graphs where one serves them."""
+        """From now on, run steps as graphs where a graph serves them."""
         self._graphs = graphs
 
     def run(self, step: StepInput) -> PendingStep | None:
-        """Run one step, or queue it on the GPU: nothing here waits for the device. A stage that is not the last returns
-        None."""
+        """Run one step, or queue it on the GPU; never wait for the device. Returns None in a stage that is not the
+        last."""
         self._masks.begin(step)
         shape = exact_shape(step)
         queries = self._reader.plan(step) if step.queries else None
@@ -170,7 +170,7 @@ class StepRunner:
             self._kv_cache.clear(blocks.long())
         if step.key_copies and not step.copies_new_keys:
             self._kv_cache.copy_keys(self._slots.key_copies(step))
-        needs = self._sampler.needs(batch.sampled_slots)  # of new slots too
+        needs = self._sampler.needs(batch.sampled_slots)  # including those of new slots
         self._buffers.load(batch)
         self._masks.before_forward(step)
         if padded is None:
@@ -200,7 +200,7 @@ class StepRunner:
         )
 
     def _plan(self, batch: StepBatch, padded: BatchShape | None) -> None:
-        """Plan a step on the host, and capture the graph of its padded shape where that is due."""
+        """Plan a step on the host, and capture the graph of its padded shape if that is due."""
         graphs = self._graphs
         if padded is None or graphs is None:
             self._backend.plan(batch.forward)
@@ -224,7 +224,7 @@ class StepRunner:
 
     def _compute(self, batch: StepBatch, *, sample: bool, queries: QueryPlan | None = None) -> StepLogits | StageOutput:
         """Launch the device's part of a step whose rows are loaded. With `sample`, the last stage also chooses tokens
-        and puts them into the slot table. `queries` is what it reads of prompts."""
+        and stores them in the slot table. `queries`: what to read from prompts."""
         forward = batch.forward if queries is None else replace(batch.forward, logits_rows=queries.kept)
         prepare_inputs(batch.rows, self._slots.state, batch.inputs)
         self._backend.plan_on_device(forward)
@@ -235,7 +235,7 @@ class StepRunner:
         if queries is not None:
             query_results = self._reader.read(hidden, queries)
             hidden = hidden[queries.sampled]
-        if len(hidden) == 0:  # chunks that end no prompt
+        if len(hidden) == 0:  # chunks that do not end a prompt
             return StepLogits(hidden, torch.empty(0, dtype=torch.int32, device=hidden.device), query_results)
         logits = self._model.compute_logits(hidden)
         if not sample:
@@ -251,7 +251,7 @@ class StepRunner:
         return self._make_views(shape, num_logits, needs_all_logits=num_logits == shape.num_tokens)
 
     def _padded_batch(self, shape: BatchShape) -> StepBatch:
-        """Return the views for the graph of a shape, which are made once."""
+        """Return the views for a shape's graph, made once."""
         batch = self._graph_batches.get(shape)
         if batch is None:
             num_logits = self._buffers.num_logits(shape)
@@ -270,7 +270,7 @@ class StepRunner:
         )
 
     def _to_host(self, ids: Tensor) -> Tensor:
-        """Start a copy of ids [N] to the host, which is complete when the step is."""
+        """Start copying ids [N] to the host; the copy is complete when the step is."""
         if not self._on_gpu:
             return ids
         self._pinned = self._pinned[1:] + self._pinned[:1]

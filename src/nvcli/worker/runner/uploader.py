@@ -1,8 +1,7 @@
-"""Uploader: it brings small host arrays to the device, many in one copy, without waiting for the device.
+"""Uploader: brings small host arrays to the device, many in one copy, without waiting for the device.
 
-A GPU's copy reads the host memory later, when the stream gets there, so arrays are staged in pinned memory that is used
-round and round: it holds the arrays of as many steps as may be in flight, and of two more. `to_device` is for arrays
-that are large and rare.
+A GPU's copy reads host memory later, when the stream gets there, so arrays are staged in a ring of pinned memory: it
+holds the arrays of as many steps as may be in flight, plus two. `to_device` is for large, rare arrays.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 IntArray = np.ndarray
-"""One dimension of integers that fit int32."""
+"""One-dimensional integers that fit int32."""
 
 _ALIGN = 32  # int32 words: views start at 128 bytes, so that kernels see one alignment
 _ARRAYS = 64
@@ -21,7 +20,7 @@ _STEPS_BESIDE = 2
 
 
 class Uploader:
-    """Uploads the arrays of steps; `capacity` is the most int32 words that the arrays of one step have together."""
+    """Uploads the arrays of steps; `capacity` is the maximum total of int32 words per step."""
 
     def __init__(self, capacity: int, device: torch.device, *, steps_in_flight: int = 2) -> None:
         self._device = device
@@ -35,7 +34,7 @@ class Uploader:
         self._next = 0
 
     def __call__(self, *arrays: IntArray) -> tuple[Tensor, ...]:
-        """Copy arrays to the device as int32 tensors, which stay valid until the step that uses them is over."""
+        """Copy arrays to the device as int32 tensors, which stay valid until the step that uses them has finished."""
         if self._device.type == "cpu":
             return tuple(torch.from_numpy(array.astype(np.int32)) for array in arrays)
         padded = [-(-len(array) // _ALIGN) * _ALIGN for array in arrays]
@@ -55,7 +54,7 @@ class Uploader:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """Copy an array that may be too large for an `Uploader`, without waiting. The allocator of pinned memory keeps the
-    host's memory until the copy is over."""
+    """Copy an array that may be too large for an `Uploader`, without waiting. The pinned-memory allocator keeps the
+    host memory until the copy has finished."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,5 +1,5 @@
-"""Steps that exercise a rank before it serves, on the null block: the largest batches, and others for which other
-kernels are loaded or compiled: a middling number of tokens, and decode rows that share segments of keys."""
+"""Steps that exercise a rank before it serves, on the null block: the largest batches, and others that load or compile
+other kernels: a middling number of tokens, and decode rows that share segments of keys."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from nvcli.worker.runner.device import wait_for_gpu
 
 _SAMPLING = SlotSampling(top_k=2, top_p=0.9)
 _MIDDLING_TOKENS = 512
-"""A number between the few and the many rows of `kernels/linear.py`, each of which have a product of their own."""
+"""Between the few and the many rows of `kernels/linear.py`, which each have their own kind of product."""
 _CAPTURED_TOKENS = 2048
-"""Up to about so many tokens each size of a step has a graph, whose capture runs it (`sizing/graph_sizes.py`)."""
+"""Up to about this many tokens every step size has a graph, and its capture runs the step (`sizing/graph_sizes.py`)."""
 _FEW_FP8_TOKENS = 128
-"""With more, products with FP8 weights have the kernels for many rows (`kernels/triton/products/launch_rule.py`)."""
+"""With more, products with FP8 weights use the kernels for many rows (`kernels/triton/products/launch_rule.py`)."""
 _FEWER_ROWS = (64, 2)
-"""A middling number and a small one of decode rows, which have launches of their own (`decode_attention.py`)."""
+"""A middling and a small number of decode rows, which have their own launches (`decode_attention.py`)."""
 _CPU_TOKENS = 16
 
 
@@ -32,10 +32,10 @@ def run_largest_batches(
     max_shared_rows: int,
     shares_prefixes: bool,
 ) -> None:
-    """Run the steps that exercise a rank with `launch`, the largest ones first. Up to `max_shared_rows` requests may
-    share segments of keys, and with `shares_prefixes` chunks a prefix. Raises LimitsTooHigh where memory runs out.
+    """Run the steps that exercise a rank with `launch`, the largest first. Up to `max_shared_rows` requests may share
+    segments of keys and, with `shares_prefixes`, chunks a prefix. Raises LimitsTooHigh if memory runs out.
 
-    A CPU's KV cache has a budget of its own: there a small batch is enough to load what loads lazily.
+    A CPU's KV cache has its own budget, so there a small batch is enough, to load everything that loads lazily.
     """
     on_gpu = device.type == "cuda"
     num_tokens = config.max_num_batched_tokens if on_gpu else min(config.max_num_batched_tokens, _CPU_TOKENS)
@@ -45,7 +45,7 @@ def run_largest_batches(
     for step in warm_up_steps(config, num_tokens, num_seqs, num_sharing, shares_prefixes=shares_prefixes):
         try:
             launch(step)
-            wait_for_gpu()  # the memory of what is uploaded serves the next steps, too
+            wait_for_gpu()  # the memory of uploads serves the next steps, too
         except MemoryError as error:
             raise LimitsTooHigh(
                 f"the largest batches ({num_tokens} tokens, {num_seqs} requests) do not fit beside the weights "
@@ -56,12 +56,12 @@ def run_largest_batches(
 def warm_up_steps(
     config: EngineConfig, num_tokens: int, num_seqs: int, num_sharing: int, *, shares_prefixes: bool = False
 ) -> Iterator[StepInput]:
-    """Yield steps with `num_tokens` and at most 512 prompt tokens, with FP8 weights with powers of two between as well,
-    each in as few requests as possible, then one that decodes `num_seqs` requests. The first one also scores all of its
-    tokens, and copies keys within its layers, the others before them.
+    """Yield steps with `num_tokens` and at most 512 prompt tokens (with FP8 weights, also with powers of two between),
+    each in as few requests as possible, then one that decodes `num_seqs` requests. The first step also scores all of
+    its tokens and copies keys within its layers; the others copy before their layers.
 
-    Where `num_sharing` requests may share segments of keys (0: none), steps that read these once for all follow, with
-    so many requests and with fewer. With `shares_prefixes` the last step has two chunks behind a block that they share.
+    If `num_sharing` requests may share segments of keys (0: none), steps that read these once for all follow, with this
+    many requests and with fewer. With `shares_prefixes` the last step has two chunks that share a block.
     """
     yield _step(_prompt_lens(config, num_tokens), num_decodes=0, is_scored=True)
     for fewer in _fp8_tokens(config, num_tokens) if config.quantization == "fp8" else ():
@@ -79,7 +79,8 @@ def warm_up_steps(
 
 
 def _fp8_tokens(config: EngineConfig, num_tokens: int) -> Iterator[int]:
-    """Yield numbers of tokens whose products with FP8 weights may have other launches, where no graph has them."""
+    """Yield the numbers of tokens for which products with FP8 weights may use other launches, and which have no
+    graphs."""
     has_graphs = not config.enforce_eager and config.max_num_seqs > 1
     fewer = 1 << max(0, num_tokens - 1).bit_length() >> 1
     while fewer > (_CAPTURED_TOKENS if has_graphs else _FEW_FP8_TOKENS):
@@ -107,10 +108,11 @@ def _step(
     shares_segments: bool = False,
     num_shared: int = 0,
 ) -> StepInput:
-    """The tokens come with the step, and each slot gets the null block, so that what takes them in is loaded too; so do
-    a segment without keys, word that a slot has none, and the copy of a key to its own place, which leave all as it is.
+    """Make a step that brings its tokens along and gives every slot the null block, to load the code that takes
+    these in. For the same reason it has a segment without keys, a slot without segments, and a key copied onto itself;
+    none of these changes anything.
 
-    `num_shared`: keys that all requests begin with, and that are in the cache.
+    `num_shared`: keys that all requests begin with, already in the cache.
     """
     slots, nothing = range(len(lens)), pack([0] * len(lens))
     return StepInput(
