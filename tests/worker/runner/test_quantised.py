@@ -41,7 +41,7 @@ def test_units_for_fp8_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     assert has_fp8_units(torch.device("cuda"), "fast")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(ConfigError, match=r"`fp8_accumulation: fast` needs FP8 tensor cores, which this GPU \(NVIDIA A100\) does"):
+    with pytest.raises(ConfigError, match=r"`fp8_accumulation: fast` needs FP8 tensor cores, which .*NVIDIA A100"):
         has_fp8_units(torch.device("cuda"), "fast")
 
 
