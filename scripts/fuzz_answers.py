@@ -28,9 +28,9 @@ from transformers import PreTrainedTokenizerFast
 from fuzzing import load_data, make_parser
 from nvcli.job.job import Choice
 from nvcli.job.text.answer_reader import AnswerFormat, AnswerReader, ParsedAnswer, tool_calls_of
+from nvcli.job.text.call_grammars import HARMONY, TOOL_FORMATS
 from nvcli.job.text.reasoning import REASONING_FORMATS, PromptState
 from nvcli.job.text.tokenizer import Tokenizer
-from nvcli.job.text.tool_calls import HARMONY, TOOL_FORMATS
 from row_maker import SPELLED, TEXTS
 
 DATA = load_data("answers")

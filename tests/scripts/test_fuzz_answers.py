@@ -9,8 +9,8 @@ import pytest
 import fuzz_answers
 from fuzz_answers import CALLS, Fuzzer, TextMaker, fuzz_all, make_tokenizer
 from nvcli.job.text import tool_calls
+from nvcli.job.text.call_grammars import HARMONY, TOOL_FORMATS
 from nvcli.job.text.reasoning import REASONING_FORMATS
-from nvcli.job.text.tool_calls import HARMONY, TOOL_FORMATS
 
 
 def test_hostile_texts_of_all_formats(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from nvcli.core.grammars import GrammarError, Vocabulary
 from nvcli.core.structured import Structured
 from nvcli.job.job import CallRule
-from nvcli.job.text.call_grammars import callable_tools, write_call_grammar
-from nvcli.job.text.tool_calls import HARMONY, TOOL_FORMATS
+from nvcli.job.text.call_grammars import HARMONY, TOOL_FORMATS, callable_tools, write_call_grammar
 
 MARKS = (
     *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "[TOOL_CALLS]"),
@@ -134,17 +133,18 @@ def model(request: pytest.FixtureRequest) -> Model:
 
 def check_calls(name: str, answer: str, rule: CallRule) -> int:
     """Check the calls that the reader finds in an answer, and return how many there are."""
-    found = TOOL_FORMATS[name](answer, TOOLS)
+    found = TOOL_FORMATS[name].find(answer, TOOLS)
     if found is None:
         assert not rule.is_required, answer
         return 0
-    assert not (rule.is_required and found.text), answer
-    assert not (rule.is_single and len(found.calls) > 1), answer
-    for call in found.calls:
+    text, calls = found
+    assert not (rule.is_required and text), answer
+    assert not (rule.is_single and len(calls) > 1), answer
+    for call in calls:
         assert rule.function in (None, call.name), answer
         if rule.is_required or call.name == "look":
             jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
-    return len(found.calls)
+    return len(calls)
 
 
 @pytest.mark.parametrize("rule", [REQUIRED, NAMED, CallRule(), SINGLE], ids=["required", "named", "auto", "single"])

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvcli.job.text.tool_calls import TOOL_FORMATS, BadToolCall, FoundCall, tool_format_name
+from nvcli.job.job import FunctionCall
+from nvcli.job.text.call_grammars import TOOL_FORMATS, tool_format_name
+from nvcli.job.text.tool_calls import BadToolCall
 
 TOOLS = [
     {
@@ -33,8 +35,8 @@ TOOLS = [
 ]
 
 
-def call(name: str, arguments: dict[str, Any]) -> FoundCall:
-    return FoundCall(name, json.dumps(arguments))
+def call(name: str, arguments: dict[str, Any]) -> FunctionCall:
+    return FunctionCall(name=name, arguments=json.dumps(arguments))
 
 
 REPEATED = [
@@ -53,7 +55,7 @@ def test_what_is_repeated_is_read_in_time(name: str, before: str, part: str, beh
     """An answer may do so until it is cut. Where each part was looked for in all of the rest, this took minutes."""
     started = time.process_time()
     with contextlib.suppress(BadToolCall):
-        TOOL_FORMATS[name](before + 40_000 * part + behind, TOOLS)
+        TOOL_FORMATS[name].find(before + 40_000 * part + behind, TOOLS)
     assert time.process_time() - started < 5
 
 
@@ -62,7 +64,7 @@ WAIT = call("wait", {})
 FAR = call("look", {"far": 3})
 DEEP = call("look", {"deep": {"x": [1, -2.5, None, True]}})
 
-FOUND: list[tuple[str, str, str, list[FoundCall]]] = [
+FOUND: list[tuple[str, str, str, list[FunctionCall]]] = [
     (
         "hermes",
         'Let me.\n<tool_call>\n{"name": "look", "arguments": {"at": "a \\"b\\" <c>", "far": 3}}\n</tool_call>\n'
@@ -148,10 +150,8 @@ FOUND: list[tuple[str, str, str, list[FoundCall]]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "beside", "calls"), FOUND)
-def test_calls_are_found(name: str, text: str, beside: str, calls: list[FoundCall]) -> None:
-    found = TOOL_FORMATS[name](text, TOOLS)
-    assert found is not None
-    assert (found.text, found.calls) == (beside, calls)
+def test_calls_are_found(name: str, text: str, beside: str, calls: list[FunctionCall]) -> None:
+    assert TOOL_FORMATS[name].find(text, TOOLS) == (beside, calls)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_calls_are_found(name: str, text: str, beside: str, calls: list[FoundCal
 )
 def test_what_was_meant_as_a_call_and_is_none_says_so(name: str, text: str) -> None:
     with pytest.raises(BadToolCall) as caught:
-        TOOL_FORMATS[name](text, TOOLS)
+        TOOL_FORMATS[name].find(text, TOOLS)
     assert len(str(caught.value)) < 150
 
 
@@ -192,7 +192,7 @@ def test_what_was_meant_as_a_call_and_is_none_says_so(name: str, text: str) -> N
     ],
 )
 def test_other_text_is_left_alone(name: str, text: str) -> None:
-    assert TOOL_FORMATS[name](text, TOOLS) is None
+    assert TOOL_FORMATS[name].find(text, TOOLS) is None
 
 
 def test_the_chat_template_says_which_format_it_is() -> None:
@@ -268,11 +268,12 @@ begun = st.sampled_from([text for _, text, _, _ in FOUND])
 )
 def test_whatever_a_model_writes_is_calls_or_text(name: str, text: str) -> None:
     try:
-        found = TOOL_FORMATS[name](text, TOOLS)
+        found = TOOL_FORMATS[name].find(text, TOOLS)
     except BadToolCall:
         return
     if found is not None:
-        assert found.calls
-        for each in found.calls:
+        _, calls = found
+        assert calls
+        for each in calls:
             msgspec.json.decode(msgspec.json.encode(each))
             assert isinstance(json.loads(each.arguments), dict)

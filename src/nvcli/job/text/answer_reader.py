@@ -16,17 +16,10 @@ from typing import Any
 import msgspec
 
 from nvcli.job.job import FunctionCall, ToolCall
+from nvcli.job.text.call_grammars import HARMONY, TOOL_FORMATS, tool_format_name
 from nvcli.job.text.reasoning import HARMONY_MARKS, PromptState, ReasoningParser, find_reasoning_format
 from nvcli.job.text.tokenizer import Tokenizer
-from nvcli.job.text.tool_calls import (
-    HARMONY,
-    TOOL_FORMATS,
-    BadToolCall,
-    FoundCall,
-    FoundCalls,
-    harmony_call,
-    tool_format_name,
-)
+from nvcli.job.text.tool_calls import BadToolCall, FoundCalls, harmony_call
 
 _ID_CHARS = 9
 """Mistral's chat templates refuse ids of another length."""
@@ -62,7 +55,7 @@ class ParsedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The thought; None: there is none."""
     num_reasoning_tokens: int = 0
     """The tokens of the thought, with those of its marks."""
-    calls: Sequence[FoundCall] = ()
+    calls: Sequence[FunctionCall] = ()
     problem: str = ""
     """Why something that looks like a tool call is none, so that it is part of the text; empty: nothing does."""
 
@@ -121,10 +114,10 @@ class AnswerReader:
             text = text.lstrip("\n")
         found, problem = self._find_calls(text if text_before_stop is not None else None, rest, reading)
         return ParsedAnswer(
-            text=text if found is None else found.text,
+            text=text if found is None else found[0],
             reasoning=reasoning,
             num_reasoning_tokens=count or 0,
-            calls=() if found is None else found.calls,
+            calls=() if found is None else found[1],
             problem=problem,
         )
 
@@ -134,7 +127,7 @@ class AnswerReader:
             return None, ""
         text = self._tokenizer.decode_one(ids, skip_special_tokens=False) if cut is None else cut
         try:
-            return self._tool_format(text, reading.tools), ""
+            return self._tool_format.find(text, reading.tools), ""
         except (BadToolCall, RecursionError) as error:
             return None, _problem(error)
 
@@ -142,7 +135,7 @@ class AnswerReader:
         """Read the messages of an answer by their channels and recipients."""
         thoughts: list[str] = []
         texts: list[str] = []
-        calls: list[FoundCall] = []
+        calls: list[FunctionCall] = []
         problem, num_reasoning_tokens = "", 0
         for part in _split(ids, self._tokenizer.token_id("<|start|>")):
             header, found, body = self._tokenizer.decode_one(part, skip_special_tokens=False).partition("<|message|>")
@@ -196,15 +189,9 @@ def _cut(text: str, num_chars: int) -> tuple[str, int]:
     return text[:kept], num_chars - (len(text) - kept)
 
 
-def tool_calls_of(calls: Sequence[FoundCall], prompt_ids: bytes, choice: int) -> list[ToolCall]:
+def tool_calls_of(calls: Sequence[FunctionCall], prompt_ids: bytes, choice: int) -> list[ToolCall]:
     """Return calls in OpenAI's form. Their ids follow from the prompt, the number of the choice and the call alone."""
-    return [
-        ToolCall(
-            id=_call_id(prompt_ids, choice, number),
-            function=FunctionCall(name=call.name, arguments=call.arguments),
-        )
-        for number, call in enumerate(calls)
-    ]
+    return [ToolCall(id=_call_id(prompt_ids, choice, number), function=call) for number, call in enumerate(calls)]
 
 
 def _call_id(prompt_ids: bytes, choice: int, number: int) -> str:

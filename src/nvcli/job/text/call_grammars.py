@@ -1,4 +1,4 @@
-"""Writes the grammar of answers that call tools, in the formats of the model families, which `tool_calls.py` reads.
+"""The formats of tool calls, and the grammars of answers that call tools. `tool_calls.py` reads such answers.
 
 A grammar says which functions may be called, with which arguments, and how many calls there may be. Where calls are
 left to the model, an answer may be any text, and what begins as a call goes on as one.
@@ -15,11 +15,18 @@ from nvcli.core.structured import Structured
 from nvcli.errors import RowError
 from nvcli.job.job import CallRule, Job, RowForm
 from nvcli.job.rows.conversation import TOOL_CHOICE, TOOLS
-from nvcli.job.text.answer_reader import AnswerReader
 from nvcli.job.text.grammar_maker import Grammar, GrammarMaker
 from nvcli.job.text.lark import GemmaNotation, LarkWriter, PythonNotation
 from nvcli.job.text.tokenizer import Tokenizer
-from nvcli.job.text.tool_calls import HARMONY
+from nvcli.job.text.tool_calls import (
+    FindCalls,
+    find_function_calls,
+    find_gemma4,
+    find_json_behind,
+    find_llama,
+    find_pythonic,
+    find_tagged,
+)
 
 _SHARED = ("$defs", "definitions")
 
@@ -98,7 +105,7 @@ def write_call_grammar(
     lark = LarkWriter(token_id)
     if name == HARMONY:
         return lark.finish(_harmony(lark, tools, rule))
-    form = _FORMS[name](lark, chat_template)
+    form = TOOL_FORMATS[name].write(lark, chat_template)
     call = lark.one_of([form.call(lark, tool) for tool in tools])
     more = "" if rule.is_single else f"({form.between} {call})*"
     calls = lark.rule(" ".join(filter(None, (form.head, call, more, form.tail))))
@@ -264,19 +271,61 @@ def _llama(lark: LarkWriter, template: str) -> _Form:
     return _Form(mark="", first=r"\{", call=_json_call(arguments_key="parameters"), between='"; "')
 
 
-_FORMS: dict[str, WriteForm] = {
-    "hermes": _hermes,
-    "qwen3_coder": _function_tags("tool_call", line_end="\n"),
-    "glm": _glm,
-    "seed_oss": _function_tags("seed:tool_call", line_end=""),
-    "olmo3": _olmo3,
-    "mistral": _mistral,
-    "granite": _granite,
-    "cohere": _cohere,
-    "gemma4": _gemma4,
-    "llama": _llama,
-    "pythonic": _pythonic,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat:
+    """One format of tool calls."""
+
+    find: FindCalls
+    write: WriteForm
+    marks: tuple[str, ...] = ()
+    """Marks that chat templates write around calls, or texts about them; a template with one of them has the format."""
+    inside: str = ""
+    """A text that the chat template must hold too; empty: none."""
+
+    def is_of(self, chat_template: str) -> bool:
+        """Tell whether a chat template writes this format."""
+        return any(mark in chat_template for mark in self.marks) and self.inside in chat_template
+
+
+TOOL_FORMATS = {
+    "gemma4": ToolFormat(find=find_gemma4, write=_gemma4, marks=("<|tool_call>",)),
+    "mistral": ToolFormat(find=find_json_behind("[TOOL_CALLS]"), write=_mistral, marks=("[TOOL_CALLS]",)),
+    "cohere": ToolFormat(
+        find=find_json_behind("<|START_ACTION|>", end="<|END_ACTION|>"), write=_cohere, marks=("<|START_ACTION|>",)
+    ),
+    "granite": ToolFormat(find=find_json_behind("<|tool_call|>"), write=_granite, marks=("<|tool_call|>",)),
+    "seed_oss": ToolFormat(
+        find=find_tagged("seed:tool_call"),
+        write=_function_tags("seed:tool_call", line_end=""),
+        marks=("<seed:tool_call>",),
+    ),
+    "olmo3": ToolFormat(find=find_function_calls, write=_olmo3, marks=("<function_calls>",)),
+    "glm": ToolFormat(find=find_tagged("tool_call"), write=_glm, marks=("<tool_call>",), inside="<arg_key>"),
+    "qwen3_coder": ToolFormat(
+        find=find_tagged("tool_call"),
+        write=_function_tags("tool_call", line_end="\n"),
+        marks=("<tool_call>",),
+        inside="<function=",
+    ),
+    "hermes": ToolFormat(find=find_tagged("tool_call"), write=_hermes, marks=("<tool_call>",)),
+    "llama": ToolFormat(
+        find=find_llama,
+        write=_llama,
+        marks=("<|python_tag|>", "<|python_start|>", '"parameters": dictionary of argument name'),
+    ),
+    "pythonic": ToolFormat(find=find_pythonic, write=_pythonic),
 }
+"""The formats by the names that `job.tool_parser` has for them, in the order in which chat templates are searched.
+That of gpt-oss is not among them, because its calls are messages and no part of a text."""
+HARMONY = "harmony"
+"""The name of gpt-oss's format."""
+
+
+def tool_format_name(name: str, chat_template: str) -> str | None:
+    """Return the name of a format; `auto` stands for the one that the chat template writes. None: there is none."""
+    if name != "auto":
+        return name if name in TOOL_FORMATS else None
+    return next((each for each, form in TOOL_FORMATS.items() if form.is_of(chat_template)), None)
 
 
 def _harmony(lark: LarkWriter, tools: Sequence[CallableTool], rule: CallRule) -> str:
@@ -304,9 +353,10 @@ def _harmony(lark: LarkWriter, tools: Sequence[CallableTool], rule: CallRule) ->
 class CallConstraints:
     """Makes the grammars of answers that call tools, for one model."""
 
-    def __init__(self, tokenizer: Tokenizer, reader: AnswerReader, grammars: GrammarMaker | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, call_format: str | None, grammars: GrammarMaker | None) -> None:
+        """`call_format` is the name of the model's format of tool calls; None: it has none."""
         self._tokenizer = tokenizer
-        self._reader = reader
+        self._call_format = call_format
         self._grammars = grammars
 
     def grammar(self, job: Job, rule: CallRule) -> Grammar | None:
@@ -316,7 +366,7 @@ class CallConstraints:
         (`sampling.structured`), and where no end-of-sequence token ends it.
         """
         under = "" if job.context.form is RowForm.NATIVE else "body."
-        name, sampling, form = f"`{under}{TOOL_CHOICE}`", job.sampling, self._reader.call_format
+        name, sampling, form = f"`{under}{TOOL_CHOICE}`", job.sampling, self._call_format
         if not rule.is_required and (form is None or sampling.structured is not None or sampling.ignore_eos):
             return None
         if form is None:

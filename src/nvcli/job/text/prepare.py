@@ -102,7 +102,7 @@ class Preparer:
         """The last grammar whose memory was counted, which is done once, for the row that brought it."""
         self._constraint: Constraint | None = None
         self._reader = AnswerReader(tokenizer, reasoning_parser=limits.reasoning_parser, tool_parser=limits.tool_parser)
-        self._calls = CallConstraints(tokenizer, self._reader, grammars)
+        self._calls = CallConstraints(tokenizer, self._reader.call_format, grammars)
         self._rules: TokenRules | None = None
         self._answers_follow_from: bytes | None = None
 

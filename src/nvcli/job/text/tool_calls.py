@@ -14,9 +14,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from nvcli.core.validation import is_text, show
+from nvcli.job.job import FunctionCall
 
 Tools = Sequence[Mapping[str, Any]]
 """The tools of a row, in OpenAI's form."""
@@ -26,31 +25,19 @@ class BadToolCall(ValueError):
     """A text was meant as a tool call, and cannot be read as one."""
 
 
-class FoundCall(msgspec.Struct, frozen=True):
-    """A call that a model has written."""
+FoundCalls = tuple[str, list[FunctionCall]]
+"""The text beside the calls of an answer, and the calls, at least one."""
 
-    name: str
-    arguments: str
-    """An object as JSON text."""
-
-
-class FoundCalls(msgspec.Struct, frozen=True):
-    """The calls of an answer, at least one, and the text beside them."""
-
-    text: str
-    calls: list[FoundCall]
-
-
-ToolFormat = Callable[[str, Tools], FoundCalls | None]
+FindCalls = Callable[[str, Tools], FoundCalls | None]
 """Finds the calls in a text that shows special tokens. Raises BadToolCall."""
 
 
-def harmony_call(name: str, body: str) -> FoundCall:
+def harmony_call(name: str, body: str) -> FunctionCall:
     """Read a message of gpt-oss to a function. Raises BadToolCall."""
     return _call(name, _decode(body) if body.strip() else {}, body)
 
 
-def _tagged(tag: str) -> ToolFormat:
+def find_tagged(tag: str) -> FindCalls:
     """Return the format of calls between tags, each of them JSON (Hermes, Qwen), or parameters as XML (Qwen3-Coder,
     GLM)."""
     opening, closing = f"<{tag}>", f"</{tag}>"
@@ -81,7 +68,7 @@ def _tagged(tag: str) -> ToolFormat:
                 read = _from_function if body.startswith("<function=") else _from_arg_keys
                 calls.append(read(body, tools))
             texts.append(behind.strip())
-        return FoundCalls("\n".join(filter(None, texts)), calls)
+        return "\n".join(filter(None, texts)), calls
 
     return find
 
@@ -92,7 +79,7 @@ _ARGUMENT = (re.compile("<arg_key>"), re.compile(r"</arg_key>\s*<arg_value>"), r
 _NAME = re.compile(r"[\w.\-]+")
 
 
-def _from_function(body: str, tools: Tools) -> FoundCall:
+def _from_function(body: str, tools: Tools) -> FunctionCall:
     match = _FUNCTION.match(body)
     if match is None:
         raise BadToolCall(f"no function is named: {show(body)}")
@@ -101,7 +88,7 @@ def _from_function(body: str, tools: Tools) -> FoundCall:
     return _call(name, _typed(values, name, tools), body)
 
 
-def _from_arg_keys(body: str, tools: Tools) -> FoundCall:
+def _from_arg_keys(body: str, tools: Tools) -> FunctionCall:
     name = body.partition("<arg_key>")[0].strip()
     if not _NAME.fullmatch(name):
         raise BadToolCall(f"no function is named: {show(body)}")
@@ -143,7 +130,7 @@ def _typed_value(text: str, schema: Any) -> Any:
         return {"true": True, "false": False, "none": None}.get(lowered, text)
 
 
-def _json_behind(mark: str, *, end: str = "") -> ToolFormat:
+def find_json_behind(mark: str, *, end: str = "") -> FindCalls:
     """Return the format of a JSON list of calls behind a mark (Mistral, Granite 3, Cohere)."""
 
     def find(text: str, tools: Tools) -> FoundCalls | None:
@@ -161,7 +148,7 @@ def _json_behind(mark: str, *, end: str = "") -> ToolFormat:
             raise BadToolCall(f"no JSON: {show(rest)}")
         if not calls:
             raise BadToolCall(f"an empty list of calls: {show(text[len(before) :])}")
-        return FoundCalls(before.strip(), calls)
+        return before.strip(), calls
 
     return find
 
@@ -170,7 +157,7 @@ _NAME_BEHIND_MARK = re.compile(r"\s*([\w.\-]+)\s*+(?:\[CALL_ID\][^\[{]*+)?(?:\[A
 """Mistral's form since the eleventh version of its tokenizer: the name, and an object of arguments."""
 
 
-def _first_listed(text: str) -> tuple[list[FoundCall], str]:
+def _first_listed(text: str) -> tuple[list[FunctionCall], str]:
     """Read the calls at the beginning of a text, a list or one, and return them with what stands behind them."""
     match = _NAME_BEHIND_MARK.match(text)
     if match is not None:
@@ -183,12 +170,12 @@ def _first_listed(text: str) -> tuple[list[FoundCall], str]:
 _NEXT_VALUE = re.compile(r"[^ \n\t;,]")
 
 
-def _llama(text: str, tools: Tools) -> FoundCalls | None:
+def find_llama(text: str, tools: Tools) -> FoundCalls | None:
     """Find the calls of Llama 3 (JSON, one after the other) and Llama 4 (as in Python)."""
     before, found, behind = text.partition("<|python_tag|>")
     body = (behind if found else text.replace("<|python_start|>", "").replace("<|python_end|>", "")).strip()
     if body.startswith("["):
-        return _pythonic(body, tools)
+        return find_pythonic(body, tools)
     if not body.startswith("{"):
         if found:
             raise BadToolCall(f"no JSON behind <|python_tag|>: {show(body)}")
@@ -206,13 +193,13 @@ def _llama(text: str, tools: Tools) -> FoundCalls | None:
         at = len(body) if (match := _NEXT_VALUE.search(body, at)) is None else match.start()
     if not found and not all(isinstance(value, dict) and "name" in value for value in values):
         return None
-    return FoundCalls(before.strip() if found else "", [_from_json(value, body) for value in values])
+    return before.strip() if found else "", [_from_json(value, body) for value in values]
 
 
 _PYTHONIC = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
 
 
-def _pythonic(text: str, tools: Tools) -> FoundCalls | None:
+def find_pythonic(text: str, tools: Tools) -> FoundCalls | None:
     """Find a list of calls as in Python: `[look(at="x"), wait()]`."""
     text = text.strip()
     if not _PYTHONIC.match(text):
@@ -228,10 +215,10 @@ def _pythonic(text: str, tools: Tools) -> FoundCalls | None:
         raise
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         raise BadToolCall(f"no list of calls: {show(text)}") from None
-    return FoundCalls("", calls)
+    return "", calls
 
 
-def _from_node(node: ast.expr) -> FoundCall:
+def _from_node(node: ast.expr) -> FunctionCall:
     """Read one call. Raises ValueError for anything but literals as named arguments."""
     if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
         raise ValueError
@@ -239,24 +226,24 @@ def _from_node(node: ast.expr) -> FoundCall:
     return _call(ast.unparse(node.func), arguments, ast.unparse(node))
 
 
-def _function_calls(text: str, tools: Tools) -> FoundCalls | None:
+def find_function_calls(text: str, tools: Tools) -> FoundCalls | None:
     """Find the calls of Olmo 3: lines as in Python between tags."""
     before, found, rest = text.partition("<function_calls>")
     if not found:
         return None
     inside, closed, _ = rest.rpartition("</function_calls>")
     lines = [line.strip() for line in (inside if closed else rest).split("\n")]
-    calls = _pythonic(f"[{', '.join(filter(None, lines))}]", tools)
+    calls = find_pythonic(f"[{', '.join(filter(None, lines))}]", tools)
     if calls is None:
         raise BadToolCall(f"no calls: {show(rest)}")
-    return FoundCalls(before.strip(), calls.calls)
+    return before.strip(), calls[1]
 
 
 _GEMMA_CALL = (re.compile(r"<\|tool_call>\s*call:\s*([\w.\-]+)\s*\{"), re.compile(r"\}\s*<tool_call\|>"))
 _GEMMA_KEY = re.compile(r"([{,]\s*)([A-Za-z_][\w.\-]*)\s*:")
 
 
-def _gemma4(text: str, tools: Tools) -> FoundCalls | None:
+def find_gemma4(text: str, tools: Tools) -> FoundCalls | None:
     """Find the calls of Gemma 4: keys without quotes, and texts between quotes that are tokens of their own."""
     before, found, rest = text.partition("<|tool_call>")
     if not found:
@@ -270,7 +257,7 @@ def _gemma4(text: str, tools: Tools) -> FoundCalls | None:
         calls.append(_call(name, _decode("".join(parts)), body))
     if len(calls) != text.count("<|tool_call>"):
         raise BadToolCall(f"a call does not end, or names no function: {show(rest)}")
-    return FoundCalls(before.strip(), calls)
+    return before.strip(), calls
 
 
 def _decode(text: str) -> Any:
@@ -289,7 +276,7 @@ def _decode_first(text: str) -> tuple[Any, str, str]:
     return value, text[:end], text[end:].lstrip()
 
 
-def _call(name: str, arguments: Any, text: str) -> FoundCall:
+def _call(name: str, arguments: Any, text: str) -> FunctionCall:
     """Return a call that was written as `text`. Raises BadToolCall for arguments that JSON cannot hold."""
     if not isinstance(arguments, dict):
         raise BadToolCall(f"the arguments are no object: {show(text.strip())}")
@@ -299,60 +286,13 @@ def _call(name: str, arguments: Any, text: str) -> FoundCall:
         written = ""
     if not written or not is_text(written) or not is_text(name):
         raise BadToolCall(f"the arguments are no JSON: {show(text.strip())}")
-    return FoundCall(name, written)
+    return FunctionCall(name=name, arguments=written)
 
 
-def _from_json(value: Any, text: str) -> FoundCall:
+def _from_json(value: Any, text: str) -> FunctionCall:
     """Read a call that was written as a JSON object, by the names that families have for its parts."""
     name = (value.get("name") or value.get("tool_name")) if isinstance(value, dict) else None
     if not isinstance(name, str) or not name:
         raise BadToolCall(f"no function is named: {show(text.strip())}")
     arguments = value.get("arguments", value.get("parameters")) or {}
     return _call(name, _decode(arguments) if isinstance(arguments, str) else arguments, text)
-
-
-TOOL_FORMATS: dict[str, ToolFormat] = {
-    "hermes": _tagged("tool_call"),
-    "qwen3_coder": _tagged("tool_call"),
-    "glm": _tagged("tool_call"),
-    "seed_oss": _tagged("seed:tool_call"),
-    "olmo3": _function_calls,
-    "mistral": _json_behind("[TOOL_CALLS]"),
-    "granite": _json_behind("<|tool_call|>"),
-    "cohere": _json_behind("<|START_ACTION|>", end="<|END_ACTION|>"),
-    "gemma4": _gemma4,
-    "llama": _llama,
-    "pythonic": _pythonic,
-}
-"""The formats by the names that `job.tool_parser` has for them, without that of gpt-oss, which is no part of a text."""
-
-_MARKS = (
-    ("<|tool_call>", "gemma4"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("<|START_ACTION|>", "cohere"),
-    ("<|tool_call|>", "granite"),
-    ("<seed:tool_call>", "seed_oss"),
-    ("<function_calls>", "olmo3"),
-    ("<tool_call>", "hermes"),
-    ("<|python_tag|>", "llama"),
-    ("<|python_start|>", "llama"),
-    ('"parameters": dictionary of argument name', "llama"),
-)
-"""Marks that chat templates write around tool calls, or texts about them → the format."""
-
-
-_BODIES = (("<arg_key>", "glm"), ("<function=", "qwen3_coder"))
-"""Marks that chat templates write between `<tool_call>` tags where that is no JSON → the format."""
-
-HARMONY = "harmony"
-"""The name of gpt-oss's format."""
-
-
-def tool_format_name(name: str, chat_template: str) -> str | None:
-    """Return the name of a format; `auto` stands for the one that the chat template writes. None: there is none."""
-    if name != "auto":
-        return name if name in TOOL_FORMATS else None
-    found = next((each for mark, each in _MARKS if mark in chat_template), None)
-    if found == "hermes":
-        return next((each for mark, each in _BODIES if mark in chat_template), found)
-    return found
