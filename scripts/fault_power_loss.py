@@ -99,7 +99,7 @@ class SmallJob:
                 writer.close_early()
                 return output
             writer.close()
-            errors = output.errors + Counter("prompt_too_long" for i in todo if i in self.failing)
+            errors = output.answered.errors + Counter("prompt_too_long" for i in todo if i in self.failing)
             output.finish(rows=answered.count + len(todo), errors=errors, rows_read=self.num_rows, all_read=True)
             return output
         finally:

@@ -68,7 +68,7 @@ def write(
             writer.close_early()
             return output
         writer.close()
-        errors = output.errors + errors_of(results)
+        errors = output.answered.errors + errors_of(results)
         if rows_read is None:
             rows_read = max(indices, default=-1) + 1
         output.finish(rows=answered.count + len(results), errors=errors, rows_read=rows_read, all_read=all_read)

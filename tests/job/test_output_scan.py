@@ -114,7 +114,7 @@ def test_rows_that_the_input_does_not_have_are_dropped_and_not_counted(tmp_path:
     path = tmp_path / name
     write(path, [0, 7, 3, 1 << 47])
     output = write(path, range(4), finish=True)
-    assert (output.answered.all.count, output.errors) == (2, {"prompt_too_long": 1})
+    assert (output.answered.all.count, output.answered.errors) == (2, {"prompt_too_long": 1})
     found = (
         pyarrow.parquet.read_table(path).column("index").to_pylist()
         if name == "out.parquet"

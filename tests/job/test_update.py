@@ -98,7 +98,7 @@ class UpdatedJob:
             writer.close_early()
             return
         writer.close()
-        errors = output.errors + Counter(each.error.type for each in results if each.error is not None)
+        errors = output.answered.errors + Counter(each.error.type for each in results if each.error is not None)
         output.finish(
             rows=answered.count + len(results), errors=errors, rows_read=reader.rows_read, all_read=reader.all_read
         )

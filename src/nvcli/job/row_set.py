@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 _PAGE_BITS = 15
 _PAGE_ROWS = 1 << _PAGE_BITS
 
@@ -97,6 +99,24 @@ class AnsweredRows:
     def __init__(self) -> None:
         self.all = RowSet()
         self.failed = RowSet()
+        self.errors: Counter[str] = Counter()
+        """The failed rows by error type."""
+
+    def add(self, index: int, error_type: str | None) -> bool:
+        """Add a row; `error_type` is None where it is answered. Returns False if the row was there before."""
+        if not self.all.add(index):
+            return False
+        if error_type is not None:
+            self.failed.add(index)
+            self.errors[error_type] += 1
+        return True
+
+    def discard(self, index: int, error_type: str | None) -> None:
+        """Take out a row that was added with this error type."""
+        self.all.discard(index)
+        if error_type is not None:
+            self.failed.discard(index)
+            self.errors[error_type] -= 1
 
     def without_failed(self) -> AnsweredRows:
         """Return the same without the failed rows."""

@@ -82,8 +82,6 @@ class JobOutput:
         self.form = form
         self.answered = AnsweredRows()
         """Rows that the output held when it was opened."""
-        self.errors: Counter[str] = Counter()
-        """The failed rows among them, by error type."""
         self.finished: Finished | None = None
         """How the job ended, if it came to its end before and there is nothing to do."""
         self.notes: list[str] = []
@@ -101,7 +99,7 @@ class JobOutput:
 
         `rows` and `errors` count the whole output, which may hold later rows too. `rows_read` and `all_read` say how
         far the inputs were read. Rows that inputs which were read to their end do not have are dropped, from `answered`
-        and `errors` too.
+        too.
         """
 
     def close(self) -> None:
@@ -188,8 +186,8 @@ class FileOutput(JobOutput):
         try:
             self._check_rows(rows)
             if all_read:
-                num_dropped, dropped_errors = self._drop_rows_from(rows_read)
-                rows, errors = rows - num_dropped, Counter(errors) - dropped_errors
+                dropped = self._drop_rows_from(rows_read)
+                rows, errors = rows - dropped.all.count, Counter(errors) - dropped.errors
             if self._needs_sorting:
                 self._replace(_in_order(self._file.path, self._options.reorder_bytes))
             check_place(rows_path(self._path), self._file.fd)
@@ -314,7 +312,7 @@ class FileOutput(JobOutput):
             self._job = msgspec.structs.replace(self._job, finished=None)
             save_manifest(self._path, self._job)
         scan = scan_output(self._file.path, self._options.shard or WHOLE)
-        self.answered, self.errors = scan.answered, scan.errors
+        self.answered = scan.answered
         if scan.sound_bytes < self._file.size:
             lost = self._file.size - scan.sound_bytes
             self.notes.append(f"{self._path}: {lost:,} bytes at its end are no whole rows and were cut off")
@@ -331,7 +329,6 @@ class FileOutput(JobOutput):
             retried = f", {scan.answered.failed.count:,} failed ones are tried again"
             self._needs_sorting = self._options.order == "input"
             self.answered = scan.answered.without_failed()
-            self.errors = Counter()
         self.notes.append(f"continuing {self._path}: {self.answered.all.count:,} rows are answered already{retried}")
 
     def _keeps_rows(self, *, errors: bool, all_read: bool) -> bool:
@@ -360,24 +357,17 @@ class FileOutput(JobOutput):
                     f"{num_rows:,} rows any more; those that it lost will be computed again"
                 )
 
-    def _drop_rows_from(self, num_rows: int) -> tuple[int, Counter[str]]:
-        """Drop the rows from this number on, which the inputs do not have.
-
-        Returns how many they were, and the failed ones among them by error type.
-        """
-        num_dropped, errors = 0, Counter[str]()
+    def _drop_rows_from(self, num_rows: int) -> AnsweredRows:
+        """Drop the rows from this number on, which the inputs do not have, and return them."""
+        dropped = AnsweredRows()
         if self.answered.all.next_present(num_rows) in self.answered.all:
             for row, _ in valid_rows(self._file.path):
                 if row.index >= num_rows:
-                    num_dropped += 1
-                    self.answered.all.discard(row.index)
-                    if row.error_type is not None:
-                        self.answered.failed.discard(row.index)
-                        errors[row.error_type] += 1
+                    dropped.add(row.index, row.error_type)
+                    self.answered.discard(row.index, row.error_type)
             self._replace(line for row, line in valid_rows(self._file.path) if row.index < num_rows)
-            self.errors -= errors
-            self.notes.append(f"{self._path}: {num_dropped:,} lines of rows that the input does not have were dropped")
-        return num_dropped, errors
+            self.notes.append(f"{self._path}: dropped {dropped.all.count:,} lines of rows that the input does not have")
+        return dropped
 
     def _replace(self, lines: Iterable[bytes]) -> None:
         """Replace the rows of the output by these lines, which have no newline."""

@@ -29,7 +29,7 @@ from nvcli.job.output.shard_outputs import (
     open_shards,
     whole_job,
 )
-from nvcli.job.row_set import RowSet
+from nvcli.job.row_set import AnsweredRows, RowSet
 
 WAITING_BYTES = 1 << 28
 """The memory that rows may take while they wait for their turn."""
@@ -124,7 +124,8 @@ def _join(
         raise OutputError(f"{output} cannot be made: a shard cannot be read: {error.strerror}") from None
     finally:
         opened.sink.close()
-    num_rows, errors = opened.answered.all.count + rows.num_given, opened.errors + rows.errors
+    num_rows = opened.answered.all.count + rows.given.all.count
+    errors = opened.answered.errors + rows.given.errors
     if found.is_complete and found.total is not None:
         opened.finish(rows=num_rows, errors=errors, rows_read=found.total, all_read=found.all_read)
     return num_rows, errors
@@ -138,9 +139,8 @@ class _NewRows:
         self._shards = shards
         self._found = found
         self._there = there
-        self.num_given = 0
-        self.errors: Counter[str] = Counter()
-        """The failed rows that were given, by error type."""
+        self.given = AnsweredRows()
+        """The rows that were given so far."""
 
     def in_order(self, max_bytes: int, folder: Path | None) -> Iterator[bytes]:
         """Yield their lines in the order of the job. Raises OutputError where a shard has lost a row meanwhile.
@@ -157,9 +157,7 @@ class _NewRows:
                     raise OutputError(f"a shard was changed during the merge: row {waiting.next_index} is not there")
                 if row.index in self._there or row.index not in self._found:
                     continue
-                if row.error_type is not None:
-                    self.errors[row.error_type] += 1
-                self.num_given += 1
+                self.given.add(row.index, row.error_type)
                 waiting.add(row.index, line)
                 yield from waiting.take()
         finally:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 from nvcli.job.compression import READ_BYTES, CompressionError, Unpacker, compression_of
 from nvcli.job.line_splitter import Line, LineSplitter
-from nvcli.job.row_set import AnsweredRows, RowSet
+from nvcli.job.row_set import AnsweredRows
 from nvcli.job.rows.output_row import WrittenRow, read_output_row
 from nvcli.job.shard import WHOLE, Shard
 
@@ -23,8 +22,6 @@ class OutputScan:
 
     def __init__(self) -> None:
         self.answered = AnsweredRows()
-        self.errors: Counter[str] = Counter()
-        """Failed rows by error type."""
         self.sound_bytes = 0
         """The end of the last sound line, or in a compressed file of its member; bytes behind it can be cut off."""
         self.num_damaged = 0
@@ -47,30 +44,27 @@ def scan_output(path: Path, shard: Shard = WHOLE) -> OutputScan:
     for lines, end in _blocks(path):
         for line in lines:
             row = read_output_row(line) if isinstance(line, bytes) else None
-            if row is None or not scan.answered.all.add(row.index):
+            if row is None or not scan.answered.add(row.index, row.error_type):
                 num_bad += 1
                 continue
             if row.index != shard.row(scan.num_rows - 1):
                 scan.is_in_order = False
-            if row.error_type is not None:
-                scan.answered.failed.add(row.index)
-                scan.errors[row.error_type] += 1
             scan.num_damaged += num_bad
             num_bad = 0
             scan.sound_bytes = end
     return scan
 
 
-def valid_rows(path: Path, seen: RowSet | None = None) -> Iterator[tuple[WrittenRow, bytes]]:
+def valid_rows(path: Path, seen: AnsweredRows | None = None) -> Iterator[tuple[WrittenRow, bytes]]:
     """Yield the lines (without newline) that a scan counts as rows, in the order of the file.
 
     Rows that are in `seen` are left out, and those that are yielded are added to it.
     """
-    seen = RowSet() if seen is None else seen
+    seen = seen or AnsweredRows()
     for lines, _ in _blocks(path):
         for line in lines:
             row = read_output_row(line) if isinstance(line, bytes) else None
-            if row is not None and isinstance(line, bytes) and seen.add(row.index):
+            if row is not None and isinstance(line, bytes) and seen.add(row.index, row.error_type):
                 yield row, line
 
 

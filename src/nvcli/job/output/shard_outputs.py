@@ -23,7 +23,7 @@ from nvcli.job.files import is_folder
 from nvcli.job.output.manifest import Manifest, load_manifest
 from nvcli.job.output.output_scan import valid_rows
 from nvcli.job.own_files import digests_path, is_sidecar, manifest_path, rows_path, whole_name
-from nvcli.job.row_set import AnsweredRows, RowSet
+from nvcli.job.row_set import AnsweredRows
 from nvcli.job.rows.output_row import WrittenRow
 from nvcli.job.shard import SHARD_FACT, Shard, read_shard
 
@@ -125,8 +125,6 @@ class ShardRows:
         """Read the outputs. Raises ConfigError for one that holds a row of another shard, and OSError."""
         self._outputs = outputs
         self.answered = AnsweredRows()
-        self.errors: Counter[str] = Counter()
-        """Failed rows by error type."""
         self._counts: Counter[int] = Counter()
         """Rows by the number of their shard, as far as the job goes."""
         finished = [each.manifest.finished for each in outputs if each.manifest.finished is not None]
@@ -138,15 +136,12 @@ class ShardRows:
             self._read(output)
 
     def _read(self, output: ShardOutput) -> None:
-        for row, _ in valid_rows(output.rows, self.answered.all):
+        for row, _ in valid_rows(output.rows, self.answered):
             if row.index not in output.shard:
                 raise ConfigError(
                     f"{output.path} holds row {row.index}, which is not of shard {output.shard}: another program "
                     "changed it; start that shard anew with --overwrite"
                 )
-            if row.error_type is not None:
-                self.answered.failed.add(row.index)
-                self.errors[row.error_type] += 1
             if self.total is None or row.index < self.total:
                 self._counts[output.shard.number] += 1
 
@@ -243,5 +238,5 @@ def _read_output(path: Path) -> ShardOutput:
 
 def lines_by_shard(outputs: Sequence[ShardOutput]) -> dict[int, Iterator[tuple[WrittenRow, bytes]]]:
     """Return the sound lines of each output, by the number of its shard."""
-    seen = RowSet()
+    seen = AnsweredRows()
     return {output.shard.number: valid_rows(output.rows, seen) for output in outputs}

@@ -194,7 +194,7 @@ class _JobRun:
             num_notes = len(self._opened.notes)
             self._opened.finish(
                 rows=self._num_rows,
-                errors=self._opened.errors + self._counts.errors,
+                errors=self._opened.answered.errors + self._counts.errors,
                 rows_read=self._reader.rows_read,
                 all_read=self._reader.all_read,
             )
@@ -211,7 +211,7 @@ class _JobRun:
         return Summary(
             output=self._job.output,
             rows=self._num_rows,
-            errors=dict(self._opened.errors + counts.errors),
+            errors=dict(self._opened.answered.errors + counts.errors),
             counts=counts,
             sampling=sampling_settings(self._job.run, self._job.model.generation_defaults, self._setter_of)
             if self._job.task is None
