@@ -4,89 +4,65 @@ from __future__ import annotations
 
 from collections import Counter
 
-_PAGE_BITS = 15
-_PAGE_ROWS = 1 << _PAGE_BITS
+_PAGE_ROWS = 4096
 
 
 class RowSet:
     """A set of row numbers from 0.
 
-    It takes one bit for each number of the pages of 32,768 numbers that it has numbers of. So a number far beyond the
-    others, as a damaged or foreign line may have, takes 4 KiB.
+    It takes one bit for each number of the pages of 4,096 numbers that it has numbers of. So a number far beyond the
+    others, as a damaged or foreign line may have, takes little memory.
     """
 
     def __init__(self) -> None:
-        self._pages: dict[int, bytearray] = {}
+        self._pages: dict[int, int] = {}
+        """The bits of each page that is not empty, that of its first number as the lowest."""
         self.count = 0
 
     def add(self, index: int) -> bool:
         """Add a number. Returns False if it was in the set before."""
-        page = self._pages.get(index >> _PAGE_BITS)
-        if page is None:
-            page = self._pages[index >> _PAGE_BITS] = bytearray(_PAGE_ROWS // 8)
-        byte, bit = (index & _PAGE_ROWS - 1) >> 3, 1 << (index & 7)
-        if page[byte] & bit:
+        number, place = divmod(index, _PAGE_ROWS)
+        page = self._pages.get(number, 0)
+        if page >> place & 1:
             return False
-        page[byte] |= bit
+        self._pages[number] = page | 1 << place
         self.count += 1
         return True
 
     def discard(self, index: int) -> None:
         """Take a number out if it is in the set."""
         if index in self:
-            self._pages[index >> _PAGE_BITS][(index & _PAGE_ROWS - 1) >> 3] &= ~(1 << (index & 7))
+            self._pages[index // _PAGE_ROWS] ^= 1 << index % _PAGE_ROWS
             self.count -= 1
 
     def __contains__(self, index: int) -> bool:
-        page = self._pages.get(index >> _PAGE_BITS)
-        return page is not None and bool(page[(index & _PAGE_ROWS - 1) >> 3] & 1 << (index & 7))
+        return bool(self._pages.get(index // _PAGE_ROWS, 0) >> index % _PAGE_ROWS & 1)
 
     def minus(self, other: RowSet) -> RowSet:
         """Return this set without the numbers of `other`, which must all be in it."""
         rest = RowSet()
-        rest._pages = {number: bytearray(page) for number, page in self._pages.items()}
-        for number, page in other._pages.items():
-            mine = rest._pages[number]
-            for byte, bits in enumerate(page):
-                mine[byte] &= ~bits
+        rest._pages = {number: page & ~other._pages.get(number, 0) for number, page in self._pages.items()}
         rest.count = self.count - other.count
         return rest
 
     def is_within(self, other: RowSet) -> bool:
         """Tell whether all numbers of this set are in the other one too."""
-        nothing = bytes(_PAGE_ROWS // 8)
-        return all(
-            _bits_from(page, 0) & ~_bits_from(other._pages.get(number, nothing), 0) == 0
-            for number, page in self._pages.items()
-        )
+        return not any(page & ~other._pages.get(number, 0) for number, page in self._pages.items())
 
     def next_missing(self, index: int, step: int = 1) -> int:
         """Return the first of the numbers `index`, `index + step` and so on that is not in the set."""
-        while step > 1 and index in self:
-            index += step
         while index in self:
-            page = self._pages[index >> _PAGE_BITS]
-            index += _lowest_bit(~_bits_from(page, index & _PAGE_ROWS - 1))  # at most to the next page
+            # With a step of 1, at most to the next page.
+            index += step if step > 1 else _lowest_bit(~self._pages[index // _PAGE_ROWS] >> index % _PAGE_ROWS)
         return index
 
     def next_present(self, index: int) -> int:
         """Return the first number from `index` on that is in the set; behind the largest, a number that is not."""
-        if index in self:
-            return index
-        first = index >> _PAGE_BITS
-        rest = _bits_from(self._pages.get(first, b""), index & _PAGE_ROWS - 1)
-        if rest:
+        first, place = divmod(index, _PAGE_ROWS)
+        if rest := self._pages.get(first, 0) >> place:
             return index + _lowest_bit(rest)
-        for number in sorted(number for number in self._pages if number > first):
-            rest = _bits_from(self._pages[number], 0)
-            if rest:
-                return (number << _PAGE_BITS) + _lowest_bit(rest)
-        return index
-
-
-def _bits_from(page: bytes | bytearray, place: int) -> int:
-    """Return the bits of a page from a place on, that of the place itself as the lowest."""
-    return int.from_bytes(page[place >> 3 :], "little") >> (place & 7)
+        number = min((number for number, page in self._pages.items() if page and number > first), default=None)
+        return index if number is None else number * _PAGE_ROWS + _lowest_bit(self._pages[number])
 
 
 def _lowest_bit(bits: int) -> int:

@@ -7,6 +7,7 @@ from its beginning, so only one place and one row of it are remembered, however 
 from __future__ import annotations
 
 import heapq
+import mmap
 import os
 import struct
 import tempfile
@@ -17,7 +18,6 @@ from nvcli.errors import OutputError
 
 _HEADER = struct.Struct("<QQ")
 """The row and the length of a line, which stand before it in the file."""
-_READ_BYTES = 128 * 1024
 _OVERHEAD = 150
 """Roughly what Python takes for a waiting line beside its bytes."""
 
@@ -35,8 +35,8 @@ class ReorderBuffer:
         self._next = next_row(0)
         self._held: dict[int, bytes] = {}
         self._held_bytes = 0
-        self._runs: list[tuple[int, _Run]] = []
-        """The runs as a heap, by the row that each run has next."""
+        self._runs: list[tuple[int, bytes, Iterator[tuple[int, bytes]]]] = []
+        """The runs as a heap, by the row that each run has next: that row, its line, and the lines that follow."""
         self._fd: int | None = None
         self._file_bytes = 0
 
@@ -73,15 +73,15 @@ class ReorderBuffer:
             yield line
 
     def close(self) -> None:
+        self._runs.clear()
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
     def _take_from_run(self) -> bytes:
-        _, run = self._runs[0]
-        line = run.take()
-        if run.next_index is not None:
-            heapq.heapreplace(self._runs, (run.next_index, run))
+        _, line, run = self._runs[0]
+        if (following := next(run, None)) is not None:
+            heapq.heapreplace(self._runs, (*following, run))
         else:
             heapq.heappop(self._runs)
             if not self._runs:
@@ -111,45 +111,22 @@ class ReorderBuffer:
                 f"{error.strerror}; make room, or raise `job.reorder_memory`"
             ) from None
         self._file_bytes = at
-        heapq.heappush(self._runs, (indices[0], _Run(self._fd, start, at)))
+        run = _lines_of_run(self._fd, start, at)
+        heapq.heappush(self._runs, (*next(run), run))
         self._held.clear()
         self._held_bytes = 0
 
 
-class _Run:
-    """Sorted lines in a part of the file, read from its beginning."""
-
-    def __init__(self, fd: int, start: int, end: int) -> None:
-        self._fd = fd
-        self._at = start
-        self._end = end
-        self._chunk = memoryview(b"")
-        self.next_index: int | None
-        self._length = 0
-        self._read_header()
-
-    def take(self) -> bytes:
-        line = bytes(self._read(self._length))
-        self._read_header()
-        return line
-
-    def _read_header(self) -> None:
-        if self._at == self._end and not self._chunk:
-            self.next_index = None
-        else:
-            self.next_index, self._length = _HEADER.unpack(self._read(_HEADER.size))
-
-    def _read(self, size: int) -> memoryview:
-        if len(self._chunk) < size:
-            data = bytearray(self._chunk)
-            while len(data) < size:
-                more = os.pread(self._fd, min(max(_READ_BYTES, size - len(data)), self._end - self._at), self._at)
-                assert more, "the temporary file is shorter than what was written to it"
-                data += more
-                self._at += len(more)
-            self._chunk = memoryview(bytes(data))
-        taken, self._chunk = self._chunk[:size], self._chunk[size:]
-        return taken
+def _lines_of_run(fd: int, start: int, end: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the rows and lines in a part of the file."""
+    first = start - start % mmap.ALLOCATIONGRANULARITY
+    with mmap.mmap(fd, end - first, prot=mmap.PROT_READ, offset=first) as data:
+        at = start - first
+        while at < len(data):
+            index, length = _HEADER.unpack_from(data, at)
+            at += _HEADER.size
+            yield index, data[at : at + length]
+            at += length
 
 
 def _open_temporary(folder: Path | None) -> int:

@@ -11,12 +11,10 @@ from typing import Any
 
 import msgspec
 
-from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.validation import InvalidValue, Path, convert, join_path, show, suggest
 from nvcli.errors import RowError
-from nvcli.job.job import CallRule, Job, RowContext
+from nvcli.job.job import CallRule
 from nvcli.job.rows.raw_values import decode_inner, decode_list
-from nvcli.job.tasks import PromptTask
 
 TOOLS, TOOL_CHOICE, DOCUMENTS = "tools", "tool_choice", "documents"
 PARALLEL_TOOL_CALLS = "parallel_tool_calls"
@@ -120,27 +118,6 @@ def _with_object(call: Any, name: str) -> Any:
     except msgspec.DecodeError:
         raise InvalidValue((), f"`{name}.tool_calls` has arguments that are no JSON: {show(arguments)}") from None
     return {**call, "function": {**function, "arguments": decoded}}
-
-
-def conversation_job(
-    context: RowContext,
-    messages: list[dict[str, Any]],
-    variables: dict[str, Any],
-    options: Mapping[str, Any],
-    sampling: SamplingParams,
-    task: PromptTask | None = None,
-) -> Job:
-    """Make the job of a row with messages, with the `options` that `conversation_options` returns."""
-    return Job(
-        context=context,
-        messages=messages,
-        chat_template_kwargs=variables,
-        template_arguments=options.get("template_arguments"),
-        tools=options.get("tools", ()),
-        call_rule=options.get("call_rule"),
-        sampling=sampling,
-        task=task,
-    )
 
 
 def conversation_options(given: Mapping[str, Any], *, under: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Reads rows in nvcli's own form, and those of well-known data sets without `prompt` and `messages`: ShareGPT, Alpaca.
 
-Raises RowError.
+Raises RowError, and InvalidValue for a value that is not allowed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nvcli.core.sampling_params import MAX_INT, SamplingParams
 from nvcli.core.validation import InvalidValue, convert, show
 from nvcli.errors import RowError
 from nvcli.job.job import Job, JobId, RowContext
-from nvcli.job.rows.conversation import check_messages, conversation_job, conversation_options
+from nvcli.job.rows.conversation import check_messages, conversation_options
 from nvcli.job.rows.prompt_rules import PromptKind, PromptRules
 from nvcli.job.rows.raw_values import decode, decode_list, is_null
 from nvcli.job.tasks import PromptTask
@@ -119,16 +119,13 @@ def native_job(
         and not becomes_message
     ):
         return Job(context=context, prompt=prompt, sampling=sampling, task=task)  # most rows
-    try:
-        given = _templated(columns, keys, rules) if rules.has_template else _given_prompt(row, keys, rules, kind)
-        if becomes_message and "prompt" in given:
-            given = {"messages": rules.conversation(given["prompt"])}
-        if "messages" in given:
-            known = rules.variables(variables, under=(keys.chat_template_kwargs,))
-            return conversation_job(context, given["messages"], known, conversation_options(row), sampling, task)
-    except InvalidValue as error:
-        raise RowError("invalid_value", error.message) from None
-    if variables is not None:
+    given = _templated(columns, keys, rules) if rules.has_template else _given_prompt(row, keys, rules, kind)
+    if becomes_message and "prompt" in given:
+        given = {"messages": rules.conversation(given["prompt"])}
+    if "messages" in given:
+        given["chat_template_kwargs"] = rules.variables(variables, under=(keys.chat_template_kwargs,))
+        given |= conversation_options(row)
+    elif variables is not None:
         raise RowError(
             "invalid_value",
             f"`{keys.chat_template_kwargs}` is given, and this prompt is not made by the chat template; leave it "

@@ -1,4 +1,4 @@
-"""Makes a `Job` of a row of an OpenAI batch file. Raises RowError that names the key.
+"""Makes a `Job` of a row of an OpenAI batch file. Raises RowError or InvalidValue that names the key.
 
 Parameters of the request body are those of the API's reference (platform.openai.com/docs/api-reference: chat,
 completions, batch), as far as they say how tokens are chosen, and the additions that vLLM's server takes. A parameter
@@ -11,14 +11,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from nvcli.core.sampling_params import MAX_LOGPROBS, SamplingParams
-from nvcli.core.validation import InvalidValue, Path, convert, show
+from nvcli.core.validation import Path, convert, show
 from nvcli.errors import RowError
 from nvcli.job.job import Job, Prompt, RowContext, RowForm, prompt_fields
 from nvcli.job.rows.conversation import (
     CONVERSATION_KEYS,
     REASONING_EFFORT,
     check_messages,
-    conversation_job,
     conversation_options,
 )
 from nvcli.job.rows.native_row import RowDefaults
@@ -162,17 +161,17 @@ def openai_job(row: dict[str, Any], context: RowContext, defaults: RowDefaults, 
     if context.form is RowForm.RESPONSE:
         own |= {"n": 1, "best_of": None}  # whatever the job has for others
     sampling = defaults.sampling(own, under="body")
-    try:
-        if not is_chat:
-            return _completion_job(given, context, sampling, rules)
-        if "messages" not in given:
-            raise RowError("missing_prompt", "`body.messages` is not given")
-        messages = rules.with_system(check_messages(given["messages"], under=("body", key)))
-        options = conversation_options(given, under=("body",))
-        variables = rules.variables(given.get("chat_template_kwargs"), under=("body", "chat_template_kwargs"))
-        return conversation_job(context, messages, variables, options, sampling)
-    except InvalidValue as error:
-        raise RowError("invalid_value", error.message) from None
+    if not is_chat:
+        return _completion_job(given, context, sampling, rules)
+    if "messages" not in given:
+        raise RowError("missing_prompt", "`body.messages` is not given")
+    return Job(
+        context=context,
+        messages=rules.with_system(check_messages(given["messages"], under=("body", key))),
+        chat_template_kwargs=rules.variables(given.get("chat_template_kwargs"), under=("body", "chat_template_kwargs")),
+        sampling=sampling,
+        **conversation_options(given, under=("body",)),
+    )
 
 
 def _completion_job(given: dict[str, Any], context: RowContext, sampling: SamplingParams, rules: PromptRules) -> Job:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from nvcli.core.validation import show
+from nvcli.core.validation import InvalidValue, show
 from nvcli.errors import RowError
 from nvcli.job.job import Caller, Job, JobId, JobResult, RowContext, RowForm, failed
 from nvcli.job.line_splitter import DroppedLine, Line, too_long
@@ -159,10 +159,10 @@ class RowParser:
                 if not self._seen.add(row_id):
                     raise _repeated(row_id, is_native)
             return self._job(context, given, values, kind, is_native, warnings, defaults)
-        except RowError as error:
+        except (RowError, InvalidValue) as error:
             if not context.id and context.is_named:
                 context.id = self._seen.name(index)
-            return failed(context, error)
+            return failed(context, error if isinstance(error, RowError) else RowError("invalid_value", error.message))
 
     def _job(
         self,
@@ -174,7 +174,7 @@ class RowParser:
         warnings: RowWarnings,
         defaults: RowDefaults,
     ) -> Job:
-        """Make the job of a row by its values, and by those of nvcli's own keys. Raises RowError."""
+        """Make the job of a row by its values, and by those of nvcli's own keys. Raises RowError and InvalidValue."""
         task, rules = self._task, self.rules
         if is_native:
             key = self.keys.sampling

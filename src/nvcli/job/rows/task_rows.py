@@ -1,4 +1,4 @@
-"""Makes jobs of rows that are scored or embedded. Raises RowError that names the key."""
+"""Makes jobs of rows that are scored or embedded. Raises RowError or InvalidValue that names the key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.task_config import EmbeddingEncoding, ScoreConfig
-from nvcli.core.validation import InvalidValue, convert, show
+from nvcli.core.validation import convert, show
 from nvcli.errors import RowError
 from nvcli.job.job import Job, RowContext, RowForm
 from nvcli.job.rows.openai_row import check_request, job_of, prompts_of
@@ -47,18 +47,15 @@ class ScoreRows(msgspec.Struct, frozen=True):
             raise RowError("invalid_value", f"`{one}` and `{several}` are given; give one of them")
         continuations: tuple[str, ...] | None = None
         answer = None
-        try:
-            if one in own:
-                continuations = (convert(own[one], str, under=(one,)),)
-            elif several in own:
-                key = several
-                continuations = tuple(convert(_listed(own[several]), list[str], under=(several,)))
-                if not 1 <= len(continuations) <= MAX_CHOICES:
-                    raise RowError(
-                        "invalid_value", f"`{key}` holds {len(continuations)} texts; allowed: 1 to {MAX_CHOICES:,}"
-                    )
-        except InvalidValue as error:
-            raise RowError("invalid_value", error.message) from None
+        if one in own:
+            continuations = (convert(own[one], str, under=(one,)),)
+        elif several in own:
+            key = several
+            continuations = tuple(convert(_listed(own[several]), list[str], under=(several,)))
+            if not 1 <= len(continuations) <= MAX_CHOICES:
+                raise RowError(
+                    "invalid_value", f"`{key}` holds {len(continuations)} texts; allowed: 1 to {MAX_CHOICES:,}"
+                )
         if continuations is not None:
             if "" in continuations:
                 raise RowError("invalid_value", f"`{key}` holds an empty text, which has no tokens to score")
@@ -104,11 +101,8 @@ class EmbedRows(msgspec.Struct, frozen=True):
         given = check_request(row, (_EMBEDDINGS_URL,))
         if unknown := [key for key in given if key not in _EMBEDDING_KEYS]:
             raise unsupported_key(unknown[0], _EMBEDDING_KEYS)
-        try:
-            prompts = prompts_of(given, "input")
-            wanted = convert(given, _EmbeddingRequest, under=("body",))
-        except InvalidValue as error:
-            raise RowError("invalid_value", error.message) from None
+        prompts = prompts_of(given, "input")
+        wanted = convert(given, _EmbeddingRequest, under=("body",))
         task = msgspec.structs.replace(
             self.task,
             dimensions=self.task.dimensions if wanted.dimensions is None else wanted.dimensions,
