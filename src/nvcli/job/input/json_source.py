@@ -35,37 +35,55 @@ _MAX_KEYS = 1000
 _LIST = b"["[0]
 
 
-class _OpenText:
-    """A text that chunks may end in."""
+class _Scanner:
+    """Finds texts, brackets and commas of JSON in chunks that may end anywhere."""
 
     def __init__(self) -> None:
-        self.is_open = False
+        self.is_in_text = False
+        """Whether the last chunk ended inside a text."""
         self._is_escaped = False
         """Whether the first byte of the next chunk belongs to a backslash before it."""
 
-    def end_in(self, chunk: bytes, start: int = 0) -> int:
+    def scan(self, chunk: bytes) -> Iterator[tuple[int, int, int]]:
+        """Yield the first byte, the place and the end of each token. A text may have begun in an earlier chunk, and
+        may go on in the next one."""
+        at = 0
+        if self.is_in_text and chunk:
+            at = self._end_text(chunk, 0)
+            yield _QUOTE, 0, at
+        for match in _TOKEN.finditer(chunk, at):
+            at, end = match.span()
+            if end == at + 1 and chunk[at] == _QUOTE:
+                yield _QUOTE, at, self._end_text(chunk, end)
+                return
+            yield chunk[at], at, end
+
+    def _end_text(self, chunk: bytes, start: int) -> int:
         """Return where the text that is open at `start` ends in the chunk, and take note where it does not end."""
         if self._is_escaped:
             start, self._is_escaped = start + 1, False
         inside = _INSIDE_STRING.match(chunk, start)
         end = inside.end() if inside is not None else start
         if end >= len(chunk):
-            self.is_open = True
+            self.is_in_text = True
             return len(chunk)
-        self.is_open = self._is_escaped = chunk[end] != _QUOTE
+        self.is_in_text = self._is_escaped = chunk[end] != _QUOTE
         return end + 1
 
 
 class ArraySplitter(LineSplitter):
-    """Makes the items of one array of chunks that may end anywhere. The array begins with the first chunk."""
+    """Makes the items of one array of chunks that may end anywhere."""
 
-    def __init__(self, *, max_bytes: int | None, is_whole: bool = True) -> None:
-        """An item of more than `max_bytes` is not kept. With `is_whole` nothing may stand behind the array."""
+    def __init__(self, *, max_bytes: int | None, begin: int | None = None) -> None:
+        """An item of more than `max_bytes` is not kept. `begin` is the place of an array that is a part of the file;
+        None: the array is the whole file, and nothing may stand behind it."""
         super().__init__(max_bytes=max_bytes)
-        self._is_whole = is_whole
+        self._is_whole = begin is None
+        self._num_before = begin or 0
+        """Bytes before the array that are still to come."""
         self._level = 0
         """The objects and lists that are open; the array itself is the first one."""
-        self._text = _OpenText()
+        self._scanner = _Scanner()
         self._num_items = 0
         self._has_ended = False
         self._has_more = False
@@ -74,21 +92,22 @@ class ArraySplitter(LineSplitter):
     def feed(self, chunk: bytes) -> list[Line]:
         """Return the items that end in this chunk."""
         ended: list[Line] = []
-        if self._level == 1 and not self._text.is_open and chunk.isspace():
+        if self._num_before:
+            num_bytes = len(chunk)
+            chunk = chunk[self._num_before :]
+            self._num_before -= num_bytes - len(chunk)
+        if self._level == 1 and not self._scanner.is_in_text and chunk.isspace():
             self._add(b" " if self._num_bytes else b"")  # there may be any amount between items
             return ended
         if not chunk:
             return ended
         start = 0  # of the current item, as far as it lies in this chunk
-        for match in _TOKEN.finditer(chunk, self._text.end_in(chunk) if self._text.is_open else 0):
+        for token, at, _ in self._scanner.scan(chunk):
             if self._has_ended:
                 break
-            at, token = match.start(), chunk[match.start()]
             if token == _QUOTE:
-                if match.end() == at + 1:
-                    self._text.end_in(chunk, at + 1)
-                    break
-            elif token in _OPENING:
+                continue
+            if token in _OPENING:
                 self._level += 1
                 start = at + 1 if self._level == 1 else start
             elif token == _COMMA and self._level > 1:
@@ -128,14 +147,12 @@ class ObjectOutline:
         self.has_ended = False
         self.has_more = False
         """Whether something stands behind the object."""
-        self.begin = self.end = 0
-        """The places in the file at which the object begins, and ends if it has ended."""
         self.has_lines = False
         """Whether the object stands on several lines."""
         self._num_bytes = 0
         """Bytes of earlier chunks."""
         self._level = 0
-        self._text = _OpenText()
+        self._scanner = _Scanner()
         self._key: bytearray | None = None
         """The text of the key that is being read; None: it is read."""
         self._list_at: int | None = None
@@ -143,23 +160,14 @@ class ObjectOutline:
 
     def feed(self, chunk: bytes) -> None:
         """Take the next chunk."""
-        start, end = 0, len(chunk) if not self.has_ended else 0
-        if self._text.is_open:
-            start = self._text.end_in(chunk)
-            self._add_to_key(chunk[:start])
-        elif self._level == 0 and not self.has_ended:
-            start = len(chunk) - len(chunk.lstrip())
-            self.begin = self._num_bytes + start
-        for match in _TOKEN.finditer(chunk, start) if not self.has_ended else ():
-            at, token = match.start(), chunk[match.start()]
+        start = len(chunk) - len(chunk.lstrip()) if self._level == 0 else 0
+        end = 0 if self.has_ended else len(chunk)
+        for token, at, after in self._scanner.scan(chunk) if not self.has_ended else ():
             if token == _QUOTE:
                 self._list_at = None
-                self._add_to_key(chunk[at : self._text.end_in(chunk, at + 1)])
-                if self._text.is_open:
-                    break
+                self._add_to_key(chunk[at:after])
             elif self._take(token, self._num_bytes + at):
-                end = at + 1
-                self.end = self._num_bytes + end
+                end = after
                 break
         self.has_lines = self.has_lines or b"\n" in chunk[start:end]
         self.has_more = self.has_more or (self.has_ended and bool(chunk[end:].strip()))
@@ -188,7 +196,7 @@ class ObjectOutline:
         if self._key is None or self._level != 1:
             return
         self._key += text[: _MAX_KEY_BYTES - len(self._key)]
-        if not self._text.is_open:
+        if not self._scanner.is_in_text:
             if len(self.keys) < _MAX_KEYS:
                 self.keys.append(_decoded(bytes(self._key)))
             self._key = None
@@ -237,27 +245,6 @@ class JsonSplitter:
 
     def end(self) -> Line | None:
         """Return the last line, if there is one that is not given out. Raises DamagedInput."""
-        return self._splitter.end()
-
-
-class _Part:
-    """Splits a part of a file, whatever stands before and behind it."""
-
-    def __init__(self, splitter: Splitter, begin: int, end: int | None = None) -> None:
-        self._splitter = splitter
-        self._num_before = begin
-        self._num_left = None if end is None else end - begin
-
-    def feed(self, chunk: bytes) -> list[Line]:
-        start = min(self._num_before, len(chunk))
-        self._num_before -= start
-        part = chunk[start:]
-        if self._num_left is not None:
-            part = part[: self._num_left]
-            self._num_left -= len(part)
-        return self._splitter.feed(part)
-
-    def end(self) -> Line | None:
         return self._splitter.end()
 
 
@@ -336,8 +323,7 @@ class JsonSource(LineSource):
             )
         if lists:
             self._is_list = True
-            items = ArraySplitter(max_bytes=line_splitter.MAX_LINE_BYTES, is_whole=False)
-            return _Part(items, *lists.values())
+            return ArraySplitter(max_bytes=line_splitter.MAX_LINE_BYTES, begin=next(iter(lists.values())))
         if outline.has_lines and outline.has_ended:
-            return _Part(_OneRow(max_bytes=line_splitter.MAX_LINE_BYTES), outline.begin, outline.end)
+            return _OneRow(max_bytes=line_splitter.MAX_LINE_BYTES)
         return self._splitter
