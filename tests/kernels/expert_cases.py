@@ -86,7 +86,9 @@ def _make_weight(values: Tensor, format: Format, dtype: torch.dtype) -> tuple[Te
     if format.kind == "mxfp4":
         blocks = bits[:, : columns // 2].reshape(rows, columns // 32, 16).to(torch.uint8)
         exponents = 119 + (bits[:, : columns // 32] & 3).to(torch.uint8)
-        return *w4.pack_mxfp4(blocks, exponents, format), dequantise(blocks, exponents).float()
+        codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
+        scales = w4.join_exponents(exponents, format)
+        return w4.pack(codes, format), scales, dequantise(blocks, exponents).float()
     groups = columns // format.group
     scales, zeros = values[:, :groups].abs().half().float() / 4 + 1e-3, (bits[:, :groups] & 15).float()
     joined = w4.join_scales(scales, zeros)

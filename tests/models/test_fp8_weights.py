@@ -27,7 +27,7 @@ from nvcli.kernels import fp8
 from nvcli.kernels.fp8 import dequantise_weight, quantise, quantise_weight
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.weight_formats import FP8Scaling
-from nvcli.models import fp8_values, loader, quantised_values
+from nvcli.models import kept_values, loader, stored_values
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.fp8_linear import Fp8LinearMethod
 from nvcli.models.geometry import model_tensors
@@ -123,7 +123,7 @@ def test_weights_are_computed_piece_by_piece(
     whole = dict(load_model(path, 1, 2, quantization=quantization).named_parameters())
     monkeypatch.setattr(loader, "_PIECE_NUMBERS", {"cpu": 128 * 256})
     sizes = []
-    for module, function in ((fp8_values, "quantise_weight"), (quantised_values, "scale_codes")):
+    for module, function in ((kept_values, "quantise_weight"), (stored_values, "scale_codes")):
         compute = getattr(module, function)
 
         def watched(values: Tensor, *others: Any, compute: Any = compute) -> Any:

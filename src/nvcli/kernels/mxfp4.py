@@ -18,11 +18,15 @@ def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
     blocks: [..., G, 16] uint8, the earlier one of two numbers in the lower half of its byte; scales: [..., G] uint8,
     exponents of 2 with a bias of 127, or 255 for NaN.
     """
+    return numbers_of_bytes(blocks).mul_(powers_of_scales(scales).unsqueeze(-1)).flatten(-2)
+
+
+def numbers_of_bytes(packed: Tensor) -> Tensor:
+    """Return the numbers of bytes [..., n] without their scales, in bfloat16: [..., 2 n], the lower half of a byte
+    first."""
     # Both numbers of a byte are looked up at once, as one number of 32 bits.
-    pairs = _byte_pairs(blocks.device).index_select(0, blocks.flatten().int())
-    factors = powers_of_scales(scales)
-    numbers = pairs.view(torch.bfloat16).view(*scales.shape, -1)
-    return numbers.mul_(factors.unsqueeze(-1)).flatten(-2)
+    pairs = _byte_pairs(packed.device).index_select(0, packed.flatten().int())
+    return pairs.view(torch.bfloat16).view(*packed.shape[:-1], -1)
 
 
 def numbers_of_codes(codes: Tensor) -> Tensor:

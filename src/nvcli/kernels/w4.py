@@ -59,12 +59,10 @@ def part_scales(joined: Tensor) -> tuple[Tensor, Tensor]:
     return scales.t(), (joined & 0xFF).float().t()
 
 
-def pack_mxfp4(blocks: Tensor, scales: Tensor, format: W4Format) -> tuple[Tensor, Tensor]:
-    """Turn MXFP4 [out, in / 32, 16] and its scales [out, in / 32], both uint8 (`kernels/mxfp4.py`), into words and
-    scales."""
-    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
+def join_exponents(scales: Tensor, format: W4Format) -> Tensor:
+    """Join the scales of MXFP4, [out, in / 32] uint8 (`kernels/mxfp4.py`): [tiles, out] int32."""
     padded = F.pad(scales, (0, -scales.shape[1] % (format.tile // format.group))).contiguous()
-    return pack(codes, format), padded.view(torch.int32).t().contiguous()
+    return padded.view(torch.int32).t().contiguous()
 
 
 def dequantise(words: Tensor, scales: Tensor, columns: int, format: W4Format) -> Tensor:

@@ -1,4 +1,4 @@
-"""How the numbers of a quantised weight are stored, said without the weight. Torch-free.
+"""How ranks keep quantised weights. Torch-free.
 
 A weight is [out, in]. Its codes are small numbers, and a weight's value is (code - zero) × scale, where some neighbours
 share a zero and a scale.
@@ -17,9 +17,6 @@ FP8_ALIGNMENT = 16
 """Rows and columns of an FP8 weight are multiples of it: the units for FP8 products read 16 bytes at a time."""
 FP8_CAPABILITY = (8, 9)
 """The compute capability from which on GPUs have units for FP8 products."""
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The column, among eight, of each 4-bit code of an AWQ word, from the lowest bits on."""
-WORD_BITS = 32
 
 W4_PARTS = 4
 """Codes of a word, where ranks keep a weight in 4 bits (`kernels/w4.py`)."""
@@ -88,22 +85,3 @@ class StoredGroups:
         fitting = (size for size in W4_GROUPS if columns % size == 0 and (self.size is None or self.size % size == 0))
         group = next(fitting, None)
         return None if group is None else W4Format("integer", group)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packing:
-    """The way in which the codes of one weight are stored."""
-
-    kind: Literal["scaled", "gptq", "awq", "compressed"]
-    """`scaled`: codes [out, in] of 8 bits, one by one. `gptq`: words [in / n, out] of n codes. `awq`: words [in, out /
-    n], their codes in AWQ_ORDER. `compressed`: words [out, in / n] (compressed-tensors)."""
-    bits: int
-    """The size of a code."""
-    block: tuple[int, int]
-    """(rows, columns) that share a scale; 0 columns: those to which the weight's index of groups gives one number."""
-    zero_offset: int = 0
-    """What is added to stored zeros."""
-
-    @property
-    def codes_per_word(self) -> int:
-        return WORD_BITS // self.bits

@@ -219,12 +219,12 @@ class CausalLM(nn.Module):
 
     @property
     def mixers(self) -> tuple[TokenMixer, ...]:
-        """What mixes the tokens in each layer of this rank."""
+        """The token mixer of each layer of this rank."""
         return tuple(module for module in self.modules() if isinstance(module, TokenMixer))
 
     @property
     def cache_layers(self) -> tuple[CacheSpec, ...]:
-        """What each layer of this rank keeps in the KV cache, in the order of the layers."""
+        """Each layer's part of the KV cache on this rank, in the order of the layers."""
         return tuple(mixer.spec for mixer in self.mixers)
 
     @property

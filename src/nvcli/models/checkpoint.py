@@ -1,4 +1,4 @@
-"""Where a model's files are: names to folders, folders to safetensors files, files to the tensors in them.
+"""The way to a model's files: names to folders, folders to safetensors files, files to the tensors in them.
 
 Torch-free; the hub (`models.hub`) is asked only for a name that is neither `demo` nor a folder.
 """
@@ -19,7 +19,8 @@ from nvcli.models.config_overrides import NO_OVERRIDES
 from nvcli.models.hub import cached_snapshot, download, download_small_files
 from nvcli.models.json_file import JsonFile
 from nvcli.models.other_checkpoints import check_kind, gguf_error, is_gguf, other_weights
-from nvcli.models.safetensors_header import INDEX_FILE, TensorInfo, read_header, unreadable
+from nvcli.models.safetensors_header import INDEX_FILE, read_header, unreadable
+from nvcli.models.tensor_info import TensorInfo
 
 SINGLE_FILE = "model.safetensors"
 _MOST_REF_BYTES = 1000

@@ -11,7 +11,7 @@ from nvcli.models.checkpoint_layout import LocatedTensors, locate_tensors
 from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import EMBEDDING, HEAD, model_tensors, unused_tensors
 from nvcli.models.kv_scales import is_kv_scale
-from nvcli.models.safetensors_header import TensorInfo
+from nvcli.models.tensor_info import TensorInfo
 from nvcli.models.tensor_spec import TensorSpec
 from nvcli.worker.distributed.stage import WHOLE, Stage
 
@@ -56,7 +56,7 @@ def _check_needed(needed: Iterable[TensorSpec], tensors: Mapping[str, TensorInfo
             raise LoadError(
                 f"{found.file}: tensor {found.name} has shape {list(found.shape)}, config.json asks for {list(shape)}"
             )
-        if found.scales is None and found.packing is None and found.dtype not in _FLOAT_DTYPES:
+        if found.codes is None and found.dtype not in _FLOAT_DTYPES:
             raise LoadError(
                 f"{found.file}: tensor {found.name} is stored as {found.dtype}; supported: "
                 f"{', '.join(sorted(_FLOAT_DTYPES))}"

@@ -12,18 +12,10 @@ from dataclasses import dataclass, replace
 from itertools import count, takewhile
 
 from nvcli.errors import LoadError
-from nvcli.models.interleaved_experts import split_interleaved
-from nvcli.models.quantisation.description import Quantisation
-from nvcli.models.quantisation.stored_weights import join_parts
-from nvcli.models.safetensors_header import TensorInfo
+from nvcli.models.quantisation.join import join_parts, twice
+from nvcli.models.quantisation.quantisation import Quantisation
+from nvcli.models.tensor_info import TensorInfo
 from nvcli.models.tensor_spec import EXPERTS, FUSED, TensorSpec
-
-STACKED = {
-    "gate_up_proj": ("gate_proj.weight", "up_proj.weight"),
-    "down_proj": ("down_proj.weight",),
-}
-"""Stacks [experts, out, in] that files may hold for all experts of a layer, and an expert's tensors whose rows are one
-after the other in each of its matrices."""
 
 _TEXT_PREFIXES = (
     ("language_model.model.", "model."),
@@ -31,12 +23,12 @@ _TEXT_PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
     ("lm_head.", "lm_head."),
 )
-"""What stands before the names of the text model in a checkpoint of more than text, in older and newer files."""
+"""Prefixes of the text model's names in checkpoints of more than text: (in older or newer files, in the decoder)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointLayout:
-    """What tells a family's files from the decoder's own names."""
+    """Differences between the names in a family's files and the decoder's own."""
 
     renamed: tuple[tuple[str, str], ...] = ()
     """Parts of names: (in the file, in the decoder)."""
@@ -45,7 +37,8 @@ class CheckpointLayout:
     left: tuple[str, ...] = ()
     """How the names of other tensors begin that are left on disk."""
     interleaves_experts: bool = False
-    """Whether stacks of experts are those of `interleaved_experts.py`."""
+    """Whether the rows of gate and up projections take turns in stacks of experts, and stacks that are not quantised
+    hold matrices [in, out]."""
     is_headless: bool = False
     """Whether the LM head is left on disk, and the decoder's names may lack `model.` in the files."""
 
@@ -92,7 +85,7 @@ class LocatedTensors:
 
     @property
     def note(self) -> str | None:
-        """What to tell the user about tensors that stay on disk; None: there are none."""
+        """Note for the user about tensors that stay on disk; None: there are none."""
         if not self.left:
             return None
         parts = ", ".join(dict.fromkeys(_part(name) for name in self.left))
@@ -125,14 +118,11 @@ def locate_tensors(
     if quantisation is not None:
         join_parts(found, quantisation)
     shapes = {name: tensor.stored_shape for tensor in wanted for name in tensor.stored_names}
-    if layout.interleaves_experts:
-        split_interleaved(found, shapes)
-    num_rows = {name: shape[0] for name, shape in shapes.items()}
-    for name in [name for name in found if name not in num_rows]:
-        if parts := [part for part in _projections(name) if part in num_rows]:
-            _split(found, found.pop(name), parts, num_rows)
-        elif experts := _stacked_parts(name, num_rows):
-            _unstack(found, found.pop(name), experts, num_rows)
+    for name in [name for name in found if name not in shapes]:
+        if parts := [part for part in _projections(name) if part in shapes]:
+            _split(found, found.pop(name), parts, shapes)
+        elif experts := _stacked_parts(name, shapes):
+            _unstack(found, found.pop(name), experts, shapes, interleaves=layout.interleaves_experts)
     return LocatedTensors(tensors=found, left=tuple(left), left_bytes=sum(info.num_bytes for info in left.values()))
 
 
@@ -143,41 +133,63 @@ def _projections(name: str) -> tuple[str, ...]:
     return tuple(f"{parent}.{part}.{kind}" for part in FUSED.get(last, ()))
 
 
-def _stacked_parts(name: str, num_rows: Mapping[str, int]) -> list[list[str]]:
+def _stacked_parts(name: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
     """Return the names of each expert's tensors in the stack `name`; none where it is no stack of known experts."""
-    parent, _, last = name.rpartition(".")
-    parts = STACKED.get(last, ()) if parent.endswith(f".{EXPERTS}") else ()
-    experts = ([f"{parent}.{expert}.{part}" for part in parts] for expert in count())
-    return list(takewhile(lambda names: names and names[0] in num_rows, experts))
+    parent, is_stack, last = name.partition(f".{EXPERTS}.")
+    projection, _, kind = last.partition(".")
+    parts = FUSED.get(projection, (projection,))
+    experts = ([f"{parent}{is_stack}{expert}.{part}.{kind or 'weight'}" for part in parts] for expert in count())
+    return list(takewhile(lambda names: is_stack and names[0] in shapes, experts))
 
 
 def _unstack(
-    found: dict[str, TensorInfo], info: TensorInfo, experts: Sequence[Sequence[str]], num_rows: Mapping[str, int]
+    found: dict[str, TensorInfo],
+    info: TensorInfo,
+    experts: Sequence[Sequence[str]],
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    interleaves: bool,
 ) -> None:
     """Put each expert's tensors of a stack into `found`."""
-    if len(info.shape) != 3 or info.shape[0] != len(experts):
+    is_transposed = interleaves and info.codes is None and len(info.shape) == 3
+    num_experts, *shape = info.shape or (0,)
+    if num_experts != len(experts):
         raise LoadError(
             f"{info.file}: tensor {info.name} has shape {list(info.shape)}, config.json asks for {len(experts)} experts"
         )
+    shape = shape[::-1] if is_transposed else shape
     for expert, parts in enumerate(experts):
-        one = replace(info, shape=info.shape[1:], num_bytes=info.num_bytes // len(experts), expert=expert)
-        _split(found, one, parts, num_rows)
+        one = replace(info, shape=tuple(shape), num_bytes=info.num_bytes // num_experts, expert=expert)
+        one = replace(one, is_transposed=is_transposed or info.is_transposed)
+        _split(found, one, parts, shapes, interleaves=interleaves)
 
 
-def _split(found: dict[str, TensorInfo], info: TensorInfo, parts: Sequence[str], num_rows: Mapping[str, int]) -> None:
-    """Put the parts of a fused tensor into `found`."""
-    expected = sum(num_rows[part] for part in parts)
+def _split(
+    found: dict[str, TensorInfo],
+    info: TensorInfo,
+    parts: Sequence[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    interleaves: bool = False,
+) -> None:
+    """Put the parts of a fused tensor into `found`: their rows follow each other, or take turns."""
+    lengths = [shapes[part][0] for part in parts]
+    expected = sum(lengths)
     if not info.shape or info.shape[0] != expected:
         raise LoadError(
             f"{info.file}: tensor {info.name} has shape {list(info.shape)}, config.json asks for {expected} rows "
-            f"({' + '.join(str(num_rows[part]) for part in parts)})"
+            f"({' + '.join(map(str, lengths))})"
         )
-    first = 0
-    for part in parts:
-        rows = num_rows[part]
-        num_bytes = info.num_bytes * rows // expected
-        found[part] = replace(info, shape=(rows, *info.shape[1:]), first_row=first, num_bytes=num_bytes)
-        first += rows
+    for number, (part, rows) in enumerate(zip(parts, lengths, strict=True)):
+        if part in found:
+            raise twice(info, found[part])
+        found[part] = replace(
+            info,
+            shape=(rows, *info.shape[1:]),
+            first_row=number if interleaves else sum(lengths[:number]),
+            row_step=len(parts) if interleaves else 1,
+            num_bytes=info.num_bytes * rows // expected,
+        )
 
 
 def _part(name: str) -> str:

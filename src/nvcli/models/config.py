@@ -22,9 +22,10 @@ from nvcli.models.families.model_file import ModelFile
 from nvcli.models.json_file import MAX_INT, JsonFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.mixer import Piece, Ranks
-from nvcli.models.quantisation.description import Quantisation, read_quantisation
-from nvcli.models.quantisation.kept_groups import problems_of_cut_groups, stored_groups
+from nvcli.models.quantisation.formats import read_quantisation
+from nvcli.models.quantisation.kept import problems_of_cut_groups, stored_groups
 from nvcli.models.quantisation.module_names import name_patterns
+from nvcli.models.quantisation.quantisation import Quantisation
 from nvcli.models.unsupported import describe_unsupported
 from nvcli.worker.distributed.stage import Stage
 
@@ -79,7 +80,7 @@ class ModelConfig:
 
     @property
     def fp8_scaling(self) -> FP8Scaling:
-        """What shares a scale in weights that ranks keep in FP8: blocks where the checkpoint has them, else rows."""
+        """Scaling of weights that ranks keep in FP8: by blocks where the checkpoint has them, otherwise by rows."""
         blocks = self.quantisation is not None and self.quantisation.weight_block == (FP8_BLOCK, FP8_BLOCK)
         return "block" if blocks else "channel"
 

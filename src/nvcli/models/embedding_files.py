@@ -1,4 +1,4 @@
-"""What a checkpoint says about embeddings: which hidden states become a vector, and whether its length is 1.
+"""Embedding settings of a checkpoint: which hidden states become a vector, and whether its length is 1.
 
 The files are those of sentence-transformers: `modules.json` lists what follows the model, and the folder of the pooling
 has a `config.json` of its own. A checkpoint without them is taken for one that pools the last token and normalises, as
@@ -35,7 +35,7 @@ _FLAGS = {
 
 
 class EmbeddingFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """What the files of a checkpoint say; None: nothing."""
+    """The settings in a checkpoint's files; None: they say nothing."""
 
     pooling: PoolingName | None = None
     normalizes: bool | None = None

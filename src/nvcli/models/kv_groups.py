@@ -26,7 +26,7 @@ a group with a window only of those that the window covers. The cost of the latt
 
 
 class _Kind(NamedTuple):
-    """What layers of one group have in common."""
+    """The properties that layers of one group share."""
 
     window: int | None
     num_kv_heads: int
@@ -94,7 +94,7 @@ def group_bytes(
     stage: Stage = WHOLE,
     kv_dtype: KVDtype | None = None,
 ) -> tuple[int, int]:
-    """What the layers of a KV group take on one rank, of the group that needs most: the bytes of the keys and values of
+    """Bytes that the layers of the largest KV group take on one rank: those of the keys and values of
     `block_size` tokens, and those of a recurrent state (0: no layer has one)."""
     most, states = 0, 0
     for numbers, group in zip(_whole_groups(config), kv_groups(config, stage), strict=True):

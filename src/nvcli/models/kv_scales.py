@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nvcli.models.safetensors_header import TensorInfo
+from nvcli.models.tensor_info import TensorInfo
 
 _SCALE = re.compile(
     r"model\.layers\.(?P<layer>\d+)\.self_attn\."

@@ -1,4 +1,4 @@
-"""What a decoder is made of, layer by layer: families write it (`families/`), and everything else reads it. Torch-free.
+"""DecoderConfig: the layers of a decoder. Families write it (`families/`), and everything else reads it. Torch-free.
 
 Layers that are alike share one `LayerConfig`, so that a model is a short list of kinds and an index for each layer.
 All sizes are those of the whole model, not of one rank.
@@ -15,7 +15,7 @@ from nvcli.models.mixers.mixer import Block, FeedForward, Mixer, NormConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNorms:
-    """Where norms stand in a layer, and their names in the checkpoint. None: there is no norm at that place.
+    """The places of norms in a layer, and their names in the checkpoint. None: there is no norm at that place.
 
     A norm before a block reads the residual stream; a norm behind it reads the block's result, before that is added to
     the stream.
@@ -42,9 +42,9 @@ class LayerConfig:
     """One decoder layer."""
 
     mixer: Mixer
-    """What mixes the tokens."""
+    """The block that mixes tokens."""
     mlp: FeedForward
-    """What computes each token by itself."""
+    """The block that computes each token by itself."""
     norms: LayerNorms = LayerNorms()
     has_scalar: bool = False
     """Whether the residual stream is multiplied by a number of the checkpoint at the layer's end."""

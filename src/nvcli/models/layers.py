@@ -92,7 +92,7 @@ class ResultNorm(Norm):
 
 
 class TokenMixer(nn.Module, ABC):
-    """What mixes the tokens of a layer: [T, H] → [T, this rank's features], the input of `o_proj`."""
+    """The block of a layer that mixes tokens: [T, H] → [T, this rank's features], the input of `o_proj`."""
 
     spec: CacheSpec
     cache_layer: int
@@ -112,7 +112,7 @@ class TokenMixer(nn.Module, ABC):
 
 
 class FeedForward(nn.Module, ABC):
-    """What computes each token of a layer by itself: [T, H] → `delta` for `residual` [T, H]."""
+    """The block of a layer that computes each token by itself: [T, H] → `delta` for `residual` [T, H]."""
 
     is_summed: bool = False
     """Whether it reads the residual stream itself, and gives its whole result, alike on all ranks; else it gives this

@@ -22,12 +22,10 @@ from nvcli.kernels.w4 import join_scales
 from nvcli.kernels.weight_formats import FP8_BLOCK, W4Format
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO, check_tensors, read_model_tensors
-from nvcli.models.fp8_values import has_kept_codes, read_fp8, reorder_rows
+from nvcli.models.kept_values import has_kept_codes, read_kept
 from nvcli.models.kv_scales import find_kv_scales
-from nvcli.models.safetensors_header import TensorInfo
 from nvcli.models.stored_values import OpenFiles
-from nvcli.models.tensor_spec import TensorSpec
-from nvcli.models.w4_values import read_w4
+from nvcli.models.tensor_info import TensorInfo
 from nvcli.models.weights import DerivedModule, ScaleTarget, WeightModule, WeightSource
 
 _MAX_THREADS = 8
@@ -56,9 +54,9 @@ class _Assignment:
     source: WeightSource
     target: Tensor
     scales: Tensor | None
-    """What takes the scales, where `target` takes codes."""
+    """The parameter for scales, where `target` takes codes."""
     order: Tensor | None
-    """What takes the order of the columns, where they have one."""
+    """The parameter for the order of the columns, where they have one."""
 
     @property
     def num_bytes(self) -> int:
@@ -299,18 +297,10 @@ def _read_task(file: Path, assignments: list[_Assignment], tensors: Mapping[str,
             for whole in assignments:
                 info = tensors[whole.source.stored_name]
                 for a in _pieces(whole, info):
-                    if a.scales is None:
-                        a.target.copy_(_as_kept(files.read(info, a.source.read, a.target.device), a.source.tensor))
-                    elif a.target.dtype == FP8:
-                        codes, scales = read_fp8(files, info, a.source, a.target.device)
-                        a.target.copy_(codes)
-                        a.scales.copy_(scales)
-                    else:
-                        weight = read_w4(files, info, a.source, a.target.device)
-                        a.target.copy_(weight.words)
-                        a.scales.copy_(weight.scales)
-                        if a.order is not None and weight.order is not None:
-                            a.order.copy_(weight.order)
+                    kept = read_kept(files, info, a.source, a.target.device)
+                    for target, values in ((a.target, kept.weight), (a.scales, kept.scales), (a.order, kept.order)):
+                        if target is not None and values is not None:
+                            target.copy_(values)
     except (SafetensorError, OSError) as error:
         raise LoadError(f"{file}: cannot be read ({error}); download it again") from None
 
@@ -318,11 +308,9 @@ def _read_task(file: Path, assignments: list[_Assignment], tensors: Mapping[str,
 def _pieces(a: _Assignment, info: TensorInfo) -> Iterator[_Assignment]:
     """Cut an assignment into whole blocks of rows, where numbers with scales are computed from others; elsewhere it
     stays one piece."""
-    has_stored_codes = info.packing is not None and info.packing.kind == "scaled"
-    is_plain = info.packing is None and info.scales is None and not info.is_transposed
-    is_quantised = a.target.dtype == FP8
-    is_computed = has_stored_codes if a.scales is None else is_quantised and (is_plain or has_stored_codes)
-    if not is_computed or has_kept_codes(info, a.source):
+    is_quantised = a.target.dtype == FP8 and not info.is_transposed
+    is_words = a.scales is not None and a.target.dtype != FP8
+    if is_words or not (is_quantised or info.codes is not None) or has_kept_codes(info, a.source):
         yield a
         return
     num_rows, num_columns = a.target.shape
@@ -337,12 +325,3 @@ def _pieces(a: _Assignment, info: TensorInfo) -> Iterator[_Assignment]:
             scales = scales[first // per_scale : -(-last // per_scale)]
         source = replace(a.source, read=(slice(rows.start + first, rows.start + last), columns))
         yield replace(a, source=source, target=a.target[first:last], scales=scales)
-
-
-def _as_kept(values: Tensor, tensor: TensorSpec) -> Tensor:
-    """Turn what was read of a tensor into what ranks keep of it."""
-    if tensor.row_order is not None:
-        values = reorder_rows(values, tensor.row_order)
-    if tensor.offset != 0.0 or tensor.factor != 1.0:
-        values = (values.float() + tensor.offset) * tensor.factor
-    return values

@@ -1,4 +1,4 @@
-"""What is given for a model and is another thing: LoRA adapters and GGUF files. Says what it is and what to do."""
+"""Refusals of LoRA adapters and GGUF files that are given as models: they say what it is and what to do."""
 
 from __future__ import annotations
 

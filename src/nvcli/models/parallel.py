@@ -158,7 +158,7 @@ class PlainLinearMethod(LinearMethod):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildContext:
-    """What a model's layers are built for. Model files hand it on without looking inside."""
+    """The setting in which a model's layers are built. Model files hand it on without looking inside."""
 
     group: TensorParallelGroup
     tensors: Mapping[str, TensorSpec]

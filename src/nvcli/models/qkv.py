@@ -1,4 +1,4 @@
-"""What some families do to the fused projection before heads are normed and rotated: in plain torch, as few need it.
+"""Preparation of the fused projection before heads are normed and rotated: in plain torch, as few families need it.
 
 Shapes: T tokens, D head_dim, KV heads of this rank.
 """

@@ -6,8 +6,6 @@ The format: 8 bytes little-endian header length, JSON header, data (github.com/h
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -17,41 +15,13 @@ from msgspec import Meta
 from nvcli.core.system.regular_file import open_regular
 from nvcli.core.validation import show
 from nvcli.errors import LoadError
-from nvcli.kernels.weight_formats import Packing
+from nvcli.models.tensor_info import TensorInfo
 
 INDEX_FILE = "model.safetensors.index.json"
 """The file that says which of several files holds which tensor."""
 _MOST_HEADER_BYTES = 100_000_000
 """safetensors' own limit."""
 _METADATA = "__metadata__"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorInfo:
-    """A tensor in a safetensors file, as its header describes it, or some of its rows [out, in]."""
-
-    file: Path
-    name: str
-    """Its name in the file."""
-    shape: tuple[int, ...]
-    dtype: str
-    """safetensors' name: F32, BF16, …"""
-    num_bytes: int
-    first_row: int = 0
-    """Where the rows begin in the file's tensor."""
-    expert: int | None = None
-    """Which matrix of the file's tensor it is, where that is a stack of those of all experts."""
-    row_step: int = 1
-    """How far the rows are apart in the file's tensor."""
-    is_transposed: bool = False
-    """Whether the file's matrices are [in, out]."""
-    scales: TensorInfo | None = None
-    """Where the file's tensor is of MXFP4 blocks [..., out, blocks, bytes], their scales [..., out, blocks]."""
-    packing: Packing | None = None
-    """Where the file's tensor holds the codes of a quantised weight, the way in which it does. Then `shape` is that of
-    the weight."""
-    parts: Mapping[str, TensorInfo] = field(default_factory=dict)
-    """What belongs to these codes: `scales`, and maybe `zeros` and `groups` (`models/quantisation/`)."""
 
 
 class _Entry(msgspec.Struct, frozen=True):

@@ -1,4 +1,8 @@
-"""OpenFiles: the values of a checkpoint's tensors, read piece by piece from the files that hold them."""
+"""OpenFiles: the values of a checkpoint's tensors, read piece by piece from the files that hold them.
+
+Whatever the format of a quantised weight, its codes, zeros and scales become matrices of the part that is asked for,
+and the values are (code - zero) × scale.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,37 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from nvcli.kernels.expert_settings import MXFP4_BLOCK
-from nvcli.kernels.mxfp4 import dequantise
-from nvcli.models.quantised_values import ReadSlice, read_values
-from nvcli.models.safetensors_header import TensorInfo
+from nvcli.errors import LoadError
+from nvcli.kernels.fp8_types import FP8, numbers
+from nvcli.kernels.mxfp4 import numbers_of_bytes, powers_of_scales
+from nvcli.models.tensor_info import Packing, TensorInfo
+
+
+class StoredPart(NamedTuple):
+    """A part of a quantised weight [rows, columns] as a checkpoint has it."""
+
+    codes: Tensor
+    """[rows, columns]: uint8 where they are packed."""
+    scales: Tensor
+    """[rows or blocks of rows or 1, groups]: float32, or uint8 where they are exponents."""
+    zeros: Tensor | None
+    """Zeros in float32, one for each scale, or one for all [1, 1]."""
+    group_of: Tensor
+    """The group of each column, [columns]."""
 
 
 class OpenFiles:
-    """The files of a checkpoint that one thread reads, each opened once. They are closed at the end of a `with`."""
+    """The files of a checkpoint that one thread reads, each opened once. They are closed at the end of a `with`.
+
+    A part of a tensor is some of its rows, or rows and columns. Everything that is read raises SafetensorError and
+    OSError for files that cannot be read, and LoadError where the index of a column's group is not that of a group.
+    """
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -33,44 +54,90 @@ class OpenFiles:
         self._stack.close()
 
     def read(self, info: TensorInfo, part: Sequence[slice], device: torch.device) -> Tensor:
-        """Read the rows and columns `part` of a tensor, of which there are some: the values as [rows, columns] or
-        [rows].
+        """Read the values of a part that is not empty: [rows, columns] or [rows].
 
-        What has to be rearranged first is moved to `device` and may be strided there, the rest is on the CPU. Raises
-        SafetensorError and OSError for files that cannot be read.
+        What has to be computed or rearranged first is moved to `device` and may be strided there, the rest is on the
+        CPU.
         """
-        rows, *columns = part
-        stored_rows = _stored_rows(info, rows)
-        if info.packing is not None:
-            return read_values(info, stored_rows, columns[0], self.reader(device))
-        if info.scales is not None:
-            return self._read_mxfp4(info, part, device)
-        order = [*columns, stored_rows] if info.is_transposed else [stored_rows, *columns]
-        values = self._slice(info, order)
-        if info.is_transposed:
-            values = values.to(device).t()
+        if info.codes is None:
+            return self._read_stored(info, part, device)
+        codes, scales, zeros, group_of = self.read_codes(info, part, device, decodes_fp4=info.codes.numbers == "fp4")
+        if scales.dtype == torch.uint8:
+            scales = powers_of_scales(scales)
+        high, wide = info.codes.block
+        rows, columns = info.stored_rows(part[0]), part[1]
+        if wide and scales.shape[1] > 1 and _is_whole(rows, high) and _is_whole(columns, wide):
+            tiles = codes.reshape(-1, high, scales.shape[1], wide)
+            zeros = zeros if zeros is None else zeros[:, None, :, None]
+            return scale_codes(tiles, scales[:, None, :, None], zeros).view(codes.shape)
+        row_of = _blocks_of(rows, high, device) if high > 1 else None
+        zeros = zeros if zeros is None else _spread(zeros, row_of, group_of)
+        return scale_codes(codes, _spread(scales, row_of, group_of), zeros)
+
+    def read_codes(
+        self, info: TensorInfo, part: Sequence[slice], device: torch.device, *, decodes_fp4: bool = False
+    ) -> StoredPart:
+        """Read a part of a quantised weight. `decodes_fp4`: codes of FP4 become numbers in bfloat16."""
+        assert info.codes is not None
+        columns, (_, wide) = part[1], info.codes.block
+        codes = self._read_stored(info, part, device, decodes_fp4=decodes_fp4).to(device)
+        if info.codes.groups is None:
+            groups = slice(columns.start // wide, -(-columns.stop // wide))
+            group_of = _blocks_of(columns, wide, device)
+        else:
+            groups = slice(0, info.codes.scales.shape[-1])
+            group_of = self._read_groups(info.codes.groups, columns, info.codes.scales).to(device)
+        scales = self._read_grid(info, info.codes.scales, part[0], groups, device)
+        zeros = None if info.codes.zero == 0 else torch.full((1, 1), float(info.codes.zero), device=device)
+        if info.codes.zeros is not None:
+            stored = self._read_grid(info, info.codes.zeros, part[0], groups, device).float()
+            zeros = stored if zeros is None else stored + zeros
+        return StoredPart(codes, scales if scales.dtype == torch.uint8 else scales.float(), zeros, group_of)
+
+    def _read_grid(
+        self, info: TensorInfo, grid: TensorInfo, rows: slice, groups: slice, device: torch.device
+    ) -> Tensor:
+        """Read the scales or zeros of some rows and groups: [rows or blocks of rows or 1, groups or 1]."""
+        assert info.codes is not None
+        grid, high = replace(grid, expert=info.expert), info.codes.block[0]
+        if all(length == 1 for length in grid.shape):
+            return self._slice(grid, [slice(None)] * len(grid.shape)).to(device).view(1, 1)
+        if high == 1:
+            grid = replace(grid, first_row=info.first_row, row_step=info.row_step)
+        else:
+            stored = info.stored_rows(rows)
+            rows = slice(stored.start // high, -(-stored.stop // high))
+        part = (rows,) if len(grid.shape) == 1 else (rows, slice(0, 1) if grid.shape[-1] == 1 else groups)
+        return self._read_stored(grid, part, device).to(device).view(rows.stop - rows.start, -1)
+
+    def _read_groups(self, groups: TensorInfo, columns: slice, scales: TensorInfo) -> Tensor:
+        """Read the number of the group that each column belongs to."""
+        found, count = self._slice(groups, (columns,)), scales.shape[-1]
+        if int(found.min()) < 0 or int(found.max()) >= count:
+            raise LoadError(
+                f"{groups.file}: tensor {groups.name} has groups from {int(found.min())} to {int(found.max())}, and "
+                f"{scales.name} has {count} groups; download it again"
+            )
+        return found
+
+    def _read_stored(
+        self, info: TensorInfo, part: Sequence[slice], device: torch.device, *, decodes_fp4: bool = False
+    ) -> Tensor:
+        """Read the numbers of a part as they are stored, unpacked and each at its place: [rows, columns] or [rows]."""
+        held, packing = [info.stored_rows(part[0]), *part[1:]], info.packing
+        first = length = 0
+        if packing is not None:
+            wanted = held[packing.dim]
+            first, length = wanted.start % packing.per_index, wanted.stop - wanted.start
+            held[packing.dim] = slice(wanted.start // packing.per_index, -(-wanted.stop // packing.per_index))
+        values = self._slice(info, held[::-1] if info.is_transposed else held)
+        if packing is not None:
+            values = values.to(device).flatten(1)
+            dim = 1 - packing.dim if info.is_transposed else packing.dim
+            values = numbers_of_bytes(values) if decodes_fp4 else unpack(values, packing, dim)
+            values = values.narrow(dim, first, length)
+        values = values.to(device).t() if info.is_transposed else values
         return values[:: info.row_step]
-
-    def reader(self, device: torch.device) -> ReadSlice:
-        """Return a function that reads parts of tensors as they are in the files, to `device`."""
-        return lambda info, part: self._slice(info, part).to(device)
-
-    def read_blocks(self, info: TensorInfo, part: Sequence[slice], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Read the MXFP4 blocks that hold some of the rows and columns `part`, and their scales, as the file has them:
-        [rows, blocks, 16] and [rows, blocks] uint8."""
-        assert info.scales is not None
-        rows, columns = _stored_rows(info, part[0]), part[1]
-        held = slice(columns.start // MXFP4_BLOCK, -(-columns.stop // MXFP4_BLOCK))
-        blocks, factors = (
-            self._slice(one, (rows, held))[:: info.row_step].to(device)
-            for one in (info, replace(info.scales, expert=info.expert))
-        )
-        return blocks, factors
-
-    def _read_mxfp4(self, info: TensorInfo, part: Sequence[slice], device: torch.device) -> Tensor:
-        columns = part[1]
-        skipped = columns.start // MXFP4_BLOCK * MXFP4_BLOCK
-        return dequantise(*self.read_blocks(info, part, device))[:, columns.start - skipped : columns.stop - skipped]
 
     def _slice(self, info: TensorInfo, part: Sequence[slice]) -> Tensor:
         """Read a part of the tensor in a file, or of one expert's; no slices for a single number."""
@@ -85,7 +152,37 @@ class OpenFiles:
         return values
 
 
-def _stored_rows(info: TensorInfo, rows: slice) -> slice:
-    """Return the rows of the file's tensor among which some rows are."""
-    first = info.first_row + rows.start * info.row_step
-    return slice(first, first + (rows.stop - rows.start - 1) * info.row_step + 1)
+def unpack(words: Tensor, packing: Packing, dim: int) -> Tensor:
+    """Return the codes of words or bytes, those of each one after the other along `dim`: with n codes a word, [A, B] →
+    uint8 [A × n, B] for dim 0 and [A, B × n] for dim 1."""
+    shifts = torch.arange(0, 8 * words.element_size(), packing.bits, dtype=words.dtype, device=words.device)
+    if packing.order is not None:
+        shifts = shifts[torch.tensor(packing.order, device=words.device).argsort()]
+    shape = (1, -1, 1) if dim == 0 else (1, 1, -1)
+    codes = (words.unsqueeze(1 + dim) >> shifts.view(shape)) & ((1 << packing.bits) - 1)
+    return codes.to(torch.uint8).flatten(dim, dim + 1)
+
+
+def scale_codes(codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
+    """Compute (codes - zeros) × scales, in float32, or in bfloat16 where both are in it, as such numbers of FP4 are
+    exact. codes: of any shape; scales, zeros: as large, or 1 in dimensions that share them."""
+    if codes.dtype == scales.dtype:
+        return codes * scales
+    values = numbers(codes) if codes.dtype == FP8 else codes.float()  # a copy
+    return (values if zeros is None else values.sub_(zeros)).mul_(scales)
+
+
+def _is_whole(part: slice, size: int) -> bool:
+    """Whether a part is whole blocks of `size`."""
+    return bool(part.start % size == 0 and part.stop % size == 0)
+
+
+def _blocks_of(part: slice, size: int, device: torch.device) -> Tensor:
+    """Return for each index of a part the number of its block, from the part's first one on."""
+    return torch.arange(part.start, part.stop, device=device).floor_divide_(size).sub_(part.start // size)
+
+
+def _spread(grid: Tensor, row_of: Tensor | None, group_of: Tensor) -> Tensor:
+    """Give each row and column its number of a grid, whose dimensions of 1 all share."""
+    grid = grid if row_of is None or len(grid) == 1 else grid[row_of]
+    return grid if grid.shape[1] == 1 else grid[:, group_of]

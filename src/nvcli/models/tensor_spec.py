@@ -60,7 +60,7 @@ class TensorSpec:
     factor: float = 1.0
     """Ranks keep (the checkpoint's values + offset) × factor."""
     scaling: FP8Scaling | None = None
-    """What shares a scale, in float32, where ranks keep the weight in FP8; None: they keep it in another type."""
+    """The scaling of a weight that ranks keep in FP8, with scales in float32; None: they keep it in another type."""
     w4: StoredGroups | None = None
     """How the checkpoint has it in 4 bits, where ranks keep it so; None: they keep it in another type. `dtype` is then
     that of the values."""
@@ -87,7 +87,7 @@ class TensorSpec:
         return self.shape[1:] if self.is_of_experts else self.shape
 
     def shard(self, rank: int, size: int) -> tuple[slice, ...]:
-        """Which part rank `rank` of `size` has. It may be empty where a vocabulary is smaller than its padding."""
+        """Return the part that rank `rank` of `size` has. It is empty where a vocabulary has fewer rows."""
         whole = tuple(slice(0, length) for length in self.shape)
         if self.sharding is Sharding.REPLICATED:
             return whole

@@ -19,12 +19,12 @@ from nvcli.models.tensor_spec import TensorSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleTarget:
-    """Where the scales of codes go, in the module that declares the source of the codes."""
+    """The place of the scales of codes, in the module that declares the source of the codes."""
 
     parameter: str
     write: tuple[int | slice, ...]
     scaling: FP8Scaling | W4Format
-    """What shares a scale in FP8, or how the weight is kept in 4 bits."""
+    """The scaling in FP8, or the format in 4 bits."""
     order_row: int | None = None
     """The row of the module's `column_order` that takes the order of the weight's columns; None: it has none."""
 
@@ -37,13 +37,13 @@ class WeightSource:
     expert: int | None = None
     """The expert whose tensor it is, where the tensor is of experts."""
     read: tuple[slice, ...]
-    """What this rank reads of the stored tensor. It may be empty, when this rank's part is all padding."""
+    """This rank's part of the stored tensor. It is empty where that is all padding."""
     parameter: str
     """The parameter's name in the module that declares the source."""
     write: tuple[int | slice, ...]
-    """Where in the parameter it goes; as large as `read`, or for words of 4-bit codes as these are."""
+    """Its place in the parameter; as large as `read`, or for words of 4-bit codes as these are."""
     scales: ScaleTarget | None = None
-    """Where the scales go, of a parameter that holds codes; None for other parameters."""
+    """The place of the scales, for a parameter that holds codes; None for other parameters."""
 
     @property
     def stored_name(self) -> str:

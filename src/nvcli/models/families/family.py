@@ -18,14 +18,14 @@ class Family:
     architectures: tuple[str, ...]
     """The names in `architectures` of config.json."""
     features: str
-    """What sets the family apart, in a few words."""
+    """The family's features, in a few words."""
     examples: tuple[str, ...]
     """Ids on the Hugging Face hub."""
     read: Callable[[ModelFile], DecoderConfig]
     """Reads config.json, or its `text_config` where it describes more than text."""
     ties_embeddings: bool = False
-    """What an absent `tie_word_embeddings` stands for."""
+    """The default of `tie_word_embeddings`."""
     quantisations: tuple[str, ...] = ()
     """The `quant_method` of quantised checkpoints that the family decodes by itself, and the only ones that it has."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What absent keys stand for, for a family whose published files leave keys out."""
+    """Defaults of keys that the family's published files leave out."""

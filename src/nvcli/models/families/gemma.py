@@ -66,7 +66,7 @@ GEMMA = Family(
 
 
 DEFAULT_WINDOW = 4096
-"""What transformers takes for an absent `sliding_window`."""
+"""The default of `sliding_window` in transformers."""
 
 
 def read_gemma2(config: ModelFile) -> DecoderConfig:

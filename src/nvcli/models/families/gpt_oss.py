@@ -11,7 +11,13 @@ from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 
-_LAYOUT = CheckpointLayout(renamed=((".mlp.router.", ".mlp.gate."),), interleaves_experts=True)
+_LAYOUT = CheckpointLayout(
+    renamed=(
+        (".mlp.router.", ".mlp.gate."),
+        *((f"_proj_{part}", f"_proj.{part}") for part in ("blocks", "scales", "bias")),
+    ),
+    interleaves_experts=True,
+)
 
 
 def read(config: ModelFile) -> DecoderConfig:

@@ -13,7 +13,7 @@ from nvcli.models.mixers.attention import QueryScaling
 from nvcli.models.rope_config import rope_section
 
 DEFAULT_WINDOW = 4096
-"""What transformers takes for an absent `sliding_window`."""
+"""The default of `sliding_window` in transformers."""
 
 
 def read_mistral(config: ModelFile) -> DecoderConfig:

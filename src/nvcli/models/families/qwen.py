@@ -16,7 +16,7 @@ from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mlp import MLPConfig
 
 _DEFAULT_MAX_WINDOW_LAYERS = 28
-"""What transformers takes for an absent `max_window_layers`."""
+"""The default of `max_window_layers` in transformers."""
 
 
 def read_qwen2(config: ModelFile) -> DecoderConfig:

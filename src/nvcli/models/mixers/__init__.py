@@ -1,1 +1,1 @@
-"""What decoder layers are made of: a file for each kind of block, which alone knows the kind. Torch-free."""
+"""The blocks of decoder layers: one file for each kind, which alone knows the kind. Torch-free."""

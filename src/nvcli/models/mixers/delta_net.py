@@ -73,9 +73,9 @@ class DeltaNetConfig(Mixer):
         return 3 * hidden_size + (2 * self.num_channels + 3 * self.value_size) // ranks.size
 
     def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
-        """What makes the decay is kept in float32, in which it is computed, and the norm of the heads is not that of
-        the decoder: its weights are as they are. The input fuses small projections, which make decays, with the others,
-        and is never quantised."""
+        """The parameters of the decay are kept in float32, in which it is computed, and the norm of the heads is not
+        that of the decoder: its weights are as they are. The input fuses small projections, which make decays, with the
+        others, and is never quantised."""
         hidden, dtype, num_heads = context.hidden_size, context.dtype, self.num_value_heads
         if self.is_fused_by_head:
             rows = {"in_proj_qkvz": self.num_channels + self.value_size, "in_proj_ba": 2 * num_heads}

@@ -27,7 +27,7 @@ class ExpertsConfig(FeedForward):
     """Measured on an H200 machine, torch 2.11."""
     routing: Routing
     intermediate_size: int
-    """Of each expert that is chosen."""
+    """The size of each expert that a router chooses."""
     activation: GatedActivation
     bias: bool = False
     """Whether the router's and the experts' projections have biases."""

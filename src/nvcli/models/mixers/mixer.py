@@ -33,7 +33,7 @@ class NormConfig:
     kind: Literal["rms", "layer"] = "rms"
     """RMSNorm, or LayerNorm without a bias."""
     weight_offset: float = 0.0
-    """What is added to the weights of the checkpoint."""
+    """A number that is added to the weights of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerContext:
-    """What the tensors of a block depend on beside its own configuration."""
+    """The settings that the tensors of a block depend on beside its own configuration."""
 
     hidden_size: int
     norm: NormConfig
@@ -80,7 +80,7 @@ class LayerContext:
 
 
 class Piece(NamedTuple):
-    """What each rank has of some projections of a block."""
+    """Each rank's piece of some projections of a block."""
 
     projections: str
     """Their names, for people."""
@@ -95,7 +95,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixerCosts:
-    """What layers with equal mixers read and compute on one rank beside their matrices."""
+    """Bytes and operations of layers with equal mixers on one rank, beside those of their matrices."""
 
     window: int | None = None
     """How many tokens a token attends to, itself included; None: all before it."""
@@ -116,7 +116,7 @@ class Block(ABC):
     name: ClassVar[str]
     """Its name in the layer and in checkpoints."""
     launch_seconds: ClassVar[float] = 0.0
-    """What launching the kernels of a layer with this block takes the host longer than one without."""
+    """Extra host time to launch the kernels of a layer with this block."""
 
     @property
     @abstractmethod
@@ -146,7 +146,7 @@ class Block(ABC):
 
     @abstractmethod
     def pieces(self, ranks: Ranks) -> Iterator[Piece]:
-        """What each rank has of the projections that may be kept in FP8 or 4 bits."""
+        """Each rank's pieces of the projections that may be kept in FP8 or 4 bits."""
 
     @abstractmethod
     def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
@@ -155,7 +155,7 @@ class Block(ABC):
 
     @property
     def batch_dependence(self) -> str | None:
-        """What makes a token's result depend on its batch, for people; None: nothing that cannot be helped."""
+        """The reason why a token's result depends on its batch, for people; None: it need not."""
         return None
 
 
@@ -174,11 +174,11 @@ class Mixer(Block):
 
     @abstractmethod
     def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> CacheSpec:
-        """What it keeps in the KV cache on one rank, or reads there of another layer."""
+        """The KV cache that it keeps on one rank, or reads of another layer."""
 
     @abstractmethod
     def costs(self, num_layers: int, dtype: StoredDtype, kv_dtype: KVDtype, tensor_parallel_size: int) -> MixerCosts:
-        """What one rank reads and computes in `num_layers` layers with it."""
+        """Bytes and operations of `num_layers` layers with it on one rank."""
 
 
 class FeedForward(Block):

@@ -16,7 +16,8 @@ from nvcli.models.checkpoint import find_model, read_tensors, weight_files
 from nvcli.models.config import GENERATION_CONFIG_FILE, ModelConfig, load_model_config
 from nvcli.models.config_overrides import NO_OVERRIDES
 from nvcli.models.hub import check_reachable, check_room, download_size
-from nvcli.models.safetensors_header import TensorInfo, read_header
+from nvcli.models.safetensors_header import read_header
+from nvcli.models.tensor_info import TensorInfo
 from nvcli.tools.doctor.findings import Finding, format_gib, note, ok, problem, warning
 
 _MOST_FILES_SHOWN = 5

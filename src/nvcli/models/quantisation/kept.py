@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from nvcli.errors import ConfigError
 from nvcli.kernels.weight_formats import W4_GROUPS, StoredGroups
 from nvcli.models.mixers.mixer import Piece
-from nvcli.models.quantisation.description import Quantisation
+from nvcli.models.quantisation.quantisation import Quantisation
 
 _LEAST_GROUP = W4_GROUPS[-1]
 _WAY_OUT = "use quantization: none, or fp8"

@@ -1,0 +1,123 @@
+"""Weights as ranks keep them, out of any format of a checkpoint: plain, in FP8 (`kernels/fp8.py`), or in 4 bits
+(`kernels/w4.py`). Codes and scales are those of the checkpoint where ranks keep the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nvcli.errors import LoadError
+from nvcli.kernels.fp8 import quantise_weight
+from nvcli.kernels.fp8_types import FP8
+from nvcli.kernels.w4 import LARGEST_FP4_SCALE, join_exponents, join_scales, pack
+from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, W4Format
+from nvcli.models.stored_values import OpenFiles
+from nvcli.models.tensor_info import TensorInfo
+from nvcli.models.weights import WeightSource
+
+_FP8_CODES = "F8_E4M3"
+
+
+class KeptPart(NamedTuple):
+    """A part of a weight [rows, columns]."""
+
+    weight: Tensor
+    """Values, codes [rows, columns] e4m3, or words of 4 bits [rows, columns / 4]."""
+    scales: Tensor | None = None
+    """[rows] or [rows / 128, columns / 128] float32, or of 4 bits [groups, rows]."""
+    order: Tensor | None = None
+    """[columns] int64: where each of the kept columns is in the checkpoint; None: in its place."""
+
+
+def read_kept(files: OpenFiles, info: TensorInfo, source: WeightSource, device: torch.device) -> KeptPart:
+    """Read what a rank keeps of a tensor.
+
+    Raises LoadError where the checkpoint does not have 4 bits as config.json says, and SafetensorError and OSError for
+    files that cannot be read.
+    """
+    if source.scales is None:
+        values = _in_order(files.read(info, source.read, device), source.tensor.row_order)
+        offset, factor = source.tensor.offset, source.tensor.factor
+        return KeptPart(values if (offset, factor) == (0.0, 1.0) else (values.float() + offset) * factor)
+    scaling = source.scales.scaling
+    if isinstance(scaling, W4Format):
+        return _read_w4(files, info, source, scaling, device)
+    return _read_fp8(files, info, source, scaling, device)
+
+
+def has_kept_codes(info: TensorInfo, source: WeightSource) -> bool:
+    """Tell whether the codes and scales of a checkpoint are those that the rank keeps."""
+    if info.codes is None or info.codes.zeros is not None or info.dtype != _FP8_CODES or source.scales is None:
+        return False
+    rows, columns = source.read
+    if source.scales.scaling == "channel":
+        return bool(info.codes.block[1] >= columns.stop)  # a row has one scale
+    order = source.tensor.row_order
+    if info.codes.block != (FP8_BLOCK, FP8_BLOCK) or (order is not None and FP8_BLOCK % len(order)):
+        return False
+    return bool((info.first_row + rows.start) % FP8_BLOCK == 0)
+
+
+def _read_fp8(
+    files: OpenFiles, info: TensorInfo, source: WeightSource, scaling: FP8Scaling, device: torch.device
+) -> KeptPart:
+    order = source.tensor.row_order
+    if not has_kept_codes(info, source):
+        values = _in_order(files.read(info, source.read, device).to(device), order)
+        return KeptPart(*quantise_weight(values, scaling))
+    stored = files.read_codes(info, source.read, device)
+    codes = _in_order(stored.codes.view(torch.uint8), order).view(FP8)
+    if scaling == "block":
+        return KeptPart(codes, stored.scales)
+    return KeptPart(codes, _in_order(stored.scales.expand(len(codes), 1).squeeze(1), order))
+
+
+def _read_w4(
+    files: OpenFiles, info: TensorInfo, source: WeightSource, kept: W4Format, device: torch.device
+) -> KeptPart:
+    is_mxfp4 = kept.kind == "mxfp4"
+    if info.codes is None or info.packing is None or info.packing.bits != 4:
+        raise LoadError(
+            f"{info.file}: tensor {info.name} is stored as {info.dtype}, and config.json does not name it among those "
+            "that are not in 4 bits: use quantization: none"
+        )
+    codes, scales, zeros, group_of = files.read_codes(info, source.read, device)
+    order: Tensor | None = None
+    assert source.scales is not None
+    if source.scales.order_row is not None:
+        order = group_of.argsort(stable=True)
+        codes, group_of = codes[:, order], group_of[order]
+    groups = group_of.view(-1, kept.group)
+    if (groups != groups[:, :1]).any():
+        raise LoadError(
+            f"{info.file}: tensor {info.name} has groups of other columns than config.json says, which are not kept in "
+            "4 bits: use quantization: none"
+        )
+    if is_mxfp4 and int(scales.max()) > LARGEST_FP4_SCALE:
+        raise LoadError(
+            f"{info.file}: tensor {info.codes.scales.name} has scales above {LARGEST_FP4_SCALE}, which 4 bits are not "
+            "kept with: use quantization: none"
+        )
+    shape, rows = (len(codes), len(groups)), source.tensor.row_order
+    codes, scales = (_in_order(one, rows) for one in (codes, _of_groups(scales, groups, shape)))
+    if is_mxfp4:
+        return KeptPart(pack(codes, kept), join_exponents(scales, kept), order)
+    assert zeros is not None
+    return KeptPart(pack(codes, kept), join_scales(scales, _in_order(_of_groups(zeros, groups, shape), rows)), order)
+
+
+def _of_groups(grid: Tensor, groups: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return the scale or zero [rows, groups] of each kept group, whose columns' groups in the checkpoint are `groups`
+    [groups, columns of one]."""
+    return (grid if grid.shape[1] == 1 else grid[:, groups[:, 0]]).expand(shape)
+
+
+def _in_order(values: Tensor, order: Sequence[int] | None) -> Tensor:
+    """Put the rows of each head into another order. values: [heads × len(order), ...] → the same shape."""
+    if order is None:
+        return values
+    indices = torch.tensor(order, device="cpu")
+    return values.view(-1, len(order), *values.shape[1:])[:, indices].flatten(0, 1)

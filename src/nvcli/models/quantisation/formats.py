@@ -1,0 +1,56 @@
+"""The choice of a checkpoint's format by its config.json. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from nvcli.core.validation import show
+from nvcli.models.json_file import JsonFile
+from nvcli.models.quantisation.awq import read_awq
+from nvcli.models.quantisation.compressed_tensors import read_compressed
+from nvcli.models.quantisation.fp8 import read_fbgemm, read_fp8
+from nvcli.models.quantisation.gptq import read_gptq
+from nvcli.models.quantisation.modelopt import read_modelopt
+from nvcli.models.quantisation.mxfp4 import read_mxfp4
+from nvcli.models.quantisation.quantisation import Quantisation, QuantisationFile
+
+_KEYS = ("quantization_config", "compression_config")
+_SUPPORTED = "fp8, fbgemm_fp8, compressed-tensors, modelopt (FP8), awq and gptq"
+_READERS: Mapping[str, Callable[[QuantisationFile], Quantisation]] = {
+    "fp8": read_fp8,
+    "fbgemm_fp8": read_fbgemm,
+    "modelopt": read_modelopt,
+    "awq": read_awq,
+    "gptq": read_gptq,
+    "compressed-tensors": read_compressed,
+}
+_OF_FAMILIES = {"mxfp4": read_mxfp4}
+"""Formats of families that have no others."""
+
+
+def read_quantisation(config: JsonFile, text: JsonFile, methods: tuple[str, ...] = ()) -> Quantisation | None:
+    """Read how a checkpoint is quantised, from config.json or its section for text; None: not at all.
+
+    `methods` are the formats that the model's family alone has; none: it has those of most families. Raises LoadError
+    that names the method, for those that are not supported.
+    """
+    file, key = next(
+        ((file, key) for file in (config, text) for key in _KEYS if file.values.get(key)), (config, _KEYS[0])
+    )
+    found = file.values.get(key)
+    if not found:
+        return None
+    method = found.get("quant_method") if isinstance(found, dict) else found
+    readers = {name: _OF_FAMILIES[name] for name in methods} or _READERS
+    reader = readers.get(method) if isinstance(method, str) and isinstance(found, dict) else None
+    if reader is None:
+        raise file.error(key, f"quantised weights ({show(method)}) are not supported{_instead(method)}")
+    return reader(QuantisationFile(file.path, found, f"{file.section}{key}.", file.changed))
+
+
+def _instead(method: object) -> str:
+    """Return the way out for a method that is not supported."""
+    plain = "use the model's bfloat16 or float16 checkpoint"
+    if method == "bitsandbytes":
+        return f": they are made when a model is loaded; {plain}, with `quantization: fp8` for half the memory"
+    return f"; {plain}, or one quantised with {_SUPPORTED}"

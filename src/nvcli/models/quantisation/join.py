@@ -1,0 +1,168 @@
+"""Quantised weights in a checkpoint's files: the tensors that make up a weight become one. Torch-free.
+
+Files hold a weight's codes beside scales, and maybe zeros and the group of each column, as tensors of their own whose
+names begin alike. The formats say under which names (`WeightParts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from nvcli.errors import LoadError
+from nvcli.models.quantisation.quantisation import Quantisation, WeightParts
+from nvcli.models.tensor_info import Codes, Numbers, Packing, TensorInfo
+
+_WEIGHT = "weight"
+_NUMBERS: dict[str, Numbers] = {"F8_E4M3": "fp8", "U8": "fp4"}
+"""The numbers that are stored in these types; other types hold integers."""
+_UNUSED = (
+    "input_scale",
+    "input_scale_ub",
+    "input_zero_point",
+    "activation_scale",
+    "activation_scale_inv",
+    "weight_shape",
+)
+"""Tensors beside a weight that are not used: activations are quantised by their own values, if they are. Output scales
+of keys' and values' projections are those of a KV cache (`kv_scales.py`)."""
+
+
+def join_parts(found: dict[str, TensorInfo], quantisation: Quantisation) -> None:
+    """Replace the parts of each quantised weight in `found`, by name, by the weight.
+
+    Raises LoadError where a part is missing, or has another shape or type than the codes ask for.
+    """
+    for name, codes in list(found.items()):
+        parent, _, last = name.rpartition(".")
+        parts = next((parts for parts in quantisation.parts if parts.codes == last), None)
+        if parts is None or (last == _WEIGHT and codes.dtype not in parts.stored_as):
+            continue
+        weight = _join(found, parent, parts, quantisation)
+        is_kv = parent.endswith((".k_proj", ".v_proj"))
+        for unused in _UNUSED if is_kv else (*_UNUSED, "output_scale"):
+            found.pop(f"{parent}.{unused}", None)
+        target = f"{parent}.{_WEIGHT}"
+        if target in found:
+            raise twice(weight, found[target])
+        found[target] = weight
+
+
+def twice(info: TensorInfo, other: TensorInfo) -> LoadError:
+    """Return the error for two tensors of a checkpoint that are one of the model."""
+    return LoadError(f"{info.file}: tensor {info.name} is there twice: {other.name} is the same")
+
+
+def _join(found: dict[str, TensorInfo], parent: str, parts: WeightParts, quantisation: Quantisation) -> TensorInfo:
+    codes = found.pop(f"{parent}.{parts.codes}")
+    numbers: Numbers = _NUMBERS.get(codes.dtype, "integer")
+    if numbers == "integer":
+        for part in quantisation.needed:
+            if f"{parent}.{part}" not in found:
+                raise _missing(codes, part)
+    name = next((name for name in parts.scales if f"{parent}.{name}" in found), None)
+    if name is None:
+        raise _missing(codes, " or ".join(parts.scales))
+    shape = _shape(_of_type(codes, parts.stored_as), parts)
+    scales = _of_type(found.pop(f"{parent}.{name}"), parts.scales_stored_as)
+    zeros = None if parts.zeros is None else found.pop(f"{parent}.{parts.zeros}", None)
+    groups = None if parts.groups is None else found.pop(f"{parent}.{parts.groups}", None)
+    if groups is not None:
+        _check_shape(_of_type(groups, ("I32",)), shape[-1:])
+    scales, block = _join_scales(codes, scales, shape, parts, quantisation, has_groups=groups is not None)
+    zero = 0
+    if zeros is not None:
+        zeros = _join_zeros(codes, scales, zeros, parts)
+        zero = 0 if parts.packing is None else quantisation.zero_offset
+    elif parts.packing is not None and numbers == "integer":
+        zero = 1 << (parts.packing.bits - 1)
+    tensors = [one for one in (codes, scales, zeros, groups) if one is not None]
+    return replace(
+        codes,
+        shape=shape,
+        num_bytes=sum(one.num_bytes for one in tensors),
+        is_transposed=parts.is_transposed,
+        packing=parts.packing,
+        codes=Codes(numbers=numbers, block=block, scales=scales, zeros=zeros, zero=zero, groups=groups),
+    )
+
+
+def _shape(codes: TensorInfo, parts: WeightParts) -> tuple[int, ...]:
+    """Return the shape of the weight [out, in], or of a stack of them, that codes are of."""
+    packing = parts.packing
+    has_blocks = packing is not None and packing.block_size > 1
+    shape = list(codes.shape[:-1] if has_blocks else codes.shape)
+    if len(shape) != 2 + has_blocks or not all(codes.shape):
+        raise _mismatch(codes, "[rows, columns]")
+    if packing is not None and has_blocks and codes.shape[-1] != packing.block_size:
+        raise _mismatch(codes, f"blocks of {packing.block_size} bytes")
+    if parts.is_transposed:
+        shape.reverse()
+    if packing is not None:
+        shape[packing.dim - 2] *= packing.per_index
+    return tuple(shape)
+
+
+def _join_scales(
+    codes: TensorInfo,
+    scales: TensorInfo,
+    shape: tuple[int, ...],
+    parts: WeightParts,
+    quantisation: Quantisation,
+    *,
+    has_groups: bool,
+) -> tuple[TensorInfo, tuple[int, int]]:
+    """Return the scales [out, groups] of a weight, and the rows and columns that share one."""
+    *outer, rows, columns = shape
+    if parts.is_transposed:
+        scales = replace(scales, shape=scales.shape[::-1], is_transposed=True)
+    if all(length == 1 for length in scales.shape):
+        return scales, (rows, columns)
+    if has_groups and len(scales.shape) == 2 and scales.shape[0] == rows and scales.shape[1]:
+        return scales, (1, 0)
+    if scales.shape in ((rows,), (rows, 1)):
+        return scales, (1, columns)
+    block = quantisation.weight_block or (1, quantisation.group_size or columns)
+    expected = (*outer, -(-rows // block[0]), -(-columns // block[1]))
+    if scales.shape == expected:
+        return scales, block
+    stored, wanted = (list(one[::-1] if parts.is_transposed else one) for one in (scales.shape, expected))
+    raise LoadError(
+        f"{scales.file}: tensor {scales.name} has shape {stored}, and a scale for each {block[0]} × {block[1]} of "
+        f"{codes.name} {list(shape)} asks for {wanted}"
+    )
+
+
+def _join_zeros(codes: TensorInfo, scales: TensorInfo, zeros: TensorInfo, parts: WeightParts) -> TensorInfo:
+    """Return the zeros of a weight, as many as its scales, packed along the rows where codes are packed."""
+    if parts.packing is None:
+        _check_shape(_of_type(zeros, (codes.dtype,)), scales.shape)
+        return zeros
+    rows, groups = scales.shape[0], scales.shape[-1]
+    packing = Packing.in_words(parts.packing.bits, 0, parts.packing.order)
+    expected = (-(-rows // packing.per_index), groups)
+    _check_shape(_of_type(zeros, parts.stored_as), expected[::-1] if parts.is_transposed else expected)
+    return replace(zeros, shape=(rows, groups), packing=packing, is_transposed=parts.is_transposed)
+
+
+def _missing(codes: TensorInfo, part: str) -> LoadError:
+    return LoadError(
+        f"{codes.file}: tensor {codes.name} has no {part}, which config.json asks for; download both again"
+    )
+
+
+def _of_type(info: TensorInfo, types: Sequence[str]) -> TensorInfo:
+    if info.dtype not in types:
+        raise LoadError(
+            f"{info.file}: tensor {info.name} is stored as {info.dtype}; supported here: {', '.join(types)}"
+        )
+    return info
+
+
+def _check_shape(info: TensorInfo, shape: tuple[int, ...]) -> None:
+    if info.shape != shape:
+        raise _mismatch(info, str(list(shape)))
+
+
+def _mismatch(info: TensorInfo, expected: str) -> LoadError:
+    return LoadError(f"{info.file}: tensor {info.name} has shape {list(info.shape)}, its weight asks for {expected}")

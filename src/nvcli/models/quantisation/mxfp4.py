@@ -1,0 +1,21 @@
+"""MXFP4 as gpt-oss was published in: stacks of all experts in blocks of 32 numbers, each with an exponent of 8 bits."""
+
+from __future__ import annotations
+
+from nvcli.kernels.expert_settings import MXFP4_BLOCK
+from nvcli.models.quantisation.quantisation import Quantisation, QuantisationFile, WeightParts
+from nvcli.models.tensor_info import Packing
+
+_PARTS = WeightParts(
+    codes="blocks",
+    stored_as=("U8",),
+    scales=("scales",),
+    scales_stored_as=("U8",),
+    packing=Packing(bits=4, dim=1, per_index=MXFP4_BLOCK, block_size=MXFP4_BLOCK // 2),
+)
+"""Blocks [experts, out, in / 32, 16] of two numbers a byte, and their exponents [experts, out, in / 32]."""
+
+
+def read_mxfp4(config: QuantisationFile) -> Quantisation:
+    """Read nothing: all its checkpoints are alike."""
+    return Quantisation(method="mxfp4", numbers="mxfp4", bits=4, parts=(_PARTS,), group_size=MXFP4_BLOCK)

@@ -1,0 +1,126 @@
+"""Quantisation: how a published format stores weights. A format is a file beside this one. Torch-free.
+
+A format's file reads what config.json says, and names the tensors that make up a weight. `join.py` finds these in a
+checkpoint, and `models/stored_values.py` reads what they stand for; neither knows formats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nvcli.core.validation import show
+from nvcli.models.json_file import JsonFile
+from nvcli.models.tensor_info import Packing
+
+WORD_SIZES = (2, 4, 8)
+"""Sizes of codes of which a word of 32 bits holds a whole number."""
+FLOATS = ("BF16", "F16", "F32")
+
+
+class QuantisationFile(JsonFile):
+    """The section of config.json that says how a checkpoint is quantised. Errors name the file and the key."""
+
+    def group_size(self, default: int | None) -> int | None:
+        """Read `group_size`; None, or -1 in the files, stands for whole rows."""
+        if self.values.get("group_size") is None:
+            return default
+        return None if self.values["group_size"] == -1 else self.positive("group_size")
+
+    def block(self, key: str) -> tuple[int, int]:
+        """Read the rows and columns that share a scale."""
+        found: Any = self.values.get(key)
+        if isinstance(found, str):  # as older files spell it: 128x128
+            found = [int(size) if size.isdecimal() and len(size) < 9 else None for size in found.split("x")]
+        if not (isinstance(found, list) and len(found) == 2 and all(type(size) is int and size > 0 for size in found)):
+            raise self.error(key, f"{show(self.values.get(key))} is not a pair of sizes such as [128, 128]")
+        return found[0], found[1]
+
+    def bits(self, key: str, allowed: tuple[int, ...] = WORD_SIZES) -> int:
+        """Read the size of a code."""
+        bits = self.positive(key)
+        if bits not in allowed:
+            raise self.error(key, f"{bits} bits are not supported here, only {' and '.join(map(str, allowed))}")
+        return bits
+
+    def names(self, *keys: str) -> tuple[str, ...]:
+        """Read lists of names or patterns; an absent one is empty."""
+        found: list[str] = []
+        for key in keys:
+            names = self.values.get(key) or []
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise self.error(key, f"{show(names)} is not a list of names")
+            found += names
+        return tuple(found)
+
+    def one_of(self, key: str, default: str, supported: tuple[str, ...]) -> str:
+        """Read the name of a variant, in lower case."""
+        found = self.get(key, str, default)
+        if found.lower() not in supported:
+            raise self.error(key, f"{show(found)} is not supported, only {' and '.join(supported)}")
+        return found.lower()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightParts:
+    """The tensors that make up a quantised weight [out, in], by the last parts of their names."""
+
+    codes: str
+    stored_as: tuple[str, ...]
+    """safetensors' types of the codes."""
+    scales: tuple[str, ...]
+    """Names of which a checkpoint has one."""
+    scales_stored_as: tuple[str, ...] = FLOATS
+    zeros: str | None = None
+    groups: str | None = None
+    """The index of each column's group, which is there where columns of a group do not follow each other."""
+    packing: Packing | None = None
+    """How codes are packed; None: each stands by itself. Zeros are packed likewise, but along the rows."""
+    is_transposed: bool = False
+    """Whether all are stored [in, out]."""
+
+
+ONE_BY_ONE = WeightParts(
+    codes="weight",
+    stored_as=("F8_E4M3", "I8"),
+    scales=("weight_scale", "weight_scale_inv"),
+    zeros="weight_zero_point",
+)
+"""Codes of 8 bits, each of which stands by itself. Checkpoints of any format may have some."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantisation:
+    """How the linear layers of a checkpoint are stored."""
+
+    method: str
+    """`quant_method` of config.json."""
+    numbers: Literal["fp8", "integer", "mxfp4"]
+    bits: int
+    parts: tuple[WeightParts, ...] = (ONE_BY_ONE,)
+    """The ways in which a weight may be stored."""
+    weight_block: tuple[int, int] | None = None
+    """(rows, columns) of a weight that share a scale, where config.json says it."""
+    group_size: int | None = None
+    """How many columns of a row share a scale, where they are fewer than a row has."""
+    zero_offset: int = 0
+    """A number that is added to stored zeros of packed codes."""
+    needed: tuple[str, ...] = ()
+    """The parts that integers must have as config.json says: without them the codes stand for other numbers."""
+    left_alone: tuple[str, ...] = ()
+    """Patterns of the layers that are not quantised (`module_names.py`)."""
+
+    @property
+    def has_column_order(self) -> bool:
+        """Whether the columns of a group do not follow each other (act-order)."""
+        return any(parts.groups in self.needed for parts in self.parts)
+
+    @property
+    def name(self) -> str:
+        """The name of the format, for people."""
+        if self.numbers == "mxfp4":
+            return "MXFP4"
+        if self.numbers == "fp8":
+            rows, columns = self.weight_block or (0, 0)
+            return f"FP8, a scale for each {rows}×{columns} weights" if rows else "FP8"
+        return f"{self.method}, {self.bits} bits"

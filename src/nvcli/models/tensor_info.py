@@ -1,0 +1,81 @@
+"""TensorInfo: where in a checkpoint's files a tensor is, and how they hold it. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+WORD_BITS = 32
+
+Numbers = Literal["integer", "fp8", "fp4"]
+"""The kind of a code: an integer, or a floating-point number of 8 (e4m3) or 4 bits (e2m1)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """Several codes under one index of a tensor."""
+
+    bits: int
+    """The size of a code."""
+    dim: Literal[0, 1]
+    """The dimension of the weight [out, in] whose neighbours stand together."""
+    per_index: int
+    """How many codes stand under an index."""
+    block_size: int = 1
+    """How many elements of the file's tensor they fill, which are then its last dimension."""
+    order: tuple[int, ...] | None = None
+    """The place among its neighbours of each code of a word, from the lowest bits on; None: their own order."""
+
+    @classmethod
+    def in_words(cls, bits: int, dim: Literal[0, 1], order: tuple[int, ...] | None = None) -> Packing:
+        """Return the packing into words of 32 bits."""
+        return cls(bits=bits, dim=dim, per_index=WORD_BITS // bits, order=order)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codes:
+    """The values of a quantised weight's codes: (code - zero) × scale."""
+
+    numbers: Numbers
+    block: tuple[int, int]
+    """(rows, columns) that share a scale; 0 columns: those to which `groups` gives one number."""
+    scales: TensorInfo
+    """Floating-point numbers, or exponents of 2 where they are stored as integers (`kernels/mxfp4.py`)."""
+    zeros: TensorInfo | None = None
+    """One for each scale; None: all codes have the zero `zero`."""
+    zero: int = 0
+    """A number that is added to stored zeros."""
+    groups: TensorInfo | None = None
+    """The number of each column's group, where the columns of a group do not follow each other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """A tensor in a safetensors file, as its header describes it, or some of its rows [out, in]."""
+
+    file: Path
+    name: str
+    """Its name in the file."""
+    shape: tuple[int, ...]
+    """For codes, that of the weight."""
+    dtype: str
+    """safetensors' name: F32, BF16, …"""
+    num_bytes: int
+    first_row: int = 0
+    """The first of the rows in the file's tensor."""
+    expert: int | None = None
+    """The number of its matrix, where the file's tensor is a stack of those of all experts."""
+    row_step: int = 1
+    """How far the rows are apart in the file's tensor."""
+    is_transposed: bool = False
+    """Whether the file's matrices are [in, out]."""
+    packing: Packing | None = None
+    """How codes are packed; None: each stands under an index of its own."""
+    codes: Codes | None = None
+    """The values of its numbers, where they are the codes of a quantised weight."""
+
+    def stored_rows(self, rows: slice) -> slice:
+        """Return the rows of the file's tensor from the first to the last of these rows."""
+        first = self.first_row + rows.start * self.row_step
+        return slice(first, first + (rows.stop - rows.start - 1) * self.row_step + 1)
