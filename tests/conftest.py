@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from combinations import beyond_pairs
 from nvcli.job.text.tokenizer import Tokenizer
 from shared_memory import left_in_shared_memory, shared_memory
 from weightless_model import write_weightless_model
@@ -74,6 +75,7 @@ def tokenizer(model_folder: Path) -> Tokenizer:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-snapshots", action="store_true", help="write tests/snapshots anew, for changes meant")
+    parser.addoption("--all", action="store_true", help="run every combination of arguments of tests marked `pairwise`")
 
 
 @pytest.fixture(scope="session")
@@ -94,14 +96,19 @@ def snapshot(request: pytest.FixtureRequest) -> Callable[[str, Iterable[str]], N
     return compare
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is none."""
-    if not any("gpu" in item.keywords for item in items):
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is none, and leave out what tests marked `pairwise` can do without there."""
+    if not any("gpu" in item.keywords or "pairwise" in item.keywords for item in items):
         return
     import torch
 
-    if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="no NVIDIA GPU")
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(skip)
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="no NVIDIA GPU")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+    if not config.getoption("--all"):
+        left_out = beyond_pairs(item for item in items if "pairwise" in item.keywords)
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nvcli.core.grammars import Vocabulary
-from nvcli.core.messages import StepInput, StepOutput, unpack
+from nvcli.core.messages import unpack
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.structured import Constraint, Structured
 from nvcli.demo import demo_path
-from nvcli.engine.core import EngineCore
 from nvcli.engine.request import Request, RequestOutput
 from nvcli.engine.scheduler import Scheduler
-from nvcli.worker.runner.interface import PendingOutput
-from nvcli.worker.runner.model_runner import ModelRunner
-from one_rank import make_runner, make_scheduler
+from one_rank import make_core, make_runner, make_scheduler, run_core
 from requests_factory import make_request
 
 END_IDS = [0, 2]
@@ -78,25 +74,6 @@ def make_requests(vocabulary: Vocabulary) -> list[Request]:
     return [sample for request in made for sample in request.samples()]
 
 
-class Rank:
-    """An executor around a runner in this process; outputs are collected when the engine wants them."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-        self._pending: deque[PendingOutput] = deque()
-
-    def submit(self, step: StepInput) -> None:
-        pending = self._runner.launch(step)
-        assert pending is not None
-        self._pending.append(pending)
-
-    def collect(self) -> StepOutput:
-        return self._pending.popleft().result()
-
-    def recover(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
-        return None
-
-
 def run_here(
     requests: Iterable[Request], *, device: str = "cpu", num_blocks: int | None = None, **config: Any
 ) -> tuple[Answers, Scheduler]:
@@ -104,11 +81,7 @@ def run_here(
     own = {"max_model_len": 400, "block_size": 4, "kv_cache_memory": 64 << 20} if device == "cpu" else {}
     runner = make_runner(demo_path(), device, **{**own, **config})
     scheduler = make_scheduler(runner, num_blocks)
-    core = EngineCore(scheduler, Rank(runner), max_in_flight=runner.config.max_steps_in_flight)
-    core.add(requests)
-    outputs: dict[int, RequestOutput] = {}
-    while core.has_work:
-        outputs.update({output.request_id: output for output in core.step()})
+    outputs = run_core(make_core(runner, scheduler), requests)
     scheduler.check_integrity()
     return found_in(outputs), scheduler
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TypeVar
 
 import pytest
@@ -24,10 +25,23 @@ HAS_GPU = torch.cuda.is_available()
 assert HAS_GPU or os.environ.get("TRITON_INTERPRET") == "1"
 
 if not HAS_GPU:
-    from triton.runtime.interpreter import interpreter_builder
+    from triton.runtime import interpreter
 
     # Without `debug` the interpreter passes over `tl.device_assert`; random numbers overflow on purpose.
-    interpreter_builder.options = dataclasses.replace(interpreter_builder.options, debug=True, sanitize_overflow=False)
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, debug=True, sanitize_overflow=False)
+
+    # The interpreter exchanges Triton's functions for its own at every call within a kernel, which takes half of its
+    # time. Once for each kernel is enough, for good: nothing of this process uses the others.
+    exchange, exchanged = interpreter._patch_lang, set[int]()
+
+    def exchange_once(function: Callable[..., object]) -> SimpleNamespace:
+        if id(function.__globals__) not in exchanged:
+            exchanged.add(id(function.__globals__))
+            exchange(function)
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = exchange_once
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 INTERPRETED_MARKS = [

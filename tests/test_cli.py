@@ -193,18 +193,25 @@ def test_quick_answers_import_nothing_heavy(tmp_path: Path, arguments: list[str]
     ],
 )
 def test_mistakes_end_with_code_2_and_a_line_that_names_them(
-    tmp_path: Path, model_folder: Path, arguments: list[str], message: str
+    tmp_path: Path,
+    model_folder: Path,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     write_rows(tmp_path / "in.jsonl", 1)
     (tmp_path / "old.jsonl").write_text("precious")
     (tmp_path / "bad.yaml").write_text("model: demo\nmax_seqs: 3\n")
     (tmp_path / "model").symlink_to(model_folder)
-    result = run(*arguments, cwd=tmp_path)
-    assert result.returncode == 2, result.stderr
-    assert message in result.stderr
-    assert result.stderr.startswith("nvcli: error: ")
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["nvcli", *arguments])
+    assert run_command() == 2
+    shown = capfd.readouterr()
+    assert message in shown.err
+    assert shown.err.startswith("nvcli: error: ")
+    assert "Traceback" not in shown.err
+    assert shown.out == ""
     assert (tmp_path / "in.jsonl").read_text() == '{"prompt": "p0"}\n'
     assert (tmp_path / "old.jsonl").read_text() == "precious"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from functools import partial
 from typing import Any
@@ -12,13 +11,11 @@ import torch
 
 if torch.cuda.is_available():
     pytest.skip("test_gpu_backends runs the compiled kernels here", allow_module_level=True)
-pytest.importorskip("triton")
-os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined; without a GPU nothing else uses Triton
-
 from attention_setup import Bench as AnyBench
 from attention_setup import History
 from simulated_hopper import SimulatedHopper
 
+from kernel_device import MARKS
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels.triton.attention.decode_work_list import SPLIT as SPLIT_KEYS
@@ -27,7 +24,7 @@ from nvcli.kernels.triton.attention.prefill_tiles import Chunks, PrefillTiles, T
 
 Bench = partial(AnyBench, TritonBackend)
 SPLIT: int = SPLIT_KEYS.value
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")  # the interpreter
+pytestmark = MARKS
 
 
 GEOMETRIES: list[dict[str, Any]] = [

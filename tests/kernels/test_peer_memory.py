@@ -44,6 +44,7 @@ def let_pass(memories: list[PeerMemory], blocks: list[torch.Tensor]) -> None:
             kind.fill_(1000)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hidden_size", [64, 72])  # as large as a block of columns, and not
 @pytest.mark.parametrize("num_ranks", SIZES)

@@ -114,6 +114,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert (error <= TOLERANCE * expected.double().norm(dim=1)).all()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
 @pytest.mark.parametrize("num_rows", [1, 100, 700] if HAS_GPU else [1, 70])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -162,6 +163,7 @@ def test_every_fp8_code_is_its_number(dtype: torch.dtype) -> None:
     assert torch.equal(found.cpu().float(), weight.float().t())
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", ["few rows", "pointers", "tile after tile"])
 @pytest.mark.parametrize("gate", ACTIVATE_AND_MUL)
 @pytest.mark.parametrize("dtype", DTYPES)

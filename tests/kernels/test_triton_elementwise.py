@@ -108,6 +108,7 @@ def test_parts_of_an_embedding_add_up_to_it(size: int, dtype: torch.dtype) -> No
         assert torch.equal(embed_part(ids, part, start), expected)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("keep_keys", [True, False])
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(

@@ -166,6 +166,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert ((found.cpu().float() - expected.float()).norm(dim=1, keepdim=True) <= tolerance * norm).all()
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("num_rows", [1, 33, 100] if not HAS_GPU else [1, 7, 64, 65, 256, 1000])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 12288), (1024, 3072)] if HAS_GPU else [(256, 128), (80, 400)])

@@ -1,4 +1,4 @@
-"""Requests of all kinds for a tiny model, answered by a whole engine, and transformers' greedy answers to compare."""
+"""Requests of all kinds for a tiny model, answered by an engine, and transformers' greedy answers to compare."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from typing import Any
 
 from checkpoints import reference_model
 from fake_runners import engine_config
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.engine.client import EngineClient
 from nvcli.engine.request import EngineStats, Request, RequestOutput
 from nvcli.models.config import load_model_config
 from nvcli.models.kv_groups import block_bytes
 from nvcli.worker.distributed.stage import Stage
+from nvcli.worker.runner.interface import RankContext
+from nvcli.worker.runner.model_runner import ModelRunner
+from one_rank import make_core, run_core
 from requests_factory import make_request
 
 EOS = 1
@@ -58,13 +62,8 @@ def requests() -> list[Request]:
 
 
 def generate(path: Path, batch: list[Request], **config: Any) -> tuple[dict[int, RequestOutput], EngineStats]:
-    """`config`: of the engine; and `num_kv_tokens`, that a KV cache without tensor parallelism is to hold."""
-    num_kv_tokens = config.pop("num_kv_tokens", None)
-    if num_kv_tokens is not None:
-        first = Stage(0, config.get("pipeline_parallel_size", 1))
-        size = block_bytes(load_model_config(path), "float32", block_size=4, stage=first) // 4
-        config["kv_cache_memory"] = num_kv_tokens * size
-    client = EngineClient.start(engine_config(model_path=path, max_model_len=400, **config))
+    """Answer requests by an engine with processes of its own. `config`: of the engine; see also `config_of`."""
+    client = EngineClient.start(config_of(path, **config))
     try:
         client.wait_ready()
         client.add(batch)
@@ -76,6 +75,21 @@ def generate(path: Path, batch: list[Request], **config: Any) -> tuple[dict[int,
         return done, client.stats
     finally:
         client.close()
+
+
+def generate_here(path: Path, batch: list[Request], **config: Any) -> tuple[dict[int, RequestOutput], EngineStats]:
+    """Answer requests by an engine of one rank in this process."""
+    core = make_core(ModelRunner(config_of(path, **config), RankContext(rank=0, report_phase=lambda phase: None)))
+    return run_core(core, batch), core.stats
+
+
+def config_of(path: Path, *, num_kv_tokens: int | None = None, **config: Any) -> EngineConfig:
+    """`num_kv_tokens`: that a KV cache without tensor parallelism is to hold."""
+    if num_kv_tokens is not None:
+        first = Stage(0, config.get("pipeline_parallel_size", 1))
+        size = block_bytes(load_model_config(path), "float32", block_size=4, stage=first) // 4
+        config["kv_cache_memory"] = num_kv_tokens * size
+    return engine_config(model_path=path, max_model_len=400, **config)
 
 
 def greedy_answers(path: Path) -> list[list[int]]:

@@ -12,7 +12,6 @@ from generation import generate
 from constrained_requests import (
     END_IDS,
     Answers,
-    Rank,
     assert_follow_grammars,
     found_in,
     load_vocabulary,
@@ -23,9 +22,8 @@ from nvcli.core.grammars import Vocabulary
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.structured import Constraint, Structured
 from nvcli.demo import demo_path
-from nvcli.engine.core import EngineCore
 from nvcli.engine.request import Request
-from one_rank import make_runner, make_scheduler
+from one_rank import make_core, make_runner, run_core
 from requests_factory import make_request
 
 MARK = [400, 401]
@@ -172,12 +170,8 @@ def test_a_grammar_that_cannot_be_followed_ends_its_own_row(vocabulary: Vocabula
     good = Constraint(grammar=vocabulary.compile(Structured(choice=["95"])), end_ids=END_IDS)
     bad = Constraint(grammar="start: nothing", end_ids=END_IDS)
     runner = make_runner(demo_path(), "cpu", kv_cache_memory=16 << 20)
-    scheduler = make_scheduler(runner)
-    core = EngineCore(scheduler, Rank(runner), max_in_flight=2)
-    core.add(make_request(i, [5], 9, stop_ids=END_IDS, constraint=c) for i, c in enumerate((good, bad, None)))
-    outputs = {}
-    while core.has_work:
-        outputs.update({output.request_id: output for output in core.step()})
+    requests = [make_request(i, [5], 9, stop_ids=END_IDS, constraint=c) for i, c in enumerate((good, bad, None))]
+    outputs = run_core(make_core(runner), requests)
     assert [outputs[i].finish_reason for i in range(2)] == ["stop", "error"]
     assert outputs[1].error_type == "structured_too_complex"
     assert "after token 0 of the answer" in outputs[1].error

@@ -1,6 +1,7 @@
-"""Whole engine, real processes, random checkpoints: the tokens are transformers' own, however they are computed.
+"""Random checkpoints: the tokens are transformers' own, however they are computed.
 
-Each circumstance (chunked prefill, prefix hits, preemption, tensor parallelism) answers the same requests, and must
+Whole engines with processes of their own answer for one checkpoint, engines in this process for the others. Each
+circumstance (chunked prefill, prefix hits, preemption, tensor parallelism) answers the same requests, and must
 give the same greedy continuations as transformers, and the same sampled ones as every other circumstance.
 """
 
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from generation import generate, greedy_answers, requests
+from generation import generate, generate_here, greedy_answers, requests
 
 from checkpoints import write_tiny_model
 from nvcli.core.messages import unpack
@@ -56,9 +57,10 @@ CIRCUMSTANCES: dict[str, dict[str, Any]] = {
     "plain": {"max_num_batched_tokens": 4096, "max_num_seqs": 64, "enable_prefix_caching": False},
     "chunked": {"max_num_batched_tokens": 9, "max_num_seqs": 8},
     "prefix-hits": {"max_num_seqs": 3, "max_num_batched_tokens": 512},
-    "tp2": {"tensor_parallel_size": 2, "max_num_seqs": 16, "max_num_batched_tokens": 64},
     "preempted": {"max_num_seqs": 16, "max_num_batched_tokens": 64, "num_kv_tokens": 420},
 }
+TWO_RANKS = {"tensor_parallel_size": 2, "max_num_seqs": 16, "max_num_batched_tokens": 64}
+"""How the layers of other checkpoints are cut is a test of models."""
 
 
 @pytest.fixture(scope="module", params=CHECKPOINTS)
@@ -73,7 +75,7 @@ def greedy_reference(checkpoint: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def plain_answers(checkpoint: Path) -> dict[int, list[int]]:
-    done, stats = generate(checkpoint, requests(), **CIRCUMSTANCES["plain"])
+    done, stats = generate_here(checkpoint, requests(), **CIRCUMSTANCES["plain"])
     assert stats.cached_tokens == 0
     return {i: unpack(output.token_ids).tolist() for i, output in done.items()}
 
@@ -85,6 +87,16 @@ def test_plain(plain_answers: dict[int, list[int]], greedy_reference: list[list[
     assert len(set(answers)) > len(answers) // 2  # sampled answers do differ
 
 
+@pytest.mark.parametrize("config", [*CIRCUMSTANCES.values(), TWO_RANKS], ids=[*CIRCUMSTANCES, "tp2"])
+@pytest.mark.parametrize("checkpoint", ["qwen-3.5"], indirect=True)
+def test_whole_engines_give_the_same_answers(
+    checkpoint: Path, plain_answers: dict[int, list[int]], config: dict[str, Any]
+) -> None:
+    done, stats = generate(checkpoint, requests(), **config)
+    assert {number: unpack(output.token_ids).tolist() for number, output in done.items()} == plain_answers
+    assert (stats.cached_tokens > 0) == config.get("enable_prefix_caching", True)
+
+
 @pytest.mark.parametrize("circumstance", [name for name in CIRCUMSTANCES if name != "plain"])
 def test_circumstances_do_not_change_the_answers(
     checkpoint: Path,
@@ -94,7 +106,7 @@ def test_circumstances_do_not_change_the_answers(
 ) -> None:
     batch = requests()
     random.Random(circumstance).shuffle(batch)
-    done, stats = generate(checkpoint, batch, **CIRCUMSTANCES[circumstance])
+    done, stats = generate_here(checkpoint, batch, **CIRCUMSTANCES[circumstance])
     if circumstance == "preempted":
         assert stats.num_preemptions > 0
     else:

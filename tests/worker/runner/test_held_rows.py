@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from late_masks import use_late_masks
 
-from constrained_requests import END_IDS, Rank, load_vocabulary, make_requests
+from constrained_requests import END_IDS, load_vocabulary, make_requests
 from fake_runners import engine_config
 from late_worker import LateMasks
 from nvcli.core.grammars import Vocabulary
@@ -26,6 +26,7 @@ from nvcli.engine.core import EngineCore
 from nvcli.engine.request import Request, RequestOutput
 from nvcli.engine.scheduler import Scheduler
 from nvcli.errors import WorkerError
+from one_rank import make_core as make_core_of
 from one_rank import make_runner, make_scheduler
 from requests_factory import make_request
 
@@ -36,7 +37,7 @@ Outputs = dict[int, RequestOutput]
 def make_core(*, num_blocks: int | None = None, **config: Any) -> tuple[EngineCore, Scheduler]:
     runner = make_runner(demo_path(), "cpu", **{**CONFIG, **config})
     scheduler = make_scheduler(runner, num_blocks)
-    return EngineCore(scheduler, Rank(runner), max_in_flight=runner.config.max_steps_in_flight), scheduler
+    return make_core_of(runner, scheduler), scheduler
 
 
 def run(core: EngineCore, scheduler: Scheduler, *, max_steps: int = 20_000) -> Outputs:
@@ -331,7 +332,7 @@ def test_rows_wait_where_they_cannot_be_computed_again(vocabulary: Vocabulary, m
     runner._make_slots()
     runner._allocate_kv_cache()
     scheduler = make_scheduler(runner)
-    core = EngineCore(scheduler, Rank(runner), max_in_flight=2)
+    core = make_core_of(runner, scheduler)
     core.add(make_pair(vocabulary))
     run(core, scheduler)
     assert late.num_held == 0

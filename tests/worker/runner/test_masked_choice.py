@@ -9,15 +9,14 @@ import torch
 from late_masks import use_late_masks
 from launched_graphs import LaunchedGraphs
 
-from constrained_requests import Rank, found_in, load_vocabulary, make_requests
+from constrained_requests import found_in, load_vocabulary, make_requests
 from late_worker import LateMasks
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.demo import demo_path
-from nvcli.engine.core import EngineCore
-from nvcli.engine.request import Request, RequestOutput
+from nvcli.engine.request import Request
 from nvcli.worker.runner import masked_choice
 from nvcli.worker.runner.masked_choice import MaskedChoice
-from one_rank import make_runner, make_scheduler
+from one_rank import make_core, make_runner, run_core
 
 CONFIG: dict[str, Any] = {"max_model_len": 400, "block_size": 4, "kv_cache_memory": 64 << 20, "max_num_seqs": 12}
 
@@ -45,12 +44,7 @@ def test_answers_are_the_same_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> N
         graphs = LaunchedGraphs(shapes, runner.steps)
         graphs.captured += shapes
         runner.steps.use_graphs(graphs)
-        core = EngineCore(make_scheduler(runner), Rank(runner), max_in_flight=runner.config.max_steps_in_flight)
-        core.add(requests)
-        outputs: dict[int, RequestOutput] = {}
-        while core.has_work:
-            outputs.update({output.request_id: output for output in core.step()})
-        return found_in(outputs), graphs
+        return found_in(run_core(make_core(runner), requests)), graphs
 
     num_chosen = 0
     choose = MaskedChoice._choose_in_second_graph
@@ -92,12 +86,7 @@ def test_a_shape_stays_in_one_part_where_memory_runs_out(
         graphs = LaunchedGraphs([shape], runner.steps)
         graphs.captured.append(shape)
         runner.steps.use_graphs(graphs)
-        core = EngineCore(make_scheduler(runner), Rank(runner), max_in_flight=runner.config.max_steps_in_flight)
-        core.add(requests)
-        outputs: dict[int, RequestOutput] = {}
-        while core.has_work:
-            outputs.update({output.request_id: output for output in core.step()})
-        return found_in(outputs)
+        return found_in(run_core(make_core(runner), requests))
 
     expected = answer()
     monkeypatch.setattr(masked_choice, "_STEPS_BEFORE", 1)

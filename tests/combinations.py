@@ -1,0 +1,30 @@
+"""Tests of the product of several arguments, of which those are enough in which every two values meet."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable
+
+import pytest
+
+
+def beyond_pairs(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Of each test, the cases whose every pair of arguments is in another case too.
+
+    Cases are kept one after the other, each time the one with the most pairs that no other has, and so always the
+    same ones.
+    """
+    cases_of: dict[tuple[object, str], dict[pytest.Item, set[object]]] = defaultdict(dict)
+    for item in items:
+        assert isinstance(item, pytest.Function)
+        values = sorted((name, id(value)) for name, value in item.callspec.params.items())
+        cases_of[item.parent, item.originalname][item] = set(itertools.combinations(values, min(2, len(values))))
+    left_out = set()
+    for cases in cases_of.values():
+        missing = set().union(*cases.values())
+        while missing:
+            item = max(cases, key=lambda item: len(cases[item] & missing))
+            missing -= cases.pop(item)
+        left_out |= cases.keys()
+    return left_out
