@@ -28,7 +28,7 @@ from nvcli.tools.quality.compare import compare_quality
 from nvcli.tools.quality.logits import compare_logits
 from nvcli.tools.quality.passage_reader import PassageReader
 from nvcli.tools.quality.report import format_json, format_report
-from nvcli.tools.quality.statistics import TokenSums
+from nvcli.tools.quality.statistics import Predictions, TokenSums
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.worker.runner import model_runner
 from nvcli.worker.runner.interface import RankContext
@@ -81,11 +81,13 @@ def test_the_sums_are_those_of_the_formulas() -> None:
     alone = compare_shard(TensorParallelGroup.single())
     assert alone is not None
     assert (alone.positions, alone.targets) == (9, 8)
-    assert alone.mean_kl == pytest.approx(float(divergences.mean()), rel=1e-12)
+    found = Predictions.of(alone)
+    assert found.mean_kl == pytest.approx(float(divergences.mean()), rel=1e-12)
     assert alone.kl_max == pytest.approx(float(divergences.max()), rel=1e-12)
     assert alone.same_best == int((a.argmax(-1) == b.argmax(-1)).sum()) < 9
     nll = [-float(log[:8].gather(1, targets[:, None]).mean()) for log in (log_p, log_q)]
-    assert alone.perplexities == pytest.approx([math.exp(value) for value in nll], rel=1e-12)
+    perplexities = [found.perplexity_a, found.perplexity_b]
+    assert perplexities == pytest.approx([math.exp(value) for value in nll], rel=1e-12)
     shared, barrier = [torch.empty(0)] * 3, threading.Barrier(3, timeout=30)
     with ThreadPoolExecutor(3) as pool:
         cuts = list(pool.map(compare_shard, [ThreadGroup(rank, shared, barrier) for rank in range(3)]))
@@ -244,7 +246,7 @@ def test_what_is_set_for_b_goes_over_the_flags(
     [
         ({}, "x.jsonl", "same configuration; change B with --set-b"),
         ({"pipeline_parallel_size": 2}, "x.jsonl", "`pipeline_parallel_size` of B is 2"),
-        ({"tensor_parallel_size": 2}, "x.jsonl", "`tensor_parallel_size` is 1 for A and 2 for B"),
+        ({"tensor_parallel_size": 2}, "x.jsonl", "`tensor_parallel_size` is 1 for A but 2 for B"),
         ({"seed": 1}, "nowhere.txt", "nowhere.txt: cannot be read: No such file"),
         ({"seed": 1}, "nowhere.jsonl", "nowhere.jsonl"),
     ],
@@ -263,8 +265,8 @@ def test_what_cannot_be_compared(in_b: dict[str, object], input_file: str, words
         ("max_model_len", "--set-b max_model_len: expected key=value, such as `--set-b "),
         ("block_size=[", "--set-b block_size=[: the value is not valid YAML"),
         ("block_size=0", "--set-b block_size=0: `block_size` is 0; allowed: "),
-        ("max_model_len=99999", "B, as --set-b and --config-b make it: `max_model_len` is 99999, and demo was"),
-        ("model=/nowhere", "B, as --set-b and --config-b make it: /nowhere"),
+        ("max_model_len=99999", "B, as set by --set-b and --config-b: `max_model_len` is 99999, and demo was"),
+        ("model=/nowhere", "B, as set by --set-b and --config-b: /nowhere"),
     ],
 )
 def test_what_is_wrong_with_b_names_its_option(value: str, words: str) -> None:
@@ -276,13 +278,12 @@ def test_what_is_wrong_with_b_names_its_option(value: str, words: str) -> None:
 def test_broken_weights_are_named(tmp_path: Path) -> None:
     """A model of NaN ends the comparison with one error, whatever the other says."""
     from checkpoints import set_weights
-    from nvcli.tools.quality.rank_messages import PassageTask
-    from nvcli.tools.quality.ranks import ComparingRanks
+    from nvcli.tools.quality.ranks import ComparingRanks, PassageTask
 
     path = write_tiny_qwen3(tmp_path)
     set_weights(path, "model.norm.weight", torch.nan)
     config = engine_config(model_path=path, max_model_len=64, block_size=4)
     with ComparingRanks((config, config), max_tokens=3) as ranks:
         ranks.wait_ready()
-        with pytest.raises(NvcliError, match="logits behind tokens 0 to 2 of a passage are not all numbers"):
+        with pytest.raises(NvcliError, match="some logits after tokens 0 to 2 of a passage are NaN"):
             ranks.compare(PassageTask(array("i", [1, 2, 3]).tobytes(), 3))

@@ -134,7 +134,7 @@ def test_files_that_are_no_outputs_say_so(tmp_path: Path) -> None:
     cases: dict[str, tuple[str | None, str]] = {
         "in.jsonl": ('{"prompt": "a"}\n', r"is not an output of nvcli: it begins with '\{\"prompt\": \"a\"\}'"),
         "indexed.jsonl": ('{"prompt": "a", "index": 3, "response": 5}\n', "is not an output of nvcli"),
-        "empty.jsonl": ("", "empty.jsonl holds no rows"),
+        "empty.jsonl": ("", "empty.jsonl has no rows"),
         "x.csv": ("a,b\n1,2\n", "x.csv is not an output of nvcli"),
         "y.csv": ("a,a\n", "names `a` twice"),
         "x.parquet": ("PAR1", "x.parquet: cannot be read as Parquet"),

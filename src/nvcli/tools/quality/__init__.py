@@ -1,1 +1,1 @@
-"""`nvcli compare-quality` measures how far the predictions of one configuration are from those of another."""
+"""`nvcli compare-quality`: how far one configuration's predictions are from another's."""

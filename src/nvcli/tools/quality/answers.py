@@ -1,4 +1,4 @@
-"""Greedy answers of both configurations to the same prompts, and their agreement. Torch-free."""
+"""Both configurations' greedy answers to the same prompts, and how far they agree. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ class AnswerAgreement(msgspec.Struct, frozen=True, kw_only=True):
     """The agreement of A's and B's answers."""
 
     rows: int
-    """The rows that both have answered."""
+    """Rows that both answered."""
     failed: int
-    """The rows that one of them has not answered."""
+    """Rows that at least one of them did not answer."""
     equal: float
-    """The share of rows whose answers are the same tokens."""
+    """The share of rows with identical answers."""
     mean_common_prefix: float
-    """The mean number of tokens in which both answers begin alike."""
+    """The mean number of leading tokens that both answers share."""
     mean_tokens: float
-    """The mean number of tokens of A's answers."""
+    """The mean length of A's answers, in tokens."""
 
 
 def greedy_answers(run: RunConfig, passages: Sequence[Passage], say: Callable[[str], None]) -> list[array[int] | None]:
-    """Answer every prompt greedily, through engines as `generate` starts them: the tokens of each answer, or None
-    where there is none. Raises what the engines raise."""
-    # The prompts are tokens, and what the checkpoint or the job says about sampling would make answers no greedy ones.
+    """Answer every prompt greedily, with engines like those of `generate`. Returns each answer's tokens, or None for a
+    failed row. Raises what the engines raise."""
+    # The prompts are tokens, and sampling set by the checkpoint or the job would make the answers less than greedy.
     plain = msgspec.structs.replace(run, job=JobConfig(), sampling={"temperature": 0}, generation_config="none")
     rows = (
         {

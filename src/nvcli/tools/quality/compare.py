@@ -1,7 +1,7 @@
-"""The comparison of two configurations, from files and settings to a report. Torch-free.
+"""Compares two configurations, from files and settings to a report. Torch-free.
 
-First both answer the prompts greedily, one after the other, through engines as `generate` starts them. Then ranks that
-hold both models read each prompt and what follows it, and compare the distributions of every next token.
+First both answer the prompts greedily, one after the other, with engines like those of `generate`. Then ranks that hold
+both models read each prompt and its continuation, and compare the distributions of every next token.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from nvcli.core.byte_sizes import counted
 from nvcli.core.config import RunConfig
 from nvcli.core.engine_config import EngineConfig
 from nvcli.errors import ConfigError, NvcliError, reworded
@@ -19,39 +20,11 @@ from nvcli.job.planning.layout import resolve_layout
 from nvcli.job.run.resolve import ResolvedModel, resolve_settings
 from nvcli.tools.quality.answers import AnswerAgreement, agreement, greedy_answers
 from nvcli.tools.quality.passages import Passage, read_passages
-from nvcli.tools.quality.rank_messages import PassageTask
-from nvcli.tools.quality.ranks import ComparingRanks
-from nvcli.tools.quality.statistics import TokenSums
+from nvcli.tools.quality.ranks import ComparingRanks, PassageTask
+from nvcli.tools.quality.statistics import Predictions, TokenSums
 
 _SAY_SECONDS = 15.0
-"""Seconds between two lines that say how far the comparison is."""
-
-
-class Predictions(msgspec.Struct, frozen=True, kw_only=True):
-    """A comparison of both models' predictions at some positions."""
-
-    tokens: int
-    """Positions whose next tokens both models have predicted."""
-    mean_kl: float
-    """The mean Kullback-Leibler divergence of B's predictions from A's, in nats."""
-    max_kl: float
-    top1_agreement: float
-    """The share of positions at which the likeliest next token is the same."""
-    perplexity_a: float
-    perplexity_b: float
-
-    @classmethod
-    def of(cls, sums: TokenSums) -> Predictions:
-        """Make them of sums over the positions."""
-        perplexity_a, perplexity_b = sums.perplexities
-        return cls(
-            tokens=sums.positions,
-            mean_kl=sums.mean_kl,
-            max_kl=sums.kl_max,
-            top1_agreement=sums.top1_agreement,
-            perplexity_a=perplexity_a,
-            perplexity_b=perplexity_b,
-        )
+"""Seconds between two lines about progress."""
 
 
 class QualityReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,12 +34,12 @@ class QualityReport(msgspec.Struct, frozen=True, kw_only=True):
     model_a: str
     model_b: str
     differences: dict[str, tuple[object, object]]
-    """The keys of the configuration in which A and B differ, with both values."""
+    """The configuration keys in which A and B differ, with both values."""
     passages: int
     predictions: dict[str, Predictions]
-    """Part → predictions: `all` tokens; for rows that were answered also `prompts` and A's `answers`."""
+    """Part → predictions: `all` tokens; if rows were answered, also `prompts` and A's `answers`."""
     answers: AnswerAgreement | None
-    """None: no answers were asked for."""
+    """None if no answers were requested."""
 
 
 def compare_quality(
@@ -79,10 +52,10 @@ def compare_quality(
     max_answer_tokens: int,
     say: Callable[[str], None],
 ) -> QualityReport:
-    """Compare B with A over the rows or the text of a file (`read_passages` says how they are read).
+    """Compare B with A on the rows or the text of a file (see `read_passages`).
 
-    With `max_answer_tokens` 0 nothing is answered, and of rows the prompts alone are read. Raises ConfigError where the
-    two cannot be compared, and what the engines raise.
+    With `max_answer_tokens` 0 nothing is answered, and only the prompts of rows are read. Raises ConfigError if the two
+    cannot be compared, and what the engines raise.
     """
     differences = _differences(run_a, run_b)
     if not differences:
@@ -102,7 +75,7 @@ def compare_quality(
     answers_a: Sequence[array[int] | None] = [None] * len(passages)
     agreed = None
     if max_answer_tokens:
-        how_many = "1 prompt" if len(passages) == 1 else f"{len(passages):,} prompts"
+        how_many = counted(len(passages), "prompt")
         say(f"A answers {how_many}")
         answers_a = greedy_answers(run_a, passages, say)
         say(f"B answers {how_many}")
@@ -111,8 +84,8 @@ def compare_quality(
     lengths = [len(task.token_ids) // 4 for task in tasks]
     if max(lengths) > configs[1].max_model_len:
         raise ConfigError(
-            f"a passage has {max(lengths):,} tokens, and `max_model_len` of B is {configs[1].max_model_len:,}; raise "
-            "it with --set-b, or lower --context and --answer-tokens"
+            f"a passage has {max(lengths):,} tokens, but B's `max_model_len` is {configs[1].max_model_len:,}; raise it "
+            "with --set-b, or lower --context and --answer-tokens"
         )
     say(f"A and B read {sum(lengths):,} tokens")
     prompts, answers = TokenSums(), TokenSums()
@@ -124,8 +97,8 @@ def compare_quality(
             if time.monotonic() - said_at > _SAY_SECONDS:
                 said_at = time.monotonic()
                 say(f"A and B have read {number:,} of {len(tasks):,} passages")
-            sums = ranks.compare(task)
-            prompts, answers = prompts + sums.prompt, answers + sums.answer
+            of_prompt, of_answer = ranks.compare(task)
+            prompts, answers = prompts + of_prompt, answers + of_answer
     parts = {"all": prompts + answers}
     if answers.positions:
         parts |= {"prompts": prompts, "answers": answers}
@@ -141,15 +114,15 @@ def compare_quality(
 
 
 def _resolve_b(run: RunConfig) -> ResolvedModel:
-    """Resolve B. Raises ConfigError and LoadError that name B."""
+    """Resolve B. Raises ConfigError and LoadError, which name B."""
     try:
         return resolve_settings(run)
     except NvcliError as error:
-        raise reworded(error, f"B, as --set-b and --config-b make it: {error}") from error
+        raise reworded(error, f"B, as set by --set-b and --config-b: {error}") from error
 
 
 def _task(passage: Passage, answer: array[int] | None) -> PassageTask:
-    """Return what both models read: the prompt and the rest of its text, or A's answer where there is no rest."""
+    """Return the tokens that both models read: the prompt with the rest of its text or, failing that, A's answer."""
     answer = None if passage.rest else answer
     tokens = passage.prompt + (passage.rest or answer or array("i"))
     # The last token of a prompt predicts the first one of the answer.
@@ -164,20 +137,20 @@ def _differences(run_a: RunConfig, run_b: RunConfig) -> dict[str, tuple[object, 
 def _engine_configs(
     a: ResolvedModel, b: ResolvedModel, say: Callable[[str], None]
 ) -> tuple[EngineConfig, EngineConfig]:
-    """Return the configurations of the ranks that hold both models. Raises ConfigError where no rank can."""
+    """Return the configurations of the ranks that hold both models. Raises ConfigError if no rank can hold both."""
     if a.model.vocab_size != b.model.vocab_size:
         raise ConfigError(
-            f"A ({a.run.model}) has a vocabulary of {a.model.vocab_size:,} tokens, B ({b.run.model}) one of "
+            f"A ({a.run.model}) has a vocabulary of {a.model.vocab_size:,} tokens, but B ({b.run.model}) has "
             f"{b.model.vocab_size:,}; only models with the same tokens can be compared"
         )
     for name, one in (("A", a.config), ("B", b.config)):
         if one.pipeline_parallel_size > 1:
             raise ConfigError(
-                f"`pipeline_parallel_size` of {name} is {one.pipeline_parallel_size}, and stages cannot be compared; "
-                "leave it out and share the layers with --tp"
+                f"`pipeline_parallel_size` of {name} is {one.pipeline_parallel_size}, but pipeline stages cannot be "
+                "compared; leave it out and use --tp instead"
             )
     if a.config.device != b.config.device:
-        raise ConfigError(f"`device` is {a.config.device} for A and {b.config.device} for B; run both on one")
+        raise ConfigError(f"`device` is {a.config.device} for A but {b.config.device} for B; use the same for both")
     layout = resolve_layout(msgspec.structs.replace(a.run, data_parallel_size=1), a.config, a.model)
     if layout.why:
         say(layout.why)
@@ -185,8 +158,8 @@ def _engine_configs(
     size = config.tensor_parallel_size
     if b.run.tensor_parallel_size not in ("auto", size):
         raise ConfigError(
-            f"`tensor_parallel_size` is {size} for A and {b.run.tensor_parallel_size} for B; the ranks hold both "
-            "models, so give both the same --tp"
+            f"`tensor_parallel_size` is {size} for A but {b.run.tensor_parallel_size} for B; the ranks hold both "
+            "models, so both need the same --tp"
         )
     b.model.check_tensor_parallel(size)
     return config, msgspec.structs.replace(b.config, tensor_parallel_size=size, gpus=config.gpus)

@@ -1,6 +1,6 @@
-"""Comparison of two models' logits at the same positions, each rank with its shard of the vocabulary.
+"""Compares two models' logits at the same positions, each rank with its shard of the vocabulary.
 
-Every number is computed and added up in float64. The ranks exchange a few numbers for each position, never logits.
+All figures are computed and summed in float64. The ranks exchange a few numbers per position, never logits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def compare_logits(
     """Compare logits [N, M] of A and B, for this rank's part of the vocabulary: M tokens from rank × M on.
 
     targets: [n] int64, the tokens that follow the first n positions, n ≤ N. The call is collective. → the sums over
-    the positions, on every rank; None where a logit is NaN.
+    the positions, on every rank; None if a logit is NaN.
     """
     first = group.rank * a.shape[1]
     is_token = torch.arange(first, first + a.shape[1], device=a.device) < vocab_size
@@ -55,7 +55,7 @@ def compare_logits(
 
 
 def _of_targets(logits: Tensor, targets: Tensor, first: int) -> Tensor:
-    """Return the logit of each position's target, or -inf where another rank has it or there is none. → [N]"""
+    """Return the logit of each position's target, or -inf if another rank has it or there is no target. → [N]"""
     found = torch.full((len(logits),), -torch.inf, dtype=logits.dtype, device=logits.device)
     own = targets - first
     is_own = (own >= 0) & (own < logits.shape[1])

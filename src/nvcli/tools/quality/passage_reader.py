@@ -1,8 +1,7 @@
-"""PassageReader: one rank's share of a model over a small KV cache, which reads passages of tokens one at a time.
+"""PassageReader: one rank's share of a model with a small KV cache, which reads passages of tokens one at a time.
 
-It starts as a rank of a job does, up to where its weights are loaded: the same layers, attention backend and cache.
-Prompts are cut into chunks of at most `CHUNK_TOKENS`. It gives the hidden states of all positions, not only those of a
-row's last token.
+It starts like a rank of a job, up to the loaded weights: the same layers, attention backend and cache. Passages are
+read in chunks of at most `CHUNK_TOKENS`. It returns the hidden states of all positions, not only the last.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from nvcli.worker.runner.interface import RankContext
 from nvcli.worker.runner.model_runner import ModelRunner
 
 CHUNK_TOKENS = 1024
-"""The most tokens that are computed in one step."""
+"""Maximum tokens per step."""
 
 
 class PassageReader(ModelRunner):
-    """A model that is loaded on one rank. It runs no steps of a scheduler."""
+    """A model loaded on one rank, without a scheduler."""
 
     def __init__(
         self, config: EngineConfig, context: RankContext, *, max_tokens: int, say: Callable[[str], object]
@@ -42,15 +41,15 @@ class PassageReader(ModelRunner):
         self._finish_weights()
         for note in self._notes:
             say(note)
-        # A passage has blocks of its own in every group, from its first token to its last: the same for all passages.
+        # In every group, a passage's blocks run from its first token to its last; all passages use the same ones.
         num_groups, num_columns = self._kv_spec.num_groups, -(-max_tokens // config.block_size)
         self.kv_cache = KVCache(self._kv_spec, 1 + num_groups * num_columns, self.device)
         blocks = torch.arange(1, 1 + num_groups * num_columns, dtype=torch.int32, device=self.device)
         self._block_tables = blocks.view(num_groups, 1, num_columns)
 
     def read_chunk(self, token_ids: Tensor, start: int) -> Tensor:
-        """Compute tokens [n] int32 of the passage, of which the first `start` were read before: → their hidden states
-        behind the final norm [n, H]. A passage begins anew with `start` 0."""
+        """Compute a passage's tokens [n] int32 from position `start` on, after those before it. → their hidden states
+        after the final norm [n, H]. `start` 0 begins a new passage."""
         num_tokens, block_size = len(token_ids), self.kv_cache.spec.block_size
         end = start + num_tokens
         positions = torch.arange(start, end, dtype=torch.int32, device=self.device)

@@ -1,4 +1,4 @@
-"""Passages: the tokens that both models read, from a file of rows or of text. Torch-free."""
+"""Passages: the tokens that both models read, from a file of rows or of plain text. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nvcli.models.config import ModelConfig
 from nvcli.tools.bench.file_workload import prepared_rows
 
 TEXT_SUFFIXES = (".txt", ".md")
-"""Files of these names are texts; all others hold rows."""
+"""Suffixes of text files; all other files hold rows."""
 _LEAST_TOKENS = 2
 
 
@@ -29,7 +29,7 @@ class Passage:
     prompt: array[int]
     max_answer_tokens: int
     rest: array[int]
-    """The text behind the prompt; empty for a row, where A's answer follows."""
+    """The text after the prompt; empty for a row, where A's answer follows."""
 
 
 def read_passages(
@@ -45,8 +45,8 @@ def read_passages(
 ) -> list[Passage]:
     """Read the first `limit` rows of a file as `generate` prepares them, or the first pieces of a text.
 
-    A text is cut into pieces of `context` tokens, and the first half of each is its prompt. Answers have at most
-    `max_answer_tokens`. Raises ConfigError where nothing is left to compare, and LoadError.
+    A text is split into pieces of `context` tokens; the first half of each is its prompt. Answers have at most
+    `max_answer_tokens`. Raises ConfigError if nothing is left to compare, and LoadError.
     """
     if not input_file.endswith(TEXT_SUFFIXES):
         return _of_rows(run, model_path, model, input_file, limit, max_answer_tokens, say)
@@ -84,12 +84,12 @@ def _of_rows(
             f"{input_file} has no row that can be answered: {reason}; give a text file (*.txt, *.md) instead"
         )
     if reasons:
-        say(f"{input_file}: {len(reasons)} rows left out, as they cannot be answered; the first: {reasons[0]}")
+        say(f"{input_file}: {len(reasons)} rows cannot be answered and are left out; the first: {reasons[0]}")
     return passages
 
 
 def _pieces(run: RunConfig, model_path: Path, input_file: str, size: int) -> list[array[int]]:
-    """Cut a text into pieces of `size` tokens. A last piece of one token is left out."""
+    """Split a text into pieces of `size` tokens. A last piece of one token is left out."""
     try:
         text = Path(input_file).read_text(encoding="utf-8")
     except OSError as error:

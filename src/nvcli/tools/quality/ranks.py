@@ -3,23 +3,52 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
 
 from nvcli import errors
 from nvcli.core.engine_config import EngineConfig
 from nvcli.errors import WorkerError
-from nvcli.tools.quality.rank_messages import CompareFailed, CompareReady, CompareTask, PassageSums, PassageTask
+from nvcli.tools.quality.statistics import TokenSums
 from nvcli.worker.distributed.rendezvous import create_store
 from nvcli.worker.executor.child_process import ChildProcess
 from nvcli.worker.executor.children import ChildDied, NoAnswer, collect_answers
 from nvcli.worker.executor.ranks import RANK_ENVIRONMENT
+from nvcli.worker.executor.worker import RankFailed
 
 _TARGET = "nvcli.tools.quality.rank:main"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareTask:
+    """The argument of a rank."""
+
+    configs: tuple[EngineConfig, EngineConfig]
+    """The configurations of A and B, with equally many ranks and one stage."""
+    rank: int
+    store_fd: int
+    """The store over which the ranks meet (`distributed.rendezvous`)."""
+    max_tokens: int
+    """The length of the longest passage."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassageTask:
+    """A passage to read with both models."""
+
+    token_ids: bytes
+    """Packed int32, at least one."""
+    answer_start: int
+    """The number of tokens whose successors belong to the prompt; the others predict the answer."""
+
+
+PassageSums = tuple[TokenSums, TokenSums]
+"""A rank's reply to a PassageTask: sums over the predictions of the prompt and of the answer."""
+
+
 class ComparingRanks:
-    """Starts the ranks, and has them compare passages. Use it as a context manager: at the end they are gone."""
+    """Starts the ranks and has them compare passages. A context manager, which ends them on exit."""
 
     def __init__(self, configs: tuple[EngineConfig, EngineConfig], *, max_tokens: int) -> None:
         """`configs` are those of A and B; `max_tokens` is the length of the longest passage."""
@@ -48,19 +77,17 @@ class ComparingRanks:
 
     def wait_ready(self) -> tuple[str, ...]:
         """Wait until both models are loaded; return lines for the user. Raises what a rank failed with."""
-        ready = self._collect(None)[0]
-        assert isinstance(ready, CompareReady)
-        return ready.notes
+        notes: tuple[str, ...] = self._collect(None)[0]
+        return notes
 
     def compare(self, passage: PassageTask) -> PassageSums:
-        """Have both models read a passage. Raises what a rank failed with."""
+        """Let both models read a passage. Raises what a rank failed with."""
         for rank, child in enumerate(self._ranks):
             try:
                 child.control.send(passage)
             except (BrokenPipeError, ConnectionResetError):
                 self._raise_dead(rank)
-        sums = self._collect(self._timeout)[0]
-        assert isinstance(sums, PassageSums)
+        sums: PassageSums = self._collect(self._timeout)[0]
         return sums
 
     def _collect(self, timeout: float | None) -> list[Any]:
@@ -79,6 +106,6 @@ class ComparingRanks:
 
 
 def _is_answer(rank: int, message: object) -> bool:
-    if isinstance(message, CompareFailed):
+    if isinstance(message, RankFailed):
         raise errors.named(message.kind, message.message, message.traceback)
     return True

@@ -8,7 +8,7 @@ from nvcli.tools.quality.compare import QualityReport
 
 
 def format_json(report: QualityReport) -> str:
-    """Return the report as indented JSON. Perplexities beyond all numbers are null."""
+    """Return the report as indented JSON. Infinite perplexities become null."""
     return msgspec.json.format(msgspec.json.encode(report), indent=2).decode()
 
 

@@ -1,4 +1,4 @@
-"""One row of an output as it is shown: nvcli's own form, OpenAI's form, and rows that came out of a table."""
+"""Output rows as shown: in nvcli's own format, in OpenAI's, and from tables."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from nvcli.job.rows.raw_values import is_null
 
 _OWN_KEYS = frozenset(("id", "index", "custom_id", "choices", "usage", "error", "response", "embedding"))
 _NESTED_KEYS = frozenset(("index", "choices", "usage", "error", "response"))
-"""Keys whose values are not texts."""
+"""Keys whose values are nested, which tables hold as JSON."""
 _EMBEDDING_CHARS = 100
-"""Longer embeddings are cut here."""
+"""Characters shown of an embedding."""
 
 _decode_row = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
@@ -25,9 +25,9 @@ class ShownChoice(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     finish_reason: str
     reasoning: str = ""
-    """Its reasoning, where that is separate."""
+    """The reasoning, if it is separate from the text."""
     calls: list[str] = []
-    """Its tool calls, such as `look({"at": 1})`."""
+    """Tool calls, such as `look({"at": 1})`."""
 
 
 class ShownRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class ShownRow(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     choices: list[ShownChoice]
     error: str | None
-    """The type of the error and its message; None: the row was answered."""
+    """The error's type and message; None if the row was answered."""
     prompt_tokens: int
     completion_tokens: int
     others: dict[str, msgspec.Raw]
@@ -45,7 +45,7 @@ class ShownRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_cut(self) -> bool:
-        """Whether an answer was ended by its length."""
+        """Whether an answer was cut at its length limit."""
         return any(choice.finish_reason == "length" for choice in self.choices)
 
 
@@ -54,7 +54,7 @@ class _Usage(msgspec.Struct):
     completion_tokens: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
-    """The names of the last two in responses."""
+    """Responses use these two names instead."""
 
 
 class _Function(msgspec.Struct):
@@ -77,7 +77,7 @@ class _Choice(msgspec.Struct):
     message: _Message | None = None
     finish_reason: str | None = None
     logprob: float | None = None
-    """The log-probability of a text that was scored."""
+    """The log-probability of a scored text."""
     reasoning_content: str | None = None
     tool_calls: list[_Call] | None = None
 
@@ -116,7 +116,7 @@ class _Response(msgspec.Struct):
 
 
 def line_of(row: Mapping[str, Any]) -> bytes:
-    """Return the row of a table as the line of JSON that it was made of: nested values are texts there."""
+    """Return a table's row as the line of JSON from which it was made; the table holds nested values as texts."""
     values = {"error": None} | {key: value for key, value in row.items() if value is not None}
     for key in values.keys() & _NESTED_KEYS:
         if isinstance(values[key], str):
@@ -125,7 +125,7 @@ def line_of(row: Mapping[str, Any]) -> bytes:
 
 
 def read_shown_row(line: bytes) -> ShownRow | None:
-    """Read a row of an output, given as JSON; None for anything else, such as a torn line or a row of an input."""
+    """Read an output row from JSON; None for anything else, such as a torn line or an input row."""
     written = read_output_row(line)
     if written is None:
         return None
@@ -147,7 +147,7 @@ def read_shown_row(line: bytes) -> ShownRow | None:
         raw_id = values.get("custom_id") or values.get("id")
         row_id = None if raw_id is None else msgspec.json.decode(raw_id)
         error = msgspec.json.decode(values["error"], type=_Error | None) if "error" in values else None
-    except msgspec.DecodeError:  # other values under these keys; ValidationError is one too
+    except msgspec.DecodeError:  # unexpected values under these keys; includes ValidationError
         return None
     usage = body.usage or _Usage()
     return ShownRow(
@@ -174,14 +174,14 @@ def _shown(choice: _Choice) -> ShownChoice:
 
 
 def _response(body: _Body) -> _Choice:
-    """Return the answer of a response, whose parts stand apart."""
+    """Join a response's parts into one answer."""
     texts = {item.type: "".join(part.text for part in item.content) for item in body.output}
     reason = "length" if body.status == "incomplete" else "stop"
     return _Choice(text=texts.get("message"), reasoning_content=texts.get("reasoning"), finish_reason=reason)
 
 
 def _embedding(raw: msgspec.Raw) -> _Choice:
-    """Return the beginning of an embedding as an answer."""
+    """Return the start of an embedding as an answer."""
     text = bytes(raw).decode(errors="replace")
     shown = text if len(text) <= _EMBEDDING_CHARS else f"{text[:_EMBEDDING_CHARS]}…"
     return _Choice(text=shown, finish_reason="embedding")

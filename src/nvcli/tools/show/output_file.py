@@ -1,8 +1,7 @@
-"""The rows of an output as lines of JSON: all of them, some at random, or the one with an id or a number.
+"""The rows of an output as lines of JSON: all of them, a random sample, or the one with an id or a number.
 
-What is asked for is found without reading a large file line by line where that is possible: a plain file is mapped, and
-its bytes are searched. Lines that are no rows of an output, such as a torn last one, are passed over. A compressed file
-has to be unpacked from its beginning.
+A large plain file is not read line by line: it is memory-mapped, and its bytes are searched. A compressed file must be
+unpacked from its beginning. Lines that are not output rows, such as a torn last one, are skipped.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
 
 from nvcli.core.system.regular_file import open_regular
 from nvcli.errors import ConfigError
@@ -27,27 +25,34 @@ from nvcli.job.rows.cells import Cells
 from nvcli.tools.show.answers import ShownRow, line_of, read_shown_row
 
 _DRAWN_BYTES = 64 << 20
-"""Larger files are sampled at random places; smaller ones are read whole."""
+"""Larger files are sampled at random positions; smaller ones are read whole."""
 _DRAWS = 4
-"""Places drawn for each row that is wanted: a long row is found more often, and chosen less."""
+"""Positions drawn per wanted row: long rows are found more often, and chosen less often."""
 _MOST_TRIES = 50
 
 
-class OutputFile(Protocol):
-    """The rows of one file, each as a line of JSON. All functions raise OSError where it cannot be read."""
+class OutputFile(ABC):
+    """The rows of one file, each as a line of JSON. All methods raise OSError if it cannot be read."""
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @abstractmethod
     def lines(self) -> Iterator[bytes]:
-        """Yield all lines, rows or not, in the order of the file."""
+        """Yield all lines, rows or not, in file order."""
 
     def lines_with(self, needles: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield the lines that hold one of these bytes."""
+        """Yield the lines that contain one of these byte strings."""
+        wanted = list(needles)
+        return (line for line in self.lines() if any(needle in line for needle in wanted))
 
     def sample(self, count: int, rng: random.Random) -> list[bytes]:
-        """Return so many rows at random, in the order of the file, or all where there are not so many."""
+        """Return this many random rows, in file order, or all if there are fewer."""
+        return sample_lines(self.lines(), count, rng)
 
 
 def open_output_file(path: Path) -> OutputFile:
-    """Open an output by what its name says. Raises ConfigError for a table where pyarrow is missing."""
+    """Open an output; its name tells the format. Raises ConfigError for Parquet without pyarrow."""
     if is_parquet(path):
         if find_spec("pyarrow") is None:
             raise ConfigError(f"{path} is Parquet, which needs pyarrow; install it with: pip install pyarrow")
@@ -60,7 +65,7 @@ def open_output_file(path: Path) -> OutputFile:
 
 
 def find_id(file: OutputFile, wanted: str) -> bytes | None:
-    """Find the row with an id, given as it is typed: `5` may be the text or the number. None: there is none."""
+    """Find the row with an id as typed: `5` may be a text or a number. Returns None if there is none."""
     spelled = {json.dumps(wanted).encode(), json.dumps(wanted, ensure_ascii=False).encode(errors="replace")}
     number = wanted.encode(errors="replace")
     if wanted.removeprefix("-").isdecimal():
@@ -69,7 +74,7 @@ def find_id(file: OutputFile, wanted: str) -> bytes | None:
 
 
 def find_index(file: OutputFile, wanted: int) -> bytes | None:
-    """Find the row with a number of the input, counted from 0; None: there is none."""
+    """Find the row with this number in the input, from 0. Returns None if there is none."""
     needles = (b'"index":%d,"choices"' % wanted, b'"batch_req_%d"' % wanted)  # as outputs are written
     found = _first(file.lines_with(needles), lambda row: row.index == wanted)
     return found or _first(file.lines(), lambda row: row.index == wanted)
@@ -80,7 +85,7 @@ def _first(lines: Iterable[bytes], is_wanted: Callable[[ShownRow], bool]) -> byt
 
 
 def sample_lines(lines: Iterable[bytes], count: int, rng: random.Random) -> list[bytes]:
-    """Return so many of the lines that are rows at random, each as likely as any other, in their order."""
+    """Draw this many rows from lines, each equally likely, and return them in order."""
     kept: list[tuple[int, bytes]] = []
     rows = (line for line in lines if read_shown_row(line) is not None)
     for number, line in enumerate(rows):
@@ -91,11 +96,8 @@ def sample_lines(lines: Iterable[bytes], count: int, rng: random.Random) -> list
     return [line for _, line in sorted(kept)]
 
 
-class _PlainFile:
-    """A file of lines. It is searched while it is mapped."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
+class _PlainFile(OutputFile):
+    """A file of lines, which is memory-mapped for searching."""
 
     def lines(self) -> Iterator[bytes]:
         with open_regular(self._path) as file:
@@ -127,24 +129,7 @@ class _PlainFile:
             return [found[start][1] for start in sorted(chosen)]
 
 
-class _ReadFile(ABC):
-    """A file that is read from its beginning, whatever is wanted of it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    @abstractmethod
-    def lines(self) -> Iterator[bytes]: ...
-
-    def lines_with(self, needles: Iterable[bytes]) -> Iterator[bytes]:
-        wanted = list(needles)
-        return (line for line in self.lines() if any(needle in line for needle in wanted))
-
-    def sample(self, count: int, rng: random.Random) -> list[bytes]:
-        return sample_lines(self.lines(), count, rng)
-
-
-class _CsvFile(_ReadFile):
+class _CsvFile(OutputFile):
     """A CSV or TSV file, compressed or not."""
 
     def lines(self) -> Iterator[bytes]:
@@ -154,8 +139,8 @@ class _CsvFile(_ReadFile):
             return
 
 
-class _PackedFile(_ReadFile):
-    """A compressed file of lines. What is behind a torn member is left out."""
+class _PackedFile(OutputFile):
+    """A compressed file of lines. Everything after a torn member is left out."""
 
     def lines(self) -> Iterator[bytes]:
         compression = compression_of(self._path.name)
@@ -174,12 +159,12 @@ class _PackedFile(_ReadFile):
 
 
 def _mapped(fd: int) -> mmap.mmap:
-    """Map a file; an empty one, which cannot be mapped, is one byte that is no row."""
+    """Map a file. An empty one, which cannot be mapped, becomes a single byte that is not a row."""
     return mmap.mmap(fd, 0, access=mmap.ACCESS_READ) if os.fstat(fd).st_size else mmap.mmap(-1, 1)
 
 
 def _line_around(data: mmap.mmap, at: int) -> tuple[int, int]:
-    """Return the beginning and the end of the line that holds a place; a newline belongs to the line before it."""
+    """Return the start and end of the line at a position; a newline belongs to the line before it."""
     end = data.find(b"\n", at)
     return data.rfind(b"\n", 0, at) + 1, len(data) if end < 0 else end
 

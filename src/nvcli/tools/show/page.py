@@ -1,4 +1,4 @@
-"""Rows as text: with colours for a terminal, plain for a pipe. Texts of rows are made harmless for terminals."""
+"""Rows as text, coloured on a terminal and plain in a pipe. Control characters in rows are made harmless."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from nvcli.core.system.terminal_text import harmless, one_line
 from nvcli.tools.show.answers import ShownRow
 
 _PROMPT_CHARS = 2000
-"""Longer prompts, and longer values that were copied from the input, are cut here."""
+"""Characters shown of a prompt, and of each value copied from the input."""
 _VALUE_CHARS = 200
 
 
 class Page:
-    """Makes text of rows."""
+    """Formats rows as text."""
 
     def __init__(self, *, is_coloured: bool) -> None:
         self._stream = StringIO()
@@ -32,9 +32,9 @@ class Page:
         )
 
     def format(self, row: ShownRow, prompt: str | None, *, prompt_keys: Collection[str] = ()) -> str:
-        """Return a row as text: a line that says which it is, its prompt, its answers or its error, other values.
+        """Format a row: a title line, the prompt, the answers or the error, and other values.
 
-        Values under `prompt_keys` are the prompt, which is not shown twice.
+        Values under `prompt_keys` are the prompt, and are not shown twice.
         """
         self._print(Text(_title(row), style="bold reverse"))
         if prompt is not None:

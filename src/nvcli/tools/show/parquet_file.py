@@ -1,39 +1,29 @@
-"""A Parquet output as lines of JSON. Needs pyarrow.
-
-Rows at random, and the row with an id, are read from the row groups that hold them.
-"""
+"""A Parquet output as lines of JSON. Needs pyarrow."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
 
 from nvcli.errors import ConfigError, first_line
 from nvcli.tools.show.answers import line_of
+from nvcli.tools.show.output_file import OutputFile
 
 _BATCH_ROWS = 256
 
 
-class ParquetFile:
-    """The rows of one table."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
+class ParquetFile(OutputFile):
+    """The rows of one table. A sample reads only the row groups that hold it."""
 
     def lines(self) -> Iterator[bytes]:
         with self._opened() as file:
             for batch in file.iter_batches(batch_size=_BATCH_ROWS):
                 batch.validate(full=True)
                 yield from map(line_of, batch.to_pylist())
-
-    def lines_with(self, needles: Iterable[bytes]) -> Iterator[bytes]:
-        wanted = list(needles)
-        return (line for line in self.lines() if any(needle in line for needle in wanted))
 
     def sample(self, count: int, rng: random.Random) -> list[bytes]:
         with self._opened() as file:
@@ -53,9 +43,9 @@ class ParquetFile:
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
-        """Open the table, a `pyarrow.parquet.ParquetFile`. Raises ConfigError where it cannot be read as one."""
+        """Open the table, a `pyarrow.parquet.ParquetFile`. Raises ConfigError if it cannot be read."""
         try:
             with pyarrow.parquet.ParquetFile(self._path) as file:
                 yield file
-        except Exception as error:  # pyarrow has its own, and its values have those of their Python types
+        except Exception as error:  # pyarrow raises its own errors, and those of Python types
             raise ConfigError(f"{self._path}: cannot be read as Parquet: {first_line(error)}") from None

@@ -1,7 +1,7 @@
-"""The prompts of an output's rows: from the row itself where it keeps them, else from the inputs of the job.
+"""The prompts of an output's rows: from the row itself if it has one, else from the job's inputs.
 
-The manifest beside an output names its inputs. A plain file among them that is still the same is read forward as far as
-the row, and remembered by places, so that the rows of a page cost one pass.
+The manifest next to an output names its inputs. Those that are plain, unchanged files are read forward up to the row;
+positions along the way are remembered, so that a page of rows costs one pass.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from nvcli.job.output.manifest import Manifest, load_manifest
 from nvcli.tools.show.answers import ShownRow
 
 _MARK_ROWS = 256
-"""The place of each so many rows is remembered."""
+"""Rows between two remembered positions."""
 _MOST_BYTES = 1 << 30
-"""Prompts that lie further behind in the inputs are not looked up: that would take long."""
+"""Prompts further into the inputs than this are not looked up, because that would take long."""
 _PROMPT_KEYS = ("prompt", "messages")
 
 Values = Mapping[str, msgspec.Raw]
 
 
 class Prompts:
-    """Finds prompts. A context manager: it keeps inputs open."""
+    """Finds prompts. A context manager, because it keeps the inputs open."""
 
     def __init__(self, output: Path) -> None:
         self._rows = _InputRows([])
         self.keys: tuple[str, ...] = _PROMPT_KEYS
-        """The keys under which a row of the input has its prompt."""
+        """The keys of prompts in input rows."""
         self._id_key = "id"
         try:
             manifest = load_manifest(output)
@@ -53,9 +53,9 @@ class Prompts:
         self._rows.close()
 
     def of(self, row: ShownRow) -> str | None:
-        """Return the prompt of a row as text; None where it is not found.
+        """Return a row's prompt as text; None if it cannot be found.
 
-        For a failed row whose input has no prompt, or is no JSON, it is the line of the input.
+        For a failed row whose input has no prompt or is not JSON, this is the input's line.
         """
         kept = _prompt_text(row.others, self.keys)
         if kept is not None:
@@ -70,12 +70,12 @@ class Prompts:
             return whole
         own_id = next((_decoded(given[key]) for key in ("custom_id", self._id_key) if key in given), None)
         if own_id is not None and own_id != row.id:
-            return None  # the row of another input
+            return None  # a row of another input
         return _prompt_text(given, self.keys) or whole
 
 
 def _inputs_that_are_there(manifest: Manifest, folder: Path) -> list[Path]:
-    """Return the inputs of a job up to the first one that is not there any more, or whose rows are not plain lines."""
+    """Return a job's inputs up to the first that is missing, has changed, or does not consist of plain lines."""
     found = []
     for name, description in manifest.inputs:
         if input_format(name) != "jsonl" or compression_of(name):
@@ -95,19 +95,19 @@ def _is(path: Path, description: str) -> bool:
 
 
 class _InputRows:
-    """The lines of inputs by the number of their row: blank lines are no rows."""
+    """Input lines by row number; blank lines do not count."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._files: list[BinaryIO] = [path.open("rb") for path in paths]
         self._marks: list[tuple[int, int]] = [(0, 0)]
-        """The input's number and the place in it of the rows 0, 256, 512 and so on, as far as they were read."""
+        """(input number, position in it) of every `_MARK_ROWS`-th row, as far as read."""
 
     def close(self) -> None:
         for file in self._files:
             file.close()
 
     def line(self, index: int) -> bytes | None:
-        """Return the line of a row; None where it is not in these inputs, or too far behind."""
+        """Return a row's line; None if these inputs do not have it, or it is too far into them."""
         mark = min(index // _MARK_ROWS, len(self._marks) - 1)
         number, place = self._marks[mark]
         at = mark * _MARK_ROWS
@@ -131,11 +131,11 @@ class _InputRows:
 
 
 def _prompt_text(values: Values, keys: tuple[str, ...]) -> str | None:
-    """Return the prompt that a row holds, native or of an OpenAI file, as text; None: it holds none."""
+    """Return the prompt in a row, native or in OpenAI's format, as text; None if there is none."""
     for key in keys:
         if key in values and (text := _as_text(_decoded(values[key]))) is not None:
             return text
-    for inner, names in (("input", keys), ("body", (*keys, "input"))):  # the last is that of requests for embeddings
+    for inner, names in (("input", keys), ("body", (*keys, "input"))):  # embedding requests use "input"
         held = _decoded(values[inner]) if inner in values else None
         if isinstance(held, dict):
             for key in names:
@@ -145,7 +145,7 @@ def _prompt_text(values: Values, keys: tuple[str, ...]) -> str | None:
 
 
 def _decoded(raw: msgspec.Raw) -> Any:
-    """Decode a value; None for one with a number that is too large."""
+    """Decode a value; None if it contains a number that is too large."""
     try:
         return msgspec.json.decode(raw)
     except msgspec.DecodeError:
@@ -153,7 +153,7 @@ def _decoded(raw: msgspec.Raw) -> Any:
 
 
 def _as_text(value: Any) -> str | None:
-    """Return a prompt, or the messages of a conversation with their roles, as text."""
+    """Return a prompt as text: as it is, or a conversation's messages with their roles."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value) or not value:

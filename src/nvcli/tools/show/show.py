@@ -15,28 +15,28 @@ from nvcli.tools.show.answers import ShownRow, read_shown_row
 from nvcli.tools.show.output_file import OutputFile, find_id, find_index, open_output_file, sample_lines
 
 _FIRST_LINES = 100
-"""An output has a row among so many lines at its beginning; the others may be damaged."""
+"""An output has a row among this many lines at its beginning; the others may be damaged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The rows to show. `id` and `index` stand alone."""
+    """The rows to show. `id` and `index` exclude the other criteria."""
 
     errors: bool = False
-    """Rows with errors; together with `cut`, rows of either kind."""
+    """Whether to show rows with errors; with `cut`, rows of either kind."""
     cut: bool = False
-    """Rows with an answer that was ended by its length."""
+    """Whether to show rows with an answer cut at its length limit."""
     random: int | None = None
-    """Number of rows to draw at random; None: all of them."""
+    """The number of rows to draw at random; None for all."""
     limit: int | None = None
     id: str | None = None
-    """The row with this id, as it is typed."""
+    """The id of the only row to show, as typed."""
     index: int | None = None
-    """The row with this number of the input, from 0."""
+    """The input number of the only row to show, from 0."""
 
 
 def choose_file(name: str) -> Path:
-    """Return the file that holds the rows of an output: of a table that is not complete, the one beside it.
+    """Return the file with an output's rows: for an unfinished table, the file of rows next to it.
 
     Raises ConfigError.
     """
@@ -52,9 +52,9 @@ def choose_file(name: str) -> Path:
 
 
 def shown_rows(path: Path, selection: Selection, rng: random.Random) -> Iterator[tuple[ShownRow, bytes]]:
-    """Yield the rows that are wanted, each with its JSON.
+    """Yield the selected rows, each with its JSON.
 
-    Raises ConfigError where the file is no output, holds no rows, or has no row with the id or the number.
+    Raises ConfigError if the file is not an output, has no rows, or has no row with the id or number.
     """
     file = open_output_file(path)
     try:
@@ -88,7 +88,7 @@ def _found(line: bytes | None, path: Path, what: str) -> bytes:
 
 
 def _wanted(file: OutputFile, selection: Selection) -> Iterator[bytes]:
-    """Yield the rows of the kinds that are wanted."""
+    """Yield rows of the selected kinds."""
     takes_all = not selection.errors and not selection.cut
     for line in file.lines():
         if not takes_all and not _may_be_wanted(line, selection):
@@ -101,7 +101,7 @@ def _wanted(file: OutputFile, selection: Selection) -> Iterator[bytes]:
 
 
 def _may_be_wanted(line: bytes, selection: Selection) -> bool:
-    """Tell whether a row may have an error, or an answer that was cut, without decoding it: most rows have not."""
+    """Whether a row may have an error or a cut answer, judged without decoding it: most rows have neither."""
     if selection.cut and b'"length"' in line:
         return True
     is_answered = b'"error":null' in line and line.count(b'"error"') == 1
@@ -109,17 +109,17 @@ def _may_be_wanted(line: bytes, selection: Selection) -> bool:
 
 
 def _check_output(path: Path, file: OutputFile) -> None:
-    """Raise ConfigError where there is no row of an output at the beginning of the file."""
+    """Raise ConfigError if the file does not begin with output rows."""
     first = None
     for line in islice(file.lines(), _FIRST_LINES):
         if read_shown_row(line) is not None:
             return
         first = first or line.strip()
     if not first:
-        raise ConfigError(f"{path} holds no rows")
+        raise ConfigError(f"{path} has no rows")
     beside = path.with_name(f"{path.name.partition('.')[0]}.out.jsonl")
     hint = f"; its answers may be in {beside}" if beside != path and beside.exists() else ""
     raise ConfigError(
-        f"{path} is not an output of nvcli: it begins with {first[:60].decode(errors='replace')!r}, and a row of an "
-        f"output has `index` and `choices`, or `custom_id` and `response`{hint}"
+        f"{path} is not an output of nvcli: it begins with {first[:60].decode(errors='replace')!r}, but output rows "
+        f"have `index` and `choices`, or `custom_id` and `response`{hint}"
     )

@@ -50,6 +50,13 @@ class RankFailed:
     message: str
     traceback: str
 
+    @classmethod
+    def of(cls, error: BaseException) -> RankFailed:
+        """Describe the exception that is being handled."""
+        if isinstance(error, NvcliError):
+            return cls(type(error).__name__, str(error), "")
+        return cls("WorkerError", first_line(error), traceback.format_exc())
+
 
 @dataclass(frozen=True, slots=True)
 class RankClosed:
@@ -190,10 +197,6 @@ def _start_poster(outputs: ChannelWriter, control: Connection) -> queue.SimpleQu
 
 
 def _report_failure(error: BaseException, control: Connection) -> None:
-    error = kernel_cache_error(error) or error
-    if isinstance(error, NvcliError):
-        failure = RankFailed(type(error).__name__, str(error), "")
-    else:
-        failure = RankFailed("WorkerError", first_line(error), traceback.format_exc())
+    failure = RankFailed.of(kernel_cache_error(error) or error)
     with contextlib.suppress(OSError):  # the engine is gone: no one to tell
         control.send(failure)
