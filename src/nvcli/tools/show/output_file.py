@@ -12,11 +12,13 @@ import os
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from nvcli.core.system.regular_file import open_regular
-from nvcli.errors import ConfigError
+from nvcli.errors import ConfigError, first_line
 from nvcli.job.compression import READ_BYTES, CompressionError, Unpacker, compression_of
 from nvcli.job.input.csv_source import CsvSource
 from nvcli.job.line_splitter import LineSplitter
@@ -29,6 +31,7 @@ _DRAWN_BYTES = 64 << 20
 _DRAWS = 4
 """Positions drawn per wanted row: long rows are found more often, and chosen less often."""
 _MOST_TRIES = 50
+_BATCH_ROWS = 256
 
 
 class OutputFile(ABC):
@@ -56,9 +59,7 @@ def open_output_file(path: Path) -> OutputFile:
     if is_parquet(path):
         if find_spec("pyarrow") is None:
             raise ConfigError(f"{path} is Parquet, which needs pyarrow; install it with: pip install pyarrow")
-        from nvcli.tools.show.parquet_file import ParquetFile
-
-        return ParquetFile(path)
+        return _ParquetFile(path)
     if is_csv(path):
         return _CsvFile(path)
     return _PackedFile(path) if compression_of(path.name) else _PlainFile(path)
@@ -156,6 +157,43 @@ class _PackedFile(OutputFile):
         last = splitter.end()
         if isinstance(last, bytes):
             yield last
+
+
+class _ParquetFile(OutputFile):
+    """The rows of one table. A sample reads only the row groups that hold it."""
+
+    def lines(self) -> Iterator[bytes]:
+        with self._opened() as file:
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+                batch.validate(full=True)
+                yield from map(line_of, batch.to_pylist())
+
+    def sample(self, count: int, rng: random.Random) -> list[bytes]:
+        with self._opened() as file:
+            num_rows = file.metadata.num_rows
+            chosen = sorted(rng.sample(range(num_rows), min(count, num_rows)))
+            lines: list[bytes] = []
+            first = 0
+            for number in range(file.num_row_groups):
+                size = file.metadata.row_group(number).num_rows
+                here = [index - first for index in chosen if first <= index < first + size]
+                if here:
+                    table = file.read_row_group(number)
+                    table.validate(full=True)
+                    lines += map(line_of, table.take(here).to_pylist())
+                first += size
+            return lines
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        """Open the table, a `pyarrow.parquet.ParquetFile`. Raises ConfigError if it cannot be read."""
+        import pyarrow.parquet
+
+        try:
+            with pyarrow.parquet.ParquetFile(self._path) as file:
+                yield file
+        except Exception as error:  # pyarrow raises its own errors, and those of Python types
+            raise ConfigError(f"{self._path}: cannot be read as Parquet: {first_line(error)}") from None
 
 
 def _mapped(fd: int) -> mmap.mmap:
