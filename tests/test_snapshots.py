@@ -33,13 +33,12 @@ from nvcli import errors
 from nvcli.cli import main as cli
 from nvcli.cli.messages import Interrupted, OutputGone
 from nvcli.core.config import SECTIONS, RunConfig
-from nvcli.job.job import RETRYABLE_ERRORS, Choice, ErrorInfo, JobResult, RowContext, RowForm
+from nvcli.job.job import RETRYABLE_ERRORS, Choice, EmbedAnswer, ErrorInfo, JobResult, RowContext, RowForm, ScoreAnswer
 from nvcli.job.output.manifest import Manifest, save_manifest
 from nvcli.job.own_files import manifest_path
 from nvcli.job.progress.run_status import RunStatus
 from nvcli.job.report.data import Report
 from nvcli.job.rows.output_row import OutputForm, output_row
-from nvcli.job.tasks import EmbedAnswer, ScoreAnswer
 from nvcli.models.families import listing
 from nvcli.models.families.catalogue import FAMILIES
 from nvcli.tools.bench.bench import BenchResult

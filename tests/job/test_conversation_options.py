@@ -125,7 +125,7 @@ def test_beside_a_prompt_they_are_columns_like_others_and_the_user_is_told() -> 
 
 def test_cells_of_a_table_hold_them_as_json() -> None:
     texts = {"messages": msgspec.json.encode(MESSAGES).decode(), "tools": msgspec.json.encode([TOOL]).decode()}
-    job = RowParser({}).parse(Cells(texts, 10), index=0, where="row 1")
+    job = RowParser({}).parse(Cells(texts), index=0, where="row 1")
     assert isinstance(job, Job)
     assert job.tools == [TOOL]
 

@@ -11,9 +11,21 @@ import pyarrow.parquet
 import pytest
 
 from nvcli.errors import RowError
-from nvcli.job.job import Choice, FunctionCall, JobResult, Logprobs, RowContext, RowForm, ToolCall, Usage, failed
+from nvcli.job.job import (
+    Choice,
+    EmbedAnswer,
+    FunctionCall,
+    JobResult,
+    Logprobs,
+    RowContext,
+    RowForm,
+    ScoreAnswer,
+    ScoredChoice,
+    ToolCall,
+    Usage,
+    failed,
+)
 from nvcli.job.output.writer import ResultWriter
-from nvcli.job.tasks import EmbedAnswer, ScoreAnswer, ScoredChoice
 from output_jobs import errors_of, open_job
 
 LOGPROBS = Logprobs(tokens=["a", "b"], token_logprobs=[None, -1.5], top_logprobs=[None, {"b": -1.5, '"': -2.0}])

@@ -129,7 +129,7 @@ def test_what_a_csv_writer_wrote_is_read(
     with path.open("w", newline="") as file:
         writer = csv.writer(file, delimiter=delimiter, lineterminator=line_end, quoting=csv.QUOTE_ALL)
         writer.writerows([["a", "b"], *records])
-    found = [dict(row.texts) for row in CsvSource(str(path)).lines() if isinstance(row, Cells)]
+    found = [dict(row) for row in CsvSource(str(path)).lines() if isinstance(row, Cells)]
     expected = [{key: cell for key, cell in zip("ab", record, strict=True) if cell} for record in records]
     assert found == expected
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from nvcli.job.job import Choice, JobResult, Logprobs, RowContext
-from nvcli.job.tasks import EmbedAnswer
+from nvcli.job.job import Choice, EmbedAnswer, JobResult, Logprobs, RowContext
 
 TOP = [{"a": -1.0, "b": -2.0}] * 50
 

@@ -52,7 +52,7 @@ def test_conversations(key: str, value: Any) -> None:
     assert job.messages == MESSAGES
     assert list(job.context.extra) == ["source"]
     if isinstance(value, str):  # as a CSV file has it
-        assert job_of(Cells({key: value}, 10)).messages == MESSAGES
+        assert job_of(Cells({key: value})).messages == MESSAGES
 
 
 @pytest.mark.parametrize(

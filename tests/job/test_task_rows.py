@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from nvcli.core.config import load_run_config
 from nvcli.core.task_config import ScoreConfig
 from nvcli.errors import ConfigError
-from nvcli.job.job import Job, JobResult, RowForm
+from nvcli.job.job import EmbedTask, Job, JobResult, RowForm, ScoreTask
 from nvcli.job.rows.cells import Cells
 from nvcli.job.rows.parser import RowParser
 from nvcli.job.rows.task_rows import EmbedRows, ScoreRows, TaskRows
-from nvcli.job.tasks import EmbedTask, ScoreTask
 
 SCORE, EMBED = ScoreRows(ScoreConfig()), EmbedRows(EmbedTask())
 
@@ -53,9 +52,9 @@ def test_other_keys_are_copied_and_sampling_too() -> None:
 
 
 def test_choices_of_a_table_are_json_in_a_cell() -> None:
-    task = scored(Cells({"prompt": "p", "choices": '["a", "b"]', "answer": "1"}, 30))
+    task = scored(Cells({"prompt": "p", "choices": '["a", "b"]', "answer": "1"}))
     assert (task.continuations, task.answer) == (("a", "b"), 1)
-    bad = parse(Cells({"prompt": "p", "choices": "[a, b]"}, 30))
+    bad = parse(Cells({"prompt": "p", "choices": "[a, b]"}))
     assert isinstance(bad, JobResult)
     assert bad.error is not None
     assert bad.error.type == "invalid_value"

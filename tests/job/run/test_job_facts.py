@@ -15,9 +15,9 @@ from nvcli.core.config import JobConfig, MessageTemplate, RunConfig
 from nvcli.core.task_config import ScoreConfig
 from nvcli.demo import demo_path
 from nvcli.errors import LoadError
+from nvcli.job.job import EmbedTask
 from nvcli.job.rows.task_rows import EmbedRows, ScoreRows
 from nvcli.job.run.job_facts import job_facts
-from nvcli.job.tasks import EmbedTask
 from nvcli.models.checkpoint import is_hub_id
 
 GIB = 1 << 30

@@ -71,7 +71,8 @@ class CsvSource(LineSource):
             if columns is None:
                 columns = _check_header(row, self.name, self._at)
             elif isinstance(row, list):
-                yield _row_of(columns, row, records.num_bytes)
+                self.row_bytes = records.num_bytes
+                yield _row_of(columns, row)
             else:
                 yield row
 
@@ -149,7 +150,7 @@ def _check_header(row: Row | list[str], name: str, place: str) -> list[str]:
     return row
 
 
-def _row_of(columns: list[str], cells: list[str], num_bytes: int) -> Cells | RowError:
+def _row_of(columns: list[str], cells: list[str]) -> Cells | RowError:
     """Return the row of a record; its error where it has another number of cells than there are columns."""
     if len(cells) != len(columns):
         names = ", ".join(f"`{shorten(column)}`" for column in columns[:12])
@@ -158,4 +159,4 @@ def _row_of(columns: list[str], cells: list[str], num_bytes: int) -> Cells | Row
             f"it has {len(cells)} {'cell' if len(cells) == 1 else 'cells'}, and there are {len(columns)} columns: "
             f"{names}{', …' if len(columns) > 12 else ''}; a cell with a delimiter in it must be quoted",
         )
-    return Cells({column: cell for column, cell in zip(columns, cells, strict=True) if cell}, num_bytes)
+    return Cells((column, cell) for column, cell in zip(columns, cells, strict=True) if cell)

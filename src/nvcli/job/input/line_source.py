@@ -42,7 +42,7 @@ class Source(ABC):
         self.bytes_read = 0
         """Bytes that were read, as they are on disk; of a table, the share that belongs to the rows that were read."""
         self.row_bytes = 0
-        """Roughly the bytes of the row that was yielded last; 0 for lines, which tell their bytes themselves."""
+        """Roughly the bytes of the row that was yielded last; 0 for lines."""
 
     @abstractmethod
     def lines(self) -> Iterator[Row | None]:

@@ -22,7 +22,6 @@ from nvcli.job.input.line_source import DamagedInput, LineSource, Source, TextSo
 from nvcli.job.job import Job, JobId, JobResult
 from nvcli.job.line_splitter import BlankLines
 from nvcli.job.row_set import AnsweredRows
-from nvcli.job.rows.cells import Cells
 from nvcli.job.rows.parser import Row, RowParser
 from nvcli.job.rows.prompt_rules import PromptKind
 from nvcli.job.rows.row_digest import InputRows, row_digest
@@ -277,8 +276,6 @@ class RowReader:
         """Return roughly the bytes of the row that was read last."""
         if isinstance(line, bytes | str):
             return len(line)
-        if isinstance(line, Cells):
-            return line.num_bytes
         return self._source.row_bytes if self._source is not None else 0
 
     def _note_digest(self, line: Row, index: int, own_id: JobId | None) -> None:

@@ -21,9 +21,8 @@ from msgspec import inspect
 
 from nvcli.core.task_config import Task
 from nvcli.errors import OutputError, first_line
-from nvcli.job.job import Choice, ErrorInfo, Logprobs, Usage
+from nvcli.job.job import Choice, ErrorInfo, Logprobs, ScoredChoice, Usage
 from nvcli.job.rows.raw_values import as_text, decode, is_null
-from nvcli.job.tasks import ScoredChoice
 
 _BATCH_ROWS = 1024
 _BATCH_BYTES = 16 * 1024 * 1024

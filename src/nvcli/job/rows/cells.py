@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -15,12 +14,8 @@ from nvcli.job.rows.openai_row import looks_like_openai
 from nvcli.job.rows.raw_values import NestedTooDeep, check_json, decode_within
 
 
-class Cells(NamedTuple):
+class Cells(dict[str, str]):
     """The cells of one row by the names of their columns, without the empty ones."""
-
-    texts: Mapping[str, str]
-    num_bytes: int
-    """Bytes of the row in its file."""
 
 
 def values_of_cells(cells: Cells, keys: RowKeys) -> dict[str, Any]:
@@ -28,14 +23,13 @@ def values_of_cells(cells: Cells, keys: RowKeys) -> dict[str, Any]:
 
     Raises RowError for a cell that should hold JSON and does not.
     """
-    texts = cells.texts
-    values: dict[str, Any] = dict(texts)
+    values: dict[str, Any] = dict(cells)
     json_keys = [keys.messages, keys.prompt_token_ids, keys.sampling, keys.chat_template_kwargs]
-    if keys.messages in texts:
+    if keys.messages in cells:
         json_keys += CONVERSATION_KEYS
-    for key in ["body"] if looks_like_openai(texts) else json_keys:
-        if key in texts:
-            values[key] = _json_of(texts[key], key)
+    for key in ["body"] if looks_like_openai(cells) else json_keys:
+        if key in cells:
+            values[key] = _json_of(cells[key], key)
     return values
 
 

@@ -14,11 +14,10 @@ from nvcli.core.job_config import MESSAGES_KEY, PROMPT_KEY
 from nvcli.core.sampling_params import MAX_INT, SamplingParams
 from nvcli.core.validation import InvalidValue, convert, show
 from nvcli.errors import RowError
-from nvcli.job.job import Job, JobId, RowContext
+from nvcli.job.job import Job, JobId, PromptTask, RowContext
 from nvcli.job.rows.conversation import check_messages, conversation_options
 from nvcli.job.rows.prompt_rules import PromptKind, PromptRules
 from nvcli.job.rows.raw_values import decode, decode_list, is_null
-from nvcli.job.tasks import PromptTask
 
 _CONVERSATIONS = "conversations"
 """ShareGPT's key of a conversation."""

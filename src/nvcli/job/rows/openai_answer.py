@@ -12,9 +12,8 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from nvcli.job.job import Choice, ErrorInfo, JobResult, Logprobs, RowForm, Usage
+from nvcli.job.job import Choice, EmbedAnswer, EmbedAnswers, ErrorInfo, JobResult, Logprobs, RowForm, Usage
 from nvcli.job.rows.openai_responses import response_body
-from nvcli.job.tasks import EmbedAnswer, EmbedAnswers
 
 BATCH_ID = "batch_req_"
 """The id of an output row is this and the row's index."""

@@ -7,9 +7,8 @@ from typing import Any
 import msgspec
 
 from nvcli.core.validation import is_utf8
-from nvcli.job.job import JobResult, RowContext, RowForm
+from nvcli.job.job import EmbedAnswer, JobResult, RowContext, RowForm, ScoreAnswer
 from nvcli.job.rows.openai_answer import BATCH_ID, openai_row
-from nvcli.job.tasks import EmbedAnswer, ScoreAnswer
 
 CSV_TEXT_FIELD = "generated_text"
 """The key of the text in outputs whose cells hold no lists, unless the job names another."""

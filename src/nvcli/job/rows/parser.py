@@ -40,7 +40,7 @@ from nvcli.job.rows.row_ids import RowIdentity, SeenIds, id_decoder
 from nvcli.job.rows.row_warnings import RowRemark, RowWarnings
 from nvcli.job.rows.task_rows import PROMPT_ONLY, TaskRows
 
-Row = Line | str | Cells | dict[str, Any] | RowError
+Row = Line | str | dict[str, Any] | Cells | RowError
 """A row as it is read: a line of JSON, a line of text, the cells of a CSV record, the values of a table's row, or the
 error of what cannot be read as a row."""
 
@@ -123,7 +123,7 @@ class RowParser:
             if not is_native:
                 has_prompt = any(not is_null(given.get(key)) for key in self.keys.prompts)
                 is_native = has_prompt or not looks_like_openai(given)
-            own_of = _own_objects if isinstance(row, (dict, str)) else _own_values
+            own_of = _own_values if isinstance(row, (bytes, Cells)) else _own_objects
             own_keys, values = OPENAI_KEYS, {}
             kind: PromptKind | None = None
             if is_native and self._is_plain and self._prompt_key in given and self._messages_key not in given:
@@ -265,8 +265,8 @@ class RowParser:
             if not is_good and (own.body is not msgspec.UNSET or is_deeper(row, MAX_LEVELS)):
                 return None
             value = None if own.id is msgspec.UNSET else own.id
-        elif is_good and isinstance(row, str | dict | Cells):
-            given = row if isinstance(row, dict) else {} if isinstance(row, str) else row.texts
+        elif is_good and isinstance(row, str | dict):
+            given = row if isinstance(row, dict) else {}
             if "custom_id" in given:
                 return None
             value = given.get(key)
@@ -283,13 +283,13 @@ class RowParser:
         hold NaN or Infinity. Raises RowError."""
         if isinstance(row, (bytes, DroppedLine)):  # quicker than a union
             return _split_line(row)
+        if isinstance(row, Cells):
+            return values_of_cells(row, self.keys), None
         if isinstance(row, dict):
             return row, None
         if isinstance(row, str):
             return {self.keys.prompt: row}, None
-        if isinstance(row, RowError):
-            raise row
-        return values_of_cells(row, self.keys), None
+        raise row
 
 
 _decode_raws = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode

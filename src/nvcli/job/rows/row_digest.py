@@ -16,7 +16,6 @@ from nvcli.errors import RowError
 from nvcli.job.job import JobId
 from nvcli.job.line_splitter import DroppedLine
 from nvcli.job.row_set import RowSet
-from nvcli.job.rows.cells import Cells
 from nvcli.job.rows.parser import Row
 
 DIGEST_BYTES = 16
@@ -38,7 +37,7 @@ def row_digest(row: Row, own_id: JobId | None) -> bytes:
     elif isinstance(row, RowError):
         data = f"{row.type}: {row.message}".encode()
     else:
-        data = _encode(dict(row.texts) if isinstance(row, Cells) else row)
+        data = _encode(row)
     content = blake2b(data, digest_size=_CONTENT_BYTES).digest()
     if own_id is None:
         return content + _NO_ID

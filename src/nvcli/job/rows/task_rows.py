@@ -12,11 +12,10 @@ from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.task_config import EmbeddingEncoding, ScoreConfig
 from nvcli.core.validation import convert, show
 from nvcli.errors import RowError
-from nvcli.job.job import Job, RowContext, RowForm
+from nvcli.job.job import EmbedTask, Job, PromptTask, RowContext, RowForm, ScoreTask
 from nvcli.job.rows.openai_row import check_request, job_of, prompts_of
 from nvcli.job.rows.openai_structured import unsupported_key
 from nvcli.job.rows.raw_values import as_text, decode, decode_list, is_null
-from nvcli.job.tasks import EmbedTask, PromptTask, ScoreTask
 
 PROMPT_ONLY = SamplingParams(temperature=0, max_tokens=1)
 """The sampling of a row that asks for no answer: one token ends the request, and is dropped."""

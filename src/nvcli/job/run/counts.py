@@ -13,8 +13,7 @@ import msgspec
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.validation import shorten
 from nvcli.engine.request import EngineStats
-from nvcli.job.job import ErrorInfo, JobId, JobResult
-from nvcli.job.tasks import ScoreAnswer
+from nvcli.job.job import ErrorInfo, JobId, JobResult, ScoreAnswer
 from nvcli.job.text.prepare import PreparedRow
 
 

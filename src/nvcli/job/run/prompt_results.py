@@ -12,8 +12,17 @@ from nvcli.core.messages import PromptQueryResult, unpack
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.engine.request import Pooling, PromptScoring, Request
 from nvcli.errors import RowError
-from nvcli.job.job import JobResult, Logprobs, Usage, failed
-from nvcli.job.tasks import EmbedAnswer, EmbedTask, ScoreAnswer, ScoredChoice, ScoreTask
+from nvcli.job.job import (
+    EmbedAnswer,
+    EmbedTask,
+    JobResult,
+    Logprobs,
+    ScoreAnswer,
+    ScoredChoice,
+    ScoreTask,
+    Usage,
+    failed,
+)
 from nvcli.job.text.prepare import PreparedRow
 from nvcli.job.text.prompt_tasks import PreparedTask, ScoredText, request_tokens
 from nvcli.job.text.tokenizer import Tokenizer

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from nvcli.job.job import Job, JobResult, Part, Usage, prompt_fields
-from nvcli.job.tasks import EmbedAnswer, EmbedAnswers
+from nvcli.job.job import EmbedAnswer, EmbedAnswers, Job, JobResult, Part, Usage, prompt_fields
 
 MAX_PARTS_AT_ONCE = 256
 """So many prompts are prepared at a time; a row may have more."""

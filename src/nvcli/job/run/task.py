@@ -8,8 +8,8 @@ from typing import Literal
 from nvcli.core.config import RunConfig
 from nvcli.core.task_config import PoolingName
 from nvcli.errors import ConfigError
+from nvcli.job.job import EmbedTask
 from nvcli.job.rows.task_rows import EmbedRows, ScoreRows, TaskRows
-from nvcli.job.tasks import EmbedTask
 from nvcli.models.config import ModelConfig
 from nvcli.models.embedding_files import read_embedding_files
 

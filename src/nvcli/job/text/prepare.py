@@ -15,9 +15,8 @@ from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.structured import MAX_END_IDS, Constraint, Structured
 from nvcli.engine.request import ThoughtLimit
 from nvcli.errors import RowError, unexpected
-from nvcli.job.job import Job, JobResult, RowContext, RowForm, failed
+from nvcli.job.job import EmbedTask, Job, JobResult, PromptTask, RowContext, RowForm, ScoreTask, failed
 from nvcli.job.rows.conversation import ARGUMENTS, CONTINUE_FINAL_MESSAGE, TOOLS
-from nvcli.job.tasks import EmbedTask, PromptTask, ScoreTask
 from nvcli.job.text.answer_reader import AnswerFormat, AnswerReader
 from nvcli.job.text.call_grammars import CallConstraints
 from nvcli.job.text.chat_renderer import Conversation

@@ -16,8 +16,7 @@ import msgspec
 from nvcli.core.config_types import OnTooLong
 from nvcli.core.messages import pack, unpack
 from nvcli.errors import RowError
-from nvcli.job.job import Job, JobResult
-from nvcli.job.tasks import EmbedTask, PromptTask, ScoreTask
+from nvcli.job.job import EmbedTask, Job, JobResult, PromptTask, ScoreTask
 from nvcli.job.text.special_tokens import SpecialTokenRule, frame
 from nvcli.job.text.tokenizer import Tokenizer
 

@@ -135,7 +135,7 @@ class _CsvFile(OutputFile):
 
     def lines(self) -> Iterator[bytes]:
         try:
-            yield from (line_of(row.texts) for row in CsvSource(str(self._path)).lines() if isinstance(row, Cells))
+            yield from (line_of(row) for row in CsvSource(str(self._path)).lines() if isinstance(row, Cells))
         except CompressionError:
             return
 
