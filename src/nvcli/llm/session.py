@@ -15,7 +15,6 @@ from typing import Any
 
 from nvcli.core.config import RunConfig
 from nvcli.core.config_types import Order
-from nvcli.core.messages import EngineReady
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.validation import InvalidValue, convert
 from nvcli.errors import ClosedError, ConfigError, NvcliError, WorkerError, first_line, reworded
@@ -25,8 +24,7 @@ from nvcli.job.rows.output_row import OutputForm
 from nvcli.job.rows.row_warnings import RowWarnings
 from nvcli.job.rows.task_rows import TaskRows
 from nvcli.job.run.counts import Counts
-from nvcli.job.run.early_end import RowTracebacks
-from nvcli.job.run.engines import EngineSet, StartEngine, describe_ready, start_engine
+from nvcli.job.run.engines import EngineEvents, EngineSet, StartEngine, start_engine
 from nvcli.job.run.loop import JobLoop
 from nvcli.job.run.plan import plan_replicas, window_rows
 from nvcli.job.run.resolve import make_parser, resolve_settings, row_keys
@@ -60,7 +58,8 @@ class Session:
         self._plan = plan_replicas(self._resolved, num_requests=num_requests)
         for line in filter(None, (self._plan.why, *self._plan.warnings)):
             note(line)
-        self._start = start
+        self._engines = EngineSet(start)
+        self._events = EngineEvents(self._engines, run.model, output=None, note=note, detail=note, warn=note)
         self._note = note
         self._needs_chat_template = needs_chat_template
         self._max_rows = window_rows(run, len(self._plan.engine_configs))
@@ -68,9 +67,7 @@ class Session:
         self._queue = RowQueue()
         self._feeder = self._resolved.make_feeder(self._queue, self._load_tokenizer)
         self._counts = Counts()
-        self._row_tracebacks = RowTracebacks(None, note)
         self._changed = threading.Condition()
-        self._num_ready = 0
         self._was_ready = False
         self._tokenizer: Tokenizer | None = None
         self._failure: NvcliError | None = None
@@ -86,7 +83,7 @@ class Session:
     def wait_ready(self) -> None:
         """Wait until rows can be answered. Raises what the engines or the tokenizer failed with."""
         with self._changed:
-            while not (self._num_ready == len(self._plan.engine_configs) and self._tokenizer is not None):
+            while len(self._events.ready) < len(self._plan.engine_configs) or self._tokenizer is None:
                 self._check_usable()
                 self._changed.wait()
             self._was_ready = True
@@ -201,13 +198,12 @@ class Session:
     # What follows is in the thread of the loop.
 
     def _run(self) -> None:
-        engines = EngineSet(self._start)
         failure: NvcliError = ClosedError("this LLM was closed")
         try:
             try:
-                taken = engines.take(self._plan.engine_configs)
+                engines = self._engines.take(self._plan.engine_configs)
                 self._feeder.start()
-                self._loop = JobLoop(self.run, self._plan, taken, self._feeder, self, self._counts, self)
+                self._loop = JobLoop(self.run, self._plan, engines, self._feeder, self, self._counts, self._events)
                 self._loop.run(self._each_round)
             except _Closing:
                 pass
@@ -216,7 +212,7 @@ class Session:
             finally:
                 self._queue.close()
                 self._feeder.stop()
-                engines.close()
+                self._engines.close()
         except Exception as error:
             failure = WorkerError(f"nvcli failed: {first_line(error)}; this is a bug, please report it")
             failure.__cause__ = error
@@ -232,6 +228,9 @@ class Session:
     def _each_round(self) -> None:
         if self._is_closing:
             raise _Closing
+        if not self._was_ready:
+            with self._changed:
+                self._changed.notify_all()  # engines may have become ready
         if self._was_left:
             self._was_left = False
             assert self._loop is not None
@@ -247,29 +246,6 @@ class Session:
 
     def tick(self) -> None:
         """Do nothing: results are handed over at once."""
-
-    def replica_ready(self, ready: EngineReady) -> None:
-        """Note that an engine is ready, and tell the user of the first."""
-        if not self._num_ready:
-            for note in describe_ready(self.run.model, ready):
-                self._note(note)
-        with self._changed:
-            self._num_ready += 1
-            self._changed.notify_all()
-
-    def replica_lost(self, error: NvcliError, num_rows: int) -> None:
-        """Tell the user that an engine died and the others compute its rows."""
-        self._note(
-            f"warning: a copy of the model died, and its unfinished rows ({num_rows:,}) go to the others: {error}"
-        )
-
-    def note(self, line: str) -> None:
-        """Tell the user what an engine has to say."""
-        self._note(line)
-
-    def row_failed(self, result: JobResult) -> None:
-        """Keep the traceback of a row."""
-        self._row_tracebacks.add(result)
 
     # What follows is in the thread of the feeder.
 

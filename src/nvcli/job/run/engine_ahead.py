@@ -8,7 +8,7 @@ from nvcli.worker.executor.child_process import ChildProcess
 
 if TYPE_CHECKING:  # it is to be started before much is imported
     from nvcli.core.engine_config import EngineConfig
-    from nvcli.job.run.loop import Engine
+    from nvcli.job.run.engines import Engine
 
 
 class EngineAhead:

@@ -1,15 +1,34 @@
-"""The engines of a run: how they are started and ended, and what is said of one that is ready."""
+"""The engines of a run: how they are started and ended, and what the user is told of them."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady
-from nvcli.job.run.loop import Engine
+from nvcli.engine.request import EngineStats, Request, RequestOutput
+from nvcli.errors import NvcliError
+from nvcli.job.job import JobResult
+from nvcli.job.run.early_end import RowTracebacks, keep_traceback
+
+
+class Engine(Protocol):
+    """The part of a replica's engine that the loop uses; `engine.client.EngineClient` is the real one."""
+
+    def wait_ready(self, timeout: float | None = None) -> EngineReady | None: ...
+    def add(self, requests: list[Request]) -> None: ...
+    def abort(self, request_ids: Sequence[int]) -> None: ...
+    def poll(self, timeout: float) -> list[RequestOutput]: ...
+    def take_notes(self) -> list[str]: ...
+    def fileno(self) -> int: ...
+    def close(self) -> None: ...
+    @property
+    def stats(self) -> EngineStats: ...
+
 
 StartEngine = Callable[[EngineConfig], Engine]
 
@@ -63,6 +82,56 @@ class EngineSet:
         finally:
             for thread in closing:
                 thread.join()
+
+
+class EngineEvents:
+    """Tells the user of what happens to the engines of a run, and to its rows, while `JobLoop` runs."""
+
+    def __init__(
+        self,
+        engines: EngineSet,
+        model: str,
+        *,
+        output: str | None,
+        note: Callable[[str], None],
+        detail: Callable[[str], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        """`model` is the model as it was named. Tracebacks are kept beside `output`; None: in a temporary file.
+
+        `note`, `detail` and `warn` take lines for the user.
+        """
+        self._engines = engines
+        self._model = model
+        self._output = output
+        self._note, self._detail, self._warn = note, detail, warn
+        self._row_tracebacks = RowTracebacks(output, warn)
+        self.ready: list[EngineReady] = []
+        """The reports of the engines that are ready."""
+
+    def replica_ready(self, ready: EngineReady) -> None:
+        """Take note that a replica has loaded the model, and tell of the first; the others are like it."""
+        if not self.ready and not self._engines.have_run:
+            title, *details = describe_ready(self._model, ready)
+            self._note(title)
+            for detail in details:
+                self._detail(detail)
+        self.ready.append(ready)
+
+    def replica_lost(self, error: NvcliError, num_rows: int) -> None:
+        """Warn that a replica has died of `error`, and that its unfinished rows go to the others."""
+        self._engines.are_sound = False
+        error = keep_traceback(error, self._output)
+        rows = "1 unfinished row goes" if num_rows == 1 else f"{num_rows:,} unfinished rows go"
+        self._warn(f"warning: a copy of the model died, and its {rows} to the others: {error}")
+
+    def warn(self, line: str) -> None:
+        """Pass on what a replica has to say."""
+        self._warn(line)
+
+    def row_failed(self, result: JobResult) -> None:
+        """Keep the traceback of a row that an unforeseen exception has cost its answer."""
+        self._row_tracebacks.add(result)
 
 
 def describe_ready(model: str, ready: EngineReady) -> list[str]:

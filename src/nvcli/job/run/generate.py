@@ -16,12 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from nvcli.core.byte_sizes import parse_size
 from nvcli.core.config import JobConfig, RunConfig
-from nvcli.core.messages import EngineReady
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.validation import convert
-from nvcli.errors import ConfigError, HopelessJob, NvcliError, TooManyErrors, WorkerError
+from nvcli.errors import ConfigError, HopelessJob, TooManyErrors, WorkerError
 from nvcli.job.input.known_input import check_unchanged
-from nvcli.job.job import JobResult
 from nvcli.job.output.job_output import JobOutput, OutputOptions, open_output
 from nvcli.job.output.reorder import ReorderBuffer
 from nvcli.job.output.writer import ResultWriter
@@ -31,8 +29,8 @@ from nvcli.job.progress.summary import RunTimes, Summary, summary_of_complete_jo
 from nvcli.job.report.build import ReportFile, build_report
 from nvcli.job.report.timeline import Timeline
 from nvcli.job.run.counts import Counts, LeadingErrors
-from nvcli.job.run.early_end import Interrupts, RowTracebacks, keep_traceback
-from nvcli.job.run.engines import EngineSet, StartEngine, describe_ready, start_engine
+from nvcli.job.run.early_end import Interrupts, keep_traceback
+from nvcli.job.run.engines import EngineEvents, EngineSet, StartEngine, start_engine
 from nvcli.job.run.loop import JobLoop
 from nvcli.job.run.plan import RunPlan, plan_replicas, plan_run
 from nvcli.job.run.resolve import ResolvedJob, resolve_job
@@ -147,7 +145,9 @@ class _JobRun:
         self._counts.rows_resumed = opened.answered.all.count
         if opened.answered.all.count == opened.answered.failed.count:
             self._counts.leading = LeadingErrors(job.run.job.max_leading_errors)
-        self._reports: list[EngineReady] = []
+        self._events = EngineEvents(
+            engines, job.run.model, output=job.output, note=progress.note, detail=progress.detail, warn=progress.warn
+        )
         self._reader = job.make_reader(opened.answered, opened.digests)
         self._feeder = job.make_feeder(self._reader, self._load_tokenizer)
         self._told_kinds = set(job.first_kinds)
@@ -162,7 +162,6 @@ class _JobRun:
             on_gpu=plan.num_gpus > 0,
         )
         self._timeline = Timeline(self._counts, started_at=started_at)
-        self._row_tracebacks = RowTracebacks(job.output, progress.warn)
 
     def run(self, check_interrupts: Callable[[], None]) -> None:
         """Answer all rows and finish the output. `check_interrupts` raises where a signal asks for the end.
@@ -180,7 +179,7 @@ class _JobRun:
                 self._feeder,
                 writer,
                 self._counts,
-                self,
+                self._events,
                 first_request_id=self._engines.next_request_id,
             )
             self._feeder.start()
@@ -207,7 +206,7 @@ class _JobRun:
         counts, feeder = self._counts, self._feeder
         now = time.monotonic()
         generating = (self._generated_at or now) - counts.started_at if counts.started_at is not None else 0.0
-        startups = [report.seconds for report in self._reports]
+        startups = [ready.seconds for ready in self._events.ready]
         return Summary(
             output=self._job.output,
             rows=self._num_rows,
@@ -247,7 +246,7 @@ class _JobRun:
                     self._setter_of,
                     error=error,
                     plan=self._plan,
-                    ready=self._reports,
+                    ready=self._events.ready,
                     timeline=self._timeline.points,
                 )
                 report.write(built, self._progress.warn)
@@ -296,30 +295,6 @@ class _JobRun:
         if allowed is not None and counts.rows_failed > allowed:
             kinds = ", ".join(f"{kind} {count:,}" for kind, count in counts.errors.most_common())
             raise TooManyErrors(f"{counts.rows_failed:,} rows failed, and `job.max_errors` allows {allowed:,}: {kinds}")
-
-    def replica_ready(self, ready: EngineReady) -> None:
-        """Tell the user of the first replica that is ready; the others are like it."""
-        if not self._reports and not self._engines.have_run:
-            title, *details = describe_ready(self._job.run.model, ready)
-            self._progress.note(title)
-            for detail in details:
-                self._progress.detail(detail)
-        self._reports.append(ready)
-
-    def replica_lost(self, error: NvcliError, num_rows: int) -> None:
-        """Warn the user that a replica died and the others take over its rows."""
-        self._engines.are_sound = False
-        error = keep_traceback(error, self._job.output)
-        rows = "1 unfinished row goes" if num_rows == 1 else f"{num_rows:,} unfinished rows go"
-        self._progress.warn(f"warning: a copy of the model died, and its {rows} to the others: {error}")
-
-    def note(self, line: str) -> None:
-        """Warn the user of what a replica has to say."""
-        self._progress.warn(line)
-
-    def row_failed(self, result: JobResult) -> None:
-        """Keep the traceback of a row."""
-        self._row_tracebacks.add(result)
 
 
 def _make_writer(opened: JobOutput, job: JobConfig, shard: Shard) -> ResultWriter:

@@ -22,6 +22,7 @@ from nvcli.engine.request import EngineStats, Request, RequestOutput
 from nvcli.errors import CapacityError, NvcliError, RowError, WorkerError, reworded, unexpected
 from nvcli.job.job import JobResult, failed
 from nvcli.job.run.counts import Counts
+from nvcli.job.run.engines import Engine, EngineEvents
 from nvcli.job.run.feeder import Feeder
 from nvcli.job.run.open_rows import OpenRow, results_of
 from nvcli.job.run.plan import RunPlan, make_duplicates, make_planner
@@ -35,20 +36,6 @@ MAX_BYTES_IN_FLIGHT = 256 * 1024 * 1024
 """Bound on the rows that one replica holds, with what they pass through; a row that is larger goes alone."""
 
 
-class Engine(Protocol):
-    """The part of a replica's engine that the loop uses; `engine.client.EngineClient` is the real one."""
-
-    def wait_ready(self, timeout: float | None = None) -> EngineReady | None: ...
-    def add(self, requests: list[Request]) -> None: ...
-    def abort(self, request_ids: Sequence[int]) -> None: ...
-    def poll(self, timeout: float) -> list[RequestOutput]: ...
-    def take_notes(self) -> list[str]: ...
-    def fileno(self) -> int: ...
-    def close(self) -> None: ...
-    @property
-    def stats(self) -> EngineStats: ...
-
-
 class Results(Protocol):
     """Whatever takes the results of rows; `jobs.output.writer.ResultWriter` writes them to a file."""
 
@@ -57,22 +44,6 @@ class Results(Protocol):
 
     def tick(self) -> None:
         """Do what is due. This is called in each round."""
-
-
-class Observer(Protocol):
-    """An object that the loop tells of events which the user should know."""
-
-    def replica_ready(self, ready: EngineReady) -> None:
-        """A replica has loaded the model. This is called once for each replica."""
-
-    def replica_lost(self, error: NvcliError, num_rows: int) -> None:
-        """A replica has died of `error`, and its `num_rows` unfinished rows go to the others."""
-
-    def note(self, line: str) -> None:
-        """A replica has something to say to the user."""
-
-    def row_failed(self, result: JobResult) -> None:
-        """An exception that nobody foresaw has cost a row its answer; the result has its traceback."""
 
 
 _DEATHS = (WorkerError, CapacityError)
@@ -130,7 +101,7 @@ class JobLoop:
         feeder: Feeder,
         writer: Results,
         counts: Counts,
-        observer: Observer,
+        events: EngineEvents,
         *,
         first_request_id: int = 0,
     ) -> None:
@@ -149,7 +120,7 @@ class JobLoop:
         self._duplicates = make_duplicates(run, self._num_started)
         self._writer = writer
         self._counts = counts
-        self._observer = observer
+        self._events = events
         self._seed = run.seed
         self._keep_going = run.job.keep_going
         self.next_request_id = first_request_id
@@ -310,12 +281,12 @@ class JobLoop:
         if replica.ready is None:
             replica.ready = replica.engine.wait_ready(0)
             if replica.ready is not None:
-                self._observer.replica_ready(replica.ready)
+                self._events.replica_ready(replica.ready)
             return
         to_abort: list[int] = []
         outputs = replica.engine.poll(0)
         for note in replica.engine.take_notes():
-            self._observer.note(note)
+            self._events.warn(note)
         for output in outputs:
             row = replica.rows.get(output.request_id)
             if row is None:
@@ -378,7 +349,7 @@ class JobLoop:
         )
         replica.engine.close()
         self._counts.num_lost_replicas += 1
-        self._observer.replica_lost(error, len(rows))
+        self._events.replica_lost(error, len(rows))
 
     def _finish_rows(self, rows: Sequence[OpenRow]) -> None:
         """Turn complete rows into results, for themselves and for the rows that are equal to them."""
@@ -407,7 +378,7 @@ class JobLoop:
             else:
                 self._counts.add_row(wholes[number - len(done)][0], result, computed=computed)
             if result.traceback:
-                self._observer.row_failed(result)
+                self._events.row_failed(result)
 
     def _join(
         self, results: Sequence[tuple[PreparedRow | None, JobResult]], *, computed: bool
