@@ -1,4 +1,4 @@
-"""What is said of a mixture of experts without its weights: how its router chooses, and what its experts compute.
+"""Settings of a mixture of experts, without its weights: how its router chooses, and what its experts compute.
 Torch-free."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedActivation:
-    """What a gated MLP makes of its gate and up projections.
+    """The function of a gated MLP on its gate and up projections.
 
     `silu`: silu(gate) × up. `gelu_tanh`: gelu(gate) × up, with the approximation of gelu by tanh. `clamped_swiglu`
     (gpt-oss): with the gate at most `limit` and up within ±`limit`, gate × sigmoid(`alpha` × gate) × (up + 1).

@@ -60,7 +60,7 @@ class W4Scales(NamedTuple):
 
 
 WeightKind = FP8Scaling | Literal["plain", "integer", "mxfp4"]
-"""What an expert's weight is made of: plain numbers, FP8 with scales of rows or blocks, or 4 bits."""
+"""The format of an expert's weight: plain numbers, FP8 with scales of rows or blocks, or 4 bits."""
 
 
 class ExpertMatrix(NamedTuple):

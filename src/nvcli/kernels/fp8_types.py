@@ -60,4 +60,4 @@ class QuantisedRows(NamedTuple):
 
 
 Activations = Tensor | QuantisedRows
-"""What a linear layer multiplies: [T, in]."""
+"""The input of a linear layer: [T, in]."""

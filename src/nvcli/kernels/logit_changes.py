@@ -1,5 +1,5 @@
-"""What requests change in their logits before a token is chosen: penalties for tokens that came up, biases, and stop
-ids that are forbidden while an answer is too short.
+"""Changes to logits before a token is chosen: penalties for tokens that came up, biases, and stop ids that are
+forbidden while an answer is too short.
 
 Plain torch is the reference; CUDA tensors take the Triton kernel that is held to it.
 Shapes: N rows of logits; n of them with changes; V vocabulary; S slots, L tokens of each.

@@ -88,7 +88,7 @@ def route_row_by_row(
 
 
 def _in_best_groups(choice: Tensor, routing: Routing) -> Tensor:
-    """Which experts may be chosen: [T, E] → [T, E] bool."""
+    """Mark the experts that may be chosen: [T, E] → [T, E] bool."""
     members = choice.view(len(choice), routing.num_groups, -1)
     sums = members.topk(2, dim=-1).values.sum(dim=-1)
     best = sums.argsort(dim=-1, descending=True, stable=True)[:, : routing.groups_per_token]

@@ -52,8 +52,8 @@ class SamplingColumns(NamedTuple):
 
 
 class LogitChanges(NamedTuple):
-    """What the requests of all slots change in their logits (see `nvcli.kernels.logit_changes`). Every tensor is
-    contiguous; a slot has E entries."""
+    """The changes that the requests of all slots make to their logits (see `nvcli.kernels.logit_changes`). Every tensor
+    is contiguous; a slot has E entries."""
 
     presence_penalty: Tensor
     """[S] float32; 0: none."""

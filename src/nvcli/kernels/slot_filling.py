@@ -1,4 +1,4 @@
-"""What the tables of slots on the device take in when requests enter: each operation is one launch on a GPU.
+"""Filling the tables of slots on the device when requests enter: each operation is one launch on a GPU.
 
 Plain torch is the reference; CUDA tensors take the Triton kernels that are held to it.
 Shapes: S slots; n of them, which requests enter, none of them twice.

@@ -22,7 +22,8 @@ _FLOAT_ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class ShardScores:
-    """What one shard of the vocabulary says of N rows. Logits are float32, ids are those of the whole vocabulary."""
+    """The scores of N rows by one shard of the vocabulary. Logits are float32, ids are those of the whole
+    vocabulary."""
 
     log_sum: Tensor
     """[N], the logarithm of the sum of the exponentials of the shard's logits."""

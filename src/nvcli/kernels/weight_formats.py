@@ -26,7 +26,7 @@ W4_GROUPS = (128, 64, 32)
 """How many neighbours of a row may share a scale in such a weight of integers, the most first."""
 
 FP8Scaling = Literal["channel", "block"]
-"""What shares a scale in a weight that ranks keep in FP8: a row, or a block of 128 × 128."""
+"""The part of a weight in FP8 that shares a scale: a row, or a block of 128 × 128."""
 
 
 def scale_shape(rows: int, columns: int, scaling: FP8Scaling) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """FP8 codes in Triton: of activations alone, and of an activated MLP's; those of a norm's result are in `norm.py`.
 
 A program takes one row, or of a scaling by blocks as many groups of 128 as are enough work, and holds it in registers:
-nothing but the codes and their scales is written. What is quantised is rounded first as the kernels in two steps round
-it, so that both give the same codes.
+nothing but the codes and their scales is written. Values are first rounded as the kernels in two steps round them, so
+that both give the same codes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ FP8_GROUP = tl.constexpr(FP8_BLOCK)
 _MAX = tl.constexpr(FP8_MAX)
 _LEAST = tl.constexpr(LEAST_MAX)
 _GROUPS_CHUNK = 1024
-"""Columns of a program where a row's groups have nothing to do with each other."""
+"""Columns of a program where each of a row's groups has its own scale."""
 _LOADED_ELEMENTS = 8
-"""Neighbours that a thread loads in 16 bytes: of a part of a row, a thread has so many."""
+"""Neighbours that a thread loads in 16 bytes, and holds of each part of a row."""
 _MOST_WARPS = 16
 _SHARING_GROUPS = 32
 """Groups of a row of codes that a program rescales at a time."""
@@ -111,7 +111,7 @@ def _load_values(
     GELU: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
-    """Return what is to be quantised in some columns of the row at `source`, in its type; 0 outside."""
+    """Return the values to quantise in some columns of the row at `source`, in its type; 0 outside."""
     inside = None if IS_WHOLE else columns < SIZE
     other = None if IS_WHOLE else 0.0
     values = tl.load(source + columns, mask=inside, other=other)

@@ -1,4 +1,4 @@
-"""What the tables of slots take in when requests enter, in Triton."""
+"""Filling the tables of slots when requests enter, in Triton."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from triton.runtime.cache import get_cache_manager
 from nvcli.kernels.triton.launch.compile_processes import CompileProcesses, KernelDescription
 
 _MOST_NAME = 150
-"""Characters of a kernel's name that the cache's files have."""
+"""Characters of a kernel's name in the names of the cache's files."""
 
 Compile = Callable[[], Any]
 Finish = Callable[[Any], None]
@@ -93,8 +93,8 @@ def _is_in_cache(key: str, name: str) -> bool:
 
 
 class Placeholder:
-    """What Triton finds in the place of a kernel that is compiled ahead, whose launches do nothing. Who keeps compiled
-    kernels must not keep this."""
+    """A stand-in for a kernel that is compiled ahead. Its launches do nothing. Callers that keep compiled kernels must
+    not keep it."""
 
     packed_metadata = None
     function = None

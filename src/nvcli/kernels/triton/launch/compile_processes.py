@@ -29,7 +29,7 @@ from typing import Any
 from nvcli.core.system.process_control import end_with_parent, ignore_terminal
 
 _MOST_BYTES = 1 << 17
-"""A description of a kernel, which takes a few kilobytes, is no larger."""
+"""The largest description of a kernel. They take a few kilobytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ import triton.language as tl
 
 @triton.jit
 def await_kernel_before(DEPENDENT: tl.constexpr):
-    """With DEPENDENT: wait until the kernel before has ended, then let the next one begin. It does so once all of this
-    kernel's programs run."""
+    """With DEPENDENT: wait until the kernel before has ended, then let the next one begin, which it does once all of
+    this kernel's programs run."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -27,7 +27,7 @@ def await_kernel_before(DEPENDENT: tl.constexpr):
 
 @lru_cache(maxsize=64)
 def dependent(device: torch.device) -> dict[str, bool]:
-    """Return the arguments that launch a kernel so where the GPU can, and as ever elsewhere."""
+    """Return the launch arguments for a dependent launch where the GPU has it, and for an ordinary one elsewhere."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
         return {"DEPENDENT": True, "launch_pdl": True}
     return {"DEPENDENT": False}

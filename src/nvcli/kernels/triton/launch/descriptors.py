@@ -51,7 +51,7 @@ def _layout(swizzle_bytes: int, element_bytes: int, rank: int) -> NVMMASharedLay
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """It stands for a tensor in a descriptor, which would else keep its memory."""
+    """A tensor's place in a descriptor, which would otherwise keep the tensor's memory."""
 
     address: int
     dtype: torch.dtype

@@ -1,8 +1,8 @@
 """KeptKernel: a kernel that keeps what Triton compiled for its arguments.
 
-Triton looks at every argument of each launch to find what it compiled for their kind. Where a launch must cost the host
-little, and all its arguments are of one kind, that is kept instead. Triton's own ways in are used: `kernel.warmup`
-compiles, and the compiled kernel launches itself, with the hooks that are set.
+Triton inspects every argument of each launch to find the compiled kernel for their kind. Where a launch must cost the
+host little and its arguments are always of one kind, the compiled kernel is kept instead. This uses Triton's own
+interface: `kernel.warmup` compiles, and the compiled kernel launches itself, with the hooks that are set.
 """
 
 from __future__ import annotations

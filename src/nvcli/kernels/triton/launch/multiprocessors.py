@@ -1,5 +1,5 @@
-"""The multiprocessors of a GPU: how many there are, as kernels whose programs work until all is done have so many
-programs, or a multiple; and the shared memory of one."""
+"""The number of multiprocessors of a GPU, which sets the number of persistent programs, and the shared memory of
+one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import triton
 
 _INTERPRETED, _INTERPRETED_BYTES = 4, 227 << 10
-"""What a GPU has whose part the interpreter plays on a CPU."""
+"""The multiprocessors and shared memory that the interpreter pretends to have on a CPU."""
 
 
 @lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""What differs between the versions of Triton that nvcli runs with: the only file that names them.
+"""Differences between the versions of Triton that nvcli runs with. No other file names versions.
 
 Gluon, the layer of Triton that says which thread holds what, is experimental, and names change from one version to the
 next: kernels take those from here. Where no kernel in Gluon has run with a version, the kernels in plain Triton are
@@ -47,7 +47,7 @@ def why_slower() -> str | None:
 
 
 def _named(place: object, *names: str) -> Any:
-    """Return what the first of the names that exists stands for; None: a version of Triton has none of them."""
+    """Return the attribute with the first name that exists, or None where this version of Triton has none of them."""
     return next((getattr(place, name) for name in names if hasattr(place, name)), None)
 
 

@@ -1,6 +1,6 @@
-"""How the products of experts are launched: tiles by what weights are made of, and by how many rows one of all the
-experts has on average. With few rows the weight must come as fast as memory gives it, so that tiles are small and there
-are several programs on a multiprocessor; with many, tiles are as large as registers hold.
+"""Launches of the products of experts, chosen by the format of the weights and the mean number of rows of an expert.
+With few rows, reading the weight sets the time: tiles are small, so that several programs run on each multiprocessor.
+With many, tiles are as large as registers allow.
 
 Chosen on an H200 among 215 launches for Qwen3-30B-A3B, Qwen3.5-35B-A3B, gpt-oss-20b and 120b, whole and cut for 2 and 4
 ranks, with 1 to 8,192 tokens.
@@ -20,7 +20,7 @@ from nvcli.kernels.triton.products.w4_linear import takes_experts
 
 
 class ExpertLaunch(NamedTuple):
-    """How both products are launched."""
+    """The launches of both products."""
 
     row_tile: int
     """The most rows of an item."""
@@ -35,19 +35,18 @@ _INVARIANT = ExpertLaunch(
 _HOPPER_W4 = HopperW4Launch(128, 2)
 _FEW_FEATURES = 512
 _LARGE_TILES = (9, 10)
-"""GPUs, by the first number of their compute capability, whose units take tiles of many rows without filling up all
-registers."""
+"""Major compute capabilities of the GPUs whose matrix units take tiles of many rows without filling all registers."""
 _MEDIUM_ROWS = 48
-"""The most rows for which tiles have 64 rows or fewer, whatever weights are made of."""
+"""Up to this mean number of rows, tiles have at most 64 rows in every format."""
 _MANY_PROGRAMS = 1600
-"""With so many programs twice the features are faster, as the last programs are few of all."""
+"""From this number of programs on, tiles of twice the features are faster: the last round is a small part of all."""
 
 
 def choose_launch(
     num_rows: float, gate_up: ExpertMatrix, down: ExpertMatrix, x: Tensor, *, quantises: bool, batch_invariant: bool
 ) -> ExpertLaunch | HopperW4Launch:
-    """Choose the launch for so many rows of an expert on average, which is the same for all numbers of rows of runs
-    that are `batch_invariant`."""
+    """Choose the launch for a mean number of rows of an expert. With `batch_invariant` it is the same for every number
+    of rows."""
     if takes_experts(num_rows, x, gate_up, down):
         return _HOPPER_W4
     if not _takes_large_tiles(x.device):
@@ -75,7 +74,7 @@ def _takes_large_tiles(device: torch.device) -> bool:
 
 
 def _for_plain(num_rows: float, size: int) -> ExpertLaunch:
-    """`size` is that of an expert's hidden layer."""
+    """`size`: an expert's intermediate size."""
     has_few_features = size < _FEW_FEATURES
     if num_rows <= 12:
         gate_up = ExpertTiles(32, 256, 3, 4, rows_first=True) if num_rows <= 0.25 else ExpertTiles(64, 128, 3, 4)
@@ -113,7 +112,7 @@ def _for_fp8(num_rows: float, *, by_blocks: bool) -> ExpertLaunch:
 
 
 def _for_codes(num_rows: float) -> ExpertLaunch:
-    """The launch for FP8 with plain activations, which was not measured."""
+    """Choose the launch for FP8 weights with plain activations. It was not measured."""
     row_tile = 16 if num_rows <= 8 else 32 if num_rows <= 32 else 64
     both = ExpertTiles(64, 64, 3, 4, rows_first=row_tile == 64)
     return ExpertLaunch(row_tile, both, both)

@@ -171,7 +171,7 @@ def apply_experts(
     batch_invariant: bool = False,
 ) -> None:
     """See `nvcli.kernels.experts.apply_experts`, for at least one token. All tensors are contiguous, and rows begin at
-    multiples of 16 bytes. Without `launch` that of `choose_launch` is taken."""
+    multiples of 16 bytes. `launch`: by default what `choose_launch` says."""
     gate_up, down = matrices(weights, scales)
     num_held = len(weights.gate_up)
     if launch is None:
@@ -259,6 +259,6 @@ def _multiply(
 
 
 def _codes(x: Activations, matrix: ExpertMatrix) -> Tensor:
-    """Return the rows of all experts' weights as a product with `x` takes them."""
+    """Return the rows of all experts' weights in the type that a product with `x` takes."""
     rows = matrix.weight.flatten(0, 1)
     return rows if matrix.scales is None else codes_for(x, rows)

@@ -1,5 +1,5 @@
-"""Products with FP8 weights: by the kernel for all GPUs (`products.py`), or on Hopper GPUs with the rows of a decode
-step by that of `hopper_fp8_decode.py`, and with many rows by that of `hopper_fp8.py`. `launch_rule.py` chooses.
+"""Products with FP8 weights, by one of three kernels: that for all GPUs (`products.py`), and on Hopper GPUs those for
+the rows of a decode step (`hopper_fp8_decode.py`) and for many rows (`hopper_fp8.py`). `launch_rule.py` chooses.
 
 Shapes: T rows, `in` and `out` features, P parts.
 """
@@ -14,19 +14,20 @@ from nvcli.kernels.triton.products.products import multiply
 
 _MANY_ROWS = 64
 _ROWS_TOGETHER = 8
-"""Tiles of _MANY_ROWS rows or more that are taken in turn before the next features. Of smaller ones there are few."""
+"""How many tiles of _MANY_ROWS rows or more are computed before the next features. There are only a few smaller
+ones."""
 _PLAIN = (
     (16, ProductLaunch(16, 64, 128, 3, 4)),
     (32, ProductLaunch(32, 64, 128, 3, 4)),
     (64, ProductLaunch(64, 64, 64, 3, 4)),
     (128, ProductLaunch(128, 128, 64, 3, 8)),
 )
-"""Launches for up to so many rows of plain activations; the last one holds above its range, too. Not measured: their
+"""(Maximum rows, launch) for plain activations; the last launch also serves more rows. They were not measured. Their
 tiles fit the 99 KiB of shared memory of the smallest GPUs without FP8 units."""
 
 
 def choose_plain_launch(num_rows: int) -> ProductLaunch:
-    """Choose the launch for so many rows of plain activations."""
+    """Choose the launch for a number of rows of plain activations."""
     return next((launch for most_rows, launch in _PLAIN if num_rows <= most_rows), _PLAIN[-1][1])
 
 

@@ -23,11 +23,11 @@ _BLOCK: int = BLOCK.value
 _ROWS: int = ROWS.value
 _MOST_STAGES = 6
 _BAND_ROWS = 2048
-"""The rows of a band, in whose tiles the programs work at the same time."""
+"""Rows of a band: programs work on the tiles of one band at a time."""
 
 
 def num_stages(launch: HopperFP8Launch) -> int:
-    """Count the tiles that shared memory has room for, beside a block of the result of each group, in 16 bits."""
+    """Count the stages that fit in shared memory beside each group's block of the result in 16 bits."""
     of_result = launch.groups * _ROWS * _BLOCK * 2
     of_stage = (launch.groups * _ROWS + launch.blocks * _BLOCK) * _BLOCK
     return min(_MOST_STAGES, (TILE_BYTES - of_result) // of_stage)
@@ -112,5 +112,5 @@ def _launch(
 
 @lru_cache(maxsize=256)
 def _kernel(device: torch.device, out_dtype: torch.dtype, scales_offset: int, *constants: object) -> KeptKernel:
-    """Return the kernel for results of a type, and for scales of weights at multiples of 16 bytes and so many more."""
+    """Return the kernel for a type of results and for weight scales whose address is `scales_offset` modulo 16."""
     return KeptKernel(hopper_fp8_kernel, constants)

@@ -31,11 +31,11 @@ _GROUPS: int = GROUPS.value
 _TILE: int = TILE.value
 _STRIP = _GROUPS * _BLOCK
 _HALF_COST = 0.57
-"""What half of an item takes of the time of a whole one, which brings less bytes than two halves do."""
+"""Time of half an item, in times of a whole one. Two halves read more bytes than a whole."""
 
 
 def num_stages(row_tile: int) -> int:
-    """Count the tiles that shared memory has room for, beside one block of a result of 16 bits."""
+    """Count the stages that fit in shared memory beside one block of a result in 16 bits."""
     of_result = 2 * row_tile * _BLOCK
     return (TILE_BYTES - of_result) // ((_STRIP + row_tile) * _TILE)
 
@@ -85,13 +85,13 @@ def linear(x: QuantisedRows, weight: Tensor, scales: Tensor, launch: DecodeLaunc
 
 
 class Work(NamedTuple):
-    """What there is to do for each part: whole items, and halves of the rows or of the features of such ones."""
+    """The work of each part: whole items, and items with half of the rows or half of the features."""
 
     row_tiles: int
     rest_tiles: int
-    """Tiles of half the rows that a whole strip has behind its others: 0 or 1."""
+    """Tiles of half the rows at the end of a whole strip: 0 or 1."""
     half_tiles: int
-    """Tiles of rows of the strips that have halves alone."""
+    """Tiles of rows in the strips that consist of halves."""
     whole_strips: int
     half_strips: int
 
@@ -99,7 +99,7 @@ class Work(NamedTuple):
         return sum(self._counts) * num_parts
 
     def cost(self, num_parts: int, num_programs: int) -> float:
-        """The time of the program that takes longest, in times of a whole item. Programs take items in turn."""
+        """Return the time of the slowest program, in times of a whole item. Programs take items in turn."""
         wholes, halves = (count * num_parts for count in self._counts)
 
         def of_program(program: int) -> float:
@@ -131,7 +131,8 @@ def _share_out(out_features: int, half_tiles: int, row_tile: int, num_parts: int
 
 
 def make_work(out_features: int, half_tiles: int, row_tile: int, whole_strips: int) -> Work:
-    """Return the work with so many strips that have whole items, for as many tiles of rows as halves of items have."""
+    """Return the work with `whole_strips` strips of whole items; `half_tiles` is the number of tiles of rows of half
+    items."""
     if halves_rows(row_tile):
         half_strips = -(-out_features // _STRIP) - whole_strips
         return Work(half_tiles // 2, half_tiles % 2, half_tiles, whole_strips, half_strips)

@@ -78,7 +78,7 @@ def _item(item, work, ROW_TILE: gl.constexpr):
 
 @gluon.jit
 def _load_weight(weight_desc, weight_smem, bar, stage, feature, start, is_whole, ROW_TILE: gl.constexpr):
-    """Announce a tile, and bring the weight's part of it."""
+    """Set the barrier for a tile's bytes, and load the weight's part of it."""
     HALVES_ROWS: gl.constexpr = halves_rows(ROW_TILE)
     HALF_BYTES: gl.constexpr = (GROUPS * BLOCK + ROW_TILE // 2 if HALVES_ROWS else BLOCK + ROW_TILE) * TILE
     mbarrier.expect(bar, (GROUPS * BLOCK + ROW_TILE) * TILE, pred=is_whole)
@@ -91,7 +91,7 @@ def _load_weight(weight_desc, weight_smem, bar, stage, feature, start, is_whole,
 
 @gluon.jit
 def _load(x_desc, weight_desc, work, stages, ROW_TILE: gl.constexpr, NUM_STAGES: gl.constexpr):
-    """The group that loads."""
+    """Load tiles: the work of the loading warp."""
     x_smem, weight_smem, full, free = stages
     ROWS: gl.constexpr = ROW_TILE // GROUPS
     HALVES_ROWS: gl.constexpr = halves_rows(ROW_TILE)
@@ -215,7 +215,7 @@ def _multiply(
     ROW_TILE: gl.constexpr,
     NUM_STAGES: gl.constexpr,
 ):
-    """The group SELF of those that multiply."""
+    """Multiply: the work of group SELF."""
     ROWS: gl.constexpr = ROW_TILE // GROUPS
     BOTH: gl.constexpr = GROUPS
     HALF_PLACE: gl.constexpr = 0 if halves_rows(ROW_TILE) else SELF

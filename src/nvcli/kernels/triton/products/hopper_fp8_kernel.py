@@ -69,7 +69,7 @@ def _load(
     NUM_STAGES: gl.constexpr,
     GATED: gl.constexpr,
 ):
-    """The group that loads."""
+    """Load tiles: the work of the loading warp."""
     num_rows, num_tiles, strips, rows_together, in_tiles, x_smem, weight_smem, full, free = tiles
     NUM_BYTES: gl.constexpr = (GROUPS * ROWS + BLOCKS * BLOCK) * BLOCK
     i = 0
@@ -237,7 +237,7 @@ def _multiply(
     GELU: gl.constexpr,
     UNIT_TILES: gl.constexpr,
 ):
-    """The group SELF of those that multiply: 64 rows of each tile."""
+    """Multiply 64 rows of each tile: the work of group SELF."""
     x_scales_ptr, weight_scales_ptr = scales
     out_desc, exponents_ptr, out_features, all_out_smem = out
     num_rows, num_tiles, strips, rows_together, in_tiles, x_smem, weight_smem, full, free = tiles

@@ -32,18 +32,20 @@ _TILE = 4 * _PART
 """The input features of a tile."""
 _ROW_TILE = 128
 _BLOCKS = (2, 3, 1)
-"""Of launches that take as long the first one was fastest: it reads less for each product."""
+"""Blocks to try, in this order: of launches with equal estimates the first was fastest, as it reads less for each
+product."""
 _MOST_PARTS = 8
 _BLOCK_CYCLES, _END_CYCLES = 1480, 1500
-"""What both groups of a program take for a block each of one tile, and behind the last tile."""
+"""Cycles of a program for a block of each group in one tile, and for the end of an item."""
 _BYTES_PER_CYCLE, _LAUNCH_CYCLES = 18, 2400
-"""What parts take until they are added up: how fast a multiprocessor writes and reads them, and another launch."""
+"""The cost of adding up parts: bytes that a multiprocessor writes and reads in a cycle, and the cycles of another
+launch."""
 _COPIED = 1024
 """The columns of a row that a program copies."""
 
 
 def num_stages(launch: HopperW4Launch, out_bytes: int, *, is_gated: bool) -> int:
-    """Count the tiles that shared memory has room for. `out_bytes` are those of a number of the result."""
+    """Count the stages that fit in shared memory. `out_bytes`: bytes of a number of the result."""
     features = _BLOCK // 2 if is_gated else _BLOCK
     of_result = _GROUPS * launch.row_tile * features * out_bytes
     of_stage = 2 * _TILE * launch.row_tile + _GROUPS * launch.blocks * _BLOCK * (2 * _PART + 4)
@@ -66,8 +68,8 @@ def choose_launch(
 def cycles(
     launch: HopperW4Launch, kind: Kind, num_rows: int, out_features: int, in_features: int, num_programs: int
 ) -> float:
-    """Estimate the cycles that a product of tiles of 128 rows takes on `num_programs` multiprocessors, beside what all
-    launches take: what one of them computes, and what adding up parts takes.
+    """Estimate the cycles of a product in tiles of 128 rows on `num_programs` multiprocessors, without what every
+    launch takes: the work of one multiprocessor, and adding up parts.
 
     It is within 12 % of 174 products of Qwen3-8B's shapes with 96 to 1,024 rows on an H200, 5 % on average, whose
     launches waited longer for scales than they do now.
@@ -118,7 +120,7 @@ def multiply_experts(
     activation: GatedActivation | None,
     out: Tensor,
 ) -> None:
-    """Multiply as `experts.py` does, but rows of x that are sorted by expert for both projections: [T × k, in]."""
+    """Multiply as `experts.py` does, but with rows of x sorted by expert for both projections: [T × k, in]."""
     num_rows = len(x) if activation is not None else len(routes.experts)
     _launch(x, matrix, out, launch, len(work.items), num_rows, activation, work, routes)
 
@@ -133,7 +135,7 @@ def _sort_rows_kernel(
     EXPERTS_PER_TOKEN: tl.constexpr,
     COPIED: tl.constexpr,
 ):
-    """Program (pair, stretch of columns). What is behind the last pair of the order is some row."""
+    """Program (pair, stretch of columns). Entries behind the last pair of the order get some row."""
     pair = tl.program_id(0).to(tl.int64)
     token = tl.load(order_ptr + pair) // EXPERTS_PER_TOKEN
     token = tl.minimum(tl.maximum(token, 0), num_rows - 1).to(tl.int64)
@@ -162,7 +164,7 @@ def _launch(
     work: WorkList | None = None,
     routes: Routes | None = None,
 ) -> None:
-    """Multiply rows by words [E, rows, words of a row]. `row_tiles` are those of all parts."""
+    """Multiply rows by words [E, rows, words of a row]. `row_tiles`: tiles of rows of all parts together."""
     words, bias, scales, format = matrix
     assert scales is not None
     assert format is not None

@@ -31,7 +31,7 @@ from nvcli.kernels.triton.launch.triton_version import reinterpret, tma_load
 BLOCK = gl.constexpr(64)
 """The rows of a weight that are multiplied at once."""
 PART = gl.constexpr(32)
-"""The columns of a part: as many words have the codes of a tile."""
+"""The columns of a part, and the words that hold the codes of a row of a tile."""
 GROUPS = gl.constexpr(2)
 """The groups of warps that multiply."""
 _PARTS = gl.constexpr(4)
@@ -94,7 +94,7 @@ def _load(
     GROUPED: gl.constexpr,
     ITEM_FIELDS: gl.constexpr,
 ):
-    """The group that loads."""
+    """Load tiles: the work of the loading warp."""
     x_desc, words_desc, scales_desc = descriptors
     x_smem, words_smem, scales_smem, full, free = stages
     num_tiles, in_tiles = work[1], work[4]
@@ -139,8 +139,8 @@ def _twice(values, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _factors(pairs, KIND: gl.constexpr, DTYPE: gl.constexpr):
-    """Part scales (`kernels/w4.py`) into what `_numbers` takes, int32 each: of integers both halves of the scales, and
-    the zeros."""
+    """Split joined scales (`kernels/w4.py`) into the factors of `_numbers`, int32 each: for integers both halves of the
+    scales, and the zeros."""
     scales = pairs
     low_scales = pairs
     zeros = pairs
@@ -305,7 +305,7 @@ def _multiply(
     EXPERTS_PER_TOKEN: gl.constexpr,
     ITEM_FIELDS: gl.constexpr,
 ):
-    """The group SELF of those that multiply: BLOCKS blocks of each strip."""
+    """Multiply BLOCKS blocks of each strip: the work of group SELF."""
     x_smem, words_smem, scales_smem, full, free = stages
     num_tiles = work[1]
     of_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROW_TILE, 16])

@@ -1,9 +1,8 @@
-"""Which kernel multiplies by an FP8 weight, and how it is launched: as takes the least time, by an estimate.
+"""Choice of the kernel and launch of a product with an FP8 weight: the one with the least estimated time.
 
-The estimate counts what a product asks of a GPU: what comes from memory, and the steps of the multiprocessor that has
-the most to do. Coefficients say what these take. They are fitted to measurements (`scripts/fit_launches.py`) and stand
-in `launch_times.json`, which also says which launches there are: few, as each is compiled at the first start. The
-product of torch is one of them.
+The estimate counts the bytes from memory and the steps of the busiest multiprocessor, and multiplies them by
+coefficients. These are fitted to measurements (`scripts/fit_launches.py`) and kept in `launch_times.json`, which also
+lists the launches: only a few, as each is compiled at the first start. The product of torch is one of them.
 
 Shapes: `in` and `out` features.
 """
@@ -31,31 +30,31 @@ from nvcli.kernels.weight_formats import FP8_ALIGNMENT, FP8_BLOCK, FP8Scaling
 from nvcli.kernels.whole_numbers import ceil_div
 
 Kind = FP8Scaling | Literal["sum", "gated"]
-"""Products of a scaling; those with scales by rows for a residual sum, which takes parts; and gate and up projection
-with scales by rows, with their activation."""
+"""Kinds of products. "channel", "block": that scaling. "sum": scales by rows, for a residual sum, which takes parts.
+"gated": gate and up projection with scales by rows, and their activation."""
 
 _CAPABILITY = (9, 0)
 _OTHER_GPUS = tuple((rows, ProductLaunch(rows, 64, FP8_BLOCK, num_stages=3, num_warps=4)) for rows in (16, 32, 64))
-"""Launches for up to so many rows on GPUs that were not measured. With more rows products with scales by rows are
-torch's, and those with scales by blocks have the last launch."""
+"""(Maximum rows, launch) for GPUs that were not measured. With more rows torch multiplies where scales are by rows, and
+the last launch serves scales by blocks."""
 _NUM_PARTS = (2, 3)
-"""Into how many parts input features may be cut; the norm behind them is compiled for each number."""
+"""Numbers of parts into which input features may be cut. The norm that follows is compiled for each of them."""
 _STEP = 128
 """Input features."""
 _SHARED_BYTES = 227 << 10
 _PROGRAM_BYTES = 2 << 10
-"""What a program takes beside its tiles."""
+"""Shared memory of a program beside its tiles."""
 _TORCH_TILE = 128
-"""The rows and features of the tiles that torch's product is taken to have, by the times that it takes."""
+"""Rows and features of the tiles of torch's product, inferred from its times."""
 _RAGGED_ROWS = 1024
-"""Torch's product of up to so many rows takes longer than the estimate says where they are no whole tiles."""
+"""Up to this number of rows, torch's product takes longer than estimated unless they fill whole tiles."""
 _DECODE_TILES = 4
-"""Tiles of rows that the kernel for decode steps was measured with, at most."""
+"""The most tiles of rows with which the kernel for decode steps was measured."""
 _HOPPER_ROWS = 128
-"""The kernel for many rows was measured with more than these, and for gated products with these, too."""
+"""The kernel for many rows was measured with more rows than this, and for gated products with this number, too."""
 _FINE_ROWS = 2048
-"""Up to so many rows eight numbers of rows between two powers of two are told apart, and above powers of two alone, so
-that steps of the warm-up launch what will be launched (`worker/runner/warm_up.py`)."""
+"""Up to this number of rows, the choice distinguishes eight numbers of rows between two powers of two, and above it
+only powers of two, so that the warm-up launches all that a run will (`worker/runner/warm_up.py`)."""
 
 
 class TorchLaunch(NamedTuple):
@@ -68,46 +67,46 @@ AnyLaunch = ProductLaunch | DecodeLaunch | HopperFP8Launch | TorchLaunch
 
 
 class Coefficients(NamedTuple):
-    """What the parts of a product take, in microseconds."""
+    """Microseconds for each kind of work in a product."""
 
     fixed: float
     """A launch."""
     memory: float
     """A million bytes from memory."""
     latency: float
-    """128 input features of a program, which waits for memory and the matrix units."""
+    """128 input features of a program on its own, with its waits for memory and the matrix units."""
     step: float
-    """128 input features of a program, for which others of its multiprocessor wait."""
+    """128 input features of a program, as far as they keep other programs of its multiprocessor waiting."""
     end: float
-    """What a program does behind its input features."""
+    """The end of a program, after its input features."""
     ragged: float
-    """128 input features of a thousand tiles with fewer rows than they have room for."""
+    """128 input features of a thousand tiles that are not full of rows."""
     parts: float
-    """A million numbers of parts, until they are added up."""
+    """Writing and adding up a million numbers of parts."""
     sustained: float = 1.0
-    """How many times as long as others it takes with so many rows that the GPU's power is the limit."""
+    """Factor with so many rows that the GPU's power is the limit."""
 
 
 class Counts(NamedTuple):
-    """What a product asks of a GPU. The fit gives arrays."""
+    """The amounts of work of a product. The fit passes arrays."""
 
     programs: Any
-    """Those that a multiprocessor has at most."""
+    """The most programs of any multiprocessor."""
     rounds: Any
-    """How many of these follow each other."""
+    """How many of these run one after another."""
     steps: Any
-    """Of 128 input features, in a program."""
+    """Steps of 128 input features in a program."""
     megabytes: Any
-    """What comes from memory or goes there, in millions of bytes."""
+    """Millions of bytes read from memory or written to it."""
     ragged_steps: Any
-    """The steps of all tiles with missing rows, in thousands."""
+    """Thousands of steps of all tiles that are not full of rows."""
     megaparts: Any
-    """The numbers of parts, in millions."""
+    """Millions of numbers in parts."""
 
 
 def microseconds(counts: Counts, of: Coefficients, memory_scale: float = 1.0) -> Any:
-    """Estimate the time of a product. Memory, the latency of steps and what they take of a multiprocessor overlap: the
-    longest of them counts, and somewhat more where two are alike."""
+    """Estimate the time of a product. Memory, the latency of steps and the work of a multiprocessor overlap: the
+    longest counts, and somewhat more where two are about equal."""
     memory = counts.megabytes * of.memory * memory_scale
     latency = counts.rounds * counts.steps * of.latency
     work = counts.programs * counts.steps * of.step
@@ -117,7 +116,7 @@ def microseconds(counts: Counts, of: Coefficients, memory_scale: float = 1.0) ->
 
 
 def count(launch: AnyLaunch, kind: Kind, num_rows: int, out_features: int, in_features: int, num_sms: int) -> Counts:
-    """Count what a product asks of a GPU of `num_sms` multiprocessors."""
+    """Count the work of a product on a GPU of `num_sms` multiprocessors."""
     num_parts, out_bytes = 1, 2
     tiles: float
     if isinstance(launch, DecodeLaunch):
@@ -152,20 +151,20 @@ def count(launch: AnyLaunch, kind: Kind, num_rows: int, out_features: int, in_fe
 
 @lru_cache(maxsize=64)
 def residents(launch: ProductLaunch) -> int:
-    """Count the programs that share a multiprocessor, for whose tiles it has memory."""
+    """Count the programs whose tiles fit in the shared memory of a multiprocessor."""
     tiles = launch.num_stages * (launch.row_tile + launch.out_tile) * launch.in_tile
     return max(1, _SHARED_BYTES // (tiles + _PROGRAM_BYTES))
 
 
 class Times(NamedTuple):
-    """What `launch_times.json` holds."""
+    """The contents of `launch_times.json`."""
 
     bandwidth: float
-    """That of the memory of the GPU that was measured, in bytes per microsecond, by its clock and width."""
+    """Memory bandwidth of the GPU that was measured, in bytes per microsecond, from its clock and bus width."""
     ways: Mapping[str, Mapping[AnyLaunch, Coefficients]]
-    """Those to multiply with scales by rows, with scales by blocks, and gate and up projection with the activation."""
+    """Launches and their coefficients by "channel", "block" and "gated"."""
     activation: tuple[float, float]
-    """What an activation takes of its own: a launch, and a million bytes."""
+    """Microseconds of an activation by itself: for the launch, and for a million bytes."""
 
 
 def choose(
@@ -183,7 +182,7 @@ def choose(
 
 
 def rounded(num_rows: int) -> int:
-    """Round up a number of rows to one of few."""
+    """Round a number of rows up to one of the few that the choice distinguishes."""
     bits = max(0, num_rows - 1).bit_length()
     step = 1 << bits if num_rows > _FINE_ROWS else max(8, 1 << bits >> 4)
     return -(-num_rows // step) * step
@@ -239,8 +238,8 @@ def fastest(
     accumulation: FP8Accumulation,
     kernels: tuple[type, ...],
 ) -> tuple[float, AnyLaunch | None]:
-    """Return the least time by the estimates, and the launch of `kernels` that has it. `memory_scale`: how many times
-    as long as where `times` were measured a byte takes from memory."""
+    """Return the least estimated time among the launches of `kernels`, and that launch. `memory_scale`: time of a byte
+    from memory, relative to the GPU where `times` were measured."""
 
     def time(way: tuple[AnyLaunch, Coefficients]) -> float:
         counts = count(way[0], kind, num_rows, out_features, in_features, num_sms)
@@ -254,7 +253,7 @@ def fastest(
 def _ways(
     times: Times, kind: Kind, num_rows: int, in_features: int, accumulation: FP8Accumulation
 ) -> Iterator[tuple[AnyLaunch, Coefficients]]:
-    """Yield the launches that may be chosen, with all numbers of parts."""
+    """Yield the launches to choose from, with all numbers of parts."""
     for launch, of in times.ways[kind if kind in ("block", "gated") else "channel"].items():
         if not _adds_up(launch, accumulation) or not _was_measured(launch, kind, num_rows):
             continue
@@ -265,7 +264,7 @@ def _ways(
 
 
 def _adds_up(launch: AnyLaunch, accumulation: FP8Accumulation) -> bool:
-    """Whether a launch adds up as is asked for."""
+    """Whether a launch has the accumulation that is asked for."""
     if isinstance(launch, TorchLaunch):
         return launch.accumulation in (accumulation, "block")
     return accumulation == "fast" or not isinstance(launch, HopperFP8Launch) or launch.unit_tiles is not None
@@ -314,8 +313,8 @@ def read_launch(name: str) -> AnyLaunch:
 
 @lru_cache(maxsize=64)
 def _bandwidth(device: torch.device) -> float:
-    """Return the bandwidth of a GPU's memory, in bytes per microsecond, by its clock and width. A part of a GPU may say
-    that both are zero, and is taken to have what was measured."""
+    """Return the bandwidth of a GPU's memory in bytes per microsecond, from its clock and bus width. A partition of a
+    GPU may report zeros: it is taken to have the bandwidth of the GPU that was measured."""
     if device.type != "cuda":
         return _times().bandwidth
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)

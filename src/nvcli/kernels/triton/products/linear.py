@@ -1,4 +1,4 @@
-"""How products with weights of 16 bits are launched (`products.py`), as measured on an H200.
+"""Launches of products with weights of 16 bits (`products.py`), as measured on an H200.
 
 Shapes: T rows, `in` and `out` features, P parts.
 """
@@ -12,15 +12,15 @@ from nvcli.kernels.triton.products.product_launch import Gate, ProductLaunch
 from nvcli.kernels.triton.products.products import multiply
 
 _ROUTER_ROWS = 1024
-"""The most rows of which a router's logits are computed in parts. Measured on an H200 (128 experts, H 2048) in
+"""The most rows for which a router's logits are computed in parts. Measured on an H200 (128 experts, H 2048) in
 microseconds, in parts against cuBLAS: 2.7 against 4.9 for 1 row, 4.7 against 5.6 for 1,024 and 31 against 13 for
 8,192."""
 _FEW_FEATURES = 2048
 _INVARIANT_FEW_ROWS = 64
-"""Up to so many rows, one tile holds them all. TMA is slow at tiles that lack most of their rows (Qwen3-8B's down
-projection on an H200: 58 us for 16 rows, and 38 us for 64), so these are read by pointers."""
+"""Up to this number of rows, one tile holds them all. TMA is slow at tiles that lack most of their rows (Qwen3-8B's
+down projection on an H200: 58 us for 16 rows, and 38 us for 64), so these are read by pointers."""
 _NARROW = 4096
-"""Up to so many output features, strips are cut so narrow that all multiprocessors have one."""
+"""Up to this number of output features, strips are so narrow that every multiprocessor has one."""
 _VERIFIED_CAPABILITY = (9, 0)
 """GPUs on which all launches were seen to give the same bits; others take one launch for all numbers of rows."""
 
@@ -77,8 +77,8 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
 
 
 def choose_invariant_launch(x: Tensor, out_features: int) -> ProductLaunch:
-    """Choose the launch that was fastest for so many rows. The same bits come of all: input features are never split
-    over programs, and the instructions for few rows and for many add up in the same order (seen on an H200)."""
+    """Choose the launch that was fastest for this number of rows. All give the same bits: input features are never
+    split over programs, and the instructions for few rows and for many add up in the same order (seen on an H200)."""
     if x.element_size() > 2:  # float32 runs without tensor cores: for tests
         launch = ProductLaunch(16, 64, 32, 2, 4)
     elif x.is_cuda and torch.cuda.get_device_capability(x.device) != _VERIFIED_CAPABILITY:

@@ -43,8 +43,8 @@ def scaled_dot(x, weight, scales, total, ROWS_FIRST: tl.constexpr):
 
 @triton.jit
 def as_factors(weight, DTYPE: tl.constexpr):
-    """Return a tile of a weight as numbers that a product with DTYPE takes: e4m3 as it is, or of uint8, which is its
-    bits, the numbers in DTYPE."""
+    """Return a tile of a weight as the numbers of a product with DTYPE: e4m3 unchanged, or its bits in uint8 converted
+    to DTYPE."""
     if weight.dtype == tl.uint8:
         if tl.float32 == DTYPE:
             codes = weight.to(tl.uint32)
@@ -95,10 +95,10 @@ def per_feature(values, ROWS_FIRST: tl.constexpr):
 
 
 def codes_for(x: Activations, weight: Tensor) -> Tensor:
-    """Return a weight as products with such activations take it: e4m3, or for plain ones its bits."""
+    """Return an FP8 weight in the type for its activations: e4m3 for quantised ones, its bits for plain ones."""
     return weight if isinstance(x, QuantisedRows) else weight.view(torch.uint8)
 
 
 def has_rows_first(row_tile: int, out_tile: int) -> bool:
-    """Whether a tile's rows are the first operand of FP8 units, of which these take 64 or more."""
+    """Whether a tile's rows are the first operand of FP8 units, which take 64 or more of it."""
     return 64 <= row_tile <= out_tile or out_tile < 64

@@ -1,4 +1,4 @@
-"""How products are launched: by the kernel for all GPUs (`products.py`), and by those for Hopper GPUs."""
+"""Launch parameters of products: of the kernel for all GPUs (`products.py`), and of those for Hopper GPUs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Gate = Literal["silu", "gelu_tanh"]
 """The function on the gate of a product of gate and up projection (`kernels/activation.py`)."""
 
 Kind = Literal["plain", "sum", "gated"]
-"""What a layer's product is like: its result is in 16 bits, or in float32 parts for a residual sum, or gate and up
-projection are multiplied side by side, up to the activation."""
+"""The kind of a layer's product. "plain": a result in 16 bits. "sum": float32 parts for a residual sum. "gated": gate
+and up projection side by side, with the activation."""
 
 _BESIDE_TILES = 2 << 10
 """Bytes of shared memory that a program takes beside its tiles."""
@@ -35,12 +35,12 @@ class ProductLaunch(NamedTuple):
     num_parts: int = 1
     """Into how many parts the input features are cut, which are multiplied by programs of their own."""
     rows_together: int = 0
-    """How many tiles of rows are taken before the next features; 0: all."""
+    """How many tiles of rows are computed before the next features; 0: all."""
     num_programs: int = 0
-    """How many programs of each multiprocessor take tile after tile; 0: a program takes one tile."""
+    """Persistent programs of each multiprocessor; 0: a program computes one tile."""
     has_constants: bool = False
-    """Whether the numbers of features are constants of the kernel, which is then compiled for each shape. That brings
-    up to 8 % with few rows of 16 bits, and 4 to 11 % for the gated product of many, on an H200."""
+    """Whether the numbers of features are constants of the kernel, which is then compiled for each shape. On an H200
+    that saves up to 8 % with few rows of 16 bits, and 4 to 11 % for the gated product of many."""
     x_by_tma: bool = True
     weight_by_tma: bool = True
     """Whether TMA fetches these, or pointers do. Words of 4-bit codes and their activations are read by pointers."""
@@ -104,9 +104,9 @@ _Tiles = TypeVar("_Tiles", ProductLaunch, ExpertTiles)
 def fit(
     launch: _Tiles, row_tile: int, device: torch.device, x_bytes: float, weight_bytes: float, num_weights: int = 1
 ) -> _Tiles:
-    """Make the stages so few, and then tiles so small, that a GPU's shared memory holds them: tiles of rows, or of
-    features for experts, whose work list has `row_tile` already. `x_bytes` and `weight_bytes` are those of a number of
-    either; a gated product has two weights."""
+    """Reduce the stages, and then the tiles, until a GPU's shared memory holds them: tiles of rows, or for experts,
+    whose work list already has `row_tile`, of features. `x_bytes`, `weight_bytes`: bytes of a number of each; a gated
+    product has two weights."""
     most_bytes = shared_memory_bytes(device) - _BESIDE_TILES if device.type == "cuda" else math.inf
     while True:
         features = num_weights * launch.out_tile

@@ -20,7 +20,7 @@ from nvcli.kernels.whole_numbers import next_power_of_2
 
 @triton.jit
 def _ordered(x, exists):
-    """Map float32 to int64 numbers below 2³¹ in the same order, NaN below all of them and what does not exist below
+    """Map float32 to int64 numbers below 2³¹ in the same order, with NaN below all of them and missing experts below
     NaN."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)

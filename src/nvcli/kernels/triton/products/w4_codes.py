@@ -31,8 +31,8 @@ _ZERO_MASK = tl.constexpr(0xFF)
 
 @triton.jit
 def scales_and_zeros(pairs, DTYPE: tl.constexpr, PACKED: tl.constexpr):
-    """Part scales [N] int32 (`kernels/w4.py`) into the scales [N] float32, and what `integers` takes for zeros: [N, 1]
-    of DTYPE."""
+    """Split joined scales [N] int32 (`kernels/w4.py`) into scales [N] float32, and the zeros for `integers`: [N, 1] of
+    DTYPE."""
     zeros = (pairs & _ZERO_MASK).to(tl.float32)
     if PACKED and tl.bfloat16 == DTYPE:
         zeros += 128

@@ -26,8 +26,8 @@ from nvcli.kernels.weight_formats import W4Format
 from nvcli.kernels.whole_numbers import ceil_div
 
 Ranges = tuple[tuple[int, ProductLaunch | None], ...]
-"""Launches for up to so many rows, ascending. None, and above the last range: the weight is turned into 16 bits in
-memory, which the library multiplies; for `gated`: a plain product, with the activation behind it."""
+"""(Maximum rows, launch), ascending. None, and above the last range: the weight is converted to 16 bits in memory and
+the library multiplies; for `gated`: a plain product, then the activation."""
 
 LINEAR: Mapping[Kind, Ranges] = {
     "plain": (
@@ -43,18 +43,18 @@ LINEAR: Mapping[Kind, Ranges] = {
     "gated": ((16, ProductLaunch(16, 64, 128, 4, 4)),),
 }
 HOPPER_ROWS: Mapping[Kind, tuple[int, int]] = {"plain": (64, 256), "sum": (64, 1024), "gated": (64, 1024)}
-"""The kernel for Hopper GPUs multiplies more rows than the first number, up to the second one."""
+"""The kernel for Hopper GPUs serves more rows than the first number, up to the second one."""
 HOPPER_EXPERT_ROWS = 256
 """Mean rows of an expert above which the kernel for Hopper GPUs multiplies it. A layer of gpt-oss-20b takes
 an H200 2,955 µs with it and 3,490 without at 8,192 tokens, 1,024 for each expert; 1,127 and 1,110 at 320 for each."""
 _HOPPER_GROUP, _HOPPER_ALIGNMENT = 128, 16
 
 _DEQUANTISED_ROWS = 32
-"""The rows of a weight that a program turns into numbers."""
+"""Rows of a weight that a program converts."""
 _SUMMED = 1024
-"""The numbers of a result whose parts a program adds up."""
+"""Numbers of a result for which a program adds up the parts."""
 _WARPS = 8
-"""The warps of a multiprocessor that keep the memory busy."""
+"""Warps of a multiprocessor that are enough to keep the memory busy."""
 
 
 def linear(
@@ -66,9 +66,8 @@ def linear(
     out: Tensor | None = None,
     gate: Gate | None = None,
 ) -> Tensor | None:
-    """Compute what the functions of `nvcli.kernels.w4` do, without a bias, in `out` for a plain product if that is
-    given. A sum has parts [P, T, out] float32. None: the library is faster, or for a gated product a plain one with the
-    activation behind it."""
+    """Compute the products of `nvcli.kernels.w4`, without a bias; a plain one in `out` if that is given, a sum as parts
+    [P, T, out] float32. None: the library is faster, or for a gated product a plain one followed by the activation."""
     launch = choose_launch(kind, x, words, format)
     if isinstance(launch, HopperW4Launch):
         from nvcli.kernels.triton.products import hopper_w4
@@ -86,7 +85,7 @@ def linear(
 
 
 def choose_launch(kind: Kind, x: Tensor, words: Tensor, format: W4Format) -> ProductLaunch | HopperW4Launch | None:
-    """Return the launch of a product; see `Ranges` for what None says."""
+    """Choose the launch of a product; see `Ranges` for None."""
     least, most = HOPPER_ROWS[kind]
     if least < len(x) <= most and _serves_on_hopper(x, format, len(words)):
         from nvcli.kernels.triton.products import hopper_w4

@@ -15,13 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 _WORDS = 2048
-"""Words that are under way from the host at once."""
+"""Words in flight from the host at a time."""
 
 
 @triton.jit
 def _last_look(flag, wanted, num_late_ptr, nanoseconds, ON_GPU: tl.constexpr):
-    """Look at the number at `flag` [1] until it is `wanted` or later, or until all patience is lost, and return it. The
-    first thread looks, for all to go by the same. The interpreter looks once."""
+    """Poll the number at `flag` [1] until it is `wanted` or later, or until the time for waiting is used up, and return
+    it. Only the first thread polls, so that all threads see the same number. The interpreter looks once."""
     if ON_GPU:
         zeros = tl.zeros_like(flag).to(tl.int32)
         found = tl.inline_asm_elementwise(

@@ -15,8 +15,8 @@ def _uniform(word):
 
 @triton.jit
 def draw_of(columns, slot, position):
-    """Return what the numbers of a row depend on beside the token, as the next two functions take it. columns: pointers
-    to `SamplingColumns`."""
+    """Return the key of a row's numbers for the next two functions: everything but the token. columns: pointers to
+    `SamplingColumns`."""
     return tl.load(columns.seed + slot), position, tl.load(columns.row + slot), tl.load(columns.sample + slot)
 
 
