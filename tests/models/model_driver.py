@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -12,14 +13,23 @@ from batches import Blocks, RequestState, make_batch
 from nvcli.attention.backend import AttentionCase
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.attention.selection import select_backend
+from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import load_model_config
 from nvcli.models.kv_groups import kv_groups
-from nvcli.models.loader import load_weights
+from nvcli.models.loader import begin_loading
 from nvcli.models.registry import build_model
 from nvcli.worker.distributed.stage import WHOLE, Stage
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
 CPU = torch.device("cpu")
+
+
+def load_weights(
+    model: CausalLM, path: Path, device: torch.device = CPU, *, say: Callable[[str], object] = lambda note: None
+) -> int:
+    """Fill `model` from the checkpoint folder `path`, and return the bytes of this rank's parameters."""
+    begin_loading(model, path, device, say=say)()
+    return sum(model.weight_bytes().values())
 
 
 class ModelDriver:

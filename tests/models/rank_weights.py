@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from model_driver import CPU
+from model_driver import CPU, load_weights
 from torch import Tensor
 
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import load_model_config
-from nvcli.models.loader import load_weights
 from nvcli.models.registry import build_model
 from nvcli.worker.distributed.stage import WHOLE, Stage
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_driver import CPU
+from model_driver import CPU, load_weights
 from rank_weights import load_parameters
 from safetensors.torch import load_file
 from torch import Tensor
@@ -21,7 +21,7 @@ from model_facts import attention_of
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.config import load_model_config
 from nvcli.models.geometry import model_tensors
-from nvcli.models.loader import init_random_weights, load_weights
+from nvcli.models.loader import init_random_weights
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.registry import build_model
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from model_driver import CPU
+from model_driver import CPU, load_weights
 from torch import Tensor, nn
 
 from checkpoints import write_tiny_model
@@ -14,7 +14,6 @@ from nvcli.kernels.activation import Activation
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models.config import load_model_config
-from nvcli.models.loader import load_weights
 from nvcli.models.parallel import LinearMethod, LinearPiece, PlainLinearMethod, ShardedLinear
 from nvcli.models.registry import build_model
 from nvcli.models.weights import WeightSource

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_driver import CPU, ModelDriver
+from model_driver import CPU, ModelDriver, load_weights
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -17,7 +17,6 @@ from batches import RequestState
 from checkpoints import edit_json, edit_weights, reference_logits, write_tiny_qwen3
 from nvcli.errors import LoadError
 from nvcli.models.config import load_model_config
-from nvcli.models.loader import load_weights
 from nvcli.models.registry import build_model
 from nvcli.worker.distributed.stage import Stage
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from model_driver import CPU, ModelDriver
+from model_driver import CPU, ModelDriver, load_weights
 from torch import Tensor
 
 from batches import RequestState, make_batch
 from checkpoints import reference_logits, write_tiny_qwen3
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.config import load_model_config
-from nvcli.models.loader import load_weights
 from nvcli.models.registry import build_model
 from nvcli.worker.distributed.stage import Stage
 from nvcli.worker.distributed.tensor_parallel import StageState, TensorParallelGroup

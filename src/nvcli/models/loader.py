@@ -63,23 +63,6 @@ class _Assignment:
         return self.target.numel() * self.target.element_size()
 
 
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """Threads that read files."""
-
-    pool: ThreadPoolExecutor
-    futures: list[Future[None]]
-
-
-def load_weights(
-    model: CausalLM, path: Path, device: torch.device, *, say: Callable[[str], object] = lambda note: None
-) -> int:
-    """Give `model` memory on `device` and fill it from the checkpoint folder `path`, as `begin_loading` does. Returns
-    the bytes of this rank's parameters."""
-    begin_loading(model, path, device, say=say)()
-    return sum(model.weight_bytes().values())
-
-
 def begin_loading(
     model: CausalLM, path: Path, device: torch.device, *, say: Callable[[str], object] = lambda note: None
 ) -> Callable[[], None]:
@@ -105,14 +88,14 @@ def begin_loading(
         ]
         assert {a.source.tensor.name for a in assignments} == set(model.tensors), "every tensor has its layer"
         _zero_padding(model, assignments)
-    reading = _begin_to_read(assignments, tensors)
+    pool, readings = _begin_to_read(assignments, tensors)
 
     def finish() -> None:
         try:
-            for future in reading.futures:
-                future.result()
+            for reading in readings:
+                reading.result()
         finally:
-            reading.pool.shutdown(cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
         for module in model.modules():
             if isinstance(module, WeightModule) and (problem := module.weight_problem()) is not None:
                 raise LoadError(f"{path}: {problem}")
@@ -276,7 +259,10 @@ def _zero_padding(model: nn.Module, assignments: Iterable[_Assignment]) -> None:
             parameter.zero_()
 
 
-def _begin_to_read(assignments: Iterable[_Assignment], tensors: Mapping[str, TensorInfo]) -> _Reading:
+def _begin_to_read(
+    assignments: Iterable[_Assignment], tensors: Mapping[str, TensorInfo]
+) -> tuple[ThreadPoolExecutor, list[Future[None]]]:
+    """Start threads that read files. Return them with what they are asked to do."""
     tasks: list[tuple[Path, list[_Assignment], Mapping[str, TensorInfo]]] = []
     by_file: dict[Path, list[_Assignment]] = {}
     for a in assignments:
@@ -287,7 +273,7 @@ def _begin_to_read(assignments: Iterable[_Assignment], tensors: Mapping[str, Ten
         parts = min(_MAX_THREADS, max(1, math.ceil(total / _BYTES_PER_TASK)), len(items))
         tasks += [(file, items[part::parts], tensors) for part in range(parts)]
     pool = ThreadPoolExecutor(max_workers=max(1, min(_MAX_THREADS, len(tasks))), thread_name_prefix="load")
-    return _Reading(pool, [pool.submit(_read_task, *task) for task in tasks])
+    return pool, [pool.submit(_read_task, *task) for task in tasks]
 
 
 def _read_task(file: Path, assignments: list[_Assignment], tensors: Mapping[str, TensorInfo]) -> None:

@@ -32,7 +32,7 @@ def _read(config: ModelFile, norms: LayerNorms) -> DecoderConfig:
         qkv_bias=config.bias(default=True),
     )
     layer = LayerConfig(mixer=attention, mlp=config.mlp(), norms=norms)
-    return config.decoder([layer] * config.num_layers())
+    return config.decoder(layer)
 
 
 GLM = Family(

@@ -51,7 +51,7 @@ def _attention(config: ModelFile, *, rotates: bool) -> AttentionConfig:
 def _read(config: ModelFile, attention: AttentionConfig, mlp: MLPConfig, layout: CheckpointLayout) -> DecoderConfig:
     residual = config.positive_number("residual_multiplier", 1.0)
     return config.decoder(
-        [LayerConfig(mixer=attention, mlp=mlp)] * config.num_layers(),
+        LayerConfig(mixer=attention, mlp=mlp),
         norm=NormConfig(eps=config.positive_number("rms_norm_eps") / residual**2),
         embedding_scale=config.positive_number("embedding_multiplier", 1.0) / residual,
         logit_scale=1 / config.positive_number("logits_scaling", 1.0),

@@ -19,7 +19,7 @@ def read_llama(config: ModelFile) -> DecoderConfig:
         mixer=config.attention(default_theta=10_000.0, qkv_bias=bias, o_bias=bias),
         mlp=config.mlp(bias=config.get("mlp_bias", bool, False)),
     )
-    return config.decoder([layer] * config.num_layers())
+    return config.decoder(layer)
 
 
 def read_internlm3(config: ModelFile) -> DecoderConfig:
@@ -32,7 +32,7 @@ def read_internlm3(config: ModelFile) -> DecoderConfig:
         ),
         mlp=config.mlp(bias=config.get("bias", bool, False)),
     )
-    return config.decoder([layer] * config.num_layers())
+    return config.decoder(layer)
 
 
 INTERNLM3 = Family(

@@ -21,7 +21,7 @@ def read_mistral(config: ModelFile) -> DecoderConfig:
     window = config.window(DEFAULT_WINDOW)
     config.layer_types(supported=(FULL if window is None else SLIDING,))
     layer = LayerConfig(mixer=config.attention(default_theta=None, window=config.bounded(window)), mlp=config.mlp())
-    return config.decoder([layer] * config.num_layers())
+    return config.decoder(layer)
 
 
 MISTRAL = Family(
@@ -56,7 +56,7 @@ def read_ministral3(config: ModelFile) -> DecoderConfig:
         mixer=config.attention(default_theta=1_000_000.0, window=window, query_scaling=scaling),
         mlp=config.mlp(),
     )
-    return config.decoder([layer] * config.num_layers())
+    return config.decoder(layer)
 
 
 def read_mistral3(config: ModelFile) -> DecoderConfig:
@@ -107,7 +107,7 @@ def read_mixtral(config: ModelFile) -> DecoderConfig:
     """Read one window for all layers, or none. The weights of a token's experts add up to 1."""
     attention = config.attention(default_theta=1_000_000.0, window=config.bounded(config.window()))
     experts = config.experts(config.routing(renormalise=True), size_key="intermediate_size")
-    decoder = config.decoder([LayerConfig(mixer=attention, mlp=experts)] * config.num_layers())
+    decoder = config.decoder(LayerConfig(mixer=attention, mlp=experts))
     return replace(decoder, layout=_MIXTRAL_LAYOUT)
 
 

@@ -42,9 +42,11 @@ NUM_EXPERTS = ("num_experts", "num_local_experts")
 class ModelFile(JsonFile):
     """config.json of a model, or its section for text."""
 
-    def decoder(self, layers: Iterable[LayerConfig], **settings: Any) -> DecoderConfig:
-        """Make the decoder of these layers. `settings` are fields of `DecoderConfig`; the norm is RMSNorm if not
-        given."""
+    def decoder(self, layers: LayerConfig | Iterable[LayerConfig], **settings: Any) -> DecoderConfig:
+        """Make the decoder of these layers, or of layers that are all alike. `settings` are fields of `DecoderConfig`;
+        the norm is RMSNorm if not given."""
+        if isinstance(layers, LayerConfig):
+            layers = [layers] * self.num_layers()
         kinds, kind_of_layer = index_kinds(layers)
         if "norm" not in settings:
             settings["norm"] = self.rms_norm()

@@ -19,7 +19,7 @@ _NORMS = LayerNorms(
 
 def read_olmo2(config: ModelFile) -> DecoderConfig:
     """Read full attention in all layers."""
-    return config.decoder([_layer(config, FULL, 10_000.0)] * config.num_layers())
+    return config.decoder(_layer(config, FULL, 10_000.0))
 
 
 def read_olmo3(config: ModelFile) -> DecoderConfig:
@@ -72,7 +72,7 @@ def read_olmoe(config: ModelFile) -> DecoderConfig:
         mixer=config.attention(default_theta=10_000.0, qk_norm="row", qkv_bias=bias, o_bias=bias),
         mlp=config.experts(routing, size_key="intermediate_size"),
     )
-    return config.decoder([layer] * config.num_layers())
+    return config.decoder(layer)
 
 
 OLMOE = Family(

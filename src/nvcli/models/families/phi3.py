@@ -14,7 +14,7 @@ def read(config: ModelFile) -> DecoderConfig:
         mixer=config.attention(default_theta=10_000.0, window=config.bounded(config.window())),
         mlp=config.mlp(),
     )
-    return config.decoder([layer] * config.num_layers())
+    return config.decoder(layer)
 
 
 PHI3 = Family(

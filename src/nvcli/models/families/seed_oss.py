@@ -15,7 +15,7 @@ def read(config: ModelFile) -> DecoderConfig:
         o_bias=config.get("attention_out_bias", bool, False),
     )
     layer = LayerConfig(mixer=attention, mlp=config.mlp(bias=config.get("mlp_bias", bool, False)))
-    return config.decoder([layer] * config.num_layers())
+    return config.decoder(layer)
 
 
 SEED_OSS = Family(
