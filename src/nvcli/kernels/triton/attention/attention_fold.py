@@ -1,12 +1,12 @@
-"""The inner loop of paged attention: tiles of keys and values, read through a block table, are folded into the running
-maxima, sums of weights and weighted values of some rows (FlashAttention-2; Dao, 2023). Decode rows, prefill chunks,
-shared segments and batch-invariant runs have kernels of their own around it.
+"""The inner loop of paged attention. It reads tiles of keys and values through a block table and folds them into the
+running maxima, sums of weights and weighted values of some rows (FlashAttention-2; Dao, 2023). The kernels for decode
+rows, prefill chunks, shared segments and batch-invariant runs are built around it.
 
-Keys and values in FP8 are multiplied in float16, which holds them exactly and which they become in one instruction
-(bfloat16 takes four), or in the query's float32. Their scales are multiplied with the scores and the weights.
+FP8 keys and values are multiplied in float16, which represents them exactly and takes one conversion instruction
+(bfloat16 takes four), or in the query's float32. Their scales are applied to the scores and to the weights.
 
-Shapes: ROWS rows of a tile, each a query head of a token, KEYS keys of a tile, D head_dim, KV heads, G query heads for
-each KV head.
+Shapes: ROWS rows of a tile, each a query head of a token; KEYS keys of a tile; D head_dim; KV KV heads; G query heads
+for each KV head.
 """
 
 from __future__ import annotations
@@ -20,64 +20,64 @@ from nvcli.kernels.triton.attention.fp8_kv import numbers_of_words, scale_pointe
 
 LOG2_E = 1.4426950408889634
 ITEM_FIELDS = tl.constexpr(8)
-"""The int32 words of a work list's entry; it lies in one sector of memory."""
+"""The int32 fields of a work list's entry; together they fill one 32-byte sector of memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionKind:
-    """What a kernel is compiled for, beside its tiles. Kernels take it whole: each field is a constant of theirs."""
+    """The compile-time properties of an attention kernel, except its tile sizes. Kernels take it as one constant."""
 
     num_kv_heads: int
     group: int
     """Query heads for each KV head."""
     head_dim: int
     block_size: int
-    """Tokens of a block of the cache, [num_blocks, block_size, KV, D]; in FP8 each block's scales stand behind it."""
+    """Tokens of a block of the cache, [num_blocks, block_size, KV, D]; in FP8 each block is followed by its scales."""
     block_stride: int
     """Elements from one block to the next."""
     has_window: bool
     soft_cap: float
     """Soft cap × log2(e); 0: none."""
     has_sinks: bool
-    """Whether heads have a score that belongs to no key."""
+    """Whether each head has a sink, a score that belongs to no key."""
     is_invariant: bool
-    """Whether sums of weights are products as well, so that tiles of few and of many rows make them in one order."""
+    """Whether weights are summed by a matrix product, so that tiles of any size add them in the same order."""
     loads_ahead: bool
-    """Whether the scales of FP8 keys are loaded a tile ahead."""
+    """Whether the scales of FP8 keys are loaded one tile ahead."""
     on_gpu: bool
-    """False in the interpreter, which knows no assembly."""
+    """False in the interpreter, which cannot run inline assembly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """Sizes of a kernel's tiles, and how its programs work; constants as those of `AttentionKind` are."""
+    """The tile sizes, warps and pipeline stages of a kernel; a compile-time constant, as `AttentionKind` is."""
 
     rows: int
     """Rows of the products."""
     keys: int
     """Keys of a tile."""
     masked_keys: int = 0
-    """Keys of a tile with masks where it has fewer; divides `keys`. 0: as many."""
+    """Keys of a masked tile, a divisor of `keys`; 0: the same number."""
     num_warps: int
     num_stages: int
 
 
 @triton.jit
 def soft_capped(scores, CAP: tl.constexpr):
-    """CAP × tanh(scores / CAP); tanh(x) is 2 sigmoid(2 x) - 1."""
+    """Compute CAP × tanh(scores / CAP), with tanh(x) = 2 sigmoid(2 x) - 1."""
     return 2 * CAP * tl.sigmoid(scores * (2 / CAP)) - CAP
 
 
 @triton.jit
 def load_sinks(sinks, head, is_row):
-    """Load the heads' scores that belong to no key, in the unit of the kernels, whose softmax takes powers of 2."""
+    """Load the heads' sinks times log2(e), as the kernels' softmax takes powers of 2."""
     return tl.load(sinks + head, mask=is_row, other=0.0) * 1.4426950408889634
 
 
 @triton.jit
 def load_query(q, k_cache, token, head, is_row, q_stride, scale_log2, HEAD_DIM: tl.constexpr):
-    """Load the rows' queries, [ROWS, D] in the type in which keys are multiplied, and the factor of their scores: a
-    number, or for FP8 [ROWS], as queries are then divided by powers of 2 to be numbers below 2.
+    """Load the rows' queries, [ROWS, D] in the type of the products, and the factor of their scores: a number, or
+    [ROWS] for FP8, where each query is divided by a power of 2 so that its elements are below 2.
 
     q: [tokens, H, D], tokens q_stride apart; token: int64, a number or [ROWS]; head: [ROWS].
     """
@@ -100,9 +100,9 @@ def load_query(q, k_cache, token, head, is_row, q_stride, scale_log2, HEAD_DIM: 
 def _load_scales(k_cache, v_cache, table, start, end, kv_head, KIND: tl.constexpr, KEYS: tl.constexpr):
     """Load the scales of keys [start, start + KEYS) and of their values: [KEYS] bfloat16 each, 0 from `end` on.
 
-    They are loaded a tile ahead of their use where Triton can do it: its pipeline takes keys and values alone, and a
-    load in place is waited for in every tile. The block ids are loaded once more for it, because a loop whose ids are
-    carried over two tiles is not pipelined at all (seen with Triton 3.6).
+    They are loaded one tile ahead where Triton supports it: it pipelines only keys and values, and each tile would wait
+    for a load in place. The block ids are loaded a second time for this, because Triton does not pipeline a loop that
+    carries ids over two tiles (seen with 3.6).
     """
     keys = start + tl.arange(0, KEYS)
     if KIND.block_size % KEYS == 0:
@@ -143,11 +143,11 @@ def fold_keys(
     MASKED: tl.constexpr,
     IN_WORDS: tl.constexpr,  # values in FP8 are read as words, and there is nothing in `acc` yet
 ):
-    """Fold keys [begin, end) into the running softmax of the rows. Without masks they are a whole number of tiles, and
-    every row sees all of them from its first one on; where blocks hold whole tiles, `begin` is then a multiple of KEYS.
+    """Fold keys [begin, end) into the running softmax of the rows. Without masks they fill whole tiles, and every row
+    sees all of them from its first one on; where blocks hold whole tiles, `begin` is then a multiple of KEYS.
 
-    Of an FP8 cache, `acc_unit` is the largest product of a weight and its value's scale: so weights in float16 are
-    numbers up to 1, of whatever size the scales are.
+    For an FP8 cache, `acc_unit` is the largest product of a weight and its value's scale, so that weights in float16
+    are at most 1 however large the scales are.
     """
     IS_FP8: tl.constexpr = k_cache.dtype.element_ty == tl.float8e4nv
     ONE_BLOCK: tl.constexpr = KIND.block_size % KEYS == 0  # a tile of keys never straddles blocks
@@ -262,7 +262,7 @@ def fold_keys(
 
 @triton.jit
 def weighted_mean(acc, weight_sum, acc_unit, IS_FP8: tl.constexpr):
-    """Return the rows' results. Rows that attend to nothing get zeros."""
+    """Return the rows' results: zeros for rows that attend to nothing."""
     if IS_FP8:
         acc = acc * acc_unit[:, None]
     return acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]

@@ -1,5 +1,5 @@
-"""What launches of paged attention share: the shape of the heads and their cache, what a layer attends to, and the
-arguments that all kernels take, whichever work list they follow."""
+"""The launch of paged attention kernels: the shape of heads and cache, a layer's inputs, and the arguments that every
+attention kernel takes, whatever its work list."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nvcli.kernels.triton.launch.triton_version import can_load_ahead
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """One geometry of heads, and the cache in which their keys are."""
+    """One geometry of heads, and the cache that holds their keys."""
 
     num_heads: int
     num_kv_heads: int
@@ -25,9 +25,9 @@ class AttentionShape:
     block_size: int
     """Tokens of a block."""
     dtype: torch.dtype
-    """The model's."""
+    """The model's type."""
     kv_dtype: torch.dtype
-    """The cache's."""
+    """The cache's type."""
     device: torch.device
 
     @property
@@ -42,38 +42,38 @@ class AttentionShape:
 
 
 class LayerInputs(NamedTuple):
-    """What one layer attends to, and how."""
+    """The queries, cache and softmax parameters of one layer."""
 
     q: Tensor
     """[tokens, H, D]; tokens may be strided."""
     k_cache: Tensor
     """[num_blocks, block_size, KV, D]."""
     v_cache: Tensor
-    """Likewise."""
+    """The same shape and strides as `k_cache`."""
     block_tables: Tensor
     """[slots, ...] int32, of the layer's KV group."""
     scale: float
-    """Of scores; positive."""
+    """The positive factor of scores."""
     window: int | None = None
-    """Keys that a token sees at most."""
+    """The most keys that a token sees; None: all."""
     soft_cap: float | None = None
     sinks: Tensor | None = None
-    """[H] float32, scores that belong to no key."""
+    """[H] float32, a score for each head that belongs to no key."""
 
     @property
     def scale_log2(self) -> float:
-        """The scale in powers of 2."""
+        """The scale times log2(e), for a softmax in powers of 2."""
         return self.scale * LOG2_E
 
 
 class AttentionLauncher:
-    """Launches kernels over layers whose heads have one shape.
+    """Launches attention kernels for layers whose heads have one shape.
 
-    Steps that are no CUDA graphs launch one for each layer, so a launch must cost the host little. What does not change
-    from step to step is kept: constants, the descriptors that tell TMA of a layer's cache, and what Triton compiled.
+    A step outside CUDA graphs launches one kernel for each layer, so a launch must cost the host little. Whatever stays
+    the same from step to step is kept: constants, TMA descriptors of the layers' caches, and compiled kernels.
 
-    by_tma: kernels read the cache by TMA, so many tokens and columns at a time; None: from its addresses. A cache for
-    TMA has nothing but rows between blocks, and one row for each token.
+    by_tma: the tokens and columns that a TMA load of the cache brings; None: kernels read it by address. With TMA, the
+    distance between blocks must be a whole number of tokens.
     is_invariant: see `AttentionKind`.
     """
 
@@ -93,8 +93,8 @@ class AttentionLauncher:
         *constants: object,
         **options: object,
     ) -> None:
-        """Launch a kernel, which takes the layer's tensors, `memory`, the layer's numbers, its kind, `tile` if it has
-        any, and `constants`. `options`: how Triton launches it, which the kernel and its constants decide."""
+        """Launch a kernel. Its arguments are the layer's tensors, `memory`, the layer's numbers, its kind, `tile`
+        unless None, and `constants`. `options` go to Triton, and follow from the kernel and its constants."""
         q, k_cache, v_cache = layer.q, layer.k_cache, layer.v_cache
         caches: tuple[Any, ...] = k_cache, v_cache
         if self._by_tma is not None:
@@ -117,7 +117,7 @@ class AttentionLauncher:
         )
 
     def _kind(self, layer: LayerInputs) -> AttentionKind:
-        """Return what a kernel is compiled for, once heads are found to lie as kernels read them."""
+        """Check that heads are laid out as kernels read them, and return the layer's kind."""
         shape, strides = self.shape, layer.k_cache.stride()
         row_size = shape.num_kv_heads * shape.head_dim
         assert layer.q.stride()[1:] == (shape.head_dim, 1)
@@ -139,7 +139,7 @@ class AttentionLauncher:
         )
 
     def _describe(self, cache: Tensor) -> Any:
-        """Describe a cache for TMA as [rows, KV × D], of which a load brings a square."""
+        """Return the TMA descriptor of a cache as [rows, KV × D]; each load brings a square."""
         key = cache.data_ptr(), len(cache), cache.stride(0)
         descriptor = self._descriptors.get(key)
         if descriptor is None:

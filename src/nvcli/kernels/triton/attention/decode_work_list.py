@@ -26,8 +26,8 @@ from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
 SPLIT = tl.constexpr(512)
 """Keys of a split."""
 MAX_PARTIALS = tl.constexpr(2048)
-"""The most splits of a step that have entries of their own: those of a million keys. Where there would be more, no row
-is cut, as there are enough rows then to keep the GPU busy."""
+"""The most splits of a step that have entries of their own: those of a million keys. If there would be more, no row is
+cut, as there are then enough rows to keep the GPU busy."""
 _MIN_CHUNK = tl.constexpr(128)
 """The fewest keys of a chunk of a row that is cut: shorter chunks cost more in reduction than they gain."""
 FEW_ROWS = 8
@@ -36,7 +36,7 @@ _LONE_WARPS = 16
 """Programs of one warp to aim for on each multiprocessor. Attention to 256 rows of 100 to 1,620 keys takes 121 µs with
 8, 118 with 12 and 16, and 122 with 24 (measured on an H200, which has room for 12)."""
 _ROWS, _COLUMNS = tl.constexpr(16), tl.constexpr(256)
-"""A program of the planning kernel places _ROWS rows, and compares them with _COLUMNS others at a time."""
+"""The rows of a planning program, and the rows with which it compares them at a time."""
 
 
 @triton.jit
@@ -88,8 +88,8 @@ def plan_decode_kernel(
     HAS_SPLITS: tl.constexpr,
     MAX_PARTIALS: tl.constexpr,  # of rows that are cut into splits
 ):
-    """Program i lists the chunks of _ROWS rows: behind those of all rows with longer chunks, and of rows before them
-    with chunks of equal length."""
+    """Program i lists the chunks of _ROWS rows, behind those of all rows with longer chunks, and of earlier rows with
+    chunks of equal length."""
     columns = tl.arange(0, _COLUMNS)
     tokens = tl.zeros([_COLUMNS], tl.int64)
     for start in range(0, num_rows, _COLUMNS):
@@ -174,8 +174,8 @@ class DecodeWorkList:
         """[1] int32, the number of chunks."""
 
     def capacity(self, num_rows: int) -> int:
-        """The most chunks that `num_rows` rows are cut into: target / KV heads + rows. Of splits there may be more, and
-        so many programs for each KV head take them in turn: most often one for each."""
+        """The most chunks into which `num_rows` rows are cut: target / KV heads + rows. There may be more splits, which
+        this many programs for each KV head take in turn, in most steps one each."""
         return self._target(num_rows) // self._num_kv_heads + num_rows
 
     @property

@@ -1,7 +1,7 @@
-"""Keys and values in FP8 within Triton kernels: where their scales stand, and how heads are quantised.
+"""FP8 keys and values in Triton kernels: the place of their scales, and the quantisation of heads.
 
-The pool's layout is said in `attention/kv_cache.py`. Kernels know an FP8 cache by its type, so that a cache in another
-type compiles to the same instructions as if there were none.
+`attention/kv_cache.py` defines the pool's layout. Kernels recognise an FP8 cache by its type, so that for other types
+they compile to the same instructions as if FP8 did not exist.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def scale_pointers(
     BLOCK_SIZE: tl.constexpr,
     block_stride,
 ):
-    """Pointers to the scales of keys (or values), by block, offset in the block and head.
+    """Return pointers to the scales of keys (or values), by block, offset in the block and head.
 
     Shapes broadcast; `block` is int64. `block_stride` is in bytes, which are the elements of an FP8 cache.
     """
@@ -75,8 +75,8 @@ def numbers_of_words(words, DTYPE: tl.constexpr, ON_GPU: tl.constexpr):
 
 @triton.jit
 def quantise_heads(first, second, static_scale, STATIC: tl.constexpr):
-    """Halves of some heads [heads, D/2] float32 → the same in float32, ready to be rounded to e4m3, and scales [heads]
-    bfloat16. With STATIC the scale is given [heads]; see `kernels/fp8_kv.py`."""
+    """Divide the halves of some heads, [heads, D/2] float32, by their scales: → the halves in float32, to be rounded to
+    e4m3, and the scales [heads] bfloat16. With STATIC the scales are given [heads]; see `kernels/fp8_kv.py`."""
     if STATIC:
         scale = static_scale.to(tl.bfloat16)
     else:
@@ -88,5 +88,5 @@ def quantise_heads(first, second, static_scale, STATIC: tl.constexpr):
 
 @triton.jit
 def _clamped(x):
-    """The nearest number within the range of e4m3; NaN stays NaN."""
+    """Clamp to the range of e4m3; NaN stays NaN."""
     return tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)

@@ -43,14 +43,14 @@ KEYS = gl.constexpr(128)
 PART = gl.constexpr(64)
 """Keys and columns of what one TMA load brings: 64 columns of 16 bits are the 128 bytes of its swizzle."""
 _STAGES = gl.constexpr(2)
-"""Tiles of keys, and of values, that are on their way or in use."""
+"""Tiles of keys, and of values, that are being loaded or used."""
 _LOADING_WARPS = gl.constexpr(4)
 
 
 @gluon.jit
 def _item(step, count):
-    """Return which item of the list this program, one of `count`, takes next. Programs take them in one direction and
-    then in the other, so that none has the longer one of every round."""
+    """Return the next item of the list for this program, one of `count`. Programs take items in one direction and then
+    in the other, so that none gets the longer one of every round."""
     place = gl.program_id(0)
     return step * count + gl.where(step % 2 == 0, place, count - 1 - place)
 
@@ -91,7 +91,7 @@ def _read_tile(tiles, members, item, KIND: gl.constexpr, IS_PREFIX: gl.constexpr
 
 @gluon.jit
 def _copy_part(cache, offset, row_stride, num_rows, part):
-    """Store the first `num_rows` of 64 rows to shared memory, and zeros behind them."""
+    """Store the first `num_rows` of 64 rows to shared memory, followed by zeros."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [_LOADING_WARPS, 1], [1, 0])
     rows = gl.arange(0, PART, gl.SliceLayout(1, layout))
     columns = gl.arange(0, PART, gl.SliceLayout(0, layout))
@@ -101,8 +101,8 @@ def _copy_part(cache, offset, row_stride, num_rows, part):
 
 @gluon.jit
 def _load(cache, work, k_stages, v_stages, KIND: gl.constexpr, IS_PREFIX: gl.constexpr):
-    """The group that loads: of each tile of rows the keys from `full` to `end`, and then those up to `full`. The other
-    arguments are those that `attend_tiles` makes."""
+    """Run the group of warps that loads: for each tile of rows the keys from `full` to `end`, then those up to `full`.
+    `attend_tiles` makes the other arguments."""
     k_desc, v_desc, v_cache, block_tables, block_table_stride = cache
     tiles, members, _first_partials, num_items, num_programs = work
     k_smem, k_full, k_free = k_stages
@@ -173,14 +173,14 @@ def _load(cache, work, k_stages, v_stages, KIND: gl.constexpr, IS_PREFIX: gl.con
 
 @gluon.jit
 def _soft_capped(scores, SOFT_CAP: gl.constexpr):
-    """SOFT_CAP × tanh(scores / SOFT_CAP), for scores times log2(e)."""
+    """Compute SOFT_CAP × tanh(scores / SOFT_CAP), for scores times log2(e)."""
     powers = gl.exp2(scores * (2.0 * _LOG2_E / SOFT_CAP))
     return SOFT_CAP - 2.0 * SOFT_CAP / (powers + 1.0)
 
 
 @gluon.jit
 def _weights(scores, highest, weight_sum, keys, positions, scale_log2, MASKED: gl.constexpr, SOFT_CAP: gl.constexpr):
-    """Return the weights of scores, how much those before decay, and the running maximum and sum."""
+    """Return the weights of scores, the decay of earlier weights, and the running maximum and sum."""
     unit = scale_log2
     if SOFT_CAP > 0:
         scores = _soft_capped(scores * scale_log2, SOFT_CAP)
@@ -202,7 +202,7 @@ def _attend(
     SELF: gl.constexpr,  # 0 or 1
     KIND: gl.constexpr, IS_PREFIX: gl.constexpr,
 ):  # fmt: skip
-    """A group that attends its half of each tile of rows. `attend_tiles` makes the arguments."""
+    """Run a group of warps that attends its half of each tile of rows. `attend_tiles` makes the arguments."""
     q, out, sinks, log_sums, scale_log2, q_stride = inputs
     tiles, members, first_partials, num_items, num_programs = work
     k_smem, k_full, k_free = k_stages
@@ -386,7 +386,7 @@ def attend_tiles(
     KIND: gl.constexpr,
     IS_PREFIX: gl.constexpr,
 ):
-    """Take this program's share of the tiles; the other arguments are those of the kernel."""
+    """Attend this program's share of the tiles; the other arguments are those of the kernel."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     dtype: gl.constexpr = q.dtype.element_ty
     q_smem = gl.allocate_shared_memory(dtype, [2, ROWS // 2, KIND.head_dim], layout)

@@ -4,10 +4,10 @@ attended as `hopper_prefill_kernel.py` attends prefixes that chunks share.
 A tile is up to 128 // G rows, which stand anywhere in the batch, with all their query heads of one KV head, against a
 chunk of a segment. Every row sees all of its keys.
 
-A program takes a multiprocessor of its own, with all its registers. Tiles keep the tensor cores busy and the rows' own
-keys the memory, so both are attended at once: as many programs work as need about as long, or a least share of them,
-and the others leave their multiprocessors to the kernel that is launched next (`decode_attention.py`). That one may
-begin as soon as all programs of this one have (programmatic dependent launch).
+A program takes a whole multiprocessor, with all its registers. Tiles keep the tensor cores busy and the rows' own keys
+the memory, so both are attended at the same time: enough programs stay to finish together with the kernel that is
+launched next (`decode_attention.py`), but no fewer than a minimum share, and the others leave their multiprocessors to
+that kernel. It may begin as soon as all programs of this one have (programmatic dependent launch).
 
 Shapes: R rows, H query heads, KV heads, G = H / KV, D head_dim.
 """
@@ -21,10 +21,10 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from nvcli.kernels.triton.attention.hopper_prefill_kernel import attend_tiles
 
 _OWN_QUARTERS = gl.constexpr(3)
-"""How long a multiprocessor takes for a key of a row's own, in quarters of what it takes for one key of a tile."""
+"""The time of a multiprocessor for one key of a row's own, in quarters of its time for one key of a tile."""
 _LEAST_TWENTIETHS = gl.constexpr(13)
-"""The twentieths of the multiprocessors that segments get at the least. With fewer, both parts together took longer in
-each of the shapes that were timed on an H200."""
+"""The minimum share of the multiprocessors for segments, in twentieths. With a smaller one, both parts together took
+longer in every shape that was timed on an H200."""
 
 
 @gluon.jit(do_not_specialize=["window", "block_table_stride"], do_not_specialize_on_alignment=["block_tables"])

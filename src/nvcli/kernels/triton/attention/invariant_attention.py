@@ -78,7 +78,7 @@ def _fold_split(
 
 @triton.jit
 def _merge(total_highest, total_sum, total, highest, weight_sum, acc):
-    """Put the results of a split behind those of the splits before it; -inf, 0 and 0 stand for no keys."""
+    """Add a split's results to those of the splits before it; -inf, 0 and 0 stand for no keys."""
     new_highest = tl.maximum(total_highest, highest)
     reference = tl.where(new_highest == -float("inf"), 0.0, new_highest)
     decay = tl.exp2(total_highest - reference)
@@ -105,8 +105,8 @@ def _join_parts(
     KIND: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Put the parts of a row that was cut together, in the program that is the last of them: → whether this one is, or
-    is the only one, and the row's sum and weighted values."""
+    """Join the parts of a row that was cut, in the last of their programs to finish: → whether this is the last
+    program, or the only one, and the row's sum and weighted values."""
     HEAD_DIM: tl.constexpr = KIND.head_dim
     is_last = True
     if num_parts > 1:
@@ -264,14 +264,14 @@ def invariant_attention_kernel(
 
 
 def _keys(shape: AttentionShape) -> int:
-    """Choose the keys of a tile, on which results depend: by head size and type alone."""
+    """Choose the keys of a tile by head size and type alone, as results depend on it."""
     keys = min(64, max(16, _TILE_BYTES // (shape.head_dim * shape.dtype.itemsize)))
     assert SPLIT.value % keys == 0
     return keys
 
 
 def invariant_decode_tile(shape: AttentionShape, num_rows: int) -> Tile:
-    """Choose the tile of decode rows, of which a step has so many."""
+    """Choose the tile for a step of so many decode rows."""
     rows = max(16, next_power_of_2(shape.group))
     num_warps = 4 if num_rows <= _FEW_ROWS or shape.head_dim > 256 else 2
     num_stages = _SMALL_STAGES if _is_small(shape, num_warps) else _DECODE_STAGES
@@ -279,7 +279,7 @@ def invariant_decode_tile(shape: AttentionShape, num_rows: int) -> Tile:
 
 
 def invariant_registers(shape: AttentionShape, tile: Tile) -> int | None:
-    """Limit the registers of a thread of decode programs, or not (None)."""
+    """Return the most registers of a thread of decode programs; None: no limit."""
     return _SMALL_REGISTERS if _is_small(shape, tile.num_warps) else None
 
 
@@ -288,7 +288,7 @@ def _is_small(shape: AttentionShape, num_warps: int) -> bool:
 
 
 def invariant_prefill_tile(shape: AttentionShape) -> Tile:
-    """Choose the tile of chunks."""
+    """Choose the tile for chunks."""
     if shape.dtype.itemsize > 2:  # float32 runs without tensor cores: for tests
         rows, num_warps = 16, 4
     elif shape.head_dim > 256:

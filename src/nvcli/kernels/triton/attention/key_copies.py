@@ -13,7 +13,7 @@ from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
 _PROGRAM_NUMBERS = 4096
-"""Numbers that a program copies, about: 32 for each thread."""
+"""The approximate number of elements that a program copies: 32 for each thread."""
 
 
 @triton.jit
@@ -35,8 +35,8 @@ def _copy_keys_kernel(
     BLOCK_SIZE: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """Program (copy, some tokens of a block, keys of a layer or its values); many have nothing to do, as copies are
-    shorter than blocks."""
+    """Program (copy, some tokens of a block, keys or values of a layer); many have nothing to do, as most copies are
+    shorter than a block."""
     copy = copies_ptr + tl.program_id(0) * FIELDS
     first, end = tl.load(copy + 2), tl.load(copy + 3)
     tokens = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
@@ -67,8 +67,8 @@ def copy_keys(
     num_layers: int = 1,
     layer_stride: int = 0,
 ) -> None:
-    """See `nvcli.kernels.key_copies.copy_keys`. It is done in `num_layers` layers, of which the cache is the first; the
-    others' are `layer_stride` elements apart, bytes where there are scales."""
+    """See `nvcli.kernels.key_copies.copy_keys`. The copies are made in `num_layers` layers: the given cache is that of
+    the first, and the others follow `layer_stride` elements apart (bytes where there are scales)."""
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     token_numbers = num_kv_heads * head_dim
     assert k_cache.stride() == v_cache.stride()

@@ -43,9 +43,9 @@ class PrefillKind(Enum):
     """The kernel that attends, and its tiles."""
 
     USUAL = 0
-    """That of this file."""
+    """The kernel of this file."""
     REST = 1
-    """The same, for short chunks and few keys, as they are behind prefixes."""
+    """The same kernel, with tiles for the short chunks and few keys that follow shared prefixes."""
     INVARIANT = 2
     """Tokens get the same bits in every batch (`invariant_attention.py`)."""
     HOPPER = 3
@@ -53,7 +53,7 @@ class PrefillKind(Enum):
 
 
 _PROGRAMS_FOR_THE_REST = 264
-"""Programs that share out the tiles that another kernel has left: two for each multiprocessor of an H200."""
+"""Programs that share the tiles left over by another kernel: two for each multiprocessor of an H200."""
 
 
 @triton.jit
@@ -193,8 +193,8 @@ def prefill_attention_kernel(
     IS_PREFIX: tl.constexpr,
     IS_REST: tl.constexpr,
 ):
-    """A program has one tile and KV head. Where another kernel attends most of the list, a few programs share out what
-    is left, as a program for each tile would take longer to see that nothing is."""
+    """A program has one tile and KV head. Where another kernel attends most of the list, a few programs share the rest:
+    with a program for each tile it would take longer to find that nothing is left."""
     if num_before is None:
         index = tl.program_id(0) // KIND.num_kv_heads
         tile = _read_tile(tiles, index)
@@ -218,19 +218,19 @@ def prefill_attention_kernel(
 
 
 def _choose_tile(shape: AttentionShape) -> Tile:
-    """Choose by head size and type what measurements on an H200 speak for. GPUs with less shared memory get smaller
-    tiles or fewer stages, which fit in 99 KiB.
+    """Choose by head size and type, as measured on an H200. GPUs with less shared memory get smaller tiles or fewer
+    stages, which fit in 99 KiB.
 
     Masked tiles of 32 keys against 64 at head size 128, 32 query heads and 8 KV heads, in microseconds a layer: 137
     against 143 for 20 prompts of 400 tokens, 107 against 114 for 40 of 200, 177 against 183 for 16 of 562, 631 against
     629 for two of 4,096, and 3,797 against 3,927 for 8,192 tokens that end at 16,384. Tiles of 32 keys throughout, with
     fewer registers, took 114, 85, 159, 676 and 4,204: they lose where prompts are long.
 
-    Tiles of FP8 keys are turned into float16 by every program that reads them, and stand in registers meanwhile: so
-    they serve 128 rows where they can, and are smaller where the compiler would spill more. When they were still
-    turned into bfloat16, which takes four instructions a number, 8,192 tokens that end at 16,384 took 7,790 with tiles
-    of 64 rows and 6,808 with 128 and 8 warps (bfloat16: 4,211). In float16, 8,192 tokens of prompts of 1,000 to 3,000
-    take 836. No FP8 launch for other head sizes has been timed.
+    Every program converts the FP8 keys that it reads to float16 and holds them in registers meanwhile, so a tile serves
+    128 rows where it can, and is smaller where the compiler would spill more. With conversion to bfloat16, which takes
+    four instructions a number, 8,192 tokens that end at 16,384 took 7,790 with tiles of 64 rows and 6,808 with 128 and
+    8 warps (bfloat16 keys: 4,211). In float16, 8,192 tokens of prompts of 1,000 to 3,000 take 836. FP8 launches for
+    other head sizes have not been timed.
     """
     head_dim, is_fp8 = shape.head_dim, shape.is_fp8
     if shape.dtype.itemsize > 2:  # float32 runs without tensor cores: for tests
@@ -258,7 +258,7 @@ def _choose_tile(shape: AttentionShape) -> Tile:
 
 
 def _choose_rest_tile(shape: AttentionShape) -> Tile:
-    """Choose for chunks behind prefixes: what each tile takes to begin and to end counts for more than its products.
+    """Choose for chunks behind prefixes, where a tile's start and end take longer than its products.
 
     On an H200 a layer of 32 query heads and 8 KV heads of 128 in bfloat16 takes, for the rests of 1,024 chunks of 8
     tokens, 120 us with tiles of 64 rows and 32 keys, 110 with 32 rows and 2 warps, 163 with the usual launch, and 358
@@ -291,7 +291,7 @@ class PrefillAttention:
             self._tile = choices.get(kind, _choose_tile)(shape)
             rows = self._tile.rows
         self.tile_key = TileKey(shape.group, rows, is_sorted=kind is PrefillKind.HOPPER)
-        """What its tiles are."""
+        """The key of its tile lists."""
         self._launch = AttentionLauncher(shape, by_tma=part, is_invariant=kind is PrefillKind.INVARIANT).launch
 
     def run(self, layer: LayerInputs, tiles: TileList, out: Tensor, log_sums: Tensor | None = None) -> None:

@@ -1,9 +1,8 @@
-"""Which kernel attends the prefill chunks of a kind of attention: the one that gives the same bits in every batch where
-a run asks for it, else Hopper's own where it serves them, over an FP8 cache by way of copies in 16 bits, else the one
-for all GPUs.
+"""The choice of the prefill kernel for a kind of attention: the batch-invariant one where a run asks for it, else
+Hopper's own where it serves (over 16-bit copies of an FP8 cache), else the one for all GPUs.
 
-Hopper's own serves head sizes 64 and 128 in 16 bits, without windows, in blocks of a multiple of 64 tokens; its sibling
-for shared segments does where the cache is in the model's type."""
+Hopper's own serves head sizes 64 and 128 in 16 bits, without windows, in blocks of a multiple of 64 tokens. Where it
+reads the cache itself, its sibling for shared segments serves decode rows."""
 
 from __future__ import annotations
 
@@ -20,19 +19,18 @@ from nvcli.kernels.triton.launch.triton_version import why_slower
 PrefillKernel: TypeAlias = PrefillAttention | ScratchPrefillAttention
 
 HOPPER_NOTE = "prefill attention: the kernel for Hopper GPUs"
-"""What the log says where that kernel was chosen."""
+"""The note in the log where that kernel was chosen."""
 SCRATCH_NOTE = f"{HOPPER_NOTE}, over copies of FP8 keys and values in bfloat16"
-"""What it says where that kernel attends to copies."""
+"""The note where that kernel reads copies."""
 
 
 def attends_prefixes(kernel: PrefillKernel) -> TypeGuard[PrefillAttention]:
-    """Tell whether a kernel attends to prefixes that chunks share."""
+    """Tell whether a kernel can attend to prefixes that chunks share."""
     return isinstance(kernel, PrefillAttention) and kernel.kind is not PrefillKind.INVARIANT
 
 
 def attends_segments(kernel: PrefillKernel) -> bool:
-    """Tell whether the kernel for segments on Hopper GPUs serves a kind of attention whose chunks this kernel
-    attends."""
+    """Tell whether Hopper's kernel for segments serves the kind of attention that this prefill kernel serves."""
     is_hopper = isinstance(kernel, PrefillAttention) and kernel.kind is PrefillKind.HOPPER
     return is_hopper and kernel.tile_key.group <= kernel.tile_key.rows
 
@@ -65,7 +63,7 @@ def prefill_kernel(
 
 
 class TileLists:
-    """The lists of a run's tiles, which kernels with equal tiles have in common.
+    """The tile lists of a run; kernels with equal tiles share one.
 
     max_tokens, max_chunks: the most of a step, padding included.
     """
@@ -75,7 +73,7 @@ class TileLists:
         self._lists: dict[tuple[TileKey, TilePart], PrefillTiles] = {}
 
     def of(self, kernel: PrefillKernel, part: TilePart = TilePart.WHOLE) -> PrefillTiles:
-        """Return the list of a kernel's tiles, for some of the keys."""
+        """Return the list of a kernel's tiles over a part of the keys."""
         key = kernel.tile_key
         if part in (TilePart.PREFIX, TilePart.REST):  # those of prefixes are sorted by their keys as they are
             key = key._replace(is_sorted=False)
@@ -90,7 +88,7 @@ class TileLists:
         return self._lists[key, part]
 
     def plan(self, chunks: Chunks) -> None:
-        """List the tiles of a step, those of prefixes only where chunks share any."""
+        """List the tiles of a step, and those of prefixes where chunks share any."""
         for (_, part), tiles in self._lists.items():
             if part is TilePart.WHOLE or chunks.prefixes is not None:
                 tiles.plan(chunks)

@@ -1,15 +1,15 @@
-"""Copies of keys and values in 16 bits, made of a cache in FP8 for the prefill chunks of one layer after the other.
+"""16-bit copies of an FP8 cache's keys and values, made for the prefill chunks of one layer at a time, so that the
+16-bit kernel (`hopper_prefill_kernel.py`) can attend to them.
 
-A kernel for 16 bits (`hopper_prefill_kernel.py`) then attends chunks over an FP8 cache: it reads each key once for
-every tile of queries, and conversion takes longer than its products where every tile does it again. The scratch has a
-fixed size and is divided into units of 64 keys. A request's units stand side by side in it, so its block table is the
-number of its first unit and those behind it. What a unit holds is planned on the GPU once a step, from the list of
-tiles, and depends on no host values: the chunks at the head of the list, those of the longest requests, find room as
-long as there is some. The rest of the list is for a kernel that reads the cache itself.
+That kernel reads each key once for every tile of queries, and converting it each time would take longer than the
+products. The scratch has a fixed size and is divided into units of 64 keys. The units of a request are consecutive, so
+its block table is a range that begins with its first unit. The units are planned on the GPU once a step, from the list
+of tiles and without host values: chunks at the head of the list, those of the longest requests, get units as long as
+there are any. A kernel that reads the cache itself attends the rest of the list.
 
-A copy is a code times its scale, which has up to 12 significant bits, rounded to bfloat16's 8: it is off by 2^-8 of
-itself at most, as any number that a cache in bfloat16 keeps, and e4m3 has rounded it by up to 2^-4 before. float16
-keeps 11 bits but has not the range.
+A copy is a code times its scale. The product has up to 12 significant bits and is rounded to bfloat16's 8, an error of
+at most 2^-8, as for any number that a bfloat16 cache keeps; rounding to e4m3 has cost up to 2^-4 before. float16 keeps
+11 bits but lacks the range.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TILES = tl.constexpr(1024)
 _LANES = tl.constexpr(128)
 """Units that a program lists at a time."""
 _ROWS = tl.constexpr(64)
-"""Heads of tokens that a program copies at a time, keys and values alike."""
+"""Tokens × heads that a program copies at a time, for keys and for values."""
 _PROGRAMS = 2112
 """Programs that copy: 16 for each multiprocessor of an H200."""
 
@@ -50,7 +50,7 @@ def plan_scratch_kernel(
     ROWS: tl.constexpr,
     MAX_UNITS: tl.constexpr,
 ):
-    """One program. The tiles of a chunk stand side by side, its last rows first."""
+    """One program. The tiles of a chunk are consecutive in the list, its last rows first."""
     end = tl.load(num_tiles)
     units = 0
     copied = 0
@@ -121,7 +121,7 @@ def fill_scratch_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
 ):
-    """Programs share out the units, in parts of some heads."""
+    """Programs take the units in turn, a part of the tokens and heads at a time."""
     PARTS: tl.constexpr = UNIT * NUM_KV_HEADS // _ROWS
     rows = tl.arange(0, _ROWS)
     dims = tl.arange(0, HEAD_DIM)
@@ -147,8 +147,8 @@ def fill_scratch_kernel(
 
 
 class ScratchTiles(PrefillTiles):
-    """The tiles of a step, and which of them attend to copies in a scratch: those at the head of the list, `num_before`
-    of them. The arguments are those of `PrefillTiles`."""
+    """The tiles of a step; the first `num_before` of them attend to copies in a scratch. The arguments are those of
+    `PrefillTiles`."""
 
     def __init__(self, key: TileKey, *, max_tokens: int, max_chunks: int, device: torch.device) -> None:
         super().__init__(key._replace(is_sorted=False), max_tokens=max_tokens, max_chunks=max_chunks, device=device)
@@ -156,10 +156,10 @@ class ScratchTiles(PrefillTiles):
         counts = torch.zeros(2, dtype=torch.int32, device=device)
         self.num_before, self.num_units = counts[:1], counts[1:]
         self.units = torch.zeros(key.scratch_units, 2, dtype=torch.int32, device=device)
-        """[scratch_units, 2] int32: the slot whose keys each unit holds, and which unit of them."""
+        """[scratch_units, 2] int32: the slot whose keys each unit holds, and the unit's number in its request."""
         self.copied = TileList(torch.zeros_like(self.items), counts[:1])
-        """The tiles that attend to copies, with the first unit of the request's keys in place of its slot, those that
-        see most keys first."""
+        """The tiles that attend to copies, those that see most keys first. A request's first unit stands in place of
+        its slot."""
         self._copied_by_chunks = torch.zeros_like(self.items)
 
     def plan(self, chunks: Chunks) -> None:
@@ -191,9 +191,9 @@ class ScratchTiles(PrefillTiles):
 class ScratchPrefillAttention:
     """Prefill attention of one geometry without windows over an FP8 cache; `PrefillAttention` describes the methods.
 
-    Each layer copies the keys and values that its chunks see to a scratch with room for `scratch_tokens`, a multiple of
-    64, in the model's type. The kernel for Hopper attends to the copies, and that of `prefill_attention.py`, which
-    reads the cache itself, chunks whose keys find no room.
+    Each layer copies the keys and values that its chunks see to a scratch of `scratch_tokens`, a multiple of 64, in the
+    model's type. Hopper's kernel attends to the copies. Chunks whose keys do not fit are attended by the kernel of
+    `prefill_attention.py`, which reads the cache itself.
     """
 
     def __init__(self, shape: AttentionShape, *, scratch_tokens: int) -> None:
@@ -210,7 +210,7 @@ class ScratchPrefillAttention:
 
     @property
     def tile_key(self) -> TileKey:
-        """What its tiles are, which are `ScratchTiles`."""
+        """The key of its tile lists, which are `ScratchTiles`."""
         return self._copies.tile_key._replace(scratch_units=self._num_units)
 
     def run(self, layer: LayerInputs, tiles: PrefillTiles, out: Tensor, log_sums: Tensor | None = None) -> None:

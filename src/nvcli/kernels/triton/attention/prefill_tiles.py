@@ -31,28 +31,28 @@ from nvcli.kernels.chunk_prefixes import ChunkPrefixes
 from nvcli.kernels.triton.attention.attention_fold import ITEM_FIELDS
 
 _COLUMNS = tl.constexpr(256)
-"""A program of the planning kernel compares its chunk with so many others at a time."""
+"""The chunks with which a planning program compares its own at a time."""
 _LANES = tl.constexpr(128)
-"""It stores so many tiles at a time."""
+"""The tiles that it stores at a time."""
 _SORT_KEYS = tl.constexpr(128)
-"""Tiles whose keys fill equally many groups of this size take equally long, and keep their order."""
+"""Tiles whose keys fill the same number of groups of this size count as equally long, and keep their order."""
 _SORT_LANES = tl.constexpr(16)
 """Tiles that a program of the sorting kernel places."""
 _SORT_COLUMNS = tl.constexpr(1024)
-"""It compares them with so many others at a time."""
+"""The tiles with which it compares them at a time."""
 
 
 class TilePart(Enum):
     """The keys that the tiles of a list attend to."""
 
     WHOLE = 0
-    """All that each token sees."""
+    """All keys that each token sees."""
     PREFIX = 1
-    """The prefix that a group of chunks shares, all of it for each token."""
+    """The whole prefix that a group of chunks shares, for each of their tokens."""
     REST = 2
-    """What is behind the prefix that a chunk shares."""
+    """The keys behind the prefix that a chunk shares."""
     OTHERS = 3
-    """All that each token of a chunk sees that shares no prefix."""
+    """All keys that each token sees, in chunks that share no prefix."""
 
 
 @triton.jit(
@@ -183,7 +183,7 @@ def sort_tiles_kernel(
 
 
 class TileKey(NamedTuple):
-    """What lists of tiles differ in."""
+    """The properties that tell lists of tiles apart."""
 
     group: int
     """Query heads for each KV head."""
@@ -214,14 +214,14 @@ class Chunks:
 
 @dataclass(slots=True)
 class TileList:
-    """Tiles as kernels read them."""
+    """A list of tiles in the form that kernels read."""
 
     items: Tensor
     """[max_tiles, ITEM_FIELDS] int32."""
     num_items: Tensor
     """[1] int32."""
     num_before: Tensor | None = None
-    """[1] int32, tiles at the head of the list that a kernel of another kind attends; None: there are none."""
+    """[1] int32, the tiles at the head of the list that another kernel attends; None: there are none."""
     capacity: int = 0
     """The most tiles that the planned batch may have, from its shape alone."""
     part: TilePart = TilePart.WHOLE
@@ -279,7 +279,7 @@ class PrefillTiles(TileList):
             self._sort(self._by_chunks, self)
 
     def _sort(self, unsorted: Tensor, target: TileList) -> None:
-        """Write the tiles that `unsorted` has, as many as `target` is to have, in their order."""
+        """Sort the first `target.num_items` tiles of `unsorted` into `target`."""
         sort_tiles_kernel[(triton.cdiv(self.capacity, _SORT_LANES.value),)](
             unsorted,
             target.num_items,
@@ -290,6 +290,6 @@ class PrefillTiles(TileList):
         )
 
     def _most_tiles(self, num_tokens: int, num_chunks: int) -> int:
-        """Every chunk, and the padding behind them, may leave its last tile partly filled. Together they fill less than
-        one tile more for each chunk than if all their rows lay side by side."""
+        """Bound the number of tiles. Each chunk, and the padding behind them, may leave its last tile partly filled:
+        less than one tile more for each chunk than if all rows lay side by side."""
         return -(-num_tokens * self._group // self._rows) + num_chunks

@@ -2,8 +2,8 @@
 
 A program takes one chunk of a segment, one KV head, and a tile of the rows that share the segment (the work list of
 `segment_work_list.py`): the query heads of all these rows that share the KV head are the rows of its matrix products
-(Hydragen, Juravsky et al. 2024; FlashInfer's cascade, Ye et al. 2025). Their results are partial ones, weighed by the
-log of their sums of weights (log-sum-exp) into those of the rows' own keys by `segment_merge.py`.
+(Hydragen, Juravsky et al. 2024; FlashInfer's cascade, Ye et al. 2025). Their results are partial; `segment_merge.py`
+merges them, weighted by the log of their sums of weights (log-sum-exp), into those over the rows' own keys.
 
 Held to `attention/torch_backend.py` by tests/attention.
 Shapes: R rows, H query heads, KV heads, G = H / KV, D head_dim.
@@ -55,7 +55,7 @@ def segment_attention_kernel(
     KIND: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The programs take the list's entries, with each KV head, in turn."""
+    """Programs take the list's entries, for each KV head, in turn."""
     IS_FP8: tl.constexpr = k_cache.dtype.element_ty == tl.float8e4nv
     ONE_BLOCK: tl.constexpr = KIND.block_size % TILE.keys == 0  # of a tile of keys all are shared then
     ROWS: tl.constexpr = TILE.rows
@@ -136,7 +136,7 @@ class SegmentAttention:
     Plan `work_list` each step, then call `run` in each layer. Neither waits for the device or allocates anything, so
     both may be captured in a CUDA graph. The results are those of the last `run`.
 
-    on_hopper: by the kernel for Hopper GPUs (`hopper_segment_kernel.py`), beside which the one launched next may run.
+    on_hopper: use the kernel for Hopper GPUs (`hopper_segment_kernel.py`), beside which the next launch may run.
     """
 
     def __init__(self, shape: AttentionShape, *, max_rows: int, on_hopper: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Merges what rows attended in the segments of keys that they share into what they attended of their own keys.
+"""Merges the attention results of rows over the segments that they share into those over their own keys.
 
 Each result is the weighted mean of values over some keys of a row, and counts by the log of its sum of weights
 (log-sum-exp). Shapes: R rows, H query heads, D head_dim.
@@ -20,7 +20,7 @@ _ELEMENTS = 2048
 
 @dataclass(frozen=True, slots=True)
 class SegmentResults:
-    """What rows attended in the segments of keys that they share (`segment_attention.py`)."""
+    """The partial results of rows over the segments that they share (`segment_attention.py`)."""
 
     out: Tensor
     """[partial results, KV, H / KV, D]."""
@@ -71,8 +71,8 @@ def merge_segments_kernel(
 
 
 def merge_segments(out: Tensor, log_sums: Tensor, results: SegmentResults) -> None:
-    """Merge results over segments into `out`, [R, H, D], contiguous, which holds what the rows attended of their own
-    keys. log_sums: at least [R, H] float32, the log-sum-exp of the scores of those keys, base 2."""
+    """Merge results over segments into `out`, [R, H, D], contiguous, which holds the rows' results over their own keys.
+    log_sums: at least [R, H] float32, the log-sum-exp of the scores of those keys, base 2."""
     num_rows, num_heads, head_dim = out.shape
     assert out.is_contiguous()
     heads = min(next_power_of_2(num_heads), max(1, _ELEMENTS // head_dim))

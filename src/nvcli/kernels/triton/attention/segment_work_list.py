@@ -26,14 +26,14 @@ from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
 
 _FIELDS = tl.constexpr(SEGMENT_FIELDS)
 LEVELS = tl.constexpr(4)
-"""The most segments of a request that are read once for all; each costs a row a partial result."""
+"""The most segments of a request that are read once for all rows; each adds a partial result to a row."""
 _MIN_CHUNK = tl.constexpr(256)
-"""The fewest keys of a chunk of a segment that is cut: each chunk more is a partial result more for each row."""
+"""The fewest keys of a chunk of a segment that is cut: each further chunk adds a partial result to each row."""
 _TILE_COST = tl.constexpr(256)
-"""What a tile takes beside its keys, in keys (`prefill_tiles.py`: about 512), with its rows' partial results, less what
-must be certain."""
+"""The fixed cost of a tile, its rows' partial results included, in keys: about 512 (`prefill_tiles.py`), less a
+margin."""
 _ROWS, _COLUMNS = tl.constexpr(16), tl.constexpr(256)
-"""A program places _ROWS rows, and compares them with _COLUMNS others at a time."""
+"""The rows of a program, and the rows with which it compares them at a time."""
 
 
 class SegmentLists(NamedTuple):
@@ -42,11 +42,11 @@ class SegmentLists(NamedTuple):
     row_segments: Tensor
     """[LEVELS, max_rows], the segment of each row at each level; 0: it has none."""
     joined_segments: Tensor
-    """[LEVELS, max_rows], the same once some are joined to those behind them."""
+    """[LEVELS, max_rows], the same after some were joined to those behind them."""
     joined_spans: Tensor
-    """[LEVELS, max_rows], keys of these segments and of those before them that they took."""
+    """[LEVELS, max_rows], keys of these segments and of those joined to them."""
     members: Tensor
-    """[LEVELS, max_rows], the rows with a segment, those of one segment side by side."""
+    """[LEVELS, max_rows], the rows that have a segment, grouped by segment."""
     first_partials: Tensor
     """[LEVELS, max_rows], the place of each row's first partial result of its segment."""
     own_begins: Tensor
@@ -60,7 +60,7 @@ class SegmentLists(NamedTuple):
     num_items: Tensor
     """[1], the number of items."""
     work: Tensor
-    """[2], what there is to do: keys of all tiles, with what a tile takes beside them, and keys of the rows' own."""
+    """[2], the amount of work: keys of all tiles, with the fixed cost of each tile, and keys of the rows' own."""
 
 
 @triton.jit(
@@ -117,9 +117,9 @@ def join_levels_kernel(
     TILE_ROWS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Program (_ROWS rows). Where the rows of a segment fill their tiles, these take the keys of the one before it as
-    well, instead of other tiles with these rows: as many keys for as many tiles, and fewer results. Not with a window,
-    which may have left the one before behind for some of the rows."""
+    """Program (_ROWS rows). Where the rows of a segment fill their tiles, these tiles also take the keys of the segment
+    before it, which saves the rows a partial result each. Not with a window, which may have left that segment behind
+    for some of the rows."""
     columns = tl.arange(0, _COLUMNS)
     rows = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)
     is_row = rows < num_rows
@@ -163,7 +163,7 @@ def plan_segments_kernel(
     TILE_ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Program (_ROWS rows). The order of the list is that in which programs come; nothing else depends on it."""
+    """Program (_ROWS rows). The list is in the order in which programs reach it, on which nothing else depends."""
     columns = tl.arange(0, _COLUMNS)
     tokens = tl.zeros([_COLUMNS], tl.int64)
     for level in tl.static_range(LEVELS):
@@ -244,7 +244,7 @@ class SegmentWorkList:
         self.num_processors = num_multiprocessors(device)
         """The multiprocessors of the GPU."""
         self.num_programs = 2 * self.num_processors
-        """Into as many parts of about equal size the work is cut."""
+        """The number of parts of about equal size into which the work is cut."""
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)

@@ -1,7 +1,7 @@
-"""The short causal convolution in Triton, in three kernels: rows of one token, which move their state on by themselves;
-the tokens of all chunks side by side, which read the states; and, behind them, the states that the chunks leave.
+"""The short causal convolution in Triton, in three kernels: one for rows of one token, which also updates their states;
+one for the tokens of all chunks, which reads the states; and one, launched last, that stores the chunks' new states.
 
-A block may be both the state that a row goes on from and the one that it leaves. So no program of a launch reads what
+A row may read its state from a block and leave its new state in the same block, so no program of a launch reads what
 another one writes.
 """
 
@@ -18,10 +18,10 @@ from nvcli.kernels.triton.recurrent.state_rows import RowTensors, row_of
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
 _STEP_CHANNELS = 1024
-"""Measured on an H200 with 256 rows of 8,192 channels: 9.3 µs, with 512 12.4, with 2,048 11."""
+"""Measured on an H200 with 256 rows of 8,192 channels: 9.3 µs; with 512 12.4, with 2,048 11."""
 _TOKENS, _CHANNELS = 64, 64
-"""Fewer channels than threads: otherwise the compiler moves inputs to where it has the weights. Measured
-on an H200 with 8,192 tokens and channels: 120 µs, with 16 and 256 135, where 62 are what memory takes."""
+"""Fewer channels than threads: otherwise the compiler moves the inputs to the layout of the weights. Measured on an
+H200 with 8,192 tokens and channels: 120 µs; with 16 and 256 135. Memory alone takes 62."""
 
 
 @triton.jit
@@ -94,9 +94,9 @@ def _chunk_kernel(
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Program (tile of tokens, tile of channels), for the tokens of the rows from `first_row` on. Those behind the rows
-    get zeros. `num_halvings` are enough to find a row; it is no constant, so that no other number of rows compiles
-    anew."""
+    """Program (tile of tokens, tile of channels), for the tokens of the rows from `first_row` on. Tokens behind the
+    last row get zeros. `num_halvings` steps find a row; it is no constant, or each number of rows would
+    compile anew."""
     token = tl.load(rows.starts + first_row) + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     end = tl.load(rows.starts + num_rows)
     is_token = token < end
@@ -145,7 +145,7 @@ def _keep_inputs_kernel(
     BLOCK_SIZE: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Program (row - first_row, tile of channels). It stores the last inputs of each column of the row that has a
+    """Program (row - first_row, tile of channels): it stores the last inputs of each of the row's columns that has a
     block."""
     row = tl.program_id(0) + first_row
     start, end, before, source = row_of(row, rows, BLOCK_SIZE)

@@ -1,17 +1,17 @@
-"""The gated delta rule for chunks of 64 tokens in Triton, in two kernels. The first has a program for each chunk, and
-computes what does not depend on states: it solves the chunk's triangular system. The second has a program for some
-columns of one head's state, and goes through a row's chunks one after the other.
+"""The gated delta rule for chunks of 64 tokens in Triton, in two kernels. The first has a program for each chunk and
+solves the chunk's triangular system, which does not depend on states. The second has a program for some columns of one
+head's state, which goes through a row's chunks one after the other.
 
 With queries Q, keys K, values V and state S, decayed as each token sees them, a chunk's tokens write W = A (V - K S),
-where A is the inverse of a unit lower triangular matrix times β, and they read Q S + P W. The first kernel makes A and
-P. The second keeps Sᵀ and multiplies transposed: what one product gives is the next one's first factor, and stays in
-registers. The split is that of Yang et al. (https://arxiv.org/abs/2406.06484, section 3), who keep A K and A V.
+where A is the inverse of a unit lower triangular matrix times β, and they read Q S + P W. The first kernel computes A
+and P. The second keeps Sᵀ and multiplies transposed, so that each product is the first factor of the next one and stays
+in registers. The split is that of Yang et al. (https://arxiv.org/abs/2406.06484, section 3), who keep A K and A V.
 
-The system is solved by its inverse, which is put together from blocks: that of [[A, 0], [C, B]] is
-[[A⁻¹, 0], [-B⁻¹ C A⁻¹, B⁻¹]]. From blocks of 1 to half a chunk, each size takes two products for all blocks at once,
-and unlike the series of powers of a triangular matrix none of them grows.
+The inverse is built from blocks: that of [[A, 0], [C, B]] is [[A⁻¹, 0], [-B⁻¹ C A⁻¹, B⁻¹]]. From blocks of 1 to half a
+chunk, each size takes two products for all blocks at once, and no intermediate result grows, unlike in the series of
+powers of a triangular matrix.
 
-Chunks are counted from the first token of each block, so that a request has the same ones however steps cut it.
+Chunks are counted from the first token of each block, so that a request has the same chunks however steps cut it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 NORM_EPS = tl.constexpr(1e-6)
 _CHUNK = 64
 _MORE_CHUNKS = tl.constexpr(3)
-"""A row has at most so many chunks more than its tokens fill: it may begin and end in the middle of one, and cross the
+"""The most chunks of a row beyond those that its tokens fill: it may begin and end in the middle of one, and cross the
 end of a block that is no multiple of a chunk."""
 _SOLVE_WARPS, _SOLVE_REGISTERS = 4, 168
-"""With so many registers a multiprocessor has room for three programs. Both kernels together take an H200 289 µs for
-8,192 tokens of 14 rows, with 32 heads of 128; without a limit 309."""
+"""The limit of registers makes room for three programs on a multiprocessor. Both kernels together take an H200 289 µs
+for 8,192 tokens of 14 rows, with 32 heads of 128; without a limit 309."""
 _VALUE_TILE, _PASS_WARPS, _PASS_STAGES = 64, 4, 2
-"""Likewise: 289 µs, with tiles of 128 and 8 warps 304, with one stage 345."""
+"""Measured likewise: 289 µs; with tiles of 128 and 8 warps 304, with one stage 345."""
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def _chunk_of(position, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _chunk_tokens(chunk, start, end, before, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the first of a chunk's tokens that a row has, and how many."""
+    """Return the first of a row's tokens in a chunk, and their number."""
     CHUNKS: tl.constexpr = (BLOCK_SIZE + CHUNK - 1) // CHUNK
     block = chunk // CHUNKS * BLOCK_SIZE
     first = block + chunk % CHUNKS * CHUNK
@@ -70,8 +70,8 @@ def _chunk_tokens(chunk, start, end, before, BLOCK_SIZE: tl.constexpr, CHUNK: tl
 
 @triton.jit
 def _find_chunk(index, rows, first_row, num_rows, num_halvings, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the row and the chunk that a program has: of the rows from `first_row` on, each has the next programs, as
-    many as its chunks may be. Some of these find a chunk behind the row's last one."""
+    """Return the row and the chunk of a program. Each row from `first_row` on has as many programs as it may have
+    chunks; some of them get a chunk behind the row's last one."""
     CHUNKS: tl.constexpr = (BLOCK_SIZE + CHUNK - 1) // CHUNK
     origin = tl.load(rows.starts + first_row)
     low = first_row
@@ -287,8 +287,8 @@ def _pass_kernel(
 def compute_chunks(
     qkv: Tensor, gates: DeltaGates, pool: Tensor, rows: StateRows, heads: DeltaHeads, out: Tensor
 ) -> None:
-    """Compute the rows behind the single ones, as `nvcli.kernels.delta_net.delta_rule` does, into `out`, and zeros for
-    tokens behind them."""
+    """Compute the rows behind the single ones into `out`, as `nvcli.kernels.delta_net.delta_rule` does, with zeros for
+    tokens behind the last row."""
     num_tokens, num_rows, first_row = len(qkv), len(rows.slots), rows.num_single_rows
     tensors = RowTensors.of(rows)
     solved, scores = torch.empty(2, num_tokens, heads.num_value_heads, _CHUNK, dtype=qkv.dtype, device=qkv.device)
@@ -351,7 +351,7 @@ def compute_chunks(
 
 
 def _holds_two_chunks(qkv: Tensor, key_tile: int) -> bool:
-    """Whether shared memory has room for the chunk that is computed and the next one, 48 KiB each with keys of 128."""
+    """Tell whether shared memory holds the current chunk and the next one, 48 KiB each with keys of 128."""
     if not qkv.is_cuda or qkv.element_size() > 2 or key_tile > 128:
         return False
     return shared_memory_bytes(qkv.device) >= 128 << 10

@@ -1,4 +1,4 @@
-"""What kernels over recurrent states share: where a row lies, and which blocks its states come from and go to."""
+"""The rows of a step in kernels over recurrent states: their tokens, and the block that each row's state comes from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nvcli.kernels.state_rows import StateRows
 
 
 class RowTensors(NamedTuple):
-    """The rows of a step as kernels take them; see `StateRows`."""
+    """The tensors of `StateRows`, in the form that kernels take."""
 
     slots: Tensor
     """[R] int64."""
