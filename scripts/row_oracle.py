@@ -1,4 +1,4 @@
-"""Says what must become of a row, by the format's documentation (src/nvcli/job/README.md) and not by nvcli's code.
+"""Says what must become of a row, by the format's documentation (docs/rows.md) and not by nvcli's code.
 
 A line is parsed with Python's own `json`. `Oracle.expect` says whether it is a row, of which form, under which id,
 which keys with which bytes pass through, and which error types are allowed: none, or one of those of everything that is

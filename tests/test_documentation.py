@@ -1,4 +1,4 @@
-"""The documentation: every key, option, command and room is described, and every link leads somewhere."""
+"""The documentation: every key, option, command, family and room is described, and every link leads somewhere."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from nvcli.cli.main import app
 from nvcli.core.config import JobConfig, RunConfig, flag_keys
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.task_config import EmbedConfig, ScoreConfig
+from nvcli.models.families.catalogue import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 MAIN = ROOT / "README.md"
 MAP = ROOT / "src/nvcli/README.md"
-CONFIGS = ROOT / "configs/README.md"
-JOBS = ROOT / "src/nvcli/job/README.md"
+DOCS = ROOT / "docs"
+CONFIGURATION, ROWS, COMMANDS_PAGE = DOCS / "configuration.md", DOCS / "rows.md", DOCS / "commands.md"
 SCRIPTS = ROOT / "scripts/README.md"
-LLM = ROOT / "src/nvcli/llm/README.md"
-PAGES = [MAIN, MAP, CONFIGS, JOBS, SCRIPTS, LLM]
-PLACES = {
-    "generate": (MAIN, "## Commands"),
-    "chat": (LLM, "## `nvcli chat`"),
-    "merge": (JOBS, "### Joining the shards"),
-    "score": (JOBS, "## `nvcli score`"),
-    "embed": (JOBS, "## `nvcli embed`"),
-}
-"""The page and the heading of commands whose usage is not in scripts/README.md."""
+USER_PAGES = sorted(DOCS.glob("*.md"))
+PAGES = [
+    MAIN,
+    *USER_PAGES,
+    *sorted(ROOT.glob("C*.md")),
+    *sorted(DOCS.glob("*/*.md")),
+    MAP,
+    SCRIPTS,
+    ROOT / "configs/README.md",
+]
 LIKE_GENERATE = ("check", "score", "embed")
 """Commands that have options of `generate` too."""
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -63,23 +64,25 @@ def rows_of(text: str) -> dict[str, str]:
 
 def test_every_key_is_documented_and_no_other() -> None:
     keys = [key for key in RunConfig.__struct_fields__ if key not in ("job", "score", "embed")]
-    assert sorted(first_column(section(CONFIGS, "## Keys"))) == sorted(keys)
+    assert sorted(first_column(section(CONFIGURATION, "## Keys"))) == sorted(keys)
     job_keys = [f"job.{key}" for key in JobConfig.__struct_fields__]
-    assert sorted(first_column(section(CONFIGS, "## Keys of the `job` section"))) == sorted(job_keys)
+    assert sorted(first_column(section(CONFIGURATION, "## Keys of the `job` section"))) == sorted(job_keys)
     task_keys = [f"score.{key}" for key in ScoreConfig.__struct_fields__]
     task_keys += [f"embed.{key}" for key in EmbedConfig.__struct_fields__]
-    assert sorted(first_column(section(CONFIGS, "## Keys of the `score` and `embed` sections"))) == sorted(task_keys)
+    assert sorted(first_column(section(CONFIGURATION, "## Keys of the `score` and `embed` sections"))) == sorted(
+        task_keys
+    )
 
 
 def test_every_sampling_key_is_documented_and_no_other() -> None:
-    documented = first_column(section(JOBS, "### The `sampling` object"))
+    documented = first_column(section(ROWS, "## The `sampling` object"))
     assert sorted(documented) == sorted(SamplingParams.__struct_fields__)
 
 
 def test_flags_stand_beside_the_keys_that_they_set() -> None:
     headings = ("## Keys", "## Keys of the `job` section", "## Keys of the `score` and `embed` sections")
-    keys = rows_of("".join(section(CONFIGS, heading) for heading in headings))
-    sampling = section(JOBS, "### The `sampling` object")
+    keys = rows_of("".join(section(CONFIGURATION, heading) for heading in headings))
+    sampling = section(ROWS, "## The `sampling` object")
     missing = [
         flag
         for flag, key in flag_keys().items()
@@ -90,13 +93,13 @@ def test_flags_stand_beside_the_keys_that_they_set() -> None:
 
 def test_every_error_type_is_documented_and_no_other() -> None:
     kept = (ROOT / "tests/snapshots/error_types.txt").read_text(encoding="utf-8").splitlines()
-    (table,) = [text for text in JOBS.read_text(encoding="utf-8").split("\n\n") if text.startswith("| what is wrong |")]
+    (table,) = [text for text in ROWS.read_text(encoding="utf-8").split("\n\n") if text.startswith("| what is wrong |")]
     documented = [name for line in table.splitlines() for name in re.findall(r"(?:[|,] |also )`(\w+)`", line)]
     assert sorted(documented) == [line.partition(":")[0] for line in kept]
 
 
 def test_every_command_is_documented_and_no_other() -> None:
-    documented = first_column(section(MAIN, "## Commands"))
+    documented = first_column(COMMANDS_PAGE.read_text(encoding="utf-8").split("\n## ")[0])
     assert [name.removeprefix("nvcli ") for name in documented if name.startswith("nvcli ")] == list(COMMANDS)
 
 
@@ -109,8 +112,8 @@ def test_every_option_is_in_the_usage_of_its_command(command: str) -> None:
 
 
 def usage_of(command: str) -> str:
-    page, heading = PLACES.get(command, (SCRIPTS, f"## `nvcli {command}`"))
-    return next(block for block in section(page, heading).split("```") if block.startswith(f"\nnvcli {command} "))
+    parts = section(COMMANDS_PAGE, f"## `nvcli {command}`").split("```")
+    return next(block for block in parts if block.startswith(f"\nnvcli {command} "))
 
 
 def test_every_room_is_on_the_map() -> None:
@@ -158,8 +161,23 @@ def test_every_link_leads_somewhere(page: Path, target: str) -> None:
     assert not anchor or anchor in anchors(there)
 
 
-def test_the_main_page_is_short() -> None:
-    assert len(MAIN.read_text(encoding="utf-8").splitlines()) <= 200
+def test_the_pages_are_short() -> None:
+    assert words(MAIN) <= 900
+    assert sum(words(page) for page in USER_PAGES) <= 20_000
+
+
+def words(page: Path) -> int:
+    """Count the words of a page as a reader sees them: without comments and the lines of tables."""
+    text = re.sub(r"<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return len(text.replace("|", " ").split())
+
+
+def test_every_family_is_on_its_page_and_no_other() -> None:
+    table = section(DOCS / "models.md", "## Can nvcli run my model?")
+    documented = [line.split("|")[1:3] for line in table.splitlines() if re.search(r"`\w+For\w+`", line)]
+    assert [(name.strip(), tuple(names_in(cell))) for name, cell in documented] == [
+        (family.name, tuple(family.architectures)) for family in FAMILIES
+    ]
 
 
 def test_a_decode_step_reads_in_one_sitting() -> None:

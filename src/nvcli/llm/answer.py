@@ -66,7 +66,7 @@ class Output:
 
 
 class Answer(dict[str, Any]):
-    """An output row: the same keys and values that `nvcli generate` writes (`job/README.md`).
+    """An output row: the same keys and values that `nvcli generate` writes (`docs/rows.md`).
 
     Being a dict it can be changed, pickled and dumped as JSON. What the row passed through are the very objects that it
     held. The properties below read the dict, in the native form and in OpenAI's.

@@ -6,7 +6,7 @@
         for answer in llm.generate(["What is 3+4?"], sampling={"temperature": 0}):
             print(answer.text)
 
-Rows, answers and errors are those of `nvcli generate` (`job/README.md`). Rows are read as they are needed, and answers
+Rows, answers and errors are those of `nvcli generate` (`docs/rows.md`). Rows are read as they are needed, and answers
 come in the order of the rows. The engines stay alive between calls; calls may run at the same time, in one thread or
 several, and one call may read its rows from the answers of another.
 """
@@ -69,7 +69,7 @@ class LLM:
 
         `model` is a folder, a Hugging Face id or `demo`. `tp`, `pp` and `dp` are short for `tensor_parallel_size`,
         `pipeline_parallel_size` and `data_parallel_size`. `sampling` holds the defaults of every row's `sampling`.
-        `config` is a configuration file. `settings` are any other keys of `configs/README.md` by name, such as
+        `config` is a configuration file. `settings` are any other keys of `docs/configuration.md` by name, such as
         `max_model_len=4096` or `job={"system": "Be brief."}`; they go over those of the file. The keys of `job` that
         are about files have no effect, `order` among them. Keywords of vLLM's are understood where they mean the same
         (`keywords`).

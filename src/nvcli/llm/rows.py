@@ -1,6 +1,6 @@
 """The rows of a Python program: brought into the row format, parsed, and queued for the tokenizer.
 
-A row is a dict in the format of `job/README.md`. A text stands for its `prompt`, a list of messages for its
+A row is a dict in the format of `docs/rows.md`. A text stands for its `prompt`, a list of messages for its
 `messages`, and a list of token ids for its `prompt_token_ids`.
 """
 

@@ -253,7 +253,7 @@ def test_on_a_cpu_auto_is_one(shapes: Any, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("shape", "count", "num_requests", "tokens_per_second"),
     [
-        # Measured on H200s: the tables of scripts/README.md. Mean prompts and answers are about 560 tokens.
+        # Measured on H200s: scripts/results has some of them. Mean prompts and answers are about 560 tokens.
         ("qwen3-0.6b", 1, 256, 26_719),
         ("qwen3-0.6b", 1, 1024, 28_902),
         ("qwen3-8b", 1, 256, 9_601),

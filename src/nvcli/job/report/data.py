@@ -1,4 +1,4 @@
-"""The data of a report. Its JSON form is the one that job/README.md documents.
+"""The data of a report. Its JSON form is the one that docs/commands.md documents.
 
 Lengths come counted in bins (`counts.bin_of`): exact below 32 tokens, within 1/16 above.
 """
