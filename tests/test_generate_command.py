@@ -84,21 +84,21 @@ def gone(pids: list[int]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("count", "settings"),
+    "settings",
     [
-        (120, []),
-        (120, ["--set", "block_size=4", "--set", "max_num_batched_tokens=24", "--set", "max_num_seqs=16"]),
-        (120, ["--set", "block_size=8", "--set", "kv_cache_memory=12MiB", "--set", "max_model_len=1024"]),
-        (60, ["--tp", "2", "--set", "device=cpu"]),
-        (60, ["--pp", "2", "--set", "max_num_seqs=16", "--set", "device=cpu"]),
-        (60, ["--dp", "2", "--set", "max_num_seqs=8", "--set", "device=cpu"]),
+        [],
+        ["block_size=8", "kv_cache_memory=12MiB", "max_model_len=1024", "max_num_batched_tokens=24", "max_num_seqs=16"],
+        ["tensor_parallel_size=2", "device=cpu"],
+        ["pipeline_parallel_size=2", "max_num_seqs=16", "device=cpu"],
+        ["data_parallel_size=2", "max_num_seqs=8", "device=cpu"],
     ],
-    ids=["defaults", "small-chunks", "little-memory", "tp2", "pp2", "dp2"],
+    ids=["defaults", "small-chunks-in-little-memory", "tp2", "pp2", "dp2"],
 )
-def test_answers_are_right(tmp_path: Path, count: int, settings: list[str]) -> None:
+def test_answers_are_right(tmp_path: Path, settings: list[str]) -> None:
     """Paging, chunking, prefix reuse, preemption and sharding leave the answers as they are."""
+    count = 40
     path = write_rows(tmp_path / "in.jsonl", questions(count))
-    done = nvcli(path, *settings)
+    done = nvcli(path, *(word for setting in settings for word in ("--set", setting)))
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout == b""
     rows = read_rows(tmp_path / "in.out.jsonl")
@@ -145,11 +145,11 @@ def test_good_and_bad_rows(tmp_path: Path) -> None:
 
 
 def test_from_a_pipe_to_a_pipe() -> None:
-    rows = questions(30, seed=3)
+    rows = questions(16, seed=3)
     done = nvcli("-", "-o", "-", "--order", "input", stdin="".join(json.dumps(r) + "\n" for r in rows).encode())
     assert done.returncode == 0, done.stderr.decode()
     answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [row["index"] for row in answers] == list(range(30))
+    assert [row["index"] for row in answers] == list(range(16))
     assert share_right(answers) >= 0.95
 
 
@@ -186,14 +186,14 @@ def test_stop_strings_and_many_samples(tmp_path: Path) -> None:
 
 
 def test_sampled_answers_do_not_depend_on_how_they_were_computed(tmp_path: Path) -> None:
-    rows = [{**row, "sampling": {"temperature": 1.5, "max_tokens": 12, "ignore_eos": True}} for row in questions(24)]
+    rows = [{**row, "sampling": {"temperature": 1.5, "max_tokens": 12, "ignore_eos": True}} for row in questions(16)]
     path = write_rows(tmp_path / "in.jsonl", rows)
     outputs = []
-    for number, settings in enumerate((["--set", "block_size=64"], ["--set", "max_num_seqs=3"], ["--tp", "2"])):
+    for number, settings in enumerate((["--set", "block_size=64", "--set", "max_num_seqs=3"], ["--tp", "2"])):
         output = tmp_path / f"{number}.jsonl"
         assert nvcli(path, "-o", output, "--set", "seed=5", "--set", "device=cpu", *settings).returncode == 0
         outputs.append([row["choices"] for row in read_rows(output)])
-    assert outputs[0] == outputs[1] == outputs[2]
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU")

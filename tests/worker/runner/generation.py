@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,20 +63,32 @@ def requests() -> list[Request]:
     return greedy + sampled
 
 
-def generate(path: Path, batch: list[Request], **config: Any) -> tuple[dict[int, RequestOutput], EngineStats]:
-    """Answer requests by an engine with processes of its own. `config`: of the engine; see also `config_of`."""
+@contextmanager
+def running_engine(path: Path, **config: Any) -> Iterator[EngineClient]:
+    """Start an engine with processes of its own. `config`: of the engine; see also `config_of`."""
     client = EngineClient.start(config_of(path, **config))
     try:
         client.wait_ready()
-        client.add(batch)
-        done: dict[int, RequestOutput] = {}
-        while len(done) < len(batch):
-            done.update({o.request_id: o for o in client.poll(1.0)})
-        while client.stats.num_running:
-            client.poll(0.3)
-        return done, client.stats
+        yield client
     finally:
         client.close()
+
+
+def answers_of(client: EngineClient, batch: list[Request]) -> dict[int, RequestOutput]:
+    """Answer requests: the last output of each, by request id."""
+    client.add(batch)
+    done: dict[int, RequestOutput] = {}
+    while len(done) < len(batch):
+        done.update({o.request_id: o for o in client.poll(1.0)})
+    while client.stats.num_running:
+        client.poll(0.3)
+    return done
+
+
+def generate(path: Path, batch: list[Request], **config: Any) -> tuple[dict[int, RequestOutput], EngineStats]:
+    """Answer requests by an engine with processes of its own."""
+    with running_engine(path, **config) as client:
+        return answers_of(client, batch), client.stats
 
 
 def generate_here(path: Path, batch: list[Request], **config: Any) -> tuple[dict[int, RequestOutput], EngineStats]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from generation import generate
+from generation import answers_of, running_engine
 
 from checkpoints import write_tiny_model, write_tiny_qwen3
 from nvcli.core.sampling_params import SamplingParams
@@ -125,13 +125,14 @@ def test_experts_are_computed_alike_for_any_number_of_tokens(tmp_path: Path) -> 
 
 
 def test_ranks_and_stages_add_up_in_one_order(tmp_path: Path) -> None:
-    """Whole engines of two stages with two ranks each: some requests at a time in chunks, and one at a time."""
+    """A whole engine of two stages with two ranks each: one request at a time, and some at a time in chunks."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     path = write_tiny_model(tmp_path / "model", "Qwen3Moe", num_hidden_layers=2, **experts)
     layout = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "batch_invariant": True}
-    alone, _ = generate(
-        path, requests(), max_num_seqs=1, enable_prefix_caching=False, max_num_batched_tokens=128, **layout
-    )
-    together, stats = generate(path, requests(), max_num_seqs=8, max_num_batched_tokens=24, num_kv_tokens=140, **layout)
-    assert stats.num_preemptions > 0
-    assert Answers.of(together) == Answers.of(alone)
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 24, "num_kv_tokens": 140, "enable_prefix_caching": False}
+    with running_engine(path, **limits, **layout) as client:
+        alone = [answers_of(client, [request]) for request in requests()]
+        assert client.stats.num_preemptions == 0
+        together = answers_of(client, requests())
+        assert client.stats.num_preemptions > 0
+    assert Answers.of(together) == Answers.of({number: output for one in alone for number, output in one.items()})
