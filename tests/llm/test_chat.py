@@ -73,7 +73,7 @@ def test_commands(llm: LLM) -> None:
         "says: there is no system message",
         "says: the conversation is forgotten",
         ">a<x/>u<",
-        "error: /nope is no command; /help shows them, and // begins a message with a slash",
+        "error: /nope is not a command; /help shows them, and // begins a message with a slash",
         f"says: {HELP}",
     ]
     assert made.messages[0] == {"role": "user", "content": "/x"}
@@ -105,7 +105,7 @@ def test_a_question_that_cannot_be_answered_is_dropped(llm: LLM) -> None:
     made, seen = chat(llm, "x" * 100, "ab", "y" * 50, "c")
     assert seen[0].startswith("error: the prompt has 106 tokens, and `max_model_len` is 64")
     assert "/clear" not in seen[0]
-    assert seen[2].endswith("the conversation has become too long for the model: /clear begins a new one")
+    assert seen[2].endswith("the conversation is too long for the model: /clear starts a new one")
     assert [message["content"] for message in made.messages[::2]] == ["ab", "c"]
 
 

@@ -90,7 +90,7 @@ def test_each_row_may_have_its_own_sampling(llm: LLM) -> None:
     assert [answer.text for answer in llm.generate(rows, params)] == ["fe", "f", ">a<i"]
     assert [answer.text for answer in llm.generate(iter(rows), params)] == ["fe", "f", ">a<i"]
     assert [answer.text for answer in llm.chat([CONVERSATION] * 2, params[:2])] == [">a", ">a<"]
-    with pytest.raises(ConfigError, match="sampling_params holds 2 for 3 rows; give one for all rows, or one for each"):
+    with pytest.raises(ConfigError, match="sampling_params has 2 items for 3 rows; give one in all, or one per row"):
         llm.generate(rows, params[:2])
     for count, message in [(2, "holds 2 for more rows"), (4, "holds 4 for 3 rows")]:
         answers = llm.generate(iter(rows), [{}] * count)
@@ -191,7 +191,7 @@ def test_answers_say_how_they_are_read(llm: LLM) -> None:
         ),
         ({"messages": []}, r"use llm.chat\(messages\)"),
         ({"ordr": "input"}, "takes no `ordr`; did you mean `order`"),
-        ({"prompts": ["x"]}, "`prompts` is another name of `rows`, and both are given"),
+        ({"prompts": ["x"]}, "`prompts` is another name for `rows`, and both are given"),
         ({"sampling": {}, "sampling_params": {}}, "are one thing, and both are given"),
         ({"sampling_params": 5}, 'sampling_params is 5; give a dict such as {"temperature": 0}'),
         ({"sampling_params": [{}, {"top_q": 1}]}, r"unknown key `sampling_params\[1\].top_q`"),
@@ -205,7 +205,9 @@ def test_keywords_of_calls(llm: LLM, keywords: dict[str, Any], message: str) -> 
 def test_tables_are_rows_only_if_they_give_out_rows(llm: LLM) -> None:
     pandas = pytest.importorskip("pandas")
     table = pandas.DataFrame({"prompt": ["ab", "cd"]})
-    with pytest.raises(ConfigError, match=r'table of pandas, which gives out columns; give rows.to_dict\("records"\)'):
+    with pytest.raises(
+        ConfigError, match=r'table of pandas, which iterates over columns; give rows.to_dict\("records"\)'
+    ):
         llm.generate(table)
     assert [answer.text for answer in llm.generate(table.to_dict("records"))] == ["ba", "dc"]
     assert [answer.text for answer in llm.generate(table["prompt"])] == ["ba", "dc"]
@@ -246,8 +248,8 @@ def test_settings_of_others(caplog: pytest.LogCaptureFixture) -> None:
         "generation_config": "none",
     }
     assert [record.getMessage() for record in caplog.records] == [
-        "LLM: `trust_remote_code` has no effect here and is left out",
-        "LLM: `swap_space` has no effect here and is left out",
+        "LLM: `trust_remote_code` has no effect here and is ignored",
+        "LLM: `swap_space` has no effect here and is ignored",
     ]
     assert understood_settings("m", {"quantization": None, "max_model_len": None}) == {"max_model_len": None}
     assert {*HARMLESS, *NO_EFFECT}.isdisjoint(RunConfig.__struct_fields__)
@@ -259,8 +261,8 @@ def test_settings_of_others(caplog: pytest.LogCaptureFixture) -> None:
         ({"tokenizer": "other"}, "unknown key `tokenizer`; the tokenizer is read from the model's folder"),
         ({"enable_lora": True}, "unknown key `enable_lora`; nvcli loads no LoRA adapters"),
         ({"max_new_tokens": 5}, "did you mean `sampling.max_tokens`"),
-        ({"max_tokens": 5}, 'LLM takes no `max_tokens`; it belongs into sampling={"max_tokens": 5}'),
-        ({"system": "x"}, 'LLM takes no `system`; it belongs into job={"system": "x"}'),
+        ({"max_tokens": 5}, 'LLM takes no `max_tokens`; it belongs in sampling={"max_tokens": 5}'),
+        ({"system": "x"}, 'LLM takes no `system`; it belongs in job={"system": "x"}'),
         ({"order": "input"}, r'say it in each call: llm.generate\(rows, order="completion"\)'),
         ({"quantization": "bitsandbytes"}, '`quantization` is "bitsandbytes"; allowed: auto'),
         ({"max_seq_length": 5}, "unknown key `max_seq_length`; did you mean `max_model_len`"),

@@ -1,8 +1,8 @@
-"""Call: one stream of rows on its way through the engines, and what has come back of it.
+"""Call: one stream of rows on its way through the engines, and its results so far.
 
-Three threads meet here. The reader adds rows and waits while too much of the call is on its way. The loop brings
-results. The consumer takes them, and so makes room. A call that nobody waits for any more is `gone`: its rows are no
-longer computed.
+Three threads meet here. The reader adds rows, and waits while too many are in progress. The loop adds results. The
+consumer takes them, which makes room. Once no one waits for a call any more it is `gone`, and its rows are no longer
+computed.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from nvcli.errors import NvcliError
 from nvcli.job.job import JobResult
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
-"""No more rows are read while answers of about so many bytes wait to be taken."""
+"""No more rows are read while about this many bytes of answers wait to be taken."""
 
 
 class Call:
-    """The rows of one call that are on their way, and the results that wait to be taken."""
+    """The rows of one call in progress, and the results waiting to be taken."""
 
     def __init__(self, *, order: Order, max_rows: int, seed: int | None = None, streams: bool = False) -> None:
-        """`max_rows` is the most rows that are read and not yet taken. `seed` takes the place of the run's."""
+        """`max_rows`: the most rows that are read and not yet taken. `seed` replaces the run's."""
         self.seed = seed
         self.streams = streams
         self.keeps_order = order == "input"
@@ -31,14 +31,14 @@ class Call:
         self._changed = threading.Condition()
         self._ready: deque[JobResult] = deque()
         self._early: dict[int, JobResult] = {}
-        """Results that wait for those of rows before them, by index."""
+        """Results waiting for those of earlier rows, by index."""
         self._next_index = 0
         self._ready_bytes = 0
-        """Bytes of the results that wait to be taken, about."""
+        """Approximate size of the results waiting to be taken, in bytes."""
         self._num_open = 0
-        """Rows that were read and not yet taken as results."""
+        """Rows that were read and whose results are not yet taken."""
         self._prompts: dict[int, str] = {}
-        """The prompts of rows that were read and not yet taken as results, by index."""
+        """The prompts of those rows, by index."""
         self._texts: deque[str] = deque()
         self._all_read = False
         self._is_gone = False
@@ -52,7 +52,7 @@ class Call:
     # The reader's side.
 
     def wait_for_room(self) -> bool:
-        """Wait until another row may be read. Returns False if none is wanted any more."""
+        """Wait until another row may be read. Returns False if no more are wanted."""
         with self._changed:
             while not self._is_over and (
                 self._num_open >= self._max_rows or (self._num_open and self._ready_bytes >= MAX_ANSWER_BYTES)
@@ -61,14 +61,14 @@ class Call:
             return not self._is_over
 
     def add_row(self, index: int, prompt: str | None) -> None:
-        """Note that a row was read; a result of it must come. `prompt` is kept until then."""
+        """Record that a row was read; its result must follow. `prompt` is kept until then."""
         with self._changed:
             self._num_open += 1
             if prompt is not None and not self._is_gone:
                 self._prompts[index] = prompt
 
     def end_input(self, error: BaseException | None) -> None:
-        """Note that no more rows come, because of an error of the program's own rows if one is given."""
+        """Record that no more rows come, because of an error in the program's own rows if one is given."""
         with self._changed:
             self._all_read = True
             self._input_error = error
@@ -77,7 +77,7 @@ class Call:
     # The loop's side.
 
     def take(self, result: JobResult) -> None:
-        """Take the result of a row."""
+        """Take in the result of a row."""
         with self._changed:
             if self._is_gone:
                 return
@@ -92,13 +92,13 @@ class Call:
             self._changed.notify_all()
 
     def take_text(self, text: str) -> None:
-        """Take what the answer of a call that streams has become longer by."""
+        """Take in the next piece of text of a streaming call's answer."""
         with self._changed:
             self._texts.append(text)
             self._changed.notify_all()
 
     def fail(self, error: NvcliError) -> None:
-        """Note that no more results come, because of this error."""
+        """Record that no more results come, because of this error."""
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
@@ -106,7 +106,7 @@ class Call:
     # The consumer's side.
 
     def next(self) -> JobResult | str | None:
-        """Wait for the next piece of text or result, and return it; None: there are no more.
+        """Wait for the next piece of text or result, and return it; None if there are no more.
 
         Raises the error of the engines or of the program's rows, once all results before it are taken.
         """
@@ -123,7 +123,7 @@ class Call:
                     self._changed.notify_all()
                     return result
                 if self._failure is not None:
-                    raise copy.copy(self._failure)  # each raise of an exception adds to its traceback
+                    raise copy.copy(self._failure)  # raising an exception again adds to its traceback
                 if self._all_read and not self._num_open:
                     if self._input_error is not None:
                         error, self._input_error = self._input_error, None
@@ -132,11 +132,11 @@ class Call:
                 self._changed.wait()
 
     def take_prompt(self, index: int) -> str | None:
-        """Return the prompt of a result that was taken, and forget it; None: it was no text."""
+        """Return the prompt of a result just taken, and forget it; None if it was not a text."""
         return self._prompts.pop(index, None)
 
     def leave(self) -> bool:
-        """Want no more results. Returns True if rows of the call may be on their way. It may be called again."""
+        """Stop waiting for results. Returns True if rows of the call may still be in progress. Idempotent."""
         with self._changed:
             was_open = not self._is_gone and (self._num_open > 0 or not self._all_read)
             self._is_gone = True
@@ -148,7 +148,7 @@ class Call:
             return was_open
 
     def _num_bytes(self, result: JobResult) -> int:
-        """Roughly what a result that waits takes in memory, with its prompt."""
+        """Estimate the memory of a waiting result and its prompt, in bytes."""
         return result.num_bytes + len(self._prompts.get(result.context.index, ""))
 
     @property

@@ -1,7 +1,7 @@
-"""A chat with a model: a conversation that grows turn by turn, and what a person may type into it.
+"""A chat with a model: a conversation that grows turn by turn, and the commands that a person may type.
 
-The whole conversation goes to the model each time; what of it was computed before is found in the prefix cache. This
-module reads and writes through functions that it is given, and knows no terminal.
+The whole conversation goes to the model each time; earlier turns are found in the prefix cache. This module reads and
+writes through functions that it is given, and knows no terminal.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ HELP = '''commands of a chat:
   /system TEXT    set the system message; without TEXT there is none
   /help           show this
   /exit           end the chat, as Ctrl-D does
-Ctrl-C stops an answer. A message of several lines stands between two lines of """.
-A message that begins with a slash is typed with two.'''
+Ctrl-C stops an answer. Put a message of several lines between two lines of """.
+To begin a message with a slash, type two.'''
 
 _FENCE = '"""'
 
 
 class Person(Protocol):
-    """The person who chats, and their terminal."""
+    """The person who chats, at their terminal."""
 
     def read_line(self, *, goes_on: bool) -> str | None:
-        """Return the next line; None: there are no more. `goes_on`: it belongs to the message of the line before.
+        """Return the next line; None if there are no more. `goes_on`: it continues a message.
 
-        Raises KeyboardInterrupt where the line is given up.
+        Raises KeyboardInterrupt if the line is abandoned.
         """
 
     def show(self, stream: AnswerStream) -> Answer:
-        """Show an answer as it comes, to its end. Raises KeyboardInterrupt where it is to be stopped."""
+        """Show an answer as it comes, to its end. Raises KeyboardInterrupt if the person stops it."""
 
     def say(self, text: str) -> None:
-        """Say something that is no answer."""
+        """Say something other than an answer."""
 
     def say_error(self, text: str) -> None:
         """Say why there is no answer."""
 
 
 class Chat:
-    """A conversation with a model. Its messages are those that were answered, in whole or in part."""
+    """A conversation with a model. It keeps the messages that were answered, in whole or in part."""
 
     def __init__(self, llm: LLM, *, system: str | None = None) -> None:
-        """`system` is the system message; None: there is none."""
+        """`system` is the system message; None if there is none."""
         self._llm = llm
         self.system = system
         self._messages: list[dict[str, str]] = []
@@ -54,7 +54,7 @@ class Chat:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """The messages so far, the system message first."""
+        """The messages so far, beginning with the system message."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, *self._messages]
 
@@ -64,16 +64,16 @@ class Chat:
         return bool(self._messages)
 
     def clear(self) -> None:
-        """Forget all messages but the system message."""
+        """Forget all messages except the system message."""
         self._messages = []
 
     def ask(self, text: str, show: Callable[[AnswerStream], Answer]) -> Answer | None:
-        """Ask the next question, and return what `show` returns of its answer; None: it was stopped by Ctrl-C.
+        """Ask the next question, and return what `show` returns for its answer; None if Ctrl-C stopped it.
 
-        An answer that was stopped stays in the conversation as far as it came; a question that got an error does not.
+        A stopped answer stays in the conversation as far as it came; a question that failed does not.
         """
         question = {"role": "user", "content": text}
-        # Each turn draws random numbers of its own, so that a question that is asked again may get another answer.
+        # Each turn draws its own random numbers, so that repeating a question may give another answer.
         seed = self._llm.config.seed + self._num_asked
         self._num_asked += 1
         stream = self._llm.stream([*self.messages, question], sampling={"n": 1}, seed=seed)
@@ -83,14 +83,14 @@ class Chat:
         except KeyboardInterrupt:
             stream.close()
         if answer is None or answer.error is None:
-            # What it has thought is not said again.
+            # Its reasoning is not repeated.
             text = stream.text if answer is None else answer.text or stream.text
             self._messages += [question, {"role": "assistant", "content": text}]
         return answer
 
 
 def run_chat(chat: Chat, person: Person) -> None:
-    """Chat until the person has no more to say. Raises the error of an engine that has died."""
+    """Chat until the person has no more to say. Raises the error of an engine that died."""
     while True:
         try:
             text = _read_message(person)
@@ -128,7 +128,7 @@ def _obey(command: str, chat: Chat, person: Person) -> None:
     elif word == "/help":
         person.say(HELP)
     else:
-        person.say_error(f"{word} is no command; /help shows them, and // begins a message with a slash")
+        person.say_error(f"{word} is not a command; /help shows them, and // begins a message with a slash")
 
 
 def _answer(text: str, chat: Chat, person: Person) -> None:
@@ -139,5 +139,5 @@ def _answer(text: str, chat: Chat, person: Person) -> None:
     if error is not None:
         hint = ""
         if error.type in ("prompt_too_long", "max_tokens_too_large") and chat.has_begun:
-            hint = "\nthe conversation has become too long for the model: /clear begins a new one"
+            hint = "\nthe conversation is too long for the model: /clear starts a new one"
         person.say_error(f"{str(error).removeprefix('rows[0]: ')}{hint}")

@@ -1,8 +1,8 @@
-"""Keywords of other engines' Python classes: understood where they mean the same, else the error says what to use.
+"""Keywords of other engines' Python classes: accepted if they mean the same here, else the error says what to use.
 
-A keyword that would change the answers and has no equal here is refused. One that is about the inside of another engine
-is left out, with a warning where it has a value. `nvcli.core.other_names` knows what other tools call the keys of the
-configuration.
+A keyword that would change the answers and has no equivalent here is refused. One about the inner workings of another
+engine is ignored, with a warning if it has a value. `nvcli.core.other_names` lists other tools' names for the
+configuration's keys.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NO_EFFECT = frozenset(
         *("speculative_config", "worker_cls"),
     )
 )
-"""Settings that are left out with a warning, unless their value asks for nothing."""
+"""Settings that are ignored with a warning, unless their value is a no-op."""
 
 HARMLESS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(NO_EFFECT, (None, False)),
@@ -50,42 +50,42 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "runner": (None, "auto", "generate"),
     "device_map": (None, "auto"),
 }
-"""Settings that are no keys of the configuration, with the values that ask for nothing."""
+"""Settings that are not keys of the configuration → values that are no-ops."""
 
-_FOR_ALL = 'say it for all rows: LLM(model, job={"%s": …})'
+_FOR_ALL = 'set it for all rows: LLM(model, job={"%s": …})'
 CALL: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_tqdm": (
         (None, False),
-        "no bar is shown; put one around the answers: tqdm(llm.generate(rows), total=len(rows))",
+        "no progress bar is shown; wrap the answers in one: tqdm(llm.generate(rows), total=len(rows))",
     ),
     "lora_request": ((None, []), remarks()["lora_request"]),
     "prompt_adapter_request": ((None,), remarks()["lora_request"]),
-    "priority": ((None, 0), "rows are begun in the order in which they come"),
+    "priority": ((None, 0), "rows are started in the order in which they come"),
     "guided_options_request": ((None,), 'use sampling_params={"structured": {"json_schema": …}}'),
     "prompt_token_ids": ((None,), "a list of token ids is a row: llm.generate([[1, 2, 3]])"),
     "messages": ((), "use llm.chat(messages)"),
     "chat_template": ((None,), _FOR_ALL % "chat_template"),
-    "chat_template_content_format": ((None, "auto", "string"), "contents are texts"),
+    "chat_template_content_format": ((None, "auto", "string"), "message contents are plain text"),
     "mm_processor_kwargs": ((None, {}), remarks()["image"]),
     "tokenization_kwargs": ((None, {}), 'use sampling_params={"truncate_prompt_tokens": …}'),
     "pooling_params": ((None,), 'use LLM(model, task="embed", embed={"dimensions": …})'),
     "stream": ((None, False), "use llm.stream(row)"),
     "system": ((None,), _FOR_ALL % "system" + ', or give a message of the role "system"'),
 }
-"""Keywords of methods: the values that ask for nothing, and what to use."""
+"""Keywords of methods → values that are no-ops, and what to use instead."""
 
 METHODS = {
     "get_tokenizer": "use transformers.AutoTokenizer.from_pretrained(model); llm.chat renders the chat template itself",
-    "encode": 'use llm.embed(rows), of an LLM that is made with task="embed"',
-    "classify": 'use llm.score(rows), whose rows hold "choices"',
+    "encode": 'use llm.embed(rows), on an LLM made with task="embed"',
+    "classify": 'use llm.score(rows), with rows that have "choices"',
     "beam_search": remarks()["use_beam_search"],
-    "llm_engine": "the engines are processes of their own; llm.config says what they were started with",
+    "llm_engine": "the engines run in separate processes; llm.config is their configuration",
     "shutdown": "use llm.close()",
-    "sleep": "use llm.close(), and make a new LLM",
-    "wake_up": "use llm.close(), and make a new LLM",
+    "sleep": "use llm.close(), then make a new LLM",
+    "wake_up": "use llm.close(), then make a new LLM",
     "create_chat_completion": "use llm.chat(messages)",
 }
-"""Methods and attributes of other engines' objects."""
+"""Methods and attributes of other engines' objects → what to use instead."""
 
 _RENAMED = {"prompts": "rows", "inputs": "rows"}
 _VALUES: dict[str, dict[str, str]] = {
@@ -94,16 +94,16 @@ _VALUES: dict[str, dict[str, str]] = {
     # The format of a checkpoint is read from its files.
     "quantization": dict.fromkeys(("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors"), "auto"),
 }
-"""Values that mean the same as one of nvcli's, by key."""
+"""Key → values that mean the same as one of nvcli's."""
 
 
 def read_config(
     model: str | Path | None, config: str | Path | None, flags: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> RunConfig:
-    """Return the configuration of a constructor's arguments. Raises ConfigError.
+    """Return the configuration for a constructor's arguments. Raises ConfigError.
 
-    `config` is a file. `flags` are values of keys by the names of their options, None where one is not given, and
-    `settings` those that are called otherwise by nvcli or by another engine.
+    `config` is a file. `flags` are values by option name, None if not given; `settings` are all other keywords,
+    including other engines' names.
     """
     given = {flag_keys()[flag]: value for flag, value in flags.items() if value is not None}
     if model is not None:
@@ -114,24 +114,24 @@ def read_config(
 
 
 def understood_settings(model: object, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a constructor by nvcli's keys. Raises ConfigError for a key of one of their sections.
+    """Translate a constructor's settings to nvcli's keys. Raises ConfigError for a key that belongs in a section.
 
-    Keys that are not known are left for `load_run_config`, which says what to use.
+    Unknown keys are left for `load_run_config`, which says what to use.
     """
     known = dict(zip(RunConfig.__struct_fields__, RunConfig.__struct_defaults__, strict=True))
     ours: dict[str, Any] = {}
     for name, value in settings.items():
         if name in known:
-            if value is not None or known[name] is None:  # None is a default elsewhere
+            if value is not None or known[name] is None:  # None is the default in other engines
                 ours[name] = _our_value(name, value)
         elif _is_one_of(value, HARMLESS.get(name, ())) or (name == "tokenizer" and str(value) == str(model)):
             continue
         elif name in NO_EFFECT:
-            logging.getLogger("nvcli").warning("LLM: `%s` has no effect here and is left out", name)
+            logging.getLogger("nvcli").warning("LLM: `%s` has no effect here and is ignored", name)
         elif name == "order":
-            raise ConfigError('LLM takes no `order`; say it in each call: llm.generate(rows, order="completion")')
+            raise ConfigError('LLM takes no `order`; give it in each call: llm.generate(rows, order="completion")')
         elif section := next((section for section, kind in SECTIONS.items() if name in kind.__struct_fields__), None):
-            raise ConfigError(f'LLM takes no `{name}`; it belongs into {section}={{"{name}": {show(value)}}}')
+            raise ConfigError(f'LLM takes no `{name}`; it belongs in {section}={{"{name}": {show(value)}}}')
         else:
             ours[name] = value
     return ours
@@ -144,9 +144,9 @@ def _our_value(name: str, value: Any) -> Any:
 
 
 def says_what_to_use(*more: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Make a method understand keywords of other engines, or say what to use with a ConfigError.
+    """Make a method accept other engines' keywords, or say what to use with a ConfigError.
 
-    `more` are keywords that the method takes beside those of its signature.
+    `more` are keywords that the method takes besides those of its signature.
     """
 
     def decorate(method: Callable[P, T]) -> Callable[P, T]:
@@ -165,13 +165,13 @@ def says_what_to_use(*more: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def _understood(given: Mapping[str, Any], known: tuple[str, ...], method: str, *, num_given: int) -> dict[str, Any]:
-    """Return keywords that a method knows. `num_given` arguments are given by their place."""
+    """Translate keywords to those that a method knows. `num_given` arguments are positional."""
     ours: dict[str, Any] = {}
     for name, value in given.items():
         own = _RENAMED.get(name, name)
         if own in known:
             if own != name and (own in given or num_given > 0):
-                raise ConfigError(f"`{name}` is another name of `{own}`, and both are given; leave one out")
+                raise ConfigError(f"`{name}` is another name for `{own}`, and both are given; leave one out")
             ours[own] = value
             continue
         harmless, hint = CALL.get(name, ((), ""))
@@ -184,13 +184,13 @@ def _understood(given: Mapping[str, Any], known: tuple[str, ...], method: str, *
 
 
 def _sampling_path(name: str) -> list[str] | None:
-    """Return where a name stands in the sampling, itself or as what it means elsewhere; None: it is no part of it."""
+    """Return where a name, or its equivalent here, belongs in the sampling; None if it does not."""
     paths = [f"sampling.{name}"] if name in SamplingParams.__struct_fields__ else own_keys().get(name, ())
     return next((path.split(".")[1:] for path in paths if path.startswith("sampling.")), None)
 
 
 def _nested(path: list[str], value: str) -> str:
-    """Return a dict as text in which a value stands at a path."""
+    """Write a value at a path as a nested dict, as text."""
     return "".join(f'{{"{step}": ' for step in path) + value + "}" * len(path)
 
 

@@ -1,4 +1,4 @@
-"""LLM: the way in for Python programs.
+"""LLM: the entry point for Python programs.
 
     from nvcli import LLM
 
@@ -7,8 +7,8 @@
             print(answer.text)
 
 Rows, answers and errors are those of `nvcli generate` (`docs/rows.md`). Rows are read as they are needed, and answers
-come in the order of the rows. The engines stay alive between calls; calls may run at the same time, in one thread or
-several, and one call may read its rows from the answers of another.
+come in the order of the rows. The engines stay alive between calls; calls may run concurrently, in one thread or
+several, and one call may read its rows from another's answers.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from nvcli.llm.sampling import read_samplings
 from nvcli.llm.session import Session
 
 Sampling = Mapping[str, Any] | object
-"""How tokens are chosen: a dict, a `SamplingParams`, or an object with such attributes."""
+"""How tokens are chosen: a dict, a `SamplingParams`, or any object with such attributes."""
 
 _ORDERS = ("input", "completion")
 
 
 class LLM:
-    """A model that is loaded and answers rows until it is closed.
+    """A loaded model, which answers rows until it is closed.
 
-    It is closed by `close`, at the end of a `with` block, as garbage, and at the end of the program.
+    It is closed by `close`, at the end of a `with` block, by garbage collection, and at the end of the program.
     """
 
     def __init__(
@@ -68,11 +68,10 @@ class LLM:
         """Load a model, and return when it is ready.
 
         `model` is a folder, a Hugging Face id or `demo`. `tp`, `pp` and `dp` are short for `tensor_parallel_size`,
-        `pipeline_parallel_size` and `data_parallel_size`. `sampling` holds the defaults of every row's `sampling`.
+        `pipeline_parallel_size` and `data_parallel_size`. `sampling` holds defaults for every row's `sampling`.
         `config` is a configuration file. `settings` are any other keys of `docs/configuration.md` by name, such as
-        `max_model_len=4096` or `job={"system": "Be brief."}`; they go over those of the file. The keys of `job` that
-        are about files have no effect, `order` among them. Keywords of vLLM's are understood where they mean the same
-        (`keywords`).
+        `max_model_len=4096` or `job={"system": "Be brief."}`; they override the file. Keys of `job` about files,
+        including `order`, have no effect. vLLM's keywords are accepted if they mean the same here (`keywords`).
 
         Raises ConfigError, LoadError, CapacityError or WorkerError. Messages for the user go to the logger `nvcli`.
         """
@@ -114,7 +113,7 @@ class LLM:
             run, note=note, start=start, num_requests=num_requests, needs_chat_template=needs_chat_template
         )
         self._session = session
-        # Garbage is collected at any place, so that nothing may be waited for there; at the end of the program it may.
+        # Garbage collection may run anywhere, so nothing may be waited for there; at the end of the program it may.
         self._finalizer = weakref.finalize(self, _collect, session)
         self._finalizer.atexit = False
         atexit.register(session.close)
@@ -126,17 +125,17 @@ class LLM:
 
     @property
     def config(self) -> RunConfig:
-        """The configuration, as it was given."""
+        """The configuration, as given."""
         return self._session.run
 
     @property
     def max_model_len(self) -> int:
-        """The most tokens of a prompt and its answer together."""
+        """Maximum prompt + answer tokens."""
         return self._session.max_model_len
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the model answers conversations."""
+        """Whether the model can answer conversations."""
         return self._session.has_chat_template
 
     @says_what_to_use()
@@ -152,17 +151,16 @@ class LLM:
         """Answer rows, and return an iterator over the answers.
 
         A row is a dict in the row format, a text (its `prompt`), a list of messages or a list of token ids. `rows` may
-        be any iterable, or one text or dict. It is read at once by a thread of its own, as far ahead as the engines
-        need (`job.run.plan.window_rows`) and no further.
+        be any iterable, or one text or dict. A thread starts reading it at once, only as far ahead as the engines need
+        (`job.run.plan.window_rows`).
 
-        `sampling_params`, or `sampling`, goes over the LLM's defaults and under the `sampling` of a row: a dict, a
-        `SamplingParams` or an object with such attributes, one for all rows or a list with one for each. `order` is
-        `input` (the answers in the order of the rows) or `completion` (each as soon as it is there). `seed` takes the
-        place of the configuration's; the same rows with the same seed get the same answers, however often they are
-        asked.
+        `sampling_params`, or `sampling`, overrides the LLM's defaults and is overridden by a row's own `sampling`: a
+        dict, a `SamplingParams` or an object with such attributes, either one for all rows or a list with one per row.
+        `order` is `input` (the order of the rows) or `completion` (each answer as soon as it is there). `seed` replaces
+        the configuration's; the same rows with the same seed get the same answers every time.
 
-        A row that cannot be answered is an answer with an `error`. Raises ConfigError and ClosedError, and the error of
-        an engine that has died.
+        A row that cannot be answered gives an answer with an `error`. Raises ConfigError, ClosedError, and the error of
+        an engine that died.
         """
         return self._generate(rows, sampling_params, sampling, order=order, seed=seed)
 
@@ -179,11 +177,10 @@ class LLM:
     ) -> Answer | Answers:
         """Answer one conversation, and return its answer; or several, and return an iterator over the answers.
 
-        A conversation is a list of messages, a text (the message of a user), or a dict with `messages` and other keys
-        of a row. Several are any iterable of conversations. `options` are keys that stand beside `messages` in a row,
-        for all conversations that do not have their own: `tools`, `tool_choice`, `chat_template_kwargs` and the like.
-        The other arguments and the errors are those of `generate`. The one answer of one conversation may have an
-        `error`.
+        A conversation is a list of messages, a text (a user's message), or a dict with `messages` and other keys of a
+        row. Several conversations may come from any iterable. `options` are keys that go next to `messages` in a row,
+        for all conversations that do not set them: `tools`, `tool_choice`, `chat_template_kwargs` and the like. The
+        other arguments and the errors are those of `generate`. A single conversation's answer may have an `error`, too.
         """
         is_one = _is_conversation(messages)
         beside = {key: value for key, value in options.items() if value is not None}
@@ -206,9 +203,9 @@ class LLM:
     ) -> Answers:
         """Score texts, and return an iterator over the answers: the rows that `nvcli score` writes.
 
-        A row is one of `generate` with a `continuation` or `choices`; a row without them has its prompt scored itself.
-        `normalize` and `token_logprobs` take the place of the configuration's (`ScoreConfig`). The other arguments and
-        the errors are those of `generate`.
+        A row is as for `generate`, with a `continuation` or `choices`; without these, its prompt itself is scored.
+        `normalize` and `token_logprobs` replace the configuration's (`ScoreConfig`). The other arguments and the errors
+        are those of `generate`.
         """
         self._check_task("score")
         given = {"normalize": normalize, "token_logprobs": token_logprobs}
@@ -222,10 +219,10 @@ class LLM:
 
     @says_what_to_use()
     def embed(self, rows: Iterable[Row] | str | Mapping[str, Any], *, order: Order = "input") -> Answers:
-        """Make embeddings, and return an iterator over the answers: the rows that `nvcli embed` writes.
+        """Compute embeddings, and return an iterator over the answers: the rows that `nvcli embed` writes.
 
-        The LLM was made with `task="embed"`. A row is one of `generate`. The other arguments and the errors are those
-        of `generate`.
+        The LLM must have been made with `task="embed"`. A row is as for `generate`, and so are the other arguments and
+        the errors.
         """
         self._check_task("embed")
         return self._answer(rows, order, task=self._session.task)
@@ -241,8 +238,8 @@ class LLM:
     ) -> AnswerStream:
         """Answer one row, and return an iterator over the text of its answer as it comes.
 
-        Where the row asks for several answers (`n`), the text is that of the first; with `best_of` it is that of the
-        best and comes in one piece. The other arguments and the errors are those of `generate`.
+        If the row asks for several answers (`n`), the text is that of the first; with `best_of` it is that of the best,
+        in one piece. The other arguments and the errors are those of `generate`.
         """
         _check_seed(seed)
         self._check_task("generate")
@@ -270,7 +267,7 @@ class LLM:
         if makes_embeddings != (task == "embed"):
             way_out = "leave `task` out" if makes_embeddings else 'make it with task="embed"'
             what = "embeddings alone" if makes_embeddings else "no embeddings"
-            raise ConfigError(f"this LLM makes {what}: for `{task}`, {way_out}")
+            raise ConfigError(f"this LLM makes {what}; for `{task}`, {way_out}")
 
     def _answer(self, rows: Iterable[Row] | str | Mapping[str, Any], order: Order, **options: Any) -> Answers:
         """Open a call. `options` are those of `Session.open_call`. Raises what `generate` raises."""
@@ -280,14 +277,14 @@ class LLM:
         check_rows(rows, options.get("sampling"))
         return Answers(self, self._session.open_call(rows, order=order, **options))
 
-    if not TYPE_CHECKING:  # which knows what there is
+    if not TYPE_CHECKING:  # which names what there is
 
         def __getattr__(self, name: str) -> Any:
             way_out = f"; {METHODS[name]}" if name in METHODS else ""
             raise AttributeError(f"an LLM has no `{name}`{way_out}")
 
     def close(self) -> None:
-        """End the engines, and the calls that are open with a ClosedError. It may be called again."""
+        """End the engines; open calls end with a ClosedError. Idempotent."""
         self._finalizer.detach()
         self._session.close()
         atexit.unregister(self._session.close)
@@ -312,13 +309,13 @@ class _Results:
         self._call = call
 
     def close(self) -> None:
-        """Want no more, and have the engines drop what they compute for it. It may be called again."""
+        """Stop waiting for results, and let the engines drop the call's work. Idempotent."""
         self._llm._session.leave(self._call)
 
     def _take(self) -> JobResult | str | None:
         try:
             item = self._call.next()
-        except BaseException:  # Ctrl-C too: the LLM stays usable, and free of what nobody reads
+        except BaseException:  # Ctrl-C too: the LLM stays usable, and free of work that no one reads
             self.close()
             raise
         if item is None:
@@ -347,11 +344,11 @@ class Answers(_Results):
         return self._answer_of(result)
 
     def __getitem__(self, index: object) -> NoReturn:
-        raise ConfigError(f"answers come one by one; list(answers)[{index}] waits for all of them")
+        raise ConfigError(f"answers come one at a time; list(answers)[{index}] waits for all of them")
 
 
 class AnswerStream(_Results):
-    """An iterator over the pieces of one answer's text, and the whole answer at its end."""
+    """An iterator over the pieces of one answer's text, with the whole answer at the end."""
 
     def __init__(self, llm: LLM, call: Call) -> None:
         super().__init__(llm, call)
@@ -365,7 +362,7 @@ class AnswerStream(_Results):
 
     @property
     def answer(self) -> Answer:
-        """The whole answer; this waits for its end. Raises ClosedError if the stream was closed before."""
+        """The whole answer; waits for its end. Raises ClosedError if the stream was closed before."""
         for _ in self:
             pass
         if self._answer is None:
@@ -379,7 +376,7 @@ class AnswerStream(_Results):
         while (item := self._take()) is not None:
             if isinstance(item, JobResult):
                 self._answer = self._answer_of(item)
-                if item.choices and item.choices[0].score is not None:  # the best one is known only now
+                if item.choices and item.choices[0].score is not None:  # only now is the best one known
                     self._pieces.append(item.choices[0].text)
                     return item.choices[0].text
             else:
@@ -389,13 +386,13 @@ class AnswerStream(_Results):
 
 
 def log_note(line: str) -> None:
-    """Hand a line for the user to the logger `nvcli`: warnings as such, anything else for those who ask for it."""
+    """Send a line for the user to the logger `nvcli`: warnings as such, anything else as information."""
     warning = line.removeprefix("warning: ")
     logging.getLogger("nvcli").log(logging.INFO if warning == line else logging.WARNING, "%s", warning)
 
 
 def _collect(session: Session) -> None:
-    """Have the session of an LLM that is garbage end."""
+    """End the session of an LLM that is garbage-collected."""
     session.begin_close()
     atexit.unregister(session.close)
 
@@ -406,7 +403,7 @@ def _check_seed(seed: int | None) -> None:
 
 
 def _is_conversation(messages: object) -> bool:
-    """Tell whether this is one conversation rather than several."""
+    """Whether this is one conversation rather than several."""
     if isinstance(messages, str | Mapping):
         return True
     if not isinstance(messages, Sequence) or not messages:

@@ -1,7 +1,7 @@
-"""The rows of a Python program: brought into the row format, parsed, and queued for the tokenizer.
+"""The rows of a Python program: converted to the row format, parsed, and queued for the tokenizer.
 
-A row is a dict in the format of `docs/rows.md`. A text stands for its `prompt`, a list of messages for its
-`messages`, and a list of token ids for its `prompt_token_ids`.
+A row is a dict in the format of `docs/rows.md`. A text stands for its `prompt`, a list of messages for its `messages`,
+and a list of token ids for its `prompt_token_ids`.
 """
 
 from __future__ import annotations
@@ -18,26 +18,25 @@ from nvcli.job.rows.parser import RowParser
 from nvcli.job.rows.plain_values import plain_value
 
 Row = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
-"""One row: a prompt, its token ids, a conversation, or a whole row with keys."""
+"""One row: a prompt, its token ids, a conversation, or a dict with any keys of a row."""
 
 ReadRow = Callable[[Row, RowKeys], dict[str, Any] | str]
-"""Gives a row its keys, or returns a text. It raises RowError, or whatever an object of the program raises."""
+"""Converts a row to a dict, or returns a text. Raises RowError, or whatever an object of the program raises."""
 
 FIRST_BATCH_ROWS = 8
-"""The first batch after a pause is small, so that engines soon have work; batches double from here."""
+"""The first batch after a pause is small, so that engines soon have work; batches double from there."""
 MAX_QUEUED_ROWS = 256
 MAX_QUEUED_CHARS = 16 * 1024 * 1024
-"""Bounds on the rows that wait for the tokenizer; a row that is larger waits alone."""
+"""Limit on the rows that wait for the tokenizer, in characters; a row that exceeds it waits alone."""
 
 
 def as_row(row: Row, keys: RowKeys) -> dict[str, Any] | str:
-    """Return a row with keys, or a text. Raises RowError, and whatever an object of the program raises when it is
-    looked at."""
+    """Return a row as a dict or a text. Raises RowError, and whatever an object of the program raises when examined."""
     if isinstance(row, str):
         return row
     if isinstance(row, Mapping):
         return dict(row)
-    items = row.tolist() if hasattr(row, "tolist") else row  # numpy's, and what is like it
+    items = row.tolist() if hasattr(row, "tolist") else row  # numpy arrays and the like
     if isinstance(items, Sequence) and not isinstance(items, bytes | bytearray):
         return {keys.messages if all(isinstance(item, Mapping) for item in items) else keys.prompt_token_ids: items}
     raise RowError(
@@ -46,7 +45,7 @@ def as_row(row: Row, keys: RowKeys) -> dict[str, Any] | str:
 
 
 def as_conversation(row: Row, keys: RowKeys) -> dict[str, Any]:
-    """Return a row of `LLM.chat` with keys: a text is the message of a user. Raises as `as_row` does."""
+    """Convert a row of `LLM.chat` to a dict; a text is a user's message. Raises as `as_row` does."""
     if isinstance(row, str):
         return {keys.messages: [{"role": "user", "content": row}]}
     values = as_row(row, keys)
@@ -68,7 +67,7 @@ def parse_row(
 ) -> Job | JobResult:
     """Parse a row of a program. `index` counts the rows of its call from 0.
 
-    `read` gives it keys, and `defaults` are those of its sampling; None: those of all rows.
+    `read` converts it to a dict, and `defaults` are its sampling defaults; None: those of all rows.
     """
     where = f"rows[{index}]"
     try:
@@ -82,7 +81,7 @@ def parse_row(
 
 
 def _read(row: Row, keys: RowKeys, read: ReadRow) -> dict[str, Any] | str:
-    """Return a row with keys. Raises RowError."""
+    """Return a row as a dict or a text. Raises RowError."""
     try:
         return read(row, keys)
     except RowError:
@@ -92,16 +91,16 @@ def _read(row: Row, keys: RowKeys, read: ReadRow) -> dict[str, Any] | str:
 
 
 def check_rows(rows: object, sampling: object) -> None:
-    """Raise ConfigError for what holds no rows, and where a list of `sampling` has another length."""
+    """Raise ConfigError for something that is not rows, and for a list of `sampling` of another length."""
     kind = type(rows)
     library = kind.__module__.partition(".")[0]
     if kind.__name__ in ("DataFrame", "LazyFrame", "Table", "RecordBatch") and library in _ROWS_OF_TABLES:
-        raise ConfigError(f"rows is a table of {library}, which gives out columns; give {_ROWS_OF_TABLES[library]}")
+        raise ConfigError(f"rows is a table of {library}, which iterates over columns; give {_ROWS_OF_TABLES[library]}")
     if isinstance(rows, bytes | bytearray) or not isinstance(rows, Iterable):
         raise ConfigError(f"rows is {show(rows)}; give an iterable of rows, such as a list of dicts or texts")
     if isinstance(sampling, list) and isinstance(rows, Sized) and len(rows) != len(sampling):
         raise ConfigError(
-            f"sampling_params holds {len(sampling)} for {len(rows)} rows; give one for all rows, or one for each"
+            f"sampling_params has {len(sampling)} items for {len(rows)} rows; give one in all, or one per row"
         )
 
 
@@ -113,7 +112,7 @@ _ROWS_OF_TABLES = {
 
 
 def plain_setting(name: str, value: Any) -> Any:
-    """Return what a program says for all rows as plain data, as those rows hold it. Raises ConfigError."""
+    """Convert a setting for all rows to plain data, as rows hold it. Raises ConfigError."""
     try:
         return plain_value(value, name)
     except RowError as error:
@@ -121,7 +120,7 @@ def plain_setting(name: str, value: Any) -> Any:
 
 
 class RowQueue:
-    """The rows of all calls on their way to the tokenizer. Each `put` may be in a thread of its own."""
+    """The rows of all calls on their way to the tokenizer. `put` may be called from any number of threads."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -130,7 +129,7 @@ class RowQueue:
         self._is_closed = False
 
     def put(self, row: Job | JobResult) -> bool:
-        """Add a row, when there is room. Returns False if the queue is closed."""
+        """Add a row once there is room. Returns False if the queue is closed."""
         num_chars = _num_chars(row)
         with self._changed:
             while (
@@ -147,7 +146,7 @@ class RowQueue:
             return True
 
     def batches(self) -> Iterator[list[Job | JobResult]]:
-        """Yield rows that wait, whenever there are some, until the queue is closed."""
+        """Yield waiting rows, whenever there are any, until the queue is closed."""
         most = FIRST_BATCH_ROWS
         while True:
             with self._changed:
@@ -163,7 +162,7 @@ class RowQueue:
             most = min(2 * most, MAX_QUEUED_ROWS)
 
     def close(self) -> None:
-        """Take no more rows, and forget those that wait."""
+        """Accept no more rows, and drop those that wait."""
         with self._changed:
             self._is_closed = True
             self._rows = []
@@ -171,7 +170,7 @@ class RowQueue:
 
 
 def _num_chars(row: Job | JobResult) -> int:
-    """Estimate how long a row's prompt is, in characters."""
+    """Estimate the length of a row's prompt, in characters."""
     if isinstance(row, JobResult):
         return 0
     if row.prompt is not None:

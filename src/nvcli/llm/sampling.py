@@ -1,7 +1,7 @@
-"""SamplingParams: what a Python program says about how tokens are chosen, checked when it is made.
+"""SamplingParams: a Python program's settings for choosing tokens, checked when it is made.
 
-Wherever an LLM takes sampling it takes a dict, a `SamplingParams`, or an object with such attributes, as other engines
-have them: vLLM's own will do.
+Wherever an LLM takes sampling it accepts a dict, a `SamplingParams`, or an object with such attributes, such as vLLM's
+own.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from nvcli.job.rows.plain_values import plain_value
 _KEYS = sampling_params.SamplingParams.__struct_fields__
 _DEFAULTS = sampling_params.SamplingParams()
 _STRUCTURED = ("structured_outputs", "guided_decoding")
-"""vLLM's names of `structured`, now and before."""
+"""vLLM's current and former names of `structured`."""
 _SAME = {"thinking_token_budget": "thinking_budget"}
-"""Other names of vLLM's."""
+"""Other names of vLLM's → nvcli's."""
 _OF_THE_ENGINE = frozenset(("output_kind", "output_text_buffer_length", "skip_clone"))
-"""Attributes of vLLM's objects that say nothing about the answer."""
+"""Attributes of vLLM's objects that do not concern the answer."""
 _ELSEWHERE: dict[str, Any] = {
     "detokenize": True,
     "spaces_between_special_tokens": True,
@@ -33,18 +33,18 @@ _ELSEWHERE: dict[str, Any] = {
     "extra_args": None,
     "flat_logprobs": False,
 }
-"""Keys of vLLM's that are not known here, with the values that ask for nothing."""
+"""Keys of vLLM's that nvcli does not have → values that are no-ops."""
 
 
 class SamplingParams(dict[str, Any]):
-    """The keys of a row's `sampling` object that are given, and no others: `SamplingParams(temperature=0, n=2)`.
+    """The given keys of a row's `sampling` object: `SamplingParams(temperature=0, n=2)`.
 
-    It is a dict, so that it can be changed, pickled and put into a row. Its keys can be read and set as attributes; one
-    that is not given reads as its default.
+    It is a dict, so it can be modified, pickled and put into a row. Its keys can be read and set as attributes; reading
+    one that was not given returns its default.
     """
 
     def __init__(self, **values: Any) -> None:
-        """Raises ConfigError for an unknown key or a value that is not allowed."""
+        """Raises ConfigError for an unknown key or an invalid value."""
         super().__init__(_checked(_in_our_words(values, "SamplingParams"), "SamplingParams"))
 
     def __getattr__(self, name: str) -> Any:
@@ -64,7 +64,7 @@ class SamplingParams(dict[str, Any]):
 def read_sampling(given: object, name: str) -> dict[str, Any]:
     """Return the keys and values of a dict or of an object with such attributes. `name` is what messages call it.
 
-    All values of an object count, its defaults too; None stands for a default. Raises ConfigError.
+    All values of an object count, including its defaults; None stands for a default. Raises ConfigError.
     """
     if given is None:
         return {}
@@ -73,9 +73,9 @@ def read_sampling(given: object, name: str) -> dict[str, Any]:
 
 
 def read_samplings(sampling_params: object, sampling: object) -> dict[str, Any] | list[dict[str, Any]]:
-    """Return the sampling of all rows, or a list with that of each; it has two names. Raises ConfigError."""
+    """Return the sampling of all rows, or a list with that of each, given under either name. Raises ConfigError."""
     if sampling_params is not None and sampling is not None:
-        raise ConfigError("`sampling_params` and `sampling` are one thing, and both are given; leave one out")
+        raise ConfigError("`sampling_params` and `sampling` mean the same, and both are given; leave one out")
     given, name = (sampling, "sampling") if sampling_params is None else (sampling_params, "sampling_params")
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         return read_sampling(given, name)
@@ -87,7 +87,7 @@ def read_samplings(sampling_params: object, sampling: object) -> dict[str, Any] 
 
 
 def _attributes(given: object, name: str) -> dict[str, Any]:
-    """Return the public attributes of an object that say something."""
+    """Return the public attributes of an object that have an effect."""
     kind = type(given)
     declared: Iterable[str] = (
         getattr(kind, "__struct_fields__", ())
@@ -106,7 +106,7 @@ def _attributes(given: object, name: str) -> dict[str, Any]:
 
 
 def _in_our_words(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the values by nvcli's keys, without those that ask for nothing. Raises ConfigError."""
+    """Translate values to nvcli's keys, without no-ops. Raises ConfigError."""
     ours: dict[str, Any] = {}
     for key, value in values.items():
         if key in _STRUCTURED:
@@ -128,7 +128,7 @@ def _is_empty(value: object) -> bool:
 
 
 def _structured(value: Any, name: str) -> dict[str, Any]:
-    """Return what vLLM's object asks of an answer as nvcli's `structured` object."""
+    """Translate vLLM's object for structured answers to nvcli's `structured`."""
     if not isinstance(value, Mapping):
         value = {form: getattr(value, form, None) for form in ("json", "regex", "choice", "grammar", "json_object")}
     try:

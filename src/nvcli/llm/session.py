@@ -1,8 +1,8 @@
 """Session: a model that is started once and answers the rows of many calls.
 
-Two threads work for it: one tokenizes, one runs `job.run.loop.JobLoop` over the rows of all calls. Every process is
-started by these threads, because the kernel ends a child with the thread that started it. The session handles no
-signals, writes nothing to standard output, and knows nothing of files.
+Two threads work for it: one tokenizes, the other runs `job.run.loop.JobLoop` over the rows of all calls. These threads
+start all processes, because the kernel ends a child with the thread that started it. The session handles no signals,
+writes nothing to standard output, and knows nothing of files.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Closing(Exception):
 
 
 class Session:
-    """The engines, the threads that serve them, and the calls that are open."""
+    """The engines, the threads that serve them, and the open calls."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class Session:
     ) -> None:
         """Start the engines; `wait_ready` waits for them. Raises ConfigError, LoadError and CapacityError.
 
-        `note` is given lines for the user, by any thread. `num_requests` is how many requests there will be at a time;
-        None: many. A session that `needs_chat_template` ends with a ConfigError if the model has none.
+        `note` receives lines for the user, from any thread. `num_requests` is the number of requests at a time; None:
+        many. A session that `needs_chat_template` ends with a ConfigError if the model has none.
         """
         self._resolved = resolve_settings(run)
         self._plan = plan_replicas(self._resolved, num_requests=num_requests)
@@ -74,14 +74,14 @@ class Session:
         self._is_closing = False
         self._calls: set[Call] = set()
         self._was_left = False
-        """Whether a call was left since the loop last looked for rows that nobody waits for."""
+        """Whether a call was left since the loop last looked for rows that no one waits for."""
         self._loop: JobLoop | None = None
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="nvcli-loop", daemon=True)
         self._thread.start()
 
     def wait_ready(self) -> None:
-        """Wait until rows can be answered. Raises what the engines or the tokenizer failed with."""
+        """Wait until rows can be answered. Raises the error of the engines or the tokenizer."""
         with self._changed:
             while len(self._events.ready) < len(self._plan.engine_configs) or self._tokenizer is None:
                 self._check_usable()
@@ -94,17 +94,17 @@ class Session:
 
     @property
     def task(self) -> TaskRows | None:
-        """The task that rows are for in place of answers; None: answers."""
+        """What to compute for rows instead of answers; None: answers."""
         return self._resolved.task
 
     @property
     def max_model_len(self) -> int:
-        """The most tokens of a prompt and its answer together."""
+        """Maximum prompt + answer tokens."""
         return self._resolved.config.max_model_len
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether conversations can be answered. Ask when the session is ready."""
+        """Whether conversations can be answered. Known once the session is ready."""
         assert self._tokenizer is not None, "the session is not ready"
         return bool(self._tokenizer.chat_template)
 
@@ -119,11 +119,11 @@ class Session:
         task: TaskRows | None = None,
         read: ReadRow = as_row,
     ) -> Call:
-        """Begin to read rows, in a thread of their own, and return the call that their results come to.
+        """Start reading rows on their own thread, and return the call that collects their results.
 
-        `sampling` goes over the defaults of the session: one for all rows, or one for each. `task` is what is made of
-        the rows in place of answers, and `read` gives a row its keys. Raises ConfigError for the sampling, and the
-        error of a session that has failed or is closed.
+        `sampling` overrides the session's defaults: one for all rows, or one per row. `task` is what to compute instead
+        of answers, and `read` converts a row to a dict. Raises ConfigError for the sampling, and the error of a session
+        that failed or is closed.
         """
         for_all, for_each = self._defaults(sampling)
         call = Call(order=order, max_rows=self._max_rows, seed=seed, streams=streams)
@@ -165,7 +165,7 @@ class Session:
     def _defaults(
         self, sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]]
     ) -> tuple[Mapping[str, Any], list[RowDefaults] | None]:
-        """Return the defaults of all rows, and those of each where `sampling` has one for each. Raises ConfigError."""
+        """Return the defaults of all rows, and those of each row if `sampling` has one per row. Raises ConfigError."""
         own = self._resolved.sampling_defaults
         try:
             if isinstance(sampling, Mapping):
@@ -178,24 +178,24 @@ class Session:
         return own, [made[id(each)] for each in sampling]
 
     def leave(self, call: Call) -> None:
-        """End a call. What runs for it is aborted soon. It may be called again."""
+        """End a call. Its requests are aborted soon. Idempotent."""
         if os.getpid() == self._pid and call.leave():  # in a forked child, locks may be held for ever
             self._was_left = True
         self._calls.discard(call)
 
     def begin_close(self) -> None:
-        """Have the session end soon, without waiting for it. Takes no lock: the garbage collector may call it."""
+        """Make the session end soon, without waiting. Takes no lock, because the garbage collector may call it."""
         self._is_closing = True
 
     def close(self) -> None:
-        """End the engines and wait until they are gone. It may be called again, and does nothing in a forked child."""
+        """End the engines and wait until they are gone. Idempotent; does nothing in a forked child."""
         if os.getpid() != self._pid:
             return
         self.begin_close()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    # What follows is in the thread of the loop.
+    # What follows runs in the loop's thread.
 
     def _run(self) -> None:
         failure: NvcliError = ClosedError("this LLM was closed")
@@ -237,7 +237,7 @@ class Session:
             self._loop.abort_unwanted()
 
     def write(self, results: Sequence[JobResult]) -> Sequence[JobResult]:
-        """Hand results to the calls that wait for them."""
+        """Hand results to the waiting calls."""
         for result in results:
             caller = result.context.caller
             assert caller is not None
@@ -247,15 +247,15 @@ class Session:
     def tick(self) -> None:
         """Do nothing: results are handed over at once."""
 
-    # What follows is in the thread of the feeder.
+    # What follows runs in the feeder's thread.
 
     def _load_tokenizer(self) -> Tokenizer:
         warnings = RowWarnings()
         tokenizer = self._resolved.load_tokenizer(warnings)
         if self._needs_chat_template and not tokenizer.chat_template:
             raise ConfigError(
-                f"{self.run.model} has no chat template, so it cannot hold a conversation; name one with "
-                "--chat-template, or have the model continue a text: nvcli generate --raw -p TEXT"
+                f"{self.run.model} has no chat template, so it cannot chat; name one with "
+                "--chat-template, or let the model continue a text: nvcli generate --raw -p TEXT"
             )
         for warning in warnings.take_new():
             self._note(warning)
@@ -265,9 +265,9 @@ class Session:
         return tokenizer
 
     def _check_usable(self) -> None:
-        """Raise the error of a session that has failed or was closed. The lock is held."""
+        """Raise the error of a session that failed or was closed. The lock is held."""
         if os.getpid() != self._pid:
-            raise ClosedError(f"this LLM belongs to process {self._pid}, of which this is a fork; make one here")
+            raise ClosedError(f"this LLM belongs to process {self._pid}, and this is a fork of it; make a new LLM here")
         if self._failure is not None:
             way_out = "\nthis LLM has ended; make a new one" if self._was_ready else ""
             raise reworded(self._failure, f"{self._failure}{way_out}")
@@ -276,7 +276,7 @@ class Session:
 
 
 def _check_count(for_each: list[RowDefaults] | None, index: int, *, is_end: bool) -> None:
-    """Raise ConfigError where there is not one sampling for each row, when as many rows as `index` were read."""
+    """Raise ConfigError if there is not one sampling per row, once as many rows as `index` were read."""
     if for_each is not None and (len(for_each) != index if is_end else len(for_each) <= index):
         rows = f"{index} rows" if is_end else "more rows"
-        raise ConfigError(f"sampling_params holds {len(for_each)} for {rows}; give one for all rows, or one for each")
+        raise ConfigError(f"sampling_params has {len(for_each)} items for {rows}; give one in all, or one per row")

@@ -1,8 +1,8 @@
 """Replica: an LLM that answers tables. Ray Data makes one in each of its actors.
 
-A row gets the same answer whichever actor computes it, and when it is computed again. Its random numbers follow from
-its own values and not from its place, which is another one in each batch: so equal rows get equal answers, unless
-their ids differ.
+A row gets the same answer whichever actor computes it, and when it is recomputed. Its random numbers follow from its
+own values and not from its position, which differs from batch to batch: so equal rows get equal answers, unless their
+ids differ.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from nvcli.llm.llm import LLM, log_note
 COLUMNS = ("choices", "usage", "error")
 """The columns that answers add."""
 MAX_DEATHS = 3
-"""So often in a row an engine may die before any batch is answered."""
+"""Engine deaths in a row, without an answered batch between them, after which the actor fails."""
 
 
 class Replica:
@@ -50,11 +50,11 @@ class Replica:
         self._llm = self._load()
 
     async def __call__(self, table: pyarrow.Table) -> pyarrow.Table:
-        """Answer a batch, while others are answered."""
+        """Answer a batch, concurrently with others."""
         return await asyncio.to_thread(self.answer, table)
 
     def answer(self, table: pyarrow.Table) -> pyarrow.Table:
-        """Return the table with the columns of the answers. Raises ConfigError where it has such columns already."""
+        """Return the table with the answers' columns added. Raises ConfigError if it has such columns already."""
         self._check_columns(table.column_names)
         rows = self._rows_of(table)
         answers = self._answers(rows)
@@ -73,7 +73,7 @@ class Replica:
         return LLM.from_config(self._run, start=self._start)
 
     def _answers(self, rows: list[dict[str, Any]]) -> list[Answer]:
-        """Answer rows, by a new LLM if the engine dies. Raises the error of an engine that dies again and again."""
+        """Answer rows, with a new LLM if the engine dies. Raises the error of an engine that keeps dying."""
         while True:
             llm = self._llm
             try:
@@ -85,23 +85,24 @@ class Replica:
                 return answers
 
     def _replace(self, dead: LLM, error: WorkerError | ClosedError) -> None:
-        """Load the model anew after an engine has died, unless another batch has done so."""
+        """Reload the model after an engine has died, unless another batch has done so."""
         with self._lock:
             if self._llm is not dead:
                 return
             self._num_deaths += 1
             if self._num_deaths > MAX_DEATHS:
                 raise error
-            logging.getLogger("nvcli").warning("an engine died, and its rows are computed again: %s", error)
+            logging.getLogger("nvcli").warning("an engine died; its rows are recomputed: %s", error)
             dead.close()
             self._llm = self._load()
 
     def _rows_of(self, table: pyarrow.Table) -> list[dict[str, Any]]:
-        """Return what concerns nvcli of the rows, without nulls; a row has its own seed unless the job has one."""
+        """Return the rows' columns that concern nvcli, without nulls; a row gets its own seed unless the job has
+        one."""
         keys, job = self._keys, self._run.job
         has_template = job.prompt_template is not None or bool(job.messages_template)
         names = {*keys.prompts, *keys.beside_prompt, *CONVERSATION_KEYS}
-        # A template may name any column; otherwise nothing is decoded that no answer depends on.
+        # A template may name any column; otherwise, columns that do not affect the answer are not decoded.
         wanted = [name for name in table.column_names if has_template or name in names]
         rows: list[dict[str, Any]] = [without_nulls(row) for row in table.select(wanted).to_pylist()]
         if not wanted:
@@ -109,21 +110,22 @@ class Replica:
         for row in rows:
             if "seed" not in self._run.sampling:
                 self._give_seed(row)
-            row.pop(keys.id, None)  # a dataset has no need of ids that differ
+            row.pop(keys.id, None)  # a dataset does not need ids that differ
         return rows
 
     def _give_seed(self, row: dict[str, Any]) -> None:
         sampling = row.get(self._keys.sampling, {})
         if isinstance(sampling, dict) and "seed" not in sampling:
-            with contextlib.suppress(RecursionError):  # nested too deep: it becomes an error
+            with contextlib.suppress(RecursionError):  # nested too deeply: it becomes an error
                 row[self._keys.sampling] = {**sampling, "seed": row_seed(row, self._run.seed)}
 
     def _check_columns(self, names: list[str]) -> None:
-        """Raise ConfigError for columns that stand in the way, and warn once of those that look like settings."""
+        """Raise ConfigError for columns that collide with answers, and warn once about those that look like
+        settings."""
         for name in names:
             if name in COLUMNS:
                 raise ConfigError(
-                    f"the dataset has a column `{name}`, which the answers have too; rename it: "
+                    f"the dataset has a column `{name}`, as do the answers; rename it: "
                     f'ds.rename_columns({{"{name}": …}})'
                 )
         warnings = RowWarnings()
@@ -134,6 +136,6 @@ class Replica:
 
 
 def row_seed(row: Mapping[str, Any], seed: int) -> int:
-    """Return the seed of a row, which follows from its values and the seed of the run."""
+    """Derive a row's seed from its values and the run's seed."""
     data = msgspec.json.encode([seed, row], enc_hook=str, order="deterministic")
     return int.from_bytes(blake2b(data, digest_size=8).digest()) & MAX_INT

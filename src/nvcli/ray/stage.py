@@ -7,8 +7,8 @@
     ds = generate(ds, "Qwen/Qwen3-8B", tp=1, concurrency=8, sampling={"max_tokens": 256})
     ds.write_parquet("s3://bucket/answers")
 
-Ray chooses the machines, moves the blocks, and starts an actor again that has died; each actor holds one `nvcli.LLM`
-with GPUs of its own. This module knows Ray and no rows; `nvcli.ray.replica` knows rows and no Ray.
+Ray chooses the machines, moves the blocks, and restarts actors that die; each actor holds one `nvcli.LLM` with its own
+GPUs. This module knows Ray but not rows; `nvcli.ray.replica` knows rows but not Ray.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 256
 BLOCKS_AT_A_TIME = 2
-"""An actor begins with a further block while the last rows of one are still being answered, so that it never runs
-empty. Of each block Ray gives it several batches at a time."""
+"""An actor begins another block while the last rows of one are still being answered, so that it never runs empty. Ray
+hands it several batches of a block at a time."""
 
 
 def generate(
@@ -48,21 +48,21 @@ def generate(
     actor_options: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Dataset:
-    """Return a dataset with the rows of `ds` and their answers, which is computed when it is read.
+    """Return a dataset with the rows of `ds` and their answers, computed when it is read.
 
     A row of `ds` is a row of nvcli: its columns `prompt`, `messages` or `prompt_token_ids`, `sampling` and
     `chat_template_kwargs` mean what they mean in a file. All columns are kept, and each row gets the columns `choices`,
-    `usage` and `error`. A row that cannot be answered has an `error`, and fails no task.
+    `usage` and `error`. A row that cannot be answered has an `error`, and does not fail its task.
 
     `model`, `tp`, `pp`, `sampling`, `config` and `settings` are those of `nvcli.LLM`. `concurrency` is the number of
-    actors, or the least and the most of them. Each reserves `num_gpus` GPUs; None: tp × pp, or none with
+    actors, or a pair of minimum and maximum. Each actor reserves `num_gpus` GPUs; None: tp × pp, or none with
     `device="cpu"`. `batch_size` rows are answered together, and `actor_options` are further keywords of
     `Dataset.map_batches`, such as `{"num_cpus": 4, "accelerator_type": "H100"}`. Raises ConfigError. An actor that
     cannot load the model fails the computation.
     """
     flags = {"--tp": tp, "--pp": pp, "--dp": 1}
     if taken := sorted(settings.keys() & {*map(flag_keys().__getitem__, flags), "dp"}):
-        raise ConfigError(f"`{taken[0]}` cannot be set beside `tp`, `pp` and `concurrency`; leave it out")
+        raise ConfigError(f"`{taken[0]}` cannot be combined with `tp`, `pp` and `concurrency`; leave it out")
     run = read_config(model, config, flags, settings | ({} if sampling is None else {"sampling": sampling}))
     options = {
         "batch_size": _at_least_one("batch_size", batch_size),
@@ -84,7 +84,7 @@ def _num_gpus(run: RunConfig) -> int:
 def _pool(concurrency: int | tuple[int, int]) -> ray.data.ActorPoolStrategy:
     least, most = concurrency if isinstance(concurrency, tuple) else (concurrency, concurrency)
     if _at_least_one("concurrency", least) > _at_least_one("concurrency", most):
-        raise ConfigError(f"concurrency={concurrency}: the least is more than the most")
+        raise ConfigError(f"concurrency={concurrency}: the minimum is larger than the maximum")
     return ray.data.ActorPoolStrategy(
         min_size=least, max_size=most, initial_size=least, max_concurrent_calls_per_actor=BLOCKS_AT_A_TIME
     )
