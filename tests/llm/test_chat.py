@@ -116,7 +116,7 @@ def test_a_model_without_a_chat_template(make_llm: MakeLLM, tmp_path: Path) -> N
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     make_llm.model = folder
     assert not make_llm().has_chat_template
-    with pytest.raises(ConfigError, match=r"has no chat template, so it cannot hold a conversation; .* --raw -p TEXT"):
+    with pytest.raises(ConfigError, match=r"has no chat template, so it cannot chat; .* --raw -p TEXT"):
         make_llm(needs_chat_template=True)
 
 

@@ -90,9 +90,11 @@ def test_each_row_may_have_its_own_sampling(llm: LLM) -> None:
     assert [answer.text for answer in llm.generate(rows, params)] == ["fe", "f", ">a<i"]
     assert [answer.text for answer in llm.generate(iter(rows), params)] == ["fe", "f", ">a<i"]
     assert [answer.text for answer in llm.chat([CONVERSATION] * 2, params[:2])] == [">a", ">a<"]
-    with pytest.raises(ConfigError, match="sampling_params has 2 items for 3 rows; give one in all, or one per row"):
+    with pytest.raises(
+        ConfigError, match="sampling_params has 2 items for 3 rows; give one for all rows, or one per row"
+    ):
         llm.generate(rows, params[:2])
-    for count, message in [(2, "holds 2 for more rows"), (4, "holds 4 for 3 rows")]:
+    for count, message in [(2, "has 2 items for more rows"), (4, "holds 4 for 3 rows")]:
         answers = llm.generate(iter(rows), [{}] * count)
         for _ in range(min(count, 3)):
             next(answers)
@@ -138,7 +140,7 @@ def test_chat_answers_one_conversation_or_several(llm: LLM) -> None:
     for several in ([CONVERSATION, "hi"], ({"messages": CONVERSATION} for _ in range(2)), iter(["hi", "hi"])):
         assert [answer.text for answer in llm.chat(several)] == [SAID] * 2
     assert list(llm.chat([])) == []
-    with pytest.raises(ConfigError, match=r"one conversation or row has one Answer: use it without \[0\]"):
+    with pytest.raises(ConfigError, match=r"a single conversation or row has a single Answer: use it without \[0\]"):
         _ = llm.chat(CONVERSATION)[0]
     kinds = [answer.error and answer.error.type for answer in llm.chat([5, {"prompt": "x"}, [1], "hi"])]
     assert kinds == ["not_an_object", "missing_prompt", "missing_prompt", None]
@@ -157,7 +159,7 @@ def test_what_is_said_to_chats_goes_beside_their_messages(llm: LLM) -> None:
 
 def test_answers_say_how_they_are_read(llm: LLM) -> None:
     answers = llm.generate(["ab", "cd"], {"return_token_ids": True, "n": 2})
-    with pytest.raises(ConfigError, match=r"answers come one by one; list\(answers\)\[1\]"):
+    with pytest.raises(ConfigError, match=r"answers come one at a time; list\(answers\)\[1\]"):
         _ = answers[1]
     first, second = answers
     assert (first.index, second.index) == (0, 1)
@@ -192,7 +194,7 @@ def test_answers_say_how_they_are_read(llm: LLM) -> None:
         ({"messages": []}, r"use llm.chat\(messages\)"),
         ({"ordr": "input"}, "takes no `ordr`; did you mean `order`"),
         ({"prompts": ["x"]}, "`prompts` is another name for `rows`, and both are given"),
-        ({"sampling": {}, "sampling_params": {}}, "are one thing, and both are given"),
+        ({"sampling": {}, "sampling_params": {}}, "mean the same, and both are given"),
         ({"sampling_params": 5}, 'sampling_params is 5; give a dict such as {"temperature": 0}'),
         ({"sampling_params": [{}, {"top_q": 1}]}, r"unknown key `sampling_params\[1\].top_q`"),
     ],
@@ -263,7 +265,7 @@ def test_settings_of_others(caplog: pytest.LogCaptureFixture) -> None:
         ({"max_new_tokens": 5}, "did you mean `sampling.max_tokens`"),
         ({"max_tokens": 5}, 'LLM takes no `max_tokens`; it belongs in sampling={"max_tokens": 5}'),
         ({"system": "x"}, 'LLM takes no `system`; it belongs in job={"system": "x"}'),
-        ({"order": "input"}, r'say it in each call: llm.generate\(rows, order="completion"\)'),
+        ({"order": "input"}, r'give it in each call: llm.generate\(rows, order="completion"\)'),
         ({"quantization": "bitsandbytes"}, '`quantization` is "bitsandbytes"; allowed: auto'),
         ({"max_seq_length": 5}, "unknown key `max_seq_length`; did you mean `max_model_len`"),
     ],

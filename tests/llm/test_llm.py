@@ -333,7 +333,7 @@ def test_a_forked_process_cannot_use_the_llm(make_llm: MakeLLM, monkeypatch: pyt
     until(lambda: make_llm.engines[0]._running)
     with monkeypatch.context() as forked:
         forked.setattr(os, "getpid", lambda: 1)
-        with pytest.raises(ClosedError, match=rf"belongs to process {llm._session._pid}, of which this is a fork"):
+        with pytest.raises(ClosedError, match=rf"belongs to process {llm._session._pid}, and this is a fork"):
             llm.generate(["x"])
         answers.close()
         llm._session.close()

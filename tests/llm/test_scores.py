@@ -48,7 +48,7 @@ def test_one_llm_scores_and_generates(llm: LLM) -> None:
 
 
 def test_wrong_calls_are_said(llm: LLM) -> None:
-    with pytest.raises(ConfigError, match=r'makes no embeddings: for `embed`, make it with task="embed"'):
+    with pytest.raises(ConfigError, match=r'makes no embeddings; for `embed`, make it with task="embed"'):
         llm.embed("a")
     with pytest.raises(ConfigError, match=r"`score.normalize` is \"words\""):
         llm.score("a", normalize="words")  # type: ignore[arg-type]

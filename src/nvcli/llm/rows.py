@@ -100,7 +100,7 @@ def check_rows(rows: object, sampling: object) -> None:
         raise ConfigError(f"rows is {show(rows)}; give an iterable of rows, such as a list of dicts or texts")
     if isinstance(sampling, list) and isinstance(rows, Sized) and len(rows) != len(sampling):
         raise ConfigError(
-            f"sampling_params has {len(sampling)} items for {len(rows)} rows; give one in all, or one per row"
+            f"sampling_params has {len(sampling)} items for {len(rows)} rows; give one for all rows, or one per row"
         )
 
 

@@ -279,4 +279,6 @@ def _check_count(for_each: list[RowDefaults] | None, index: int, *, is_end: bool
     """Raise ConfigError if there is not one sampling per row, once as many rows as `index` were read."""
     if for_each is not None and (len(for_each) != index if is_end else len(for_each) <= index):
         rows = f"{index} rows" if is_end else "more rows"
-        raise ConfigError(f"sampling_params has {len(for_each)} items for {rows}; give one in all, or one per row")
+        raise ConfigError(
+            f"sampling_params has {len(for_each)} items for {rows}; give one for all rows, or one per row"
+        )
