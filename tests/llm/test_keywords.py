@@ -94,7 +94,7 @@ def test_each_row_may_have_its_own_sampling(llm: LLM) -> None:
         ConfigError, match="sampling_params has 2 items for 3 rows; give one for all rows, or one per row"
     ):
         llm.generate(rows, params[:2])
-    for count, message in [(2, "has 2 items for more rows"), (4, "holds 4 for 3 rows")]:
+    for count, message in [(2, "has 2 items for more rows"), (4, "has 4 items for 3 rows")]:
         answers = llm.generate(iter(rows), [{}] * count)
         for _ in range(min(count, 3)):
             next(answers)

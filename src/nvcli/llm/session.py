@@ -94,7 +94,7 @@ class Session:
 
     @property
     def task(self) -> TaskRows | None:
-        """What to compute for rows instead of answers; None: answers."""
+        """The task that replaces answers, such as scores; None: answers."""
         return self._resolved.task
 
     @property
