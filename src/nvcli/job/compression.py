@@ -1,4 +1,4 @@
-"""Compressed files, known by their suffix: bytes of `.gz` and `.zst` files to plain bytes and back.
+"""Gzip and zstd files, known by their suffix: packed bytes to plain bytes and back.
 
 Each write becomes a complete member (gzip) or frame (zstd) that can be read by itself. So a file can be continued, and
 a torn end costs the last member only. Python's file wrappers do not tell where a member ends; this module does. Plain
@@ -12,22 +12,22 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 READ_BYTES = {"": 256 * 1024, "gz": 64 * 1024, "zst": 32 * 1024}
-"""Bytes of a file that are read at a time, few enough that what they unpack to stays small too."""
+"""Bytes to read at a time, few enough that what they unpack to stays small."""
 PIECE_BYTES = 1024 * 1024
-"""The most plain bytes in a piece."""
+"""Maximum size of a piece of plain bytes."""
 
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _ZSTD_BLOCK_BYTES = 128 * 1024
-"""The most that a block of zstd unpacks to (RFC 8878, 3.1.1.2.4)."""
+"""Maximum size of an unpacked zstd block (RFC 8878, 3.1.1.2.4)."""
 _ZSTD_PREFIX_BYTES = 5
-"""The beginning of a frame that says how long its header is."""
+"""The first bytes of a frame, which tell the length of its header."""
 _ZSTD_BLOCK_HEADER_BYTES = 3
 _RLE_BLOCK = 1
-"""The type of a block that holds one byte, which is to be repeated."""
+"""Block type: a single byte, repeated."""
 
 
 class CompressionError(Exception):
-    """The bytes of a file are not what its suffix says, or end too early."""
+    """A file is not compressed as its suffix says, or ends too early."""
 
 
 class _Member(Protocol):
@@ -86,13 +86,13 @@ class Unpacker:
                 yield plain
 
     def end(self) -> None:
-        """Take note that the stream has ended. Raises CompressionError if it ends inside a member."""
+        """Note the end of the stream. Raises CompressionError if it is inside a member."""
         if self._member is not None:
             raise CompressionError("the compressed data ends too early")
 
 
 def make_packer(compression: str) -> Callable[[bytes], bytes]:
-    """Return the function that makes one complete member of plain bytes."""
+    """Return a function that packs plain bytes into one complete member."""
     if compression == "gz":
         import gzip
 
@@ -113,7 +113,7 @@ def _new_member(compression: str) -> Callable[[], _Member]:
 
 
 class _ZstdMember:
-    """One frame. zstandard unpacks all that it is given at once, so it is given a few blocks at a time."""
+    """One frame. zstandard unpacks everything it is given at once, so it is given a few blocks at a time."""
 
     def __init__(self) -> None:
         import zstandard
@@ -141,11 +141,11 @@ class _ZstdMember:
 
 
 class _ZstdBlocks:
-    """Finds the ends of a frame's blocks (RFC 8878, 3.1.1). It checks nothing: whoever unpacks them does."""
+    """Finds where the blocks of a frame end (RFC 8878, 3.1.1). Checking is left to the decompressor."""
 
     def __init__(self) -> None:
         self._header = b""
-        """The part that has come of the next header: of the frame, then of each block."""
+        """The bytes received of the next header: the frame's, then each block's."""
         self._header_bytes = _ZSTD_PREFIX_BYTES
         self._is_in_frame = False
         self._is_last = False
@@ -153,7 +153,7 @@ class _ZstdBlocks:
         """Bytes before the next header."""
 
     def end_of(self, data: bytes, most_blocks: int) -> int:
-        """Take the beginning of `data`, in which at most so many blocks end, and return where it ends."""
+        """Consume `data` up to the end of its `most_blocks`-th block, and return how far that is."""
         at = 0
         while at < len(data):
             if self._num_left:

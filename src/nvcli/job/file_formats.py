@@ -1,5 +1,4 @@
-"""The formats of a job's files, by the end of their names; whether a file is what its name says; which of a folder's
-files hold data.
+"""Formats of a job's files by suffix, checks that a file is what its name says, and the data files of a folder.
 
 Raises ConfigError only, before anything expensive starts.
 """
@@ -41,9 +40,9 @@ _UNREAD = {
 }
 """Descriptions of files by their first bytes, and what to do with them."""
 _TABLE_KINDS = {"parquet": "Parquet", "arrow": "Arrow"}
-"""Formats that pyarrow reads; they have a compression of their own."""
+"""Formats that pyarrow reads, which have their own compression."""
 _STATE_FILE, _SPLITS_FILE = "state.json", "dataset_dict.json"
-"""Files by which `datasets` describes a folder that it saved."""
+"""Files in which `datasets` describes a folder that it saved."""
 _SIDE_FORMATS = ("json", "text")
 """Formats in which folders of data also hold descriptions and licences; they count where there is nothing else."""
 
@@ -60,12 +59,12 @@ def input_format(name: str) -> InputFormat:
 
 
 def data_format(name: str) -> InputFormat | None:
-    """Return the format of a file that may lie among others in a folder; None where its name says none."""
+    """Return the format of a file among others in a folder; None if its name does not tell."""
     return _INPUT_FORMATS.get(Path(plain_name(name)).suffix.lower())
 
 
 def pyarrow_format(name: str) -> str | None:
-    """Return what an input is called that pyarrow reads, such as `Parquet`; None: it does not read it."""
+    """Return the name of a format that pyarrow reads, such as `Parquet`; None for other inputs."""
     return _TABLE_KINDS.get(input_format(name))
 
 
@@ -114,7 +113,7 @@ def check_input_format(path: Path) -> None:
 
 
 def _kind_of(start: bytes) -> str:
-    """Return what a file that begins with these bytes is: a key of `_KINDS`, or `` for anything else."""
+    """Return the kind of a file by its first bytes: a key of `_KINDS`, or `` for anything else."""
     if start.startswith(b"\x1f\x8b"):
         return "gz"
     if start[:4] == b"\x28\xb5\x2f\xfd" or (start[1:4] == b"\x2a\x4d\x18" and start[0] >> 4 == 5):  # skippable frames

@@ -1,4 +1,4 @@
-"""The state of a file as the system has it, by which a change is noticed without reading the file."""
+"""The state of a file according to the system, which shows a change without reading the file."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class FileState(NamedTuple):
 
     @classmethod
     def of(cls, file: str | os.PathLike[str] | int) -> FileState:
-        """Return the state of a path's file or of an open descriptor's. Raises OSError."""
+        """Return the state of the file at a path or behind an open descriptor. Raises OSError."""
         found = os.stat(file)
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
     def is_same_file(self, other: FileState) -> bool:
-        """Tell whether the other state is one of the same file, whatever it holds."""
+        """Tell whether the other state is of the same file, whatever its contents."""
         return (self.device, self.inode) == (other.device, other.inode)

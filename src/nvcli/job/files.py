@@ -81,7 +81,7 @@ def _expand_folder(name: str, output: str | None) -> list[str]:
 
 
 def _without_outputs(files: Sequence[str], outputs: Sequence[str], output: str | None) -> list[str]:
-    """Return the files that are neither own files of these `outputs`, nor those of any shard or sidecars of any output.
+    """Return the files without the own files of `outputs`, the outputs of shards, and the sidecars of any output.
 
     `output` is the output that was named.
     """
@@ -157,7 +157,7 @@ def split_outputs(
 
 @contextlib.contextmanager
 def folder_made(output: str | None) -> Iterator[None]:
-    """Make an output that is a folder and not there. It goes again if nothing was written to it when an error came.
+    """Create an output folder that does not exist yet. If an error comes while it is empty, it is removed again.
 
     Raises ConfigError where it cannot be made.
     """
@@ -307,7 +307,7 @@ def job_files(inputs: Sequence[str], output: str | None, shard: Shard | None = N
 
 
 def _look_at(name: str, trouble: str) -> None:
-    """Raise ConfigError where a name is no text, or the system cannot say whether there is such a file.
+    """Raise ConfigError for a name that is not text or that the system cannot look up.
 
     `trouble` is how the message begins.
     """

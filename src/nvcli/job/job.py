@@ -59,24 +59,24 @@ class RowForm(Enum):
 
 
 class Caller(Protocol):
-    """Whoever waits for the answers of some rows, where the rows of a run come from several callers."""
+    """The receiver of some rows' answers, where the rows of a run come from several callers."""
 
     seed: int | None
     """The seed for these rows in place of the run's; None: the run's."""
 
     keeps_order: bool
-    """Whether the answers are wanted in the order of the rows, so that those of later rows wait."""
+    """Whether answers are delivered in the order of the rows, so that those of later rows wait."""
 
     @property
     def is_gone(self) -> bool:
-        """Whether nobody waits any more, so that the rows need not be computed."""
+        """Whether nobody waits for the rows any more, so that they need not be computed."""
 
     @property
     def streams(self) -> bool:
-        """Whether the text of a row's first answer is wanted as it comes."""
+        """Whether the text of a row's first answer is streamed."""
 
     def take_text(self, text: str) -> None:
-        """Take what the first answer of a row has become longer by."""
+        """Take the next piece of the text of a row's first answer."""
 
     def take(self, result: JobResult) -> None:
         """Take the result of a row."""
@@ -94,12 +94,12 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowContext(msgspec.Struct, kw_only=True):
-    """A row's place in the input, and all else that its answer needs to know of the row. Only the parser changes it."""
+    """A row's id, its place in the input, and what its output row copies. Only the parser changes it."""
 
     id: JobId
-    """The row's own id; else the name that it was given: `row-7` for the row with index 7."""
+    """The row's own id, or a generated name: `row-7` for the row with index 7."""
     is_named: bool = False
-    """Whether the id is a name that the row was given, because it brought none."""
+    """Whether the id is a generated name, because the row has none of its own."""
     index: int
     """The number of the row over all inputs, from 0; blank lines are not rows."""
     line: str
@@ -112,9 +112,9 @@ class RowContext(msgspec.Struct, kw_only=True):
     model: str | None = None
     """The model that a row of an OpenAI form names, which its answer repeats."""
     caller: Caller | None = None
-    """Whoever waits for the answer; None where all rows belong to one job."""
+    """The receiver of the answer; None where all rows belong to one job."""
     part: Part | None = None
-    """The prompt that it stands for, of a row that has several; None: a whole row."""
+    """The prompt of a row with several that this stands for; None: a whole row."""
 
 
 Prompt = str | list[int] | list[dict[str, Any]]
@@ -125,11 +125,11 @@ class CallRule(msgspec.Struct, frozen=True, kw_only=True):
     """A rule for the tool calls in an answer, beside `tools`."""
 
     is_required: bool = False
-    """Whether the answer is a call, or several, and nothing else; else it may be a text too."""
+    """Whether the answer must be one or more calls; else it may also be text."""
     function: str | None = None
     """The only function that may be called; None: any of the tools."""
     is_single: bool = False
-    """Whether there may be one call and no more."""
+    """Whether there may be at most one call."""
 
 
 class ScoreTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,9 +140,9 @@ class ScoreTask(msgspec.Struct, frozen=True, kw_only=True):
     key: str = ""
     """The key of the row that holds them."""
     answer: int | None = None
-    """The number of the right one; None: the row does not say."""
+    """Number of the right one; None: not given."""
     normalize: Normalization = "none"
-    """The divisor of log-probabilities before they are compared."""
+    """Divisor of log-probabilities before they are compared."""
     token_logprobs: bool = False
     """Whether the log-probability of each token is wanted."""
 
@@ -153,10 +153,10 @@ class EmbedTask(msgspec.Struct, frozen=True, kw_only=True):
     position: Literal["last", "first", "all"] = "last"
     """The token whose hidden state becomes the vector, or all, for their mean."""
     normalize: bool = True
-    """Whether the vector is brought to length 1."""
+    """Whether the vector is scaled to length 1."""
 
     dimensions: int | None = None
-    """The number of leading values that are kept; None: all."""
+    """Number of leading values to keep; None: all."""
     encoding: EmbeddingEncoding = "float"
 
 
@@ -177,23 +177,23 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     tools: Sequence[dict[str, Any]] = ()
     """The tools that the answer may call; empty: tool calls are not looked for."""
     call_rule: CallRule | None = None
-    """The rule that tool calls are held to while the answer is generated; None: none."""
+    """The rule that constrains tool calls while the answer is generated; None: none."""
     prompt_token_ids: list[int] | None = None
     prompts: Sequence[Prompt] = ()
-    """Several prompts in any of these forms, which are computed as jobs of their own (`job.run.several_prompts`)."""
+    """Several prompts in any of these forms, each computed as a job of its own (`job.run.several_prompts`)."""
     sampling: SamplingParams
     task: PromptTask | None = None
-    """The task that the row asks for in place of a generated answer; None: it asks for an answer."""
+    """The task that the row asks for instead of a generated answer; None: an answer."""
 
     @property
     def says_what_follows(self) -> bool:
-        """Whether it says how its conversation goes on: with its last message, or with no beginning of an answer."""
+        """Whether it says how its conversation goes on (`continue_final_message`, `add_generation_prompt`)."""
         given = self.template_arguments or {}
         return "continue_final_message" in given or "add_generation_prompt" in given
 
     @property
     def wants_grammar(self) -> bool:
-        """Whether its answer is held to a grammar."""
+        """Whether its answer is constrained by a grammar."""
         return self.sampling.structured is not None or self.call_rule is not None
 
 
@@ -222,7 +222,7 @@ class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     arguments: str
-    """The arguments as JSON text."""
+    """Arguments as JSON text."""
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -238,16 +238,16 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     index: int
     text: str
-    """The answer, without its thought and its tool calls where those are told apart."""
+    """The answer, without its thought and tool calls where these are separated."""
     finish_reason: str
     """stop: the model ended it or a stop string or stop token was met; length: `max_tokens` were generated;
     repetition: it had become a loop; tool_calls: it calls tools, and stopped."""
     reasoning_content: str | None = None
-    """The answer's thought; None: it has none, or the thought is part of the text."""
+    """The thought before the answer; None: there is none, or it is part of the text."""
     tool_calls: list[ToolCall] | None = None
     """The tools that the answer calls; None: none."""
     tool_call_error: str | None = None
-    """Why what looks like a tool call is part of the text; None: nothing does."""
+    """Why a text that looks like a tool call was not read as one; None: there is no such text."""
     token_ids: list[int] | None = None
     logprobs: Logprobs | None = None
     score: float | None = None
@@ -255,7 +255,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def num_bytes(self) -> int:
-        """Roughly what it takes in memory."""
+        """Approximate bytes in memory."""
         total = 200 + 2 * (len(self.text) + len(self.reasoning_content or "")) + 40 * len(self.token_ids or ())
         return total if self.logprobs is None else total + _num_top_bytes(self.logprobs.top_logprobs)
 
@@ -272,11 +272,11 @@ class ScoredChoice(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int | None
     """The bytes of the text as UTF-8; None for a prompt of token ids."""
     score: float | None
-    """The log-probability as it is compared with those of other choices; None where it cannot be normalised."""
+    """The normalised log-probability, by which choices are compared; None where it cannot be normalised."""
     perplexity: float
     """exp(-logprob / num_tokens)"""
     is_greedy: bool
-    """Whether each token is the likeliest one at its place."""
+    """Whether greedy decoding would give these tokens."""
     tokens: list[str] | msgspec.UnsetType = msgspec.UNSET
     token_logprobs: list[float] | msgspec.UnsetType = msgspec.UNSET
 
@@ -286,13 +286,13 @@ class ScoreAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     choices: list[ScoredChoice]
     best: int
-    """The number of the choice with the highest score; of equal ones the first."""
+    """Number of the choice with the highest score; the first of equal ones."""
     correct: bool | None = None
-    """Whether that is the right one; None: the row does not say which is."""
+    """Whether `best` is the right choice; None: the row does not name the right one."""
 
     @property
     def num_bytes(self) -> int:
-        """Roughly what it takes in memory."""
+        """Approximate bytes in memory."""
         return sum(500 + 100 * len(choice.tokens or ()) for choice in self.choices)
 
 
@@ -303,7 +303,7 @@ class EmbedAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_bytes(self) -> int:
-        """Roughly what it takes in memory."""
+        """Approximate bytes in memory."""
         return 500 + (32 if isinstance(self.embedding, list) else 1) * len(self.embedding)
 
 
@@ -314,7 +314,7 @@ class EmbedAnswers(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
-        """Roughly what they take in memory."""
+        """Approximate bytes in memory."""
         return sum(vector.num_bytes for vector in self.vectors)
 
 
@@ -326,11 +326,11 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     """Prompt tokens that were served from the prefix cache."""
     reasoning_tokens: int | msgspec.UnsetType = msgspec.UNSET
-    """Completion tokens of thoughts; unset: they are not told apart."""
+    """Completion tokens of thoughts; unset: thoughts are not separated."""
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The reason why a row has no answer."""
+    """Why a row has no answer."""
 
     type: str
     message: str
@@ -348,11 +348,11 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: Logprobs | None = None
     """The log-probabilities of the prompt's tokens, where the row asks for them."""
     traceback: str = ""
-    """The traceback of an `internal_error`, which goes into a file, not into the output; else it is empty."""
+    """Traceback of an `internal_error`, which goes to a file and not into the output; empty otherwise."""
 
     @property
     def num_bytes(self) -> int:
-        """Roughly what it takes in memory, without what the row passes through."""
+        """Approximate bytes in memory, without the values that the row passes through."""
         total = 500 + sum(choice.num_bytes for choice in self.choices)
         if self.answer is not None:
             total += self.answer.num_bytes
@@ -364,6 +364,6 @@ def _num_top_bytes(top_logprobs: Sequence[Mapping[str, float] | None]) -> int:
 
 
 def failed(context: RowContext, error: RowError) -> JobResult:
-    """Make the result of a row that cannot be answered; its message says where the row stands."""
+    """Return the result of a row that cannot be answered; its message names the row's place."""
     info = ErrorInfo(type=error.type, message=f"{context.line}: {error.message}")
     return JobResult(context=context, error=info, traceback=error.traceback)

@@ -7,28 +7,28 @@ import re
 from nvcli.errors import RowError
 
 MAX_LINE_BYTES = 512 * 1024 * 1024
-"""A longer line of an input is not kept, so that a file without line ends does not fill the memory."""
+"""Longer lines are dropped, so that a file without line ends does not fill the memory."""
 
 
 class DroppedLine:
-    """The stand-in for a line that is not kept: it is too long, or no line that is wanted holds such bytes."""
+    """Stands for a line that was dropped, because it is too long or holds an unwanted byte."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
 
 
 class BlankLines(DroppedLine):
-    """The stand-in for many lines without anything in them, one after the other."""
+    """Stands for many blank lines in a row."""
 
     def __init__(self, data: bytes) -> None:
-        """`data` are the lines with the newlines between them."""
+        """`data` holds the lines, with newlines between them."""
         super().__init__(len(data))
         self.data = data
         self.num_lines = data.count(b"\n") + 1
 
 
 def too_long() -> RowError:
-    """Return the error of a row that is not kept."""
+    """Return the error of a row that is too long."""
     return RowError("line_too_long", f"longer than {MAX_LINE_BYTES >> 20} MiB, the most that a row may have")
 
 
@@ -40,12 +40,12 @@ _BLANK_RUN = re.compile(rb"[\r\n]{%d,}" % _RUN_BYTES)
 
 
 class LineSplitter:
-    """Makes lines without their newline of chunks that may end anywhere."""
+    """Splits chunks that may end anywhere into lines, without their newlines."""
 
     def __init__(self, *, max_bytes: int | None, unwanted: bytes | None = None) -> None:
-        """A line of more than `max_bytes`, or one that holds the byte `unwanted`, is not kept. None: no such rule.
+        """Drop lines longer than `max_bytes`, and lines that contain the byte `unwanted`. None: no such rule.
 
-        A line within one chunk is given out in any case, because it is in memory anyway.
+        A line within a single chunk is always returned, because it is in memory anyway.
         """
         self._max_bytes = max_bytes
         self._unwanted = unwanted

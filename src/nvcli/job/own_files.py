@@ -11,15 +11,15 @@ import re
 from pathlib import Path
 
 MANIFEST_SUFFIX = ".manifest.json"
-"""An output's name with this suffix is the file beside it that says which job made it."""
+"""Suffix of the file beside an output that says which job made it."""
 WORKING_SUFFIX = ".rows.jsonl"
-"""A table's name with this suffix is the file that holds its rows until it is complete."""
+"""Suffix of the file that holds the rows of a table until the table is complete."""
 DIGESTS_SUFFIX = ".digests"
-"""An output's name with this suffix is the file beside it that holds a digest of each input row."""
+"""Suffix of the file beside an output that holds a digest of each input row."""
 TRACEBACK_SUFFIX = ".traceback.txt"
-"""An output's name with this suffix is the file that keeps the tracebacks of failed runs."""
+"""Suffix of the file beside an output that keeps the tracebacks of failed runs."""
 _SHARD_OUTPUT = re.compile(r"\.shard-\d+-of-\d+(\.out\.[a-z.]+)$")
-"""How the name ends that the output of a shard gets."""
+"""End of the name of a shard's output."""
 
 
 _CSV_SUFFIXES = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".csv.zst", ".tsv.zst")
@@ -35,28 +35,28 @@ def is_csv(path: Path | str) -> bool:
 
 
 def is_table(path: Path | str) -> bool:
-    """Tell whether an output is made of all of its rows together, because they share columns."""
+    """Tell whether an output is a table, which is made from all of its rows together."""
     return is_parquet(path) or is_csv(path)
 
 
 def is_sidecar(name: str) -> bool:
-    """Tell whether a file has the name of one that jobs keep beside their outputs."""
+    """Tell whether a name is that of a file that jobs keep beside their outputs."""
     return name.endswith((MANIFEST_SUFFIX, DIGESTS_SUFFIX, WORKING_SUFFIX, TRACEBACK_SUFFIX))
 
 
 def is_shard_output(name: str) -> bool:
-    """Tell whether a file has the name that the output of a shard gets where none is given."""
+    """Tell whether a name is the default name of a shard's output."""
     return _SHARD_OUTPUT.search(name) is not None
 
 
 def whole_name(name: str) -> str | None:
-    """Return the name of the output of the whole job that a shard is of; None where a name does not tell the shard."""
+    """Return the name of the whole job's output by that of a shard; None if the name does not tell the shard."""
     found = _SHARD_OUTPUT.search(name)
     return None if found is None else name[: found.start()] + found[1]
 
 
 def real_path(path: Path) -> Path:
-    """Return the file behind a symbolic link, and any other path as it is."""
+    """Return the target of a symbolic link, and any other path unchanged."""
     return Path(os.path.realpath(path)) if os.path.islink(path) else path
 
 
@@ -89,7 +89,7 @@ def traceback_path(output: Path) -> Path:
 
 
 def rewrite_path(path: Path) -> Path:
-    """Return where a new version of a file is written; what a crash left there is of no use."""
+    """Return where a new version of a file is written. Leftovers of a crash there are useless."""
     return path.with_name(f".{path.name}.new")
 
 
@@ -100,7 +100,7 @@ def lock_path(output: Path) -> Path:
 
 
 def temporary_files(output: Path) -> list[Path]:
-    """Return the files that only a run which was cut short leaves behind. Whoever holds the output may remove them."""
+    """Return the files that only an interrupted run leaves behind. The holder of the output may remove them."""
     rewritten = {real_path(output), _real_rows_path(output)}
     return [*map(rewrite_path, [*sorted(rewritten), digests_path(output)]), manifest_draft_path(output)]
 

@@ -1,4 +1,4 @@
-"""Sets of row numbers, one bit a row: the rows that an output answers already."""
+"""Sets of row numbers, one bit per row: the rows that an output already answers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _PAGE_ROWS = 4096
 class RowSet:
     """A set of row numbers from 0.
 
-    It takes one bit for each number of the pages of 4,096 numbers that it has numbers of. So a number far beyond the
-    others, as a damaged or foreign line may have, takes little memory.
+    Only pages of 4,096 numbers that are in use take memory, one bit per number. So a number far beyond the others, as
+        a damaged or foreign line may have, takes little.
     """
 
     def __init__(self) -> None:
@@ -39,14 +39,14 @@ class RowSet:
         return bool(self._pages.get(index // _PAGE_ROWS, 0) >> index % _PAGE_ROWS & 1)
 
     def minus(self, other: RowSet) -> RowSet:
-        """Return this set without the numbers of `other`, which must all be in it."""
+        """Return this set without the numbers of its subset `other`."""
         rest = RowSet()
         rest._pages = {number: page & ~other._pages.get(number, 0) for number, page in self._pages.items()}
         rest.count = self.count - other.count
         return rest
 
     def is_within(self, other: RowSet) -> bool:
-        """Tell whether all numbers of this set are in the other one too."""
+        """Tell whether this set is a subset of the other."""
         return not any(page & ~other._pages.get(number, 0) for number, page in self._pages.items())
 
     def next_missing(self, index: int, step: int = 1) -> int:
@@ -57,7 +57,7 @@ class RowSet:
         return index
 
     def next_present(self, index: int) -> int:
-        """Return the first number from `index` on that is in the set; behind the largest, a number that is not."""
+        """Return the first number from `index` on that is in the set, or past the largest one, a number that is not."""
         first, place = divmod(index, _PAGE_ROWS)
         if rest := self._pages.get(first, 0) >> place:
             return index + _lowest_bit(rest)
@@ -70,7 +70,7 @@ def _lowest_bit(bits: int) -> int:
 
 
 class AnsweredRows:
-    """The rows that have a line in the output, and among them those whose line is an error."""
+    """The rows that have a line in the output, and those of them that failed."""
 
     def __init__(self) -> None:
         self.all = RowSet()
@@ -95,7 +95,7 @@ class AnsweredRows:
             self.errors[error_type] -= 1
 
     def without_failed(self) -> AnsweredRows:
-        """Return the same without the failed rows."""
+        """Return these rows without the failed ones."""
         rest = AnsweredRows()
         rest.all = self.all.minus(self.failed)
         return rest

@@ -1,4 +1,4 @@
-"""`Shard`: the rows of a job that one of several runs answers, and how it is written on the command line.
+"""`Shard`: the rows of a job that one of several runs answers, and its notation on the command line.
 
 Shard I of N has the rows I, I + N, I + 2N and so on: long and short rows are spread evenly however the input is sorted,
 and which rows a shard has does not depend on how many rows there are.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from nvcli.errors import ConfigError
 
 SHARD_FACT = "shard"
-"""The name under which the manifest of a shard's output has the shard."""
+"""Name of the shard among the facts of a manifest."""
 _TEXT = re.compile(r"([0-9]{1,9})/([0-9]{1,9})")
 _AUTO = "auto"
 
@@ -33,7 +33,7 @@ class Shard:
         return index % self.count == self.number
 
     def row(self, position: int) -> int:
-        """Return the index in the whole job of the row that stands at `position`, from 0, among those of this shard."""
+        """Return the index in the whole job of this shard's row number `position` (from 0)."""
         return self.number + position * self.count
 
     def next_row(self, index: int) -> int:

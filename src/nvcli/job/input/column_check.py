@@ -1,5 +1,5 @@
-"""Says by the first rows of an input that none of it can be answered, before all rows become errors: its prompts stand
-in other columns, the model has no chat template, or it is no text."""
+"""Refuses an input whose first rows all fail alike, before all of its rows become errors: its prompts are in other
+columns, the model has no chat template, or the file is not text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nvcli.job.rows.parser import Row, RowParser
 from nvcli.job.rows.prompt_rules import PromptRules
 
 MAX_HELD_ROWS = 100
-"""Number of first rows of an input that must all have the same fault; of a shorter input, all rows."""
+"""How many of an input's first rows must share a fault (all rows of a shorter input)."""
 _SHOWN_COLUMNS = 12
 _PROMPT_NAMES = ("prompt", "prompts", "question", "instruction", "input", "query", "problem", "text", "content")
 _MESSAGES_NAMES = ("messages", "conversation", "conversations", "chat", "dialog", "dialogue")
@@ -26,12 +26,11 @@ _MESSAGES_NAMES = ("messages", "conversation", "conversations", "chat", "dialog"
 
 
 class ColumnsError(ConfigError):
-    """The columns of an input are not those that the job reads, or its header does not name them; or none of it can be
-    answered for another reason, by its first rows."""
+    """No row of an input can be answered, judging by its first rows or header: for example, its columns differ."""
 
 
 class Fault(Enum):
-    """The fault of a row that all rows of an input are likely to share."""
+    """A fault that all rows of an input are likely to share."""
 
     NO_PROMPT = 1
     TWO_PROMPTS = 2
@@ -49,13 +48,13 @@ _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 class ReadRow(NamedTuple):
-    """A row that was read. Where faults are not looked for, it has none."""
+    """A row that was read, with its fault if faults are looked for."""
 
     row: Job | JobResult
     num_bytes: int
     fault: Fault | None = None
     start: bytes = b""
-    """The first bytes of a line that is no JSON; empty for other faults."""
+    """The first bytes of a line that is not JSON; empty for other faults."""
     is_binary: bool = False
 
 
@@ -73,8 +72,7 @@ def judged(row: Job | JobResult, line: Row, num_bytes: int, rules: PromptRules) 
 
 
 def refusal(name: str, held: Sequence[ReadRow], parser: RowParser) -> ColumnsError | None:
-    """Return the error of the input `name`, whose first rows all have the same fault; None: they may be bad rows among
-    others."""
+    """Return the error of the input `name`, whose first rows share a fault; None: these may just be bad rows."""
     rows = [each.row for each in held]
     match held[0].fault:
         case Fault.NO_PROMPT:
@@ -109,7 +107,7 @@ def _two_prompts(name: str, rows: Sequence[Job | JobResult], parser: RowParser) 
 
 
 def _no_text(name: str, held: Sequence[ReadRow]) -> ColumnsError | None:
-    """Return the error of an input whose first lines are no JSON; None where it may be text."""
+    """Return the error of an input whose first lines are not JSON; None if it may be text."""
     start = held[0].start
     halves = {any(start[::2]), any(start[1::2])}  # every second byte of plain letters is 0
     if start.startswith(_UTF16_MARKS) or (len(start) > 1 and halves == {True, False}):
@@ -157,6 +155,6 @@ def _flag(columns: Sequence[str]) -> str:
 
 
 def shown_columns(columns: Sequence[str]) -> str:
-    """Return the names of columns, the first ones of very many."""
+    """Return the names of columns as text, cut off after the first few."""
     shown = ", ".join(f"`{shorten(column)}`" for column in columns[:_SHOWN_COLUMNS])
     return f"{shown} and {len(columns) - _SHOWN_COLUMNS:,} more" if len(columns) > _SHOWN_COLUMNS else shown

@@ -36,7 +36,7 @@ class CsvSource(LineSource):
         self._at = "line 0"
 
     def place(self, number: int) -> str:
-        """Return the lines of the record that was yielded last; blank lines and the header are counted."""
+        """Return the line numbers of the last record; blank lines and the header count."""
         return self._at
 
     def lines(self) -> Iterator[Row | None]:
@@ -78,11 +78,11 @@ class CsvSource(LineSource):
 
 
 class _RecordLines:
-    """The lines of one record after the other, as `csv.reader` takes them. An error ends the record, not the file."""
+    """Feeds `csv.reader` the lines of one record at a time. An error ends the record, not the file."""
 
     def __init__(self) -> None:
         self.number = 0
-        """The number of the line that was taken last."""
+        """Number of the last line."""
         self.num_bytes = 0
         """Bytes of the current record."""
         self._first: Line | None = None
@@ -126,8 +126,7 @@ class _RecordLines:
 
 
 def _delimiter(name: str, header: Line) -> str:
-    """Return what stands between cells: a comma or tab by the file's name, and a semicolon or tab where the header has
-    such and no comma."""
+    """Return the delimiter: a tab for `.tsv`, otherwise a comma, or the semicolon or tab of a header without commas."""
     text = header if isinstance(header, bytes) else b""
     if plain_name(name).lower().endswith(".tsv"):
         return "\t"
@@ -151,7 +150,7 @@ def _check_header(row: Row | list[str], name: str, place: str) -> list[str]:
 
 
 def _row_of(columns: list[str], cells: list[str]) -> Cells | RowError:
-    """Return the row of a record; its error where it has another number of cells than there are columns."""
+    """Return the row of a record, or its error if the number of cells is not that of the columns."""
     if len(cells) != len(columns):
         names = ", ".join(f"`{shorten(column)}`" for column in columns[:12])
         return RowError(

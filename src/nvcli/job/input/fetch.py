@@ -28,10 +28,10 @@ _VERSION_KEYS = (
     "ETag", "etag", "md5Hash", "Content-MD5", "generation", "Last-Modified", "LastModified", "last_modified", "updated",
     "mtime", "modified", "created",
 )  # fmt: skip
-"""Names that stores have for properties that differ between two versions of a file."""
+"""Names of properties by which stores tell versions of a file apart."""
 _NOT_FOUND = 404
 _READ_SECONDS = 60
-"""An HTTP server that sends nothing for so long has failed; a whole file may take as long as it likes."""
+"""Timeout of an HTTP server that sends nothing; a whole file may take any time."""
 
 
 def fetch_inputs(names: Sequence[str]) -> list[str]:
@@ -56,13 +56,13 @@ def fetch_inputs(names: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RemoteFile:
-    """A file of a store, as it was when it was asked for."""
+    """A file of a store, in the version that was found."""
 
     url: str
     path: str
     num_bytes: int | None
     version: str
-    """The properties by which the store tells versions apart; empty: it has none."""
+    """Properties by which the store tells versions apart; empty: there are none."""
 
     def place(self, cache: Path) -> Path:
         """Return where the file lies in the cache."""
@@ -147,7 +147,7 @@ def _fetch(store: Any, file: _RemoteFile, place: Path) -> None:
 
 @contextlib.contextmanager
 def _explained(url: str) -> Iterator[None]:
-    """Turn what goes wrong with a store in the body of the `with` into a ConfigError that says a way out."""
+    """Turn errors of a store into a ConfigError that says what to do."""
     try:
         yield
     except ConfigError:

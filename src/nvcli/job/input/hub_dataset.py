@@ -29,9 +29,9 @@ _SPLIT = re.compile(_ID.format("(?!datasets/)") + r"(/(?P<config>[^:]+))?(:(?P<s
 _PARQUET_BRANCH = "refs/convert/parquet"
 _SHARD = re.compile(r"(?P<split>.+?)-\d+-of-\d+(-[0-9a-f]+)?")
 _DEFAULT = "default"
-"""The configuration of a dataset that names none."""
+"""The name of the only configuration of most datasets."""
 _PREFERRED = ("parquet", "arrow", "jsonl", "csv", "json", "text")
-"""Formats of a split that a repository holds in several ones, the best first."""
+"""Formats in order of preference, for a split that comes in several."""
 
 
 def fetch_dataset(address: str) -> list[str]:
@@ -148,7 +148,7 @@ def _shown(names: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _hub_errors(name: str, address: str) -> Iterator[None]:
-    """Turn what goes wrong with the hub in the body of the `with` into a ConfigError that says a way out."""
+    """Turn errors of the hub into a ConfigError that says what to do."""
     try:
         yield
     except ConfigError:

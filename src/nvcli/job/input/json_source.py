@@ -1,4 +1,4 @@
-"""A `.json` file as rows: the items of its array, those of the only list of objects in its object, or its lines.
+"""A `.json` file as rows: the items of its array, of the only list of objects in its object, or its lines.
 
 Nothing is parsed. An item stays the bytes that it is, so that values are copied as they came and a bad item costs no
 other row. JSON libraries that stream (ijson) make objects of values, and give up at the first bad one. Holds one item
@@ -29,14 +29,14 @@ _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{},]', re.DOTALL)
 _QUOTE, _COMMA = b'",'
 _OPENING = b"[{"
 _MAX_KEY_BYTES = 1024
-"""Longer keys are cut off."""
+"""Longer keys are truncated."""
 _MAX_KEYS = 1000
-"""Most keys that are told."""
+"""Maximum number of keys to remember."""
 _LIST = b"["[0]
 
 
 class _Scanner:
-    """Finds texts, brackets and commas of JSON in chunks that may end anywhere."""
+    """Tokenizes JSON into strings, brackets and commas, in chunks that may end anywhere."""
 
     def __init__(self) -> None:
         self.is_in_text = False
@@ -72,7 +72,7 @@ class _Scanner:
 
 
 class ArraySplitter(LineSplitter):
-    """Makes the items of one array of chunks that may end anywhere."""
+    """Splits chunks that may end anywhere into the items of one array."""
 
     def __init__(self, *, max_bytes: int | None, begin: int | None = None) -> None:
         """An item of more than `max_bytes` is not kept. `begin` is the place of an array that is a part of the file;
@@ -82,12 +82,12 @@ class ArraySplitter(LineSplitter):
         self._num_before = begin or 0
         """Bytes before the array that are still to come."""
         self._level = 0
-        """The objects and lists that are open; the array itself is the first one."""
+        """Number of open objects and lists, including the array itself."""
         self._scanner = _Scanner()
         self._num_items = 0
         self._has_ended = False
         self._has_more = False
-        """Whether something stands behind the end of the array."""
+        """Whether anything follows the array."""
 
     def feed(self, chunk: bytes) -> list[Line]:
         """Return the items that end in this chunk."""
@@ -128,7 +128,7 @@ class ArraySplitter(LineSplitter):
         return ended
 
     def end(self) -> Line | None:
-        """Check that the array has ended, and nothing stands behind it. Raises DamagedInput."""
+        """Check that the array has ended and nothing follows it. Raises DamagedInput."""
         if not self._has_ended:
             raise DamagedInput(f"the array does not end; the file ends in its item {self._num_items + 1:,}")
         if self._has_more and self._is_whole:
@@ -137,26 +137,26 @@ class ArraySplitter(LineSplitter):
 
 
 class ObjectOutline:
-    """Takes the bytes of a file that begins with an object, in chunks that may end anywhere. Holds no values."""
+    """Finds the keys and lists of the object that a file begins with, in chunks that may end anywhere."""
 
     def __init__(self) -> None:
         self.keys: list[str] = []
-        """The keys of the object, the first ones of very many."""
+        """The keys of the object, or the first of very many."""
         self.lists: dict[str, int] = {}
-        """Its keys whose values are lists that begin with an object, and where in the file these begin."""
+        """Keys whose values are lists that begin with an object, and the places of these lists in the file."""
         self.has_ended = False
         self.has_more = False
-        """Whether something stands behind the object."""
+        """Whether anything follows the object."""
         self.has_lines = False
-        """Whether the object stands on several lines."""
+        """Whether the object spans several lines."""
         self._num_bytes = 0
         """Bytes of earlier chunks."""
         self._level = 0
         self._scanner = _Scanner()
         self._key: bytearray | None = None
-        """The text of the key that is being read; None: it is read."""
+        """The key that is being read; None: none is."""
         self._list_at: int | None = None
-        """The place at which a list began of which nothing else was seen yet."""
+        """The place of a list that has just begun."""
 
     def feed(self, chunk: bytes) -> None:
         """Take the next chunk."""
@@ -174,7 +174,7 @@ class ObjectOutline:
         self._num_bytes += len(chunk)
 
     def _take(self, token: int, at: int) -> bool:
-        """Take a bracket or comma, and its place in the file. Returns whether the object ends with it."""
+        """Take a bracket or comma at its place in the file. Returns whether it ends the object."""
         list_at, self._list_at = self._list_at, None
         if token in _OPENING:
             self._level += 1
@@ -192,7 +192,7 @@ class ObjectOutline:
         return self.has_ended
 
     def _add_to_key(self, text: bytes) -> None:
-        """Take a part of a text, which is whole once the text is not open, if it is that of a key."""
+        """Take a piece of a string, if it is a key."""
         if self._key is None or self._level != 1:
             return
         self._key += text[: _MAX_KEY_BYTES - len(self._key)]
@@ -210,15 +210,15 @@ def _decoded(key: bytes) -> str:
 
 
 class JsonSplitter:
-    """Splits a file as an array where it begins with one, and into lines where it does not."""
+    """Splits a file into the items of an array if it begins with one, and otherwise into lines."""
 
     def __init__(self) -> None:
         self._start: bytes | None = b""
-        """The beginning of the file, as long as it may be that of a BOM; None: that is over."""
+        """The beginning of the file, while it may be that of a BOM; None afterwards."""
         self._is_blank = True
         self._splitter = LineSplitter(max_bytes=line_splitter.MAX_LINE_BYTES)
         self.num_blank = 0
-        """Blank lines that were given out before the array."""
+        """Blank lines before the array."""
 
     @property
     def is_array(self) -> bool:
@@ -244,12 +244,12 @@ class JsonSplitter:
         return lines
 
     def end(self) -> Line | None:
-        """Return the last line, if there is one that is not given out. Raises DamagedInput."""
+        """Return the last line, if it has no newline. Raises DamagedInput."""
         return self._splitter.end()
 
 
 class _OneRow(LineSplitter):
-    """Makes one row of all bytes."""
+    """Makes a single row of all bytes."""
 
     def feed(self, chunk: bytes) -> list[Line]:
         self._add(chunk)
@@ -273,14 +273,14 @@ class JsonSource(LineSource):
         """Whether the rows are the items of a list in an object."""
 
     def lines(self) -> Iterator[Row | None]:
-        """Yield the rows. Raises ColumnsError where it is not clear which they are, and else as `LineSource.lines`."""
+        """Yield the rows. Raises ColumnsError if it is unclear which they are, and as `LineSource.lines` does."""
         outline = self._outline()
         if outline is not None:
             self._splitter = self._choose(outline)
         yield from self._lines()
 
     def place(self, number: int) -> str:
-        """Return what messages call the place of the row that was yielded last: an item of a list, or a line."""
+        """Return the name of the last row's place in messages: an item of a list, or a line."""
         splitter = self._splitter
         num_blank = splitter.num_blank if isinstance(splitter, JsonSplitter) else 0
         is_item = self._is_list or (isinstance(splitter, JsonSplitter) and splitter.is_array)
@@ -290,9 +290,9 @@ class JsonSource(LineSource):
         return self._splitter
 
     def _outline(self) -> ObjectOutline | None:
-        """Look through a file as far as the end of the object with which it begins; None: it begins otherwise.
+        """Scan a file to the end of the object that it begins with; None: it begins otherwise.
 
-        A pipe cannot be read twice, and is not looked at.
+        Pipes, which cannot be read twice, are not scanned.
         """
         if not stat.S_ISREG(os.stat(self.name).st_mode):
             return None

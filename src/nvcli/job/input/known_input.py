@@ -1,4 +1,4 @@
-"""The inputs as they were when a job began, by digests of their bytes, and whether they still are.
+"""The inputs as they were when a job began, known by digests of their bytes, and checks for changes.
 
 Rows that are read are rows of the input as it was: every chunk is checked before its rows are given out. So a job whose
 input is changed while it runs has no wrong answers, and goes on once the input is back in its place.
@@ -19,10 +19,10 @@ from nvcli.job.file_state import FileState
 from nvcli.job.files import STREAM
 
 WHOLE_BYTES = 8 * 1024 * 1024
-"""Files up to this size are read from end to end."""
+"""Files up to this size are read completely."""
 NUM_SAMPLES = 64
 SAMPLE_BYTES = 64 * 1024
-"""Larger inputs are read in `NUM_SAMPLES` places of so many bytes."""
+"""Larger files are read at `NUM_SAMPLES` places, this many bytes at each."""
 
 
 def digest_file(path: Path, *, num_samples: int = NUM_SAMPLES, sample_bytes: int = SAMPLE_BYTES) -> str:
@@ -48,7 +48,7 @@ def digest_file(path: Path, *, num_samples: int = NUM_SAMPLES, sample_bytes: int
 
 
 def is_repeatable(inputs: Sequence[str]) -> bool:
-    """Tell whether the same inputs can be read again: files can, standard input and pipes cannot."""
+    """Tell whether all inputs can be read again, as files can, and standard input and pipes cannot."""
     return all(name != STREAM and stat.S_ISREG(os.stat(name).st_mode) for name in inputs)
 
 
@@ -73,7 +73,7 @@ class KnownInput:
     """Its size and digest, as the manifest holds them."""
 
     def changed(self, what: str) -> InputChanged:
-        """Return the error that says of this input what has become of it."""
+        """Return the error of a run whose input has changed in this way."""
         return InputChanged(
             f"the input {self.name} was changed during the run: {what}. The rows answered so far are those of the "
             "input as it was: put it back, and the same command goes on; or go on with what it is now with --update"
@@ -88,7 +88,7 @@ class KnownInput:
 
 
 def know_inputs(names: Sequence[str]) -> tuple[KnownInput, ...]:
-    """Take note of inputs, which are regular files. Raises ConfigError."""
+    """Record the state of inputs, which are regular files. Raises ConfigError."""
     try:
         states = [FileState.of(name) for name in names]
     except OSError as error:
@@ -97,7 +97,7 @@ def know_inputs(names: Sequence[str]) -> tuple[KnownInput, ...]:
 
 
 def check_unchanged(inputs: Sequence[KnownInput]) -> None:
-    """Raise InputChanged if one of the inputs is not what it was. A new time of change alone does not matter."""
+    """Raise InputChanged if an input has changed. A new modification time alone does not count."""
     for known in inputs:
         try:
             now = FileState.of(known.name)
@@ -108,7 +108,7 @@ def check_unchanged(inputs: Sequence[KnownInput]) -> None:
 
 
 class ReadCheck:
-    """Checks chunks as they are read from an open input, one after the other."""
+    """Checks the chunks of an open input as they are read."""
 
     def __init__(self, known: KnownInput, fd: int) -> None:
         self._known = known
@@ -117,7 +117,7 @@ class ReadCheck:
         self._num_read = 0
 
     def take(self, chunk: bytes) -> None:
-        """Take the next chunk; an empty one is the end. Raises InputChanged if it need not be what was there."""
+        """Check the next chunk; an empty one is the end. Raises InputChanged if it may differ from what was there."""
         known, now = self._known, FileState.of(self._fd)
         if now != self._state:
             # Somebody wrote to it or touched it, or another file has taken its name before it was opened.

@@ -22,11 +22,11 @@ BOM = b"\xef\xbb\xbf"
 
 
 class DamagedInput(Exception):
-    """An input cannot be read on, because its bytes are not of its format."""
+    """An input cannot be read any further, because its format is broken."""
 
 
 class Splitter(Protocol):
-    """An object that makes the lines of an input of its chunks, or what stands for lines."""
+    """Splits the chunks of an input into its lines, or whatever its rows are."""
 
     def feed(self, chunk: bytes) -> list[Line]: ...
     def end(self) -> Line | None: ...
@@ -40,9 +40,9 @@ class Source(ABC):
         self.name = name
         self.known = known
         self.bytes_read = 0
-        """Bytes that were read, as they are on disk; of a table, the share that belongs to the rows that were read."""
+        """Bytes read so far, as they are on disk; for a table, the share of the rows read."""
         self.row_bytes = 0
-        """Roughly the bytes of the row that was yielded last; 0 for lines."""
+        """Approximate bytes of the last row; 0 for lines."""
 
     @abstractmethod
     def lines(self) -> Iterator[Row | None]:
@@ -50,7 +50,7 @@ class Source(ABC):
 
     @abstractmethod
     def place(self, number: int) -> str:
-        """Return what messages call the place of the row that was yielded last, as the `number`-th."""
+        """Return the name of the last row's place in messages; it was the `number`-th."""
 
 
 class LineSource(Source):
@@ -81,7 +81,7 @@ class LineSource(Source):
             yield _without_bom(last) if at_start else last
 
     def place(self, number: int) -> str:
-        """Return what messages call the place of the row that was yielded last, as the `number`-th."""
+        """Return the name of the last row's place in messages; it was the `number`-th."""
         return f"line {number}"
 
     def _make_splitter(self) -> Splitter:

@@ -1,4 +1,4 @@
-"""The input as a stream of rows: files of all formats and standard input, one after the other.
+"""The inputs as a stream of rows: files of all formats and standard input, one after the other.
 
 The reader holds one chunk and one batch at a time, whatever the size of the input. It never raises for what a row
 holds; for an input that cannot be read to its end it raises ConfigError, after all rows before that place were given
@@ -29,25 +29,25 @@ from nvcli.job.rows.row_warnings import RowWarnings
 from nvcli.job.shard import WHOLE, Shard
 
 FIRST_BATCH_ROWS = 8
-"""The first batch is small, so that replicas soon have work; batches double from here."""
+"""The first batch is small, to give replicas work soon; batches double from here."""
 MAX_BATCH_ROWS = 256
 MAX_BATCH_BYTES = 4 * 1024 * 1024
 _BREAKS = (OSError, CompressionError, DamagedInput)
-"""Exceptions of an input that cannot be read on."""
+"""Exceptions of an input that cannot be read any further."""
 
 
 class RowDigests(Protocol):
-    """Takes the digests of rows, which come in the order of their indices."""
+    """Receives the digests of rows, in the order of their indices."""
 
     def wants(self, index: int) -> bool:
-        """Tell whether the digest of a row is wanted, or there already."""
+        """Tell whether the digest of a row is still missing."""
 
     def add(self, digest: bytes) -> None:
-        """Take the digest of the next row that is wanted."""
+        """Take the digest of the next missing row."""
 
 
 class _Batch:
-    """Rows that are given out together."""
+    """Rows that are yielded together."""
 
     def __init__(self) -> None:
         self.rows: list[Job | JobResult] = []
@@ -55,7 +55,7 @@ class _Batch:
         self._most_rows = FIRST_BATCH_ROWS
 
     def add(self, row: Job | JobResult, num_bytes: int) -> bool:
-        """Add a row. Returns True if the batch is full with it; the next batch may then be larger."""
+        """Add a row. Returns True if that fills the batch; the next one may then be larger."""
         self.rows.append(row)
         self._num_bytes += num_bytes
         if len(self.rows) < self._most_rows and self._num_bytes < MAX_BATCH_BYTES:
@@ -70,7 +70,7 @@ class _Batch:
 
 
 class RowReader:
-    """Gives out the rows of all inputs that are not answered yet, once; counts what it has read."""
+    """Yields the rows of all inputs that are not answered yet, once, and counts what it reads."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class RowReader:
         self._shard = shard
         self._source: Source | None = None
         self._line_number = 0
-        """The number of the line that was read last, in its input; blank lines count."""
+        """Number of the last line in its input, including blank lines."""
         self._bytes_before = 0
         self.rows_read = 0
         self.rows_of_shard = 0
@@ -111,7 +111,7 @@ class RowReader:
         self.all_read = False
         """Whether every input was read to its end, and not just to the limit."""
         self.bytes_total = _total_bytes(self._inputs)
-        """Bytes of all inputs as they are on disk; None: not known, as with standard input."""
+        """Bytes of all inputs on disk; None if unknown, as for standard input."""
 
     @property
     def warnings(self) -> RowWarnings:
@@ -125,12 +125,12 @@ class RowReader:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that were read, as they are on disk. Another thread sees it a little behind or ahead at times."""
+        """Bytes read so far, as they are on disk. Other threads may see a slightly different number."""
         source = self._source
         return self._bytes_before + (source.bytes_read if source is not None else 0)
 
     def batches(self) -> Generator[list[Job | JobResult], None, None]:
-        """Yield the rows in order. A batch comes when it is full, and before a read that may have to wait.
+        """Yield the rows in order, in batches that end when they are full or before a read that may have to wait.
 
         Raises ConfigError where an input cannot be read on, ColumnsError where its columns are not those of a job, and
         InputChanged where it is not what it was.
@@ -158,7 +158,7 @@ class RowReader:
             yield batch.take()
 
     def identify_all(self) -> InputRows:
-        """Read all rows, whatever the limit and the shard, to find out which rows they are; none is given out.
+        """Read all rows, whatever the limit and the shard, and return their identities.
 
         Raises as `batches` does.
         """
@@ -174,8 +174,7 @@ class RowReader:
         return rows
 
     def _checked(self, name: str) -> Iterator[ReadRow | None]:
-        """Yield what `_rows` yields. The first rows are held back until one of them has not the fault that those before
-        it have.
+        """Yield what `_rows` yields. The first rows are held back until one does not share the fault of those before.
 
         Raises ColumnsError where there is no such row among them. Where some rows are answered, the job's columns are
         known to be right.
@@ -241,7 +240,7 @@ class RowReader:
         self._source = None
 
     def _broken_off(self, name: str, error: Exception, way_out: str) -> ConfigError:
-        """Return the error that says how far an input could be read."""
+        """Return the error of an input that could only be read in part."""
         reason = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
         problem = reason.splitlines()[0].rstrip(" .:")
         return ConfigError(f"{_label(name)}: cannot be read past {self._place}: {problem}. {way_out}")
@@ -251,7 +250,7 @@ class RowReader:
         return self._limit is not None and self.rows_read >= self._limit
 
     def _row(self, line: Row, name: str) -> Job | JobResult | None:
-        """Parse one row; None for a row that is answered already, or by another shard."""
+        """Parse one row; None for a row that is already answered, or belongs to another shard."""
         index = self.rows_read
         is_of_shard = index in self._shard
         is_answered = is_of_shard and index in self._answered.all
@@ -273,7 +272,7 @@ class RowReader:
         return row
 
     def _num_bytes(self, line: Row) -> int:
-        """Return roughly the bytes of the row that was read last."""
+        """Estimate the bytes of the last row."""
         if isinstance(line, bytes | str):
             return len(line)
         return self._source.row_bytes if self._source is not None else 0
@@ -284,7 +283,7 @@ class RowReader:
 
     @property
     def _place(self) -> str:
-        """The place of the row that was read last, as messages name it."""
+        """The place of the last row, for messages."""
         assert self._source is not None
         return self._source.place(self._line_number)
 
@@ -292,7 +291,7 @@ class RowReader:
 def check_first_rows(
     inputs: Sequence[str], make_parser: Callable[[], RowParser], *, limit: int | None = None
 ) -> list[Job | JobResult]:
-    """Read the first rows of each input and return them. Raises ColumnsError where those of one all lack a prompt.
+    """Read the first rows of each input and return them. Raises ColumnsError if those of an input are all at fault.
 
     Other trouble is left to whoever reads the input. `limit` is the number of rows that are wanted of each.
     """

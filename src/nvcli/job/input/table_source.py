@@ -27,11 +27,11 @@ from nvcli.job.rows.raw_values import without_nulls
 
 _BATCH_ROWS = 256
 _BATCH_BYTES = 16 * 1024 * 1024
-"""Most rows that are made at a time, and the memory that they may take."""
+"""Maximum number of rows to make at a time, and their maximum memory."""
 _OBJECT_BYTES = 64
-"""Roughly what a Python object takes beside its value."""
+"""Approximate overhead of a Python object."""
 _READ_BYTES = 1024 * 1024
-"""Bytes of each column of a Parquet file that are read at a time; without a bound pyarrow reads whole row groups."""
+"""Bytes of each Parquet column to read at a time; without a limit pyarrow reads whole row groups."""
 _ARROW_FILE_START = b"ARROW1"
 _TEXTS = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
 _LISTS = (types.is_list, types.is_large_list, types.is_map)
@@ -40,7 +40,7 @@ _Made = TypeVar("_Made")
 
 
 class TableSource(Source):
-    """The rows of one file. Keys whose value is null are left out, in nested values too."""
+    """The rows of one file, without null values at any level."""
 
     kind: str
     """The name of the format."""
@@ -50,7 +50,7 @@ class TableSource(Source):
         """Yield each `RecordBatch` of the file, and the bytes of the file up to its end. Raises as pyarrow does."""
 
     def place(self, number: int) -> str:
-        """Return what messages call the place of the row that was yielded last, as the `number`-th."""
+        """Return the name of the last row's place in messages; it was the `number`-th."""
         return f"row {number}"
 
     def lines(self) -> Iterator[Row]:
@@ -71,7 +71,7 @@ class TableSource(Source):
         self.bytes_read = size
 
     def _valid_batches(self) -> Iterator[tuple[Any, int]]:
-        """Yield what `batches` yields, once it is checked.
+        """Yield what `batches` yields, after a check.
 
         Raises ConfigError for offsets, lengths or texts that are not valid: pyarrow would follow them to memory that is
         not the file's, or crash.
@@ -86,7 +86,7 @@ class TableSource(Source):
             yield batch, end
 
     def _explained(self, made: Iterator[_Made]) -> Iterator[_Made]:
-        """Yield what pyarrow makes. Raises OSError, ConfigError and InputChanged where it cannot go on."""
+        """Yield what pyarrow makes, with its exceptions turned into OSError, ConfigError and InputChanged."""
         try:
             yield from made
         except (OSError, NvcliError):
@@ -151,12 +151,12 @@ class ArrowSource(TableSource):
 
 
 def _rows_within(row_bytes: int) -> int:
-    """Return how many rows of `row_bytes` make a batch."""
+    """Return how many rows of `row_bytes` fit in a batch."""
     return max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1, row_bytes)))
 
 
 def rows_of(batch: Any) -> Iterator[tuple[list[dict[str, Any] | RowError], int]]:
-    """Yield some rows of a valid `RecordBatch` at a time, without their nulls, and roughly the bytes of each.
+    """Yield a few rows of a valid `RecordBatch` at a time, without nulls, and the approximate bytes of each row.
 
     A row that is too large to make is an error.
     """
@@ -175,7 +175,7 @@ def rows_of(batch: Any) -> Iterator[tuple[list[dict[str, Any] | RowError], int]]
 
 
 def _is_plain(kind: Any) -> bool:
-    """Tell whether values of a type take bytes of their own in the batch, each of them."""
+    """Tell whether each value of a type takes its own bytes in the batch."""
     if any(is_kind(kind) for is_kind in _TEXTS):
         return True
     if types.is_struct(kind):
@@ -190,7 +190,7 @@ def _most_row_bytes(batch: Any) -> int:
 
 
 def _most_value_bytes(array: Any) -> int:
-    """Return at least what the largest value of an array takes as Python objects."""
+    """Return an upper bound of the bytes of an array's largest value as Python objects."""
     kind = array.type
     if isinstance(array, pyarrow.ExtensionArray):
         return _most_value_bytes(array.storage)
@@ -217,7 +217,7 @@ def _most_value_bytes(array: Any) -> int:
 
 
 def _most_text_bytes(array: Any) -> int:
-    """Return the bytes of the longest text of an array; 0 for one of numbers and the like."""
+    """Return the bytes of the longest text of an array; 0 for numbers and the like."""
     if types.is_string_view(array.type) or types.is_binary_view(array.type):
         lengths = memoryview(array.buffers()[1]).cast("i")[4 * array.offset : 4 * (array.offset + len(array)) : 4]
         return int(max(0, *lengths))

@@ -1,5 +1,4 @@
-"""Brings an output up to inputs that have changed: rows that are as they were keep their answers, under the index they
-have now.
+"""Updates an output to inputs that have changed: unchanged rows keep their answers, under their new index.
 
 It is all or nothing, whenever the run is killed or the power fails:
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class ChangedInput:
-    """One output, the inputs that it was made from, and those that are there now."""
+    """An output, the inputs that it was made from, and the present ones."""
 
     def __init__(
         self, output: Path, file: LockedFile, old: Manifest, new: Manifest, rows: InputRows, *, shard: Shard = WHOLE
@@ -62,13 +61,13 @@ class ChangedInput:
 
     @property
     def note(self) -> str:
-        """The line that tells the user what has changed."""
+        """A line for the user on what has changed."""
         if self._changes.is_none:
             return "the input has other bytes, and the same rows"
         return f"the input has changed: {self._changes.describe()}"
 
     def update(self, pack: Callable[[bytes], bytes], *, update: bool, retry_errors: bool) -> Manifest:
-        """Bring the output up to the new inputs and return its manifest. Raises OSError.
+        """Update the output to the new inputs and return its manifest. Raises OSError.
 
         `pack` compresses a part of the output. `update` and `retry_errors` say what was asked for; raises ConfigError
         where that is not enough.
@@ -111,7 +110,7 @@ class ChangedInput:
         return "\n".join(f"  {line}" for line in self._old.input_differences(self._new))
 
     def _has_only_mended_failures(self, changes: RowChanges, scan: OutputScan) -> bool:
-        """Tell whether rows were mended that have no answer, and nothing else has changed."""
+        """Tell whether the only change is in rows without an answer."""
         answered = scan.answered
         return (
             self._file.size > 0
@@ -120,7 +119,7 @@ class ChangedInput:
         )
 
     def _lines(self) -> Iterator[tuple[WrittenRow, bytes]]:
-        """Yield the sound lines of the output, those of a complete table too."""
+        """Yield the valid lines of the output, also those of a complete table."""
         if self._file.size or not is_table(self._output):
             yield from valid_rows(self._file.path)
         elif self._old.finished is not None and self._output.stat().st_size == self._old.finished.output_bytes:
@@ -135,7 +134,7 @@ class ChangedInput:
 def _kept_lines(
     lines: Iterable[tuple[WrittenRow, bytes]], changes: RowChanges, rows: InputRows, shard: Shard
 ) -> Iterator[bytes]:
-    """Yield the lines that the output keeps, those of rows with another index or name with the new one.
+    """Yield the lines to keep, renumbered where the row's index or name has changed.
 
     Dropped are lines of rows that are not as they were, of rows of another shard, of rows whose id an earlier row has
     now, and of failed rows
@@ -156,7 +155,7 @@ def _kept_lines(
 def update_output(
     output: Path, file: LockedFile, manifest: Manifest, chunks: Iterable[bytes] | None, rows: InputRows
 ) -> Manifest:
-    """Make an output one of other inputs, and return its manifest. Raises OSError.
+    """Commit an output to new inputs, and return its manifest. Raises OSError.
 
     `file` holds the rows of the output, and `chunks` is what it holds from now on; None: what it has. `manifest` names
     the new inputs, whose rows are `rows`.
@@ -171,7 +170,7 @@ def update_output(
 
 
 def settle_update(output: Path, file: LockedFile) -> None:
-    """Finish an update that a run which was killed has begun. Raises OSError.
+    """Finish an update that a killed run left behind. Raises OSError.
 
     A manifest that cannot be read is left to those who need it.
     """

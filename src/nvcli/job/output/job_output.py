@@ -1,4 +1,4 @@
-"""The output of a job by its name: a file that may be continued, or a stream.
+"""The output of a job: a file that may be continued, or a stream.
 
 A file is new or continued, with the manifest that says which job it is of:
 
@@ -51,47 +51,47 @@ class OutputOptions:
     can_continue: bool = True
     """Whether the inputs can be read again, so that another run may continue the output."""
     overwrite: bool = False
-    """An output that is there is started anew."""
+    """Whether to start an existing output anew."""
     retry_errors: bool = False
-    """Failed rows of an output that is there are dropped, to be answered again."""
+    """Whether to drop failed rows of an existing output, to answer them again."""
     update: bool = False
-    """An output that is there is brought up to inputs that have changed."""
+    """Whether to update an existing output to changed inputs."""
     identify_rows: Callable[[], InputRows] | None = None
-    """Reads the inputs and returns their rows, to be compared with the rows that were answered; None: not possible."""
+    """Reads the inputs and returns their rows, to be compared with the answered ones; None: not possible."""
     limit: int | None = None
-    """Only so many rows of the inputs are wanted; None: all."""
+    """Number of rows of the inputs to answer; None: all."""
     shard: Shard | None = None
-    """The shard of the job whose rows the output has; None: it has all rows."""
+    """The shard of the job in this output; None: the whole job."""
     reorder_bytes: int = 1 << 28
-    """The memory that rows may take while they wait for their turn, when the output is put in order."""
+    """Memory for rows that wait for their turn, when the output is put in order."""
     text_field: str | None = None
-    """The key of each row for the text of its first choice; None: none, and in CSV `generated_text`."""
+    """Extra key for the text of the first choice; None: none, but `generated_text` in CSV."""
     on_begin: Callable[[], None] = lambda: None
-    """Called once a new output is begun: the rows and the manifest that were there before are gone then."""
+    """Called when a new output is begun, after any old rows and manifest are gone."""
 
 
 class JobOutput:
-    """An output that is written once and not continued: standard output, a pipe or a device."""
+    """An output that cannot be continued: standard output, a pipe or a device."""
 
     sink: Sink
 
     def __init__(self, form: OutputForm, sink: Sink | None = None) -> None:
-        """`sink` takes the bytes; None: whoever calls this sets it."""
+        """`sink` takes the bytes; None: the caller sets it."""
         if sink is not None:
             self.sink = sink
         self.form = form
         self.answered = AnsweredRows()
         """Rows that the output held when it was opened."""
         self.finished: Finished | None = None
-        """How the job ended, if it came to its end before and there is nothing to do."""
+        """How the job ended, if it is finished and there is nothing to do."""
         self.notes: list[str] = []
-        """Lines that tell the user what was found and done."""
+        """Lines for the user on what was found and done."""
         self.digests: DigestFile | None = None
-        """Takes the digests of the rows that are read, where another run may continue the output."""
+        """Takes the digests of the rows read; None if no other run can continue the output."""
 
     @property
     def folder(self) -> Path | None:
-        """The folder for temporary files of the output's size; None: the system's own."""
+        """The folder for large temporary files; None: the system's default."""
         return None
 
     def finish(self, *, rows: int, errors: Mapping[str, int], rows_read: int, all_read: bool) -> None:
@@ -103,7 +103,7 @@ class JobOutput:
         """
 
     def close(self) -> None:
-        """Give the output up, so that others may have it. Idempotent."""
+        """Release the output for other runs. Idempotent."""
         self.sink.close()
 
 
@@ -125,7 +125,7 @@ def open_output(name: str, job: Manifest, options: OutputOptions) -> JobOutput:
 
 
 def _output_form(path: Path, job: Manifest, options: OutputOptions) -> OutputForm:
-    """Return the form that an output's rows have."""
+    """Return the form of an output's rows."""
     text_field = options.text_field or (CSV_TEXT_FIELD if is_csv(path) else None)
     return OutputForm(created=job.created, model=job.model, text_field=text_field)
 
@@ -134,9 +134,9 @@ class FileOutput(JobOutput):
     """An output that is a regular file and may be continued."""
 
     def __init__(self, path: Path, job: Manifest, options: OutputOptions) -> None:
-        """Open the file and find out what it holds. Raises ConfigError where another job made it, and OutputError.
+        """Open the file and scan it. Raises ConfigError if another job made it, and OutputError.
 
-        `job` says what the output is made from now.
+        `job` describes the present job.
         """
         self._path = path
         self._job = job
@@ -220,7 +220,7 @@ class FileOutput(JobOutput):
             self._release(is_unused=not self.sink.is_started or self.finished is not None)
 
     def _release(self, *, is_unused: bool) -> None:
-        """Give up the file and its lock, and remove one that nothing was written to, or that is not needed any more."""
+        """Release the file and its lock. Remove it if nothing was written to it or it is not needed any more."""
         if is_unused and (self._file.is_new or self._has_spare_rows):
             self._file.path.unlink(missing_ok=True)
         if self.digests is not None:
@@ -247,8 +247,8 @@ class FileOutput(JobOutput):
         self._options.on_begin()
 
     def _holds_no_answer(self) -> bool:
-        """Tell whether the output has nothing but failed rows of a job with other settings, which is begun anew then:
-        no answer is lost."""
+        """Tell whether the output holds only failed rows of a job with other settings. Starting it anew loses no
+        answer."""
         try:
             manifest = load_manifest(self._path)
         except ConfigError:
@@ -269,7 +269,7 @@ class FileOutput(JobOutput):
         return True
 
     def _check_job(self) -> Manifest:
-        """Return the manifest of the output that is there. Raises ConfigError where it is of another job."""
+        """Return the manifest of the existing output. Raises ConfigError if it belongs to another job."""
         way_out = "start it anew with --overwrite, or name another with -o"
         manifest = load_manifest(self._path)
         if manifest is None:
@@ -297,7 +297,7 @@ class FileOutput(JobOutput):
         return manifest
 
     def _continue(self) -> None:
-        """Find out which rows the output holds, and drop lines that are damaged or to be tried again."""
+        """Find out which rows the output holds, and drop lines that are damaged or to be answered again."""
         finished = self._job.finished
         if finished is not None and self._is_enough(finished):
             self.finished = finished
@@ -332,14 +332,14 @@ class FileOutput(JobOutput):
         self.notes.append(f"continuing {self._path}: {self.answered.all.count:,} rows are answered already{retried}")
 
     def _keeps_rows(self, *, errors: bool, all_read: bool) -> bool:
-        """Tell whether the rows of a complete table are kept beside it: to be continued, or joined with other shards.
+        """Tell whether to keep the rows of a complete table beside it, to be continued or joined with other shards.
 
         `errors` says whether there are failed rows, and `all_read` whether the inputs were read to their end.
         """
         return self._options.can_continue and (errors or not all_read or self._options.shard is not None)
 
     def _is_enough(self, finished: Finished) -> bool:
-        """Tell whether the output is as it was when the job was finished, and nothing more is asked for."""
+        """Tell whether the finished output is unchanged, and nothing more is asked for."""
         if not self._path.exists() or self._path.stat().st_size != finished.output_bytes:
             return False
         limit = self._options.limit
@@ -347,7 +347,7 @@ class FileOutput(JobOutput):
         return has_all and not (self._options.retry_errors and finished.errors)
 
     def _check_rows(self, num_rows: int) -> None:
-        """Raise OutputError unless the file holds what was there and what was written, so many rows in all."""
+        """Raise OutputError unless the file holds the rows found and written, `num_rows` in all."""
         self._guard.check_written()
         if self._guard.was_touched:
             found = scan_output(self._file.path).answered.all
@@ -358,7 +358,7 @@ class FileOutput(JobOutput):
                 )
 
     def _drop_rows_from(self, num_rows: int) -> AnsweredRows:
-        """Drop the rows from this number on, which the inputs do not have, and return them."""
+        """Drop and return the rows from this number on, which the inputs do not have."""
         dropped = AnsweredRows()
         if self.answered.all.next_present(num_rows) in self.answered.all:
             for row, _ in valid_rows(self._file.path):
@@ -370,11 +370,11 @@ class FileOutput(JobOutput):
         return dropped
 
     def _replace(self, lines: Iterable[bytes]) -> None:
-        """Replace the rows of the output by these lines, which have no newline."""
+        """Replace the rows of the output by these lines, given without newlines."""
         self._file.replace(map(self._pack, in_chunks(lines)))
 
     def _take_mode_of_table(self) -> None:
-        """Give a new working file the mode of the table that is there: who may not read that may not read this."""
+        """Give a new working file the mode of the existing table, so that the same users may read it."""
         if is_table(self._path) and self._file.is_new and self._path.exists():
             os.fchmod(self._file.fd, self._path.stat().st_mode & 0o777)
 
@@ -384,7 +384,7 @@ def _size(path: Path) -> int:
 
 
 def _in_order(path: Path, max_bytes: int) -> Iterator[bytes]:
-    """Yield the sound lines of an output in the order of their rows, holding at most about `max_bytes` in memory."""
+    """Yield the valid lines of an output in the order of their rows, with about `max_bytes` of memory at most."""
     rows = scan_output(path).answered.all  # with `--limit` there may be gaps: rows that are still to come
     waiting = ReorderBuffer(rows.next_present, max_bytes=max_bytes, folder=path.parent)
     try:

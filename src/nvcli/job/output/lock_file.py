@@ -1,4 +1,4 @@
-"""A file beside the output that names the run which writes to it, for file systems whose own locks do nothing.
+"""A file beside the output that names the run writing to it, for file systems where locks do not work.
 
 The kernel's lock on the output (`locked_file`) goes with its process and needs no file. But some network file systems
 grant such a lock to everybody, or to one run on each host. There this file tells two runs apart. It says which process
@@ -22,10 +22,10 @@ _LOCAL_TYPES = frozenset((
     "bcachefs", "btrfs", "exfat", "ext2", "ext3", "ext4", "f2fs", "jfs", "ntfs3", "overlay", "ramfs", "reiserfs",
     "tmpfs", "vfat", "xfs", "zfs",
 ))  # fmt: skip
-"""Types of file systems that one kernel alone has mounted; any other type may be a network file system."""
+"""Types of local file systems; any other may be a network file system."""
 _MAX_TRIES = 20
 _TRY_SECONDS = 0.05
-"""Seconds between two looks at a file that is just being written or taken over."""
+"""Seconds between two looks at a file that is being written or taken over."""
 
 
 class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,23 +33,23 @@ class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
 
     host: str
     machine: str
-    """The machine's id, which its installation gave it; empty where it has none, as in many containers."""
+    """The machine's id; empty where it has none, as in many containers."""
     boot: str
-    """The id of the running kernel, which is another after each start of the machine."""
+    """The id of the running kernel, which changes with each boot."""
     pid_namespace: str
-    """Processes of one kernel have comparable process ids where this is the same."""
+    """The namespace within which process ids are comparable."""
     pid: int
     started: str
-    """The start of the process in the kernel's clock ticks, which tells it from a later one with the same id."""
+    """Start time of the process in clock ticks, which tells it from a later process with the same id."""
     since: str
-    """When the output was taken, for messages."""
+    """When the output was locked, for messages."""
 
 
 class LockFile:
-    """A lock file that this process has made. `release` removes it."""
+    """A lock file of this process. `release` removes it."""
 
     def __init__(self, path: Path, output: Path, *, locks_work: bool, is_shared: bool) -> None:
-        """Make the file, or take over that of a process which is gone. Raises ConfigError where another run has it.
+        """Create the file, or take over that of a process that is gone. Raises ConfigError if another run holds it.
 
         `locks_work` says that this process holds the output's lock, and that the kernel refuses it to others on this
         host. `is_shared` says that other hosts may use the file system too. Where the folder takes no new files there
@@ -79,7 +79,7 @@ class LockFile:
             raise _held_by_another(path, output, _holder(_read(path) or b""))
 
     def release(self) -> None:
-        """Remove the file, unless another run has replaced it. Idempotent.
+        """Remove the file unless another run has replaced it. Idempotent.
 
         One that cannot be removed is taken over by the next run, as that of a process which is gone.
         """
@@ -90,7 +90,7 @@ class LockFile:
                     self._path.unlink(missing_ok=True)
 
     def _remove_if_stale(self) -> bool:
-        """Remove a lock file whose process is gone, and return True; return False to look again.
+        """Remove a lock file whose process is gone, and return True; return False to try again.
 
         Raises ConfigError where the process runs, or where nobody can say whether it does.
         """
@@ -118,7 +118,7 @@ class LockFile:
 
 
 def this_process() -> LockHolder:
-    """Describe the process that runs."""
+    """Describe the current process."""
     pid = os.getpid()
     return LockHolder(
         host=socket.gethostname(),
@@ -132,7 +132,7 @@ def this_process() -> LockHolder:
 
 
 def _create(path: Path, data: bytes) -> None:
-    """Make the file, which must not be there. Raises FileExistsError, and other OSErrors."""
+    """Create a file that must not exist yet. Raises FileExistsError, and other OSErrors."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         while data:
@@ -158,7 +158,7 @@ def _is_running(holder: LockHolder) -> bool:
 
 
 def _start_time(pid: int) -> str | None:
-    """Return when a process started, in the kernel's clock ticks; None where it has ended or is not shown."""
+    """Return the start time of a process in clock ticks; None if it has ended or is hidden."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -196,7 +196,7 @@ def _first_line(name: str) -> str:
 
 
 def is_on_local_disk(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
-    """Tell whether a file is on a file system that only this host uses. Where nobody knows, it is not.
+    """Tell whether a file is on a local file system. If unknown, it is not.
 
     `mounts` has the form of proc_pid_mountinfo(5): the mount point is the fifth field, the type follows a dash.
     """

@@ -25,12 +25,12 @@ class LockedFile:
     """
 
     def __init__(self, path: Path, output: Path) -> None:
-        """Open the file or make it. Raises ConfigError where it cannot be opened or another run holds it.
+        """Open or create the file. Raises ConfigError if it cannot be opened or another run holds it.
 
         `output` is the output that the file belongs to, or the file itself.
         """
         self.path = path = real_path(path) if path == output else path
-        """The file itself. An output may be a symbolic link, which stays; a file beside one may not."""
+        """The file itself, behind a symbolic link if the output is one."""
         self.is_new = not path.exists()
         try:
             self.fd = _open_locked(path)
@@ -55,12 +55,12 @@ class LockedFile:
         return os.fstat(self.fd).st_size
 
     def truncate(self, size: int) -> None:
-        """Cut the file off at `size`, and wait until that is on disk."""
+        """Truncate the file to `size`, and wait until that is on disk."""
         os.ftruncate(self.fd, size)
         os.fsync(self.fd)
 
     def replace(self, chunks: Iterable[bytes]) -> None:
-        """Write the file anew. After a crash there is the old file or the new one. The lock is kept throughout."""
+        """Rewrite the file. After a crash there is the old or the new one. The lock is kept throughout."""
         self.write_draft(chunks)
         self.adopt_draft()
         sync_folder(self.path.parent)
@@ -72,7 +72,7 @@ class LockedFile:
             file.writelines(chunks)
 
     def adopt_draft(self) -> None:
-        """Put the new version in the file's place, if there is one. The folder is not synced."""
+        """Replace the file by its new version, if there is one. The folder is not synced."""
         draft = rewrite_path(self.path)
         try:
             fd = open_unlinked(draft, os.O_RDWR | os.O_APPEND)
@@ -95,7 +95,7 @@ class LockedFile:
 
 
 def in_chunks(lines: Iterable[bytes]) -> Iterable[bytes]:
-    """Join lines, which have no newline, to chunks of about a mebibyte."""
+    """Join lines without newlines to chunks of about a mebibyte."""
     chunk = bytearray()
     for line in lines:
         chunk += line
@@ -135,7 +135,7 @@ def _lock(fd: int) -> None:
 
 
 def _is_kept_from_others(path: Path) -> bool:
-    """Tell whether the kernel refuses the lock of a file that this process has locked."""
+    """Tell whether the lock that this process holds on a file keeps others out."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -16,24 +16,24 @@ from nvcli.job.own_files import manifest_draft_path, manifest_path
 
 VERSION = 2
 CHAT_FACT = "job.chat"
-"""The fact that says which texts become messages of a user (`job.run.chat_choice`)."""
+"""The fact that says which texts become user messages (`job.run.chat_choice`)."""
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """How the output was when the job came to its end."""
+    """The output as it was when the job finished."""
 
     rows: int
     errors: dict[str, int]
     """Failed rows by error type."""
     all_read: bool
-    """Whether the inputs were read to their end; else they were read as far as `--limit` went."""
+    """Whether the inputs were read to their end, and not just to `--limit`."""
     output_bytes: int
     rows_read: int = 0
     """Rows of the inputs from this number on may be unanswered, unless all were read."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The sources of an output. Facts, ids on the hub and descriptions of inputs are compared.
+    """The sources of an output. Facts, hub ids and descriptions of inputs are compared.
 
     Names of folders and files are for messages: they may be moved and copied.
     """
@@ -44,23 +44,23 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """The model as it was named."""
     hub_id: str | None = None
-    """Its id on the Hugging Face hub, if it was named so."""
+    """Its id on the Hugging Face hub, if it was named by that."""
     facts: dict[str, str | int | float | bool | None]
-    """Everything of the model and the configuration that an answer depends on."""
+    """Everything about the model and the configuration that answers depend on."""
     inputs: list[tuple[str, str]]
     """The name and the description of each input."""
     num_input_rows: int | None = None
-    """The rows of the inputs, once they were read to their end."""
+    """Number of rows of the inputs, once read to their end."""
     is_updating: bool = False
     """Whether new versions of the output's rows and digests lie beside them, to take their places (`output.update`)."""
     finished: Finished | None = None
 
     def differences(self, other: Manifest) -> list[str]:
-        """Return one line for each thing that differs between this manifest and `other`."""
+        """Return a line for each difference from `other`."""
         return [*self.setting_differences(other), *self.input_differences(other)]
 
     def setting_differences(self, other: Manifest) -> list[str]:
-        """Return one line for each thing of model and configuration that differs between this manifest and `other`."""
+        """Return a line for each difference from `other` in model and configuration."""
         lines = [f"model: {self.hub_id} → {other.hub_id}"] if self._has_other_hub_id(other) else []
         lines += [
             f"{name}: {_show(self.facts, name)} → {_show(other.facts, name)}{self._way_back(name, other)}"
@@ -70,7 +70,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return lines
 
     def _way_back(self, name: str, other: Manifest) -> str:
-        """Return what to add to a difference whose way back is a flag."""
+        """Return the hint on how to undo a difference, where a flag does it."""
         if name != CHAT_FACT:
             return ""
         old, new = str(self.facts.get(name)), str(other.facts.get(name))
@@ -80,7 +80,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return f" (it goes on as it was begun {flag})"
 
     def input_differences(self, other: Manifest) -> list[str]:
-        """Return one line for each input that differs between this manifest and `other`."""
+        """Return a line for each input that differs from those of `other`."""
         if len(self.inputs) != len(other.inputs):
             return [f"inputs: {_names(self.inputs)} → {_names(other.inputs)}"]
         return list(_input_differences(self.inputs, other.inputs))
@@ -90,7 +90,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _show(facts: dict[str, str | int | float | bool | None], name: str) -> str:
-    """Return a fact on one line; lists and mappings, which are JSON texts, as they are."""
+    """Return a fact on one line. Lists and mappings are JSON texts already."""
     if name not in facts:
         return "not set"
     text = msgspec.json.encode(facts[name]).decode()
@@ -110,7 +110,7 @@ def _input_differences(old: Sequence[tuple[str, str]], new: Sequence[tuple[str, 
 
 
 def load_manifest(output: Path) -> Manifest | None:
-    """Read the manifest of an output; None where there is none. Raises ConfigError for one that cannot be read."""
+    """Read the manifest of an output; None if there is none. Raises ConfigError if it cannot be read."""
     path = manifest_path(output)
     way_out = f"start anew with --overwrite, or name another output than {output} with -o"
     try:
@@ -131,7 +131,7 @@ def load_manifest(output: Path) -> Manifest | None:
 
 
 def save_manifest(output: Path, manifest: Manifest) -> None:
-    """Write the manifest of an output. After a power loss there is the old one or the new one. Raises OSError."""
+    """Write the manifest of an output. After a power loss there is the old or the new one. Raises OSError."""
     data = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
     path = manifest_path(output)
     temporary = manifest_draft_path(output)
@@ -143,7 +143,7 @@ def save_manifest(output: Path, manifest: Manifest) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Make a file whose bytes are on disk when the `with` ends; none is left if an error comes. Raises OSError."""
+    """Create a file that is on disk when the `with` ends, and removed if an error comes. Raises OSError."""
     with create_anew(path, mode=mode) as file:
         try:
             yield file
@@ -155,7 +155,7 @@ def new_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make new and renamed files in a folder outlast a power loss. Raises OSError."""
+    """Sync a folder, so that new and renamed files in it outlast a power loss. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

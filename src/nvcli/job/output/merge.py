@@ -32,7 +32,7 @@ from nvcli.job.output.shard_outputs import (
 from nvcli.job.row_set import AnsweredRows, RowSet
 
 WAITING_BYTES = 1 << 28
-"""The memory that rows may take while they wait for their turn."""
+"""Memory for rows that wait for their turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +46,11 @@ class Merged:
     errors: dict[str, int]
     """Failed rows of the output by error type."""
     missing: str
-    """The rows that no shard has, and how to compute them; empty: there are none."""
+    """The rows that no shard has, and how to compute them; empty if there are none."""
     was_complete: bool
-    """The output was complete before, and there was nothing to do."""
+    """Whether the output was complete before, so that there was nothing to do."""
     command: str
-    """The command of the whole job into this output, as far as it is known."""
+    """The command of the whole job with this output, as far as known."""
 
 
 def merge_outputs(
@@ -109,7 +109,7 @@ def merge_outputs(
 def _join(
     shards: Sequence[ShardOutput], found: ShardRows, opened: JobOutput, max_bytes: int, output: str
 ) -> tuple[int, Counter[str]]:
-    """Write the rows that the output does not have, and finish it if none is missing then.
+    """Write the rows that the output lacks, and finish it if none is missing then.
 
     Returns its number of rows, and its failed ones by error type.
     """
@@ -132,7 +132,7 @@ def _join(
 
 
 class _NewRows:
-    """The rows that shards have and the joined output has not."""
+    """The rows of shards that the joined output lacks."""
 
     def __init__(self, shards: Sequence[ShardOutput], found: RowSet, there: RowSet) -> None:
         """`found` are the rows of the shards, and `there` those of the output."""
@@ -143,7 +143,7 @@ class _NewRows:
         """The rows that were given so far."""
 
     def in_order(self, max_bytes: int, folder: Path | None) -> Iterator[bytes]:
-        """Yield their lines in the order of the job. Raises OutputError where a shard has lost a row meanwhile.
+        """Yield their lines in the order of the job. Raises OutputError if a shard has lost a row meanwhile.
 
         The shard that has the next row is read until that row comes.
         """
@@ -164,7 +164,7 @@ class _NewRows:
             waiting.close()
 
     def _next_row(self, index: int) -> int:
-        """Return the first row from `index` on that is to be given; behind the last one, a row that no shard has."""
+        """Return the next row to yield from `index` on, or past the last one, a row that no shard has."""
         index = self._found.next_present(index)
         while index in self._found and index in self._there:
             index = self._found.next_present(self._there.next_missing(index))

@@ -1,4 +1,4 @@
-"""Reads an output that exists: which rows it answers, and where its sound part ends."""
+"""Reads an existing output: which rows it answers, and where its valid part ends."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from nvcli.job.rows.output_row import WrittenRow, read_output_row
 from nvcli.job.shard import WHOLE, Shard
 
 _MAX_HELD_BYTES = 64 * 1024 * 1024
-"""The most that lines of a member may take while it is not known whether it ends."""
+"""Maximum size of a member's lines that are held until it is known to be complete."""
 
 
 class OutputScan:
-    """The findings. Lines are judged one by one, so that a damaged one costs its own row and no other."""
+    """The findings. Lines are judged one by one, so that a damaged one costs only its own row."""
 
     def __init__(self) -> None:
         self.answered = AnsweredRows()
         self.sound_bytes = 0
-        """The end of the last sound line, or in a compressed file of its member; bytes behind it can be cut off."""
+        """End of the last valid line, or in a compressed file of its member; the rest can be cut off."""
         self.num_damaged = 0
-        """Lines before `sound_bytes` that are no rows, or that repeat the row of an earlier line."""
+        """Lines before `sound_bytes` that are not rows, or repeat an earlier one."""
         self.is_in_order = True
-        """Whether the sound lines are those of the first rows of the job or its shard, in order and without a gap."""
+        """Whether the valid lines are the first rows of the job or its shard, in order and without a gap."""
 
     @property
     def num_rows(self) -> int:
@@ -56,7 +56,7 @@ def scan_output(path: Path, shard: Shard = WHOLE) -> OutputScan:
 
 
 def valid_rows(path: Path, seen: AnsweredRows | None = None) -> Iterator[tuple[WrittenRow, bytes]]:
-    """Yield the lines (without newline) that a scan counts as rows, in the order of the file.
+    """Yield the lines that a scan counts as rows, without newline, in the order of the file.
 
     Rows that are in `seen` are left out, and those that are yielded are added to it.
     """
@@ -69,7 +69,7 @@ def valid_rows(path: Path, seen: AnsweredRows | None = None) -> Iterator[tuple[W
 
 
 def _blocks(path: Path) -> Iterator[tuple[list[Line], int]]:
-    """Yield complete lines, and where in the file the smallest part that holds them ends.
+    """Yield complete lines, with the place where the smallest part of the file that holds them ends.
 
     That part is the line itself, or in a compressed file the member that it is in. Lines of a torn member are not given
     out. A member of up to `_MAX_HELD_BYTES`, as those of an output are, is held until it has ended; a larger one is
@@ -84,7 +84,7 @@ def _blocks(path: Path) -> Iterator[tuple[list[Line], int]]:
 
 
 def _splitter() -> LineSplitter:
-    """Make a splitter for our own lines, which may be of any length.
+    """Return a splitter for our own lines, which may be of any length.
 
     What a lost write leaves is zeros, without an end where the file has a hole. They need not be kept.
     """
@@ -126,7 +126,7 @@ def _packed_blocks(file: IO[bytes], compression: str) -> Iterator[tuple[list[Lin
 
 
 def _large_member(fd: int, compression: str, begin: int, end: int) -> Iterator[tuple[list[Line], int]]:
-    """Yield the lines of a sound member, a few at a time."""
+    """Yield the lines of a valid member, a few at a time."""
     unpacker = Unpacker(compression)
     splitter = _splitter()
     for at in range(begin, end, READ_BYTES[compression]):

@@ -26,17 +26,17 @@ from nvcli.job.rows.raw_values import as_text, decode, is_null
 
 _BATCH_ROWS = 1024
 _BATCH_BYTES = 16 * 1024 * 1024
-"""A batch has at most so many rows, and no further row once it has so many bytes of JSON."""
+"""Limits of a batch, in rows and in bytes of JSON."""
 
 _READ_ROWS = 256
-"""Rows of a table that are held at a time when it is read back."""
+"""Rows to hold at a time when a table is read back."""
 
 _JSON_KEYS = frozenset(("choices", "usage", "error", "response"))
-"""nvcli's own keys whose values are JSON texts where not all rows have nvcli's own form."""
+"""nvcli's own keys that become JSON text unless all rows have nvcli's own form."""
 
 
 class _LargeInt:
-    """The kind of integers that a column of floats does not hold exactly."""
+    """The kind of integers that floats cannot represent exactly."""
 
 
 _SCALARS = {
@@ -47,23 +47,23 @@ _SCALARS = {
     str: pyarrow.string(),
 }
 _NUMBERS = ({int, float}, {int, _LargeInt})
-"""Sets of kinds that one column of numbers can hold."""
+"""Sets of kinds that fit in one column of numbers."""
 _MAX_FLOAT_INT = 1 << 53
 
 
 _Row = dict[str, msgspec.Raw]
-"""A row whose values are JSON still."""
+"""A row whose values are still JSON."""
 
 _decode_row = msgspec.json.Decoder(_Row).decode
 _encode = msgspec.json.Encoder().encode
 
 _TOKEN = pyarrow.struct([("token", pyarrow.string()), ("logprob", pyarrow.float64())])
 _FIRST = ("index", "text", "finish_reason", "token_ids", "logprobs", "score")
-"""The fields of a generated answer that come first in its column."""
+"""Fields of a generated answer that come first."""
 
 
 def _column_of(kind: inspect.Type) -> pyarrow.DataType:
-    """Return the type of a column that holds the JSON of a field."""
+    """Return the column type of a field by its type in Python."""
     match kind:
         case inspect.StructType(fields=fields):
             if kind.cls is Choice:
@@ -109,7 +109,7 @@ _TASK_TYPES: dict[Task, dict[str, pyarrow.DataType]] = {
 
 
 def write_parquet(lines: Callable[[], Iterable[bytes]], file: BinaryIO) -> int:
-    """Write rows to an open file, and return how many rows the file says that it has.
+    """Write rows to an open file, and return the number of rows in its metadata.
 
     `lines` begins a pass over the rows and is called twice. Raises OSError, and OutputError for rows that no table can
     hold.
@@ -131,7 +131,7 @@ def write_parquet(lines: Callable[[], Iterable[bytes]], file: BinaryIO) -> int:
 
 
 def read_parquet(path: Path) -> Iterator[bytes]:
-    """Yield the rows of a file that `write_parquet` made as lines of JSON, from which the same table can be made.
+    """Yield the rows of a file that `write_parquet` made as lines of JSON that give the same table again.
 
     Raises OSError.
     """
@@ -146,7 +146,7 @@ def read_parquet(path: Path) -> Iterator[bytes]:
 
 
 def _json_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a table's row as `output_row` has them; a null is an absent key."""
+    """Return a table's row as `output_row` made it; a null is an absent key."""
     values = {key: value for key, value in row.items() if value is not None}
     for key in _JSON_KEYS & values.keys():
         if isinstance(values[key], str):
@@ -183,7 +183,7 @@ def _batches(lines: Iterable[bytes], columns: _Columns) -> Iterator[list[dict[st
 
 
 class _Columns:
-    """The columns of a file, which follow from all of its rows."""
+    """The columns of a file, which depend on all of its rows."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, set[type]] = {}
@@ -191,10 +191,10 @@ class _Columns:
         self._is_native = True
         """Whether all rows have nvcli's own form."""
         self._tasks: dict[bool, set[Task]] = {False: set(), True: set()}
-        """The tasks of rows, of those that failed and of the others."""
+        """Tasks of rows, by whether the rows are answered."""
 
     def look_at(self, row: _Row) -> None:
-        """Take note of a row. All rows are looked at before the first one is fitted."""
+        """Record a row. All rows are recorded before the first one is fitted."""
         self._is_native = self._is_native and "index" in row
         self._tasks[is_null(row.get("error"))].add(_task_of(list(row)))
         for key, value in row.items():
@@ -209,7 +209,7 @@ class _Columns:
         ]
 
     def fit(self, row: _Row) -> dict[str, Any]:
-        """Return the values of a row in the types of its columns."""
+        """Convert the values of a row to the types of its columns."""
         json_names = self._json_names
         fitted: dict[str, Any] = {
             name: as_text(raw) if name in json_names and not is_null(raw) else decode(raw) for name, raw in row.items()
@@ -220,7 +220,7 @@ class _Columns:
 
     @cached_property
     def _json_names(self) -> set[str]:
-        """The columns that hold JSON text, because their values are nested or mixed."""
+        """Columns of JSON text, because their values are nested or mixed."""
         return {
             name
             for name, kinds in self._kinds.items()
@@ -232,17 +232,17 @@ class _Columns:
 
     @cached_property
     def _own_types(self) -> Mapping[str, pyarrow.DataType]:
-        """The types of nvcli's own columns: rows that failed may lack what tells their task."""
+        """Types of nvcli's own columns. Answered rows decide the task, which failed rows may not show."""
         (task, *others) = self._tasks[True] or self._tasks[False] or {"generate"}
         return {} if others else _own_types_of(task, is_base64=str in self._kinds.get("embedding", ()))
 
 
 _KINDS = {b'"': str, b"t": bool, b"f": bool, b"n": type(None), b"{": object, b"[": object}
-"""The kinds of values that their first byte tells."""
+"""Kinds of values by their first byte."""
 
 
 def _kind(raw: msgspec.Raw) -> type:
-    """Return the kind of a value; `object` where no column of scalars can hold it."""
+    """Return the kind of a value; `object` if no column of scalars can hold it."""
     kind = _KINDS.get(bytes(memoryview(raw)[:1]))
     if kind is not None:
         return kind
@@ -268,19 +268,19 @@ def _column_type(kinds: set[type]) -> pyarrow.DataType:
 
 
 def _task_of(names: Sequence[str]) -> Task:
-    """Return the task whose answer begins with these keys. Rows have the keys of the answer first, and columns of the
-    input may have the same names."""
+    """Return the task whose answer begins with these keys. Later keys are columns of the input, which may have the
+    same names."""
     own = names[2:4]
     return "embed" if "embedding" in own else "score" if "best" in own else "generate"
 
 
 def _own_types_of(task: Task, *, is_base64: bool) -> Mapping[str, pyarrow.DataType]:
-    """Return the types of the columns that the answers of a task have. `is_base64`: embeddings are texts."""
+    """Return the column types of a task's answers. `is_base64`: embeddings are texts."""
     return {**_TASK_TYPES[task], "embedding": pyarrow.string()} if is_base64 else _TASK_TYPES[task]
 
 
 def fit_row(row: dict[str, Any]) -> None:
-    """Give the alternatives of log-probabilities in a row the form that its columns take."""
+    """Convert the alternatives of log-probabilities in a row to the form of their columns."""
     for part in (*(choice.get("logprobs") for choice in row.get("choices", ())), row.get("prompt_logprobs")):
         if part:
             part["top_logprobs"] = [
@@ -290,9 +290,9 @@ def fit_row(row: dict[str, Any]) -> None:
 
 
 def _json_alternatives(top: Sequence[Any] | None) -> dict[str, float | None] | None:
-    """Return the alternatives of one token, as a table holds them, in the form that they have in JSON.
+    """Convert the alternatives of a token from a table to their form in JSON.
 
-    In tables of earlier versions they are maps, which are read as pairs.
+    Tables of earlier versions have maps, which are read as pairs.
     """
     if top is None:
         return None

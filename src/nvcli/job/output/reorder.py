@@ -1,4 +1,4 @@
-"""Puts lines into the order of their rows. Lines that must wait long wait in a temporary file, not in memory.
+"""Sorts lines by row. Lines that must wait long are kept in a temporary file, not in memory.
 
 This is an external merge: lines wait in memory up to a bound, then go to the file as one sorted run. A run is read back
 from its beginning, so only one place and one row of it are remembered, however many lines it holds.
@@ -17,18 +17,18 @@ from pathlib import Path
 from nvcli.errors import OutputError
 
 _HEADER = struct.Struct("<QQ")
-"""The row and the length of a line, which stand before it in the file."""
+"""The row and the length of a line, which precede it in the file."""
 _OVERHEAD = 150
-"""Roughly what Python takes for a waiting line beside its bytes."""
+"""Approximate overhead of a waiting line."""
 
 
 class ReorderBuffer:
-    """Takes lines in any order, and gives each out after the lines of all rows before it."""
+    """Takes lines in any order, and yields each after the lines of all earlier rows."""
 
     def __init__(
         self, next_row: Callable[[int], int] = lambda index: index, *, max_bytes: int, folder: Path | None = None
     ) -> None:
-        """`next_row(i)` is the first row from `i` on that will come. `folder` holds the file; None: TMPDIR does."""
+        """`next_row(i)` is the first row from `i` on that will come. The file is in `folder`; None: in TMPDIR."""
         self._next_row = next_row
         self._max_bytes = max_bytes
         self._folder = folder
@@ -36,7 +36,7 @@ class ReorderBuffer:
         self._held: dict[int, bytes] = {}
         self._held_bytes = 0
         self._runs: list[tuple[int, bytes, Iterator[tuple[int, bytes]]]] = []
-        """The runs as a heap, by the row that each run has next: that row, its line, and the lines that follow."""
+        """Heap of the runs: the next row of each, its line, and the lines after it."""
         self._fd: int | None = None
         self._file_bytes = 0
 
@@ -45,7 +45,7 @@ class ReorderBuffer:
 
     @property
     def next_index(self) -> int:
-        """The row whose line comes out next."""
+        """The row whose line is due next."""
         return self._next
 
     @property
@@ -60,7 +60,7 @@ class ReorderBuffer:
             self._spill()
 
     def take(self) -> Iterator[bytes]:
-        """Yield the lines whose turn has come."""
+        """Yield the lines that are due."""
         while True:
             line = self._held.pop(self._next, None)
             if line is not None:
@@ -91,7 +91,7 @@ class ReorderBuffer:
         return line
 
     def _spill(self) -> None:
-        """Move the lines in memory to the file as a new run."""
+        """Move the lines from memory to the file, as a new run."""
         indices = sorted(self._held)
         try:
             if self._fd is None:
@@ -130,6 +130,6 @@ def _lines_of_run(fd: int, start: int, end: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _open_temporary(folder: Path | None) -> int:
-    """Open a file without a name, which is gone when it is closed, however the process ends."""
+    """Open a file without a name, which disappears when it is closed or the process ends."""
     with tempfile.TemporaryFile(dir=folder) as file:
         return os.dup(file.fileno())

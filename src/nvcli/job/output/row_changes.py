@@ -1,4 +1,4 @@
-"""Compares the rows of a changed input with those that an output was made from.
+"""Compares the rows of a changed input with those an output was made from.
 
 A row is the same one if it has the same bytes, wherever it stands. Of the others, rows are paired by their ids, and
 rows without an id (in one input or in both) by the places where they stand: these rows were mended. What has no partner
@@ -17,7 +17,7 @@ from nvcli.job.rows.row_digest import DIGEST_BYTES
 
 _MANY_ROWS = 1 << 20
 _NUM_PARTS = 16
-"""Parts in which more than `_MANY_ROWS` rows are compared, one after the other, to save memory."""
+"""Number of parts in which more than `_MANY_ROWS` rows are compared, to save memory."""
 _NOWHERE = -1
 
 _Keys = npt.NDArray[np.uint64]
@@ -26,44 +26,44 @@ _Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowChanges:
-    """The changes from the rows of the old inputs to those of the new ones."""
+    """The changes from the old rows to the new ones."""
 
     num_mended: int
     num_new: int
     num_gone: int
     num_unread: int
-    """Rows that are not among the old ones because the old inputs were not read to their end."""
+    """Rows that may be old, but were not read before, because the old inputs were not read to their end."""
     num_moved: int
-    """Rows that are as they were and have another index now."""
+    """Unchanged rows with another index."""
     mended: _Indices
     """The old indices of the mended rows."""
     new_index: _Indices
-    """The index that each old row has now; -1 where it was mended or is gone."""
+    """The present index of each old row; -1 if it was mended or is gone."""
 
     @property
     def is_none(self) -> bool:
-        """Whether all rows are as they were, in their places."""
+        """Whether all rows are unchanged and in place."""
         return not (self.num_moved or self.num_unread or self.num_new or not self.keeps_all)
 
     @property
     def keeps_all(self) -> bool:
-        """Whether every old row is there as it was, in its place; there may be others behind them."""
+        """Whether every old row is unchanged and in place; there may be new ones after them."""
         return not (self.num_mended or self.num_gone or self.num_moved)
 
     @property
     def only_mends(self) -> bool:
-        """Whether rows were mended in their places, and nothing else is known to have changed."""
+        """Whether rows were mended in place, and nothing else is known to have changed."""
         return not (self.num_gone or self.num_moved or self.num_new)
 
     def index_of(self, old_index: int) -> int | None:
-        """Return the index that an old row has now; None where it is not the same row, or not known."""
+        """Return the present index of an old row; None if it has changed or is unknown."""
         if old_index >= len(self.new_index):
             return None
         index = int(self.new_index[old_index])
         return None if index == _NOWHERE else index
 
     def describe(self) -> str:
-        """Say in a few words what has changed, such as `3 rows mended, 200 new, 1 gone`."""
+        """Summarise the changes, such as `3 rows mended, 200 new, 1 gone`."""
         counts = [
             (self.num_mended, "mended"),
             (self.num_new, "new"),
@@ -78,7 +78,7 @@ class RowChanges:
 
 
 def compare_rows(old: bytes | bytearray, new: bytes | bytearray, *, old_is_all: bool) -> RowChanges:
-    """Compare rows by their digests, which stand one behind the other, those of the old rows with those of the new.
+    """Compare the concatenated digests of old and new rows.
 
     `old_is_all` says that the old inputs had no other rows than these.
     """
@@ -120,7 +120,7 @@ def compare_rows(old: bytes | bytearray, new: bytes | bytearray, *, old_is_all: 
 
 
 class _Rows:
-    """Rows by the parts of their digests, which are views of them (`rows.row_digest`)."""
+    """Rows as views of the parts of their digests (`rows.row_digest`)."""
 
     def __init__(self, digests: bytes | bytearray) -> None:
         whole = memoryview(digests)[: len(digests) // DIGEST_BYTES * DIGEST_BYTES]
@@ -130,21 +130,21 @@ class _Rows:
         self.content = self._words[:, 0]
         self.content_rest = self._halves[:, 4]
         self.is_left = np.ones(self.count, bool)
-        """Rows that were not paired yet."""
+        """Rows not paired yet."""
 
     def has_id(self) -> npt.NDArray[np.bool_]:
-        """Tell of each row whether it has an id of its own."""
+        """Tell which rows have an id of their own."""
         halves = self._halves
         has_id: npt.NDArray[np.bool_] = (halves[:, 5] | halves[:, 6] | halves[:, 7]) != 0
         return has_id
 
     def contents(self, part: int, num_parts: int) -> tuple[_Indices, _Keys]:
-        """Return the places and the contents of a part of the rows that are left."""
+        """Return the places and contents of a part of the remaining rows."""
         places = np.flatnonzero(self.is_left & (self._halves[:, 0] % num_parts == part))
         return places, self.content[places]
 
     def ids(self, part: int, num_parts: int) -> tuple[_Indices, _Keys]:
-        """Return the places and the ids of a part of the rows that are left and have one."""
+        """Return the places and ids of a part of the remaining rows that have one."""
         places = np.flatnonzero(self.is_left & self.has_id() & (self._halves[:, 7] % num_parts == part))
         return places, self._words[places, 1] >> np.uint64(16)
 
@@ -152,7 +152,7 @@ class _Rows:
 def _pairs(
     olds: _Rows, news: _Rows, keys: Callable[[_Rows, int, int], tuple[_Indices, _Keys]]
 ) -> Iterator[tuple[_Indices, _Indices]]:
-    """Yield places of rows with equal keys: the first of a key among the old rows with the first among the new ones."""
+    """Yield the places of rows with equal keys, pairing the n-th old row of a key with the n-th new one."""
     num_left = np.count_nonzero(olds.is_left) + np.count_nonzero(news.is_left)
     num_parts = _NUM_PARTS if num_left > _MANY_ROWS else 1
     for part in range(num_parts):

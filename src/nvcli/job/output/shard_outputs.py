@@ -1,4 +1,4 @@
-"""The outputs of a job's shards, before they are joined: of one job they are, and which rows they hold.
+"""The outputs of a job's shards before they are joined: checks that they belong together, and their rows.
 
 Nothing here writes. The outputs are locked while they are looked at, so that no run changes them meanwhile.
 """
@@ -41,12 +41,12 @@ class ShardOutput:
 
     @property
     def rows(self) -> Path:
-        """The file that holds its rows as lines: beside a table, or the output itself."""
+        """The file with its rows as lines: the output itself, or that beside a table."""
         return rows_path(self.path)
 
 
 def expand_outputs(names: Sequence[str]) -> list[Path]:
-    """Replace patterns by the files that they match, and leave out files that jobs keep beside their outputs.
+    """Replace patterns by the files that they match, without the files that jobs keep beside their outputs.
 
     A shell that expands `x.shard-*` names those too. Raises ConfigError for a name without a file.
     """
@@ -62,8 +62,8 @@ def expand_outputs(names: Sequence[str]) -> list[Path]:
 
 
 def split_shards(names: Sequence[str], output: str) -> list[tuple[list[str], str]]:
-    """Return the outputs of the shards of each job with the joined output: of one job, or of several by their names
-    where `output` is a folder.
+    """Return the shards of each job with the joined output: one job, or several by their names if `output` is a
+    folder.
 
     Raises ConfigError for a name that does not tell the shard.
     """
@@ -82,7 +82,7 @@ def split_shards(names: Sequence[str], output: str) -> list[tuple[list[str], str
 
 
 def open_shards(paths: Sequence[Path], stack: ExitStack) -> list[ShardOutput]:
-    """Lock the outputs of shards until `stack` ends, and return them in the order of the shards.
+    """Lock the outputs of shards until `stack` ends, and return them in the order of their numbers.
 
     Raises ConfigError where one is no output of a shard, is being written, or belongs to another job than the others.
     """
@@ -108,7 +108,7 @@ def open_shards(paths: Sequence[Path], stack: ExitStack) -> list[ShardOutput]:
 
 
 def whole_job(outputs: Sequence[ShardOutput]) -> Manifest:
-    """Return the manifest of the whole job that shards belong to, not finished."""
+    """Return the manifest of the whole job that shards belong to, as an unfinished one."""
     manifest = outputs[0].manifest
     return msgspec.structs.replace(
         manifest,
@@ -126,10 +126,10 @@ class ShardRows:
         self._outputs = outputs
         self.answered = AnsweredRows()
         self._counts: Counter[int] = Counter()
-        """Rows by the number of their shard, as far as the job goes."""
+        """Number of rows of each shard, within the job's rows."""
         finished = [each.manifest.finished for each in outputs if each.manifest.finished is not None]
         self.total = max((each.rows_read for each in finished), default=None)
-        """The rows of the job; None: no shard came to its end, and nobody knows."""
+        """Number of rows of the job; None: unknown, because no shard has finished."""
         self.all_read = any(each.all_read for each in finished)
         """Whether the job's inputs were read to their end, and not just to a limit."""
         for output in outputs:
@@ -150,7 +150,7 @@ class ShardRows:
         return self.total is not None and sum(self._counts.values()) == self.total
 
     def missing(self) -> RowsMissing:
-        """Return the error that says which rows are missing, and how to compute them."""
+        """Return the error that lists the missing rows and how to compute them."""
         count = self._outputs[0].shard.count
         known = {output.shard.number: output for output in self._outputs}
         lines = []
@@ -179,7 +179,7 @@ class ShardRows:
 
 
 def _command(like: ShardOutput, shard: Shard, output: ShardOutput | None) -> str:
-    """Return the command that answers the rows of a shard, as far as a manifest tells it."""
+    """Return the command that answers the rows of a shard, as far as a manifest tells."""
     mark, other = f"shard-{like.shard.number}-of-{shard.count}", f"shard-{shard.number}-of-{shard.count}"
     path = output.path if output is not None else like.path.with_name(like.path.name.replace(mark, other))
     to = [] if output is None and path == like.path else ["-o", str(path)]
@@ -187,20 +187,20 @@ def _command(like: ShardOutput, shard: Shard, output: ShardOutput | None) -> str
 
 
 def known_digests(outputs: Sequence[ShardOutput]) -> bytes:
-    """Return the digests of the job's rows, as far as any shard has read them. Raises OSError."""
+    """Return the digests of the job's rows, from the shard that has read most. Raises OSError."""
     paths = [path for output in outputs if (path := digests_path(output.path)).is_file()]
     return max(paths, key=lambda path: path.stat().st_size).read_bytes() if paths else b""
 
 
 def job_command(manifest: Manifest, options: Sequence[str]) -> str:
-    """Return the command of a job, as far as its manifest tells it: its name and the model, and no other settings."""
+    """Return the command of a job, as far as its manifest tells: its name, inputs and model, without other settings."""
     name = str(manifest.facts.get("task", "generate"))
     inputs = [name for name, _ in manifest.inputs]
     return shlex.join(["nvcli", name, *inputs, "--model", manifest.model, *options])
 
 
 def _open_unwritten(path: Path) -> IO[bytes]:
-    """Open an output for reading, with a lock that lets no run write to it. Raises ConfigError."""
+    """Open an output for reading, locked against writers. Raises ConfigError."""
     rows = rows_path(path)
     if not rows.is_file():
         why = "it is no file"
@@ -237,6 +237,6 @@ def _read_output(path: Path) -> ShardOutput:
 
 
 def lines_by_shard(outputs: Sequence[ShardOutput]) -> dict[int, Iterator[tuple[WrittenRow, bytes]]]:
-    """Return the sound lines of each output, by the number of its shard."""
+    """Return the valid lines of each output, by the number of its shard."""
     seen = AnsweredRows()
     return {output.shard.number: valid_rows(output.rows, seen) for output in outputs}

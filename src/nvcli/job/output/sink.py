@@ -1,4 +1,4 @@
-"""The sink of an output's bytes: it appends whole chunks, and a thread of its own syncs them to disk.
+"""The sink of an output's bytes: appends whole chunks, which a thread syncs to disk.
 
 A guard notices that another program changes the output meanwhile: replaces, removes, cuts or edits it. Before each
 write and at the end, the output's name must lead to the open file, and the file must have the bytes that were written.
@@ -25,30 +25,30 @@ _READ_BYTES = 1024 * 1024
 
 
 class OutputClosed(Exception):
-    """Whoever read our standard output has gone (`nvcli … -o - | head`); nobody wants the rest."""
+    """The reader of standard output is gone (`nvcli … -o - | head`)."""
 
 
 class OutputGuard:
-    """Notices changes of an open output file by others."""
+    """Notices when other programs change an open output file."""
 
     def __init__(self, path: Path, fd: int) -> None:
-        """`path` is the name that must lead to the file, and `fd` is the file, opened by this process."""
+        """`path` is the name that must lead to the file, and `fd` is the file as opened by this process."""
         self._path = path
         self._fd = fd
         self._state: FileState | None = None
         self._first_byte = 0
         self._checksum = 0
         self.was_touched = False
-        """Whether the time of change was another than after our last write, while the size was the same."""
+        """Whether the modification time has changed since our last write, but not the size."""
 
     def begin(self) -> None:
-        """Take the file as it is now; what is written from here on is watched. Raises OutputError."""
+        """Start to watch the file in its present state. Raises OutputError."""
         self._state = FileState.of(self._fd)
         self._first_byte = self._state.num_bytes
         self.check()
 
     def check(self) -> None:
-        """Raise OutputError if the name leads elsewhere, or the file has another size than after the last write."""
+        """Raise OutputError if the name leads elsewhere, or the size has changed since the last write."""
         assert self._state is not None, "`begin` was not called"
         now = FileState.of(self._fd)
         check_place(self._path, self._fd)
@@ -59,7 +59,7 @@ class OutputGuard:
             self._state = now
 
     def wrote(self, data: bytes) -> None:
-        """Take note of bytes that were appended. Raises OutputError if the file did not grow by just these."""
+        """Record bytes that were appended. Raises OutputError if the file did not grow by just these."""
         assert self._state is not None, "`begin` was not called"
         expected = self._state.num_bytes + len(data)
         self._checksum = zlib.crc32(data, self._checksum)
@@ -68,14 +68,14 @@ class OutputGuard:
             raise _changed(self._path, f"it has {self._state.num_bytes:,} bytes, and {expected:,} were written")
 
     def check_written(self) -> None:
-        """Check as `check` does, and read again what was written if the file was touched. Raises OutputError."""
+        """Check as `check` does, and read back what was written if the file was touched. Raises OutputError."""
         self.check()
         if self.was_touched and _checksum_from(self._fd, self._first_byte) != self._checksum:
             raise _changed(self._path, "it holds other bytes than were written")
 
 
 def check_place(path: Path, fd: int) -> None:
-    """Raise OutputError if a name does not lead to an open file."""
+    """Raise OutputError unless a name leads to an open file."""
     try:
         is_there = FileState.of(path).is_same_file(FileState.of(fd))
     except OSError:
@@ -100,7 +100,7 @@ def _changed(path: Path, what: str) -> OutputError:
 
 
 class Sink:
-    """An open file descriptor and its compression. One thread writes; syncing never holds it up."""
+    """An open file descriptor with compression. One thread writes, and never waits for syncs."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Sink:
         self._digests = digests
         self._is_file = stat.S_ISREG(os.fstat(fd).st_mode)
         self.is_started = before_first_write is None
-        """Whether `before_first_write` was called, or there is none."""
+        """Whether `before_first_write` has been called, if there is one."""
         self._wake = threading.Condition()
         self._sync_wanted = False
         self._closing = False
@@ -133,7 +133,7 @@ class Sink:
         self._syncer: threading.Thread | None = None
 
     def start(self) -> None:
-        """Call `before_first_write` if that was not done yet. Raises OutputError."""
+        """Call `before_first_write`, once. Raises OutputError."""
         if self._before_first_write is not None and not self.is_started:
             try:
                 self._before_first_write()
@@ -170,7 +170,7 @@ class Sink:
             self._guard.wrote(packed)
 
     def sync(self) -> None:
-        """Ask that everything written so far be put on disk soon. Does not wait."""
+        """Request a sync of everything written so far. Does not wait."""
         if not self._is_file or not self.is_started:
             return
         if self._syncer is None:
@@ -182,7 +182,7 @@ class Sink:
             self._wake.notify()
 
     def close(self) -> None:
-        """Put everything on disk and close the descriptor. Raises OutputError. Idempotent."""
+        """Sync everything and close the descriptor. Raises OutputError. Idempotent."""
         if self._closing:
             return
         with self._wake:

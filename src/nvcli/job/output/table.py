@@ -1,4 +1,4 @@
-"""Makes an output that is a table (Parquet, CSV or TSV) of the rows in the working file beside it.
+"""Makes a table (Parquet, CSV or TSV) from the rows in the working file beside it.
 
 The table is written beside its place and put there when it is whole, so there is never a part of one. A table of text
 has a column for each key of any row, and the rows in the order that they have. A text stands as it is, a value that is
@@ -26,7 +26,7 @@ from nvcli.job.own_files import is_csv, real_path, rewrite_path
 from nvcli.job.rows.raw_values import as_text, is_null
 
 _CHUNK_BYTES = 1024 * 1024
-"""Rows are written so many bytes at a time, and a compressed file has a member for each time."""
+"""Bytes to write at a time, each of which is a member of a compressed file."""
 _EMPTY_COLUMNS = ("id", "index", "choices", "usage", "error")
 """The columns of a job without rows."""
 
@@ -34,7 +34,7 @@ _decode_row = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def write_table(path: Path, rows_file: Path, rows: int) -> None:
-    """Write the table at `path` of the rows in `rows_file`. Raises OutputError where these are not so many rows."""
+    """Write the table at `path` from the rows in `rows_file`. Raises OutputError if their number is not `rows`."""
     write = _writer(path)
     table = real_path(path)
     temporary = rewrite_path(table)
@@ -55,7 +55,7 @@ def write_table(path: Path, rows_file: Path, rows: int) -> None:
 
 
 def _writer(path: Path) -> Callable[[Callable[[], Iterable[bytes]], BinaryIO], int]:
-    """Return the function that makes the table at `path` of rows, and says how many it wrote."""
+    """Return the function that writes rows to the table at `path` and returns their number."""
     if is_csv(path):
         return partial(write_csv, name=path.name)
     from nvcli.job.output.parquet_output import write_parquet
@@ -64,7 +64,7 @@ def _writer(path: Path) -> Callable[[Callable[[], Iterable[bytes]], BinaryIO], i
 
 
 def write_csv(lines: Callable[[], Iterable[bytes]], file: BinaryIO, *, name: str) -> int:
-    """Write rows to an open file, and return how many they were.
+    """Write rows to an open file, and return their number.
 
     `lines` begins a pass over the rows and is called twice. `name` is the name that the file will have, which says what
     stands between cells and how the file is compressed. Raises OSError.
@@ -86,7 +86,7 @@ def write_csv(lines: Callable[[], Iterable[bytes]], file: BinaryIO, *, name: str
 
 
 class _Records:
-    """Records as UTF-8, each ended by a newline.
+    """Collects records as UTF-8, each ended by a newline.
 
     The writer is told to end them with both CR and LF: only then does it quote cells with either of them.
     """
@@ -99,7 +99,7 @@ class _Records:
         self.pending += b"\n"
 
     def take(self) -> bytes:
-        """Return what was written since this was called last."""
+        """Return the records written since the last call."""
         taken, self.pending = bytes(self.pending), bytearray()
         return taken
 

@@ -1,4 +1,4 @@
-"""Writes results as lines of the output: whole lines only, and on disk soon after they come.
+"""Writes results as lines of the output: only whole lines, which are on disk soon.
 
 Lines are gathered and handed to the system together: when a mebibyte has come, when the oldest has waited long enough
 (`tick`) and at the end. With `order="input"` results wait for those before them, most of them in a file.
@@ -32,7 +32,7 @@ class ResultWriter:
         reorder: ReorderBuffer | None = None,
         sync_seconds: float = SYNC_SECONDS,
     ) -> None:
-        """`reorder` keeps the order of the input; None: rows are written as they come.
+        """`reorder` restores the order of the input; None: rows are written as they come.
 
         `sync_seconds` is how long a row may take to the disk.
         """
@@ -47,7 +47,7 @@ class ResultWriter:
         self._is_closed = False
 
     def write(self, results: Sequence[JobResult]) -> Sequence[JobResult]:
-        """Take results, and write the lines whose turn has come. Raises OutputError or OutputClosed.
+        """Take results, and write the lines that are due. Raises OutputError or OutputClosed.
 
         Returns the results as they were written: in the place of one of which no line can be made, its error.
         """
@@ -68,8 +68,10 @@ class ResultWriter:
         return written
 
     def _failed(self, result: JobResult, error: RowError) -> tuple[JobResult, bytes]:
-        """Return the error in the place of a result of which no line can be made, and its line, with what the row
-        passes through if that is not at fault."""
+        """Return the error that replaces a result which cannot be encoded, and its line.
+
+        The keys that the row passes through stay unless they are at fault.
+        """
         result = failed(result.context, error)
         try:
             return result, self._encode(output_row(result, self._form))
@@ -78,7 +80,7 @@ class ResultWriter:
             return result, self._encode(output_row(result, self._form))
 
     def tick(self) -> None:
-        """Write and sync lines that have waited long enough. Call this often."""
+        """Write and sync lines that have waited long enough. Call it often."""
         if self._lines and time.monotonic() - self._oldest_since >= self._flush_seconds:
             self.flush()
 
@@ -89,14 +91,14 @@ class ResultWriter:
             self._sink.sync()
 
     def close(self) -> None:
-        """End the output of a job that came to its end: write what is left, and sync. Idempotent."""
+        """Finish the output of a complete job: write what is left, and sync. Idempotent."""
         assert not self._reorder, "results are missing before those that wait for their turn"
         if not self._is_closed:
             self._sink.start()  # a job without rows has an output too
         self.close_early()
 
     def close_early(self) -> None:
-        """End the output of a job that was cut short: save what can be saved. Does nothing after `close`."""
+        """End the output of an interrupted job: save what can be saved. Does nothing after `close`."""
         if self._is_closed:
             return
         self._is_closed = True

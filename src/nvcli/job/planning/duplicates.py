@@ -18,7 +18,7 @@ _NOWHERE = RowContext(id=0, index=0, line="")
 
 
 class Duplicates:
-    """The rows that wait for the answer of an equal row, and answers kept for rows to come. Not thread-safe."""
+    """Rows that wait for the answer of an equal row, and answers kept for later rows. Not thread-safe."""
 
     def __init__(self, *, max_rows: int, max_bytes: int, max_kept_bytes: int, is_on: bool = True) -> None:
         """`max_rows` and `max_bytes` bound the rows that wait for another row's answer.
@@ -31,22 +31,22 @@ class Duplicates:
         self._max_bytes = max_bytes
         self._max_kept_bytes = max_kept_bytes
         self._followers: dict[bytes, list[tuple[RowContext, int]]] = {}
-        """The rows that wait for the one that is computed, with their bytes, by answer key."""
+        """Rows that wait for the one being computed, with their bytes, by answer key."""
         self._kept: OrderedDict[bytes, JobResult] = OrderedDict()
         """Kept answers by answer key, the least recently used first."""
         self._kept_bytes = 0
         self._ready: list[tuple[PreparedRow, JobResult]] = []
         self.num_rows = 0
-        """Rows that wait for another row's answer."""
+        """Number of rows that wait for another row's answer."""
         self.num_bytes = 0
 
     @property
     def is_full(self) -> bool:
-        """Whether rows should wait before they are admitted. A row that is admitted all the same is kept."""
+        """Whether no more rows should be admitted for now. A row admitted anyway is kept."""
         return self.num_rows >= self._max_rows or self.num_bytes >= self._max_bytes
 
     def admit(self, row: PreparedRow) -> bool:
-        """Tell whether a row is to be computed.
+        """Admit a row, and tell whether to compute it.
 
         True: compute it, and then call `finish`. False: its result comes from `take_ready`.
         """
@@ -69,11 +69,11 @@ class Duplicates:
         return False
 
     def is_awaited(self, row: PreparedRow) -> bool:
-        """Tell whether other rows wait for the answer of a row that was admitted."""
+        """Tell whether other rows wait for the answer of an admitted row."""
         return row.answer_key is not None and bool(self._followers.get(row.answer_key))
 
     def finish(self, row: PreparedRow, result: JobResult, error: RowError | None) -> None:
-        """Take the result of a row that was admitted. `error` is the row's error without its place in the input."""
+        """Take the result of an admitted row. `error` is the row's error without its place in the input."""
         key = row.answer_key
         if key is None or not self._is_on:
             return
@@ -86,7 +86,7 @@ class Duplicates:
             self._ready.append((row, _copy(result, context) if error is None else failed(context, error)))
 
     def take_ready(self) -> list[tuple[PreparedRow, JobResult]]:
-        """Return the results of rows that were not computed, each of them once.
+        """Return the results of rows that were not computed, each once.
 
         Each result comes with the row itself or the equal one that was computed.
         """
@@ -102,6 +102,6 @@ class Duplicates:
 
 
 def _copy(answer: JobResult, context: RowContext) -> JobResult:
-    """Return the answer of a row as that of an equal one, for which nothing of the prompt is computed."""
+    """Return an answer for an equal row, whose prompt counts as cached."""
     usage = msgspec.structs.replace(answer.usage, cached_tokens=answer.usage.prompt_tokens)
     return msgspec.structs.replace(answer, context=context, usage=usage)

@@ -1,4 +1,4 @@
-"""How long a replica takes for its share of a job, by what is roughly known of GPUs.
+"""Estimates how long a replica takes for its share of a job, from rough figures of GPUs.
 
     decode step     matrices: the longer of reading every weight and multiplying with it; reading each request's keys
                     and values, and its recurrent states, which are written too; a fixed time for each layer and for
@@ -25,16 +25,15 @@ from nvcli.sizing.weights import largest_stage
 from nvcli.worker.distributed.stage import Stage
 
 _LEFT = (0.875, 0.625, 0.375, 0.125)
-"""The share of the last requests that still run, in each quarter of the time that they take to end."""
+"""Share of the last requests that still run, in each quarter of the time until they have ended."""
 _LAYER_SECONDS = 30e-6
-"""The time that each layer adds to a decode step: small kernels and the gaps between them."""
+"""Extra time of a decode step per layer: small kernels and the gaps between them."""
 _PIECE_LOSS = 0.03
-"""The share by which operations get slower with each halving of the matrices."""
+"""Slowdown of operations with each halving of the matrices."""
 _ROW_SECONDS = 3e-6
-"""The time that each request adds to a decode step: the sampler, and prompts that share the step."""
+"""Extra time of a decode step per request: the sampler, and prompts in the same step."""
 _RATED_BYTES = 2
-"""The rate of matrix products is that of types with so many bytes; one with twice as many is taken to be half as
-fast."""
+"""Bytes of the type for which rates of matrix products are given; a type twice as wide counts as half as fast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,22 +42,22 @@ class Lengths:
 
     prompt: float
     computed: float
-    """Tokens of the prompt that are not found in the prefix cache."""
+    """Prompt tokens that are not in the prefix cache."""
     answer: float
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSpeed:
-    """Roughly what a kind of GPU can do."""
+    """Approximate speeds of a kind of GPU."""
 
     bytes_per_second: float
-    """The speed of its memory."""
+    """Memory bandwidth."""
     flops_per_second: float
-    """The speed of dense matrix products with 16 bits."""
+    """Rate of dense matrix products in 16 bits."""
     link_bytes_per_second: float
-    """The speed of its links to other GPUs."""
+    """Bandwidth of links to other GPUs."""
     link_seconds: float
-    """The least time that an all-reduce between two GPUs takes."""
+    """Minimum time of an all-reduce between two GPUs."""
 
     def all_reduce_seconds(self, num_ranks: int, num_bytes: float) -> float:
         if num_ranks == 1:
@@ -76,12 +75,12 @@ _SPEEDS = {
     "A100": GpuSpeed(1.6e12, 250e12, **_NVLINK),
     "L40": GpuSpeed(0.75e12, 200e12, **_PCIE),
 }
-"""The speeds of known GPUs, by a part of their name."""
+"""Speeds of known GPUs, by a part of their name."""
 _OTHER_SPEED = GpuSpeed(0.75e12, 130e12, **_PCIE)
 
 
 def is_known_gpu(name: str) -> bool:
-    """Tell whether something is known of the speed of a GPU with this name."""
+    """Tell whether the speed of a GPU with this name is known."""
     return any(part in name for part in _SPEEDS)
 
 
@@ -98,7 +97,7 @@ def replica_seconds(
     num_tokens: float,
     lengths: Lengths,
 ) -> float:
-    """Return the seconds that one replica takes for so many requests, once it runs.
+    """Estimate the seconds that a running replica takes for so many requests.
 
     `num_tokens` is what its KV cache holds.
     """

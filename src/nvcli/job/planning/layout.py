@@ -34,18 +34,18 @@ from nvcli.sizing.weights import largest_stage, weight_bytes
 
 _USUAL_TOKENS = 512
 _LARGE_JOB = 64
-"""A job of unknown size is taken to have this many times the requests that the machine can run at a time."""
+"""Assumed size of an unknown job, in multiples of the requests that the machine can run at a time."""
 _PROCESS_SECONDS = 0.2
 _LOAD_BYTES_PER_SECOND = 40e9
-"""The speed at which all replicas together load weights from the page cache."""
+"""Rate at which all replicas together load weights from the page cache."""
 _NCCL_SECONDS = 1.5
 _ESTIMATE_ERROR = 0.02
-"""The estimate's error as a share of a GPU's memory: where less is missing, the ranks are left to find out."""
+"""Error of the estimate as a share of a GPU's memory. If less is missing, the ranks find out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The numbers of replicas (dp), of stages (pp) and of ranks in each stage (tp), and the GPUs they use."""
+    """Numbers of replicas (dp), stages (pp) and ranks per stage (tp), and the GPUs to use."""
 
     tensor_parallel_size: int
     pipeline_parallel_size: int = 1
@@ -53,14 +53,14 @@ class Layout:
     gpus: tuple[int, ...] = ()
     """The GPUs to use, as `EngineConfig.gpus` has them; empty: the first ones."""
     why: str = ""
-    """One line for the user; empty where nothing was chosen."""
+    """A line for the user; empty if there was no choice."""
 
     def apply(self, config: EngineConfig) -> EngineConfig:
         return msgspec.structs.replace(config, tensor_parallel_size=self.tensor_parallel_size, gpus=self.gpus)
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks of all replicas."""
+        """Number of ranks of all replicas."""
         return self.data_parallel_size * self.pipeline_parallel_size * self.tensor_parallel_size
 
     @property
@@ -71,19 +71,19 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutEstimate:
-    """A layout, with an estimate of a job on it."""
+    """A layout, with an estimate for a job."""
 
     layout: Layout
     weight_bytes: int
     """Bytes of weights on one GPU."""
     room: int
-    """Bytes for the KV cache of the rank that has least room; negative: so many are missing."""
+    """Bytes for the KV cache of the fullest rank; negative: the bytes missing."""
     num_tokens: int
-    """Tokens that the KV cache of the replica with least room holds; 0: the model does not fit."""
+    """Tokens in the KV cache of the fullest replica; 0: the model does not fit."""
     start_seconds: float
-    """The time that this layout adds to the start of one rank."""
+    """Extra start-up time, compared with a single rank."""
     seconds: float
-    """The time of the job once the model is loaded; infinite where it does not fit."""
+    """Time of the job once the model is loaded; infinite if it does not fit."""
 
     @property
     def all_seconds(self) -> float:
@@ -99,7 +99,7 @@ def choose_layout(
     tensor_parallel_size: ParallelSize = "auto",
     data_parallel_size: ParallelSize = "auto",
 ) -> Layout:
-    """Choose the layout that finishes the job soonest.
+    """Choose the layout that finishes a job soonest.
 
     `gpus` are those that a process sees, in its order. `num_requests` is the size of the job; None: many. The number of
     stages in `config` is kept, and its tensor-parallel size is not looked at. Raises ConfigError where there are too
@@ -132,7 +132,7 @@ def choose_layout(
 
 
 def chooses_layout(run: RunConfig, config: EngineConfig) -> bool:
-    """Tell whether `resolve_layout` has something to choose, and so asks for the GPUs."""
+    """Tell whether `resolve_layout` has a choice, and so needs to know the GPUs."""
     return config.device == "cuda" and "auto" in (run.tensor_parallel_size, run.data_parallel_size)
 
 
@@ -167,7 +167,7 @@ def resolve_layout(
 
 
 def layout_as_given(run: RunConfig) -> Layout:
-    """Return the layout that was given, with 1 for every `auto`."""
+    """Return the configured layout, with 1 for every `auto`."""
     tp, dp = run.tensor_parallel_size, run.data_parallel_size
     return Layout(
         tensor_parallel_size=1 if tp == "auto" else tp,
@@ -185,7 +185,7 @@ def estimate_layout(
     num_requests: int,
     lengths: Lengths,
 ) -> LayoutEstimate:
-    """Estimate what a layout that was chosen from these GPUs does with a job whose lengths are known."""
+    """Estimate a job of known lengths on a layout that was chosen from these GPUs."""
     tp, dp = layout.tensor_parallel_size, layout.data_parallel_size
     return _estimate(gpus, model, config, tp, dp, num_requests, lengths)
 
@@ -252,7 +252,7 @@ def _estimate(
 
 
 def _room(gpu: SmiGpu, model: ModelConfig, config: EngineConfig) -> int:
-    """Return the bytes that a rank's KV cache could have on this GPU; negative: so many are missing."""
+    """Return the bytes available for a rank's KV cache on this GPU; negative: the bytes missing."""
     plan = estimate(config, model, gpu.total_bytes)
     fixed = plan.beside_cache + gpu.used_bytes
     if config.kv_cache_memory is None:
@@ -264,7 +264,7 @@ def _room(gpu: SmiGpu, model: ModelConfig, config: EngineConfig) -> int:
 def _nearest(
     candidates: Sequence[LayoutEstimate], gpus: Sequence[SmiGpu], model: ModelConfig, config: EngineConfig
 ) -> LayoutEstimate:
-    """Return the layout that misses least memory, where that may be an error of the estimate.
+    """Return the layout that lacks the least memory, if that may be an error of the estimate.
 
     Raises CapacityError where more is missing.
     """
@@ -293,7 +293,7 @@ def _nearest(
 
 
 def _smaller_weights(config: EngineConfig, model: ModelConfig) -> str:
-    """Say what FP8 weights would take, where they can be kept and are not."""
+    """Suggest FP8 weights and say what they would take, if they are possible and not used."""
     size, stage = config.tensor_parallel_size, largest_stage(model, config.pipeline_parallel_size)
     try:
         kept = model.with_quantization("fp8")

@@ -1,4 +1,4 @@
-"""Chooses the row that goes to a replica next, among the rows that were read ahead.
+"""Chooses which of the rows read ahead goes to a replica next.
 
 - Rows that begin alike go one after the other to one replica, so that their prefix is computed once and need not
   outlive others in the KV cache. The longest common prefix goes on first.
@@ -23,13 +23,13 @@ from collections import deque
 from nvcli.job.text.prepare import PreparedRow
 
 _MAX_LENGTH_CLASS = 64
-"""The length class of rows without `max_tokens`."""
+"""Length class of rows without `max_tokens`."""
 _MAX_CANDIDATES = 8
-"""A replica looks past this many rows with prefixes of another replica before it takes one of them."""
+"""Rows with prefixes of other replicas that a replica skips before it takes one of them."""
 
 
 class Planner:
-    """The rows that wait for a replica. Not thread-safe."""
+    """Rows that wait for a replica. Not thread-safe."""
 
     def __init__(
         self,
@@ -54,16 +54,16 @@ class Planner:
         self._max_passed_over = max_passed_over
         self._longest_first = longest_first
         self._last: list[tuple[bytes, int] | None] = [None] * num_replicas
-        """The prompt that each replica took last, and the number of its shareable blocks."""
+        """Last prompt of each replica, and the number of its shareable blocks."""
         self._in_order: deque[WaitingRow] = deque()
-        """Waiting rows in the order of their arrival; rows taken meanwhile are dropped when they come to the front."""
+        """Waiting rows in order of arrival; taken ones are dropped when they come to the front."""
         self._num_added = 0
         self.num_rows = 0
         self.num_bytes = 0
 
     @property
     def is_full(self) -> bool:
-        """Whether rows should wait before they are added. A row that is added all the same is kept."""
+        """Whether no more rows should be added for now. A row added anyway is kept."""
         return self.num_rows >= self._max_rows or self.num_bytes >= self._max_bytes
 
     def add(self, row: PreparedRow) -> None:
@@ -77,7 +77,7 @@ class Planner:
         self.num_bytes += row.num_bytes
 
     def take(self, replica: int = 0) -> PreparedRow | None:
-        """Take out and return the row that a replica should be given next; None if there is none."""
+        """Remove and return the next row for a replica; None if there is none."""
         if not self.num_rows:
             return None
         waiting = self._choose(replica)
@@ -113,7 +113,7 @@ class Planner:
 
 
 def _length_class(row: PreparedRow) -> int:
-    """Return the order of magnitude of the longest answer that a row may get, or what puts it in its turn."""
+    """Return the order of magnitude of a row's longest possible answer, or the class that keeps it in order."""
     asked, caller = row.sampling.max_tokens, row.context.caller
     if caller is not None and caller.keeps_order:
         return _MAX_LENGTH_CLASS
@@ -121,34 +121,34 @@ def _length_class(row: PreparedRow) -> int:
 
 
 Rank = tuple[int, int]
-"""Among rows that begin alike the one of the smallest rank is taken first. Ranks are unique in a tree."""
+"""Order among rows that begin alike: the smallest rank goes first. Ranks are unique in a tree."""
 
 TOKEN_BYTES = 4
 """Token ids come packed as int32."""
 
 _MAX_STALE = 64
-"""Entries of taken rows that a node's heap may hold beyond those of waiting rows."""
+"""Entries of taken rows that a heap may hold, beyond twice the waiting ones."""
 
 
 class WaitingRow:
-    """A row that waits in the tree."""
+    """A row waiting in the tree."""
 
     __slots__ = ("item", "node", "num_blocks", "prompt_ids", "rank")
 
     def __init__(self, item: PreparedRow, prompt_ids: bytes, num_blocks: int, rank: Rank) -> None:
         self.item: PreparedRow | None = item
-        """The row itself; None once it is taken, so that lists that have not noticed yet do not keep it in memory."""
+        """The row; None once it is taken, so that stale entries do not keep it in memory."""
         self.prompt_ids = prompt_ids
         """The prompt's token ids, packed as int32."""
         self.num_blocks = num_blocks
-        """Leading KV blocks that the row can share; 0 where prefixes do not matter."""
+        """Leading KV blocks that the row can share; 0 if prefixes do not matter."""
         self.rank = rank
         self.node: Node | None = None
         """The deepest node that holds the row."""
 
 
 class Node:
-    """A prefix of `num_blocks` whole blocks that at least two rows had in common, and every waiting row below it."""
+    """A prefix of `num_blocks` whole blocks shared by at least two rows, and every waiting row below it."""
 
     __slots__ = ("children", "heap", "num_blocks", "num_waiting", "parent", "prefix_ids", "replica")
 
@@ -157,12 +157,12 @@ class Node:
         self.num_blocks = num_blocks
         self.parent = parent
         self.children: dict[bytes, Node | WaitingRow] = {}
-        """The nodes and rows below, by the block that follows the prefix."""
+        """Nodes and rows below, by the block after the prefix."""
         self.heap: list[tuple[Rank, WaitingRow]] = []
-        """All rows below as a heap; rows taken meanwhile are dropped when they come up, or when they are many."""
+        """Heap of all rows below; taken ones are dropped when they come up or become many."""
         self.num_waiting = 0
         self.replica: int | None = None
-        """The replica that took a row from here last."""
+        """The replica that last took a row from here."""
 
     def push(self, row: WaitingRow) -> None:
         heapq.heappush(self.heap, (row.rank, row))
@@ -179,7 +179,7 @@ class Node:
 
 
 class PrefixTree:
-    """The tree. Rows come with `add` and go with `remove`; `deepest` and `best` look for one."""
+    """A radix tree of waiting rows. `deepest` and `best` search it."""
 
     def __init__(self, block_size: int) -> None:
         self._block_bytes = block_size * TOKEN_BYTES
@@ -203,7 +203,7 @@ class PrefixTree:
             node = self._join(node, key, child, row)
 
     def remove(self, row: WaitingRow) -> PreparedRow:
-        """Take a waiting row out."""
+        """Remove a waiting row."""
         item, row.item = row.item, None
         assert item is not None
         node = row.node
@@ -218,7 +218,7 @@ class PrefixTree:
         return item
 
     def deepest(self, prompt_ids: bytes, num_blocks: int) -> Node | WaitingRow:
-        """Find the rows that share most blocks with the first `num_blocks` of a prompt; the root if none does."""
+        """Find the rows that share the most blocks with the first `num_blocks` of a prompt; the root if none do."""
         node = self.root
         while node.num_blocks < num_blocks:
             child = node.children.get(self._block(prompt_ids, node.num_blocks))
@@ -230,7 +230,7 @@ class PrefixTree:
         return node
 
     def best(self, node: Node, *, replica: int | None = None, max_passed: int = 0) -> WaitingRow:
-        """Return the row of the smallest rank below a node that has any.
+        """Return the row of the smallest rank below a node that is not empty.
 
         Where `replica` is given, up to `max_passed` rows are passed over whose prefix another replica has taken up.
         """
@@ -250,7 +250,7 @@ class PrefixTree:
         return row
 
     def _join(self, node: Node, key: bytes, child: Node | WaitingRow, row: WaitingRow) -> Node:
-        """Return the node for what `child` and `row` have in common below `node`; make it if it is not there yet."""
+        """Return the node for the common prefix of `child` and `row` below `node`, creating it if needed."""
         other_ids = child.prompt_ids if isinstance(child, WaitingRow) else child.prefix_ids
         most = min(child.num_blocks, row.num_blocks)
         shared = self._num_common(other_ids, row.prompt_ids, node.num_blocks + 1, most)
@@ -275,7 +275,7 @@ class PrefixTree:
         return ids[number * self._block_bytes : (number + 1) * self._block_bytes]
 
     def _num_common(self, a: bytes, b: bytes, least: int, most: int) -> int:
-        """Count the leading blocks that two prompts have in common, known to be from `least` to `most`."""
+        """Count the common leading blocks of two prompts, known to be from `least` to `most`."""
         while least < most:
             middle = (least + most + 1) // 2
             part = slice(least * self._block_bytes, middle * self._block_bytes)

@@ -1,6 +1,6 @@
-"""Shows how a run gets on: a bar on a terminal, a line every ten seconds elsewhere, or nothing.
+"""Shows the progress of a run: a bar on a terminal, a line every ten seconds elsewhere, or nothing.
 
-Writes to the stream it is given (standard error) and to nothing else.
+Writes only to the stream it is given (standard error).
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 ProgressMode = Literal["auto", "bar", "plain", "none"]
 
 Verbosity = Literal["quiet", "normal", "verbose"]
-"""quiet: errors and warnings alone; verbose: details of how the run works too."""
+"""quiet: errors and warnings only; verbose: also details of how the run works."""
 
 PLAIN_SECONDS = 10.0
 BAR_SECONDS = 0.2
 BAR_WIDTH = 16
 _WIDE = 1.5
-"""The time left is shown as a range where its high end is this many times as long as its low one."""
+"""Ratio of the high end to the low one from which the time left is shown as a range."""
 _WITHOUT_CURSOR = ("dumb", "unknown")
-"""Kinds of terminals on which no bar is drawn."""
+"""Terminals without cursor control, which get no bar."""
 
 
 class Progress:
-    """The base of all displays, and the one that shows no progress. All of them show notes."""
+    """Base class of all displays, which itself shows notes but no progress."""
 
     def __init__(
         self, stream: TextIO, *, verbosity: Verbosity = "normal", status_file: StatusFile | None = None
@@ -44,27 +44,27 @@ class Progress:
         self._status_file = status_file
 
     def note(self, line: str) -> None:
-        """Show one line that is not progress, such as what was chosen or what to look out for."""
+        """Show a line for the user, such as a choice that was made."""
         if self._verbosity != "quiet":
             self._say(line)
 
     def warn(self, line: str) -> None:
-        """Show a line that begins with `warning:`, also where other notes are not wanted."""
+        """Show a line that begins with `warning:`, even in quiet mode."""
         self._say(line)
 
     def detail(self, line: str) -> None:
-        """Show a line for those who look into how a run works."""
+        """Show a line in verbose mode."""
         if self._verbosity == "verbose":
             self._say(line)
 
     def update(self, view: RunView) -> None:
-        """Show how the run stands. Calls may come as often as they like."""
+        """Show the state of the run. May be called as often as you like."""
         self._show(view)
         if self._status_file is not None:
             self._status_file.update(view)
 
     def close(self) -> None:
-        """Leave the stream in a state in which others can write to it. Idempotent."""
+        """Leave the stream ready for others to write to. Idempotent."""
 
     def __enter__(self) -> Progress:
         if self._status_file is not None:
@@ -74,7 +74,7 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Take note that the run is over. `error` is what ended it early, if anything did."""
+        """Record the end of the run. `error` is what ended it early, if anything did."""
         if self._status_file is not None:
             self._status_file.end(error)
 
@@ -83,11 +83,11 @@ class Progress:
         self._stream.flush()
 
     def _show(self, view: RunView) -> None:
-        """Show the progress alone."""
+        """Show only the progress."""
 
 
 class PlainProgress(Progress):
-    """The display for logs: one line every ten seconds."""
+    """Display for logs: one line every ten seconds."""
 
     def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic, **options: Any) -> None:
         super().__init__(stream, **options)
@@ -104,7 +104,7 @@ class PlainProgress(Progress):
 
 
 class BarProgress(Progress):
-    """The display for terminals: a bar in the last line."""
+    """Display for terminals: a bar in the last line."""
 
     def __init__(self, stream: TextIO, **options: Any) -> None:
         super().__init__(stream, **options)
@@ -193,7 +193,7 @@ def rows_text(status: RunStatus) -> str:
 
 
 def rates_text(status: RunStatus) -> str:
-    """Return time left, rates and load as text. What matters most comes first: a narrow terminal cuts off the end."""
+    """Return time left, rates and load as text, the most important first: narrow terminals cut off the end."""
     if status.state == "starting":
         return "loading the model"
     rates = status.rates
@@ -210,7 +210,7 @@ def rates_text(status: RunStatus) -> str:
 
 
 def format_range(low: float, middle: float, high: float) -> str:
-    """Return a time that is not sure as text: such as `2 to 5 min` while it is wide, else the middle."""
+    """Return an uncertain time as text: a range such as `2 to 5 min` if it is wide, or the middle."""
     if high < _WIDE * low or high < 10:
         return format_seconds(middle)
     names = {"s": 1, "min": 60, "h": 3600}

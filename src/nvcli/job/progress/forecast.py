@@ -1,4 +1,4 @@
-"""How much work a run has before it.
+"""Estimates how much work a run has left.
 
 How long answers become is estimated in three outlooks (`progress.survival`): short, middle and long. In each, the rest
 of the run is played through: samples that run go on to their expected lengths, and whenever one ends, the next one
@@ -20,18 +20,18 @@ from nvcli.job.progress.survival import Belief, Known, Survival
 from nvcli.job.run.counts import AnswerLengths, ClassTotals, LengthClass, ReadTotals, bin_of, length_class
 
 _MAX_SLOTS = 256
-"""Runs with more slots than this are played through on a smaller scale."""
+"""Runs with more slots than this are simulated on a smaller scale."""
 _MAX_RUNNING = 1024
-"""Running samples that are looked at, at most."""
+"""Maximum number of running samples to look at."""
 _MAX_ROUNDS = 4
-"""Waiting samples for each slot that are played through; those before them keep all slots busy."""
+"""Waiting samples per slot to simulate; those before them keep all slots busy."""
 
 
 class RunningSample(NamedTuple):
-    """A sample that runs."""
+    """A running sample."""
 
     length: int
-    """The tokens that it has."""
+    """Tokens generated so far."""
     max_tokens: int
     num_prompt_tokens: int
 
@@ -41,12 +41,12 @@ class RunningSample(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """A sample that is played through."""
+    """A simulated sample."""
 
     rest: float
-    """The tokens that it is to have yet."""
+    """Tokens still to be generated."""
     context: float
-    """The tokens that it has, those of its prompt included."""
+    """Tokens so far, including the prompt."""
 
 
 def forecast(
@@ -61,7 +61,7 @@ def forecast(
     computed_share: float = 1.0,
     uncached_share: float = 1.0,
 ) -> Range[Work] | None:
-    """Estimate the work that is left; None where no row was read.
+    """Estimate the remaining work; None if no row was read.
 
     `running` are some of the `num_running` samples that run, evenly chosen. `slots` is how many run while others
     wait. `share_read` is the share of the rows that this run has to answer and has read, above 0 and at most 1.
@@ -127,7 +127,7 @@ def _play(
     num_running: int,
     slots: float,
 ) -> Work:
-    """Play the rest of the run through; return its work without prompts. `waiting` samples of each class wait."""
+    """Simulate the rest of the run and return its work without prompts. `waiting` counts samples by class."""
     scale = max(1.0, slots / _MAX_SLOTS)
     going = _running_samples(running, survivals)
     tokens, keys = _totals(going, num_running)
@@ -153,7 +153,7 @@ def _play(
 
 
 def _running_samples(running: Sequence[RunningSample], survivals: Mapping[LengthClass, Survival]) -> list[_Sample]:
-    """Return what the running samples have before them."""
+    """Return the remaining work of the running samples."""
     result = []
     for sample, quantile in zip(running, _quantiles(len(running)), strict=True):
         survival = survivals.get(sample.length_class)
@@ -163,7 +163,7 @@ def _running_samples(running: Sequence[RunningSample], survivals: Mapping[Length
 
 
 def _totals(samples: Sequence[_Sample], count: float) -> tuple[float, float]:
-    """Return the tokens of `count` samples such as these, and the keys that they attend to for them."""
+    """Return the tokens of `count` samples like these, and the keys that they attend to."""
     each = count / max(1, len(samples))
     tokens = sum(sample.rest for sample in samples)
     keys = sum(sample.rest * (sample.context + sample.rest / 2) for sample in samples)
@@ -179,7 +179,7 @@ def _quantiles(count: int) -> Iterator[float]:
 
 
 def _makespan(going: Sequence[float], coming: Sequence[float], slots: int) -> float:
-    """Return when the last slot ends, if each slot that ends takes the next sample of `coming`."""
+    """Return when the last slot ends, if each free slot takes the next sample of `coming`."""
     ends = [*going, *([0.0] * (slots - len(going)))]
     heapq.heapify(ends)
     for length in coming:

@@ -1,4 +1,4 @@
-"""How a run stands: the figures that progress shows, taken together at one moment.
+"""The state of a run: the figures that progress displays show, as of one moment.
 
 The work that is left is estimated (`progress.forecast`) from what is known of the rows that were read and from the
 bytes of the input that were not, and the time that it takes (`progress.speed`) from the work that was done. Rates are
@@ -26,30 +26,29 @@ from nvcli.job.run.counts import Counts
 from nvcli.job.run.feeder import Feeder
 
 State = Literal["starting", "running", "done", "failed", "interrupted"]
-"""starting: no row was given to a replica yet; done: every row has its line, which may be an error."""
+"""starting: no replica has been given a row yet; done: every row has its line, which may be an error."""
 
 RATE_SECONDS = 60.0
 _SNAPSHOT_SECONDS = 1.0
 _SPEED_SHARE = 0.1
-"""Speeds may well change by this share, and while little is known of them by more: `_FIRST_SPEED_SHARE` in the first
-second."""
+"""Uncertainty of speeds as a share, on top of which comes `_FIRST_SPEED_SHARE` in the first second."""
 _FIRST_SPEED_SHARE = 0.4
 _EVEN_SHARE = 0.05
-"""Estimates of this share of the time so far are evened out, and of no more than `_EVEN_SHARE_LEFT` of what is left."""
+"""Estimates are smoothed over this share of the time so far, but at most `_EVEN_SHARE_LEFT` of the time left."""
 _EVEN_SHARE_LEFT = 0.05
 _PEAK_SNAPSHOTS = 5
-"""Samples that end are replaced a step later, so what runs at one moment may be few; of so many moments one is not."""
+"""Snapshots to look at for the number of slots: samples that end are replaced a step later."""
 
 
 class RowFigures(msgspec.Struct, frozen=True, kw_only=True):
     total: int | None = None
-    """Rows of the input; None: it is not read to its end yet."""
+    """Rows of the input; None: it has not been read to its end."""
     done: int = 0
-    """Rows that this run finished; failed and deduplicated ones are included."""
+    """Rows that this run finished, including failed and deduplicated ones."""
     failed: int = 0
     left: int | None = None
     resumed: int = 0
-    """Rows that an earlier run answered."""
+    """Rows answered by earlier runs."""
     deduplicated: int = 0
     """Rows that got the answer of an equal row."""
     errors: dict[str, int] = {}
@@ -57,7 +56,7 @@ class RowFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of rows that are done and of running ones, as far as the replicas have told."""
+    """Tokens of finished and running rows, as far as the replicas have reported."""
 
     prompt: int = 0
     cached: int = 0
@@ -78,7 +77,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     state: State
     output: str | None = None
-    """The output's name; None: the run has not come so far."""
+    """The output's name; None: not known yet."""
     pid: int
     started_at: str
     """When the run began, in ISO 8601 and UTC; `updated_at` likewise."""
@@ -88,19 +87,19 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     tokens: TokenFigures = TokenFigures()
     rates: RateFigures = RateFigures()
     share_done: float | None = None
-    """The share of the work that is done, from 0 to 1; it never falls. None where it cannot be told yet."""
+    """Share of the work that is done, from 0 to 1, which never falls; None: unknown yet."""
     eta_seconds: float | None = None
-    """The time that is left; None where it cannot be told yet."""
+    """Time left; None: unknown yet."""
     eta_low_seconds: float | None = None
-    """The time that is left if answers become as short as they may well be; `eta_high_seconds`: as long."""
+    """Time left if answers turn out short; `eta_high_seconds`: if they turn out long."""
     eta_high_seconds: float | None = None
     kv_use: float = 0.0
-    """The share of the KV cache's blocks that running requests hold."""
+    """Share of the KV cache's blocks that running requests hold."""
     prefix_hit_rate: float = 0.0
-    """The share of the prompt tokens that were found in the prefix cache."""
+    """Share of prompt tokens that were found in the prefix cache."""
     running: int = 0
     waiting: int = 0
-    """Requests in the replicas that do not run yet, and rows that were read ahead."""
+    """Requests waiting in the replicas, and rows read ahead."""
     message: str | None = None
     """The error that ended the run, where `state` is `failed`."""
 
@@ -134,7 +133,7 @@ class _Snapshot(NamedTuple):
 
 
 class RunView:
-    """Reads a run's figures from its parts. The parts go on in other threads, so figures may be a moment apart."""
+    """Reads a run's figures from its parts, which other threads keep changing."""
 
     def __init__(
         self,
@@ -167,7 +166,7 @@ class RunView:
         """The work that `_share_done` includes."""
 
     def status(self, state: State | None = None, message: str | None = None) -> RunStatus:
-        """Return how the run stands. `state` says how it ended; None: it goes on."""
+        """Return the state of the run. `state` says how it ended; None: it goes on."""
         counts = self._counts
         now = self._clock()
         first, last = self._look(now)
@@ -212,7 +211,7 @@ class RunView:
         )
 
     def _look(self, now: float) -> tuple[_Snapshot, _Snapshot]:
-        """Return the oldest figures of the last minute, or those at the first request, and the present ones.
+        """Return the oldest figures of the last minute (or those of the first request), and the present ones.
 
         What follows from them is renewed once a second.
         """
@@ -265,7 +264,7 @@ class RunView:
         )
 
     def _running_samples(self) -> list[RunningSample]:
-        """Return some of the samples that run, evenly chosen."""
+        """Return an even selection of the running samples."""
         running: list[RunningSample] = []
         for stats in self._counts.replicas:
             if stats.num_running:
@@ -298,7 +297,7 @@ class RunView:
         return Range(min(low, middle) * (1 - unsure), middle, max(middle, high) * (1 + unsure))
 
     def _move_bar(self, work: Work) -> None:
-        """Let the bar go on by the share that the work since it last moved has of all the work that was left then."""
+        """Advance the bar by the share of the work done since, of all that was left when it last moved."""
         done = self._speed.seconds(work.minus(self._work_shown))
         if self._left is None or not done or done < 0:
             return
@@ -307,7 +306,7 @@ class RunView:
         self._work_shown = work
 
     def _num_slots(self) -> int:
-        """Return how many samples run at a time: those of this moment, or more where others are to take free slots."""
+        """Return how many samples run at a time: the present number, or a recent higher one if others wait."""
         counts = self._counts
         running = counts.num_running
         if counts.num_waiting:
@@ -316,7 +315,7 @@ class RunView:
         return max(1, running)
 
     def _share_read(self) -> float | None:
-        """Return the share of this run's rows that was read; None where the input's size is not known."""
+        """Return the share of this run's rows that was read; None if the input's size is unknown."""
         reader = self._reader
         if self._feeder.all_read:
             return 1.0

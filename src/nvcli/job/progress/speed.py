@@ -1,4 +1,4 @@
-"""How long work takes, as learned from the work that was done.
+"""Learns how long work takes from the work that was done.
 
 Time is taken to be the sum of four parts: a price for each step, for each token of an answer, for each key that a token
 attends to, and for each prompt token that is computed. So steps of few samples are faster, and those of long ones
@@ -12,11 +12,11 @@ from typing import Generic, NamedTuple, TypeVar
 T = TypeVar("T")
 
 _MEMORY_SECONDS = 15.0
-"""The half-life of measurements."""
+"""Half-life of measurements."""
 
 
 class Range(NamedTuple, Generic[T]):
-    """An estimate: as little as it may well be, as it is expected, and as much."""
+    """An estimate with a likely low and high end."""
 
     low: T
     middle: T
@@ -24,30 +24,30 @@ class Range(NamedTuple, Generic[T]):
 
 
 class Usual(NamedTuple):
-    """Usual prices, in parts of what a token takes while all slots are busy and contexts are short."""
+    """Usual prices, relative to that of a token while all slots are busy and contexts are short."""
 
     steps: float
-    """The price of a step by the number of slots; that of a token is the rest."""
+    """Price of a step divided by the number of slots; that of a token is the rest."""
     prompt_tokens: float
     context: float
-    """A token takes twice as long with so many keys."""
+    """Number of keys with which a token takes twice as long."""
 
 
 USUAL_OF_GPU = Usual(steps=0.7, prompt_tokens=0.5, context=500)
 USUAL_OF_CPU = Usual(steps=0.2, prompt_tokens=1.0, context=200)
 _NOISE = 0.2
-"""The usual error of a second's work, as a share of it."""
+"""Usual relative error of a second's measurement."""
 _SPREAD = 1.0
-"""The usual difference between prices and usual ones, as a share of these."""
+"""Usual relative deviation from usual prices."""
 
 
 class Work(NamedTuple):
-    """Amounts of work, of which each has a price."""
+    """Amounts of work, each of which has a price."""
 
     steps: float = 0.0
     tokens: float = 0.0
     keys: float = 0.0
-    """The tokens that each token attends to, those of prompts included."""
+    """Tokens attended to, including those of prompts."""
     prompt_tokens: float = 0.0
     """Prompt tokens that are computed."""
 
@@ -68,7 +68,7 @@ class Speed:
         self._slots = 1
 
     def learn(self, work: Work, seconds: float, *, num_running: int) -> None:
-        """Take in that the work took so many seconds, with so many samples at a time."""
+        """Learn that the work took so many seconds, with so many samples at a time."""
         self._slots = max(self._slots, num_running)
         if seconds <= 0:
             return
@@ -83,7 +83,7 @@ class Speed:
         self._prices = self._fit()
 
     def seconds(self, work: Work) -> float | None:
-        """Return how long work takes; None before anything was learned."""
+        """Return how long work takes; None if nothing has been learned yet."""
         if self._prices is None:
             return None
         return sum(price * amount for price, amount in zip(self._prices, work, strict=True))
@@ -106,7 +106,7 @@ class Speed:
             positive = ratios > 0
 
     def _usual_prices(self) -> Work | None:
-        """Return usual prices, of which the work that was done comes to the time that it took."""
+        """Return usual prices, scaled so that the work done costs the time that it took."""
         steps, prompt_tokens, context = self._usual
         usual = Work(steps * self._slots, 1 - steps, 1 / context, prompt_tokens)
         total = sum(price * amount for price, amount in zip(usual, self._work, strict=True))

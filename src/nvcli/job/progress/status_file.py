@@ -1,4 +1,4 @@
-"""Files that flags name and that a run replaces as a whole, so that a reader never sees half of one.
+"""Files named by flags that a run replaces atomically, so that readers never see half of one.
 
 Such a file must be no file of the job itself, and nothing but a regular file, because whatever is there is replaced.
 """
@@ -21,7 +21,7 @@ from nvcli.job.progress.run_status import RunStatus, RunView, bare_status, how_i
 
 
 class SideFile:
-    """The file that `flag` names. As text it is both, as messages show them."""
+    """The file that `flag` names. `str` gives both, for messages."""
 
     def __init__(self, flag: str, path: Path, *, taken: Collection[str] = ()) -> None:
         """`taken` are files that `path` must not replace. Raises ConfigError for a bad `path`."""
@@ -47,11 +47,11 @@ class SideFile:
 
     @property
     def names(self) -> tuple[str, str]:
-        """The names that are written to: the file's, and that of its next version."""
+        """The names that are written: the file's, and that of its next version."""
         return str(self.path), str(self._new)
 
     def replace(self, data: bytes) -> None:
-        """Replace the file. Raises OSError; the old file is there then."""
+        """Replace the file. Raises OSError, which leaves the old file in place."""
         try:
             with create_anew(self._new) as file:
                 file.write(data)
@@ -84,12 +84,12 @@ class StatusFile:
         self._warn: Callable[[str], None] | None = None
 
     def begin(self, warn: Callable[[str], None]) -> None:
-        """Write the file for the first time. `warn` is told once if it cannot be written: the rows matter more."""
+        """Write the file for the first time. If it cannot be written, `warn` is called once, and the run goes on."""
         self._warn = warn
         self._write(bare_status("starting", self._started))
 
     def update(self, view: RunView) -> None:
-        """Write the file if it is time to. Calls may come as often as they like."""
+        """Write the file if it is due. May be called as often as you like."""
         self._view = view
         if self._clock() >= self._next:
             self._next = self._clock() + WRITE_SECONDS

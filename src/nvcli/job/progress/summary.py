@@ -15,7 +15,7 @@ from nvcli.job.run.counts import Counts, Example
 from nvcli.job.run.settings import DEFAULT, Setting, is_worth_showing, sampling_name
 
 _SHOWN_SECONDS = 0.05
-"""Parts of the start-up and of the loop that took less are left out."""
+"""Parts of the start-up and of the loop that took less time are left out."""
 _EXAMPLE_CHARS = 60
 _MESSAGE_CHARS = 160
 
@@ -26,30 +26,30 @@ class RunTimes:
 
     total: float
     generating: float = 0.0
-    """The time from the first request to the last answer."""
+    """Time from the first request to the last answer."""
     startup: dict[str, float] = field(default_factory=dict)
-    """The start-up of the slowest replica, by part."""
+    """Start-up times of the slowest replica, by part."""
     loading_tokenizer: float = 0.0
     reading: float = 0.0
-    """Reading and parsing in the background, with waiting for the input."""
+    """Reading and parsing in the background, including waits for the input."""
     tokenizing: float = 0.0
     """Tokenizing in the background."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The work of a run."""
+    """The outcome of a run."""
 
     output: str
     rows: int
-    """Rows of the whole output, with those of earlier runs."""
+    """Rows of the whole output, including those of earlier runs."""
     errors: dict[str, int]
     """Failed rows of the whole output by error type."""
     counts: Counts
     """The counts of this run."""
     times: RunTimes
     sampling: Sequence[Setting] = ()
-    """The sampling of rows that bring none; empty where nothing was run."""
+    """Sampling of rows without their own; empty if nothing was run."""
     num_gpus: int = 0
     """The GPUs that the run held; 0 on a CPU."""
     limit: int | None = None
@@ -57,7 +57,7 @@ class Summary:
     row_warnings: Sequence[str] = ()
     """Warnings about rows of this run, with their counts."""
     was_complete: bool = False
-    """The output was complete before, and there was nothing to do."""
+    """Whether the output was complete before, so that there was nothing to do."""
 
     @property
     def rows_failed(self) -> int:
@@ -65,12 +65,12 @@ class Summary:
 
     @property
     def gpu_hours(self) -> float:
-        """The GPUs that the run held, times its hours from the command to its end."""
+        """GPUs that the run held times hours, from the command to its end."""
         return self.num_gpus * self.times.total / 3600
 
 
 def summary_of_complete_job(output: str, finished: Finished, seconds: float) -> Summary:
-    """Make the summary of a run that found its output complete, after so many seconds."""
+    """Return the summary of a run that found its output complete, after so many seconds."""
     return Summary(
         output=output,
         rows=finished.rows,
@@ -186,7 +186,7 @@ def _token_lines(summary: Summary) -> Iterator[str]:
 
 
 def _sampling_lines(summary: Summary) -> Iterator[str]:
-    """Yield the sampling of rows that bring none, by what set it, and how many rows bring their own."""
+    """Yield the sampling of rows without their own, by what set it, and how many rows have their own."""
     by_origin: dict[str, list[str]] = {}
     for setting in summary.sampling:
         if is_worth_showing(setting):

@@ -1,4 +1,4 @@
-"""Estimates how long answers become, from those that have ended and those that still run.
+"""Estimates the lengths of answers from those that have ended and those still running.
 
 Short answers end first. So the mean of the answers that have ended is too small, and what runs must count too: an
 answer that runs at 500 tokens says that it is longer than 500. Two estimates do that, one inside the other:
@@ -27,47 +27,47 @@ from nvcli.job.progress.speed import Range
 from nvcli.job.run.counts import bin_middle, bin_of, bin_start
 
 _USUAL = 250.0
-"""The usual length of long answers, in tokens: that which one in twenty passes."""
+"""Usual length of long answers in tokens, which one in twenty exceeds."""
 _SPREAD = 0.6
-"""How sure lengths are before anything is known: the deviation of their logarithm."""
+"""Prior standard deviation of the logarithm of lengths."""
 _POWERS = ((0.0, 0.0, 0.3), (1.0, 0.0, 0.4), (0.0, 0.5, 0.15), (0.0, 1.0, 0.15))
-"""Powers of `max_tokens` and of the length of the prompt that lengths may go with, and how likely each pair is."""
+"""Powers of `max_tokens` and of the prompt's length that lengths may scale with, and the probability of each pair."""
 _STEP = math.log(2) / 3
-"""The belief compares lengths in steps of this size, on a scale of logarithms."""
+"""Step in which the belief compares logarithms of lengths."""
 _TAIL = 3
-"""It goes by the samples in the last of these steps, counted from the longest that `_SEVERAL` have come to."""
+"""Number of last steps whose samples it uses, counted from the longest that `_SEVERAL` samples have reached."""
 _SEVERAL = 4
 _MAX_ENDED = 40.0
-"""However many samples ended there, they count as so many: no answers are drawn from just these distributions."""
+"""Maximum weight of samples that ended there, because no answers follow exactly these distributions."""
 _BELIEF_SAMPLES = 1.0
-"""The number of samples that the belief counts for."""
+"""Number of samples that the belief counts as."""
 _WINDOWS = ((0.0, 0.3), (0.25, 0.75), (0.7, 1.0))
-"""The shares of the belief, in order of length, that make up the short, the middle and the long outlook."""
+"""Parts of the belief, in order of length, that make up the short, middle and long outlook."""
 _MAX_HYPOTHESES = 8
-"""At most so many hypotheses make up an outlook."""
+"""Maximum number of hypotheses in an outlook."""
 _DEVIATIONS = (-1.28, 0.0, 1.28)
-"""How far the outlooks are from the middle, in standard deviations of what was counted."""
+"""Distance of the outlooks from the middle, in standard deviations of the counts."""
 
 _ORIGIN = 100
-"""The step of a length that equals the scale, in tables."""
+"""Index in tables of a length that equals the scale."""
 _LEAST_LOG = -60.0
 _NEVER = -1e9
-"""The logarithm of how likely it is that many samples come to lengths to which hardly any comes."""
+"""Log-likelihood that many samples reach lengths which hardly any reaches."""
 
 
 class Known(NamedTuple):
-    """The samples of one class, as far as they are known."""
+    """Known samples of one class."""
 
     most: float
-    """Their `max_tokens`, on average."""
+    """Mean `max_tokens`."""
     prompt: float
-    """The tokens of their prompts, on average."""
+    """Mean tokens of their prompts."""
     stopped: Mapping[int, int]
-    """Numbers of samples that ended by themselves, by the bin of their length (`counts.bin_of`)."""
+    """Number of samples that ended by themselves, by bin of their length (`counts.bin_of`)."""
     cut: Mapping[int, int]
-    """The same of samples that came to their `max_tokens`."""
+    """The same for samples that reached their `max_tokens`."""
     running: Mapping[int, float]
-    """The same of samples that run."""
+    """The same for running samples."""
 
 
 def _weibull(form: float) -> Callable[[float], float]:
@@ -82,20 +82,20 @@ _FORMS = (
     *map(_weibull, (1.0, 2.0, 5.0, 15.0)),
     *map(_log_normal, (0.3, 0.6, 1.2)),
 )
-"""The logarithm of the share of samples that are longer, by the logarithm of the length in parts of the scale."""
+"""Functions from log(length / scale) to the logarithm of the share of samples that are longer."""
 
 
 class _Hypothesis(NamedTuple):
     form: int
-    """The place in `_FORMS`."""
+    """Index in `_FORMS`."""
     log_scale: float
-    """The logarithm of the scale, for samples with the mean `max_tokens` and prompt."""
+    """Logarithm of the scale, for samples with the mean `max_tokens` and prompt."""
     max_power: float
     prompt_power: float
 
 
 class _Believed(NamedTuple):
-    """A distribution of one class, and how likely it is."""
+    """A distribution for one class, with its probability."""
 
     weight: float
     form: int
@@ -106,10 +106,10 @@ class _Believed(NamedTuple):
 
 
 class Belief:
-    """A guess at the lengths of answers, where few samples have come so far."""
+    """A guess at the lengths of answers where few samples have come so far."""
 
     def __init__(self, classes: Sequence[Known], *, is_asked: bool) -> None:
-        """`is_asked`: rows name their `max_tokens`; else these are all that the model can hold."""
+        """`is_asked`: rows name their `max_tokens`; otherwise it is the room that the model has."""
         self._log_most = _mean([math.log(known.most) for known in classes])
         self._log_prompt = _mean([math.log(max(1.0, known.prompt)) for known in classes])
         usual = math.log(_USUAL)
@@ -133,7 +133,7 @@ class Belief:
         return Range(*survivals)
 
     def _weighed(self, classes: Sequence[Known], usual: float) -> Iterator[tuple[float, _Hypothesis]]:
-        """Yield all hypotheses, each with the logarithm of how likely it is.
+        """Yield all hypotheses, each with its log-likelihood.
 
         `usual` is the logarithm of the length that one sample in twenty is expected to pass before anything is known.
         """
@@ -148,7 +148,7 @@ class Belief:
                     yield prior + tail.likelihood(form, step), _Hypothesis(form, scale, max_power, prompt_power)
 
     def _shift(self, known: Known, max_power: float, prompt_power: float) -> float:
-        """Return the logarithm by which the lengths of a class are larger than the mean."""
+        """Return by how much the logarithm of a class's lengths exceeds the mean."""
         return max_power * (math.log(known.most) - self._log_most) + prompt_power * (
             math.log(max(1.0, known.prompt)) - self._log_prompt
         )
@@ -158,7 +158,7 @@ class _Tail:
     """The longest samples."""
 
     def __init__(self, classes: Sequence[Known], shifts: Sequence[float]) -> None:
-        """`shifts` are the logarithms by which the lengths of each class are larger than the mean."""
+        """`shifts` say by how much the logarithm of each class's lengths exceeds the mean."""
         stopped: defaultdict[int, float] = defaultdict(float)
         others: defaultdict[int, float] = defaultdict(float)
         for known, shift in zip(classes, shifts, strict=True):
@@ -179,7 +179,7 @@ class _Tail:
         self._weight = min(1.0, _MAX_ENDED / max(1, num_stopped))
 
     def likelihood(self, form: int, scale: int) -> float:
-        """Return the logarithm of how likely the tail is, if lengths have this form and scale."""
+        """Return the log-likelihood of the tail, if lengths have this form and scale."""
         longer, ends = _tables(form)
 
         def place(step: int) -> int:
@@ -195,14 +195,14 @@ class _Tail:
 
 @functools.cache
 def _reach(form: int) -> float:
-    """Return the logarithm of the length that one sample in twenty passes, in parts of the scale."""
+    """Return the logarithm of the length that one sample in twenty exceeds, relative to the scale."""
     longer, _ = _tables(form)
     return _STEP * (next(place for place, share in enumerate(longer) if share < math.log(0.05)) - _ORIGIN)
 
 
 @functools.cache
 def _tables(form: int) -> tuple[list[float], list[float]]:
-    """Return the logarithms of the shares that are longer than so many steps, and of those that end there."""
+    """Return by step the logarithm of the share of samples that are longer, and of those that end there."""
     log_longer = _FORMS[form]
     lengths = [_STEP * (number - _ORIGIN) for number in range(2 * _ORIGIN + 1)]
     ends = []
@@ -219,7 +219,7 @@ def _log_length(number: int) -> float:
 
 
 def _fit(classes: Sequence[Known], shifts: Sequence[float]) -> float:
-    """Return the logarithm of how likely the lengths of ended samples are, if classes differ by these logarithms."""
+    """Return the log-likelihood of the lengths of ended samples, if classes are shifted so."""
     count = total = squares = 0.0
     for known, shift in zip(classes, shifts, strict=True):
         for counts in (known.stopped, known.cut):
@@ -236,7 +236,7 @@ def _fit(classes: Sequence[Known], shifts: Sequence[float]) -> float:
 def _window(
     hypotheses: Sequence[tuple[float, _Hypothesis]], low: float, high: float
 ) -> list[tuple[float, _Hypothesis]]:
-    """Return the hypotheses between two shares of all weights, with weights that add up to 1."""
+    """Return the hypotheses between two quantiles of the weights, renormalised."""
     total = sum(weight for weight, _ in hypotheses)
     window = []
     before = 0.0
@@ -252,7 +252,7 @@ def _window(
 
 
 def _rest(hypothesis: _Hypothesis, age: float, most: float) -> float:
-    """Return the tokens that a sample of some age has left."""
+    """Return the expected remaining tokens of a sample of some age."""
     believed = _Believed(1.0, hypothesis.form, hypothesis.log_scale)
     before = believed.log_longer(math.log(max(0.5, age)))
     room = max(1.0, most - age)
@@ -265,7 +265,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _mean_age(classes: Sequence[Known]) -> float:
-    """Return the mean length of the samples that run."""
+    """Return the mean length of running samples."""
     count = sum(sum(known.running.values()) for known in classes)
     total = sum(bin_start(number) * each for known in classes for number, each in known.running.items())
     return total / count if count else 0.0
@@ -281,7 +281,7 @@ class Survival:
         at_risk: float = sum(known.stopped.values()) + sum(known.cut.values()) + sum(known.running.values())
         self._lengths = [0.0]
         self._ended = [0.0]
-        """The share of samples that have ended before each of these lengths."""
+        """Share of samples that have ended before each of these lengths."""
         left = believed = 1.0
         for number, end in zip(edges, [*edges[1:], edges[-1] + 1], strict=True):
             log_length = math.log(bin_start(end) - 0.5)
@@ -303,7 +303,7 @@ class Survival:
 
 
 def _between(places: Sequence[float], values: Sequence[float], place: float, *, beyond: float | None = None) -> float:
-    """Return the value at a place between others, whose places ascend; behind the last one its value, or `beyond`."""
+    """Interpolate a value between ascending places; past the last one, return its value, or `beyond`."""
     at = bisect_left(places, place)
     if at == len(places):
         return values[-1] if beyond is None else beyond

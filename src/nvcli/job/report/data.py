@@ -94,7 +94,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int | None
     """Bytes of one rank's weights."""
     startup_seconds: dict[str, float]
-    """The start-up of the slowest replica, by part."""
+    """Start-up times of the slowest replica, by part."""
     preemptions: int
     """How often a request was set back because the KV cache was full."""
     lost_replicas: int
@@ -118,7 +118,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """The time from the command to its end."""
     generating_seconds: float
-    """The time from the first request to the last answer."""
+    """Time from the first request to the last answer."""
     gpu_hours: float | None
     """GPUs times hours; None on a CPU."""
     was_complete: bool

@@ -1,4 +1,4 @@
-"""Says why a line or an object is not JSON, in words that help to find the place."""
+"""Explains why a line or an object is not JSON, in words that help to find the place."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from nvcli.core.validation import describe_surrogate
 from nvcli.job.rows.raw_values import MAX_LEVELS
 
 _EXPLAINED_BYTES = 1 << 20
-"""Longer texts are not parsed again: as Python objects they may take thirty times their size."""
+"""Longer texts are not parsed again: Python objects may take thirty times their size."""
 _MAX_BITS = 4300 * 3.33
-"""Python writes no longer integers as decimal digits."""
+"""Python does not convert longer integers to decimal digits."""
 
 
 def explain_bad_json(line: bytes, reason: str) -> str:
@@ -39,8 +39,7 @@ def explain_bad_utf8(line: bytes, reason: str) -> str:
 
 
 def explain_bad_value(value: bytes, key: str) -> str:
-    """Return the message for a value of `key` that is JSON and that msgspec cannot decode: it holds a number or a
-    character that is none."""
+    """Return the message for a value of `key` that is JSON but has a number or character that msgspec cannot decode."""
     found = None
     if len(value) <= _EXPLAINED_BYTES:
         with contextlib.suppress(RecursionError):
@@ -53,11 +52,11 @@ def _no_builtin(value: Any) -> Any:
 
 
 def _no_number(digits: str) -> None:
-    """Integers are not looked at: Python refuses to read those of thousands of digits."""
+    """Ignore integers: Python refuses to read those of thousands of digits."""
 
 
 def find_no_json(value: Any, name: str, as_builtin: Callable[[Any], Any] = _no_builtin) -> str | None:
-    """Say what JSON does not have in a value, and under which key; None if there is nothing of the kind.
+    """Describe the first thing in a value that JSON cannot represent, and its key; None if there is none.
 
     `name` is that of the value; empty: it is a row. `as_builtin` returns another object as one that JSON has, and
     raises TypeError where there is none.
@@ -84,7 +83,7 @@ def find_no_json(value: Any, name: str, as_builtin: Callable[[Any], Any] = _no_b
 
 
 def _inside(value: dict[Any, Any] | list[Any] | tuple[Any, ...], name: str) -> Iterator[tuple[str, Any]]:
-    """Yield what a collection holds, with names."""
+    """Yield the items of a collection, with names."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield f"{name}.{key}" if name else str(key), inner
@@ -94,13 +93,13 @@ def _inside(value: dict[Any, Any] | list[Any] | tuple[Any, ...], name: str) -> I
 
 
 def explain_surrogate(text: str, name: str) -> str | None:
-    """Say that a text holds half of a character; None if it does not."""
+    """Describe half a character in a text; None if there is none."""
     surrogate = describe_surrogate(text)
     return surrogate and f"`{name or 'the value'}` is no text: {surrogate}"
 
 
 def _problem_of(value: Any, name: str) -> str | None:
-    """Say what JSON does not have in a value, leaving out what is inside of it."""
+    """Describe why JSON cannot represent a value, ignoring its items."""
     if isinstance(value, str):
         return explain_surrogate(value, name)
     if isinstance(value, float) and not math.isfinite(value):

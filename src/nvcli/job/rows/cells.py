@@ -1,4 +1,4 @@
-"""Rows that hold texts alone: the cells of a CSV file and the lines of a text file."""
+"""Rows of a CSV file, whose cells are all texts."""
 
 from __future__ import annotations
 

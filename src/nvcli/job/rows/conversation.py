@@ -1,4 +1,4 @@
-"""Reads a conversation: checks `messages`, and reads what a row says beside them, such as tools and documents.
+"""Reads a conversation: its `messages`, and the keys beside them, such as tools and documents.
 
 The keys beside the messages are those of OpenAI's chat completions and of vLLM's server. In native rows they stand
 beside `messages`, in rows of batch files in the body. All of them become arguments of the chat template.
@@ -24,13 +24,13 @@ CONVERSATION_KEYS = (
     *(TOOLS, TOOL_CHOICE, PARALLEL_TOOL_CALLS, DOCUMENTS),
     *(ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE),
 )
-"""The keys, in either form of rows."""
+"""These keys, the same in both forms of rows."""
 
 REASONING_EFFORT = "reasoning_effort"
 """OpenAI's key for how long a model thinks; a variable of some chat templates."""
 
 ARGUMENTS = (TOOLS, DOCUMENTS, ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE, REASONING_EFFORT)
-"""The arguments that a chat template may be given by them."""
+"""Arguments of chat templates that come from these keys."""
 
 _KEYS = frozenset((*CONVERSATION_KEYS, REASONING_EFFORT))
 _NAMED_CHOICES = ("none", "auto", "required")
@@ -61,7 +61,7 @@ _SHAREGPT_ROLES = {
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
     "system": "system",
 }
-"""The roles of chat templates by the names that ShareGPT's form has for them."""
+"""Roles by their names in ShareGPT's form."""
 
 
 def _checked(message: dict[str, Any], name: str) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def _join_parts(parts: list[Any], name: str) -> str:
 
 
 def _with_object(call: Any, name: str) -> Any:
-    """Return a tool call whose arguments are an object, if they are given as a text."""
+    """Return a tool call with its arguments as an object, decoded if they are JSON text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(arguments := function.get("arguments"), str):
         return call
@@ -156,7 +156,7 @@ def conversation_options(given: Mapping[str, Any], *, under: tuple[str, ...] = (
 
 
 def _check_parameters(schema: Any, path: Path) -> None:
-    """Raise InvalidValue for what is no schema of an object, which the arguments of a call are."""
+    """Raise InvalidValue unless `schema` describes an object, as the arguments of a call must be."""
     if schema is None:
         return
     name = join_path(path)
@@ -186,7 +186,7 @@ def _tools(value: Any, path: tuple[str, ...]) -> list[dict[str, Any]]:
 
 
 def _call_rule(choice: Any, tools: list[dict[str, Any]], path: tuple[str, ...]) -> CallRule:
-    """Return what `tool_choice` asks of calls. Raises InvalidValue."""
+    """Return the rule that `tool_choice` sets. Raises InvalidValue."""
     name = join_path(path)
     if choice in ("none", "auto"):
         return CallRule()

@@ -22,20 +22,20 @@ from nvcli.job.rows.raw_values import decode, decode_list, is_null
 _CONVERSATIONS = "conversations"
 """ShareGPT's key of a conversation."""
 _INSTRUCTION, _INPUT = "instruction", "input"
-"""Alpaca's keys of a task and of what it is about, which may be empty."""
+"""Alpaca's keys of a task and of its input, which may be empty."""
 _OUTPUT = "output"
-"""Alpaca's key of the answer that the data set has, which is copied."""
+"""Alpaca's key of the reference answer, which is copied."""
 
 KEYS_OF_KIND = {
     PromptKind.CONVERSATIONS: frozenset((_CONVERSATIONS,)),
     PromptKind.INSTRUCTION: frozenset((_INSTRUCTION, _INPUT)),
 }
-"""The keys that make a prompt in the forms of well-known data sets."""
+"""Keys that form the prompt in well-known data sets."""
 KNOWN_KEYS = frozenset().union(*KEYS_OF_KIND.values())
 
 
 class RowKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys under which a row says something to nvcli; every other key is passed through."""
+    """The keys of a row that mean something to nvcli; all others are passed through."""
 
     prompt: str = PROMPT_KEY
     messages: str = MESSAGES_KEY
@@ -44,7 +44,7 @@ class RowKeys(msgspec.Struct, frozen=True, kw_only=True):
     sampling: str = "sampling"
     chat_template_kwargs: str = "chat_template_kwargs"
     deciding: str | None = None
-    """The key that has the prompt of rows with several of `prompts`; None: such rows are errors."""
+    """The key that wins in rows with several of `prompts`; None: such rows are errors."""
 
     @property
     def prompts(self) -> tuple[str, ...]:
@@ -52,7 +52,7 @@ class RowKeys(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def are_defaults(self) -> bool:
-        """Whether prompts have the keys that they have where a job names no other."""
+        """Whether prompts have their default keys."""
         return (self.prompt, self.messages) == (PROMPT_KEY, MESSAGES_KEY)
 
     @property
@@ -66,7 +66,7 @@ class RowKeys(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowDefaults:
-    """The defaults of `sampling`, over which a row's own keys go."""
+    """Defaults of `sampling`, which a row's own keys override."""
 
     def __init__(self, defaults: Mapping[str, Any]) -> None:
         """Raises InvalidValue for defaults that are not valid as SamplingParams."""
@@ -74,7 +74,7 @@ class RowDefaults:
         self._sampling = convert(self._values, SamplingParams)
 
     def sampling(self, own: Any, *, under: str) -> SamplingParams:
-        """Return the sampling of a row. `under` is where its keys stand in the row. Raises RowError."""
+        """Return the sampling of a row, whose keys are `under` this key. Raises RowError."""
         if not isinstance(own, dict):
             raise RowError("invalid_sampling", f"`{under}` is {show(own)}; expected an object with keys")
         if not own:
@@ -86,7 +86,7 @@ class RowDefaults:
 
 
 def native_id(value: Any, key: str) -> JobId | None:
-    """Return the id that a row has under `key`; None if it has none."""
+    """Return the id in a row's `key`; None if there is none."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, int) and not isinstance(value, bool) and -MAX_INT - 1 <= value <= MAX_INT:
@@ -134,7 +134,7 @@ def native_job(
 
 
 def _given_prompt(row: dict[str, Any], keys: RowKeys, rules: PromptRules, kind: PromptKind | None) -> dict[str, Any]:
-    """Return the prompt that a row holds. Raises RowError and InvalidValue."""
+    """Return the prompt in a row. Raises RowError and InvalidValue."""
     given = [key for key in keys.prompts if key in row]
     if kind is PromptKind.INSTRUCTION:
         about = row.get(_INPUT)
@@ -156,7 +156,7 @@ def _given_prompt(row: dict[str, Any], keys: RowKeys, rules: PromptRules, kind: 
 
 
 def _templated(columns: Mapping[str, Any], keys: RowKeys, rules: PromptRules) -> dict[str, Any]:
-    """Return the prompt that the job's template makes of a row. Raises RowError."""
+    """Return the prompt that the job's template makes from a row. Raises RowError."""
     unused = [key for key in keys.prompts if key not in rules.columns and not is_null(columns.get(key))]
     if unused:
         raise RowError(
@@ -169,7 +169,7 @@ def _templated(columns: Mapping[str, Any], keys: RowKeys, rules: PromptRules) ->
 
 
 def known_form(row: Mapping[str, Any]) -> PromptKind | None:
-    """Return the kind of prompt that a row without `prompt` and `messages` has; None: it has none that is known."""
+    """Return the kind of prompt in a row without `prompt` and `messages`; None if it has no known one."""
     if _CONVERSATIONS in row and _is_conversation(row[_CONVERSATIONS]):
         return PromptKind.CONVERSATIONS
     # Without its other keys, `instruction` may be one part of a prompt whose other parts nobody knows.
@@ -190,7 +190,7 @@ def _is_conversation(value: Any) -> bool:
 
 
 def _decoded(value: Any) -> Any:
-    """Return a value as an object; None for JSON that cannot be held."""
+    """Return a value as an object; None for JSON that cannot be decoded."""
     if not isinstance(value, msgspec.Raw):
         return None if is_null(value) else value
     try:

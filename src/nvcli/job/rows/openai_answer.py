@@ -1,4 +1,4 @@
-"""Makes a row of OpenAI's batch output file of a result.
+"""Makes output rows in the form of OpenAI's batch files.
 
 The form is that of platform.openai.com/docs/api-reference/batch/request-output. Every value follows from the row, its
 answer and the job: a job that was interrupted and continued gives the same rows as one that was not.
@@ -16,10 +16,10 @@ from nvcli.job.job import Choice, EmbedAnswer, EmbedAnswers, ErrorInfo, JobResul
 from nvcli.job.rows.openai_responses import response_body
 
 BATCH_ID = "batch_req_"
-"""The id of an output row is this and the row's index."""
+"""Prefix of an output row's id, followed by the row's index."""
 
 _OURS = ("aborted", "kv_cache_too_small", "non_finite_logits", "tokenizer_error")
-"""Error types that are not the request's fault: status 500, where others are 400."""
+"""Error types that are not the request's fault: status 500 instead of 400."""
 
 
 def openai_row(result: JobResult, *, created: int, model: str) -> dict[str, Any]:
@@ -131,5 +131,5 @@ def _completion_choice(choice: Choice) -> dict[str, Any]:
 
 
 def _offsets(tokens: list[str]) -> list[int]:
-    """Return where each token begins in the text that the tokens make."""
+    """Return the offset of each token in the text."""
     return [*accumulate(map(len, tokens[:-1]), initial=0)] if tokens else []

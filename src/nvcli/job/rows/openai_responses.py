@@ -23,7 +23,7 @@ _SAME = (
     *("top_k", "min_p", "seed", "stop", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("min_tokens", "ignore_eos", "logit_bias", "skip_special_tokens", "chat_template_kwargs"),
 )
-"""Parameters that a chat request has by the same name."""
+"""Parameters with the same name in chat requests."""
 _OWN = ("input", "instructions", "max_output_tokens", "text", "reasoning", "top_logprobs", "include")
 _HARMLESS: dict[str, tuple[Any, ...]] = {"background": (False,), "truncation": ("disabled",), "max_tool_calls": ()}
 _INCLUDED_LOGPROBS = "message.output_text.logprobs"
@@ -31,7 +31,7 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 def chat_body(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of the chat request that asks for the same. `given` has no nulls. Raises RowError."""
+    """Return the body of the equivalent chat request. `given` has no nulls. Raises RowError."""
     for key, value in given.items():
         if key in ("tools", "tool_choice") and value not in ([], "auto", "none"):
             raise _unsupported(
@@ -76,7 +76,7 @@ def _messages(given: Mapping[str, Any]) -> list[Any]:
 
 
 def _message(item: Any, name: str) -> Any:
-    """Return an item of the input as a message; what is wrong with its role or content is found with others."""
+    """Return an item of the input as a message, whose role and content are checked later."""
     if not isinstance(item, dict):
         raise RowError("invalid_value", f"`{name}` is {show(item)}; allowed: a message with `role` and `content`")
     if item.get("type", "message") != "message":

@@ -1,4 +1,4 @@
-"""Makes a `Job` of a row of an OpenAI batch file. Raises RowError or InvalidValue that names the key.
+"""Makes a `Job` from a row of an OpenAI batch file. Raises RowError or InvalidValue that names the key.
 
 Parameters of the request body are those of the API's reference (platform.openai.com/docs/api-reference: chat,
 completions, batch), as far as they say how tokens are chosen, and the additions that vLLM's server takes. A parameter
@@ -32,9 +32,9 @@ URLS = {
     "/v1/responses": RowForm.RESPONSE,
 }
 _COMMANDS = {**dict.fromkeys(URLS, "generate"), "/v1/embeddings": "embed"}
-"""The commands that answer rows with these urls."""
+"""Commands by the URLs that they answer."""
 MAX_PROMPTS = 2048
-"""The most prompts of a row, as OpenAI has it."""
+"""Maximum number of prompts in a row, as at OpenAI."""
 OWN_KEYS = frozenset(("custom_id", "method", "url", "body"))
 
 _SAME = (
@@ -76,7 +76,7 @@ _IGNORED = (
     "safety_identifier",
     "guided_decoding_backend",
 )
-"""Parameters that say nothing about the answer; `model` is repeated in it."""
+"""Parameters that do not affect the answer; `model` is copied to it."""
 _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "stream_options": (),
@@ -87,20 +87,20 @@ _HARMLESS_VALUES: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "suffix": ("",),
 }
-"""Parameters that are allowed with a value that changes nothing."""
+"""Parameters that are allowed only with values that change nothing."""
 _CHAT_KEYS = (
     *("messages", "max_completion_tokens", "thinking_token_budget", "logprobs", "top_logprobs", "chat_template_kwargs"),
     *(*CONVERSATION_KEYS, REASONING_EFFORT),
 )
 _IN_COMPLETIONS = ("logprobs", "best_of", "rank_by")
-"""Parameters that `sampling` knows by the same name, of completions alone."""
+"""Parameters of completions alone that `sampling` knows by the same name."""
 _WORKING_IN_CHATS = dict.fromkeys((*_SAME, *STRUCTURED_KEYS, *_CHAT_KEYS))
 _WORKING_IN_COMPLETIONS = dict.fromkeys((*_SAME, *STRUCTURED_KEYS, "prompt", *_IN_COMPLETIONS))
-"""Parameters that have an effect, in the order in which messages name them."""
+"""Parameters with an effect, in the order in which messages list them."""
 
 
 def looks_like_openai(row: Mapping[str, Any]) -> bool:
-    """Tell whether a row without a prompt of nvcli's own form is meant as a row of a batch file."""
+    """Tell whether a row without a native prompt is meant as a row of a batch file."""
     if ("custom_id" in row) + ("url" in row) + ("body" in row) < 2:
         return False
     return sum(not is_null(row.get(key)) for key in ("custom_id", "url", "body")) >= 2
@@ -234,7 +234,7 @@ def _chat_parameters(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def prompts_of(given: dict[str, Any], key: str) -> list[str | list[int]]:
-    """Return the texts, or lists of token ids, that a request has under a key: one by itself, or a list of them.
+    """Return the texts or lists of token ids under a key of a request, which holds one of them or a list.
 
     Raises RowError and InvalidValue.
     """
@@ -259,5 +259,5 @@ def _prompt_of(value: Any, path: Path) -> str | list[int]:
 
 
 def job_of(prompts: Sequence[Prompt], **rest: Any) -> Job:
-    """Return the job of one prompt or several. `rest` are its other fields."""
+    """Return a job with one prompt or several. `rest` holds its other fields."""
     return Job(**(prompt_fields(prompts[0]) if len(prompts) == 1 else {"prompts": prompts}), **rest)

@@ -1,4 +1,4 @@
-"""Reads the form that the body of an OpenAI row asks for its answer, in the API's spelling and in vLLM's.
+"""Reads which form an OpenAI row wants for its answer, in the API's spelling and in vLLM's.
 
 `response_format` is the API's (platform.openai.com/docs/guides/structured-outputs); `structured_outputs` and, in older
 releases, `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar` are vLLM's.
@@ -23,7 +23,7 @@ STRUCTURED_KEYS = (
     "guided_choice",
     "guided_grammar",
 )
-"""The parameters of a body of which at most one may be given."""
+"""Parameters of a body, at most one of which may be given."""
 
 _FORMS = {
     "json": "json_schema",
@@ -32,7 +32,7 @@ _FORMS = {
     "choice": "choice",
     "grammar": "grammar",
 }
-"""vLLM's names, and those of `structured`."""
+"""vLLM's names → the keys of `structured`."""
 
 
 def unsupported_key(key: str, known: Iterable[str], where: str = "body") -> RowError:
@@ -41,12 +41,12 @@ def unsupported_key(key: str, known: Iterable[str], where: str = "body") -> RowE
 
 
 def unsupported_value(key: str, value: Any) -> RowError:
-    """Return the error of a parameter of the body that is known with other values."""
+    """Return the error of a parameter whose value is not supported."""
     return RowError("unsupported_parameter", f"`body.{key}` is {show(value)}, which is not supported; leave it out")
 
 
 def structured_of(given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what a body asks for as the `structured` object of a row's sampling; None if it asks for nothing.
+    """Return the form that a body asks for as a row's `sampling.structured`; None if it asks for none.
 
     `given` are the parameters of the body that are not null. Raises RowError.
     """
@@ -95,7 +95,7 @@ def _of_structured_outputs(value: Any) -> dict[str, Any]:
 
 
 def _checked(name: str, value: Any, where: str) -> Any:
-    """Return the value of one of vLLM's names in the type that `structured` wants. Raises RowError."""
+    """Return the value of one of vLLM's parameters in the type of `structured`. Raises RowError."""
     if name == "json" and isinstance(value, str):
         try:
             value = decode_inner(value)

@@ -1,4 +1,4 @@
-"""Makes the output row of a result, in the form of its input row, and reads or renumbers rows that were written."""
+"""Makes output rows in the form of their input rows, and reads and renumbers written ones."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from nvcli.job.job import EmbedAnswer, JobResult, RowContext, RowForm, ScoreAnsw
 from nvcli.job.rows.openai_answer import BATCH_ID, openai_row
 
 CSV_TEXT_FIELD = "generated_text"
-"""The key of the text in outputs whose cells hold no lists, unless the job names another."""
+"""Default key of the text in CSV outputs, whose cells hold no lists."""
 _NATIVE_KEYS = frozenset(("id", "index", "choices", "usage", "error", "prompt_logprobs"))
 _OPENAI_KEYS = frozenset(("id", "index", "custom_id", "response", "error"))
-"""Keys that mean something of the answer in an output row. `index` is how `read_output_row` knows native rows."""
+"""Keys of the answer in an output row. `read_output_row` knows native rows by `index`."""
 _INPUT = "input"
-"""The key under which the input row's own values of such keys are found."""
+"""The key for the input row's own values of such keys."""
 
 
 class OutputForm(msgspec.Struct, frozen=True, kw_only=True):
-    """Values that all rows of one output share; they are the same for every run that continues it."""
+    """Values that all rows of an output share, in every run that continues it."""
 
     created: int = 0
     """When the job began, in seconds since 1970; `created` of OpenAI's objects."""
     model: str = ""
     """The model's name, for rows that name none."""
     text_field: str | None = None
-    """The key of the first choice's text; None: no such key."""
+    """Extra key for the text of the first choice; None: there is none."""
 
 
 class WrittenRow(msgspec.Struct, frozen=True):
-    """The part of an output's line that a later run must know."""
+    """The part of an output's line that later runs need."""
 
     index: int
     error_type: str | None
     id: Any = None
-    """The value of `id`; in a row of an OpenAI file it is made of the index."""
+    """Value of `id`; OpenAI rows have one made from the index."""
 
 
 def output_row(result: JobResult, form: OutputForm) -> dict[str, Any]:
-    """Return the output row: the keys of its form first, then what the input row passed through."""
+    """Return the output row: the keys of the answer, then those passed through from the input row."""
     return pass_through(answer_of(result, form), result.context)
 
 
 def answer_of(result: JobResult, form: OutputForm) -> dict[str, Any]:
-    """Return the output row without what the input row passed through."""
+    """Return the output row without the keys passed through from the input row."""
     context = result.context
     if context.form.is_openai:
         row = openai_row(result, created=form.created, model=context.model or form.model)
@@ -68,7 +68,7 @@ def answer_of(result: JobResult, form: OutputForm) -> dict[str, Any]:
 
 
 def _task_answer(result: JobResult) -> dict[str, Any]:
-    """Return the keys of an answer that is scores or a vector. A failed row has the same keys."""
+    """Return the keys of scores or a vector, which a failed row has too."""
     answer = result.answer
     if result.context.form is RowForm.EMBEDDING:
         return {"embedding": answer.embedding if isinstance(answer, EmbedAnswer) else None}
@@ -79,7 +79,7 @@ def _task_answer(result: JobResult) -> dict[str, Any]:
 
 
 def pass_through(row: dict[str, Any], context: RowContext) -> dict[str, Any]:
-    """Add what the input row passed through to its output row, and return that.
+    """Add the keys passed through from the input row to its output row, and return it.
 
     Keys of the input row that have the name of one of the output's go under `input`, together with its own `input`.
     """
@@ -109,7 +109,7 @@ _line_decoder = msgspec.json.Decoder(_Line)
 
 
 def read_output_row(line: bytes) -> WrittenRow | None:
-    """Read a line of an output; None for a line that is no whole row of UTF-8 text, such as a torn one."""
+    """Read a line of an output; None for anything but a whole row of UTF-8 text, such as a torn line."""
     if not line.endswith(b"}") or b"\0" in line or not is_utf8(line):  # parts that are skipped are not decoded
         return None
     try:
@@ -140,7 +140,7 @@ _join = msgspec.json.Encoder().encode
 
 
 def moved_row(line: bytes, index: int, name: str | None) -> bytes:
-    """Return a valid line of an output for another index.
+    """Return a line of an output with another index.
 
     `name` is the name of a row without an id of its own, which follows from its index.
     """

@@ -1,4 +1,4 @@
-"""Makes a `Job` of each row of the input, or the typed error of that row. Never raises for what a row holds.
+"""Turns each row of the input into a `Job` or the typed error of that row. Never raises because of a row.
 
 Only the values of nvcli's own keys become objects. What is passed through stays the JSON that it is, because objects
 made of it could take thirty times the memory.
@@ -41,15 +41,15 @@ from nvcli.job.rows.row_warnings import RowRemark, RowWarnings
 from nvcli.job.rows.task_rows import PROMPT_ONLY, TaskRows
 
 Row = Line | str | dict[str, Any] | Cells | RowError
-"""A row as it is read: a line of JSON, a line of text, the cells of a CSV record, the values of a table's row, or the
-error of what cannot be read as a row."""
+"""A row as read: a line of JSON, a line of text, the values of a table's row, the cells of a CSV record, or the error
+of a row that cannot be read."""
 
 _SHOWN_BYTES = 60
-"""A message shows so much of a line."""
+"""Bytes of a line that messages show."""
 
 
 class RowParser:
-    """Parses rows. It holds the keys of rows, what the job says for all of them, and the ids that were seen."""
+    """Parses rows, and remembers the ids it has seen."""
 
     def __init__(
         self,
@@ -84,14 +84,14 @@ class RowParser:
         self._knows_forms = (
             not self.rules.has_template and self.keys.are_defaults and self._own_keys.isdisjoint(KNOWN_KEYS)
         )
-        """Whether rows without a prompt may be of a well-known form: the job names no other keys."""
+        """Whether rows without a prompt may have a well-known form, because the job names no keys."""
         self._prompt_key, self._messages_key = self.keys.prompt, self.keys.messages
         self._is_plain = not self.rules.has_template and self.keys.deciding is None and not self.keys.names_prompt
-        """Whether the prompt of a row with no other is the text under its key."""
+        """Whether a row with only the prompt key has a plain prompt."""
         self.warnings = RowWarnings(self.rules.columns | self._own_keys)
         self._sent_as_messages = frozenset(kind for kind in PromptKind if self.rules.chat.includes(kind))
         self.kinds: set[PromptKind] = set()
-        """The kinds of prompts that rows had so far."""
+        """Kinds of prompts seen so far."""
         self._defaults = RowDefaults(sampling_defaults)
         self._seen = SeenIds()
         self._decode_id = self._decode_own = None
@@ -100,17 +100,17 @@ class RowParser:
             self._decode_id, self._decode_own = id_decoder(self.keys.id), id_decoder(self.keys.id, own_keys)
 
     def has_prompt(self, columns: Collection[str]) -> bool:
-        """Tell whether a row with these keys is one whose prompt this job reads, as far as the keys tell."""
+        """Tell by a row's keys whether this job finds a prompt in it."""
         if self.rules.has_template and self.rules.columns.issubset(columns):
             return True
         return "body" in columns or any(key in columns for key in self.keys.prompts)
 
     def parse(self, row: Row, *, index: int, where: str, defaults: RowDefaults | None = None) -> Job | JobResult:
-        """Parse one row. `where` names its line in messages. `defaults` take the place of those of all rows."""
+        """Parse one row. `where` names its line in messages. `defaults` replace those of all rows."""
         return self._parse(row, index, where, self.warnings, defaults or self._defaults)
 
     def failed(self, error: RowError, *, index: int, where: str) -> JobResult:
-        """Return the result of a row that could not be parsed at all. Its id is not known."""
+        """Return the result of a row that could not be parsed at all, so that its id is unknown."""
         name = self._seen.name(index)
         return failed(RowContext(id=name, is_named=True, index=index, line=where, caller=self._caller), error)
 
@@ -174,7 +174,7 @@ class RowParser:
         warnings: RowWarnings,
         defaults: RowDefaults,
     ) -> Job:
-        """Make the job of a row by its values, and by those of nvcli's own keys. Raises RowError and InvalidValue."""
+        """Make the job of a row. `values` are those of nvcli's own keys. Raises RowError and InvalidValue."""
         task, rules = self._task, self.rules
         if is_native:
             key = self.keys.sampling
@@ -206,7 +206,7 @@ class RowParser:
         return job
 
     def _kind_of(self, row: Row, given: Mapping[str, Any]) -> PromptKind | None:
-        """Return the kind of a native row's prompt; None for other prompts than texts, and where there is none."""
+        """Return the kind of a native row's text prompt; None if it has none."""
         if self.rules.has_template:
             return PromptKind.PROMPT if self.rules.prompt_template is not None else None
         keys = self.keys
@@ -219,7 +219,7 @@ class RowParser:
         return known_form(given)
 
     def _keys_of_native(self, given: Mapping[str, Any], kind: PromptKind | None) -> frozenset[str]:
-        """Return the keys under which a native row says something to nvcli."""
+        """Return the keys of a native row that mean something to nvcli."""
         if kind is not None and kind in KEYS_OF_KIND:
             own_keys = self._conversation_keys if kind is PromptKind.CONVERSATIONS else self._own_keys
             return own_keys | KEYS_OF_KIND[kind]
@@ -232,7 +232,7 @@ class RowParser:
         return own_keys.difference(key for key in self.keys.prompts if key != deciding)
 
     def identify(self, row: Row, *, index: int, is_good: bool = False) -> RowIdentity:
-        """Return the id of a row that this run does not answer, and take it.
+        """Return and reserve the id of a row that this run does not answer.
 
         The id is the one that `parse` would take: rows after it get the same ids and errors as in the whole job.
         `is_good` says that the row's answer is no error, which makes it quicker.
@@ -248,7 +248,7 @@ class RowParser:
         return RowIdentity(parsed.context.id, is_named=parsed.context.is_named, is_repeated=is_repeated)
 
     def _quick_id(self, row: Row, is_good: bool) -> JobId | msgspec.UnsetType | None:
-        """Return the id that a native row brings, or UNSET where it brings none; None where it takes parsing to know.
+        """Return the id of a native row, UNSET if it has none, or None if the row must be parsed to know.
 
         Of a row that may be at fault, all values of nvcli's own keys are decoded: where one cannot be, it loses its id.
         """
@@ -279,8 +279,10 @@ class RowParser:
         return msgspec.UNSET if row_id is None else row_id
 
     def _values_of(self, row: Row) -> tuple[Mapping[str, Any], MarkedLine | None]:
-        """Return the values of a row by key, as JSON or as objects, and the line in which they are marked where some
-        hold NaN or Infinity. Raises RowError."""
+        """Return the values of a row by key, as JSON or objects, and the marked line if some hold NaN or Infinity.
+
+        Raises RowError.
+        """
         if isinstance(row, (bytes, DroppedLine)):  # quicker than a union
             return _split_line(row)
         if isinstance(row, Cells):
@@ -296,7 +298,7 @@ _decode_raws = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def _split_line(line: Line) -> tuple[dict[str, msgspec.Raw], MarkedLine | None]:
-    """Return the values of a line by key, as JSON, and the line in which NaN and Infinity are marked if it has them.
+    """Return the values of a line by key, as JSON, and the marked line if it holds NaN or Infinity.
 
     Raises RowError.
     """
@@ -350,7 +352,7 @@ def _repeated(row_id: JobId, is_native: bool) -> RowError:
 
 
 def _no_object(line: bytes) -> RowError:
-    """Return the error of a line that is some other JSON than an object, or no JSON after its beginning."""
+    """Return the error of a line that is JSON other than an object, or turns out not to be JSON."""
     try:
         decode_within(line, check_json)
     except NestedTooDeep as error:

@@ -1,4 +1,4 @@
-"""Objects of a Python program or of a table, brought to the values that JSON text would decode to.
+"""Objects of Python programs and tables, converted to the values that JSON would decode to.
 
 Everything behind the parser encodes or pickles what nvcli's own keys hold. A line of a file holds JSON; an object may
 be anything, hold itself, or run code of its own when it is looked at. So it becomes JSON here and comes back as plain
@@ -24,11 +24,11 @@ from nvcli.job.rows.raw_values import MAX_LEVELS, NestedTooDeep, decode, is_deep
 _encode = msgspec.json.Encoder().encode
 
 _WRITTEN_AS_TEXT = (date, time, timedelta, Decimal, UUID)
-"""Types of tables and programs that a text stands for, as a template would show them."""
+"""Types that become texts, as a template would show them."""
 
 
 def plain_value(value: Any, key: str) -> Any:
-    """Return the value of one of nvcli's own keys as plain data. Raises RowError that says where it holds none.
+    """Return the value of one of nvcli's own keys as plain data. Raises RowError that names what is not.
 
     Tuples become lists, arrays and numbers of numpy (and what is like it) lists and numbers, and subclasses what they
     stand for. A single object that is no text, number or collection is returned as it is: whoever reads the key says
@@ -55,8 +55,7 @@ def plain_value(value: Any, key: str) -> Any:
 
 
 def _holds_ids(value: Any) -> bool:
-    """Tell whether a value is a list of integers, as token ids are. How large they are is looked at where they are
-    read."""
+    """Tell whether a value is a list of integers, such as token ids. Their range is checked later."""
     if type(value) is not list or not value or type(value[0]) is not int:
         return False
     try:
@@ -87,7 +86,7 @@ def _through_json(value: Any, key: str) -> Any:
 
 
 def _as_builtin(value: Any) -> Any:
-    """Return an object that JSON does not have as one that it has. Raises TypeError."""
+    """Return an object as a type that JSON has. Raises TypeError."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, _WRITTEN_AS_TEXT):

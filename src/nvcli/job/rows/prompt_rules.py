@@ -1,5 +1,5 @@
-"""The rules of a job for the prompts of all its rows: templates over columns, texts that become messages of a user, a
-system message, template variables.
+"""Rules for the prompts of all rows of a job: templates over columns, texts that become user messages, a system
+message, template variables.
 
 A template makes the prompt of every native row. The system message and the variables of the chat template are for
 conversations of every form.
@@ -26,29 +26,29 @@ _SYSTEM_ROLES = ("system", "developer")
 
 
 class PromptKind(Enum):
-    """The source of a row's prompt, as far as it decides something or is worth telling."""
+    """The source of a row's prompt."""
 
     __hash__ = object.__hash__  # Enum's own is slow, and every row asks for it
     PROMPT = "prompt"
-    """The key `job.prompt_field` or `job.prompt_template`."""
+    """`job.prompt_field` or `job.prompt_template`."""
     OTHER_TEXT = "other text"
-    """A text under no key that the job names: an OpenAI completion; and a line of text, where the job names a key."""
+    """A text from elsewhere: an OpenAI completion, or a line of text where the job names a key."""
     INSTRUCTION = "instruction"
     """`instruction` and `input`, the keys of Alpaca."""
     CONVERSATIONS = "conversations"
-    """`conversations`, the key of ShareGPT: a conversation, and no text."""
+    """`conversations`, the key of ShareGPT, which holds messages."""
 
 
 class ChatForms(msgspec.Struct, frozen=True, kw_only=True):
-    """The kinds of texts that become the message of a user, through the model's chat template."""
+    """The kinds of texts that become user messages, through the model's chat template."""
 
     prompts: bool = False
-    """Whether texts of the kind PROMPT do."""
+    """Whether texts of the kind PROMPT become user messages."""
     other_texts: bool = False
     instructions: bool = False
 
     def includes(self, kind: PromptKind | None) -> bool:
-        """Tell whether a text of this kind becomes a message. None is that of a prompt of another form."""
+        """Tell whether a text of this kind becomes a message. None stands for prompts that are not texts."""
         return (
             (kind is PromptKind.PROMPT and self.prompts)
             or (kind is PromptKind.INSTRUCTION and self.instructions)
@@ -56,7 +56,7 @@ class ChatForms(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def differing(self, other: ChatForms) -> frozenset[PromptKind]:
-        """Return the kinds of texts that these forms and others treat differently."""
+        """Return the kinds of texts that the two treat differently."""
         return frozenset(kind for kind in PromptKind if self.includes(kind) != other.includes(kind))
 
 
@@ -77,12 +77,12 @@ class PromptRules(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_template(self) -> bool:
-        """Whether the prompts of native rows are made of their columns."""
+        """Whether the prompts of native rows are made from their columns."""
         return self.prompt_template is not None or bool(self.messages_template)
 
     @property
     def is_for_conversations(self) -> bool:
-        """Whether a row that is no conversation misses something of these rules."""
+        """Whether some rules only affect conversations."""
         return self.system is not None or bool(self.chat_template_kwargs)
 
     @property
@@ -94,7 +94,7 @@ class PromptRules(msgspec.Struct, frozen=True, kw_only=True):
         return frozenset().union(*(template.columns for template in templates))
 
     def fill(self, row: Mapping[str, Any]) -> str | list[dict[str, Any]]:
-        """Return the prompt or the messages that the template makes of a row. Raises RowError."""
+        """Return the prompt or the messages that the template makes from a row. Raises RowError."""
 
         def value_of(column: str) -> str:
             value = row.get(column)
@@ -118,7 +118,7 @@ class PromptRules(msgspec.Struct, frozen=True, kw_only=True):
         return self.with_system([{"role": "user", "content": text}])
 
     def with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return a conversation with the job's system message in front, if it has none of its own."""
+        """Return a conversation that begins with the job's system message, unless it has its own."""
         if self.system is None or any(message["role"] in _SYSTEM_ROLES for message in messages):
             return messages
         return [{"role": "system", "content": self.system}, *messages]
@@ -136,7 +136,7 @@ class PromptRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _shown(row: Mapping[str, Any]) -> str:
-    """Say which columns a row has."""
+    """List the columns of a row."""
     columns = [f"`{shorten(str(key))}`" for key, value in row.items() if not is_null(value)]
     if not columns:
         return "the row has none"
@@ -145,7 +145,7 @@ def _shown(row: Mapping[str, Any]) -> str:
 
 
 def describe_kind(kind: PromptKind, forms: ChatForms, *, prompt: str, has_chat_template: bool) -> str | None:
-    """Return the line that says what becomes of prompts of a kind, and how to have it otherwise; None: no need to.
+    """Return the line that says how prompts of a kind are sent and how to change that; None if that is obvious.
 
     `prompt` names the prompt of the kind PROMPT, such as "`question`".
     """

@@ -1,4 +1,4 @@
-"""The values of a row as they are read: JSON that is not decoded yet, or the objects of a table.
+"""The values of a row as read: JSON that is not decoded yet, or the objects of a table.
 
 JSON is held to a number of levels, so that whoever handles a row later does not run out of stack. NaN and Infinity,
 which Python's `json` writes and JSON does not have, become null in values that are copied.
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 MAX_LEVELS = 400
-"""The most levels of objects and lists in a row."""
+"""Maximum depth of objects and lists in a row."""
 _NULL = b"null"
 _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _STRINGS = re.compile(_STRING, re.DOTALL)
@@ -38,24 +38,24 @@ class NestedTooDeep(msgspec.DecodeError):
 
 
 def is_null(value: Any) -> bool:
-    """Tell whether a value is null, which means in every format that its key is left out."""
+    """Tell whether a value is null, which in every format is the same as a missing key."""
     return value is None or (isinstance(value, msgspec.Raw) and bytes(memoryview(value)[:4]) == _NULL)
 
 
 def as_json(value: Any) -> msgspec.Raw:
-    """Return a value as JSON in memory of its own, so that it does not keep its whole line there."""
+    """Return a value as a copy of its JSON, so that it does not keep its whole line in memory."""
     return value.copy() if isinstance(value, msgspec.Raw) else msgspec.Raw(_encode(value))
 
 
 def as_text(value: Any) -> str:
-    """Return a text as it is, and any other value as the JSON that it is."""
+    """Return a text unchanged, and any other value as JSON."""
     raw = value if isinstance(value, msgspec.Raw) else msgspec.Raw(_encode(value))
     data = bytes(raw)
     return str(decode(raw)) if data.startswith(b'"') else data.decode()
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value of a table without the keys whose value is null, in nested values too.
+    """Return a value of a table without null values at any level.
 
     What is nested too deep for that is returned as it is: the parser refuses it.
     """
@@ -85,12 +85,12 @@ def decode_within(data: bytes, decode: Callable[[bytes], _Value] = decode) -> _V
 
 
 def decode_inner(text: str) -> Any:
-    """Decode JSON that stands in a row as a text. Raises as `decode_within` does."""
+    """Decode JSON that a row holds as a text. Raises as `decode_within` does."""
     return decode_within(text.encode())
 
 
 def decode_list(value: Any) -> Any:
-    """Return the list that a text holds as JSON, and any other value as it is. Raises as `decode_within` does."""
+    """Return the list in a text of JSON, and any other value unchanged. Raises as `decode_within` does."""
     return decode_inner(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
 
 
@@ -117,22 +117,22 @@ def is_deeper(text: bytes, levels: int) -> bool:
 
 
 class MarkedLine(msgspec.Struct, frozen=True):
-    """A line with a number in the places of NaN and Infinity that no float can hold.
+    """A line in which a number that no float can hold replaces NaN and Infinity.
 
     nvcli's own keys refuse such a number; in all other values it becomes null.
     """
 
     line: bytes
     mark: bytes
-    """The number, which the line has nowhere else."""
+    """The number, which occurs nowhere else in the line."""
 
     def with_nulls(self, values: Mapping[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
-        """Return the values of the line with null in these places."""
+        """Return the values of the line with null instead of the mark."""
         return {key: msgspec.Raw(bytes(value).replace(self.mark, _NULL)) for key, value in values.items()}
 
 
 def mark_nonfinite(line: bytes) -> MarkedLine | None:
-    """Mark the places of NaN and Infinity in a line that is no JSON; None: it has none of them."""
+    """Mark NaN and Infinity in a line that is not JSON; None if it has neither."""
     exponent = _EXPONENT
     while (mark := b"1e%d" % exponent) in line:
         exponent += 1
@@ -141,7 +141,7 @@ def mark_nonfinite(line: bytes) -> MarkedLine | None:
 
 
 def became_null(value: Any, kept: Any) -> bool:
-    """Tell whether a table's value holds NaN or Infinity, and so has null in the JSON that is kept of it."""
+    """Tell whether a table's value holds NaN or Infinity, which became null in `kept`."""
     if not isinstance(kept, msgspec.Raw) or not isinstance(value, float | list | dict):
         return False
     return _NULL in bytes(kept) and _holds_nonfinite(value)

@@ -27,7 +27,7 @@ _encode = msgspec.json.Encoder(enc_hook=str, order="deterministic").encode  # co
 
 
 def row_digest(row: Row, own_id: JobId | None) -> bytes:
-    """Return the digest of a row. `own_id` is the id that it brought; None: it brought none."""
+    """Return the digest of a row. `own_id` is the row's own id; None: it has none."""
     if isinstance(row, bytes):
         data = row.strip()  # the end of a line may be that of another system
     elif isinstance(row, str):
@@ -45,22 +45,22 @@ def row_digest(row: Row, own_id: JobId | None) -> bytes:
 
 
 class InputRows:
-    """All rows of the inputs as they are now, by their digests, and the ids that follow for them."""
+    """All rows of the inputs as they are now, by their digests, and their ids."""
 
     def __init__(self) -> None:
         self.digests = bytearray()
-        """The digests, one behind the other."""
+        """The digests, concatenated."""
         self.repeated = RowSet()
-        """Rows whose id an earlier row has."""
+        """Rows with the id of an earlier row."""
         self._names: dict[int, str] = {}
-        """Names of rows without an id that are not `row-N`."""
+        """Generated names other than `row-N`."""
 
     @property
     def count(self) -> int:
         return len(self.digests) // DIGEST_BYTES
 
     def add(self, digest: bytes, *, name: str | None, is_repeated: bool) -> None:
-        """Add the next row. `name` is the name that it gets for want of an id."""
+        """Add the next row. `name` is its generated name; None if it has an id."""
         index = self.count
         self.digests += digest
         if name is not None and name != f"row-{index}":
@@ -69,7 +69,7 @@ class InputRows:
             self.repeated.add(index)
 
     def name_of(self, index: int) -> str | None:
-        """Return the name of a row without an id; None for a row that brings its id."""
+        """Return the generated name of a row; None for a row with its own id."""
         end = (index + 1) * DIGEST_BYTES
         if self.digests[end - _ID_BYTES : end] != _NO_ID:
             return None

@@ -1,4 +1,4 @@
-"""The ids of rows: which ones were taken, in little memory, and how to find a row's id without parsing it."""
+"""The ids of rows: a compact set of those in use, and a decoder that finds a row's id without parsing it."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from nvcli.job.job import JobId
 
 _MASK = (1 << 64) - 1
 _NAME = re.compile(r"row-(0|[1-9][0-9]{0,17})")
-"""The form of the names that rows without an id get."""
+"""The form of generated names."""
 
 
 class RowIdentity(NamedTuple):
-    """The id of a row and where it is from."""
+    """The id of a row and its origin."""
 
     id: JobId
     is_named: bool
-    """Whether the id is a name that the row was given, because it brought none."""
+    """Whether the id is a generated name, because the row has none of its own."""
     is_repeated: bool
-    """Whether an earlier row has the id."""
+    """Whether an earlier row has this id."""
 
     @property
     def name(self) -> str | None:
-        """The name that the row was given; None if it brought an id."""
+        """The generated name; None if the row has its own id."""
         return str(self.id) if self.is_named else None
 
     @property
     def own_id(self) -> JobId | None:
-        """The id that the row brought; None if it brought none."""
+        """The row's own id; None if it has none."""
         return None if self.is_named else self.id
 
 
@@ -48,12 +48,12 @@ class SeenIds:
     def __init__(self) -> None:
         self._hashes = HashSet()
         self._has_names = False
-        """Whether a row brought an id that has the form of a name."""
+        """Whether a row's own id has the form of a generated name."""
         self._range_starts = array("q")
         self._range_ends = array("q")
 
     def add(self, row_id: JobId) -> bool:
-        """Take an id that a row brought; False if it was taken already."""
+        """Reserve a row's own id; False if it is taken."""
         if isinstance(row_id, str):
             if row_id.startswith("row-"):
                 self._has_names = True
@@ -66,7 +66,7 @@ class SeenIds:
         return self._hashes.add(hash((str(row_id), "id")) & _MASK)
 
     def name(self, index: int) -> str:
-        """Return an id for a row that brought none, and take it: `row-7`, or `row-7-2` where an earlier row has that.
+        """Generate and reserve a name for a row without an id: `row-7`, or `row-7-2` if that is taken.
 
         Indices come in ascending order.
         """
@@ -89,7 +89,7 @@ class SeenIds:
 
 
 def id_decoder(id_key: str, keys: Collection[str] = ()) -> Callable[[bytes], Any]:
-    """Return a decoder of a row's id, of the two keys that tell OpenAI rows, and of other `keys`.
+    """Return a decoder for a row's id, the two keys that identify OpenAI rows, and other `keys`.
 
     Its objects have the row's `id`, `custom_id` and `body`; UNSET stands for keys that a row does not have. Unlike the
     text of the row, they tell whatever way keys are escaped.

@@ -1,4 +1,4 @@
-"""Warnings about what rows hold without effect, each said once, with a count at the end.
+"""Warnings about keys and values of rows that have no effect, each given once, with a count at the end.
 
 A key such as `temperature` beside the prompt may be a setting in the wrong place or a column of data, and a row does
 not say which. It is copied as any other key; the user is told.
@@ -25,19 +25,19 @@ _ELSEWHERE = {
     **dict.fromkeys(("enable_thinking", REASONING_EFFORT), "put it into `chat_template_kwargs`"),
     **dict.fromkeys(STRUCTURED_KEYS, "put what it asks for into `sampling.structured`"),
 }
-"""Keys that people put at the top level of a native row, and what to do with them."""
+"""Keys that people wrongly put at the top level of a native row → what to do with them."""
 _KEYS = frozenset(_ELSEWHERE)
 
 
 class RowRemark(Enum):
-    """A remark about a row: what is said of the first such row, and in the end of their number."""
+    """A remark about rows: the message for the first such row, and the one with their number at the end."""
 
     NO_CONVERSATION = (
         "{} is no conversation, so neither --system nor --chat-template-kwargs has an effect on it; give `messages`, "
         "or make conversations of prompts with --chat",
         "{} without a conversation, and so without the job's system message and chat template variables",
     )
-    """A row is no conversation, where the job says something to conversations."""
+    """A row is not a conversation, although the job has settings for conversations."""
     NONFINITE = (
         "{} has NaN or Infinity in what is copied, which JSON does not have; null stands for it",
         "NaN or Infinity became null in {}",
@@ -47,21 +47,21 @@ class RowRemark(Enum):
         "to have it answered anew, or give `continue_final_message`: true",
         "{} with a conversation that ends with a message of the assistant",
     )
-    """A conversation's last message is the assistant's, and it does not say what follows."""
+    """A conversation ends with a message of the assistant, and the row does not say what follows."""
 
 
 class RowWarnings:
-    """The warnings of one job. A row is added by one thread, and warnings are taken by another."""
+    """The warnings of one job. One thread adds rows, another takes warnings."""
 
     def __init__(self, columns: Iterable[str] = ()) -> None:
-        """`columns` are keys that a template of the job names: they are where they belong."""
+        """`columns` are keys that a template of the job uses, which are not warned about."""
         self._keys = _KEYS.difference(columns)
         self._new: deque[str] = deque()
         self._remarks = dict.fromkeys(RowRemark, 0)
         self._counts: Counter[str] = Counter()
 
     def add_keys(self, keys: Iterable[str], where: str) -> None:
-        """Take note of the keys that a row passes through."""
+        """Record the keys that a row passes through."""
         for key in self._keys.intersection(keys):
             self._counts[key] += 1
             if self._counts[key] == 1:
@@ -71,27 +71,27 @@ class RowWarnings:
                 )
 
     def add(self, remark: RowRemark, where: str) -> None:
-        """Take note of a row that a remark is true of."""
+        """Record a row to which a remark applies."""
         self._remarks[remark] += 1
         if self._remarks[remark] == 1:
             self._new.append(f"warning: {remark.value[0].format(where)}")
 
     def add_empty(self, name: str) -> None:
-        """Take note of an input that has no rows."""
+        """Record an input without rows."""
         self._new.append(f"warning: {name} holds no rows")
 
     def add_unknown_variables(self, names: Sequence[str]) -> None:
-        """Take note of variables of the job that its chat template does not know."""
+        """Record variables of the job that its chat template does not use."""
         if names:
             shown = ", ".join(f"`{shorten(name)}`" for name in names)
             self._new.append(f"warning: the chat template does not know {shown}, which has no effect")
 
     def take_new(self) -> list[str]:
-        """Return the warnings that were not taken yet."""
+        """Return the warnings since the last call."""
         return [self._new.popleft() for _ in range(len(self._new))]
 
     def totals(self) -> list[str]:
-        """Return a line for each warning with the number of its rows."""
+        """Return a line with the number of rows for each warning."""
         keys = [
             f"`{key}` stood at the top level of {_rows(count)} and had no effect there"
             for key, count in self._counts.most_common()

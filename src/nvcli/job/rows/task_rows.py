@@ -1,4 +1,4 @@
-"""Makes jobs of rows that are scored or embedded. Raises RowError or InvalidValue that names the key."""
+"""Makes jobs from rows that are scored or embedded. Raises RowError or InvalidValue that names the key."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from nvcli.job.rows.openai_structured import unsupported_key
 from nvcli.job.rows.raw_values import as_text, decode, decode_list, is_null
 
 PROMPT_ONLY = SamplingParams(temperature=0, max_tokens=1)
-"""The sampling of a row that asks for no answer: one token ends the request, and is dropped."""
+"""Sampling for rows without an answer: the request ends with one token, which is dropped."""
 MAX_CHOICES = 1024
-"""The most choices of a row."""
+"""Maximum number of choices in a row."""
 _EMBEDDINGS_URL = "/v1/embeddings"
 _EMBEDDING_KEYS = ("input", "model", "encoding_format", "dimensions", "user")
 
 
 class ScoreRows(msgspec.Struct, frozen=True):
-    """Rows whose prompt is followed by a continuation or by choices, or is scored itself."""
+    """Rows with a continuation or choices to score, or a prompt that is scored itself."""
 
     config: ScoreConfig
     form: ClassVar = RowForm.SCORE
@@ -34,7 +34,7 @@ class ScoreRows(msgspec.Struct, frozen=True):
 
     @property
     def keys(self) -> frozenset[str]:
-        """The keys of a row that say something of the task."""
+        """The keys of a row that belong to the task."""
         return frozenset((self.config.continuation_field, self.config.choices_field))
 
     def task_of(self, own: Mapping[str, Any], row: Mapping[str, Any]) -> PromptTask:
@@ -86,13 +86,13 @@ class EmbedRows(msgspec.Struct, frozen=True):
     """Rows of which a vector is made."""
 
     task: EmbedTask
-    """The task of a row that says nothing itself."""
+    """The default task."""
     form: ClassVar = RowForm.EMBEDDING
     openai_form: ClassVar = RowForm.OPENAI_EMBEDDING
     keys: ClassVar = frozenset[str]()
 
     def task_of(self, own: Mapping[str, Any], row: Mapping[str, Any]) -> PromptTask:
-        """Return what a native row asks for."""
+        """Return the task of a native row."""
         return self.task
 
     def openai_job(self, row: dict[str, Any], context: RowContext) -> Job:
@@ -115,7 +115,7 @@ TaskRows = ScoreRows | EmbedRows
 
 
 def _listed(value: Any) -> Any:
-    """Return choices that a cell of a table holds as the text of a JSON list; other values as they are."""
+    """Return choices, decoded if a cell of a table holds them as JSON text."""
     try:
         return decode_list(value)
     except msgspec.DecodeError:
@@ -123,7 +123,7 @@ def _listed(value: Any) -> Any:
 
 
 def _answer(value: Any, key: str, choices: tuple[str, ...]) -> int | None:
-    """Return the number of the right choice: it is named by its number, by its text, or by a letter from A on.
+    """Return the number of the right choice, which a row names by number, text, or letter (A is the first).
 
     None: the row does not say. Raises RowError for a value that names none of the choices.
     """

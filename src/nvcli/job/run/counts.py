@@ -83,7 +83,7 @@ class Counts:
 
     @property
     def prefix_hit_rate(self) -> float:
-        """The share of the prompt tokens that were found in the prefix cache."""
+        """Share of prompt tokens that were found in the prefix cache."""
         return self.engine_cached_tokens / max(1, self.engine_total("prompt_tokens"))
 
     @property

@@ -253,7 +253,7 @@ class _JobRun:
 
     @property
     def _num_rows(self) -> int:
-        """Rows of the whole output, with those of earlier runs."""
+        """Rows of the whole output, including those of earlier runs."""
         return self._counts.rows_resumed + self._counts.rows_done
 
     def _load_tokenizer(self) -> Tokenizer:

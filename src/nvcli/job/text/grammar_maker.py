@@ -45,7 +45,7 @@ class Grammar:
 
     @property
     def num_bytes(self) -> int:
-        """Roughly what both take in memory."""
+        """Approximate bytes of both in memory."""
         return _ENTRY_BYTES + (1 + _BYTES_PER_CHAR) * len(self.text)
 
 
