@@ -11,7 +11,7 @@ class RowSet:
     """A set of row numbers from 0.
 
     Only pages of 4,096 numbers that are in use take memory, one bit per number. So a number far beyond the others, as
-        a damaged or foreign line may have, takes little.
+    a damaged or foreign line may have, takes little.
     """
 
     def __init__(self) -> None:

@@ -50,7 +50,7 @@ class RowFigures(msgspec.Struct, frozen=True, kw_only=True):
     resumed: int = 0
     """Rows answered by earlier runs."""
     deduplicated: int = 0
-    """Rows that got the answer of an equal row."""
+    """Rows answered with the answer of an equal row."""
     errors: dict[str, int] = {}
     """Failed rows by error type."""
 
@@ -60,7 +60,7 @@ class TokenFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt: int = 0
     cached: int = 0
-    """Prompt tokens that were found in the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
     generated: int = 0
 
 

@@ -1,4 +1,4 @@
-"""Makes the `Report` of a run from the parts of the run, however it ended."""
+"""Builds the `Report` of a run, however it ended."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def build_report(
     timeline: Sequence[TimePoint] = (),
     argv: Sequence[str] | None = None,
 ) -> Report:
-    """Make the report of a run that is over. `error` is what ended it early, if anything did.
+    """Build the report of a finished run. `error` is what ended it early, if anything did.
 
     `plan` is what was started, and None where nothing was; `ready` holds the reports of the replicas that came to be
     ready. `argv` is the command line; None: that of this process.
@@ -111,7 +111,7 @@ def _outcomes(kinds: Counter[str], examples: Mapping[str, list[Example]]) -> lis
 
 
 def _answer_lengths(summary: Summary) -> Lengths:
-    """Describe the answers that were computed, those of rows that are not done yet included."""
+    """Describe the computed answers, including those of rows that are not finished."""
     lengths, cut = Counter[int](), Counter[int]()
     ended = summary.counts.lengths
     for samples in ended.classes.values():
@@ -149,7 +149,7 @@ def _gpu_names(plan: RunPlan) -> list[str]:
 
 
 def _as_text(name: str) -> str:
-    """Return a text that may hold the name of a file which is not UTF-8, so that UTF-8 can hold it."""
+    """Escape the parts of a text that are not UTF-8, as in file names."""
     return name.encode(errors="backslashreplace").decode()
 
 
@@ -162,7 +162,7 @@ SUFFIXES = (".html", ".json")
 
 
 class ReportFile:
-    """The file that `--report` names: a page (`.html`) or JSON (`.json`), written once the run is over."""
+    """The file that `--report` names: a page (`.html`) or JSON (`.json`), written at the end of the run."""
 
     def __init__(self, path: Path, *, taken: Collection[str] = ()) -> None:
         """`taken` are files that `path` must not replace. Raises ConfigError for a bad `path`."""
@@ -171,7 +171,7 @@ class ReportFile:
         self._file = SideFile("--report", path, taken=taken)
 
     def write(self, report: Report, warn: Callable[[str], None]) -> None:
-        """Replace the file. Where that fails, `warn` is told: the rows matter more."""
+        """Replace the file. If that fails, `warn` is called, because the rows matter more."""
         try:
             self._file.replace(self._encode(report))
         except OSError as error:

@@ -1,4 +1,4 @@
-"""The data of a report. Its JSON form is the one that docs/commands.md documents.
+"""The data of a report. docs/commands.md documents its JSON form.
 
 Lengths come counted in bins (`counts.bin_of`): exact below 32 tokens, within 1/16 above.
 """
@@ -15,21 +15,21 @@ from nvcli.job.run.counts import Example, bin_middle, bin_start
 from nvcli.job.run.settings import Setting
 
 FORMAT = 1
-"""The version of the JSON form. It grows when a key changes its meaning or goes."""
+"""Version of the JSON form. It grows when a key is removed or changes its meaning."""
 
 
 class OutputRows(msgspec.Struct, frozen=True, kw_only=True):
     """The rows of the whole output, with those of earlier runs."""
 
     rows: int
-    """Rows that are answered or have failed. Of a run that was cut short with `order: input`, this counts rows too
-    that were computed and still waited for their turn."""
+    """Answered and failed rows. After an interrupted run with `order: input`, this includes computed rows that were
+    still waiting for their turn."""
     answered: int
     failed: int
     errors: dict[str, int]
     """Failed rows by error type."""
     num_bytes: int | None
-    """The size of the output file; None where it is no regular file."""
+    """Size of the output file; None if it is not a regular file."""
 
 
 class RunRows(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,9 +39,9 @@ class RunRows(msgspec.Struct, frozen=True, kw_only=True):
     """Rows that the run finished; failed and deduplicated ones are included."""
     failed: int
     deduplicated: int
-    """Rows that got the answer of an equal row."""
+    """Rows answered with the answer of an equal row."""
     resumed: int
-    """Rows that earlier runs had finished, which are not among `done`."""
+    """Rows that earlier runs had finished, not included in `done`."""
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,10 +49,10 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt: int
     cached: int
-    """Prompt tokens that were found in the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
     generated: int
     deduplicated: int
-    """Prompt and answer tokens of rows that got the answer of an equal row, and were not computed."""
+    """Prompt and answer tokens of deduplicated rows, which were not computed."""
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +70,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     """Answers with this finish reason, or rows with this error."""
     examples: list[Example]
-    """The first of them that were finished, at most three."""
+    """The first of them to finish, at most three."""
 
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,13 +82,13 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_parallel_size: int
     data_parallel_size: int
     gpus: list[str]
-    """The name of each GPU that the run held; empty on a CPU, or where nvidia-smi does not tell."""
+    """Name of each GPU that the run held; empty on a CPU, or if nvidia-smi does not tell."""
     why: str
-    """Why there are so many replicas on so many GPUs; empty where nothing was chosen."""
+    """Why there are so many replicas on so many GPUs; empty if there was no choice."""
     attention_backend: str | None
-    """This key and the next four are None, or empty, where no replica became ready."""
+    """This key and the next four are None or empty if no replica became ready."""
     kv_cache_tokens: int | None
-    """Tokens that the KV cache of one replica holds."""
+    """Capacity of one replica's KV cache, in tokens."""
     kv_cache_bytes: int | None
     """Bytes of one rank's KV cache."""
     weight_bytes: int | None
@@ -96,7 +96,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     startup_seconds: dict[str, float]
     """Start-up times of the slowest replica, by part."""
     preemptions: int
-    """How often a request was set back because the KV cache was full."""
+    """Number of preemptions because the KV cache was full."""
     lost_replicas: int
 
 
@@ -116,13 +116,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """When the run began, in ISO 8601 and UTC; `ended_at` likewise."""
     ended_at: str
     seconds: float
-    """The time from the command to its end."""
+    """Time from the command to its end."""
     generating_seconds: float
     """Time from the first request to the last answer."""
     gpu_hours: float | None
     """GPUs times hours; None on a CPU."""
     was_complete: bool
-    """Whether the output was complete before, so that this run had nothing to do."""
+    """Whether the output was already complete, so that this run had nothing to do."""
     whole_output: OutputRows
     rows: RunRows
     tokens: Tokens
@@ -135,12 +135,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Answers that this run computed."""
     timeline: list[TimePoint]
     sampling: list[Setting]
-    """The sampling of a row that brings none."""
+    """Sampling of a row without its own."""
     own_sampling: dict[str, int]
-    """Rows by each sampling parameter for which they brought another value."""
+    """Number of rows with another value, by sampling parameter."""
     config: list[Setting]
     engine: Engine | None
-    """None where nothing was started."""
+    """None if nothing was started."""
     versions: dict[str, str | None]
     warnings: list[str]
 
@@ -149,18 +149,18 @@ MAX_BARS = 32
 
 
 class LengthBar(msgspec.Struct, frozen=True, kw_only=True):
-    """One bar of a histogram: lengths from `start` up to, and not including, `stop`."""
+    """One bar of a histogram: lengths from `start` up to but not including `stop`."""
 
     start: int
     stop: int
     count: int
-    """All lengths in the bar, cut ones included."""
+    """All lengths in the bar, including cut ones."""
     cut: int = 0
-    """Answers among them that ended because they may not be longer."""
+    """Answers among them that were cut at their limit."""
 
 
 class Lengths(msgspec.Struct, frozen=True, kw_only=True):
-    """The lengths of the prompts, or of the answers, in tokens. Percentiles are within 1/16 of the true values."""
+    """Lengths of prompts or answers in tokens. Percentiles are within 1/16 of the true values."""
 
     count: int
     mean: float
@@ -169,11 +169,11 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
     p99: float
     longest: float
     bars: list[LengthBar]
-    """The histogram, from the shortest length to the longest, without gaps. Bars get wider with the length."""
+    """Histogram from the shortest length to the longest, without gaps. Bars get wider with the length."""
 
 
 def describe_lengths(lengths: Counter[int], *, cut: Counter[int] | None = None, total: int | None = None) -> Lengths:
-    """Describe lengths that are counted by bin. `cut` counts those among them that were cut.
+    """Describe lengths that are counted by bin. `cut` counts those that were cut.
 
     `total` is the sum of all lengths where it is known; None: it is worked out from the bins.
     """
@@ -204,7 +204,7 @@ def _percentile(lengths: Counter[int], bins: list[int], share: float) -> float:
 
 
 def _bars(lengths: Counter[int], cut: Counter[int], first: int, last: int) -> list[LengthBar]:
-    """Join so many neighbouring bins (1, 2, 4, …) in each bar that there are at most `MAX_BARS`."""
+    """Join 1, 2, 4, … neighbouring bins in each bar, so that there are at most `MAX_BARS`."""
     width = 1
     while last // width - first // width >= MAX_BARS:
         width *= 2

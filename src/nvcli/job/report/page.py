@@ -21,7 +21,7 @@ from nvcli.job.report.timeline import TimePoint, merge_points
 from nvcli.job.run.settings import DEFAULT, is_worth_showing
 
 _MAX_POINTS = 120
-"""A chart is this many pixels wide on a phone, or a few times as many; more points would only be noise."""
+"""Maximum number of points in a chart. On a phone it is about as many pixels wide, so more would be noise."""
 
 
 def render_html(report: Report) -> str:
@@ -88,7 +88,7 @@ def _time_charts(timeline: list[TimePoint]) -> Iterator[Chart]:
 
 
 def _rates(points: list[TimePoint], name: str) -> list[float]:
-    """Return the growth of a count by the second, over the stretch before each point."""
+    """Return the growth of a count per second, over the stretch before each point."""
     rates, before, counted = [], 0.0, 0
     for point in points:
         value = getattr(point, name)
@@ -109,7 +109,7 @@ _BAR_GAP = 0.12
 
 
 class Tick(NamedTuple):
-    """A mark on an axis: its place along the axis, and its text."""
+    """A mark on an axis: its position and text."""
 
     at: float
     text: str
@@ -123,7 +123,7 @@ class Bar(NamedTuple):
     width: float
     height: float
     series: int
-    """The number of its series, from 0."""
+    """Number of its series, from 0."""
     text: str
 
 
@@ -136,7 +136,7 @@ class Chart(NamedTuple):
     """The unit of the y axis."""
     x_unit: str
     description: str
-    """The chart in words, for those who cannot see it."""
+    """The chart in words, for people who cannot see it."""
     legend: tuple[str, ...]
     """The names of the series; empty for a single one."""
     x_ticks: list[Tick]
@@ -147,7 +147,7 @@ class Chart(NamedTuple):
 
 
 def histogram(id: str, title: str, lengths: Lengths, *, noun: str) -> Chart:
-    """Draw lengths as bars; the part of answers that were cut is a series of its own. `noun` is what is counted."""
+    """Draw lengths as bars, with cut answers as a second series. `noun` is what is counted."""
     bars = lengths.bars
     y_ticks, to_y = _y_axis(max((bar.count for bar in bars), default=1), count)
     step = (WIDTH - LEFT - RIGHT) / max(1, len(bars))
@@ -259,7 +259,7 @@ def duration(seconds: float) -> str:
 def _y_axis(
     highest: float, form: Callable[[float], str], *, is_exact: bool = False
 ) -> tuple[list[Tick], Callable[[float], float]]:
-    """Return the marks of an axis from 0 to `highest` or a little more, and what places a value on it."""
+    """Return the marks of an axis from 0 to at least `highest`, and the function that places a value on it."""
     highest = highest or 1.0
     step = 10 ** math.floor(math.log10(highest / 4))
     step *= next(factor for factor in (1, 2, 2.5, 5, 10) if highest / (step * factor) <= 5)

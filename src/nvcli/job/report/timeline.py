@@ -19,14 +19,14 @@ SAMPLE_SECONDS = 0.5
 
 
 class TimePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of a stretch of time: counts since the start of the run, and means over the stretch."""
+    """Figures of a stretch of time: counts since the start of the run, and means over the stretch."""
 
     seconds: float
-    """The end of the stretch, since the start of the run."""
+    """End of the stretch, in seconds since the start of the run."""
     rows: int
-    """Rows that this run has finished by then."""
+    """Rows that this run had finished by then."""
     prompt_tokens: int
-    """Prompt tokens that were computed or found in the prefix cache by then."""
+    """Prompt tokens that had been computed or found in the prefix cache by then."""
     cached_tokens: int
     """Prompt tokens found in the prefix cache by then."""
     generated_tokens: int
@@ -39,7 +39,7 @@ class TimePoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timeline:
-    """The time points of one run. The parent's loop takes the samples."""
+    """The time points of a run. The parent's loop takes the samples."""
 
     def __init__(
         self,
@@ -58,14 +58,14 @@ class Timeline:
         self._points: list[TimePoint] = []
         self._samples_per_point = 1
         self._open: list[TimePoint] = []
-        """Samples that are to become the next point."""
+        """Samples of the next point."""
 
     @property
     def points(self) -> list[TimePoint]:
         return [*self._points, *([_merged(self._open)] if self._open else [])]
 
     def sample(self, *, is_last: bool = False) -> None:
-        """Take a sample if it is time for one. Calls may come as often as they like; the last one always counts."""
+        """Take a sample if one is due. May be called as often as you like; the last call always counts."""
         now = self._clock()
         if now < self._next and not is_last:
             return
@@ -92,13 +92,13 @@ class Timeline:
 
 
 def merge_points(points: list[TimePoint], most: int) -> list[TimePoint]:
-    """Return at most `most` points, each made of equally many neighbours."""
+    """Merge neighbours, equally many each, so that there are at most `most` points."""
     size = -(-len(points) // most) or 1
     return [_merged(points[at : at + size]) for at in range(0, len(points), size)]
 
 
 def _merged(points: list[TimePoint]) -> TimePoint:
-    """Make one point of neighbours."""
+    """Merge neighbours into one point."""
     means = {name: sum(getattr(point, name) for point in points) / len(points) for name in _MEANS}
     return msgspec.structs.replace(points[-1], **means)
 

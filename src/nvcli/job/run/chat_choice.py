@@ -1,4 +1,4 @@
-"""Decides which texts of a job become messages of a user, and keeps an output as it was begun.
+"""Decides which texts of a job become user messages, and keeps to what an output was begun with.
 
 The choice is a fact of the job. An output that was begun with another one goes on if no prompt of its inputs would be
 another one; and `job.chat: auto` goes on as the output was begun, by an earlier version of nvcli or with --no-chat.
@@ -24,13 +24,13 @@ _FACTS = {
     "user messages, of completions too": _ALWAYS,
     "prompts as they are": ChatForms(),
 }
-"""Choices by their facts. That of earlier versions has none: prompts went to the model as they were."""
+"""Choices by their facts. Earlier versions have none, as they sent prompts as they are."""
 
 
 def choose_chat(
     run: RunConfig, *, is_task: bool, has_chat_template: bool, setter_of: SetterOf = unknown_setter
 ) -> ChatForms:
-    """Return which texts become messages. Raises ConfigError where all shall and the model has no chat template.
+    """Return which texts become messages. Raises ConfigError if all should and the model has no chat template.
 
     `is_task` says that something else is made of rows than answers: what is scored or embedded is the text itself.
     """
@@ -49,18 +49,18 @@ def choose_chat(
 
 
 def names_prompt(job: JobConfig) -> bool:
-    """Tell whether the job says where prompts come from."""
+    """Tell whether the job names the source of prompts."""
     return job.prompt_field != PROMPT_KEY or job.prompt_template is not None
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A choice, with what an output says of it."""
+    """A choice and its record in the manifest."""
 
     forms: ChatForms
     fact: str | None
-    """The manifest's word for it; None: nothing."""
+    """The fact in the manifest; None: there is none."""
     note: str | None = None
-    """A line for the user where the output goes on as it was begun."""
+    """A line for the user if the output goes on as it was begun."""
 
 
 def keep_choice(
@@ -71,7 +71,7 @@ def keep_choice(
     makes_messages: bool,
     has_rows: Callable[[ChatForms, ChatForms], bool],
 ) -> ChatChoice:
-    """Return the choice of a job whose output is `begun`, with these facts; None: it is not.
+    """Return the choice of a job. `begun` holds the facts of its existing output; None: it has none.
 
     `makes_messages` says that `job.chat: auto` makes messages of rows of Alpaca's form. `has_rows` tells whether the
     inputs have a row whose prompt differs between two choices; it may read them all, and is asked only where an output

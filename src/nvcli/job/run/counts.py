@@ -1,4 +1,4 @@
-"""Counts of a run's work so far. The loop keeps them; progress, summary and report show them.
+"""Counts of a run's work so far, kept by the loop and shown by progress, summary and report.
 
 Memory is bounded however many rows there are: examples are few and short, and lengths are counted in bins.
 """
@@ -21,39 +21,39 @@ class Counts:
     """Totals of finished rows, and the latest statistics of each replica."""
 
     def __init__(self, default_sampling: SamplingParams | None = None) -> None:
-        """`default_sampling` is that of a row which brings none."""
+        """`default_sampling` is that of a row without its own."""
         self.rows_done = 0
-        """Rows that this run finished, failed ones and duplicates included."""
+        """Rows that this run finished, including failed ones and duplicates."""
         self.rows_resumed = 0
-        """Rows that an earlier run answered; they are not among `rows_done`."""
+        """Rows answered by earlier runs, not included in `rows_done`."""
         self.rows_deduplicated = 0
-        """Rows that got the answer of an equal row."""
+        """Rows answered with the answer of an equal row."""
         self.errors: Counter[str] = Counter()
         """Failed rows by error type."""
         self.outcomes = Outcomes(default_sampling)
-        """How these rows came out."""
+        """Outcomes of these rows."""
         self.prompt_tokens = 0
-        """Prompt tokens of rows that were computed; the next two count the same rows."""
+        """Prompt tokens of computed rows. The next two count the same rows."""
         self.cached_tokens = 0
         self.completion_tokens = 0
         self.deduplicated_tokens = 0
         """Prompt and answer tokens of rows that were not computed."""
         self.leading = LeadingErrors(0)
-        """The first rows, as long as all that is done has failed."""
+        """Watches whether the first rows all fail."""
         self.lengths = AnswerLengths()
-        """The samples that have ended, those of rows that are not done yet included."""
+        """Samples that have ended, including those of rows that are not finished."""
         self.started_at: float | None = None
-        """`time.monotonic()` when a replica was given its first request."""
+        """`time.monotonic()` when the first request was sent to a replica."""
         self.replicas: list[EngineStats] = []
-        """The latest statistics of each replica, dead ones included."""
+        """Latest statistics of each replica, including dead ones."""
         self.num_lost_replicas = 0
-        """Replicas that died, and whose rows others took over."""
+        """Replicas that died and whose rows others took over."""
         self.num_planned = 0
         """Rows that wait for a replica or for an equal row."""
         self.num_waiting_for_equals = 0
         """Rows among them that wait for an equal row."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        """The time of the loop, by part; `loop.JobLoop` names the parts."""
+        """Time of the loop by part; `loop.JobLoop` names the parts."""
 
     @property
     def rows_failed(self) -> int:
@@ -61,24 +61,24 @@ class Counts:
 
     @property
     def generated_tokens(self) -> int:
-        """Generated tokens of finished and of running rows, as far as the replicas have told."""
+        """Generated tokens of finished and running rows, as far as the replicas have reported."""
         return max(self.completion_tokens, self.engine_total("generated_tokens"))
 
     @property
     def computed_share(self) -> float:
-        """The share of the rows that a replica computes; the others are equal to one of them."""
+        """Share of rows that replicas compute; the others equal one of them."""
         equal = self.rows_deduplicated + self.num_waiting_for_equals
         known = self.rows_done + self.num_running + self.num_waiting
         return 1 - equal / known if known else 1.0
 
     @property
     def engine_prompt_tokens(self) -> int:
-        """Prompt tokens of finished and of running rows, whether computed or found in the prefix cache."""
+        """Prompt tokens of finished and running rows, computed or found in the prefix cache."""
         return max(self.prompt_tokens, self.engine_total("prompt_tokens"))
 
     @property
     def engine_cached_tokens(self) -> int:
-        """Prompt tokens of finished and of running rows that were found in the prefix cache."""
+        """Prompt tokens of finished and running rows that were found in the prefix cache."""
         return self.engine_total("cached_tokens")
 
     @property
@@ -88,7 +88,7 @@ class Counts:
 
     @property
     def kv_use(self) -> float:
-        """The share of all KV cache blocks that running requests hold."""
+        """Share of all KV cache blocks that running requests hold."""
         return self.engine_total("num_used_blocks") / max(1, self.engine_total("num_blocks"))
 
     @property
@@ -97,7 +97,7 @@ class Counts:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait in a replica, and rows that were read and wait for one."""
+        """Requests waiting in a replica, and rows waiting for one."""
         return self.engine_total("num_waiting") + self.num_planned
 
     def engine_total(self, name: str) -> int:
@@ -105,7 +105,7 @@ class Counts:
         return sum(getattr(stats, name) for stats in self.replicas)
 
     def add(self, prepared: PreparedRow | None, result: JobResult, *, computed: bool = True) -> None:
-        """Count a row that is done: what it took, and how it came out.
+        """Count a finished row: its work and its outcome.
 
         `prepared` is the row or one equal to it; None: the row failed before it was prepared. `computed` says whether
         a replica computed it; else it got the answer of an equal row.
@@ -114,7 +114,7 @@ class Counts:
         self.add_row(prepared, result, computed=computed)
 
     def add_row(self, prepared: PreparedRow | None, result: JobResult, *, computed: bool) -> None:
-        """Count how a row came out. The arguments are those of `add`."""
+        """Count the outcome of a row. Arguments as for `add`."""
         self.rows_done += 1
         self.rows_deduplicated += not computed
         self.outcomes.add(result, None if prepared is None or prepared.task is not None else prepared.sampling)
@@ -124,7 +124,7 @@ class Counts:
             self.errors[result.error.type] += 1
 
     def add_work(self, prepared: PreparedRow | None, result: JobResult, *, computed: bool) -> None:
-        """Count what a row, or one prompt of it, took. The arguments are those of `add`."""
+        """Count the work of a row or of one of its prompts. Arguments as for `add`."""
         usage = result.usage
         if computed:
             self.prompt_tokens += usage.prompt_tokens
@@ -137,33 +137,33 @@ class Counts:
 
 
 class LeadingErrors:
-    """Counts the failures of the first rows that are read. They are done in any order, and later rows before them."""
+    """Watches whether the first rows read all fail. They finish in any order, even after later ones."""
 
     def __init__(self, count: int) -> None:
-        """So many rows must all fail with one error type; 0: it does not look."""
+        """`count` rows must all fail with one error type; 0: do not watch."""
         self._count = count
         self._expected: set[int] = set()
-        """The first rows, by index, that are not done yet."""
+        """Indices of first rows that are not finished."""
         self._num_expected = 0
         self._num_failed = 0
         self.is_open = count > 0
-        """Whether all of these rows may still fail with one cause, and have not all done so."""
+        """Whether it is still undecided if these rows all fail with one cause."""
         self.first: ErrorInfo | None = None
-        """The error of the first of them that failed."""
+        """The error of the first row that failed."""
 
     @property
     def all_failed(self) -> bool:
-        """Whether they have all failed with one cause, and no row was answered by then."""
+        """Whether they have all failed with one cause before any row was answered."""
         return self._num_failed == self._count > 0
 
     def expect(self, index: int) -> None:
-        """Take note of a row that is read; rows come in their order."""
+        """Record a row that was read; rows come in order."""
         if self._num_expected < self._count:
             self._num_expected += 1
             self._expected.add(index)
 
     def add(self, result: JobResult) -> None:
-        """Take note of a row that is done."""
+        """Record a finished row."""
         error = result.error
         if error is None or not self.is_open:
             self.is_open = False
@@ -175,12 +175,12 @@ class LeadingErrors:
 
 
 MAX_EXAMPLES = 3
-"""Examples that are kept of each finish reason and of each error type."""
+"""Number of examples of each finish reason and error type."""
 MAX_EXAMPLE_CHARS = 300
 
 
 class Example(msgspec.Struct, frozen=True, kw_only=True):
-    """One row that came out in some way."""
+    """An example of an outcome."""
 
     id: JobId
     index: int
@@ -190,11 +190,11 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScoreTotals:
-    """Sums over the rows that were scored."""
+    """Totals of scored rows."""
 
     def __init__(self) -> None:
         self.rows_with_answer = 0
-        """Rows that say which of their choices is right."""
+        """Rows that name the right choice."""
         self.rows_correct = 0
         self.prompts = 0
         """Rows whose prompt was scored itself."""
@@ -216,27 +216,27 @@ class ScoreTotals:
 
 
 class Outcomes:
-    """The outcomes of the rows that a run finished."""
+    """Outcomes of the rows that a run finished."""
 
     def __init__(self, default_sampling: SamplingParams | None = None) -> None:
-        """`default_sampling` is that of a row which brings none."""
+        """`default_sampling` is that of a row without its own."""
         self._default_sampling = default_sampling or SamplingParams()
         self.finish_reasons: Counter[str] = Counter()
-        """Answers by finish reason; a row with `n` answers counts `n` times."""
+        """Number of answers by finish reason; a row with `n` answers counts `n` times."""
         self.answer_examples: dict[str, list[Example]] = {}
-        """Rows by the finish reason of an answer, the first that were finished."""
+        """The first rows to finish, by finish reason."""
         self.error_examples: dict[str, list[Example]] = {}
-        """Failed rows by error type, likewise."""
+        """The first rows to fail, by error type."""
         self.prompt_lengths: Counter[int] = Counter()
-        """Rows with an answer by the bin of their prompt's tokens (`bin_of`)."""
+        """Number of answered rows by bin of their prompt's tokens (`bin_of`)."""
         self.prompt_tokens = 0
         """The prompt tokens of these rows together."""
         self.scores = ScoreTotals()
         self.own_sampling: Counter[str] = Counter()
-        """Rows by each sampling parameter for which they brought another value than the default."""
+        """Number of rows with another value than the default, by sampling parameter."""
 
     def add(self, result: JobResult, sampling: SamplingParams | None) -> None:
-        """Count a row that is done. `sampling` is the row's; None: it failed before that was known."""
+        """Count a finished row. `sampling` is the row's; None: it failed before that was known."""
         if result.error is not None:
             _keep(self.error_examples, result.error.type, result, result.error)
         else:
@@ -265,7 +265,7 @@ _BINS_PER_OCTAVE = 16
 
 
 class LengthClass(NamedTuple):
-    """A group of samples: the numbers of binary digits of their `max_tokens` and of their prompt's tokens.
+    """A group of samples, by the bit lengths of their `max_tokens` and of their prompt's tokens.
 
     A row that may have ten tokens says little about one that may have ten thousand, and long prompts may have long
     answers.
@@ -276,7 +276,7 @@ class LengthClass(NamedTuple):
 
 
 def length_class(max_tokens: int, num_prompt_tokens: int) -> LengthClass:
-    """Return the group of samples that may have so many tokens, and whose prompt has so many."""
+    """Return the class of samples with this `max_tokens` and so many prompt tokens."""
     return LengthClass(max_tokens.bit_length(), num_prompt_tokens.bit_length())
 
 
@@ -298,7 +298,7 @@ def bin_middle(number: int) -> float:
 
 
 class ClassTotals:
-    """Sums over the samples of one length class that were read."""
+    """Totals of the samples of one length class that were read."""
 
     __slots__ = ("asked_samples", "max_tokens", "prompt_tokens", "samples")
 
@@ -312,13 +312,13 @@ class ClassTotals:
 
 
 class ReadTotals:
-    """Sums over the rows that were read and prepared, by length class."""
+    """Totals of the rows read and prepared, by length class."""
 
     def __init__(self) -> None:
         self.classes: dict[LengthClass, ClassTotals] = {}
 
     def add(self, row: PreparedRow) -> None:
-        """Add one row with all its samples."""
+        """Add a row with all its samples."""
         key = length_class(row.max_tokens, row.num_prompt_tokens)
         totals = self.classes.get(key) or ClassTotals()
         samples = row.sampling.num_samples
@@ -337,15 +337,15 @@ class EndedSamples:
 
     def __init__(self) -> None:
         self.samples = 0
-        """All samples that need no more work, those that failed or were not computed included."""
+        """Samples that need no more work, including those that failed or were not computed."""
         self.stopped: Counter[int] = Counter()
-        """Samples that ended by themselves, by the bin of their length."""
+        """Number of samples that ended by themselves, by bin of their length."""
         self.cut: Counter[int] = Counter()
-        """Samples that came to their `max_tokens`, by the bin of their length: they would have been longer."""
+        """Number of samples that reached their `max_tokens`, by bin of their length. They would have been longer."""
 
 
 class AnswerLengths:
-    """The lengths of the samples that have ended, by length class."""
+    """Lengths of the samples that have ended, by length class."""
 
     def __init__(self) -> None:
         self.classes: defaultdict[LengthClass, EndedSamples] = defaultdict(EndedSamples)
@@ -355,7 +355,7 @@ class AnswerLengths:
         """The prompt tokens of all these samples that were computed."""
 
     def add(self, row: PreparedRow, length: int, *, is_cut: bool) -> None:
-        """Add a sample of a row that has ended with so many tokens. `is_cut`: because it may not have more."""
+        """Add an ended sample of a row with so many tokens. `is_cut`: it reached its limit."""
         self.drop(row, 1)
         ended = self.classes[length_class(row.max_tokens, row.num_prompt_tokens)]
         (ended.cut if is_cut else ended.stopped)[bin_of(length)] += 1
@@ -363,5 +363,5 @@ class AnswerLengths:
         self.prompt_tokens += row.num_prompt_tokens
 
     def drop(self, row: PreparedRow, samples: int) -> None:
-        """Note that so many samples of a row are not computed (any further)."""
+        """Record that so many samples of a row are not computed (any further)."""
         self.classes[length_class(row.max_tokens, row.num_prompt_tokens)].samples += samples

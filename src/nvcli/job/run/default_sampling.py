@@ -1,4 +1,4 @@
-"""Checks the `sampling` of a run's configuration against the model, before a process is started.
+"""Checks the `sampling` section of a run's configuration against the model, before any process starts.
 
 A value that would make an error row of every row that leaves the key out, such as a token id that the model does not
 have, is a mistake of the run. What depends on a row's prompt is left to the row.
@@ -28,7 +28,7 @@ _SECTION = "sampling"
 def check_default_sampling(
     given: Mapping[str, Any], limits: ModelLimits, load_tokenizer: Callable[[], Tokenizer], setter_of: SetterOf
 ) -> Tokenizer | None:
-    """Check what the configuration gives under `sampling`, which is valid as SamplingParams.
+    """Check the `sampling` section of the configuration, which is valid as SamplingParams.
 
     Returns the tokenizer if a value had to be looked up in it, which takes about a second, and else None. Raises
     ConfigError that names the key and what set it, and what `load_tokenizer` raises.
@@ -53,7 +53,7 @@ def check_default_sampling(
 def _check_key(
     key: str, name: str, sampling: SamplingParams, limits: ModelLimits, tokenizer: Callable[[], Tokenizer]
 ) -> None:
-    """Check one key. Raises RowError, and what `tokenizer` raises, which is called where a value is looked up."""
+    """Check one key. Raises RowError, and whatever `tokenizer` raises, which is called only to look up values."""
     match key:
         case "stop_token_ids" | "allowed_token_ids":
             check_vocabulary(f"`{name}`", getattr(sampling, key) or (), limits)

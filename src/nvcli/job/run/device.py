@@ -16,13 +16,13 @@ _DEV = Path("/dev")
 
 
 def detect_device(environ: Mapping[str, str] = os.environ, dev: Path = _DEV) -> Literal["cpu", "cuda"]:
-    """Return cuda where the driver shows a GPU that is not hidden and the installed torch was built for CUDA."""
+    """Return cuda if the driver shows a visible GPU and the installed torch was built for CUDA."""
     return "cuda" if _sees_gpu(environ, dev) and _torch_has_cuda() else "cpu"
 
 
 def unused_gpu(run: RunConfig, environ: Mapping[str, str] = os.environ, dev: Path = _DEV) -> str | None:
-    """Say that there is a GPU which `device: auto` leaves alone, as torch cannot use it, and what to install; None
-    where there is none, or the run names its device."""
+    """Explain that torch cannot use a GPU that is there, and what to install; None if there is no GPU, or the run names
+    its device."""
     if run.device != "auto" or not _sees_gpu(environ, dev) or _torch_has_cuda():
         return None
     return (

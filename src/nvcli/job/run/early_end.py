@@ -1,4 +1,4 @@
-"""How a run ends before its job is done: by a signal, or by an error whose traceback is kept; and what to type next."""
+"""Early ends of a run: signals, errors whose traceback is kept, and hints on what to type next."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from nvcli.job.own_files import manifest_path, traceback_path
 from nvcli.job.shard import Shard
 
 _MOST_ROW_CHARS = 256 * 1024
-"""Characters of the tracebacks of rows that one run keeps."""
+"""Maximum size of the row tracebacks that a run keeps, in characters."""
 
 
 class Interrupts:
@@ -51,7 +51,7 @@ class Interrupts:
         self._restore.close()
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if there was a signal."""
+        """Raise KeyboardInterrupt if there has been a signal."""
         if self._pending:
             raise KeyboardInterrupt
 
@@ -86,7 +86,7 @@ def keep_traceback(error: NvcliError, output: str | None = None) -> NvcliError:
 
 
 class RowTracebacks:
-    """Keeps the tracebacks of rows that an unexpected exception has cost their answer, and says so once.
+    """Keeps the tracebacks of rows that failed with an unexpected exception, and says so once.
 
     They go where `keep_traceback` has its own: each different one once, as long as they are few and small.
     """
@@ -117,12 +117,12 @@ def _entry(message: str, traceback: str) -> str:
 
 
 def _beside(output: str | None) -> Path | None:
-    """Return the file beside an output that keeps tracebacks; None: there is none."""
+    """Return the file for tracebacks beside an output; None: there is none."""
     return None if output is None or output == STREAM else traceback_path(Path(output))
 
 
 def _append(text: str, path: Path | None) -> Path | None:
-    """Append to a file, or make a temporary one, and return its path; None where nothing can be written anywhere."""
+    """Append to a file, or to a new temporary one, and return its path; None if neither can be written."""
     with contextlib.suppress(OSError):
         if path is not None:
             with open(open_unlinked(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8") as file:
@@ -167,12 +167,12 @@ def resume_hint(
 
 
 def resume_command(argv: Sequence[str]) -> str:
-    """Return this run's command, quoted for a shell, without the flags that would undo what it has done."""
+    """Return this run's command, quoted for a shell, without flags that would undo its work."""
     return _command([word for word in argv if word not in ("--overwrite", "--retry-errors")])
 
 
 def go_on_hint(argv: Sequence[str]) -> str:
-    """Return lines that say how a job goes on whose first rows all failed. `argv` is the command line of this run."""
+    """Return lines on how to go on with a job whose first rows all failed. `argv` is the command line of this run."""
     command = resume_command(argv)
     return (
         "change the settings and run the job again, or mend the input and add --update; to go on all the same:\n"

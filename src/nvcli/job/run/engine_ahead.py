@@ -1,4 +1,4 @@
-"""EngineAhead: an engine process that is started before the job is read, as its rank takes seconds to import torch."""
+"""EngineAhead: an engine process started before the job is read, because its rank takes seconds to import torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class EngineAhead:
     (`engines.StartEngine`), the first one from this process."""
 
     def __init__(self) -> None:
-        """Begin to start the process. It is killed when the thread that calls this ends."""
+        """Start the process, without waiting for it. It is killed when the calling thread ends."""
         self._process: ChildProcess | None = ChildProcess("nvcli.engine.engine_ahead:main", None, name="engine")
 
     def start_engine(self, config: EngineConfig) -> Engine:
@@ -28,7 +28,7 @@ class EngineAhead:
         return start_engine(config) if process is None else EngineClient.start(config, process=process)
 
     def close(self) -> None:
-        """End the process if it was not used. Idempotent."""
+        """End an unused process. Idempotent."""
         if self._process is not None:
             self._process.close(has_children=True)
             self._process = None

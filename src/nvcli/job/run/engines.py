@@ -17,7 +17,7 @@ from nvcli.job.run.early_end import RowTracebacks, keep_traceback
 
 
 class Engine(Protocol):
-    """The part of a replica's engine that the loop uses; `engine.client.EngineClient` is the real one."""
+    """A replica's engine as the loop sees it; `engine.client.EngineClient` is the real one."""
 
     def wait_ready(self, timeout: float | None = None) -> EngineReady | None: ...
     def add(self, requests: list[Request]) -> None: ...
@@ -44,7 +44,7 @@ def start_engine(config: EngineConfig) -> Engine:
 
 
 class EngineSet:
-    """The engines of a command, which run for one job after another as long as these want the same ones."""
+    """The engines of a command, shared by its jobs as long as these want the same ones."""
 
     def __init__(self, start: StartEngine = start_engine) -> None:
         """`start` starts the engine of one replica."""
@@ -52,14 +52,14 @@ class EngineSet:
         self._engines: list[Engine] = []
         self._configs: list[EngineConfig] = []
         self.are_sound = True
-        """Whether all of them run; a job that loses one says so."""
+        """Whether all of them are alive; a job that loses one sets it."""
         self.have_run = False
-        """Whether those that `take` returned last had served a job before."""
+        """Whether the engines that `take` last returned had served a job before."""
         self.next_request_id = 0
-        """The lowest id that no request of these jobs has had: answers to requests that were aborted may come late."""
+        """The lowest unused request id. Ids are not reused, because answers to aborted requests may come late."""
 
     def take(self, configs: Sequence[EngineConfig]) -> list[Engine]:
-        """Return engines with these configurations, those that run or new ones in place of them."""
+        """Return engines with these configurations: the running ones if they fit, or new ones in their place."""
         # Whether grammars are loaded beside the weights is a matter of time alone.
         wanted = [msgspec.structs.replace(config, prepare_grammars=False) for config in configs]
         self.have_run = self.are_sound and wanted == self._configs
@@ -71,7 +71,7 @@ class EngineSet:
         return [*self._engines]
 
     def close(self) -> None:
-        """End all of them at the same time: each may take a second until its GPUs are free. It may be called again."""
+        """End all engines at the same time, as each may take a second to free its GPUs. Idempotent."""
         engines, self._engines, self._configs = self._engines, [], []
         closing = [threading.Thread(target=engine.close, name="nvcli-close") for engine in engines[1:]]
         for thread in closing:
@@ -135,7 +135,7 @@ class EngineEvents:
 
 
 def describe_ready(model: str, ready: EngineReady) -> list[str]:
-    """Return lines for the user on an engine that has loaded this model: first that it is ready, then details."""
+    """Return lines for the user on an engine that is ready: first that it is, then details."""
     cache = f"KV cache for {ready.kv_cache_tokens:,} tokens ({_mib(ready.kv_cache_bytes)} a rank)"
     return [f"{model} is ready", f"{cache}, weights {_mib(ready.weight_bytes)} a rank", *ready.notes]
 

@@ -1,4 +1,4 @@
-"""Reads and tokenizes ahead of the replicas, in a background thread, within bounds of rows and bytes."""
+"""Reads and tokenizes rows ahead of the replicas, in a background thread, within bounds of rows and bytes."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ MAX_BYTES_AHEAD = 16 * 1024 * 1024
 """Bounds on the rows that wait to be taken.
 
 They are a buffer between two threads; the window in which rows are planned belongs to the loop. One batch more is in
-the making; a batch is one row or at most 4 MiB of the input (`jobs.input.reader`).
+the making; a batch is one row or at most 4 MiB of the input (`job.input.reader`).
 """
 
 Batch = list[PreparedRow | JobResult]
 
 
 class RowSource(Protocol):
-    """Whatever gives out parsed rows; `jobs.input.reader.RowReader` reads them from files."""
+    """A source of parsed rows; `job.input.reader.RowReader` reads them from files."""
 
     def batches(self) -> Iterator[list[Job | JobResult]]:
-        """Yield the rows in order, some at a time. Raises what ends the reading early."""
+        """Yield the rows in order, some at a time. Raises whatever ends the reading early."""
 
 
 class Feeder:
@@ -60,19 +60,19 @@ class Feeder:
         self._tokenizer: Tokenizer | None = None
         self._changed = threading.Condition()
         self._doorbell: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """It is readable while batches wait, and once none will come."""
+        """Readable while batches wait, and after the last one."""
         self._batches: deque[tuple[Batch, int]] = deque()
-        """The batches that wait to be taken, each with its bytes."""
+        """Waiting batches, each with its bytes."""
         self._rows_ahead = 0
         self._bytes_ahead = 0
         self._ended = False
         self._stopped = False
         self._error: BaseException | None = None
         self.read = ReadTotals()
-        """Totals of the rows that were prepared, with those that wait to be taken."""
+        """Totals of the rows prepared so far, including waiting ones."""
         self.load_seconds = 0.0
         self.read_seconds = 0.0
-        """The time of reading and parsing. It includes waiting for the input, and not waiting for the loop."""
+        """Time of reading and parsing, including waits for the input, but not for the loop."""
         self.tokenize_seconds = 0.0
         # A daemon: a read of standard input can wait for ever, and must not keep an interrupted run from ending.
         self._thread = threading.Thread(target=self._run, name="nvcli-feeder", daemon=True)
@@ -86,7 +86,7 @@ class Feeder:
         self._thread.start()
 
     def take(self) -> Batch | None:
-        """Return the next batch, without waiting; None where none is there now, or none will come (`ended`)."""
+        """Return the next batch without waiting; None if there is none now, or none will come (`ended`)."""
         with self._changed:
             if not self._batches:
                 return None
@@ -99,28 +99,28 @@ class Feeder:
             return batch
 
     def fileno(self) -> int:
-        """A descriptor that is readable when `take` or `ended` has something new to say."""
+        """Return a descriptor that is readable when `take` or `ended` has news."""
         assert self._doorbell is not None, "the feeder is stopped"
         return self._doorbell
 
     @property
     def ended(self) -> bool:
-        """Whether no batch is left and none will come."""
+        """Whether there are no more batches."""
         with self._changed:
             return self._ended and not self._batches
 
     @property
     def all_read(self) -> bool:
-        """Whether the input is read to its end; batches may be left."""
+        """Whether the input is read to its end. Batches may be left."""
         return self._ended and self._error is None
 
     def raise_error(self) -> None:
-        """Raise what ended the reading early, if anything did."""
+        """Raise the error that ended the reading early, if any."""
         if self._error is not None:
             raise self._error
 
     def stop(self) -> None:
-        """Read no more. Does not wait for the thread, which may be in the middle of a read."""
+        """Stop reading. Does not wait for the thread, which may be in the middle of a read."""
         with self._changed:
             self._stopped = True
             self._batches.clear()
@@ -157,7 +157,7 @@ class Feeder:
                 self._changed.notify_all()
 
     def _put(self, batch: Batch) -> bool:
-        """Wait for room, then hand the batch over; False if nobody wants more."""
+        """Wait for room, then hand over the batch; False if the feeder is stopped."""
         num_bytes = 0
         for row in batch:
             if isinstance(row, PreparedRow):

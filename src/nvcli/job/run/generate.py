@@ -119,7 +119,7 @@ def generate(
 
 
 class _JobRun:
-    """One run of a job: the parts that carry its rows, and what they did."""
+    """One run of a job: its parts, and what they did."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class _JobRun:
         self._reader = job.make_reader(opened.answered, opened.digests)
         self._feeder = job.make_feeder(self._reader, self._load_tokenizer)
         self._told_kinds = set(job.first_kinds)
-        """The kinds of prompts of which the user was told what becomes of them."""
+        """The kinds of prompts that the user has been told about."""
         self._view = RunView(
             self._counts,
             self._reader,
@@ -164,7 +164,7 @@ class _JobRun:
         self._timeline = Timeline(self._counts, started_at=started_at)
 
     def run(self, check_interrupts: Callable[[], None]) -> None:
-        """Answer all rows and finish the output. `check_interrupts` raises where a signal asks for the end.
+        """Answer all rows and finish the output. `check_interrupts` raises if a signal has asked for the end.
 
         However it ends, the output is made safe; whoever has the engines ends them after that.
         """
@@ -202,7 +202,7 @@ class _JobRun:
                 self._progress.note(note)
 
     def summary(self) -> Summary:
-        """Say what the run did. Call when it is over."""
+        """Return the summary of the run. Call it at the end."""
         counts, feeder = self._counts, self._feeder
         now = time.monotonic()
         generating = (self._generated_at or now) - counts.started_at if counts.started_at is not None else 0.0
@@ -230,7 +230,7 @@ class _JobRun:
 
     @contextlib.contextmanager
     def reported(self, report: ReportFile | None) -> Iterator[None]:
-        """While entered, a run that ends, however it ends, is reported. None: no report is wanted."""
+        """Write the report of the run when the `with` ends, however it ends. None: no report."""
         error: BaseException | None = None
         try:
             yield
@@ -270,7 +270,7 @@ class _JobRun:
         self._check_errors()
 
     def _tell(self) -> None:
-        """Tell the user of what was found in the rows since the last time."""
+        """Tell the user what was found in the rows since the last call."""
         if new_kinds := self._reader.kinds - self._told_kinds:
             self._told_kinds |= new_kinds
             for note in self._job.describe_kinds(new_kinds):
@@ -279,8 +279,8 @@ class _JobRun:
             self._progress.warn(warning)
 
     def _check_errors(self) -> None:
-        """Raise TooManyErrors where more rows failed than `job.max_errors` allows, and HopelessJob where the first
-        ones all failed with one cause.
+        """Raise TooManyErrors if more rows failed than `job.max_errors` allows, and HopelessJob if the first ones all
+        failed with one cause.
 
         Rows that failed in earlier runs do not count: the same command gets further each time.
         """
@@ -319,7 +319,7 @@ def _tracebacks_kept(output: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Rows and answers make no cycles, and there are many: Python need not look for cycles every 700 objects."""
+    """Collect garbage more rarely: rows and answers are many, and form no cycles."""
     before = gc.get_threshold()
     gc.set_threshold(10_000, *before[1:])
     try:
@@ -330,9 +330,9 @@ def _rare_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stdout_aside() -> Iterator[None]:
-    """Whatever prints to standard output goes to standard error: libraries, C code, the processes that are started.
+    """Redirect standard output to standard error, for libraries, C code and child processes that print.
 
-    Results have a descriptor of their own by then.
+    Results have their own descriptor by then.
     """
     sys.stdout.flush()
     saved = os.dup(1)

@@ -1,4 +1,4 @@
-"""The facts that a job's answers depend on beside its inputs, so that no other job continues its output.
+"""The facts besides its inputs that a job's answers depend on, so that no other job continues its output.
 
 They are the model's files, and the part of the configuration that says which tokens are chosen. How fast the answers
 are computed (batch sizes, processes, memory) is left out.
@@ -26,7 +26,7 @@ from nvcli.models.checkpoint import weight_files
 Fact = str | int | float | bool | None
 
 _SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model", "vocab.txt", "spiece.model", "*.tiktoken", "merges.txt")
-"""Configuration, tokenizer and chat template are told apart by all of their bytes."""
+"""Files of configuration, tokenizer and chat template, which are compared by all of their bytes."""
 _WEIGHT_SAMPLES = 512
 """Weights are told apart by name, size and so many samples over all files of a checkpoint, which takes milliseconds.
 
@@ -112,7 +112,7 @@ def job_facts(
 
 
 def _fact(value: Any) -> Fact:
-    """Return a value as a fact: lists and mappings become JSON.
+    """Convert a value to a fact: lists and mappings become JSON.
 
     YAML has keys that are numbers (`logit_bias: {5: 1}`); they mean the same as in quotes.
     """

@@ -1,4 +1,4 @@
-"""How the ranks of a run keep weights: what `quantization: auto` comes to for a checkpoint and the GPUs that are there.
+"""How the ranks of a run keep weights: what `quantization: auto` means for a checkpoint and the GPUs at hand.
 
 A checkpoint in FP8 stays in FP8 on GPUs with units for FP8 products: they are faster, and take half the memory. What a
 checkpoint has in 4 bits is faster in 16 bits for large batches, as its products are. It stays in 4 bits where 16 would
@@ -21,7 +21,7 @@ from nvcli.models.config import ModelConfig
 from nvcli.sizing.weights import largest_stage, weight_bytes
 
 _LARGE_SHARE = 0.5
-"""Weights that would take more of a GPU's memory than this share stay in 4 bits."""
+"""Weights that would take more than this share of a GPU's memory stay in 4 bits."""
 
 
 def keep_weights(
@@ -34,7 +34,7 @@ def keep_weights(
     report: SmiReport | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> ModelConfig:
-    """Return the model with its weights kept as a run's ranks do. Raises ConfigError.
+    """Return the model with its weights as a run's ranks keep them. Raises ConfigError.
 
     `gpus` are those that the run is for, or `gpu_bytes` is the memory of one of which nothing else is known. Both None:
     those in `report`, which is what nvidia-smi says (None: ask it).
@@ -56,8 +56,7 @@ def keep_weights(
 
 
 def explain_choice(run: RunConfig, model: ModelConfig, config: EngineConfig) -> str:
-    """Say in one line what `quantization: auto` chose for a checkpoint in FP8 or 4 bits; empty where it had no
-    choice."""
+    """Explain the choice of `quantization: auto` for a checkpoint in FP8 or 4 bits; empty if there was no choice."""
     format_kept = _format_kept(model)
     if run.quantization != "auto" or config.device == "cpu" or format_kept is None:
         return ""
@@ -79,8 +78,8 @@ def explain_choice(run: RunConfig, model: ModelConfig, config: EngineConfig) -> 
 
 
 def check_fast_accumulation(run: RunConfig, model: ModelConfig, device: Literal["cpu", "cuda"]) -> None:
-    """Raise ConfigError where there is nothing that `fp8_accumulation: fast` could make faster. `model` is one whose
-    weights are kept as the run's ranks do."""
+    """Raise ConfigError if `fp8_accumulation: fast` cannot make anything faster. `model` has its weights as the run's
+    ranks keep them."""
     way_out = "leave it out"
     if device == "cpu":
         problem = "a CPU adds up in float32 whatever is asked for"
@@ -98,7 +97,7 @@ def check_fast_accumulation(run: RunConfig, model: ModelConfig, device: Literal[
 
 
 def _format_kept(model: ModelConfig) -> KeptWeights | None:
-    """Return how ranks would keep what the checkpoint has in few bits; None: it has nothing that they could keep."""
+    """Return how ranks could keep the checkpoint's quantised weights; None: it has none that they can keep."""
     if model.quantisation is None:
         return None
     if model.quantisation.numbers == "fp8":
@@ -107,7 +106,7 @@ def _format_kept(model: ModelConfig) -> KeptWeights | None:
 
 
 def _obstacle(run: RunConfig, model: ModelConfig, format_kept: KeptWeights) -> str:
-    """Say why weights cannot be kept so, whatever the GPUs are; empty where they can."""
+    """Explain why weights cannot be kept so on any GPU; empty if they can."""
     if run.batch_invariant:
         return "batch_invariant asks for it"
     try:
@@ -119,7 +118,7 @@ def _obstacle(run: RunConfig, model: ModelConfig, format_kept: KeptWeights) -> s
 
 
 def _is_large(run: RunConfig, model: ModelConfig, gpu_bytes: int) -> bool:
-    """Tell whether plain weights would take much of a GPU's memory."""
+    """Tell whether plain weights would take too much of a GPU's memory."""
     plain = model.with_quantization("none")
     dtype = model.dtype if run.dtype == "auto" else run.dtype
     tp = 1 if run.tensor_parallel_size == "auto" else run.tensor_parallel_size

@@ -1,4 +1,4 @@
-"""The parent's loop: rows from the feeder through the plan to the replicas, their results to whoever takes them.
+"""The parent's loop: rows from the feeder through the planner to the replicas, and results to the writer.
 
 It keeps each replica supplied with about twice the requests that it can run, so that a replica never waits for the
 parent. It gives little more, so that replicas take rows as they get on with them and the plan can still change. A
@@ -30,60 +30,60 @@ from nvcli.job.run.several_prompts import PartResults
 from nvcli.job.text.prepare import PreparedRow
 
 LONG_WAIT = 0.1
-"""The loop sleeps at most this many seconds, which bounds how late a signal or a dead replica is noticed."""
+"""Maximum sleep of the loop in seconds, within which signals and dead replicas are noticed."""
 
 MAX_BYTES_IN_FLIGHT = 256 * 1024 * 1024
-"""Bound on the rows that one replica holds, with what they pass through; a row that is larger goes alone."""
+"""Maximum bytes of the rows in one replica, including passed-through values; a larger row goes alone."""
 
 
 class Results(Protocol):
-    """Whatever takes the results of rows; `jobs.output.writer.ResultWriter` writes them to a file."""
+    """The receiver of results; `job.output.writer.ResultWriter` writes them to a file."""
 
     def write(self, results: Sequence[JobResult]) -> Sequence[JobResult]:
-        """Take results. Returns them as they were taken: some may have become errors."""
+        """Take results, and return them as taken: some may have become errors."""
 
     def tick(self) -> None:
-        """Do what is due. This is called in each round."""
+        """Do what is due. Called in each round."""
 
 
 _DEATHS = (WorkerError, CapacityError)
-"""Errors that end one replica and need not end the others."""
+"""Errors that end one replica, but not the others."""
 
 
 class _Replica:
-    """One engine and the rows that it has been given."""
+    """An engine and its rows."""
 
     def __init__(self, number: int, engine: Engine, capacity: int) -> None:
         self.number = number
         self.engine = engine
         self._stats_before = engine.stats
-        """The statistics of earlier jobs."""
+        """Statistics of earlier jobs."""
         self.capacity = capacity
-        """Requests to keep it supplied with."""
+        """Number of requests to keep it supplied with."""
         self.ready: EngineReady | None = None
         self.rows: dict[int, OpenRow] = {}
-        """The row of each request whose answer is not complete, by request id."""
+        """Rows with incomplete answers, by request id."""
         self.num_bytes = 0
-        """The bytes of those rows."""
+        """Bytes of those rows."""
 
     @property
     def stats(self) -> EngineStats:
-        """The work of the engine for this job."""
+        """Statistics of the engine for this job."""
         return self.engine.stats.since(self._stats_before)
 
     @property
     def room(self) -> int:
-        """Requests that it should be given now; none if this is not above 0."""
+        """Number of requests to give it now, if positive."""
         return self.capacity - len(self.rows) if self.num_bytes < MAX_BYTES_IN_FLIGHT else 0
 
     def give(self, row: OpenRow) -> None:
-        """Note that it has been given all requests of a row."""
+        """Record that it was given all requests of a row."""
         self.num_bytes += row.prepared.num_bytes
         for request_id in row.request_ids:
             self.rows[request_id] = row
 
     def finish(self, row: OpenRow, request_id: int) -> None:
-        """Note that a request of a row needs no more of the engine."""
+        """Record that the engine is done with a request of a row."""
         del self.rows[request_id]
         row.num_open -= 1
         if row.num_open == 0:
@@ -91,7 +91,7 @@ class _Replica:
 
 
 class JobLoop:
-    """One run over one stream of rows."""
+    """A run over one stream of rows."""
 
     def __init__(
         self,
@@ -124,11 +124,11 @@ class JobLoop:
         self._seed = run.seed
         self._keep_going = run.job.keep_going
         self.next_request_id = first_request_id
-        """The lowest id that no request has."""
+        """The lowest unused request id."""
         self._parts = PartResults()
 
     def run(self, each_round: Callable[[], None]) -> None:
-        """Go on until every row is answered and handed to the writer.
+        """Run until every row is answered and handed to the writer.
 
         `each_round` is called at least ten times a second and may raise to end the run. Raises what the engines, the
         reader or the tokenizer raise; rows that were answered before are with the writer by then.
@@ -150,7 +150,7 @@ class JobLoop:
         return self._feeder.ended and not self._planner.num_rows and not any(each.rows for each in self._replicas)
 
     def _take_rows(self) -> None:
-        """Move rows from the feeder into the window of the plan, and results of rows that failed to the writer."""
+        """Move rows from the feeder to the planner, and failed ones to the writer."""
         while not self._is_full:
             batch = self._feeder.take()
             if batch is None:
@@ -168,7 +168,7 @@ class JobLoop:
             self._finish_duplicates()
 
     def _send_rows(self) -> None:
-        """Give rows to the replicas that have most room. All samples of a row go to one replica."""
+        """Send rows to the replicas with the most room. All samples of a row go to one replica."""
         ready = {replica.number: replica for replica in self._replicas if replica.ready is not None}
         room = {number: replica.room for number, replica in ready.items()}
         requests: dict[int, list[Request]] = {}
@@ -200,7 +200,7 @@ class JobLoop:
         self._abandon(unwanted)
 
     def _make_requests(self, row: OpenRow) -> list[Request] | None:
-        """Return the requests of a row; None: it has failed, and is finished."""
+        """Return the requests of a row; None if that failed, which finishes the row."""
         try:
             return row.requests(self._seed)
         except BaseException as error:
@@ -210,7 +210,7 @@ class JobLoop:
         return None
 
     def abort_unwanted(self) -> None:
-        """End the running rows that nobody waits for any more. Those that have not begun end when it is their turn."""
+        """Abort running rows that nobody waits for any more. Waiting ones end when it is their turn."""
         for replica in [*self._replicas]:
             rows = {id(row): row for row in replica.rows.values() if self._is_unwanted(row.prepared)}.values()
             open_ids = [number for row in rows for number in row.request_ids if number in replica.rows]
@@ -231,7 +231,7 @@ class JobLoop:
         return caller is not None and caller.is_gone and not self._duplicates.is_awaited(row)
 
     def _abandon(self, rows: Sequence[PreparedRow]) -> None:
-        """Finish rows that are not computed (any further), because nobody waits for them."""
+        """Finish rows that nobody waits for, which are not computed (any further)."""
         error = RowError("aborted", "nobody waits for this answer any more")
         results = [(row, failed(row.context, error)) for row in rows]
         self._finish(results)
@@ -244,7 +244,7 @@ class JobLoop:
         return self._planner.is_full or self._duplicates.is_full
 
     def _wait(self) -> None:
-        """Sleep until a replica has something to say, or rows have come for which the plan has room."""
+        """Sleep until a replica has news, or there are rows for which the planner has room."""
         rows_may_come = not self._feeder.ended
         sources = [replica.engine.fileno() for replica in self._replicas]
         if rows_may_come and not self._is_full:
@@ -259,7 +259,7 @@ class JobLoop:
             connection.wait(sources, LONG_WAIT)
 
     def _collect(self) -> None:
-        """Take the outputs of all replicas: answers go to the writer, dead replicas out of the run."""
+        """Collect the outputs of all replicas: pass answers to the writer, and drop dead replicas."""
         complete: list[OpenRow] = []
         deaths: list[tuple[_Replica, NvcliError]] = []
         with self._timed("taking answers"):
@@ -277,7 +277,7 @@ class JobLoop:
         self._counts.num_planned = self._planner.num_rows + self._counts.num_waiting_for_equals
 
     def _poll_replica(self, replica: _Replica, complete: list[OpenRow]) -> None:
-        """Take one replica's outputs, and add the rows that they complete. Raises what the replica died of."""
+        """Collect a replica's outputs, and the rows that they complete. Raises the error that the replica died of."""
         if replica.ready is None:
             replica.ready = replica.engine.wait_ready(0)
             if replica.ready is not None:
@@ -301,7 +301,7 @@ class JobLoop:
             replica.engine.abort(to_abort)
 
     def _take_output(self, replica: _Replica, row: OpenRow, output: RequestOutput) -> list[int]:
-        """Add an output to its row. Return the requests that the engine need not go on with."""
+        """Add an output to its row. Returns the requests to abort."""
         sample, is_complete = row.take(output, self._feeder.tokenizer)
         caller = row.prepared.context.caller
         if row.streams and sample is row.samples[0] and caller is not None:
@@ -322,7 +322,7 @@ class JobLoop:
         return self._fail(replica, row, error)
 
     def _fail(self, replica: _Replica, row: OpenRow, error: RowError) -> list[int]:
-        """End a row with an error. Return its requests that the engine need not go on with."""
+        """End a row with an error. Returns its requests to abort."""
         row.error = error
         others = [other for other in row.request_ids if other in replica.rows]
         for other in others:
@@ -331,9 +331,9 @@ class JobLoop:
         return others
 
     def _drop_replica(self, replica: _Replica, error: NvcliError) -> None:
-        """Take a dead replica out and put its unfinished rows back into the plan.
+        """Drop a dead replica and return its unfinished rows to the planner.
 
-        Raises `error` where the run ends with it.
+        Raises `error` if it ends the run.
         """
         if self._num_started > 1:
             error = reworded(error, f"copy {replica.number} of the model: {error}")
@@ -352,7 +352,7 @@ class JobLoop:
         self._events.replica_lost(error, len(rows))
 
     def _finish_rows(self, rows: Sequence[OpenRow]) -> None:
-        """Turn complete rows into results, for themselves and for the rows that are equal to them."""
+        """Turn complete rows into results, also for equal rows."""
         with self._timed("detokenizing"):
             results = results_of(rows, self._feeder.tokenizer)
         self._finish([(row.prepared, result) for row, result in zip(rows, results, strict=True)])
@@ -365,7 +365,7 @@ class JobLoop:
             self._finish(ready, computed=False)
 
     def _finish(self, results: Sequence[tuple[PreparedRow | None, JobResult]], *, computed: bool = True) -> None:
-        """Count and write results, each with its row as `Counts.add` takes it."""
+        """Count and write results, each with its row as for `Counts.add`."""
         done = [each for each in results if each[1].context.part is None]
         wholes = self._join(results, computed=computed) if len(done) < len(results) else []
         if not done and not wholes:
@@ -383,7 +383,7 @@ class JobLoop:
     def _join(
         self, results: Sequence[tuple[PreparedRow | None, JobResult]], *, computed: bool
     ) -> list[tuple[PreparedRow | None, JobResult]]:
-        """Count the prompts among these results that belong to rows with several, and return the rows that are done."""
+        """Count the results of single prompts of a row, and return the rows that they complete."""
         wholes = []
         for prepared, result in results:
             if (part := result.context.part) is not None:
@@ -395,7 +395,7 @@ class JobLoop:
 
     @contextlib.contextmanager
     def _timed(self, part: str) -> Iterator[None]:
-        """Count the time of a block towards `part`, without that of timed blocks inside it."""
+        """Count the time of a block towards `part`, without timed blocks inside it."""
         seconds = self._counts.seconds
         inside = sum(seconds.values())
         started = time.perf_counter()

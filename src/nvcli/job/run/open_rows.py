@@ -1,4 +1,4 @@
-"""Gathers the tokens of running requests and turns finished rows into results.
+"""Collects the tokens of running requests and turns finished rows into results.
 
 A row with `n` samples is `n` requests and one result. Text is made when a row has finished, for many rows together;
 only samples with stop strings are decoded as they grow.
@@ -27,7 +27,7 @@ from nvcli.job.text.tokenizer import Tokenizer
 
 
 class OpenRow:
-    """A row that was given to a replica, with its samples as far as they have come."""
+    """A row in a replica, with its samples so far."""
 
     __slots__ = ("_stop_strings", "error", "num_open", "prepared", "request_ids", "samples", "streams")
 
@@ -43,39 +43,39 @@ class OpenRow:
         part = prepared.context.part
         is_first = part is None or part.number == 0
         self.streams = caller is not None and caller.streams and is_first and not prepared.sampling.is_ranked
-        """Whether somebody wants the text of its first sample as it comes."""
+        """Whether the text of its first sample is streamed."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether the texts of the row's answers are those of its tokens, and are made with those of other rows."""
+        """Whether the answers are just decoded tokens, which are decoded together with those of other rows."""
         prepared = self.prepared
         is_answer = self.error is None and prepared.task is None
         return is_answer and prepared.reading is None and prepared.sampling.skip_special_tokens
 
     @property
     def stop_strings(self) -> StopStrings | None:
-        """The row's stop strings, which its samples share; None if no text is made before an answer has ended."""
+        """The stop strings of all samples; None if text is only made once an answer has ended."""
         sampling = self.prepared.sampling
         if self._stop_strings is None and (sampling.stop or self.streams):
             self._stop_strings = StopStrings(sampling.stop_strings)
         return self._stop_strings
 
     def take(self, output: RequestOutput, tokenizer: Tokenizer) -> tuple[Sample, bool]:
-        """Add an output of the engine to its sample, and return the sample and what `Sample.take` returns."""
+        """Add an output of the engine to its sample. Returns the sample and whether it is complete."""
         sample = self.samples[output.request_id - self.request_ids.start]
         return sample, sample.take(output, self, tokenizer)
 
     def requests(self, run_seed: int) -> list[Request]:
-        """Return the requests of the row: one for all samples, or one for each text that is scored."""
+        """Return the requests of the row: one for all samples, or one for each text to score."""
         task = self.prepared.task
         if task is not None:
             return task_requests(self.prepared, task, self.request_ids.start)
         return [self.request(run_seed)]
 
     def take_rest(self, sample: Sample, tokenizer: Tokenizer) -> str:
-        """Return the text of a complete sample that was not taken as it came, whole and not taken apart.
+        """Return the text of a complete streaming sample that was not streamed yet, with thoughts and calls.
 
-        Bytes that have become no character are part of it. The row is one that streams.
+        It includes bytes that have not become a character.
         """
         sampling = self.prepared.sampling
         text = sample.text_before_stop
@@ -115,7 +115,7 @@ class OpenRow:
 
 
 def _engine_sampling(prepared: PreparedRow) -> SamplingParams:
-    """Return a row's sampling as an engine is given it."""
+    """Return a row's sampling as the engine needs it."""
     sampling, rules = prepared.sampling, prepared.rules
     changes: dict[str, Any] = {"stop": []} if sampling.stop else {}  # stop strings are found in the text here
     if prepared.constraint is not None:
@@ -128,7 +128,7 @@ def _engine_sampling(prepared: PreparedRow) -> SamplingParams:
 
 
 class Sample:
-    """One answer of a row, as far as it has come."""
+    """One answer of a row, so far."""
 
     __slots__ = (
         "_detector",
@@ -148,28 +148,28 @@ class Sample:
         """Log-probabilities or hidden states of the prompt."""
         self.num_cached_tokens = 0
         self.num_settled_chars = 0
-        """Characters of the text that `take_settled` has returned."""
+        """Number of characters that `take_settled` has returned."""
         self.finish_reason = ""
         self.stopped_by_id = False
         self._detector: StopStringDetector | None = None
 
     @property
     def text_before_stop(self) -> str | None:
-        """The text of the sample if a stop string ended it, else None."""
+        """The text of the sample if a stop string ended it; None otherwise."""
         return self._detector.text if self._detector is not None else None
 
     def text_ids(self, sampling: SamplingParams) -> array[int]:
-        """Return the tokens that become text: all but a stop token that ended the answer, if that is not wanted."""
+        """Return the tokens that become text: all but an unwanted stop token at the end."""
         is_whole = not self.stopped_by_id or sampling.include_stop_str_in_output
         return self.token_ids if is_whole else self.token_ids[:-1]
 
     def score(self, sampling: SamplingParams) -> float:
-        """Return the number by which the answers of a ranked row are put in order; the largest is the best."""
+        """Return the score by which answers of a ranked row are sorted; the largest is the best."""
         total = math.fsum(token.logprob for token in self.logprobs)
         return total if sampling.rank_by == "sum" else total / max(1, len(self.logprobs))
 
     def take_settled(self) -> str:
-        """Return the text since the last call that no stop string can take back. The row is one that streams."""
+        """Return the text since the last call that no stop string can take back, of a row that streams."""
         text = "" if self._detector is None else self._detector.take_settled()
         self.num_settled_chars += len(text)
         return text
@@ -208,7 +208,7 @@ class Sample:
 
 
 def results_of(rows: Sequence[OpenRow], tokenizer: Tokenizer) -> list[JobResult]:
-    """Return the results of rows that have finished; their tokens are decoded together.
+    """Return the results of finished rows, whose tokens are decoded together.
 
     A row whose answer cannot be read gets an `error`.
     """
@@ -236,8 +236,7 @@ def _results_of(rows: Sequence[OpenRow], tokenizer: Tokenizer) -> list[JobResult
 
 
 def _result_of(row: OpenRow, texts: Iterator[str], tokenizer: Tokenizer) -> JobResult:
-    """Make one row's result. `texts` gives the texts of the samples of plain rows that no stop string ended, in their
-    order."""
+    """Make a row's result. `texts` yields the texts of plain rows' samples that no stop string ended, in order."""
     prepared = row.prepared
     sampling = prepared.sampling
     if row.error is not None:
@@ -282,7 +281,7 @@ def _result_of(row: OpenRow, texts: Iterator[str], tokenizer: Tokenizer) -> JobR
 
 
 def _read(row: OpenRow, sample: Sample, texts: Iterator[str], tokenizer: Tokenizer) -> ParsedAnswer:
-    """Return an answer, taken apart where its row wants that. `texts` are those of `_result_of`."""
+    """Return an answer, parsed if its row wants that. `texts` are those of `_result_of`."""
     prepared = row.prepared
     sampling = prepared.sampling
     text = sample.text_before_stop
@@ -301,7 +300,7 @@ def _read(row: OpenRow, sample: Sample, texts: Iterator[str], tokenizer: Tokeniz
 
 
 def _logprobs_of(sample: Sample, echoed: Logprobs | None, tokenizer: Tokenizer) -> Logprobs:
-    """Return the log-probabilities of an answer's tokens, behind those of the prompt where it is echoed."""
+    """Return the log-probabilities of an answer's tokens, after those of an echoed prompt."""
     before = echoed or Logprobs(tokens=[], token_logprobs=[], top_logprobs=[])
     return Logprobs(
         tokens=before.tokens + [tokenizer.token_text(token_id) for token_id in sample.token_ids],

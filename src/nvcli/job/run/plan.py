@@ -1,4 +1,4 @@
-"""The plan of a run: how many replicas it starts, with which configuration, and how they get rows."""
+"""The plan of a run: how many replicas to start, their configuration, and how they get rows."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from nvcli.sizing.ram import check_ram
 
 MIN_WINDOW_ROWS = 8192
 MAX_WINDOW_BYTES = 64 * 1024 * 1024
-"""Bound on the rows among which the planner chooses, and again on the rows that wait for the answer of an equal one."""
+"""Maximum bytes of the rows in the planner, and again of those that wait for the answer of an equal row."""
 MANY_REQUESTS = 16
-"""Requests are not counted beyond this many times `max_num_seqs` when a layout is chosen for a job."""
+"""Requests are counted up to this many times `max_num_seqs` when a layout is chosen for a job."""
 MAX_KEPT_ANSWER_BYTES = 16 * 1024 * 1024
-"""Bound on the answers that are kept in case an equal row comes later."""
+"""Maximum bytes of the answers kept for equal rows to come."""
 QUICKLY_READ_BYTES = 1 << 20
-"""Inputs up to this size are read to count their requests."""
+"""Inputs up to this size are read in advance to count their requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +40,12 @@ class RunPlan:
     """The replicas that a run starts."""
 
     engine_configs: tuple[EngineConfig, ...]
-    """The configuration of each replica; they differ in their number alone."""
+    """The configuration of each replica; they differ only in `replica`."""
     why: str
-    """One line for the user on how quantised weights are kept and why there are so many replicas on so many GPUs; empty
-    where nothing was chosen."""
+    """A line for the user on how quantised weights are kept and on the choice of replicas and GPUs; empty if there was
+    no choice."""
     warnings: tuple[str, ...] = ()
-    """Lines for the user, before the run takes long."""
+    """Warnings for the user."""
 
     @property
     def first(self) -> EngineConfig:
@@ -108,8 +108,7 @@ def count_requests(inputs: Sequence[str], reader: RowReader, *, enough: int) -> 
 
 
 def make_planner(run: RunConfig, num_replicas: int, *, block_size: int) -> Planner:
-    """Make the planner that chooses the order of rows for a run with so many replicas, whose KV blocks hold
-    `block_size` tokens each."""
+    """Make the planner of a run with so many replicas, whose KV blocks hold `block_size` tokens."""
     rows = window_rows(run, num_replicas)
     # With `order: input`, answered rows wait for the row that is passed over, and a crash loses those that wait. So
     # rows pass others only to be with those that begin alike, and no more than a window of them.
@@ -125,7 +124,7 @@ def make_planner(run: RunConfig, num_replicas: int, *, block_size: int) -> Plann
 
 
 def make_duplicates(run: RunConfig, num_replicas: int) -> Duplicates:
-    """Make what finds equal rows. Where `job.plan` is off, every row is computed."""
+    """Make the object that finds equal rows. If `job.plan` is off, every row is computed."""
     return Duplicates(
         max_rows=window_rows(run, num_replicas),
         max_bytes=MAX_WINDOW_BYTES,
@@ -135,5 +134,5 @@ def make_duplicates(run: RunConfig, num_replicas: int) -> Duplicates:
 
 
 def window_rows(run: RunConfig, num_replicas: int) -> int:
-    """Return how many rows are read ahead of those that run, so that there is something to choose from."""
+    """Return how many rows to read ahead, so that the planner has a choice."""
     return max(MIN_WINDOW_ROWS, 8 * run.max_num_seqs * num_replicas)

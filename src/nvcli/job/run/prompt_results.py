@@ -1,4 +1,4 @@
-"""The requests of rows that are scored or embedded, and the results that are made of what the engines read."""
+"""Requests of rows that are scored or embedded, and their results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NOT_FINITE = (
 
 
 def task_requests(prepared: PreparedRow, task: PreparedTask, first_id: int) -> list[Request]:
-    """Return a request for each text that is scored, or the one of a row that is embedded."""
+    """Return a request for each text to score, or the one of a row to embed."""
 
     wanted: list[tuple[bytes, PromptScoring | Pooling]] = []
     if isinstance(task.task, EmbedTask):
@@ -65,7 +65,7 @@ def task_result(
     *,
     num_cached_tokens: int,
 ) -> JobResult:
-    """Make the result of a row that is scored or embedded, of what was read for each of its requests."""
+    """Make the result of a row that is scored or embedded from the results of its requests."""
     assert prepared.task is not None
     task = prepared.task.task
     answer: ScoreAnswer | EmbedAnswer | None
@@ -80,13 +80,13 @@ def task_result(
 
 
 def prompt_scoring(prepared: PreparedRow) -> PromptScoring | None:
-    """Return the wish for the log-probabilities of a whole prompt; None: the row wants none, or there are none."""
+    """Return the query for the log-probabilities of a whole prompt; None: the row wants none, or there are none."""
     num_top = _num_prompt_top(prepared.sampling)
     return PromptScoring(first=1, num_top=num_top) if num_top is not None and len(prepared.prompt_ids) > 4 else None
 
 
 def _num_prompt_top(sampling: SamplingParams) -> int | None:
-    """Return how many alternatives a row wants for each token of its prompt; None: no log-probabilities."""
+    """Return the number of alternatives for each prompt token; None: no log-probabilities are wanted."""
     wanted = [sampling.prompt_logprobs, sampling.logprobs if sampling.echo else None]
     return max((number for number in wanted if number is not None), default=None)
 
@@ -112,7 +112,7 @@ def prompt_logprobs(
 
 
 def alternatives(ids: Sequence[int], logprobs: Sequence[float], tokenizer: Tokenizer) -> dict[str, float]:
-    """Return the log-probabilities of tokens by their text, the likeliest first; of equal texts it stays."""
+    """Return the log-probabilities of tokens by their text, the likeliest first. Of equal texts the likeliest stays."""
     found: dict[str, float] = {}
     for token_id, logprob in zip(ids, logprobs, strict=True):
         found.setdefault(tokenizer.token_text(token_id), logprob)
@@ -122,7 +122,7 @@ def alternatives(ids: Sequence[int], logprobs: Sequence[float], tokenizer: Token
 def _scores(
     task: ScoreTask, texts: Sequence[ScoredText], query_results: Sequence[list[PromptQueryResult]], tokenizer: Tokenizer
 ) -> ScoreAnswer | None:
-    """Make the scores of a row; None where one is not finite."""
+    """Make the scores of a row; None if one is not finite."""
     choices = []
     for number, (text, parts) in enumerate(zip(texts, query_results, strict=True)):
         logprobs = _floats(b"".join(part.logprobs for part in parts))
@@ -159,7 +159,7 @@ def _perplexity(logprob: float, num_tokens: int) -> float:
 
 
 def _vector(task: EmbedTask, parts: Sequence[PromptQueryResult], num_tokens: int) -> EmbedAnswer | None:
-    """Make the vector of a row; None where it is not finite."""
+    """Make the vector of a row; None if it is not finite."""
     import numpy as np  # other jobs do without it
 
     sums = np.array([np.frombuffer(part.hidden_sum, np.float32) for part in parts], dtype=np.float64)

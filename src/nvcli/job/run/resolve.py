@@ -66,21 +66,21 @@ class ResolvedModel:
     model_path: Path
     model: ModelConfig
     config: EngineConfig
-    """The engine's configuration for this checkpoint; the layout is still to be chosen (`job.run.plan`)."""
+    """The engine's configuration for this checkpoint, before a layout is chosen (`job.run.plan`)."""
     sampling_defaults: Mapping[str, Any]
-    """The defaults that lie under a row's own `sampling`."""
+    """Defaults of a row's `sampling`."""
     chat_template: str | None
-    """The text of the chat template that takes the place of the checkpoint's own; None: there is none."""
+    """A chat template that replaces the checkpoint's own; None: there is none."""
     has_chat_template: bool
-    """Whether conversations can be answered, by the checkpoint's files and that template."""
+    """Whether conversations can be answered, judging by the checkpoint's files and that template."""
     task: TaskRows | None
-    """The task that is computed in place of answers; None: answers."""
+    """The task computed instead of answers; None: answers."""
     tokenizer: Tokenizer | None = None
-    """The tokenizer, where a setting had to be looked up in it; None: it is not loaded yet."""
+    """The tokenizer, if a setting had to be looked up in it; None: not loaded yet."""
 
     @property
     def model_limits(self) -> ModelLimits:
-        """The limits that the model and its configuration set to a row."""
+        """The limits of the model and its configuration for a row."""
         return ModelLimits(
             max_model_len=self.config.max_model_len,
             vocab_size=self.model.vocab_size,
@@ -97,7 +97,7 @@ class ResolvedModel:
         return choose_chat(self.run, is_task=is_task, has_chat_template=self.has_chat_template, setter_of=setter_of)
 
     def make_parser(self, chat: ChatForms) -> RowParser:
-        """Make a parser of rows, whose texts become messages as `chat` says."""
+        """Make a parser of rows in which texts become messages as `chat` says."""
         return make_parser(
             self.run.job,
             self.sampling_defaults,
@@ -107,7 +107,7 @@ class ResolvedModel:
         )
 
     def load_tokenizer(self, warnings: RowWarnings | None = None) -> Tokenizer:
-        """Return the tokenizer, which is loaded if it is not yet. Raises LoadError.
+        """Return the tokenizer, and load it if needed. Raises LoadError.
 
         `warnings` takes note of variables of the job that the chat template does not know.
         """
@@ -118,45 +118,45 @@ class ResolvedModel:
         return tokenizer
 
     def chat_renderer(self) -> ChatRenderer:
-        """Return what renders conversations. Close it."""
+        """Return a renderer of conversations, to be closed by the caller."""
         return ChatRenderer(self.model_path, chat_template=self.chat_template)
 
     def grammar_maker(self) -> GrammarMaker:
-        """Return what makes the grammars of structured answers. Close it."""
+        """Return a maker of grammars for structured answers, to be closed by the caller."""
         return GrammarMaker(self.model_path, vocab_size=self.model.vocab_size, end_ids=self.model.eos_token_ids)
 
     def make_feeder(self, rows: RowSource, load_tokenizer: Callable[[], Tokenizer]) -> Feeder:
-        """Make what reads and tokenizes rows ahead of the replicas."""
+        """Make a feeder, which reads and tokenizes rows ahead of the replicas."""
         return Feeder(rows, load_tokenizer, self.model_limits, self.chat_renderer(), self.grammar_maker())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedJob(ResolvedModel):
-    """One job: which rows are answered, by which model, with which settings, and into which output."""
+    """A job: which rows are answered, by which model, with which settings, into which output."""
 
     inputs: tuple[str, ...]
     """The input files by name, patterns expanded; `-` is standard input."""
     output: str
     """The output's name; `-` is standard output."""
     chat: ChatForms
-    """The texts of rows that become messages of a user."""
+    """The texts of rows that become user messages."""
     limit: int | None
-    """Only so many rows of the inputs are read; None: all."""
+    """Number of rows of the inputs to read; None: all."""
     shard: Shard | None
-    """The shard of the rows that is answered; None: all are."""
+    """The shard of the rows to answer; None: all rows."""
     can_continue: bool
     """Whether the inputs can be read again, so that another run may continue the output."""
     known_inputs: tuple[KnownInput, ...]
-    """The inputs as they were when the job was resolved; none where one of them cannot be read again."""
+    """The inputs as they were when the job was resolved; empty if one of them cannot be read again."""
     manifest: Manifest
-    """Everything that the answers depend on, to be kept beside the output."""
+    """Everything the answers depend on, to be kept beside the output."""
     notes: tuple[str, ...] = ()
     """Lines for the user on how the output goes on."""
     first_kinds: frozenset[PromptKind] = frozenset()
-    """The kinds of prompts among the first rows of the inputs, where those could be looked at."""
+    """Kinds of prompts among the first rows of the inputs, if these could be looked at."""
 
     def describe_kinds(self, kinds: Collection[PromptKind]) -> list[str]:
-        """Return lines that say what becomes of prompts of these kinds."""
+        """Return lines on how prompts of these kinds are sent."""
         name = "the text of `job.prompt_template`" if self.run.job.prompt_template is not None else None
         lines = [
             describe_kind(
@@ -171,7 +171,7 @@ class ResolvedJob(ResolvedModel):
         return [line for line in lines if line is not None]
 
     def make_reader(self, answered: AnsweredRows | None = None, digests: RowDigests | None = None) -> RowReader:
-        """Make a reader of the inputs that passes over the rows that are `answered`.
+        """Make a reader of the inputs that skips `answered` rows.
 
         `digests` takes the digests of the rows.
         """
@@ -187,7 +187,7 @@ class ResolvedJob(ResolvedModel):
         )
 
     def identify_rows(self) -> InputRows:
-        """Read the inputs to find out which rows they have. Raises ConfigError and InputChanged."""
+        """Read the inputs and return the identities of their rows. Raises ConfigError and InputChanged."""
         return self.make_reader().identify_all()
 
 
@@ -265,7 +265,7 @@ def resolve_job(
 
 
 def _facts_of(output: str) -> Mapping[str, Any] | None:
-    """Return the facts of an output that is there; None: there is none, or whoever opens it says what is wrong."""
+    """Return the facts of an existing output; None if there is none, or it cannot be read."""
     try:
         manifest = None if output == STREAM else load_manifest(Path(output))
     except ConfigError:
@@ -276,7 +276,7 @@ def _facts_of(output: str) -> Mapping[str, Any] | None:
 def _chat_choice(
     resolved: ResolvedModel, inputs: Sequence[str], begun: Mapping[str, Any] | None, setter_of: SetterOf
 ) -> ChatChoice:
-    """Return which texts of the inputs become messages. Raises ConfigError. `begun` are the facts of the output."""
+    """Return which texts of the inputs become messages. Raises ConfigError. `begun` holds the output's facts."""
 
     def has_rows(one: ChatForms, other: ChatForms) -> bool:
         parser = make_parser(resolved.run.job, resolved.sampling_defaults, task=resolved.task)
@@ -338,7 +338,7 @@ def load_model(
     gpus: Sequence[SmiGpu] | None = None,
     gpu_bytes: int | None = None,
 ) -> ModelConfig:
-    """Load a checkpoint's configuration, with its weights kept as a run's ranks do. Raises LoadError and ConfigError.
+    """Load a checkpoint's configuration, with weights as a run's ranks keep them. Raises LoadError and ConfigError.
 
     `found_device` is what `device: auto` stands for (None: look for a GPU). `gpus` are those that the run is for, or
     `gpu_bytes` is the memory of one of which nothing else is known (None: those here).
@@ -351,7 +351,7 @@ def load_model(
 def resolve_engine_config(
     run: RunConfig, model_path: Path, model: ModelConfig, *, found_device: Literal["cpu", "cuda"] | None = None
 ) -> EngineConfig:
-    """Replace every `auto` and null that can be decided here. Raises ConfigError.
+    """Resolve every `auto` and null that can be decided here. Raises ConfigError.
 
     With `quantization: auto` weights are kept as `model` does it (`load_model`). An automatic `tensor_parallel_size` is
     1 until `resolve_layout` chooses. `found_device` is what `device: auto` stands for; None: look for a GPU.
@@ -411,7 +411,7 @@ def resolve_engine_config(
 
 
 def _check_batch_invariant(run: RunConfig, model: ModelConfig, dtype: ModelDtype, attention_backend: str) -> None:
-    """Raise ConfigError where the model or another key leaves no way to do what `batch_invariant` promises."""
+    """Raise ConfigError if the model or another key makes `batch_invariant` impossible."""
     model.check_batch_invariant()
     for name in attention_backend.split(":"):
         if name not in ("auto", "torch", "triton"):
@@ -427,7 +427,7 @@ def _check_batch_invariant(run: RunConfig, model: ModelConfig, dtype: ModelDtype
 
 
 def attention_choice(choice: str | AttentionBackends) -> str:
-    """Return `EngineConfig.attention_backend` for the choice that a RunConfig holds."""
+    """Return `EngineConfig.attention_backend` for the choice in a RunConfig."""
     if isinstance(choice, str):
         return choice
     return choice.prefill if choice.prefill == choice.decode else f"{choice.prefill}:{choice.decode}"
@@ -460,7 +460,7 @@ def make_parser(
     caller: Caller | None = None,
     task: TaskRows | None = None,
 ) -> RowParser:
-    """Make the parser of a job's rows, in which texts become messages as `chat` says.
+    """Make a parser of a job's rows, in which texts become messages as `chat` says.
 
     `has_chat_template` says whether the model has one. `keep`, `caller` and `task` are those of `RowParser`.
     """
@@ -478,7 +478,7 @@ def make_parser(
 
 
 def row_keys(job: JobConfig) -> RowKeys:
-    """Return the keys under which the rows of a job say something to nvcli."""
+    """Return the keys of a job's rows that mean something to nvcli."""
     prompt, messages = job.prompt_field, job.messages_field or MESSAGES_KEY
     named = [prompt] if prompt != PROMPT_KEY else []
     named += [messages] if job.messages_field is not None else []

@@ -1,4 +1,4 @@
-"""The settings of a run by key, each with its value and with what set it, for summaries and reports."""
+"""The settings of a run, each with its value and origin, for summaries and reports."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SetterOf = Callable[[Path], str | None]
 """Names the file and line, or the flag, that set the key at a path; None for a default (`ConfigSource.setter`)."""
 
 DEFAULT = "default"
-"""The origin of a value that is built in."""
+"""Origin of a built-in value."""
 CONFIGURATION = "configuration"
-"""The origin of a value that somebody set, where it is not known how."""
+"""Origin of a value that was set in an unknown way."""
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,11 +28,11 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """The key as `--set` takes it, such as `sampling.temperature`."""
     value: Any
     origin: str
-    """Its source: a file and line, a flag, `generation_config.json` or `default`."""
+    """The source of the value: a file and line, a flag, `generation_config.json` or `default`."""
 
 
 def is_worth_showing(setting: Setting) -> bool:
-    """Tell whether a sampling parameter is worth a line: somebody set it, or it is one of those that people ask for."""
+    """Tell whether to show a sampling parameter: it was set, or people often ask for it."""
     return setting.origin != DEFAULT or setting.key in ("sampling.temperature", "sampling.max_tokens")
 
 
@@ -42,14 +42,14 @@ def sampling_name(setting: Setting) -> str:
 
 
 def unknown_setter(path: Path) -> str | None:
-    """Stand in for a `SetterOf` where it is not known what set the keys."""
+    """Serve as `SetterOf` where it is unknown what set the keys."""
     return None
 
 
 def sampling_settings(
     run: RunConfig, generation_defaults: Mapping[str, Any], setter_of: SetterOf = unknown_setter
 ) -> list[Setting]:
-    """Return the sampling of a row that brings none, parameter by parameter.
+    """Return the sampling of a row without its own, parameter by parameter.
 
     `generation_defaults` are those of the checkpoint's generation_config.json.
     """

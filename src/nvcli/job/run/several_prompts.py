@@ -1,4 +1,4 @@
-"""Rows with several prompts, as OpenAI's completions and embeddings have them: taken apart, and joined when answered.
+"""Splits rows with several prompts, as in OpenAI's completions and embeddings, and joins their results.
 
 Each prompt is prepared and computed like a row of its own. The row is done when all of them are, and is one result.
 """
@@ -12,11 +12,11 @@ import msgspec
 from nvcli.job.job import EmbedAnswer, EmbedAnswers, Job, JobResult, Part, Usage, prompt_fields
 
 MAX_PARTS_AT_ONCE = 256
-"""So many prompts are prepared at a time; a row may have more."""
+"""Maximum number of prompts to prepare at a time."""
 
 
 def split_rows(rows: Sequence[Job | JobResult]) -> Iterator[Sequence[Job | JobResult]]:
-    """Yield rows some at a time, with a job for each prompt of a row that has several."""
+    """Yield rows in batches, with a job for each prompt of a row that has several."""
     if not any(isinstance(row, Job) and row.prompts for row in rows):
         yield rows
         return
@@ -44,14 +44,14 @@ def _parts_of(job: Job) -> Iterator[Job]:
 
 
 class PartResults:
-    """The results of prompts whose rows are not done yet."""
+    """Results of prompts whose rows are not complete yet."""
 
     def __init__(self) -> None:
         self._results: dict[int, list[JobResult]] = {}
-        """Identity of the row's context, which its parts share and keep → results."""
+        """Results by identity of the row's context, which its parts keep alive."""
 
     def add(self, part: Part, result: JobResult) -> JobResult | None:
-        """Take the result of a prompt, and return that of its row if it is the last one."""
+        """Take the result of a prompt. Returns that of its row if it is the last one."""
         key = id(part.whole)
         results = self._results.setdefault(key, [])
         results.append(result)
@@ -62,7 +62,7 @@ class PartResults:
 
 
 def _joined(part: Part, results: list[JobResult]) -> JobResult:
-    """Return the result of a row. It is an error if one of its prompts has none, the first of these errors."""
+    """Return the result of a row, which is the first error of its prompts, if any."""
     results.sort(key=lambda result: -1 if result.context.part is None else result.context.part.number)
     thoughts = [count for result in results if (count := result.usage.reasoning_tokens) is not msgspec.UNSET]
     usage = Usage(

@@ -1,4 +1,4 @@
-"""Resolves what a run makes of its rows, from the configuration and the checkpoint's files."""
+"""Resolves the task of a run from the configuration and the checkpoint's files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _POSITIONS: dict[PoolingName, Literal["last", "first", "all"]] = {"last": "last"
 
 
 def task_rows(run: RunConfig, model: ModelConfig, model_path: Path) -> TaskRows | None:
-    """Return what is made of rows in place of answers; None: answers. Raises ConfigError and LoadError."""
+    """Return the task that replaces answers; None: answers. Raises ConfigError and LoadError."""
     if run.task != "embed":
         if not model.has_head:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""AnswerReader: takes the answer to a conversation apart into its thought, its text and its tool calls.
+"""AnswerReader: parses the answer to a conversation into its thought, text and tool calls.
 
 Rows that are no conversations have no reader: their answers are texts. What is read depends on the answer, its prompt
 and the tools of its row alone.
@@ -22,18 +22,18 @@ from nvcli.job.text.tokenizer import Tokenizer
 from nvcli.job.text.tool_calls import BadToolCall, FoundCalls, harmony_call
 
 _ID_CHARS = 9
-"""Mistral's chat templates refuse ids of another length."""
+"""Length of call ids; Mistral's chat templates refuse others."""
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
 class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """How the answers to one row are to be read."""
+    """How to parse the answers to a row."""
 
     reader: AnswerReader
     state: PromptState
-    """How the prompt leaves the answer's thought."""
+    """State of the answer's thought at the end of the prompt."""
     tools: Sequence[Mapping[str, Any]]
-    """The tools that the answer may call; empty: calls are not looked for."""
+    """Tools that the answer may call; empty: do not look for calls."""
 
     @property
     def tells_thoughts(self) -> bool:
@@ -42,26 +42,26 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> bytes:
-        """Bytes that are equal for rows whose equal answers are read alike."""
+        """Bytes that are equal for rows whose answers are parsed alike."""
         return b"%d" % self.state.value + msgspec.json.encode(self.tools)
 
 
 class ParsedAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer that was taken apart."""
+    """A parsed answer."""
 
     text: str
     """The answer without its thought and calls."""
     reasoning: str | None = None
     """The thought; None: there is none."""
     num_reasoning_tokens: int = 0
-    """The tokens of the thought, with those of its marks."""
+    """Tokens of the thought, including its marks."""
     calls: Sequence[FunctionCall] = ()
     problem: str = ""
-    """Why something that looks like a tool call is none, so that it is part of the text; empty: nothing does."""
+    """Why a text that looks like a tool call is not one, and stays text; empty: there is no such text."""
 
 
 class AnswerReader:
-    """Reads the answers of one model."""
+    """Parses the answers of a model."""
 
     def __init__(self, tokenizer: Tokenizer, *, reasoning_parser: str, tool_parser: str) -> None:
         """`reasoning_parser` and `tool_parser` are `job.reasoning_parser` and `job.tool_parser`."""
@@ -69,19 +69,19 @@ class AnswerReader:
         form = find_reasoning_format(reasoning_parser, template)
         self._tokenizer = tokenizer
         self.reasoning = None if form is None else ReasoningParser(form, tokenizer)
-        """Finds thoughts; None: they are part of the text."""
+        """Finds thoughts; None: they stay part of the text."""
         choices = (reasoning_parser, tool_parser)
         writes_harmony = all(mark in template for mark in HARMONY_MARKS)
         self._is_harmony = HARMONY in choices or (writes_harmony and "auto" in choices)
         name = HARMONY if self._is_harmony else tool_format_name(tool_parser, template)
         self.call_format = None if tool_parser == "none" else name
-        """The name of the format of tool calls; None: they are not looked for."""
+        """Name of the format of tool calls; None: do not look for calls."""
         self._tool_format = None if name is None else TOOL_FORMATS.get(name)
 
     def reading(
         self, prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]], last_message: str | None
     ) -> AnswerFormat | None:
-        """Return how the answers to a prompt are to be read; None: they are texts.
+        """Return how to parse the answers to a prompt; None: they are plain texts.
 
         `last_message` is the message that the answer goes on with; None: it begins a new one.
         """
@@ -96,7 +96,7 @@ class AnswerReader:
     def read(
         self, ids: array[int], reading: AnswerFormat, *, text_before_stop: str | None, skip_special_tokens: bool
     ) -> ParsedAnswer:
-        """Take an answer apart. `text_before_stop` is its text if a stop string ended it, else None."""
+        """Parse an answer. `text_before_stop` is its text if a stop string ended it, or None."""
         num_cut = 0
         if text_before_stop is not None:
             whole = self._tokenizer.decode_one(ids, skip_special_tokens=skip_special_tokens)
@@ -122,7 +122,7 @@ class AnswerReader:
         )
 
     def _find_calls(self, cut: str | None, ids: Sequence[int], reading: AnswerFormat) -> tuple[FoundCalls | None, str]:
-        """Find the calls in an answer's tokens behind its thought, or in its text where a stop string has `cut` it."""
+        """Find the calls in an answer's tokens after its thought, or in its text if a stop string has `cut` it."""
         if not reading.tools or self._tool_format is None:
             return None, ""
         text = self._tokenizer.decode_one(ids, skip_special_tokens=False) if cut is None else cut
@@ -132,7 +132,7 @@ class AnswerReader:
             return None, _problem(error)
 
     def _read_harmony(self, ids: array[int], reading: AnswerFormat, num_cut: int) -> ParsedAnswer:
-        """Read the messages of an answer by their channels and recipients."""
+        """Parse the messages of an answer by their channels and recipients."""
         thoughts: list[str] = []
         texts: list[str] = []
         calls: list[FunctionCall] = []
@@ -167,7 +167,7 @@ class AnswerReader:
 
 
 def _problem(error: BadToolCall | RecursionError) -> str:
-    """Say why a text that looks like a tool call is none."""
+    """Explain why a text that looks like a tool call is not one."""
     return str(error) if isinstance(error, BadToolCall) else "a call is nested too deep"
 
 
@@ -177,20 +177,20 @@ _END = re.compile(r"<\|(?:end|return|call)\|>")
 
 
 def _split(ids: array[int], start_id: int | None) -> Iterator[array[int]]:
-    """Yield the messages of an answer, which begins behind the role of its first one; `start_id` begins the others."""
+    """Yield the messages of an answer. The first lacks its role, and the others begin with `start_id`."""
     starts = [at for at, token in enumerate(ids) if at and token == start_id]
     for start, end in pairwise((0, *starts, len(ids))):
         yield ids[start:end]
 
 
 def _cut(text: str, num_chars: int) -> tuple[str, int]:
-    """Cut so many characters from the end of a text, and return how many are left to be cut before it."""
+    """Cut characters from the end of a text, and return it with the number still to be cut before it."""
     kept = max(0, len(text) - num_chars)
     return text[:kept], num_chars - (len(text) - kept)
 
 
 def tool_calls_of(calls: Sequence[FunctionCall], prompt_ids: bytes, choice: int) -> list[ToolCall]:
-    """Return calls in OpenAI's form. Their ids follow from the prompt, the number of the choice and the call alone."""
+    """Return calls in OpenAI's form. Their ids depend only on the prompt, the number of the choice and the call."""
     return [ToolCall(id=_call_id(prompt_ids, choice, number), function=call) for number, call in enumerate(calls)]
 
 

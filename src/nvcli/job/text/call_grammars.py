@@ -33,16 +33,16 @@ _SHARED = ("$defs", "definitions")
 
 @dataclass(frozen=True, slots=True)
 class CallableTool:
-    """A function that the answer may call."""
+    """A function that an answer may call."""
 
     name: str
     arguments: Mapping[str, Any]
     """The schema of its arguments, of the type `object`."""
     is_strict: bool
-    """Whether a keyword of the schema that llguidance does not know is an error; else such keywords are left out."""
+    """Whether keywords of the schema that llguidance does not know are errors; otherwise they are ignored."""
 
     def json_schema(self, part: Any = None) -> dict[str, Any]:
-        """Return the schema of the arguments, or a part of it, as llguidance is given it."""
+        """Return the schema of the arguments, or of a part of them, for llguidance."""
         options = {"x-guidance": {"whitespace_pattern": JSON_WHITESPACE, "lenient": not self.is_strict}}
         if part is None:
             return {**options, **self.arguments}
@@ -51,7 +51,7 @@ class CallableTool:
 
 
 def callable_tools(tools: Sequence[Mapping[str, Any]], rule: CallRule) -> list[CallableTool]:
-    """Return the functions that the answer may call, of a row's tools in OpenAI's form.
+    """Return the functions that an answer may call, from a row's tools in OpenAI's form.
 
     Where calls are left to the model, the arguments of functions that are not `strict` may be any object.
     """
@@ -72,12 +72,12 @@ WriteCall = Callable[[LarkWriter, CallableTool], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Form:
-    """How a format writes calls. All but `mark` are pieces of a grammar; an empty one is nothing."""
+    """How a format writes calls. All but `mark` are pieces of a grammar, which may be empty."""
 
     mark: str
-    """The mark that the first call begins with; empty: none."""
+    """The mark before the first call; empty: none."""
     first: str = ""
-    """The characters that calls without a mark begin with, as in a regex's class."""
+    """Characters with which calls without a mark begin, as in a regex class."""
     head: str = ""
     """The piece between the mark and the first call."""
     call: WriteCall
@@ -86,7 +86,7 @@ class _Form:
 
 
 WriteForm = Callable[[LarkWriter, str], _Form]
-"""Returns the form of a format, as far as the chat template (the text) decides."""
+"""Returns the form of a format, which may depend on the text of the chat template."""
 
 
 def write_call_grammar(
@@ -118,7 +118,7 @@ def write_call_grammar(
 
 
 def _json_call(*, name_key: str = "name", arguments_key: str = "arguments", before: str = "") -> WriteCall:
-    """Return how a call is written as a JSON object; `before` is a piece of what stands before the name in it."""
+    """Return how to write a call as a JSON object; `before` is a piece before the name in it."""
 
     def write(lark: LarkWriter, tool: CallableTool) -> str:
         name = lark.text(tool.name)[1:-1]
@@ -129,7 +129,7 @@ def _json_call(*, name_key: str = "name", arguments_key: str = "arguments", befo
 
 
 def _between_tags(lark: LarkWriter, tag: str, call: WriteCall) -> _Form:
-    """Return the form of calls between tags that stand in lines of their own."""
+    """Return the form of calls between tags on lines of their own."""
     opening, closing = lark.mark(f"<{tag}>"), lark.mark(f"</{tag}>")
     between = f'"\\n" {closing} "\\n" {opening} "\\n"'
     return _Form(mark=f"<{tag}>", head='"\\n"', call=call, between=between, tail=f'"\\n" {closing}')
@@ -181,7 +181,7 @@ def _parameters(
     any_text: Callable[[], str],
     end: str,
 ) -> str:
-    """Return the piece for parameters one by one, texts without quotes and all else as JSON.
+    """Return the piece for parameters one by one, texts without quotes and everything else as JSON.
 
     `write` puts a key and a value, with the end of the value, between tags. `any_text` returns the piece for a text
     with its end.
@@ -210,7 +210,7 @@ def _is_text(schema: Any) -> bool:
 
 
 def _texts_of(schema: Mapping[str, Any]) -> list[str]:
-    """Return the texts that a schema lists; empty: it lists none."""
+    """Return the texts that a schema enumerates, if any."""
     listed = schema.get("enum", [schema["const"]] if "const" in schema else [])
     return [each for each in listed if isinstance(each, str)] if isinstance(listed, list) else []
 
@@ -315,7 +315,7 @@ TOOL_FORMATS = {
     ),
     "pythonic": ToolFormat(find=find_pythonic, write=_pythonic),
 }
-"""The formats by the names that `job.tool_parser` has for them, in the order in which chat templates are searched.
+"""The formats by their names in `job.tool_parser`, in the order in which chat templates are searched.
 That of gpt-oss is not among them, because its calls are messages and no part of a text."""
 HARMONY = "harmony"
 """The name of gpt-oss's format."""
@@ -329,7 +329,7 @@ def tool_format_name(name: str, chat_template: str) -> str | None:
 
 
 def _harmony(lark: LarkWriter, tools: Sequence[CallableTool], rule: CallRule) -> str:
-    """Return the piece for an answer of gpt-oss, which begins behind the role of its first message.
+    """Return the piece for an answer of gpt-oss, which begins after the role of its first message.
 
     Thoughts and messages to the user go before. A call ends the answer with an end-of-sequence token of its own, so
     there is one of them.
@@ -351,7 +351,7 @@ def _harmony(lark: LarkWriter, tools: Sequence[CallableTool], rule: CallRule) ->
 
 
 class CallConstraints:
-    """Makes the grammars of answers that call tools, for one model."""
+    """Makes grammars for a model's answers that call tools."""
 
     def __init__(self, tokenizer: Tokenizer, call_format: str | None, grammars: GrammarMaker | None) -> None:
         """`call_format` is the name of the model's format of tool calls; None: it has none."""
@@ -360,7 +360,7 @@ class CallConstraints:
         self._grammars = grammars
 
     def grammar(self, job: Job, rule: CallRule) -> Grammar | None:
-        """Return the grammar of a row's answer; None: the answer is free. Raises RowError.
+        """Return the grammar of a row's answer; None: it is free. Raises RowError.
 
         An answer that need not call is free where calls are not looked for, where it has a form already
         (`sampling.structured`), and where no end-of-sequence token ends it.
@@ -403,7 +403,7 @@ class CallConstraints:
             raise
 
     def _find_fault(self, grammars: GrammarMaker, job: Job, tools: list[CallableTool], name: str) -> None:
-        """Raise the RowError of the first function whose schema cannot be used by itself."""
+        """Raise the RowError of the first function whose schema alone cannot be used."""
         numbers = {tool["function"]["name"]: number for number, tool in enumerate(job.tools)}
         for tool in tools:
             where = f"`{name}[{numbers[tool.name]}].function.parameters`"

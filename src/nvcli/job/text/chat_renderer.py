@@ -1,4 +1,4 @@
-"""ChatRenderer: conversations to prompt texts, in a process that can be ended when a chat template does not end.
+"""ChatRenderer: renders conversations in a process that can be killed if a chat template does not end.
 
 Many conversations go to the process at a time. When they are not rendered within the limit of one conversation, or when
 the process dies, a new process takes them one by one, so that the one at fault is known and the others are rendered.
@@ -21,17 +21,17 @@ from nvcli.job.text.guarded_process import GuardedProcess, NoAnswer
 from nvcli.job.text.tokenizer import Tokenizer
 
 MAX_SECONDS = 10.0
-"""The most seconds for one conversation. Ordinary ones take well under a millisecond."""
+"""Timeout of a conversation. Ordinary ones take well under a millisecond."""
 
 
 class ChatRenderer:
-    """Renders the chat template of one checkpoint. The process starts with the first conversation.
+    """Renders the chat template of a checkpoint. The process starts with the first conversation.
 
     Used by one thread; `close` may be called by any.
     """
 
     def __init__(self, model_path: Path, *, chat_template: str | None = None, max_seconds: float = MAX_SECONDS) -> None:
-        """`chat_template` is the text of a template that takes the place of the checkpoint's own."""
+        """`chat_template` is the text of a template that replaces the checkpoint's own."""
         self.worker = GuardedProcess(
             "nvcli.job.text.chat_renderer:main",
             (model_path, chat_template),
@@ -62,12 +62,12 @@ class ChatRenderer:
         return [text for conversation in conversations for text in self.render([conversation])]
 
     def close(self) -> None:
-        """End the process, even while it renders. May be called again."""
+        """Kill the process, even while it renders. Idempotent."""
         self.worker.close()
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """The messages of a row, and what else its template is told."""
+    """The messages of a row, and the variables of its template."""
 
     messages: list[dict[str, Any]]
     variables: dict[str, Any] = {}
@@ -75,10 +75,10 @@ class Conversation(msgspec.Struct, frozen=True):
 
 
 MAX_CHARS = 512 * 1024 * 1024
-"""The most characters of a rendered conversation, as many as a line of the input may have bytes."""
+"""Maximum length of a rendered conversation in characters, equal to that of an input line in bytes."""
 
 _MAX_BYTES = 4 * 1024 * 1024 * 1024
-"""The most memory that rendering may take."""
+"""Maximum memory of the process for rendering."""
 
 
 class Rendered(msgspec.Struct, frozen=True, array_like=True):
@@ -90,7 +90,7 @@ class Rendered(msgspec.Struct, frozen=True, array_like=True):
 
 
 def main(model: tuple[Path, str | None], control: Connection) -> None:
-    """Load a chat template, say so with an empty message, and answer lists of conversations.
+    """Load a chat template, report that with an empty message, and render lists of conversations.
 
     `model` is the checkpoint's folder, and the text of a template that takes the place of the checkpoint's own.
 

@@ -1,4 +1,4 @@
-"""GrammarMaker: what rows ask their answers to look like, to grammars, in a process that can be ended.
+"""GrammarMaker: compiles the forms that rows ask for to grammars, in a process that can be killed.
 
 Equal ones are made once; the latest are kept, refusals too, within a bound of bytes. A schema comes with a row, from
 people one does not know. llguidance limits its own work; should a schema get past that, its process is ended.
@@ -23,25 +23,25 @@ from nvcli.errors import RowError
 from nvcli.job.text.guarded_process import GuardedProcess, NoAnswer
 
 MAX_SECONDS = 5.0
-"""The most seconds for one grammar. Ordinary ones take a millisecond."""
+"""Timeout of a grammar. Ordinary ones take a millisecond."""
 
 MAX_KEPT_BYTES = 64 * 1024 * 1024
-"""The most bytes of grammars, and of what rows asked for, that are kept."""
+"""Maximum bytes of grammars to keep, including the forms they were made from."""
 
 _ENTRY_BYTES = 500
-"""Roughly what a kept grammar takes beside its text."""
+"""Approximate overhead of a grammar that is kept."""
 _BYTES_PER_CHAR = 10
-"""Roughly what a schema takes as objects, for each character of its JSON."""
+"""Approximate bytes of a schema as objects, per character of its JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The grammar of what rows ask for. Rows that ask for the same share it."""
+    """A grammar, shared by all rows that ask for the same form."""
 
     text: str
-    """The grammar in llguidance's own form."""
+    """The grammar in llguidance's format."""
     wanted: Structured
-    """The object of the first row that asked for it."""
+    """The form that it was made from, as the first row gave it."""
 
     @property
     def num_bytes(self) -> int:
@@ -50,7 +50,7 @@ class Grammar:
 
 
 class GrammarMaker:
-    """Makes grammars for one model. The process starts with the first row that asks for one.
+    """Makes grammars for a model. The process starts with the first row that asks for one.
 
     Used by one thread; `close` may be called by any.
     """
@@ -68,7 +68,7 @@ class GrammarMaker:
         not known whether a model's tokens can follow a grammar."""
         self._max_kept_bytes = max_kept_bytes
         self._kept: OrderedDict[bytes, Grammar | RowError] = OrderedDict()
-        """Grammars, or errors, by what was asked for; the least recently used first."""
+        """Grammars or errors by the form asked for, the least recently used first."""
         self._kept_bytes = 0
         self._encode = msgspec.json.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(MadeGrammar).decode
@@ -81,7 +81,7 @@ class GrammarMaker:
         )
 
     def grammar(self, wanted: Structured, *, name: str) -> Grammar:
-        """Return the grammar of what a row asks for.
+        """Return the grammar of the form that a row asks for.
 
         `name` is what the row calls it, for messages. Raises RowError, and WorkerError if no process can be started.
         """
@@ -96,11 +96,11 @@ class GrammarMaker:
         raise RowError(found.type, f"{name} {found.message}")
 
     def close(self) -> None:
-        """End the process, even while it works. May be called again."""
+        """Kill the process, even while it works. Idempotent."""
         self.worker.close()
 
     def _make(self, wanted: Structured, key: bytes) -> Grammar | RowError:
-        """Make a grammar, or the end of the sentence that says why there is none, and keep it."""
+        """Make and keep a grammar, or the error that says why there is none."""
         if len(key) > MAX_GRAMMAR_BYTES:
             return RowError("invalid_structured", f"takes {len(key):,} bytes; allowed: {MAX_GRAMMAR_BYTES:,}")
         answer = self.worker.ask(key)
@@ -122,7 +122,7 @@ class GrammarMaker:
 
 
 def _not_made(answer: NoAnswer) -> RowError:
-    """Return the end of the sentence that says why there is no grammar."""
+    """Return the error that says why there is no grammar, as the end of a sentence."""
     if not answer.reason:
         return RowError("aborted", "is not looked at: the run ends")
     if answer.is_late:
@@ -143,11 +143,11 @@ def _num_bytes(key: bytes, made: Grammar | RowError) -> int:
 
 
 _MAX_PROCESS_BYTES = 2 * 1024 * 1024 * 1024
-"""The most memory that grammars may take."""
+"""Maximum memory of the process for grammars."""
 
 
 class MadeGrammar(msgspec.Struct, frozen=True, array_like=True):
-    """The grammar of what a row asks for, or why there is none."""
+    """The grammar of a form, or why there is none."""
 
     grammar: str
     error: str = ""

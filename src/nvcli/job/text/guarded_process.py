@@ -1,4 +1,4 @@
-"""GuardedProcess: work that may not end, or may take all memory, done in a process that can be ended.
+"""GuardedProcess: runs work that may never end, or take all memory, in a process that can be killed.
 
 Some work is decided by strangers: the chat template of a checkpoint, the schema of a row. Nothing but the end of its
 process ends such work for certain. The process starts with the first question, is ended when one takes too long, and is
@@ -21,16 +21,16 @@ _WAIT_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class NoAnswer:
-    """A question that was not answered, and why."""
+    """Why a question was not answered."""
 
     reason: str
-    """The end of a sentence about the process, such as `exited with code 1`; empty once all is closed."""
+    """The end of a sentence about the process, such as `exited with code 1`; empty after `close`."""
     is_late: bool = False
-    """Whether the process took too long. It may have been stopped, or the machine busy with something else."""
+    """Whether the process took too long, which may also mean that the machine was busy."""
 
 
 class GuardedProcess:
-    """One process at a time that answers questions.
+    """Asks questions of one process at a time.
 
     Used by one thread; `close` may be called by any.
     """
@@ -49,9 +49,9 @@ class GuardedProcess:
         self._max_seconds = max_seconds
         self._env = env
         self.process: ChildProcess | None = None
-        """The process, if one runs."""
+        """The process, if one is running."""
         self._lock = threading.Lock()
-        """Held while the process is used."""
+        """Held while the process is in use."""
         self._closed = False
 
     def ask(self, question: Any, *, is_last: bool = True) -> bytes | NoAnswer:
@@ -64,7 +64,7 @@ class GuardedProcess:
             return self._ask(question, is_last=is_last)
 
     def close(self) -> None:
-        """End the process, even while it works. May be called again; nothing is answered any more."""
+        """Kill the process, even while it works. Nothing is answered after that. Idempotent."""
         self._closed = True
         process = self.process
         if process is not None:
@@ -91,7 +91,7 @@ class GuardedProcess:
         return missing
 
     def _start(self) -> ChildProcess:
-        """Start the process, and wait until it can work, however long that takes."""
+        """Start the process, and wait until it is ready, however long that takes."""
         process = self.process = ChildProcess(self._target, self._argument, name=self._name, env=self._env)
         try:
             while not self._wait(process, _WAIT_SECONDS):
@@ -106,7 +106,7 @@ class GuardedProcess:
         return process
 
     def _wait(self, process: ChildProcess, seconds: float) -> bool:
-        """Wait for an answer or the end of the process; return whether there is one. Raises EOFError once it is closed.
+        """Wait for an answer, and tell whether there is one. Raises EOFError after `close`.
 
         Waits are counted, not timed, so that a run that was stopped (Ctrl-Z) goes on where it was.
         """

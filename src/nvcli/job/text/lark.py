@@ -1,4 +1,4 @@
-"""LarkWriter: a grammar in llguidance's notation (a dialect of Lark's), rule by rule.
+"""LarkWriter: builds a grammar in llguidance's notation (a dialect of Lark's), rule by rule.
 
 Pieces of grammars are texts in that notation, which stand one behind the other or between `|`. A mark, such as
 `<tool_call>`, is one token in most vocabularies and has no other spelling there; elsewhere it is a text like others.
@@ -23,7 +23,7 @@ _ANY_TEXT_TERMINAL = r"TEXT: /(.|\n)*/"
 
 
 class LarkWriter:
-    """One grammar as it is written."""
+    """Builds one grammar."""
 
     def __init__(self, token_id: Callable[[str], int | None]) -> None:
         """`token_id` returns the id of a mark; None: it is no token of its own."""
@@ -33,7 +33,7 @@ class LarkWriter:
         self._terminals: dict[str, str] = {}
 
     def finish(self, start: str) -> str:
-        """Return the whole grammar. `start` is the piece that an answer is."""
+        """Return the complete grammar. `start` is the piece for an answer."""
         return "\n".join(("%llguidance {}", f"start: {start}", *self._rules))
 
     def rule(self, body: str, options: str = "") -> str:
@@ -41,12 +41,12 @@ class LarkWriter:
         return self.define(self.declare(), body, options)
 
     def declare(self) -> str:
-        """Return the piece that names a rule which is to be defined, so that other rules, or itself, may name it."""
+        """Return the piece that names a rule to be defined later, so that it may be recursive."""
         self._num_names += 1
         return f"r{self._num_names}"
 
     def define(self, name: str, body: str, options: str = "") -> str:
-        """Add the rule that was declared by this name, and return the name."""
+        """Add the rule declared by this name, and return the name."""
         self._rules.append(f"{name}{f'[{options}]' if options else ''}: {body}")
         return name
 
@@ -74,8 +74,7 @@ class LarkWriter:
         return _ANY_TEXT
 
     def text_until(self, mark: str, *, without: Sequence[str] = ()) -> str:
-        """Return the piece for any text, and the mark that ends it. The text holds no mark, and none of the texts
-        `without`."""
+        """Return the piece for any text up to and including a mark. The text contains none of the texts `without`."""
         excluded = "|".join(re.escape(each).replace("/", r"\/") for each in (mark, *without))
         free = self._terminal(f"/(?s:.*)/ & ~/(?s:.*)({excluded})(?s:.*)/") if without else _ANY_TEXT
         if self._token_id(mark) is not None:
@@ -87,11 +86,11 @@ class LarkWriter:
         return self.rule(f"%json {json.dumps(schema, ensure_ascii=False)}")
 
     def one_of(self, pieces: Sequence[str]) -> str:
-        """Return the piece for one of some, at least one."""
+        """Return the piece for a choice of pieces, at least one."""
         return pieces[0] if len(pieces) == 1 else self.rule(" | ".join(pieces))
 
     def in_order(self, pieces: Iterable[tuple[str, bool]], separator: str) -> str:
-        """Return the piece for some in this order, with a separator between those that are there.
+        """Return the piece for optional pieces in this order, with a separator between those present.
 
         Each comes with whether it must be there. The whole may be empty where none must.
         """
@@ -112,7 +111,7 @@ _TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 
 
 class ValueNotation(ABC):
-    """A notation of values, in one grammar."""
+    """A notation for values, in one grammar."""
 
     true: str
     false: str
@@ -121,11 +120,11 @@ class ValueNotation(ABC):
     comma: str
 
     def __init__(self, lark: LarkWriter, definitions: Mapping[str, Any]) -> None:
-        """`definitions` is the schema whose parts references (`#/…`) name."""
+        """`definitions` is the schema that references (`#/…`) point into."""
         self.lark = lark
         self._root = definitions
         self._referred: dict[str, str] = {}
-        """The rules of references, and that of any value, which has none."""
+        """Rules by reference; that of any value is under the empty text."""
 
     @abstractmethod
     def any_string(self) -> str:
@@ -167,7 +166,7 @@ class ValueNotation(ABC):
         return self._rule_of("", lambda: " | ".join(self._of_type(kind, {}) for kind in _TYPES if kind != "integer"))
 
     def members(self, schema: Mapping[str, Any]) -> str:
-        """Return the piece for an object's properties, without what stands around them."""
+        """Return the piece for an object's properties, without braces."""
         return self._pairs(schema, self.key, self.any_key, self.colon)
 
     def _pairs(
@@ -192,7 +191,7 @@ class ValueNotation(ABC):
         return self.lark.in_order(pieces, comma)
 
     def _rule_of(self, reference: str, write: Callable[[], str]) -> str:
-        """Return the piece that names the rule of a reference, which `write` gives the body of the first time."""
+        """Return the piece that names the rule of a reference, whose body `write` gives the first time."""
         if reference not in self._referred:
             name = self._referred[reference] = self.lark.declare()
             self.lark.define(name, write())
@@ -228,7 +227,7 @@ class ValueNotation(ABC):
         return self.lark.text(self.null if value is None else repr(value))
 
     def _resolve(self, reference: str) -> Any:
-        """Return the part of the root that a reference names; an empty schema where it names none."""
+        """Return the part of the root that a reference points to; an empty schema if there is none."""
         part: Any = self._root
         for step in reference.removeprefix("#").split("/")[1:]:
             part = part.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(part, dict) else None
@@ -236,7 +235,7 @@ class ValueNotation(ABC):
 
 
 class PythonNotation(ValueNotation):
-    """Literals of Python."""
+    """Python literals."""
 
     true, false, null = "True", "False", "None"
     colon, comma = ": ", ", "
@@ -266,13 +265,13 @@ class PythonNotation(ValueNotation):
 
 
 class GemmaNotation(ValueNotation):
-    """Values of Gemma 4: keys without quotes, and strings between marks."""
+    """Gemma 4's notation: keys without quotes, and strings between marks."""
 
     true, false, null = "true", "false", "null"
     colon, comma = ":", ","
     quote = '<|"|>'
     tags = ("<|tool_call>", "<tool_call|>")
-    """Marks that no string may hold, because they would begin or end a call."""
+    """Marks that no string may contain, because they would begin or end a call."""
 
     def any_string(self) -> str:
         return f"{self.lark.mark(self.quote)} {self.lark.text_until(self.quote, without=self.tags)}"

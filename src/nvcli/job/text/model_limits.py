@@ -1,4 +1,4 @@
-"""Limits that a model and its configuration set to a row: token ids, lengths, and where a prompt is cut.
+"""The limits of a model and its configuration for a row: token ids, lengths, and where a prompt is cut.
 
 As much of a long text is tokenized as can matter, and no more. A text of 50 MB is 12 million tokens, which take
 gigabytes while they are made, and some tokenizers give up on texts of millions of spaces.
@@ -18,7 +18,7 @@ from nvcli.job.text.tokenizer import Tokenizer
 
 
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits that a model and its configuration set to a row."""
+    """The limits of a model and its configuration for a row."""
 
     max_model_len: int
     vocab_size: int
@@ -28,19 +28,19 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: ReasoningParserName = "auto"
     tool_parser: ToolParserName = "auto"
     hidden_size: int = 0
-    """The numbers of an embedding."""
+    """Length of an embedding."""
 
 
 def end_ids(tokenizer: Tokenizer, limits: ModelLimits) -> list[int]:
-    """Return the model's end-of-sequence ids, without those that it has no logit for: they are never sampled, and
-    cannot be forbidden either (`min_tokens`)."""
+    """Return the model's end-of-sequence ids, without those that have no logit: they can be neither sampled nor
+    forbidden (`min_tokens`)."""
     own = tokenizer.eos_token_id
     ids = limits.eos_token_ids or (() if own is None else (own,))
     return [token for token in ids if token < limits.vocab_size]
 
 
 def check_vocabulary(name: str, ids: Sequence[int], limits: ModelLimits) -> None:
-    """Raise RowError where one of the ids is no token of the model. `name` is what holds them."""
+    """Raise RowError if one of the ids is not a token of the model. `name` is what holds them."""
     if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
         wrong = next(i for i in ids if not 0 <= i < limits.vocab_size)
         allowed = f"the model's tokens are 0 to {limits.vocab_size - 1}"
@@ -48,7 +48,7 @@ def check_vocabulary(name: str, ids: Sequence[int], limits: ModelLimits) -> None
 
 
 def fit_prompt(ids: list[int], sampling: SamplingParams, limits: ModelLimits, under: str) -> tuple[list[int], int]:
-    """Return the prompt, cut where that is needed and allowed, and the most tokens of its answer.
+    """Return the prompt, cut if needed and allowed, and the maximum length of its answer.
 
     `under` is the key that holds the sampling's keys in the row. Raises RowError.
     """
@@ -110,21 +110,21 @@ def _too_long(num_prompt_tokens: int, asked: int | None, max_len: int, under: st
 
 
 _CHARS_PER_TOKEN = 16
-"""Texts with more characters than so many for each token that fits are long. In most languages a token has 1 to 5."""
+"""Texts with more characters per token that fits are long. In most languages a token has 1 to 5."""
 _GROWTH = 4
 _MARGIN = 64
-"""The tokens at the place where a text is cut may be others than in the whole text: so many are not relied on."""
+"""Tokens at the end of a cut text that may differ from those of the whole text."""
 
 
 def is_long(text: str, max_model_len: int) -> bool:
-    """Tell whether a text may have far more tokens than fit."""
+    """Tell whether a text may have many more tokens than fit."""
     return len(text) > _CHARS_PER_TOKEN * max_model_len
 
 
 def encode_long(
     text: str, encode: Callable[[str], list[int] | RowError], *, max_model_len: int, on_too_long: OnTooLong
 ) -> list[int] | RowError:
-    """Return the tokens of a text, or of that end of it which is kept, which are then more than `max_model_len`.
+    """Return the tokens of a text, or more than `max_model_len` tokens from the end that is kept.
 
     With `on_too_long` "error", a text that is too long becomes its error.
     """

@@ -1,4 +1,4 @@
-"""Prepares jobs for a replica: token ids that fit the model, and how many tokens the answer may have."""
+"""Prepares jobs for a replica: token ids that fit the model, and the maximum length of the answer."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from nvcli.job.text.token_rules import TokenRules, token_rules
 from nvcli.job.text.tokenizer import Tokenizer
 
 _ROW_BYTES = 1000
-"""Roughly what a prepared row takes in memory beside its prompt and what it passes through."""
+"""Approximate overhead of a prepared row, besides its prompt and passed-through values."""
 
 _CALLS_NAME = f"a rule for the calls of `{TOOLS}`"
-"""The name of what holds an answer to tool calls, for messages."""
+"""Name of the constraint of tool calls in messages."""
 
 Render = Callable[[Sequence[Conversation]], list[str | RowError]]
 
 
 class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row that the engine can take: at least one prompt token, and room for `max_tokens` more."""
+    """A row ready for the engine, with at least one prompt token and room for `max_tokens` more."""
 
     context: RowContext
     prompt_ids: bytes
@@ -59,11 +59,11 @@ class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
     rules: TokenRules | None = None
     """Biases and bad words of `sampling`, by token ids."""
     echo: str = ""
-    """The text that stands before the answer in its text."""
+    """Text to put before the answer."""
     reading: AnswerFormat | None = None
-    """How answers are taken apart; None: they are texts."""
+    """How to parse answers; None: they are plain texts."""
     thought_limit: ThoughtLimit | None = None
-    """The limit of an answer's thought; None: it has none."""
+    """The limit of the answer's thought; None: there is none."""
     answer_key: bytes | None = None
     """A key that is equal for rows whose answers are equal.
 
@@ -71,9 +71,9 @@ class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
     also depends on the row's place in the file, and where its text is wanted as it comes, which a known answer is not.
     """
     num_bytes: int = 0
-    """Roughly what the row takes in memory while it waits."""
+    """Approximate bytes in memory while the row waits."""
     task: PreparedTask | None = None
-    """The task that is computed in place of an answer; `sampling.n` is then the number of its requests."""
+    """The task computed instead of an answer; `sampling.n` is then the number of its requests."""
 
 
 class Preparer:
@@ -92,13 +92,13 @@ class Preparer:
         self._eos_ids = end_ids(tokenizer, limits)
         self._wholes = Continuations(self._rule, tokenizer, self._eos_ids)
         self._ids_fit = tokenizer.vocab_size is not None and tokenizer.vocab_size <= limits.vocab_size
-        """Whether every id that the tokenizer gives is one of the model's."""
+        """Whether every id of the tokenizer is one of the model's."""
         self._sampling: SamplingParams | None = None
-        """The sampling of the last row. What follows from it is kept, because most rows have the defaults."""
+        """The sampling of the last row, for which derived values are kept, because most rows have the defaults."""
         self._stop_ids: list[int] = []
         self._grammar: Grammar | None = None
         self._counted_grammar: Grammar | None = None
-        """The last grammar whose memory was counted, which is done once, for the row that brought it."""
+        """The last grammar whose memory was counted, once, with the row that brought it."""
         self._constraint: Constraint | None = None
         self._reader = AnswerReader(tokenizer, reasoning_parser=limits.reasoning_parser, tool_parser=limits.tool_parser)
         self._calls = CallConstraints(tokenizer, self._reader.call_format, grammars)
@@ -106,7 +106,7 @@ class Preparer:
         self._answers_follow_from: bytes | None = None
 
     def prepare(self, rows: Sequence[Job | JobResult]) -> list[PreparedRow | JobResult]:
-        """Return one entry for each row, in their order. Results of rows that failed before are handed on.
+        """Return an entry for each row, in order. Results of rows that already failed are passed on.
 
         Raises LoadError and WorkerError where no process can be started for chat templates or grammars.
         """
@@ -212,7 +212,7 @@ class Preparer:
             return failed(job.context, error)
 
     def _conversation(self, job: Job, messages: list[dict[str, Any]]) -> Conversation | RowError:
-        """Return what the chat template is given of a row, or the error of what it may not be given."""
+        """Return the input of the chat template for a row, or an error if it is not allowed."""
         rule, variables = self._rule, job.chat_template_kwargs
         refusal = rule.check(messages, "messages")
         if refusal is None and variables:
@@ -223,7 +223,7 @@ class Preparer:
         return refusal or Conversation(rule.to_template(messages), rule.to_template(variables))
 
     def _check_arguments(self, job: Job, arguments: Mapping[str, Any]) -> RowError | None:
-        """Return the error of a row whose arguments would have no effect, or are not allowed."""
+        """Return an error if a row's template arguments would have no effect or are not allowed."""
         unknown = self._unknown_arguments.intersection(arguments)
         under = "" if job.context.form is RowForm.NATIVE else "body."
         if unknown:
@@ -237,7 +237,7 @@ class Preparer:
 
     @functools.cached_property
     def _unknown_arguments(self) -> frozenset[str]:
-        """The keys of a row that the chat template does not know."""
+        """Template arguments that the chat template does not know."""
         template = self._tokenizer.chat_template
         return frozenset(unknown_variables(template, ARGUMENTS) if template else ())
 
@@ -311,12 +311,12 @@ class Preparer:
             return failed(job.context, error)
 
     def _check_prompt(self, job: Job, ids: list[int], name: str) -> None:
-        """Raise RowError where a token of a prompt is none of the model. `name` is the key of its ids in the row."""
+        """Raise RowError if a token of a prompt is not one of the model. `name` is the key of its ids in the row."""
         if job.prompt_token_ids is not None or not self._ids_fit:
             check_vocabulary(name if job.prompt_token_ids is not None else "the tokenized prompt", ids, self._limits)
 
     def _follow(self, sampling: SamplingParams, under: str) -> None:
-        """Work out what is the same for all rows with this sampling. Raises RowError.
+        """Derive everything that is the same for all rows with this sampling. Raises RowError.
 
         `under` is the key that holds the sampling's keys in the row.
         """
@@ -353,7 +353,7 @@ class Preparer:
     def _after_thought(
         self, constraint: Constraint, reading: AnswerFormat, sampling: SamplingParams, under: str, *, must_call: bool
     ) -> Constraint:
-        """Return the constraint of a conversation's answer, which leaves its thought free. Raises RowError."""
+        """Return the constraint of a conversation's answer with its thought left free. Raises RowError."""
         parser, wanted = self._reader.reasoning, sampling.structured
         if parser is None or (wanted is None and parser.form.is_harmony):  # the grammar of calls has its thoughts
             return constraint
@@ -363,7 +363,7 @@ class Preparer:
         return msgspec.structs.replace(constraint, must_begin=must_call or not reading.tools)
 
     def _constraint_of(self, grammar: Grammar, name: str) -> Constraint:
-        """Return the constraint of an answer that follows a grammar from its beginning; `name` is what asks for it.
+        """Return the constraint of an answer that follows a grammar from the start; `name` is what asks for it.
 
         Raises RowError.
         """
@@ -372,7 +372,7 @@ class Preparer:
         return Constraint(grammar=grammar.text, end_ids=self._eos_ids[:MAX_END_IDS])
 
     def _check_allowed(self, sampling: SamplingParams, allowed: list[int], under: str) -> None:
-        """Raise RowError where one of the allowed tokens is none, or none of them may be chosen."""
+        """Raise RowError if one of the allowed tokens does not exist, or none of them may be chosen."""
         check_vocabulary(f"`{under}.allowed_token_ids`", allowed, self._limits)
         left = set(allowed).difference(() if self._rules is None else self._rules.forbidden_ids)
         if not left or (sampling.min_tokens and left.issubset(self._stop_ids)):
@@ -384,7 +384,7 @@ class Preparer:
             )
 
     def _echo(self, job: Job, ids: list[int], *, is_whole: bool) -> str:
-        """Return the text of the prompt, which is `ids` now, or of the message that the answer goes on with.
+        """Return the text of the prompt, now `ids`, or of the message that the answer continues.
 
         Raises RowError for a conversation whose answer begins a message, or whose row wants log-probabilities too.
         """
@@ -410,21 +410,20 @@ class Preparer:
     def _thought_limit(
         self, job: Job, ids: list[int], budget: int, under: str, *, must_call: bool
     ) -> ThoughtLimit | None:
-        """Return the limit of an answer's thought; None: the prompt leaves it none. Raises RowError."""
+        """Return the limit of an answer's thought; None: it cannot have one. Raises RowError."""
         parser, name = self._reader.reasoning, f"{under}.thinking_budget"
         if parser is None:
             raise unknown_marks(name)
         return parser.limit(budget, parser.state_of(ids, _last_message(job)), name, must_call=must_call)
 
     def _is_cut(self, text: str, has_continuations: bool) -> bool:
-        """Tell whether only a part of a text is to be tokenized. A prompt with continuations is tokenized as a whole,
-        or refused."""
+        """Tell whether to tokenize only a part of a text. Prompts with continuations are tokenized completely."""
         return is_long(text, self._limits.max_model_len) and not (
             has_continuations and self._limits.on_too_long != "error"
         )
 
     def _encode_long(self, text: str, job: Job, *, is_rendered: bool) -> list[int] | RowError:
-        """Tokenize as much of a long prompt as can matter."""
+        """Tokenize the part of a long prompt that may be needed."""
         on_too_long = self._limits.on_too_long if job.sampling.truncate_prompt_tokens is None else "truncate-left"
         max_len = self._limits.max_model_len
         most = self._tokenizer.max_token_chars
@@ -443,13 +442,13 @@ class Preparer:
 
 
 def _structured_name(wanted: Structured, under: str) -> str:
-    """Name what a row asks for in messages. `under` is the key that holds the sampling's keys in the row."""
+    """Return what messages call the form that a row asks for. `under` is the key of its sampling."""
     form = wanted.form
     return f"`sampling.structured.{form}`" if under == "sampling" else f"the {form} that `{under}` asks for"
 
 
 def _last_message(job: Job) -> str | None:
-    """Return the text of the message that the answer goes on with; None: it begins a new one."""
+    """Return the text of the message that the answer continues; None: it begins a new one."""
     if job.messages is None:
         return None
     goes_on = job.chat_template_kwargs.get(CONTINUE_FINAL_MESSAGE)
@@ -460,5 +459,5 @@ def _last_message(job: Job) -> str | None:
 
 
 def _num_bytes(extra: Mapping[str, Any]) -> int:
-    """Estimate what passed-through values take in memory. Objects of a Python program belong to it and count little."""
+    """Estimate the memory of passed-through values. Objects of a Python program count little, as they exist anyway."""
     return sum(200 + (len(memoryview(value)) if isinstance(value, msgspec.Raw) else 0) for value in extra.values())

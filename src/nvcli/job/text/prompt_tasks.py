@@ -1,4 +1,4 @@
-"""Tokens of rows that are scored or embedded: what follows a prompt is told apart from it as lm-eval does.
+"""Tokens of rows that are scored or embedded: continuations are separated from prompts as in lm-eval.
 
 The prompt is tokenized alone, and together with each continuation; the tokens of the continuation are those of the
 whole behind as many as the prompt has. Spaces at the end of the prompt count as the beginning of the continuation,
@@ -22,7 +22,7 @@ from nvcli.job.text.tokenizer import Tokenizer
 
 
 class ScoredText(msgspec.Struct, frozen=True, kw_only=True):
-    """A text to be scored behind the prompt of its row."""
+    """A text to score after the prompt of its row."""
 
     ids: bytes
     """Its token ids, packed by `messages.pack`, at least one."""
@@ -37,11 +37,11 @@ class PreparedTask(msgspec.Struct, frozen=True, kw_only=True):
 
     task: PromptTask
     texts: tuple[ScoredText, ...] = ()
-    """The texts that are scored; empty for a row that is embedded."""
+    """The texts to score; empty for a row to embed."""
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of all texts together."""
+        """Number of tokens of all texts."""
         return sum(len(text.ids) for text in self.texts) // 4
 
     def answer_key(self, prompt_ids: bytes) -> bytes:
@@ -51,7 +51,7 @@ class PreparedTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def split_spaces(prompt: str, continuations: Sequence[str]) -> tuple[str, list[str]]:
-    """Move the spaces at the end of a prompt to the beginning of what follows it."""
+    """Move trailing spaces of a prompt to the beginning of its continuations."""
     stripped = prompt.rstrip()
     spaces = prompt[len(stripped) :]
     return stripped, [spaces + continuation for continuation in continuations]
@@ -67,7 +67,7 @@ def scored_continuations(
     max_model_len: int,
     on_too_long: OnTooLong,
 ) -> tuple[list[int], tuple[ScoredText, ...]]:
-    """Return the tokens of the prompt, and the continuations of a row in tokens.
+    """Return the tokens of the prompt and of the continuations of a row.
 
     wholes: the tokens of the prompt with each continuation. lead: what stands for a prompt without tokens. num_behind:
     how many special tokens the tokenizer puts behind a text. Where a row does not fit `max_model_len`, the beginning of
@@ -102,8 +102,10 @@ def scored_continuations(
 def scored_prompt(
     ids: list[int], text: str | None, *, max_model_len: int, on_too_long: OnTooLong
 ) -> tuple[list[int], tuple[ScoredText, ...]]:
-    """Return the first token of a prompt that is scored itself, and the rest of it. `text` is the prompt's; None: it is
-    given in token ids. Raises RowError."""
+    """Return the first token of a prompt that is scored itself, and the rest.
+
+    `text` is that of the prompt; None: it was given as token ids. Raises RowError.
+    """
     if len(ids) > max_model_len:
         if on_too_long == "error":
             raise RowError(
@@ -120,14 +122,14 @@ def scored_prompt(
 
 
 def check_dimensions(task: EmbedTask, hidden_size: int) -> None:
-    """Raise RowError where a row, which is one of an OpenAI file, asks for more numbers than a vector has."""
+    """Raise RowError if a row of an OpenAI file asks for more numbers than a vector has."""
     if task.dimensions is not None and not 1 <= task.dimensions <= hidden_size:
         raise RowError("invalid_value", f"`body.dimensions` is {task.dimensions}; allowed: 1 to {hidden_size}")
 
 
 def request_tokens(prompt_ids: bytes, text: ScoredText) -> tuple[bytes, int, int]:
-    """Return what a request is to compute for a text that is scored: the packed tokens before its last one, the
-    position of its first one, and its last one."""
+    """Return a request's tokens for a text to score, packed: all but the last one; the position of the first, and the
+    last one."""
     last = unpack(text.ids)[-1]
     return prompt_ids + text.ids[:-4], len(prompt_ids) // 4, last
 
@@ -141,13 +143,13 @@ class Continuations:
 
     @cached_property
     def lead(self) -> list[int]:
-        """The tokens in place of an empty prompt, as in lm-eval: the one that begins a text, else one that ends it."""
+        """Tokens instead of an empty prompt, as in lm-eval: that which begins a text, or one that ends it."""
         bos_id = self._tokenizer.bos_token_id
         return [bos_id] if bos_id is not None else list(self._eos_ids[:1])
 
     @cached_property
     def num_behind(self) -> int:
-        """The special tokens that the tokenizer puts behind a text."""
+        """Number of special tokens that the tokenizer puts after a text."""
         (framed,), (bare,) = (self._rule.encode(["a"], is_rendered=is_rendered) for is_rendered in (False, True))
         if isinstance(framed, RowError) or isinstance(bare, RowError):
             return 0

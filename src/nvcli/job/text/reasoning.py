@@ -1,4 +1,4 @@
-"""Reasoning: which marks a model puts around its thoughts, and where in the tokens of an answer its thought ends.
+"""Reasoning: the marks that a model puts around its thoughts, and where in an answer's tokens its thought ends.
 
 A thought may be open at the end of the prompt, because the template writes the first mark; it may be closed there,
 because the template writes both; or it is for the answer to begin. The last mark is one token in most vocabularies, and
@@ -20,9 +20,9 @@ from nvcli.errors import RowError
 from nvcli.job.text.tokenizer import Tokenizer
 
 _TAIL_TOKENS = 24
-"""So many tokens at the end of a prompt hold both marks and what stands between them where a thought is empty."""
+"""Tokens at the end of a prompt that are searched for marks; an empty thought takes fewer."""
 _HEAD_TOKENS = 12
-"""An answer that begins a thought does so within so many tokens."""
+"""Tokens within which an answer may begin a thought."""
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,15 +31,15 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     start: str
     end: str
     forced_end: str = ""
-    """The text that ends a thought which has had all of its tokens; empty: `end`."""
+    """Text that ends a thought at its limit; empty: `end`."""
     forced_call: str = ""
-    """The text that ends such a thought where tool calls must follow; empty: as elsewhere."""
+    """Text that ends a thought at its limit if tool calls must follow; empty: the same."""
     other_end: str = ""
-    """Another text that ends a thought; empty: there is none."""
+    """Another text that ends a thought; empty: none."""
 
     @property
     def is_harmony(self) -> bool:
-        """Whether thoughts are messages of a channel (gpt-oss), and not parts of the one message."""
+        """Whether thoughts are messages of their own channel (gpt-oss) and not part of the message."""
         return self.start == ""
 
 
@@ -57,14 +57,14 @@ REASONING_FORMATS = {
     "cohere": ReasoningFormat(start="<|START_THINKING|>", end="<|END_THINKING|>"),
     "think": ReasoningFormat(start="<think>", end="</think>"),
 }
-"""The formats by the names that `job.reasoning_parser` has for them."""
+"""The formats by their names in `job.reasoning_parser`."""
 
 HARMONY_MARKS = ("<|channel|>", "<|message|>")
-"""A chat template with these is one of harmony."""
+"""Marks that identify a chat template of the harmony format."""
 
 
 class PromptState(Enum):
-    """How a prompt leaves the thought of its answer."""
+    """State of the answer's thought at the end of a prompt."""
 
     OPEN = 1
     CLOSED = 2
@@ -86,7 +86,7 @@ def find_reasoning_format(name: str, chat_template: str) -> ReasoningFormat | No
 
 
 def unknown_marks(name: str) -> RowError:
-    """Return the error of a key that asks for something of thoughts, where their marks are not known."""
+    """Return the error of a key about thoughts if their marks are unknown."""
     return RowError(
         "unsupported_parameter",
         f"`{name}` is given, and how this model marks its thoughts is not known; leave it out, or set "
@@ -95,7 +95,7 @@ def unknown_marks(name: str) -> RowError:
 
 
 class ReasoningParser:
-    """Finds the thoughts in the answers of one model. It is used by one thread for prompts and by one for answers."""
+    """Finds the thoughts in a model's answers. Used by one thread for prompts and one for answers."""
 
     def __init__(self, form: ReasoningFormat, tokenizer: Tokenizer) -> None:
         self.form = form
@@ -103,10 +103,10 @@ class ReasoningParser:
         self._start_ids = self._encode(form.start)
         self._end_ids = self._encode(form.end)
         self._shown_start = tokenizer.decode_one(self._start_ids)
-        """The first mark as it shows in text without special tokens."""
+        """The first mark as it appears in text without special tokens."""
 
     def state_of(self, prompt_ids: Sequence[int], last_message: str | None) -> PromptState:
-        """Tell how a prompt leaves the thought. `last_message` is what the answer goes on with; None: a new message."""
+        """Return the state of the thought. `last_message` is what the answer continues; None: a new message."""
         form = self.form
         if form.is_harmony:
             return PromptState.OPEN
@@ -119,7 +119,7 @@ class ReasoningParser:
         return PromptState.CLOSED if tail.endswith(form.end) else PromptState.LEFT
 
     def limit(self, budget: int, state: PromptState, name: str, *, must_call: bool = False) -> ThoughtLimit | None:
-        """Return the limit of a thought; None: there is no thought to be limited. `name` is the key that asks for it.
+        """Return the limit of a thought; None: there is no thought. `name` is the key that asks for it.
 
         `must_call` tells whether the answer goes on with tool calls. Raises RowError where the engine could not see the
         end of a thought, because it is no token.
@@ -141,7 +141,7 @@ class ReasoningParser:
         )
 
     def after_thought(self, constraint: Constraint, state: PromptState, name: str) -> Constraint:
-        """Let a constraint begin behind the answer's thought. `name` is the key that asks for it.
+        """Make a constraint begin after the answer's thought. `name` is the key that asks for it.
 
         Where the answer may begin a thought and its end could not be seen, because it is no token, the constraint holds
         from the beginning, and leaves no room for one. Raises RowError where the prompt has begun such a thought.
@@ -161,7 +161,7 @@ class ReasoningParser:
         )
 
     def split(self, ids: array[int], state: PromptState) -> int | None:
-        """Return how many of an answer's first tokens are its thought, with its marks. None: it has none.
+        """Return the number of tokens of an answer's thought, with its marks; None: it has none.
 
         An answer that ends inside its thought is all thought.
         """
@@ -173,7 +173,7 @@ class ReasoningParser:
         return len(ids) if state is PromptState.OPEN or self._begins_thought(ids) else None
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """Return the text of a thought, given with its marks, without them and the spaces around it."""
+        """Return the text of a thought without its marks and the spaces around it."""
         text = self._tokenizer.decode_one(ids).strip().removesuffix(self.form.end)
         for start in (self.form.start, self._shown_start):
             if start and text.startswith(start):
@@ -193,7 +193,7 @@ class ReasoningParser:
 
     @property
     def _sees_end(self) -> bool:
-        """Whether the tokens of an answer show the end of its thought as it comes."""
+        """Whether the end of a thought shows in the tokens as they come."""
         return len(self._end_ids) == 1 or self.form.is_harmony
 
     def _begins_thought(self, ids: array[int]) -> bool:

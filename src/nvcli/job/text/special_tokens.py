@@ -1,4 +1,4 @@
-"""Treats special tokens that the text of a row spells out, as `job.special_tokens` says.
+"""Handles special tokens that are spelled out in the text of a row, as `job.special_tokens` says.
 
 Special tokens structure a prompt: `<|im_end|>` ends a message. Spelled out in the text of a row, such a token would be
 taken for the template's own. What counts is the tokenizer's list: its special tokens, and those of its other added
@@ -22,31 +22,31 @@ T = TypeVar("T", list[dict[str, Any]], dict[str, Any])
 
 
 class SpecialTokenRule:
-    """The rule `allow`, on which the others build: special tokens in texts become tokens, as in transformers."""
+    """The rule `allow`, the base of the others: special tokens in texts become tokens, as in transformers."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._refused = _any_of([])
         self._refusal = ""
-        """The end of the message on a token that is refused."""
+        """End of the message about a refused token."""
 
     def check(self, value: Any, name: str) -> RowError | None:
-        """Return the error of a prompt or conversation that is not allowed. `name` is its key in the row."""
+        """Return an error if a prompt or conversation is not allowed. `name` is its key in the row."""
         found = _find(self._refused, value, name) if self._refusal else None
         return found and RowError("special_token", f"`{found[0]}` holds {found[1]}, {self._refusal}")
 
     def to_template(self, value: T) -> T:
-        """Return messages, or variables of the chat template, as they are to be rendered."""
+        """Return messages or variables of the chat template as they should be rendered."""
         return value
 
     def encode(self, texts: Sequence[str], *, is_rendered: bool) -> list[list[int] | RowError]:
-        """Return the token ids of prompts, or of rendered conversations, or their errors."""
+        """Return the token ids of prompts or rendered conversations, or their errors."""
         # A chat template writes the special tokens itself.
         return self._tokenizer.encode(texts, add_special_tokens=not is_rendered)
 
 
 class _Refuse(SpecialTokenRule):
-    """The rule `refuse`: a row whose text spells out a special token is an error row."""
+    """The rule `refuse`: rows whose text spells out a special token are errors."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
@@ -58,7 +58,7 @@ class _Refuse(SpecialTokenRule):
 
 
 class _Escape(SpecialTokenRule):
-    """The rule `escape`: special tokens in texts are text, and those that the chat template writes are tokens.
+    """The rule `escape`: special tokens in texts stay text, and only those of the chat template become tokens.
 
     Rows are tokenized by a copy of the tokenizer that knows special tokens by secret names only. In a conversation
     they are put between two marks (secret digits, which templates leave alone), so that a template still sees them: it
@@ -67,7 +67,7 @@ class _Escape(SpecialTokenRule):
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raises ConfigError for a tokenizer that cannot do it."""
+        """Raises ConfigError for a tokenizer that does not support this."""
         super().__init__(tokenizer)
         backend = tokenizer.backend
         if backend is None:
@@ -90,7 +90,7 @@ class _Escape(SpecialTokenRule):
         renamed = type(backend).from_str(json.dumps(description))
         self._plain = Tokenizer(SimpleNamespace(backend_tokenizer=renamed))
         self._ids: dict[int, int] = {}
-        """The ids of the copy that are others than the tokenizer's own, and what they are there."""
+        """Ids of the copy that differ → the tokenizer's own ids."""
         for token_id, token in backend.get_added_tokens_decoder().items():
             number = self._numbers.get(token.content)
             there = renamed.token_to_id(token.content if number is None else self._names[number])
@@ -133,7 +133,7 @@ class _Escape(SpecialTokenRule):
 
 
 def special_token_rule(choice: SpecialTokens, tokenizer: Tokenizer) -> SpecialTokenRule:
-    """Return the rule of `job.special_tokens` for a tokenizer. Raises ConfigError where it cannot be followed."""
+    """Return the rule of `job.special_tokens` for a tokenizer. Raises ConfigError if the tokenizer cannot follow it."""
     rules: dict[SpecialTokens, Callable[[Tokenizer], SpecialTokenRule]] = {
         "allow": SpecialTokenRule,
         "escape": _Escape,
@@ -143,7 +143,7 @@ def special_token_rule(choice: SpecialTokens, tokenizer: Tokenizer) -> SpecialTo
 
 
 def frame(framed: Sequence[int], bare: Sequence[int]) -> tuple[Sequence[int], Sequence[int]] | None:
-    """Return the tokens before and behind `bare` in `framed`; None: they do not only stand around it."""
+    """Return the tokens before and after `bare` in `framed`; None if it does not contain `bare`."""
     starts = range(len(framed) - len(bare) + 1)
     start = next((at for at in starts if bare and framed[at : at + len(bare)] == bare), None)
     return None if start is None else (framed[:start], framed[start + len(bare) :])
@@ -154,12 +154,12 @@ def _cannot_escape(reason: str) -> ConfigError:
 
 
 def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:
-    """Return a pattern for any of these texts, the longest first, as tokenizers look for them."""
+    """Return a pattern for any of these texts, the longest first, in the order of tokenizers."""
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
 
 
 def _find(pattern: re.Pattern[str], value: Any, name: str) -> tuple[str, str] | None:
-    """Return where a pattern is found in the texts of decoded JSON, keys included, and what is found there."""
+    """Return the first match of a pattern in the texts and keys of decoded JSON, with its place."""
     if isinstance(value, str):
         found = pattern.search(value)
         return (name, found[0]) if found else None
@@ -172,7 +172,7 @@ def _find(pattern: re.Pattern[str], value: Any, name: str) -> tuple[str, str] | 
 
 
 def _map_texts(change: Callable[[str], str], value: Any) -> Any:
-    """Return decoded JSON with all its texts changed, keys included."""
+    """Return decoded JSON with all its texts and keys changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

@@ -14,20 +14,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 REPLACEMENT = "\ufffd"
-"""The character that a decoder shows for bytes that are not a whole character (yet)."""
+"""The character that decoders show for bytes that are not a complete character (yet)."""
 
 MAX_PENDING_TOKENS = 8
-"""A character has at most four bytes: more pending tokens than this will never become one."""
+"""More pending tokens than this never become a character, which has at most four bytes."""
 
 
 class StopStrings:
-    """The stop strings of a row, made ready to be looked for in each of its answers."""
+    """The stop strings of a row, compiled for the search in its answers."""
 
     def __init__(self, strings: Sequence[str]) -> None:
-        """Take any number of texts, none of them empty."""
+        """`strings` may be any number of texts, none of them empty."""
         assert all(strings)
         self.root = _Node(0)
-        """The empty beginning."""
+        """The empty prefix."""
         for string in strings:
             self._add(string)
         self._link()
@@ -39,7 +39,7 @@ class StopStrings:
         node.longest = len(string)
 
     def _link(self) -> None:
-        """Set `fallback` and `longest` of all nodes, the shortest ones first."""
+        """Set `fallback` and `longest` of all nodes, shortest prefixes first."""
         level = list(self.root.children.values())
         for node in level:
             node.fallback = self.root
@@ -52,30 +52,30 @@ class StopStrings:
 
 
 class _Node:
-    """A beginning of some stop strings."""
+    """A prefix of some stop strings."""
 
     __slots__ = ("children", "depth", "fallback", "longest")
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        """The length of this beginning."""
+        """Length of the prefix."""
         self.children: dict[str, _Node] = {}
-        """The beginnings that are longer by one character, by that character."""
+        """Prefixes longer by one character, by that character."""
         self.fallback: _Node | None = None
-        """The longest beginning that this one ends with and is not itself; None for the empty beginning."""
+        """The longest other prefix that this one ends with; None for the empty prefix."""
         self.longest = 0
-        """The length of the longest stop string that this beginning ends with; 0: there is none."""
+        """Length of the longest stop string that this prefix ends with; 0: none."""
 
 
 def _next(node: _Node | None, char: str) -> _Node | None:
-    """Return the longest beginning that `node` ends with when `char` follows; None if that is the empty one."""
+    """Return the longest prefix that `node` and then `char` end with; None if that is the empty one."""
     while node is not None and (child := node.children.get(char)) is None:
         node = node.fallback
     return child if node is not None else None
 
 
 class StopStringDetector:
-    """Takes the tokens of one answer until a stop string is complete."""
+    """Watches the tokens of an answer for stop strings."""
 
     def __init__(
         self,
@@ -102,17 +102,17 @@ class StopStringDetector:
         self._pieces: list[str] = []
         self._num_settled_pieces = 0
         self._held_back = ""
-        """The text of earlier pieces that `take_settled` has not given out."""
+        """Text of earlier pieces that `take_settled` has held back."""
         self.text: str | None = None
         """The answer up to the stop string, once that is complete."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens taken; the last one completed the stop string if `text` is set."""
+        """Number of tokens taken; the last one completed the stop string if `text` is set."""
         return len(self._ids)
 
     def push(self, token_ids: Iterable[int]) -> bool:
-        """Take more tokens, up to the one that completes a stop string. Returns True if there is one."""
+        """Take tokens up to one that completes a stop string. Returns True if there is one."""
         assert self.text is None, "the answer has ended"
         for token_id in token_ids:
             self._ids.append(token_id)
@@ -122,7 +122,7 @@ class StopStringDetector:
         return False
 
     def take_settled(self) -> str:
-        """Return the text since the last call that belongs to the answer for sure: no stop string begins in it.
+        """Return the text since the last call that certainly belongs to the answer: no stop string begins in it.
 
         Call it while the answer goes on.
         """
@@ -133,7 +133,7 @@ class StopStringDetector:
         return text[:end]
 
     def _next_piece(self) -> str:
-        """Return the text that the last token added, without a character that is incomplete."""
+        """Return the text added by the last token, without an incomplete character."""
         text = self._decode(self._ids[self._context :])
         is_incomplete = text.endswith(REPLACEMENT)
         is_pending = is_incomplete and len(self._ids) - self._read < MAX_PENDING_TOKENS
@@ -160,8 +160,7 @@ class StopStringDetector:
         return True
 
     def _find(self, piece: str) -> range | None:
-        """Return the place in the text of the stop string that ends in its next piece, of several the one that begins
-        first; None if none ends in it."""
+        """Return the place of the stop string that ends in the next piece, the first of several; None if none does."""
         root, end = self._root, self._num_chars
         self._num_chars += len(piece)
         if self._node is root and root.children.keys().isdisjoint(piece):

@@ -1,4 +1,4 @@
-"""Translates the texts of tokens in a row's `sampling` to token ids: biases and bad words.
+"""Converts tokens given as text in a row's `sampling` to ids: biases and bad words.
 
 A text of `logit_bias` is one token. A bad word is a sequence of tokens: those of the word alone, and those of the word
 behind a space, which are others in most vocabularies. A word that the model spells with yet other tokens is not found,
@@ -18,18 +18,18 @@ _SHOWN_CHARS = 40
 
 
 class TokenRules(msgspec.Struct, frozen=True, kw_only=True):
-    """Rules about tokens by their ids."""
+    """Rules about tokens, by id."""
 
     biases: dict[int, float] = {}
-    """Token id → what is added to its logit."""
+    """Token id → value added to its logit."""
     forbidden_ids: list[int] = []
     """Tokens that are never chosen."""
     bad_words: list[list[int]] = []
-    """Sequences of at least two tokens, none of which the answer may hold."""
+    """Sequences of at least two tokens that the answer may not contain."""
 
 
 def token_rules(sampling: SamplingParams, tokenizer: Tokenizer, *, under: str) -> TokenRules | None:
-    """Return the rules of a row's sampling; None: it has none. `under` is where its keys stand in the row.
+    """Return the rules of a row's sampling; None: it has none. `under` is the key of the sampling in the row.
 
     Raises RowError for a text that is no token, and for more tokens than a row may name.
     """
@@ -64,7 +64,7 @@ def _token_id(key: int | str, tokenizer: Tokenizer, name: str) -> int:
 
 
 def _spellings(word: str, tokenizer: Tokenizer, name: str) -> list[list[int]]:
-    """Return the tokens of a word alone and behind a space."""
+    """Return the tokens of a word alone and after a space."""
     bare = word.strip()
     spelled = [_encode(text, tokenizer, name) for text in ((bare, f" {bare}") if bare else (word,))]
     for ids in spelled:

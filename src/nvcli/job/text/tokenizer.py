@@ -20,11 +20,11 @@ from nvcli.errors import LoadError, RowError
 from nvcli.models.json_file import MAX_INT, JsonFile, read_json
 
 MAX_INLINE_TOKENS = 8192
-"""Up to so many tokens are decoded right here, in a millisecond: a thread that encodes would make them wait."""
+"""Up to this many tokens are decoded inline, in a millisecond; in a batch they would wait for threads that encode."""
 
 
 def _keeps_every_character(backend: Any) -> bool:
-    """Tell whether each byte of a text ends up in the text of a token.
+    """Tell whether a tokenizer loses no byte of a text.
 
     That holds for byte-level BPE that drops, merges and strips nothing. NFC, the one normalizer that such tokenizers
     have, composes at most four characters into one.
@@ -44,7 +44,7 @@ class Tokenizer:
     """A loaded tokenizer. Used by one thread for encoding and by another for decoding."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """`tokenizer` is any of transformers' tokenizer objects."""
+        """`tokenizer` is a tokenizer object of transformers."""
         self._tokenizer = tokenizer
         # The Rust object below the Python one: no offsets, masks and dictionaries that nobody reads.
         self.backend: Any | None = getattr(tokenizer, "backend_tokenizer", None)
@@ -54,9 +54,9 @@ class Tokenizer:
             self.backend.no_truncation()
         self._token_texts: dict[int, str] = {}
         self.vocab_size: int | None = None
-        """Every id that it gives is below this; None: not known."""
+        """Upper bound of all ids; None: unknown."""
         self.max_token_chars: int | None = None
-        """No token stands for more characters of a text than this; None: not known."""
+        """Maximum number of characters per token; None: unknown."""
         if self.backend is not None:
             vocab = self.vocab()
             self.vocab_size = max(vocab.values(), default=-1) + 1
@@ -91,17 +91,17 @@ class Tokenizer:
         return tokenizer
 
     def vocab(self) -> dict[str, int]:
-        """Return the id of every token, added ones too; empty where it is not known."""
+        """Return the id of every token, including added ones; empty if unknown."""
         return {} if self.backend is None else self.backend.get_vocab(with_added_tokens=True)
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token by its spelling; None where there is none, or it is not known."""
+        """Return the id of a token by its spelling; None if there is none, or it is unknown."""
         found: int | None = None if self.backend is None else self.backend.token_to_id(token)
         return found
 
     @property
     def control_tokens(self) -> list[str]:
-        """The spellings of the special tokens, and of the other added tokens that the chat template's text holds."""
+        """Spellings of special tokens, and of other added tokens in the text of the chat template."""
         if self.backend is None:
             return list(self._tokenizer.all_special_tokens)
         text = self.chat_template
@@ -113,7 +113,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """The text of the chat template, or of all where there are several; empty where there is none."""
+        """The text of the chat template, or of all of several; empty if there is none."""
         template = self._tokenizer.chat_template or ""
         return template if isinstance(template, str) else "\n".join(template.values())
 
@@ -128,7 +128,7 @@ class Tokenizer:
         return bos if isinstance(bos, int) else None
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int] | RowError]:
-        """Return the token ids of each text, or the error of a text that has none.
+        """Return the token ids of each text, or its error.
 
         `add_special_tokens` adds those that the tokenizer adds by default.
         """
@@ -184,7 +184,7 @@ class Tokenizer:
         return str(decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token, special tokens too; bytes that are no text show as U+FFFD."""
+        """Return the text of a token, even a special one; bytes that are not text show as U+FFFD."""
         text = self._token_texts.get(token_id)
         if text is None:
             decode = self._tokenizer.decode if self.backend is None else self.backend.decode
@@ -203,15 +203,15 @@ _VOCABULARIES = (
 )
 """A folder with none of these files has no tokenizer."""
 _READ = (*_VOCABULARIES, "*.json", "*.jinja", "*.model", "*.spm", "merges.txt")
-"""The files that libraries may open to load a tokenizer."""
+"""Files that libraries may open to load a tokenizer."""
 _TOKENIZER, _CONFIG = "tokenizer.json", "tokenizer_config.json"
 _MOST_BYTES = {".jinja": MAX_TEMPLATE_BYTES, "": 250_000_000}
-"""The largest file that is read, by its suffix; `""`: with any other. They are read whole."""
+"""Maximum size of a file by suffix (`""`: any other), because they are read whole."""
 _PLAIN_CLASSES = {"TokenizersBackend", "PreTrainedTokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast"}
 
 
 def check_tokenizer_files(model_path: Path) -> None:
-    """Raise LoadError where there is no tokenizer, or a file of it is too large or no regular file.
+    """Raise LoadError if there is no tokenizer, or one of its files is too large or not a regular file.
 
     Nothing is opened. Without a tokenizer, transformers would make an empty one for some families.
     """
@@ -234,7 +234,7 @@ def check_tokenizer_files(model_path: Path) -> None:
 
 
 def is_plain(model_path: Path) -> bool:
-    """Tell whether the checkpoint's tokenizer is what its tokenizer.json describes and nothing else.
+    """Tell whether tokenizer.json describes the checkpoint's tokenizer completely.
 
     AutoTokenizer gives the same ids, but its import brings torch into this process, which takes seconds. Raises
     LoadError for a tokenizer_config.json that is no JSON.
@@ -246,7 +246,7 @@ def is_plain(model_path: Path) -> bool:
 
 
 def has_chat_template(model_path: Path) -> bool:
-    """Tell whether the tokenizer of a checkpoint will have a chat template, without loading it. Raises LoadError.
+    """Tell whether a checkpoint's tokenizer has a chat template, without loading it. Raises LoadError.
 
     As transformers does it, templates in files of their own take the place of the one in tokenizer_config.json.
     """
@@ -256,9 +256,9 @@ def has_chat_template(model_path: Path) -> bool:
 
 
 def load_error(model_path: Path, error: BaseException) -> LoadError:
-    """Return the error of a tokenizer that a library could not load for `error`; it names the file where that is known.
+    """Return the error of a tokenizer that a library failed to load with `error`, naming the file if possible.
 
-    It reads the files again, which takes a moment.
+    Reads the files again, which takes a moment.
     """
     for name in _names(model_path):
         if name.endswith(".json"):
@@ -296,7 +296,7 @@ def is_library_failure(error: BaseException) -> bool:
 
 
 def check_token_ids(model_path: Path, vocab: dict[str, int], largest: int) -> None:
-    """Raise LoadError where a token's id is above `largest`, so that no model can have it."""
+    """Raise LoadError if a token's id is above `largest`, so that no model can have it."""
     token, token_id = max(vocab.items(), key=lambda entry: entry[1], default=("", 0))
     if token_id > largest:
         file = model_path / (_TOKENIZER if (model_path / _TOKENIZER).is_file() else _CONFIG)
@@ -307,7 +307,7 @@ def check_token_ids(model_path: Path, vocab: dict[str, int], largest: int) -> No
 
 
 def _names(model_path: Path) -> list[str]:
-    """The names in the folder that libraries may open, sorted. Raises LoadError."""
+    """Return the names of files that libraries may open, sorted. Raises LoadError."""
     try:
         return sorted(name for name in os.listdir(model_path) if any(fnmatch(name, pattern) for pattern in _READ))
     except OSError as error:
@@ -320,5 +320,5 @@ def _read_config(model_path: Path) -> Mapping[str, Any]:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of what a library said."""
+    """Return the first line of a library's message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -22,18 +22,18 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 class BadToolCall(ValueError):
-    """A text was meant as a tool call, and cannot be read as one."""
+    """A text was meant as a tool call, but cannot be read as one."""
 
 
 FoundCalls = tuple[str, list[FunctionCall]]
 """The text beside the calls of an answer, and the calls, at least one."""
 
 FindCalls = Callable[[str, Tools], FoundCalls | None]
-"""Finds the calls in a text that shows special tokens. Raises BadToolCall."""
+"""Finds the calls in a text that includes special tokens. Raises BadToolCall."""
 
 
 def harmony_call(name: str, body: str) -> FunctionCall:
-    """Read a message of gpt-oss to a function. Raises BadToolCall."""
+    """Read a message of gpt-oss to a function as a call. Raises BadToolCall."""
     return _call(name, _decode(body) if body.strip() else {}, body)
 
 
@@ -97,7 +97,7 @@ def _from_arg_keys(body: str, tools: Tools) -> FunctionCall:
 
 
 def _marks(text: str, *marks: re.Pattern[str]) -> Iterator[list[re.Match[str]]]:
-    """Yield the places of marks that follow each other in a text, with anything between them, again and again."""
+    """Yield the matches of marks that repeat in this order in a text, with anything between them."""
     at = 0
     while True:
         found = []
@@ -111,7 +111,7 @@ def _marks(text: str, *marks: re.Pattern[str]) -> Iterator[list[re.Match[str]]]:
 
 
 def _typed(values: Iterator[tuple[str, str]], name: str, tools: Tools) -> dict[str, Any]:
-    """Return arguments that are written as texts with the types that the tool's schema gives them."""
+    """Convert arguments from texts to the types in the tool's schema."""
     functions: list[Mapping[str, Any]] = [tool["function"] for tool in tools if tool["function"]["name"] == name]
     schema = functions[0].get("parameters") if functions else None
     properties = schema.get("properties") if isinstance(schema, dict) else None
@@ -158,7 +158,7 @@ _NAME_BEHIND_MARK = re.compile(r"\s*([\w.\-]+)\s*+(?:\[CALL_ID\][^\[{]*+)?(?:\[A
 
 
 def _first_listed(text: str) -> tuple[list[FunctionCall], str]:
-    """Read the calls at the beginning of a text, a list or one, and return them with what stands behind them."""
+    """Read one call or a list at the beginning of a text, and return the calls with the rest of the text."""
     match = _NAME_BEHIND_MARK.match(text)
     if match is not None:
         value, body, rest = _decode_first(text[match.end() :])
@@ -268,7 +268,7 @@ def _decode(text: str) -> Any:
 
 
 def _decode_first(text: str) -> tuple[Any, str, str]:
-    """Read the JSON that a text begins with. Return its value, its text and the rest without leading blanks."""
+    """Read the JSON that a text begins with. Returns its value, its text and the rest without leading blanks."""
     try:
         value, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):
@@ -277,7 +277,7 @@ def _decode_first(text: str) -> tuple[Any, str, str]:
 
 
 def _call(name: str, arguments: Any, text: str) -> FunctionCall:
-    """Return a call that was written as `text`. Raises BadToolCall for arguments that JSON cannot hold."""
+    """Return a call that was written as `text`. Raises BadToolCall if the arguments are not JSON."""
     if not isinstance(arguments, dict):
         raise BadToolCall(f"the arguments are no object: {show(text.strip())}")
     try:
@@ -290,7 +290,7 @@ def _call(name: str, arguments: Any, text: str) -> FunctionCall:
 
 
 def _from_json(value: Any, text: str) -> FunctionCall:
-    """Read a call that was written as a JSON object, by the names that families have for its parts."""
+    """Read a call that was written as a JSON object, with the key names of all families."""
     name = (value.get("name") or value.get("tool_name")) if isinstance(value, dict) else None
     if not isinstance(name, str) or not name:
         raise BadToolCall(f"no function is named: {show(text.strip())}")
