@@ -7,6 +7,8 @@ import difflib
 import gc
 import os
 import signal
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +18,7 @@ import pytest
 from hypothesis import settings
 
 from combinations import beyond_pairs
+from fake_command import NvcliHere
 from nvcli.job.text.tokenizer import Tokenizer
 from shared_memory import left_in_shared_memory, shared_memory
 from weightless_model import write_weightless_model
@@ -71,6 +74,22 @@ def tokenizer(model_folder: Path) -> Tokenizer:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the import of transformers is not what these tests are about
         return Tokenizer.load(model_folder)
+
+
+@pytest.fixture
+def nvcli_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> NvcliHere:
+    """Runs the command in this process, which takes less time than a process of its own."""
+    from nvcli.cli import main
+
+    def run(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+        if cwd is not None:
+            monkeypatch.chdir(cwd)
+        monkeypatch.setattr(sys, "argv", ["nvcli", *map(str, arguments)])
+        capfd.readouterr()
+        code = main._run()
+        return subprocess.CompletedProcess(arguments, code, *capfd.readouterr())
+
+    return run
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import nvcli
@@ -11,6 +13,8 @@ import nvcli
 SOURCES = Path(nvcli.__file__).parent.parent
 PATHS = [str(SOURCES), *filter(None, [os.environ.get("PYTHONPATH")])]
 """Without an empty one, which stands for the current folder."""
+NvcliHere = Callable[..., subprocess.CompletedProcess[str]]
+"""The fixture `nvcli_here`: arguments and `cwd` to the end of the command."""
 ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS)}
 
 WITH_FAKES = """
@@ -64,3 +68,19 @@ def nvcli_command(*arguments: str, cwd: Path, fakes: str | None = None) -> list[
     script = cwd / "with_fakes.py"
     script.write_text(WITH_FAKES.format(tests=str(Path(__file__).parent), options=fakes))
     return [sys.executable, str(script), *arguments]
+
+
+def run_nvcli(
+    *arguments: object, cwd: Path, fakes: str | None = None, stdin: str = "", **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end; see `nvcli_command`."""
+    return subprocess.run(
+        nvcli_command(*map(str, arguments), cwd=cwd, fakes=fakes),
+        cwd=cwd,
+        env={**ENVIRON, **environ},
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )

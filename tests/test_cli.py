@@ -18,25 +18,11 @@ import typer.main
 from typer.testing import CliRunner
 
 import nvcli
-from fake_command import ENVIRON, nvcli_command
-from nvcli.cli.main import _run as run_command
+from fake_command import ENVIRON, NvcliHere, nvcli_command, run_nvcli
 from nvcli.cli.main import app
 from nvcli.cli.messages import say_error
-from weightless_model import write_weightless_model
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_weightless_model(tmp_path_factory.mktemp("model"))
-
-
-def run(*arguments: str, cwd: Path, fakes: str | None = None, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    command = nvcli_command(*arguments, cwd=cwd, fakes=fakes)
-    return subprocess.run(
-        command, cwd=cwd, env=ENVIRON, input=stdin, capture_output=True, text=True, timeout=120, check=False
-    )
 
 
 def write_rows(path: Path, count: int, *extra: str) -> Path:
@@ -45,14 +31,14 @@ def write_rows(path: Path, count: int, *extra: str) -> Path:
 
 
 def test_help_and_version(tmp_path: Path) -> None:
-    result = run("--version", cwd=tmp_path)
+    result = run_nvcli("--version", cwd=tmp_path)
     lines = result.stdout.splitlines()
     assert (result.returncode, lines[0]) == (0, f"nvcli {nvcli.__version__}")
     assert [line.split()[0] for line in lines] == ["nvcli", "Python", "torch", "triton"]
-    result = run("--help", cwd=tmp_path)
+    result = run_nvcli("--help", cwd=tmp_path)
     assert result.returncode == 0
     assert "generate" in result.stdout
-    result = run("generate", "--help", cwd=tmp_path)
+    result = run_nvcli("generate", "--help", cwd=tmp_path)
     assert result.returncode == 0
     assert "Examples:" in result.stdout
     assert "Exit codes:" in result.stdout
@@ -76,7 +62,7 @@ def test_help_is_plain_and_whole(command: str) -> None:
 def test_everyday_flags_reach_the_engine(tmp_path: Path, model_folder: Path) -> None:
     write_rows(tmp_path / "in.jsonl", 2)
     flags = "-n 2 --max-tokens 1 --temperature 0 --top-p 0.5 --top-k 3 --seed 1 --max-num-seqs 2 --max-model-len 50"
-    result = run(
+    result = run_nvcli(
         *("generate", "in.jsonl", "-m", str(model_folder), *flags.split(), "--stop", "x", "--stop", "y"),
         *("--dtype", "float32", "--gpu-memory-utilization", "0.5", "--hf-overrides", '{"max_position_embeddings": 64}'),
         *("--min-p", "0.1", "--repetition-penalty", "1.1", "--presence-penalty", "1"),
@@ -197,21 +183,18 @@ def test_mistakes_end_with_code_2_and_a_line_that_names_them(
     model_folder: Path,
     arguments: list[str],
     message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    nvcli_here: NvcliHere,
 ) -> None:
     write_rows(tmp_path / "in.jsonl", 1)
     (tmp_path / "old.jsonl").write_text("precious")
     (tmp_path / "bad.yaml").write_text("model: demo\nmax_seqs: 3\n")
     (tmp_path / "model").symlink_to(model_folder)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["nvcli", *arguments])
-    assert run_command() == 2
-    shown = capfd.readouterr()
-    assert message in shown.err
-    assert shown.err.startswith("nvcli: error: ")
-    assert "Traceback" not in shown.err
-    assert shown.out == ""
+    result = nvcli_here(*arguments, cwd=tmp_path)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stderr.startswith("nvcli: error: ")
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
     assert (tmp_path / "in.jsonl").read_text() == '{"prompt": "p0"}\n'
     assert (tmp_path / "old.jsonl").read_text() == "precious"
 
@@ -219,25 +202,25 @@ def test_mistakes_end_with_code_2_and_a_line_that_names_them(
 def test_a_job_from_file_to_file(tmp_path: Path, model_folder: Path) -> None:
     write_rows(tmp_path / "in.jsonl", 5)
     (tmp_path / "nvcli.yaml").write_text(f"model: {model_folder}\ndevice: cpu\n")
-    result = run("generate", "in.jsonl", "--order", "input", cwd=tmp_path, fakes="")
+    result = run_nvcli("generate", "in.jsonl", "--order", "input", cwd=tmp_path, fakes="")
     assert result.returncode == 0, result.stderr
     assert result.stdout == ""
     rows = [json.loads(line) for line in (tmp_path / "in.out.jsonl").read_text().splitlines()]
     assert [row["choices"][0]["text"] for row in rows] == ["0p", "1p", "2p", "3p", "4p"]
     assert "using the configuration in nvcli.yaml" in result.stderr
     assert "5 of 5 rows answered" in result.stderr
-    again = run("generate", "in.jsonl", cwd=tmp_path, fakes="")
+    again = run_nvcli("generate", "in.jsonl", cwd=tmp_path, fakes="")
     assert again.returncode == 2
     assert "  job.order: input → completion\n" in again.stderr
     assert "--overwrite" in again.stderr
-    again = run("generate", "in.jsonl", "--order", "input", cwd=tmp_path, fakes="")
+    again = run_nvcli("generate", "in.jsonl", "--order", "input", cwd=tmp_path, fakes="")
     assert again.returncode == 0, again.stderr
     assert "is complete: 5 of 5 rows answered" in again.stderr
 
 
 def test_rows_with_errors_make_code_1(tmp_path: Path, model_folder: Path) -> None:
     write_rows(tmp_path / "in.jsonl", 3, "not json\n")
-    result = run("generate", "in.jsonl", "-m", str(model_folder), cwd=tmp_path, fakes="")
+    result = run_nvcli("generate", "in.jsonl", "-m", str(model_folder), cwd=tmp_path, fakes="")
     assert result.returncode == 1, result.stderr
     assert "3 of 4 rows answered" in result.stderr
     assert "invalid_json 1" in result.stderr
@@ -245,14 +228,14 @@ def test_rows_with_errors_make_code_1(tmp_path: Path, model_folder: Path) -> Non
 
 def test_from_pipe_to_pipe_only_results_on_standard_output(tmp_path: Path, model_folder: Path) -> None:
     noisy = "on_poll=lambda: (print('chatter'), os.write(1, b'chatter'))"
-    result = run("generate", "-", "-m", str(model_folder), cwd=tmp_path, fakes=noisy, stdin='{"prompt": "ab"}\n')
+    result = run_nvcli("generate", "-", "-m", str(model_folder), cwd=tmp_path, fakes=noisy, stdin='{"prompt": "ab"}\n')
     assert result.returncode == 0, result.stderr
     assert [json.loads(line)["choices"][0]["text"] for line in result.stdout.splitlines()] == ["ba"]
 
 
 def test_a_dead_engine_makes_code_3(tmp_path: Path, model_folder: Path) -> None:
     write_rows(tmp_path / "in.jsonl", 2000)
-    result = run("generate", "in.jsonl", "-m", str(model_folder), cwd=tmp_path, fakes="dies_after_polls=3")
+    result = run_nvcli("generate", "in.jsonl", "-m", str(model_folder), cwd=tmp_path, fakes="dies_after_polls=3")
     assert result.returncode == 3, result.stderr
     assert "rank 0" in result.stderr
     assert "continue with:\n" in result.stderr
@@ -427,12 +410,10 @@ def test_a_reader_that_leaves_ends_the_run_quietly(tmp_path: Path, model_folder:
         ("merge x --device cpu", "no such option: --device\n  see: nvcli merge --help"),
     ],
 )
-def test_names_of_other_tools_are_understood(
-    arguments: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["nvcli", *arguments.split()])
-    assert run_command() == 2
-    assert message in capsys.readouterr().err
+def test_names_of_other_tools_are_understood(arguments: str, message: str, nvcli_here: NvcliHere) -> None:
+    result = nvcli_here(*arguments.split())
+    assert result.returncode == 2
+    assert message in result.stderr
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from fake_command import ENVIRON, nvcli_command
+from fake_command import run_nvcli
 from nvcli.cli.main import _run
-from weightless_model import write_weightless_model
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_weightless_model(tmp_path_factory.mktemp("model"))
-
-
-def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = nvcli_command(*arguments, cwd=cwd, fakes="")
-    return subprocess.run(command, cwd=cwd, env=ENVIRON, capture_output=True, text=True, timeout=120, check=False)
 
 
 def answers(path: Path) -> list[tuple[int, str | None]]:
@@ -38,7 +26,7 @@ def test_each_input_is_a_job_of_its_own(tmp_path: Path, model_folder: Path) -> N
     write(tmp_path)
     model = ["-m", str(model_folder), "--set", "device=cpu", "--order", "input"]
     command = ["generate", "a.jsonl", "b.jsonl", "-o", "out/", *model]
-    dry = run(*command, "--dry-run", cwd=tmp_path)
+    dry = run_nvcli(*command, "--dry-run", cwd=tmp_path, fakes="")
     assert dry.returncode == 1, dry.stderr
     assert [line for line in dry.stdout.splitlines() if "→" in line] == [
         "a.jsonl → out/a.out.jsonl",
@@ -46,7 +34,7 @@ def test_each_input_is_a_job_of_its_own(tmp_path: Path, model_folder: Path) -> N
     ]
     assert not (tmp_path / "out").exists()
 
-    first = run(*command, "--report", "report.json", cwd=tmp_path)
+    first = run_nvcli(*command, "--report", "report.json", cwd=tmp_path, fakes="")
     assert first.returncode == 1, first.stderr
     assert answers(tmp_path / "out" / "a.out.jsonl") == [(0, "0a"), (1, "1a")]
     assert answers(tmp_path / "out" / "b.out.jsonl") == [(0, "0b"), (1, None)]
@@ -58,7 +46,8 @@ def test_each_input_is_a_job_of_its_own(tmp_path: Path, model_folder: Path) -> N
         assert (report["whole_output"]["answered"], report["inputs"]) == (rows, [f"{name}.jsonl"])
 
     (tmp_path / "out" / "b.out.jsonl").write_bytes(b"")  # a run that was cut short
-    again = run("generate", "*.jsonl", "-o", "out", *model, cwd=tmp_path)  # a folder that is there needs no slash
+    # A folder that is there needs no slash.
+    again = run_nvcli("generate", "*.jsonl", "-o", "out", *model, cwd=tmp_path, fakes="")
     assert again.returncode == 1, again.stderr
     assert "out/a.out.jsonl is complete: 2 of 2 rows answered" in again.stderr
     assert answers(tmp_path / "out" / "b.out.jsonl") == [(0, "0b"), (1, None)]
@@ -79,7 +68,7 @@ def test_what_is_wrong_with_a_later_input_is_found_before_the_first_is_begun(
 def test_a_job_that_fails_is_named_and_those_before_it_stay(tmp_path: Path, model_folder: Path) -> None:
     write(tmp_path)
     command = ["generate", "a.jsonl", "b.jsonl", "-o", "out/", "-m", str(model_folder), "--set", "device=cpu", "-q"]
-    result = run(*command, "--max-errors", "0", cwd=tmp_path)
+    result = run_nvcli(*command, "--max-errors", "0", cwd=tmp_path, fakes="")
     assert result.returncode == 1
     assert "1 rows failed, and `job.max_errors` allows 0" in result.stderr
     assert result.stderr.endswith("this was input 2 of 2, b.jsonl; the inputs before it are answered\n")

@@ -57,7 +57,7 @@ def test_the_real_command_survives_kills_of_all_its_processes(tmp_path: Path) ->
     assert_nothing_else(tmp_path, 3)
 
 
-@pytest.mark.parametrize(("order", "suffix"), [("completion", ""), ("completion", ".zst"), ("input", "")])
+@pytest.mark.parametrize(("order", "suffix"), [("completion", ".zst"), ("input", "")])
 def test_the_parent_survives_kills(tmp_path: Path, order: str, suffix: str) -> None:
     """The same with engines that are fakes: many kills in little time."""
     (tmp_path / "model").mkdir()

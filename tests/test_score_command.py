@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
-from fake_command import ENVIRON, nvcli_command
+from fake_command import NvcliHere, run_nvcli
 
 ROWS = [
     {"messages": [{"role": "user", "content": "What is 3 + 4?"}], "choices": ["8", "7", "12"], "answer": "7"},
@@ -16,14 +15,9 @@ ROWS = [
 ]
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = nvcli_command(*arguments, cwd=folder)
-    return subprocess.run(command, cwd=folder, env=ENVIRON, capture_output=True, text=True, timeout=120, check=False)
-
-
-def test_the_built_in_model_knows_the_right_choices(tmp_path: Path) -> None:
+def test_the_built_in_model_knows_the_right_choices(tmp_path: Path, nvcli_here: NvcliHere) -> None:
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    done = run(tmp_path, "score", "in.jsonl", "-m", "demo", "--order", "input", "--normalize", "tokens")
+    done = run_nvcli("score", "in.jsonl", "-m", "demo", "--order", "input", "--normalize", "tokens", cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "3 of 4 rows answered" in done.stderr
     assert "accuracy  66.67%: 2 of 3 rows with an answer" in done.stderr
@@ -31,15 +25,15 @@ def test_the_built_in_model_knows_the_right_choices(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "in.out.jsonl").read_text().splitlines()]
     assert [(row["best"], row.get("correct")) for row in rows] == [(1, True), (0, True), (0, False), (None, None)]
     assert [row["choices"][row["best"]]["is_greedy"] for row in rows[:3]] == [True] * 3
-    shown = run(tmp_path, "show", "in.out.jsonl", "--index", "0")
+    shown = nvcli_here("show", "in.out.jsonl", "--index", "0", cwd=tmp_path)
     assert "answer 1 (log-probability -0.00" in shown.stdout
 
 
-def test_a_wrong_value_names_its_flag_and_what_is_allowed(tmp_path: Path) -> None:
+def test_a_wrong_value_names_its_flag_and_what_is_allowed(tmp_path: Path, nvcli_here: NvcliHere) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
-    done = run(tmp_path, "score", "in.jsonl", "-m", "demo", "--normalize", "words")
+    done = nvcli_here("score", "in.jsonl", "-m", "demo", "--normalize", "words", cwd=tmp_path)
     assert done.returncode == 2
     assert '--normalize words: `score.normalize` is "words"; allowed: ' in done.stderr
-    done = run(tmp_path, "embed", "in.jsonl", "-m", "demo", "--dimensions", "500")
+    done = nvcli_here("embed", "in.jsonl", "-m", "demo", "--dimensions", "500")
     assert done.returncode == 2
     assert "`embed.dimensions` is 500" in done.stderr

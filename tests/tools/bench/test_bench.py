@@ -3,34 +3,41 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fake_command import NvcliHere
 from nvcli import __version__
+from nvcli.tools.bench.ceilings import Ceilings
 from nvcli.tools.bench.workload import Workload
 
 
-def nvcli_bench(*args: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    command = [sys.executable, "-P", "-m", "nvcli", "bench", *args]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+@pytest.fixture
+def known_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spares a test the process that measures what this machine can do."""
+    ceilings = Ceilings(bytes_per_second=1e10, flops_per_second=1e11)
+    monkeypatch.setattr("nvcli.tools.bench.bench.measure_ceilings", lambda config: ceilings)
 
 
-def result_of(*args: str) -> dict[str, Any]:
-    done = nvcli_bench("-m", "demo", *args, "--json")
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+@pytest.fixture
+def bench(nvcli_here: NvcliHere) -> Callable[..., dict[str, Any]]:
+    """Runs `nvcli bench` with the built-in model, and returns its result."""
+
+    def run(*args: str) -> dict[str, Any]:
+        done = nvcli_here("bench", "-m", "demo", *args, "--json")
+        assert done.returncode == 0, done.stderr
+        result: dict[str, Any] = json.loads(done.stdout)
+        return result
+
+    return run
 
 
-def test_measures_a_real_engine() -> None:
-    result = result_of("--num-requests", "6", "--input-len", "5:20", "--output-len", "4:12")
+def test_measures_a_real_engine(bench: Callable[..., dict[str, Any]]) -> None:
+    result = bench("--num-requests", "6", "--input-len", "5:20", "--output-len", "4:12")
     assert abs(datetime.fromisoformat(result["date"]) - datetime.now(UTC)) < timedelta(minutes=5)
     assert result["versions"]["nvcli"] == __version__
     assert result["versions"]["torch"]
@@ -69,9 +76,10 @@ def test_measures_a_real_engine() -> None:
     assert result["ready"]["memory"][0]["planned"]["weights"] == result["ready"]["weight_bytes"]
 
 
-def test_a_shared_prefix_is_found_in_the_cache_anew_in_each_pass() -> None:
+@pytest.mark.usefixtures("known_ceilings")
+def test_a_shared_prefix_is_found_in_the_cache_anew_in_each_pass(bench: Callable[..., dict[str, Any]]) -> None:
     options = ("--num-requests", "5", "--input-len", "8", "--output-len", "2", "--set", "block_size=16")
-    result = result_of(
+    result = bench(
         *options,
         "--shared-prefix",
         "36",
@@ -88,41 +96,46 @@ def test_a_shared_prefix_is_found_in_the_cache_anew_in_each_pass() -> None:
     assert 3 * 32 <= first <= 4 * 32
 
 
-def test_groups_of_prompts_and_samples() -> None:
+@pytest.mark.usefixtures("known_ceilings")
+def test_groups_of_prompts_and_samples(nvcli_here: NvcliHere) -> None:
     options = ("--num-requests", "4", "--input-len", "8", "--output-len", "3", "--set", "block_size=16")
-    done = nvcli_bench("-m", "demo", *options, "--shared-prefix", "16,16:2", "--samples", "2")
+    done = nvcli_here("bench", "-m", "demo", *options, "--shared-prefix", "16,16:2", "--samples", "2")
     assert done.returncode == 0, done.stderr
     # The shared block is computed once, each group's once, and of all eight answers the last eight prompt tokens.
     assert "demo: 8 requests, 160 prompt tokens, 24 output tokens" in done.stdout
     assert f"{8 * 40 - 112} prompt tokens found and not computed (65.0 %), 112 computed" in done.stdout
 
 
-def test_requests_of_two_tokens_are_measured() -> None:
-    result = result_of("--num-requests", "1", "--input-len", "1", "--output-len", "1", "--set", "max_model_len=2")
+@pytest.mark.usefixtures("known_ceilings")
+def test_requests_of_two_tokens_are_measured(bench: Callable[..., dict[str, Any]]) -> None:
+    result = bench("--num-requests", "1", "--input-len", "1", "--output-len", "1", "--set", "max_model_len=2")
     assert result["runs"][0]["output_tokens"] == 1
 
 
-def test_copies_and_ranks_share_the_work() -> None:
+@pytest.mark.usefixtures("known_ceilings")
+def test_copies_and_ranks_share_the_work(bench: Callable[..., dict[str, Any]]) -> None:
     options = ("--num-requests", "4", "--input-len", "8", "--output-len", "6", "--tp", "2", "--dp", "2")
-    result = result_of(*options)
+    result = bench(*options)
     (run,) = result["runs"]
     assert run["num_requests"] == 4
     assert run["steps"]["DECODE"]["count"] == 2 * 5
     assert [[peak > 0 for peak in ranks] for ranks in result["peak_bytes"]] == [[True, True], [True, True]]
 
 
-def test_a_files_rows_are_the_workload(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("known_ceilings")
+def test_a_files_rows_are_the_workload(tmp_path: Path, bench: Callable[..., dict[str, Any]]) -> None:
     file = tmp_path / "rows.jsonl"
     rows = [{"prompt_token_ids": [5] * 10, "sampling": {"max_tokens": 3}}, {"prompt_token_ids": [6, 7]}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    result = result_of("--input", str(file), "--output-len", "5")
+    result = bench("--input", str(file), "--output-len", "5")
     (run,) = result["runs"]
     assert (run["num_requests"], run["prompt_tokens"], run["output_tokens"]) == (2, 12, 3 + 5)
 
 
-def test_ablations_run_each_in_engines_of_their_own() -> None:
+@pytest.mark.usefixtures("known_ceilings")
+def test_ablations_run_each_in_engines_of_their_own(nvcli_here: NvcliHere) -> None:
     options = ("--num-requests", "3", "--input-len", "8", "--output-len", "4")
-    done = nvcli_bench("-m", "demo", *options, "--ablate", "overlap,backend=flashinfer")
+    done = nvcli_here("bench", "-m", "demo", *options, "--ablate", "overlap,backend=flashinfer")
     assert done.returncode == 0, done.stderr
     table = done.stdout[done.stdout.index("as configured") :].splitlines()
     assert table[1].startswith("without overlap")
@@ -148,8 +161,8 @@ def test_ablations_run_each_in_engines_of_their_own() -> None:
         ((), "--model"),
     ],
 )
-def test_wrong_options_are_refused(args: tuple[str, ...], named: str) -> None:
-    done = nvcli_bench(*args)
+def test_wrong_options_are_refused(args: tuple[str, ...], named: str, nvcli_here: NvcliHere) -> None:
+    done = nvcli_here("bench", *args)
     assert done.returncode == 2
     assert named in done.stderr
     assert "Traceback" not in done.stderr

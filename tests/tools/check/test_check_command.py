@@ -13,32 +13,29 @@ from pathlib import Path
 
 import typer.main
 
-from fake_command import ENVIRON, nvcli_command
+from fake_command import ENVIRON, nvcli_command, run_nvcli
 from nvcli.cli.main import app
 from nvcli.core.config import flag_keys
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 
-def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = nvcli_command(*arguments, cwd=cwd, fakes="")
-    return subprocess.run(command, cwd=cwd, env=ENVIRON, capture_output=True, text=True, timeout=120, check=False)
-
-
 def test_exit_codes_and_nothing_written(tmp_path: Path, model_folder: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": 5}\n')
     before = {*tmp_path.iterdir(), tmp_path / "with_fakes.py"}
-    result = run("check", "in.jsonl", "-m", str(model_folder), "--json", "--limit", "1", cwd=tmp_path)
+    result = run_nvcli("check", "in.jsonl", "-m", str(model_folder), "--json", "--limit", "1", cwd=tmp_path, fakes="")
     assert (result.returncode, result.stderr) == (0, "")
     assert json.loads(result.stdout)["rows"] == 1
     (tmp_path / "nvcli.yaml").write_text("seed: 1\n")
-    result = run("generate", "in.jsonl", "-m", str(model_folder), "--dry-run", "--max-tokens", "7", cwd=tmp_path)
+    result = run_nvcli(
+        "generate", "in.jsonl", "-m", str(model_folder), "--dry-run", "--max-tokens", "7", cwd=tmp_path, fakes=""
+    )
     assert result.returncode == 1, result.stderr
     assert "1 invalid_value; the first: line 2: `prompt` is 5; allowed: text" in result.stdout
     assert "max_tokens 7 (--max-tokens)" in result.stdout
     assert "using the configuration in nvcli.yaml" in result.stderr
     assert set(tmp_path.iterdir()) == before | {tmp_path / "nvcli.yaml"}
-    result = run("check", "in.jsonl", "-m", str(model_folder), "--gpu", "h300", cwd=tmp_path)
+    result = run_nvcli("check", "in.jsonl", "-m", str(model_folder), "--gpu", "h300", cwd=tmp_path, fakes="")
     assert result.returncode == 2
     assert result.stderr.startswith("nvcli: error: --gpu h300 is unknown; known: b200,")
 

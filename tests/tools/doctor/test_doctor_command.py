@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from fake_command import NvcliHere
 from nvcli.demo import demo_path
 
 ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
@@ -86,8 +87,8 @@ def test_checks_that_hang_end(tmp_path: Path) -> None:
     ("arguments", "named"),
     [(["--tp", "0"], "--tp 0"), (["-c", "none.yaml"], "none.yaml"), (["--set", "nonsense=1"], "nonsense")],
 )
-def test_mistakes_end_with_code_2(tmp_path: Path, arguments: list[str], named: str) -> None:
-    result = doctor(*arguments, cwd=tmp_path)
+def test_mistakes_end_with_code_2(tmp_path: Path, arguments: list[str], named: str, nvcli_here: NvcliHere) -> None:
+    result = nvcli_here("doctor", *arguments, cwd=tmp_path)
     assert (result.returncode, named in result.stderr) == (2, True)
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import msgspec
 import pytest
 import yaml
 
+from fake_command import NvcliHere
 from model_facts import with_windows
 from nvcli.core.byte_sizes import parse_size
 from nvcli.core.config import RunConfig, load_run_config
@@ -34,12 +32,6 @@ from nvcli.tools.profile.profile import profile_from_config
 from nvcli.tools.profile.report import format_profile
 
 GIB = 1 << 30
-
-
-def nvcli(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    command = [sys.executable, "-P", "-m", "nvcli", "profile-memory", *args]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False, cwd=cwd)
 
 
 def setting(folder: Path, shape: str = "qwen3-8b", **values: Any) -> tuple[EngineConfig, ModelConfig]:
@@ -298,23 +290,27 @@ def test_bars_can_be_read_without_colours(
     assert re.search(r"free 8\.00 GiB \(10 %\)", shown)
 
 
-def test_dry_run_on_the_command_line(tmp_path: Path) -> None:
-    done = nvcli("--shape", "qwen3-32b", "--dry-run", "--gpu-memory", "80GiB", "--tp", "4", "--json")
+def test_dry_run_on_the_command_line(nvcli_here: NvcliHere) -> None:
+    done = nvcli_here(
+        "profile-memory", "--shape", "qwen3-32b", "--dry-run", "--gpu-memory", "80GiB", "--tp", "4", "--json"
+    )
     assert done.returncode == 0, done.stderr
     profile = json.loads(done.stdout)
     assert profile["is_estimate"]
     assert len(profile["ranks"]) == 4
     assert profile["num_tokens"] == profile["num_blocks"] * 64 > 100_000
-    too_small = nvcli("--shape", "qwen3-32b", "--dry-run", "--gpu-memory", "24GB")
+    too_small = nvcli_here("profile-memory", "--shape", "qwen3-32b", "--dry-run", "--gpu-memory", "24GB")
     assert too_small.returncode == 2
     assert "does not fit" in too_small.stdout
     assert "Traceback" not in too_small.stderr
 
 
-def test_a_cpu_run_is_profiled_by_loading_it(tmp_path: Path) -> None:
+def test_a_cpu_run_is_profiled_by_loading_it(tmp_path: Path, nvcli_here: NvcliHere) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "What is 1 + 1?", "sampling": {"max_tokens": 9}}\n{"prompt": 5}\n', encoding="utf-8")
-    done = nvcli("-m", "demo", "--input", str(rows), "--plot", str(tmp_path / "m.svg"), "--tp", "2", "--json")
+    done = nvcli_here(
+        "profile-memory", "-m", "demo", "--input", str(rows), "--plot", str(tmp_path / "m.svg"), "--tp", "2", "--json"
+    )
     assert done.returncode == 0, done.stderr
     profile = json.loads(done.stdout)
     assert not profile["is_estimate"]
@@ -341,8 +337,8 @@ def test_a_cpu_run_is_profiled_by_loading_it(tmp_path: Path) -> None:
         (("-m", "demo", "--dry-run", "--gpu-memory", "24GB", "--tp", "3"), "tensor_parallel_size"),
     ],
 )
-def test_wrong_options_are_refused(args: tuple[str, ...], named: str) -> None:
-    done = nvcli(*args)
+def test_wrong_options_are_refused(args: tuple[str, ...], named: str, nvcli_here: NvcliHere) -> None:
+    done = nvcli_here("profile-memory", *args)
     assert done.returncode == 2
     assert named in done.stderr
     assert "Traceback" not in done.stderr
