@@ -3,6 +3,8 @@
 #   docker run --rm --gpus all --ipc host -v "$PWD:/data" -v nvcli-cache:/cache nvcli generate questions.jsonl -m MODEL
 # The GPU comes from the host's driver and the NVIDIA container toolkit; torch's wheels bring CUDA. /cache holds models
 # and compiled kernels, so keep it. On a CPU: --build-arg CONSTRAINTS=scripts/constraints.txt
+# It has not been built yet: what pip installs by it was resolved for Python 3.12 (torch 2.11.0, triton 3.6.0), and the
+# wheel was built and run outside of a container.
 FROM python:3.12-slim
 
 # Triton compiles its access to the driver with a C compiler when it is first used.

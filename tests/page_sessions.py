@@ -30,6 +30,10 @@ _VARYING = [
 """What differs from run to run, and a letter for it."""
 
 
+_PROGRESS = re.compile(r"nvcli: [\dhms.]+: \d+%, ")
+"""A line that a busy machine has time to print, and others do not."""
+
+
 @dataclass(slots=True, frozen=True)
 class Block:
     """One block of code on a page."""
@@ -122,10 +126,11 @@ def differences(page: Path, folder: Path) -> list[tuple[Command, str]]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=120,
+            timeout=240,
         )
         code = done.returncode
-        printed = "\n".join(line.rstrip() for line in done.stdout.decode().splitlines()).strip("\n")
+        lines = [line.rstrip() for line in done.stdout.decode().splitlines() if not _PROGRESS.match(line)]
+        printed = "\n".join(lines).strip("\n")
         every = command.text.startswith("nvcli bench")
         if not _alike("\n".join(command.output).strip("\n"), printed, every_number=every):
             found.append((command, printed))

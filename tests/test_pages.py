@@ -33,6 +33,7 @@ ON_PURPOSE = {"--promt-field", "--max-new-tokens"}
 """Options that there are none of: a page shows what is said to them."""
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="the sessions are those of a machine without a GPU")
 @pytest.mark.parametrize("page", [page for page in PAGES if page_sessions.session(page)], ids=lambda page: page.stem)
 def test_sessions_print_what_the_page_says(page: Path, tmp_path: Path) -> None:
