@@ -130,7 +130,7 @@ class KilledJob:
             assert code == expected or is_early, f"{victim} was killed, exit code {code}:\n{text}"
             assert "Traceback" not in text or is_early, text
             if code in (3, 130) and self._size():
-                assert "continue with:\n" in text or "the same command goes on" in text, text
+                assert "continue with:\n" in text or "the same command continues" in text, text
             self.kills[victim or ""] += 1
         return code
 

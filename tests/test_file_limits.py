@@ -45,7 +45,7 @@ def test_the_limit_holds_for_memory_that_processes_share(small_files: None) -> N
     os.close(StatusBoard.create(1))
     for create in (lambda: ChannelSpec.create(1000, 1), lambda: StatusBoard.create(100)):
         with pytest.raises(
-            ConfigError, match=r"1,000 bytes \(`ulimit -f`\), which holds for the memory that .* unlimited"
+            ConfigError, match=r"1,000 bytes \(`ulimit -f`\), which also limits the memory that .* unlimited"
         ):
             create()
 

@@ -29,7 +29,7 @@ def test_every_command_names_what_it_lacks(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=tmp_path, env=ENVIRON, capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.split("\n") == ["exit code 2", "exit code 2", ""]
     first, second = result.stderr.splitlines()
-    assert "open 10 files (`ulimit -n`), and a run needs at least 256; raise it" in first
+    assert "open 10 files (`ulimit -n`), but a run needs at least 256; raise it" in first
     assert "the current folder cannot be used" in second
 
 
@@ -65,5 +65,5 @@ def test_a_folder_too_deep_to_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for _ in range(17):
         os.mkdir("d" * 250)
         os.chdir("d" * 250)
-    with pytest.raises(ConfigError, match=r"folder has 4,\d{3} bytes, .* 4,096 or more; `cd` to another"):
+    with pytest.raises(ConfigError, match=r"folder has 4,\d{3} bytes, .* fewer than 4,096; `cd` to another"):
         check_process()

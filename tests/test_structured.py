@@ -161,7 +161,7 @@ def test_a_tokenizer_without_its_file_is_a_reason(tmp_path: Any) -> None:
         ({"structured": {"choice": ["a", 5]}}, "`sampling.structured.choice[1]` is 5; allowed: text"),
         ({"structured": {"jsn": {}}}, "unknown key `sampling.structured.jsn`"),
         ({"structured": "json"}, "`sampling.structured` is"),
-        ({"structured": {"json_object": True}, "ignore_eos": True}, "`ignore_eos` is true beside `structured`"),
+        ({"structured": {"json_object": True}, "ignore_eos": True}, "`ignore_eos` is true with `structured`"),
     ],
 )
 def test_sampling_says_what_is_wrong_with_structured(sampling: dict[str, Any], message: str) -> None:

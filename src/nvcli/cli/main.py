@@ -30,13 +30,13 @@ from nvcli.core.system.end_signals import handle_end_signals, watch_main_thread
 from nvcli.core.system.standard_streams import secure_standard_streams
 
 _GENERATE_EXIT_CODES = """Exit codes: 0 every row was answered; 1 some rows carry errors; 2 usage, configuration or
-model; 3 the engine or the disk failed, or a file was changed; 130 interrupted. After 1 by --max-errors, 3 and 130 the
-same command goes on."""
+model; 3 the engine or the disk failed, or a file was changed; 130 interrupted. After 1 by --max-errors, 3 and 130
+the same command continues the job."""
 _CHECK_EXIT_CODES = """Exit codes: 0 every row can be answered; 1 some rows cannot; 2 usage, configuration, or a model
 that does not fit; 130 interrupted."""
 _MERGE_EXIT_CODES = """Exit codes: 0 every row is there and answered; 1 some rows are missing or carry errors; 2 usage,
 or outputs that do not belong together; 3 a file cannot be read or written; 130 interrupted. After 3 and 130 the same
-command goes on."""
+command continues."""
 _DOCTOR_EXIT_CODES = "Exit codes: 0 nothing found would stop a run; 1 something would; 2 usage or configuration."
 
 app = typer.Typer(
@@ -160,11 +160,11 @@ def _usage_message(error: typer.TyperException) -> str:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise Interrupted("the same command goes on")
+    raise Interrupted("the same command continues")
 
 
 def _give_up() -> None:
-    say("interrupted, while a file system does not answer; the same command goes on")
+    say("interrupted while a file system does not answer; the same command continues")
     os._exit(130)
 
 

@@ -26,7 +26,7 @@ def merge(
     """Join the outputs of a job's shards (`nvcli generate --shard I/N`), in the order of the input.
 
     Every row must occur once, and all shards must belong to one job. The joined output is that of the whole job: the
-    job's command without --shard continues it, such as with --retry-errors. The outputs of the shards are kept.
+    job's command without --shard continues it, for example with --retry-errors. The outputs of the shards are kept.
 
     \b
     Examples:

@@ -9,8 +9,8 @@ from nvcli.cli.options import AsJson, with_options
 
 @with_options()
 def models(*, as_json: AsJson = False) -> None:
-    """List the supported families of models: what sets each apart, the names in `architectures` of its
-    config.json, and models of it on the Hugging Face hub. Reads no files and uses no network.
+    """List the supported families of models: their features, the names in `architectures` of their
+    config.json, and examples on the Hugging Face hub. Reads no files and uses no network.
 
     \b
     Examples:

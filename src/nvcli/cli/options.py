@@ -42,7 +42,7 @@ ShardName = Annotated[
         "I/N|auto",
     ),
 ]
-Overwrite = Annotated[bool, Flag("--overwrite", ROWS, "Start an existing output over.")]
+Overwrite = Annotated[bool, Flag("--overwrite", ROWS, "Start over instead of continuing an existing output.")]
 AsJson = Annotated[bool, Flag("--json", RESULT, "Print the result as JSON.")]
 
 

@@ -20,10 +20,10 @@ def score(inputs: _Inputs, *, job: JobOptions, settings: Settings) -> None:
     """Compute how likely texts are to the model, for every row of INPUT, without generating anything.
 
     A row has a prompt as for `generate`, and a `continuation` or several `choices`, whose log-probabilities after the
-    prompt are computed. A row with neither has its prompt scored itself. With the number, the letter or the text of
-    the right choice in `answer`, the summary says how many were right.
+    prompt are computed. With neither, the prompt itself is scored. If `answer` has the number, letter or text of the
+    right choice, the summary says how many rows were right.
 
-    INPUT, the output, and how a job is continued are those of `generate`.
+    INPUT, the output, and continuing a job work as in `generate`.
 
     \b
     Examples:
@@ -38,11 +38,11 @@ def score(inputs: _Inputs, *, job: JobOptions, settings: Settings) -> None:
 def embed(inputs: _Inputs, *, job: JobOptions, settings: Settings) -> None:
     """Compute an embedding (a vector) of every row of INPUT, with a decoder-only embedding model.
 
-    A row has a prompt as for `generate`. Which hidden states become the embedding, and whether its length is 1, the
-    checkpoint says (modules.json). An instruction such as "Instruct: …" is part of the prompt; --prompt-template adds
+    A row has a prompt as for `generate`. The checkpoint (modules.json) says which hidden states become the embedding,
+    and whether its length is 1. An instruction such as "Instruct: …" is part of the prompt; --prompt-template adds
     it. Rows of OpenAI batch files for /v1/embeddings are answered in OpenAI's format.
 
-    INPUT, the output, and how a job is continued are those of `generate`. In Parquet an embedding is a list of floats.
+    INPUT, the output, and continuing a job work as in `generate`. In Parquet an embedding is a list of floats.
 
     \b
     Examples:

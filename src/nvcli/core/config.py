@@ -105,7 +105,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         bool, Flag("--ep", MODEL, "Whole experts on each of the --tp GPUs, not a part of every expert.")
     ] = False
     pipeline_parallel_size: Annotated[
-        NumProcesses, Flag("--pp", MODEL, "Stages of layers in each copy, each on --tp GPUs of its own.")
+        NumProcesses, Flag("--pp", MODEL, "Pipeline stages in each copy, each with its own --tp GPUs.")
     ] = 1
     data_parallel_size: Annotated[
         ParallelSize, Flag("--dp", MODEL, "Copies of the model; auto: what is fastest here.")
@@ -302,7 +302,7 @@ def _check_together(run: RunConfig, source: ConfigSource) -> None:
         )
     _check_prompts(job, fail)
     if not _is_json(run.hf_overrides):
-        fail(("hf_overrides",), "`hf_overrides` holds a key or a value that JSON has not; put quotes around it")
+        fail(("hf_overrides",), "`hf_overrides` holds a key or a value that JSON does not have; put quotes around it")
 
 
 def _is_json(value: Any) -> bool:
@@ -325,7 +325,9 @@ def _check_prompts(job: JobConfig, fail: Callable[[tuple[str, ...], str], None])
     if job.prompt_template is not None:
         name = "`job.prompt_template`"
         if job.messages_template:
-            fail(("job", "messages_template"), f"{name} and `job.messages_template` are given; give one of them")
+            fail(
+                ("job", "messages_template"), f"{name} and `job.messages_template` exclude each other; give one of them"
+            )
         if job.system is not None and job.chat == "never":
             fail(
                 ("job", "system"),

@@ -91,7 +91,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_ranks(self) -> int:
-        """Number of processes of one replica."""
+        """Number of ranks (processes) of one replica."""
         return self.pipeline_parallel_size * self.tensor_parallel_size
 
     @property
@@ -129,7 +129,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_steps_in_flight(self) -> int:
-        """Maximum steps in flight: one that runs and one queued behind it, so that the device never waits for the host;
+        """Maximum steps in flight: one that runs and one that is queued, so that the device never waits for the host;
         with stages, one for each."""
         return max(2, self.pipeline_parallel_size) if self.overlap_steps else 1
 

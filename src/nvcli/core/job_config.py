@@ -70,9 +70,9 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     check_columns: bool = True
     """An input whose first rows all lack a prompt ends the run before anything is written; false: they become error
     rows."""
-    keep_input: Annotated[bool, Flag("--keep-input", ROWS, "Copy the prompt and all else in a row to the output.")] = (
-        False
-    )
+    keep_input: Annotated[
+        bool, Flag("--keep-input", ROWS, "Copy the prompt and everything else in a row to the output.")
+    ] = False
     text_field: Annotated[
         Name | None,
         Flag(

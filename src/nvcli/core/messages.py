@@ -159,7 +159,7 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_logits: bytes = b""
     """The number of each row's last tokens that need logits; 0 for a prefill chunk that does not end its prompt."""
     seq_lens: bytes = b""
-    """An upper bound of each row's length behind this step, its own tokens included. It is exact unless an earlier step
+    """An upper bound on each row's length after this step, its own tokens included. It is exact unless an earlier step
     whose counts the engine does not know yet may accept a number of tokens of its own."""
     num_decodes: int = 0
     """The number of decode rows, which come first. They have equally many tokens, and as many logits as tokens."""
@@ -225,7 +225,7 @@ class PromptQueryResult(msgspec.Struct, frozen=True, array_like=True, kw_only=Tr
     top_logprobs: bytes = b""
     """[count, num_top] packed float32, their log-probabilities."""
     hidden_sum: bytes = b""
-    """[hidden size] packed float32, the sum of the hidden states behind the final norm."""
+    """[hidden size] packed float32, the sum of the hidden states after the final norm."""
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -292,12 +292,12 @@ class KVGroup(msgspec.Struct, frozen=True, array_like=True):
     read the keys and values of others are in no group."""
 
     def first_column(self, position: int, block_size: int) -> int:
-        """The first column of a block table that a token at `position`, or one behind it, attends to."""
+        """The first column of a block table that a token at `position`, or a later one, attends to."""
         return 0 if self.window is None else max(0, position - self.window + 1) // block_size
 
     def most_blocks(self, num_tokens: int, block_size: int, chunk: int = 1) -> int:
-        """The maximum blocks needed at a time to compute `num_tokens` tokens, up to `chunk` in a step. Blocks behind
-        a window are freed between steps."""
+        """The maximum blocks needed at a time to compute `num_tokens` tokens, up to `chunk` in a step. Blocks that
+        a window has passed are freed between steps."""
         if self.is_state:  # it moves along from column to column
             return 1
         blocks = -(-num_tokens // block_size)
@@ -358,7 +358,7 @@ def max_step_input_bytes(
 
 
 def max_step_output_bytes(*, max_num_seqs: int, max_num_batched_tokens: int, hidden_size: int = 0) -> int:
-    """Compute the size in bytes of the largest encoded StepOutput: one token a request, with `MAX_LOGPROBS`
+    """Compute the size in bytes of the largest encoded StepOutput: one token per request, with `MAX_LOGPROBS`
     alternatives each, and as many for each prompt token that is read. `hidden_size`: that of the hidden states that
     requests may ask for; 0: they may not."""
     per_seq = 2 * 4 + 32 + MAX_LOGPROBS * (5 + 9) + 32 + 4 * hidden_size

@@ -66,8 +66,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Flag(
             "--top-p",
             SAMPLING,
-            "Choose among the likeliest tokens of this probability together; 1: off "
-            "[default: the checkpoint's, else 1]",
+            "Choose among the likeliest tokens with this total probability; 1: off [default: the checkpoint's, else 1]",
             "P",
         ),
     ] = 1.0
@@ -92,7 +91,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = 0.0
     seed: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
     """A row's own seed: its tokens then depend only on the row; null: on the run's seed and the row's index."""
-    n: Annotated[int, Meta(ge=1, le=1024), Flag("-n", SAMPLING, "Answers to each row.")] = 1
+    n: Annotated[int, Meta(ge=1, le=1024), Flag("-n", SAMPLING, "Answers per row.")] = 1
     best_of: Annotated[int, Meta(ge=1, le=1024)] | None = None
     """Number of answers to compute, of which the `n` best by log-probability are returned; null: `n`, unranked."""
     rank_by: Literal["mean", "sum"] = "mean"
@@ -103,7 +102,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     thinking_budget: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
     """Maximum tokens of reasoning, which is then closed; null: no limit."""
     ignore_eos: Annotated[
-        bool, Flag("--ignore-eos", SAMPLING, "Answers go on behind end-of-sequence tokens, to --max-tokens.")
+        bool, Flag("--ignore-eos", SAMPLING, "Continue past end-of-sequence tokens, up to --max-tokens.")
     ] = False
     include_stop_str_in_output: bool = False
     """Whether an answer includes the stop string, or the stop token's text, that ended it."""
@@ -117,7 +116,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     frequency_penalty: Annotated[
         float,
         Meta(ge=-2, le=2),
-        Flag("--frequency-penalty", SAMPLING, "The same, times their count in the answer, -2 to 2."),
+        Flag(
+            "--frequency-penalty",
+            SAMPLING,
+            "Subtracted from a token's logit for each time it is in the answer, -2 to 2.",
+        ),
     ] = 0.0
     repetition_penalty: Annotated[
         float,
@@ -207,7 +210,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"`stop` holds {num_chars:,} characters; allowed: at most {MAX_STOP_CHARS:,} together")
         if self.structured is not None and self.ignore_eos:
             raise ValueError(
-                "`ignore_eos` is true beside `structured`, whose answers end with an end-of-sequence token; "
+                "`ignore_eos` is true with `structured`, whose answers end with an end-of-sequence token; "
                 "leave one of the two out"
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

@@ -1,7 +1,7 @@
 """Templates with placeholders for the columns of a row, such as `Translate: {text}`, written like Python's format
 strings.
 
-A placeholder is just the name of a column between braces; `{{` and `}}` stand for literal braces.
+A placeholder is a column's name in braces; `{{` and `}}` stand for literal braces.
 """
 
 from __future__ import annotations

@@ -126,8 +126,8 @@ def describe_surrogate(text: str) -> str | None:
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: the known names that may be meant, or all of them.
 
-    Suggests names with a similar spelling, that begin with the unknown one, or that other tools call so.
-    Says so if the name is known from other tools and has no equal here.
+    Suggests names with a similar spelling, that begin with the unknown one, or that other tools use for the same thing.
+    Says so if the name is known from other tools and has no equivalent here.
     """
     names = list(known)
     name = name[:_LONGEST_NAME]

@@ -52,8 +52,8 @@ def resize_memory_file(fd: int, num_bytes: int) -> None:
         if error.errno != errno.EFBIG or limit is None:
             raise
         raise ConfigError(
-            f"this shell lets a program write files of at most {limit:,} bytes (`ulimit -f`), which holds for the "
-            f"memory that the processes of a run share too, and {num_bytes:,} bytes of it are needed; {_RAISE}"
+            f"this shell lets a program write files of at most {limit:,} bytes (`ulimit -f`), which also limits the "
+            f"memory that the processes of a run share: {num_bytes:,} bytes are needed; {_RAISE}"
         ) from None
 
 

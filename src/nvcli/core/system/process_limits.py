@@ -26,8 +26,8 @@ def check_process() -> None:
         soft = wanted
     if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
         raise ConfigError(
-            f"this shell lets a program open {soft} files (`ulimit -n`), and a run needs at least {MIN_OPEN_FILES}; "
-            f"raise it, such as with: ulimit -n {_WANTED_OPEN_FILES}"
+            f"this shell lets a program open {soft} files (`ulimit -n`), but a run needs at least {MIN_OPEN_FILES}; "
+            f"raise it, for example with: ulimit -n {_WANTED_OPEN_FILES}"
         )
     try:
         folder = os.getcwd()
@@ -37,6 +37,6 @@ def check_process() -> None:
         ) from None
     if len(os.fsencode(folder)) >= _MAX_PATH_BYTES:
         raise ConfigError(
-            f"the path of the current folder has {len(os.fsencode(folder)):,} bytes, and Linux takes none of "
-            f"{_MAX_PATH_BYTES:,} or more; `cd` to another folder, and name the files from there"
+            f"the path of the current folder has {len(os.fsencode(folder)):,} bytes, but Linux allows fewer "
+            f"than {_MAX_PATH_BYTES:,}; `cd` to another folder, and name the files from there"
         )

@@ -94,4 +94,4 @@ def create_anew(path: Path, *, mode: int = 0o666) -> BinaryIO:
 def _check_mode(mode: int) -> None:
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "something else")
-        raise OSError(errno.EINVAL, f"it is {kind}, where a regular file belongs")
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file")

@@ -53,7 +53,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
         Flag(
             "--shared-prefix",
             WORKLOAD,
-            "Tokens at the beginning that all prompts share, or those of each group; a comma adds a level.",
+            "Tokens with which all prompts, or those of each group, begin; a comma adds a level.",
             "N[:GROUPS],...",
         ),
     ] = None
