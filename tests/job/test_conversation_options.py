@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from nvcli.job.job import CallRule, Job, JobResult
-from nvcli.job.rows.cells import Cells
-from nvcli.job.rows.parser import RowParser
+from nvcli.job.rows.parser import Cells, RowParser
 from output_jobs import extra_of
 
 ReadRows = Callable[..., list[Job | JobResult]]

@@ -31,9 +31,8 @@ from nvcli.job.input.known_input import know_inputs
 from nvcli.job.input.reader import RowReader
 from nvcli.job.job import Job, JobResult, RowForm
 from nvcli.job.row_set import AnsweredRows
-from nvcli.job.rows.cells import Cells
 from nvcli.job.rows.native_row import RowKeys
-from nvcli.job.rows.parser import RowParser
+from nvcli.job.rows.parser import Cells, RowParser
 from nvcli.job.rows.prompt_rules import PromptRules
 from output_jobs import extra_of
 

@@ -8,10 +8,9 @@ import msgspec
 import pytest
 
 from nvcli.job.job import Job, JobResult
-from nvcli.job.rows.cells import Cells
 from nvcli.job.rows.native_row import RowKeys
-from nvcli.job.rows.parser import RowParser
-from nvcli.job.rows.prompt_rules import ChatForms, PromptRules
+from nvcli.job.rows.parser import Cells, RowParser
+from nvcli.job.rows.prompt_rules import PromptKind, PromptRules
 
 TURNS = [
     {"from": "system", "value": "s"},
@@ -79,7 +78,7 @@ def test_instructions() -> None:
     assert list(job.context.extra) == ["output"]
     assert job_of({"instruction": "Add.", "input": "", "output": "3"}).prompt == "Add."
     assert job_of({"instruction": "Add.", "output": "3"}).prompt == "Add."
-    rules = PromptRules(chat=ChatForms(instructions=True), system="s")
+    rules = PromptRules(chat=frozenset({PromptKind.INSTRUCTION}), system="s")
     assert job_of({"instruction": "Add.", "input": "1"}, RowParser({}, rules=rules)).messages == [
         {"role": "system", "content": "s"},
         {"role": "user", "content": "Add.\n\n1"},

@@ -13,8 +13,7 @@ from nvcli.core.config import load_run_config
 from nvcli.core.task_config import ScoreConfig
 from nvcli.errors import ConfigError
 from nvcli.job.job import EmbedTask, Job, JobResult, RowForm, ScoreTask
-from nvcli.job.rows.cells import Cells
-from nvcli.job.rows.parser import RowParser
+from nvcli.job.rows.parser import Cells, RowParser
 from nvcli.job.rows.task_rows import EmbedRows, ScoreRows, TaskRows
 
 SCORE, EMBED = ScoreRows(ScoreConfig()), EmbedRows(EmbedTask())

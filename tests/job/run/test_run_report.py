@@ -19,17 +19,18 @@ from nvcli.job.report import page
 from nvcli.job.report.build import ReportFile
 from nvcli.job.report.data import (
     MAX_BARS,
+    SAMPLE_SECONDS,
     Engine,
     Outcome,
     OutputRows,
     Rates,
     Report,
     RunRows,
+    Timeline,
     Tokens,
     describe_lengths,
 )
 from nvcli.job.report.page import render_html
-from nvcli.job.report.timeline import SAMPLE_SECONDS, Timeline
 from nvcli.job.run.counts import Counts, Example, bin_of, bin_start
 from nvcli.job.run.settings import Setting
 

@@ -9,17 +9,15 @@ from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
-from nvcli.core.validation import shorten
 from nvcli.errors import ConfigError
 from nvcli.job.job import Job, JobResult, RowForm
 from nvcli.job.line_splitter import DroppedLine
 from nvcli.job.rows.native_row import RowKeys
 from nvcli.job.rows.parser import Row, RowParser
-from nvcli.job.rows.prompt_rules import PromptRules
+from nvcli.job.rows.prompt_rules import PromptRules, shown_columns
 
 MAX_HELD_ROWS = 100
 """How many of an input's first rows must share a fault (all rows of a shorter input)."""
-_SHOWN_COLUMNS = 12
 _PROMPT_NAMES = ("prompt", "prompts", "question", "instruction", "input", "query", "problem", "text", "content")
 _MESSAGES_NAMES = ("messages", "conversation", "conversations", "chat", "dialog", "dialogue")
 """Common names of columns with prompts and conversations, the likeliest first."""
@@ -152,9 +150,3 @@ def _flag(columns: Sequence[str]) -> str:
         if found is not None:
             return f"name the column of the prompts: {flag} {shlex.quote(found)}"
     return "name the column of the prompts with --prompt-field or --messages-field, or columns with --prompt-template"
-
-
-def shown_columns(columns: Sequence[str]) -> str:
-    """Return the names of columns as text, cut off after the first few."""
-    shown = ", ".join(f"`{shorten(column)}`" for column in columns[:_SHOWN_COLUMNS])
-    return f"{shown} and {len(columns) - _SHOWN_COLUMNS:,} more" if len(columns) > _SHOWN_COLUMNS else shown

@@ -10,6 +10,7 @@ import csv
 import sys
 from collections.abc import Iterator
 
+from nvcli.core.byte_sizes import counted
 from nvcli.core.validation import shorten
 from nvcli.errors import RowError
 from nvcli.job.file_formats import plain_name
@@ -18,8 +19,7 @@ from nvcli.job.input.known_input import KnownInput
 from nvcli.job.input.line_source import LineSource
 from nvcli.job.line_splitter import BlankLines, DroppedLine, Line
 from nvcli.job.rows.bad_json import explain_bad_utf8
-from nvcli.job.rows.cells import Cells
-from nvcli.job.rows.parser import Row
+from nvcli.job.rows.parser import Cells, Row
 
 MAX_RECORD_BYTES = 64 * 1024 * 1024
 """A longer record is an error row. Without such a bound, a quote that is not closed takes the rest of the file."""
@@ -155,7 +155,7 @@ def _row_of(columns: list[str], cells: list[str]) -> Cells | RowError:
         names = ", ".join(f"`{shorten(column)}`" for column in columns[:12])
         return RowError(
             "ragged_row",
-            f"it has {len(cells)} {'cell' if len(cells) == 1 else 'cells'}, and there are {len(columns)} columns: "
+            f"it has {counted(len(cells), 'cell')}, and there are {len(columns)} columns: "
             f"{names}{', …' if len(columns) > 12 else ''}; a cell with a delimiter in it must be quoted",
         )
     return Cells((column, cell) for column, cell in zip(columns, cells, strict=True) if cell)

@@ -17,11 +17,12 @@ from contextlib import closing, suppress
 
 from nvcli.job import line_splitter
 from nvcli.job.compression import CompressionError
-from nvcli.job.input.column_check import ColumnsError, shown_columns
+from nvcli.job.input.column_check import ColumnsError
 from nvcli.job.input.known_input import KnownInput
 from nvcli.job.input.line_source import BOM, DamagedInput, LineSource, Splitter
 from nvcli.job.line_splitter import BlankLines, Line, LineSplitter
 from nvcli.job.rows.parser import Row
+from nvcli.job.rows.prompt_rules import shown_columns
 
 _INSIDE_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["\[\]{},]', re.DOTALL)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from nvcli.core.byte_sizes import counted
 from nvcli.job.rows.row_digest import DIGEST_BYTES
 
 _MANY_ROWS = 1 << 20
@@ -74,7 +75,7 @@ class RowChanges:
         if not told:
             told = [(self.num_moved, "in another place")]
         (first, word), *others = told
-        return ", ".join([f"{first:,} row{'' if first == 1 else 's'} {word}", *(f"{n:,} {w}" for n, w in others)])
+        return ", ".join([f"{counted(first, 'row')} {word}", *(f"{n:,} {w}" for n, w in others)])
 
 
 def compare_rows(old: bytes | bytearray, new: bytes | bytearray, *, old_is_all: bool) -> RowChanges:

@@ -22,8 +22,18 @@ from nvcli.job.files import STREAM
 from nvcli.job.progress.run_status import how_it_ended, iso_time
 from nvcli.job.progress.status_file import SideFile
 from nvcli.job.progress.summary import Summary
-from nvcli.job.report.data import Engine, Lengths, Outcome, OutputRows, Rates, Report, RunRows, Tokens, describe_lengths
-from nvcli.job.report.timeline import TimePoint
+from nvcli.job.report.data import (
+    Engine,
+    Lengths,
+    Outcome,
+    OutputRows,
+    Rates,
+    Report,
+    RunRows,
+    TimePoint,
+    Tokens,
+    describe_lengths,
+)
 from nvcli.job.run.counts import Example
 from nvcli.job.run.plan import RunPlan
 from nvcli.job.run.resolve import ResolvedJob

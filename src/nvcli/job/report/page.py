@@ -16,8 +16,7 @@ import jinja2
 from nvcli.core.byte_sizes import format_bytes
 from nvcli.core.validation import show
 from nvcli.job.progress.display import format_seconds
-from nvcli.job.report.data import Lengths, Report
-from nvcli.job.report.timeline import TimePoint, merge_points
+from nvcli.job.report.data import Lengths, Report, TimePoint, merge_points
 from nvcli.job.run.settings import DEFAULT, is_worth_showing
 
 _MAX_POINTS = 120

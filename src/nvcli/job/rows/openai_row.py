@@ -181,7 +181,7 @@ def _completion_job(given: dict[str, Any], context: RowContext, sampling: Sampli
             "unsupported_parameter",
             "`body.prompt_logprobs` is given beside several prompts; leave it out, or give one prompt a row",
         )
-    if not rules.chat.includes(PromptKind.OTHER_TEXT):
+    if PromptKind.OTHER_TEXT not in rules.chat:
         return job_of(prompts, context=context, sampling=sampling)
     sent = [rules.conversation(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     return job_of(sent, context=context, sampling=sampling, chat_template_kwargs=rules.variables(None, under=()))

@@ -16,7 +16,6 @@ from nvcli.errors import RowError
 from nvcli.job.job import Caller, Job, JobId, JobResult, RowContext, RowForm, failed
 from nvcli.job.line_splitter import DroppedLine, Line, too_long
 from nvcli.job.rows.bad_json import explain_bad_json, explain_bad_utf8, explain_bad_value
-from nvcli.job.rows.cells import Cells, values_of_cells
 from nvcli.job.rows.conversation import CONVERSATION_KEYS
 from nvcli.job.rows.native_row import KEYS_OF_KIND, KNOWN_KEYS, RowDefaults, RowKeys, known_form, native_id, native_job
 from nvcli.job.rows.openai_row import OWN_KEYS as OPENAI_KEYS
@@ -39,6 +38,11 @@ from nvcli.job.rows.raw_values import (
 from nvcli.job.rows.row_ids import RowIdentity, SeenIds, id_decoder
 from nvcli.job.rows.row_warnings import RowRemark, RowWarnings
 from nvcli.job.rows.task_rows import PROMPT_ONLY, TaskRows
+
+
+class Cells(dict[str, str]):
+    """The cells of one row by the names of their columns, without the empty ones."""
+
 
 Row = Line | str | dict[str, Any] | Cells | RowError
 """A row as read: a line of JSON, a line of text, the values of a table's row, the cells of a CSV record, or the error
@@ -89,7 +93,6 @@ class RowParser:
         self._is_plain = not self.rules.has_template and self.keys.deciding is None and not self.keys.names_prompt
         """Whether a row with only the prompt key has a plain prompt."""
         self.warnings = RowWarnings(self.rules.columns | self._own_keys)
-        self._sent_as_messages = frozenset(kind for kind in PromptKind if self.rules.chat.includes(kind))
         self.kinds: set[PromptKind] = set()
         """Kinds of prompts seen so far."""
         self._defaults = RowDefaults(sampling_defaults)
@@ -188,7 +191,7 @@ class RowParser:
                 kind,
                 sampling,
                 task=None if task is None else task.task_of(values, given),
-                becomes_message=bool(self._sent_as_messages) and kind in self._sent_as_messages,
+                becomes_message=kind in rules.chat,
             )
         elif task is not None:
             job = task.openai_job(values, context)
@@ -286,7 +289,7 @@ class RowParser:
         if isinstance(row, (bytes, DroppedLine)):  # quicker than a union
             return _split_line(row)
         if isinstance(row, Cells):
-            return values_of_cells(row, self.keys), None
+            return _values_of_cells(row, self.keys), None
         if isinstance(row, dict):
             return row, None
         if isinstance(row, str):
@@ -362,3 +365,29 @@ def _no_object(line: bytes) -> RowError:
     text = line.strip()[:_SHOWN_BYTES].decode(errors="ignore")
     shown = text if len(text) < _SHOWN_BYTES else f"{text[:-1]}…"
     return RowError("not_an_object", f'expected an object with keys, such as {{"prompt": …}}, got {shown}')
+
+
+def _values_of_cells(cells: Cells, keys: RowKeys) -> dict[str, Any]:
+    """Return the values of a row: JSON where nvcli's own keys hold lists and objects, and texts elsewhere.
+
+    Raises RowError for a cell that should hold JSON and does not.
+    """
+    values: dict[str, Any] = dict(cells)
+    json_keys = [keys.messages, keys.prompt_token_ids, keys.sampling, keys.chat_template_kwargs]
+    if keys.messages in cells:
+        json_keys += CONVERSATION_KEYS
+    for key in ["body"] if looks_like_openai(cells) else json_keys:
+        if key in cells:
+            values[key] = _json_of(cells[key], key)
+    return values
+
+
+def _json_of(text: str, key: str) -> msgspec.Raw:
+    try:
+        return decode_within(text.strip().encode(), check_json)
+    except NestedTooDeep as error:
+        raise RowError("invalid_json", f"`{key}` is {error}") from None
+    except msgspec.DecodeError:
+        raise RowError(
+            "invalid_json", f"the cell of `{key}` is {show(text)}, which is not JSON, as this column must be"
+        ) from None

@@ -8,7 +8,7 @@ conversations of every form.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -39,25 +39,8 @@ class PromptKind(Enum):
     """`conversations`, the key of ShareGPT, which holds messages."""
 
 
-class ChatForms(msgspec.Struct, frozen=True, kw_only=True):
-    """The kinds of texts that become user messages, through the model's chat template."""
-
-    prompts: bool = False
-    """Whether texts of the kind PROMPT become user messages."""
-    other_texts: bool = False
-    instructions: bool = False
-
-    def includes(self, kind: PromptKind | None) -> bool:
-        """Tell whether a text of this kind becomes a message. None stands for prompts that are not texts."""
-        return (
-            (kind is PromptKind.PROMPT and self.prompts)
-            or (kind is PromptKind.INSTRUCTION and self.instructions)
-            or (kind is PromptKind.OTHER_TEXT and self.other_texts)
-        )
-
-    def differing(self, other: ChatForms) -> frozenset[PromptKind]:
-        """Return the kinds of texts that the two treat differently."""
-        return frozenset(kind for kind in PromptKind if self.includes(kind) != other.includes(kind))
+TextKinds = frozenset[PromptKind]
+"""Kinds of texts, such as those that become user messages, through the model's chat template."""
 
 
 class PromptRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +49,7 @@ class PromptRules(msgspec.Struct, frozen=True, kw_only=True):
     prompt_template: TextTemplate | None = None
     messages_template: tuple[tuple[str, TextTemplate], ...] = ()
     """The role and the content of each message."""
-    chat: ChatForms = ChatForms()
+    chat: TextKinds = frozenset()
     """The texts that become conversations."""
     has_chat_template: bool = True
     """Whether the model has one, so that conversations can be answered."""
@@ -137,14 +120,17 @@ class PromptRules(msgspec.Struct, frozen=True, kw_only=True):
 
 def _shown(row: Mapping[str, Any]) -> str:
     """List the columns of a row."""
-    columns = [f"`{shorten(str(key))}`" for key, value in row.items() if not is_null(value)]
-    if not columns:
-        return "the row has none"
-    more = f" and {len(columns) - _SHOWN_COLUMNS:,} more" if len(columns) > _SHOWN_COLUMNS else ""
-    return f"the row has {', '.join(columns[:_SHOWN_COLUMNS])}{more}"
+    columns = [str(key) for key, value in row.items() if not is_null(value)]
+    return f"the row has {shown_columns(columns)}" if columns else "the row has none"
 
 
-def describe_kind(kind: PromptKind, forms: ChatForms, *, prompt: str, has_chat_template: bool) -> str | None:
+def shown_columns(columns: Sequence[str]) -> str:
+    """Return the names of columns as text, cut off after the first few."""
+    shown = ", ".join(f"`{shorten(column)}`" for column in columns[:_SHOWN_COLUMNS])
+    return f"{shown} and {len(columns) - _SHOWN_COLUMNS:,} more" if len(columns) > _SHOWN_COLUMNS else shown
+
+
+def describe_kind(kind: PromptKind, chat: TextKinds, *, prompt: str, has_chat_template: bool) -> str | None:
     """Return the line that says how prompts of a kind are sent and how to change that; None if that is obvious.
 
     `prompt` names the prompt of the kind PROMPT, such as "`question`".
@@ -156,7 +142,7 @@ def describe_kind(kind: PromptKind, forms: ChatForms, *, prompt: str, has_chat_t
         PromptKind.OTHER_TEXT: "the text of completions and of lines",
         PromptKind.INSTRUCTION: "`instruction` with `input` below it",
     }[kind]
-    if forms.includes(kind):
+    if kind in chat:
         return f"{name} is sent as a user message, through the model's chat template (--no-chat: as it is)"
     if has_chat_template:
         return f"{name} is sent as it is, without the model's chat template (--chat: as a user message)"

@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from enum import Enum
 
+from nvcli.core.byte_sizes import counted
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.validation import shorten
 from nvcli.job.rows.conversation import CONVERSATION_KEYS, REASONING_EFFORT
@@ -93,12 +94,8 @@ class RowWarnings:
     def totals(self) -> list[str]:
         """Return a line with the number of rows for each warning."""
         keys = [
-            f"`{key}` stood at the top level of {_rows(count)} and had no effect there"
+            f"`{key}` stood at the top level of {counted(count, 'row')} and had no effect there"
             for key, count in self._counts.most_common()
         ]
-        remarks = [remark.value[1].format(_rows(count)) for remark, count in self._remarks.items() if count]
+        remarks = [remark.value[1].format(counted(count, "row")) for remark, count in self._remarks.items() if count]
         return keys + remarks
-
-
-def _rows(count: int) -> str:
-    return "1 row" if count == 1 else f"{count:,} rows"

@@ -15,21 +15,21 @@ from nvcli.core.config import JobConfig, RunConfig
 from nvcli.core.job_config import PROMPT_KEY
 from nvcli.errors import ConfigError
 from nvcli.job.output.manifest import CHAT_FACT
-from nvcli.job.rows.prompt_rules import ChatForms
+from nvcli.job.rows.prompt_rules import PromptKind, TextKinds
 from nvcli.job.run.settings import SetterOf, unknown_setter
 
-_ALWAYS = ChatForms(prompts=True, other_texts=True, instructions=True)
+_ALWAYS = frozenset((PromptKind.PROMPT, PromptKind.OTHER_TEXT, PromptKind.INSTRUCTION))
 _FACTS = {
-    "user messages": ChatForms(prompts=True, instructions=True),
+    "user messages": frozenset((PromptKind.PROMPT, PromptKind.INSTRUCTION)),
     "user messages, of completions too": _ALWAYS,
-    "prompts as they are": ChatForms(),
+    "prompts as they are": frozenset[PromptKind](),
 }
 """Choices by their facts. Earlier versions have none, as they sent prompts as they are."""
 
 
 def choose_chat(
     run: RunConfig, *, is_task: bool, has_chat_template: bool, setter_of: SetterOf = unknown_setter
-) -> ChatForms:
+) -> TextKinds:
     """Return which texts become messages. Raises ConfigError if all should and the model has no chat template.
 
     `is_task` says that something else is made of rows than answers: what is scored or embedded is the text itself.
@@ -44,8 +44,8 @@ def choose_chat(
             )
         return _ALWAYS
     if job.chat == "never" or not has_chat_template or is_task:
-        return ChatForms()
-    return ChatForms(prompts=names_prompt(job), instructions=True)
+        return frozenset()
+    return _FACTS["user messages"] if names_prompt(job) else frozenset((PromptKind.INSTRUCTION,))
 
 
 def names_prompt(job: JobConfig) -> bool:
@@ -56,7 +56,7 @@ def names_prompt(job: JobConfig) -> bool:
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     """A choice and its record in the manifest."""
 
-    forms: ChatForms
+    kinds: TextKinds
     fact: str | None
     """The fact in the manifest; None: there is none."""
     note: str | None = None
@@ -65,11 +65,11 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 def keep_choice(
     job: JobConfig,
-    wanted: ChatForms,
+    wanted: TextKinds,
     begun: Mapping[str, Any] | None,
     *,
     makes_messages: bool,
-    has_rows: Callable[[ChatForms, ChatForms], bool],
+    has_rows: Callable[[TextKinds], bool],
 ) -> ChatChoice:
     """Return the choice of a job. `begun` holds the facts of its existing output; None: it has none.
 
@@ -78,22 +78,22 @@ def keep_choice(
     was begun with another choice.
     """
     # Rows of Alpaca's form are those of a job that names no prompt.
-    unnamed = ChatForms(instructions=makes_messages)
-    is_usual = not (wanted.prompts or wanted.other_texts) and (names_prompt(job) or wanted == unnamed)
-    fact = None if is_usual else next(text for text, forms in _FACTS.items() if forms == wanted)
-    choice = ChatChoice(forms=wanted, fact=fact)
+    unnamed = frozenset((PromptKind.INSTRUCTION,) if makes_messages else ())
+    is_usual = wanted <= {PromptKind.INSTRUCTION} and (names_prompt(job) or wanted == unnamed)
+    fact = None if is_usual else next(text for text, kinds in _FACTS.items() if kinds == wanted)
+    choice = ChatChoice(kinds=wanted, fact=fact)
     if begun is None or begun.get(CHAT_FACT) == fact:
         return choice
     old_fact = begun.get(CHAT_FACT)
     old = unnamed if old_fact is None else _FACTS.get(old_fact)
     if old is None:  # of a later version
         return choice
-    if not has_rows(old, wanted):
-        return ChatChoice(forms=old, fact=old_fact)
+    if not has_rows(old ^ wanted):
+        return ChatChoice(kinds=old, fact=old_fact)
     if job.chat == "auto" and old_fact is None:
         note = (
             "the output was begun with prompts as they are, without the model's chat template, and goes on so; "
             "--overwrite starts it anew with messages of a user"
         )
-        return ChatChoice(forms=old, fact=None, note=note)
+        return ChatChoice(kinds=old, fact=None, note=note)
     return choice

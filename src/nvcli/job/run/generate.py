@@ -27,7 +27,7 @@ from nvcli.job.progress.display import Progress
 from nvcli.job.progress.run_status import RunView
 from nvcli.job.progress.summary import RunTimes, Summary, summary_of_complete_job
 from nvcli.job.report.build import ReportFile, build_report
-from nvcli.job.report.timeline import Timeline
+from nvcli.job.report.data import Timeline
 from nvcli.job.run.counts import Counts, LeadingErrors
 from nvcli.job.run.early_end import Interrupts, keep_traceback
 from nvcli.job.run.engines import EngineEvents, EngineSet, StartEngine, start_engine

@@ -34,7 +34,7 @@ from nvcli.job.planning.layout import layout_as_given
 from nvcli.job.row_set import AnsweredRows
 from nvcli.job.rows.native_row import RowKeys
 from nvcli.job.rows.parser import RowParser
-from nvcli.job.rows.prompt_rules import ChatForms, PromptKind, PromptRules, describe_kind
+from nvcli.job.rows.prompt_rules import PromptKind, PromptRules, TextKinds, describe_kind
 from nvcli.job.rows.raw_values import as_json
 from nvcli.job.rows.row_digest import InputRows
 from nvcli.job.rows.row_warnings import RowWarnings
@@ -92,11 +92,11 @@ class ResolvedModel:
             hidden_size=self.model.hidden_size,
         )
 
-    def choose_chat(self, *, is_task: bool, setter_of: SetterOf = unknown_setter) -> ChatForms:
+    def choose_chat(self, *, is_task: bool, setter_of: SetterOf = unknown_setter) -> TextKinds:
         """Return which texts of rows become messages. Raises ConfigError. `is_task` is as in `choose_chat`."""
         return choose_chat(self.run, is_task=is_task, has_chat_template=self.has_chat_template, setter_of=setter_of)
 
-    def make_parser(self, chat: ChatForms) -> RowParser:
+    def make_parser(self, chat: TextKinds) -> RowParser:
         """Make a parser of rows in which texts become messages as `chat` says."""
         return make_parser(
             self.run.job,
@@ -138,7 +138,7 @@ class ResolvedJob(ResolvedModel):
     """The input files by name, patterns expanded; `-` is standard input."""
     output: str
     """The output's name; `-` is standard output."""
-    chat: ChatForms
+    chat: TextKinds
     """The texts of rows that become user messages."""
     limit: int | None
     """Number of rows of the inputs to read; None: all."""
@@ -226,7 +226,7 @@ def resolve_job(
     first_kinds: frozenset[PromptKind] = frozenset()
     if can_continue and run.job.check_columns:
         sampled = names if limit is None else names[:1]
-        parsers = [resolved.make_parser(chat.forms) for _ in sampled]
+        parsers = [resolved.make_parser(chat.kinds) for _ in sampled]
         rows = check_first_rows(sampled, iter(parsers).__next__, limit=limit)
         first_kinds = frozenset().union(*(parser.kinds for parser in parsers))
         if any(isinstance(row, Job) and row.wants_grammar for row in rows):
@@ -253,7 +253,7 @@ def resolve_job(
         **{field.name: getattr(resolved, field.name) for field in fields(resolved)},
         inputs=tuple(names),
         output=output,
-        chat=chat.forms,
+        chat=chat.kinds,
         limit=limit,
         shard=shard,
         can_continue=can_continue,
@@ -278,9 +278,8 @@ def _chat_choice(
 ) -> ChatChoice:
     """Return which texts of the inputs become messages. Raises ConfigError. `begun` holds the output's facts."""
 
-    def has_rows(one: ChatForms, other: ChatForms) -> bool:
+    def has_rows(kinds: TextKinds) -> bool:
         parser = make_parser(resolved.run.job, resolved.sampling_defaults, task=resolved.task)
-        kinds = one.differing(other)
         return any(not kinds.isdisjoint(parser.kinds) for _ in RowReader(inputs, parser).batches())
 
     is_task = resolved.task is not None
@@ -454,7 +453,7 @@ def make_parser(
     job: JobConfig,
     sampling_defaults: Mapping[str, Any],
     *,
-    chat: ChatForms = ChatForms(),  # noqa: B008 - it is frozen
+    chat: TextKinds = frozenset(),
     keep: Callable[[Any], Any] = as_json,
     has_chat_template: bool = True,
     caller: Caller | None = None,

@@ -23,7 +23,7 @@ from nvcli.job.compression import READ_BYTES, CompressionError, Unpacker, compre
 from nvcli.job.input.csv_source import CsvSource
 from nvcli.job.line_splitter import LineSplitter
 from nvcli.job.own_files import is_csv, is_parquet
-from nvcli.job.rows.cells import Cells
+from nvcli.job.rows.parser import Cells
 from nvcli.tools.show.answers import ShownRow, line_of, read_shown_row
 
 _DRAWN_BYTES = 64 << 20
