@@ -209,14 +209,105 @@ def packed(size: int, *, bits: int = 4, sym: bool = True, act_order: bool = Fals
     return Format(config=compressed({**weights, "group_size": None if size == -1 else size}), encode=encode)
 
 
+FP4_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def _fp4(weight: Tensor, scales: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Bytes [out, in / 2] of the nearest numbers of FP4, and the values that they stand for with `scales` [out,
+    groups]."""
+    scaled = weight.unflatten(1, (-1, size)) / scales.unsqueeze(-1)
+    nearest = (scaled.abs().unsqueeze(-1) - FP4_VALUES).abs().argmin(-1)
+    values = FP4_VALUES[nearest] * scaled.sign() * scales.unsqueeze(-1)
+    codes = (nearest + 8 * (scaled < 0)).to(torch.uint8).flatten(1)
+    return codes[:, ::2] | (codes[:, 1::2] << 4), values.flatten(1)
+
+
+def _nvfp4_scales(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A scale in e4m3 for each 16 numbers of a row, and the number by which all of them are multiplied."""
+    factor = weight.abs().max() / (6 * FP8_MAX)
+    return (weight.unflatten(1, (-1, 16)).abs().amax(-1) / (6 * factor)).clamp(2.0**-9, FP8_MAX).to(FP8), factor
+
+
+def _modelopt_fp4(weight: Tensor, _: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    scales, factor = _nvfp4_scales(weight)
+    packed, decoded = _fp4(weight, scales.float() * factor, 16)
+    return {
+        "weight": packed,
+        "weight_scale": scales,
+        "weight_scale_2": factor,
+        "input_scale": torch.tensor(0.01),
+    }, decoded
+
+
+def _compressed_fp4(weight: Tensor, _: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    scales, factor = _nvfp4_scales(weight)
+    divisor = (1 / factor).view(1)
+    packed, decoded = _fp4(weight, scales.float() / divisor, 16)
+    return {
+        "weight_packed": packed,
+        "weight_scale": scales,
+        "weight_global_scale": divisor,
+        "input_global_scale": torch.ones(1),
+    }, decoded
+
+
+def _exponents(weight: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+    """The powers of 2 [out, in / 32] with which no number is above `largest`, and their exponents as stored."""
+    most = weight.unflatten(1, (-1, 32)).abs().amax(-1).clamp(min=2.0**-100)
+    exponents = torch.ceil(torch.log2(most / largest))
+    return torch.exp2(exponents), (exponents + 127).to(torch.uint8)
+
+
+def _mxfp4(weight: Tensor, _: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    scales, stored = _exponents(weight, 6.0)
+    packed, decoded = _fp4(weight, scales, 32)
+    return {"weight_packed": packed, "weight_scale": stored}, decoded
+
+
+def _mxfp8(weight: Tensor, _: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    scales, stored = _exponents(weight, FP8_MAX)
+    scales = scales.repeat_interleave(32, 1)
+    codes = (weight / scales).to(FP8)
+    return {"weight": codes, "weight_scale": stored}, codes.float() * scales
+
+
+def _mixed(weight: Tensor, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    """Square weights in FP8, as those of attention, and the others in NVFP4."""
+    if weight.shape[0] != weight.shape[1]:
+        return _modelopt_fp4(weight, generator)
+    codes, grid, decoded = _fp8(weight, (1 << 20, 1 << 20))
+    return {"weight": codes, "weight_scale": grid.view(()), "input_scale": torch.tensor(0.01)}, decoded
+
+
+def modelopt(algorithm: str, **more: Any) -> dict[str, Any]:
+    """A `quantization_config` of ModelOpt."""
+    return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["*layers.1.mlp*", "lm_head"], **more}
+
+
 FORMATS = {
     "fp8, blocks of 128": fp8_blocks((128, 128)),
     "fp8, small blocks": fp8_blocks((16, 32)),
     "fp8, static": fp8_tensor(
         "weight_scale_inv", {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
     ),
-    "modelopt": fp8_tensor(
-        "weight_scale", {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["*layers.1.mlp*"]}
+    "modelopt": fp8_tensor("weight_scale", modelopt("FP8")),
+    "modelopt, nvfp4": Format(config=modelopt("NVFP4"), encode=_modelopt_fp4),
+    "modelopt, nvfp4 and fp8": Format(
+        config=modelopt(
+            "MIXED_PRECISION", quantized_layers={"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A16_NVFP4"}}
+        ),
+        encode=_mixed,
+    ),
+    "modelopt, mxfp8": Format(config=modelopt("MXFP8"), encode=_mxfp8),
+    "compressed, nvfp4": Format(
+        config=compressed({"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16}),
+        encode=_compressed_fp4,
+    ),
+    "compressed, mxfp4": Format(
+        config=compressed({"type": "float", "num_bits": 4, "strategy": "group", "group_size": 32}), encode=_mxfp4
+    ),
+    "compressed, mxfp8": Format(
+        config=compressed({"type": "float", "num_bits": 8, "strategy": "group", "group_size": 32}), encode=_mxfp8
     ),
     "fbgemm": Format(config={"quant_method": "fbgemm_fp8"}, encode=_fp8_channels),
     "compressed, fp8": Format(

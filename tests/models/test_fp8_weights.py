@@ -106,9 +106,38 @@ def test_other_weights_get_a_scale_for_each_row(name: str, original: Path, tmp_p
             torch.testing.assert_close(scales.data, expected_scales)
 
 
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [("modelopt, nvfp4", 0.7), ("compressed, nvfp4", 0.7), ("compressed, mxfp4", 0.999), ("modelopt, mxfp8", 0.999)],
+)
+def test_small_blocks_become_rows(name: str, share: float, original: Path, tmp_path: Path) -> None:
+    """Exponents of blocks go into those of the codes: all but the smallest numbers of MXFP4 and MXFP8 are exact. Those
+    of NVFP4 are exact where their scale times 1, or 1.5, has four bits; the others are rounded to four."""
+    quantised, decoded = write_quantised(original, tmp_path, FORMATS[name])
+    plain = load_file(decoded / "model.safetensors")
+    for rank in (0, 1):
+        parameters = dict(load_fp8(quantised, rank, 2).named_parameters())
+        codes, scales = (parameters[f"model.layers.0.mlp.down_proj.{kind}"] for kind in ("weight", "weight_scale"))
+        expected = plain["model.layers.0.mlp.down_proj.weight"][:, rank * 256 : rank * 256 + 256]
+        assert codes.dtype == FP8
+        errors = (codes.float() * scales.unsqueeze(1) - expected).abs()
+        assert (errors <= torch.maximum(expected.abs() / 16, scales.unsqueeze(1) * 2.0**-10)).all()
+        assert (errors <= 1e-6 * expected.abs()).float().mean() >= share
+        assert errors.norm() < 0.025 * expected.norm()
+
+
 @pytest.mark.parametrize("quantization", ["none", "fp8"])
 @pytest.mark.parametrize(
-    "name", ["fp8, blocks of 128", "fp8, small blocks", "fbgemm", "compressed, int8", "plain", "reordered"]
+    "name",
+    [
+        "fp8, blocks of 128",
+        "fp8, small blocks",
+        "fbgemm",
+        "compressed, int8",
+        "modelopt, nvfp4",
+        "plain",
+        "reordered",
+    ],
 )
 def test_weights_are_computed_piece_by_piece(
     name: str, quantization: Any, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@ too; what cannot be read is refused by name."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from batches import RequestState
 from checkpoints import edit_json, edit_weights, reference_logits, write_tiny_model
 from nvcli.errors import LoadError
+from nvcli.models.config import load_model_config
 from nvcli.worker.distributed.stage import WHOLE, Stage
 from quantised_checkpoints import FORMATS, compressed, unstack_experts, write_quantised
 
@@ -63,11 +65,30 @@ def test_experts_and_fused_projections(tmp_path: Path) -> None:
     for family, more in (("Qwen3Moe", arguments), ("Phi3", SIZES)):
         plain = write_tiny_model(tmp_path / family, family, **more)
         unstack_experts(plain)
-        for name in ("fp8, small blocks", "awq", "gptq, act-order"):
+        for name in ("fp8, small blocks", "awq", "gptq, act-order", "modelopt, nvfp4", "compressed, mxfp4"):
             folder = tmp_path / f"{family}, {name}"
             found, expected = (load_parameters(path) for path in write_quantised(plain, folder, FORMATS[name], skip=()))
             for parameter, values in expected.items():
                 torch.testing.assert_close(found[parameter], values, atol=1e-7, rtol=1e-6, msg=parameter)
+
+
+@pytest.mark.parametrize("algorithm", ["NVFP4", None])
+def test_modelopts_own_file(algorithm: str | None, original: Path, tmp_path: Path) -> None:
+    """Older checkpoints of ModelOpt say nothing in config.json. One with a KV cache in FP8 alone is not quantised."""
+    quantised, plain = write_quantised(original, tmp_path, FORMATS["modelopt, nvfp4"])
+    path = plain if algorithm is None else quantised
+    config = json.loads((path / "config.json").read_text())
+    config.pop("quantization_config", None)
+    (path / "config.json").write_text(json.dumps(config))
+    own = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8", "exclude_modules": ["*layers.1.mlp*", "lm_head"]}
+    (path / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": own}))
+    found, expected = load_parameters(path), load_parameters(plain)
+    for name, parameter in expected.items():
+        torch.testing.assert_close(found[name], parameter, atol=1e-7, rtol=1e-6, msg=name)
+    quantisation = load_model_config(path).quantisation
+    assert (quantisation and quantisation.name) == algorithm
+    edit_json(path / "config.json", quantization_config={"quant_method": "modelopt", "quantization": own})
+    assert algorithm is None or load_model_config(path).quantisation == quantisation
 
 
 def edit(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
@@ -148,11 +169,61 @@ REFUSED = {
     "another method": ("awq", configure(quant_method="aqlm"), ['"aqlm"', "not supported", "awq and gptq"]),
     "another AWQ": ("awq", configure(quant_method="awq", bits=4, version="gemv"), ["version", '"gemv"', "only gemm"]),
     "3 bits": ("gptq", configure(quant_method="gptq", bits=3), ["bits", "3 bits", "2 and 4 and 8"]),
-    "4 bits float": ("awq", configure(**compressed({"type": "float", "num_bits": 4})), ["num_bits", "4 bits"]),
+    "4 bits float": ("awq", configure(**compressed({"type": "float", "num_bits": 4})), ["group_size", "16 and 32"]),
+    "no factor": (
+        "modelopt, nvfp4",
+        edit(lambda t: t.pop(f"{Q}.weight_scale_2")),
+        [f"{Q}.weight has no weight_scale_2, which config.json asks for"],
+    ),
+    "no divisor": (
+        "compressed, nvfp4",
+        edit(lambda t: t.pop(f"{Q}.weight_global_scale")),
+        [f"{Q}.weight_packed has no weight_global_scale"],
+    ),
+    "two factors": (
+        "modelopt, nvfp4",
+        edit(lambda t: t.update({f"{Q}.weight_scale_2": torch.ones(2)})),
+        [f"{Q}.weight_scale_2 has shape [2]", "a single number"],
+    ),
+    "scales of FP4 in another type": (
+        "modelopt, nvfp4",
+        edit(lambda t: t.update({f"{Q}.weight_scale": torch.ones(64, 4)})),
+        [f"{Q}.weight_scale is stored as F32", "F8_E4M3"],
+    ),
+    "fewer scales of FP4": (
+        "modelopt, nvfp4",
+        edit(lambda t: t.update({f"{Q}.weight_scale": t[f"{Q}.weight_scale"][:, :3].contiguous()})),
+        [f"{Q}.weight_scale has shape [64, 3]", "1 × 16", "[64, 4]"],
+    ),
+    "fewer exponents": (
+        "modelopt, mxfp8",
+        edit(lambda t: t.update({f"{Q}.weight_scale": t[f"{Q}.weight_scale"][:, :1].repeat(1, 3)})),
+        [f"{Q}.weight_scale has shape [64, 3]", "1 × 32", "[64, 2]"],
+    ),
+    "smoothed for AWQ": (
+        "modelopt, nvfp4",
+        edit(lambda t: t.update({f"{Q}.pre_quant_scale": torch.ones(64)})),
+        ["unknown to the model", f"{Q}.pre_quant_scale"],
+    ),
+    "GGUF": ("awq", configure(quant_method="gguf"), ['"gguf"', "llama.cpp", "not supported", "quantization: fp8"]),
+    "EXL2": ("awq", configure(quant_method="exl2", bits=4.0), ['"exl2"', "ExLlamaV2", "awq and gptq"]),
+    "HQQ": ("awq", configure(quant_method="hqq"), ['"hqq"', "HQQ", "awq and gptq"]),
+    "mixed with another": (
+        "awq",
+        configure(
+            quant_method="modelopt", quant_algo="MIXED_PRECISION", quantized_layers={"a": {"quant_algo": "INT4_AWQ"}}
+        ),
+        ["quant_algo", '"INT4_AWQ"', "NVFP4"],
+    ),
+    "mixed of nothing": (
+        "awq",
+        configure(quant_method="modelopt", quant_algo="MIXED_PRECISION"),
+        ["quantized_layers", "does not say"],
+    ),
     "no groups": ("awq", configure(quant_method="compressed-tensors"), ["config_groups", "describes no weights"]),
     "E5M2": ("awq", configure(quant_method="fp8", fmt="e5m2"), ["fmt", '"e5m2"', "only e4m3"]),
     "blocks": ("awq", configure(quant_method="fp8", weight_block_size=[128]), ["weight_block_size", "[128, 128]"]),
-    "modelopt": ("awq", configure(quant_method="modelopt", quant_algo="NVFP4"), ["quant_algo", '"NVFP4"', "only FP8"]),
+    "modelopt": ("awq", configure(quant_method="modelopt", quant_algo="W4A8_AWQ"), ["quant_algo", '"W4A8_AWQ"', "FP8"]),
     "names": ("awq", configure(quant_method="fp8", modules_to_not_convert="x"), ["modules_to_not_convert", "list"]),
 }
 

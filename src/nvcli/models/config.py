@@ -24,6 +24,7 @@ from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.mixer import Piece, Ranks
 from nvcli.models.quantisation.formats import read_quantisation
 from nvcli.models.quantisation.kept import problems_of_cut_groups, stored_groups
+from nvcli.models.quantisation.modelopt import QUANTISATION_FILE
 from nvcli.models.quantisation.module_names import name_patterns
 from nvcli.models.quantisation.quantisation import Quantisation
 from nvcli.models.unsupported import describe_unsupported
@@ -209,9 +210,9 @@ def load_model_config(
     model without experts is to be shared so, and for an override that changes nothing.
     """
     file = JsonFile.read(path / CONFIG_FILE)
-    generation = JsonFile.read_if_present(path / GENERATION_CONFIG_FILE)
-    model = _read_model(with_overrides(file, overrides), generation)
-    check_overrides(file, overrides, lambda changed: _read_model(changed, generation))
+    others = [JsonFile.read_if_present(path / name) for name in (GENERATION_CONFIG_FILE, QUANTISATION_FILE)]
+    model = _read_model(with_overrides(file, overrides), *others)
+    check_overrides(file, overrides, lambda changed: _read_model(changed, *others))
     if expert_parallel and not model.has_experts:
         raise ConfigError(
             f"`enable_expert_parallel` (--ep) is true, and this model ({model.architecture}) has no experts: leave it "
@@ -220,11 +221,11 @@ def load_model_config(
     return replace(model, expert_parallel=expert_parallel)
 
 
-def _read_model(config: JsonFile, generation: JsonFile) -> ModelConfig:
-    """Read what both files say. Raises LoadError and ConfigError."""
-    architecture, family = _family(config, lambda other: _read_model(other, generation))
+def _read_model(config: JsonFile, generation: JsonFile, modelopt: JsonFile) -> ModelConfig:
+    """Read what the files say. Raises LoadError and ConfigError."""
+    architecture, family = _family(config, lambda other: _read_model(other, generation, modelopt))
     text = _text_config(config, family)
-    quantisation = read_quantisation(config, text, family.quantisations)
+    quantisation = read_quantisation(config, text, modelopt, family.quantisations)
     decoder = family.read(ModelFile(text.path, text.values, text.section, text.changed))
     model = ModelConfig(
         architecture=architecture,

@@ -16,6 +16,7 @@ from nvcli.errors import ConfigError, LoadError, reworded
 from nvcli.models.config import CONFIG_FILE, GENERATION_CONFIG_FILE, load_model_config
 from nvcli.models.config_overrides import NO_OVERRIDES
 from nvcli.models.other_checkpoints import ADAPTER_CONFIG, check_kind, check_repository
+from nvcli.models.quantisation.modelopt import QUANTISATION_FILE
 
 _FILES = {
     "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "additional_chat_templates/*"],
@@ -62,7 +63,7 @@ def download(name: str, revision: str | None = None, *, overrides: Mapping[str, 
     from huggingface_hub import snapshot_download
 
     check_reachable(name, revision)  # answers at once whether the download can work
-    configs = [CONFIG_FILE, GENERATION_CONFIG_FILE, ADAPTER_CONFIG]
+    configs = [CONFIG_FILE, GENERATION_CONFIG_FILE, QUANTISATION_FILE, ADAPTER_CONFIG]
     with _hub_errors(name):
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=configs, tqdm_class=no_progress()))
     if not (folder / CONFIG_FILE).is_file():

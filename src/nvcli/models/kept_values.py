@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nvcli.errors import LoadError
 from nvcli.kernels.fp8 import quantise_weight
-from nvcli.kernels.fp8_types import FP8
+from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX
 from nvcli.kernels.w4 import LARGEST_FP4_SCALE, join_exponents, join_scales, pack
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, W4Format
 from nvcli.models.stored_values import OpenFiles
@@ -50,7 +50,9 @@ def read_kept(files: OpenFiles, info: TensorInfo, source: WeightSource, device: 
 
 def has_kept_codes(info: TensorInfo, source: WeightSource) -> bool:
     """Tell whether the codes and scales of a checkpoint are those that the rank keeps."""
-    if info.codes is None or info.codes.zeros is not None or info.dtype != _FP8_CODES or source.scales is None:
+    if info.codes is None or info.dtype != _FP8_CODES or source.scales is None:
+        return False
+    if info.codes.zeros is not None or info.codes.has_small_scales:
         return False
     rows, columns = source.read
     if source.scales.scaling == "channel":
@@ -67,12 +69,29 @@ def _read_fp8(
     order = source.tensor.row_order
     if not has_kept_codes(info, source):
         values = _in_order(files.read(info, source.read, device).to(device), order)
-        return KeptPart(*quantise_weight(values, scaling))
+        if scaling == "block" or info.codes is None or not info.codes.has_small_scales:
+            return KeptPart(*quantise_weight(values, scaling))
+        return KeptPart(*_move_to_fp8(values, files.read_factor(info, device)))
     stored = files.read_codes(info, source.read, device)
     codes = _in_order(stored.codes.view(torch.uint8), order).view(FP8)
     if scaling == "block":
         return KeptPart(codes, stored.scales)
     return KeptPart(codes, _in_order(stored.scales.expand(len(codes), 1).squeeze(1), order))
+
+
+def _move_to_fp8(values: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Turn floating-point numbers with scales of small blocks into FP8 with a scale for each row [rows].
+
+    A row's scale is `factor`, which all scales have in common, times a power of 2. So numbers whose bits e4m3 has, as
+    most of those of MXFP8 and FP4 are, lose nothing; the others are rounded as in any FP8 weight.
+    """
+    common = torch.ones((), device=values.device) if factor is None else factor
+    largest = values.abs().amax(-1).clamp(min=LEAST_MAX)
+    mantissas, exponents = torch.frexp(largest / (common * FP8_MAX))
+    exponents -= (mantissas == 0.5).int()  # the least with which no number is too large
+    scales = torch.ldexp(common.expand(largest.shape), exponents)
+    codes = (values / scales.unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+    return codes, scales
 
 
 def _read_w4(

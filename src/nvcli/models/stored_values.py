@@ -92,7 +92,18 @@ class OpenFiles:
         if info.codes.zeros is not None:
             stored = self._read_grid(info, info.codes.zeros, part[0], groups, device).float()
             zeros = stored if zeros is None else stored + zeros
-        return StoredPart(codes, scales if scales.dtype == torch.uint8 else scales.float(), zeros, group_of)
+        scales = scales if scales.dtype == torch.uint8 else scales.float()
+        if (factor := self.read_factor(info, device)) is not None:
+            scales = scales * factor
+        return StoredPart(codes, scales, zeros, group_of)
+
+    def read_factor(self, info: TensorInfo, device: torch.device) -> Tensor | None:
+        """Read the number by which all scales of a quantised weight are multiplied, in float32; None: there is none."""
+        if info.codes is None or info.codes.factor is None:
+            return None
+        shape = info.codes.factor.shape
+        factor = self._slice(info.codes.factor, [slice(None)] * len(shape)).to(device).float().view(())
+        return factor.reciprocal() if info.codes.divides else factor
 
     def _read_grid(
         self, info: TensorInfo, grid: TensorInfo, rows: slice, groups: slice, device: torch.device

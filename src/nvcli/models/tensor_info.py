@@ -48,6 +48,15 @@ class Codes:
     """A number that is added to stored zeros."""
     groups: TensorInfo | None = None
     """The number of each column's group, where the columns of a group do not follow each other."""
+    factor: TensorInfo | None = None
+    """A number by which all scales are multiplied."""
+    divides: bool = False
+    """Whether they are divided by it instead."""
+
+    @property
+    def has_small_scales(self) -> bool:
+        """Whether scales are numbers of few bits: exponents of 2, or times a factor."""
+        return self.factor is not None or self.scales.dtype == "U8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
+from checkpoints import edit_json
 from nvcli.core.config import RunConfig
 from nvcli.core.system.nvidia_smi import SmiGpu, SmiReport
 from nvcli.errors import ConfigError
@@ -94,6 +95,27 @@ def test_the_choice_is_said(
     model = keep_weights(run, shape(name, tmp_path), device, gpu_bytes=gib * GIB)
     config = resolve_engine_config(run, tmp_path, model, found_device=device)
     assert re.search(line, explain_choice(run, model, config))
+
+
+@pytest.mark.parametrize(
+    ("gib", "keys", "kept", "line"),
+    [
+        (141, {}, "none", "^NVFP4 weights become bfloat16, as that loses nothing and fits; --quantization fp8 "),
+        (24, {}, "fp8", "^NVFP4 weights become FP8, as bfloat16 would take more than 50% of a GPU's memory; "),
+        (24, {"batch_invariant": True}, "none", "^NVFP4 weights become bfloat16, as batch_invariant asks for it"),
+        (141, {"quantization": "fp8"}, "fp8", "^$"),
+    ],
+)
+def test_nvfp4_becomes_fp8_by_memory(gib: int, keys: dict[str, Any], kept: str, line: str, tmp_path: Path) -> None:
+    write_shape("qwen3-8b", tmp_path)
+    edit_json(tmp_path / "config.json", quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"})
+    run, shape = RunConfig(model="m", **keys), load_model_config(tmp_path)
+    model = keep_weights(run, shape, "cuda", gpu_bytes=gib * GIB)
+    config = resolve_engine_config(run, tmp_path, model, found_device="cuda")
+    assert model.quantization == kept
+    assert re.search(line, explain_choice(run, model, config))
+    with pytest.raises(ConfigError, match=r"is w4a16.* this one is NVFP4: use quantization: none, or fp8"):
+        shape.with_quantization("w4a16")
 
 
 def test_plans_know_what_4_bits_take(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """How the ranks of a run keep weights: what `quantization: auto` means for a checkpoint and the GPUs at hand.
 
-A checkpoint in FP8 stays in FP8 on GPUs with units for FP8 products: they are faster, and take half the memory. What a
-checkpoint has in 4 bits is faster in 16 bits for large batches, as its products are. It stays in 4 bits where 16 would
-leave the KV cache little memory, with which batches would be small. On a CPU all weights are plain.
+A checkpoint in FP8 stays in FP8 on GPUs with units for FP8 products: they are faster, and take half the memory. So does
+MXFP8, whose scales go into those of rows. What a checkpoint has in 4 bits is faster in 16 bits for large batches, as
+its products are. It stays in 4 bits, or where ranks cannot keep these (NVFP4) becomes FP8, where 16 would leave the KV
+cache little memory, with which batches would be small. On a CPU all weights are plain.
 """
 
 from __future__ import annotations
@@ -48,11 +49,13 @@ def keep_weights(
         found = visible_gpus(ask_for_gpus() if report is None else report, environ)
         gpus = () if isinstance(found, str) else found
     gpus = gpus or ()
-    if format_kept == "fp8":
+    assert model.quantisation is not None
+    if model.quantisation.numbers == "fp8":
         known = [gpu.capability for gpu in gpus if gpu.capability is not None]
         return model.with_quantization("fp8" if all(capability >= FP8_CAPABILITY for capability in known) else "none")
     smallest = gpu_bytes or min((gpu.total_bytes for gpu in gpus if gpu.total_bytes), default=None)
-    return model.with_quantization("w4a16" if smallest is not None and _is_large(run, model, smallest) else "none")
+    is_large = smallest is not None and _is_large(run, model, smallest)
+    return model.with_quantization(format_kept if is_large else "none")
 
 
 def explain_choice(run: RunConfig, model: ModelConfig, config: EngineConfig) -> str:
@@ -61,18 +64,20 @@ def explain_choice(run: RunConfig, model: ModelConfig, config: EngineConfig) -> 
     if run.quantization != "auto" or config.device == "cpu" or format_kept is None:
         return ""
     assert model.quantisation is not None
-    obstacle = _obstacle(run, model, format_kept)
-    if format_kept == "fp8":
-        if model.quantization == "fp8":
-            return f"weights stay in FP8, as the checkpoint has them; --quantization none: in {config.dtype}"
+    obstacle, numbers = _obstacle(run, model, format_kept), model.quantisation.numbers
+    what = {"fp8": "weights", "fp4": f"{model.quantisation.name} weights", "mxfp4": "experts"}.get(numbers, "weights")
+    if model.quantization != "none":
+        why = f"{config.dtype} would take more than {_LARGE_SHARE:.0%} of a GPU's memory"
+        if numbers == "fp8":
+            why = "the checkpoint has them"
+        how = {"fp4": "become FP8", "fp8": "stay in FP8"}.get(numbers, "stay in 4 bits")
+        return f"{what} {how}, as {why}; --quantization none: in {config.dtype}"
+    if numbers == "fp8":
         no_units = "the GPUs have no units for FP8 products; --quantization fp8 keeps them, in half the memory"
         return f"FP8 weights become {config.dtype}, as {obstacle or no_units}"
-    what = "experts" if model.quantisation.numbers == "mxfp4" else "weights"
-    if model.quantization == "w4a16":
-        return (
-            f"{what} stay in 4 bits, as {config.dtype} would take more than {_LARGE_SHARE:.0%} of a GPU's memory; "
-            f"--quantization none: in {config.dtype}"
-        )
+    if numbers == "fp4":
+        exact = "that loses nothing and fits; --quantization fp8 takes half the memory, and rounds some of them"
+        return f"{what} become {config.dtype}, as {obstacle or exact}"
     faster = "large batches are faster so; --quantization w4a16 keeps them"
     return f"{what} in 4 bits become {config.dtype}, as {obstacle or faster}"
 
@@ -98,11 +103,8 @@ def check_fast_accumulation(run: RunConfig, model: ModelConfig, device: Literal[
 
 def _format_kept(model: ModelConfig) -> KeptWeights | None:
     """Return how ranks could keep the checkpoint's quantised weights; None: it has none that they can keep."""
-    if model.quantisation is None:
-        return None
-    if model.quantisation.numbers == "fp8":
-        return "fp8"
-    return "w4a16" if model.quantisation.bits == 4 else None
+    kept = "none" if model.quantisation is None else model.quantisation.kept_as
+    return None if kept == "none" else kept
 
 
 def _obstacle(run: RunConfig, model: ModelConfig, format_kept: KeptWeights) -> str:

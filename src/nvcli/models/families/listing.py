@@ -10,8 +10,10 @@ from nvcli.models.families.family import Family
 
 _WIDTH = 120
 _QUANTISED = (
-    "Quantised checkpoints of all families but gpt-oss, which has MXFP4: FP8, AWQ, GPTQ, and compressed-tensors' "
-    "W4A16, W8A16, W8A8 and FP8. auto keeps FP8 in 8 bits on GPUs with FP8 units, and 4 bits where memory asks for it; "
+    "Quantised checkpoints of all families but gpt-oss, which has MXFP4: FP8, AWQ, GPTQ, ModelOpt's FP8, NVFP4 and "
+    "MXFP8, and compressed-tensors' W4A16, W8A16, W8A8, FP8, NVFP4, MXFP4 and MXFP8. auto keeps FP8 and MXFP8 in 8 "
+    "bits on GPUs with FP8 units, and 4 bits where memory asks for it (NVFP4 and compressed-tensors' MXFP4 in 8 bits "
+    "then); "
     "the rest is loaded as plain weights. --quantization w4a16 keeps the 4 bits of AWQ, GPTQ, W4A16 and MXFP4; on a "
     "GPU one whole model ran so, of Qwen3-8B's shape. --quantization fp8 keeps weights of any checkpoint in 8 bits."
 )

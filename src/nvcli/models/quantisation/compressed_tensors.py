@@ -1,4 +1,5 @@
-"""compressed-tensors, as LLM Compressor writes it: FP8, integers of 8 bits one by one, and integers in words."""
+"""compressed-tensors, as LLM Compressor writes it: FP8, integers of 8 bits one by one, integers in words, and NVFP4,
+MXFP4 and MXFP8."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ from dataclasses import replace
 
 from nvcli.core.validation import show
 from nvcli.models.quantisation.quantisation import (
+    EXPONENTS,
+    FP4_PAIRS,
     ONE_BY_ONE,
     WORD_SIZES,
     Quantisation,
@@ -13,6 +16,16 @@ from nvcli.models.quantisation.quantisation import (
     WeightParts,
 )
 from nvcli.models.tensor_info import Packing
+
+_MX_GROUP, _NV_GROUP = 32, 16
+_MXFP4 = WeightParts(
+    codes="weight_packed",
+    stored_as=("U8",),
+    scales=("weight_scale",),
+    scales_stored_as=EXPONENTS,
+    packing=FP4_PAIRS,
+)
+_NVFP4 = replace(_MXFP4, scales_stored_as=("F8_E4M3",), factor="weight_global_scale", divides=True)
 
 
 def read_compressed(config: QuantisationFile) -> Quantisation:
@@ -37,21 +50,39 @@ def _read_group(group: QuantisationFile) -> Quantisation:
     if not isinstance(found, dict):
         raise group.error("weights", f"{show(found)} does not describe weights")
     weights = group.with_values(found, f"{group.section}weights.")
-    kind = weights.one_of("type", "int", ("float", "int"))
-    bits = weights.bits("num_bits", (8,) if kind == "float" else WORD_SIZES)
+    is_float = weights.one_of("type", "int", ("float", "int")) == "float"
+    bits, size = weights.bits("num_bits", (4, 8) if is_float else WORD_SIZES), weights.group_size(None)
+    if is_float and bits == 4:
+        return _read_fp4(weights, size)
     needed: tuple[str, ...] = ()
-    if kind == "int":
+    if not is_float:
         needed = () if weights.get("symmetric", bool, True) else ("weight_zero_point",)
         if found.get("actorder") in ("group", "dynamic", True):
             needed = (*needed, "weight_g_idx")
     return Quantisation(
         method="compressed-tensors",
-        numbers="fp8" if kind == "float" else "integer",
+        numbers="fp8" if is_float else "integer",
         bits=bits,
+        label="MXFP8" if is_float and size == _MX_GROUP else None,
         parts=(_words(bits), ONE_BY_ONE),
         weight_block=weights.block("block_structure") if found.get("strategy") == "block" else None,
-        group_size=weights.group_size(None),
+        group_size=size,
         needed=needed,
+    )
+
+
+def _read_fp4(weights: QuantisationFile, size: int | None) -> Quantisation:
+    kinds = {_NV_GROUP: ("NVFP4", _NVFP4), _MX_GROUP: ("MXFP4", _MXFP4)}
+    if size not in kinds:
+        raise weights.error("group_size", f"{show(size)} is not supported for 4 bits of type float, only 16 and 32")
+    label, parts = kinds[size]
+    return Quantisation(
+        method="compressed-tensors",
+        numbers="fp4",
+        bits=4,
+        label=label,
+        parts=(parts, ONE_BY_ONE),
+        group_size=size,
     )
 
 

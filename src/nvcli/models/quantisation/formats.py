@@ -14,8 +14,17 @@ from nvcli.models.quantisation.modelopt import read_modelopt
 from nvcli.models.quantisation.mxfp4 import read_mxfp4
 from nvcli.models.quantisation.quantisation import Quantisation, QuantisationFile
 
-_KEYS = ("quantization_config", "compression_config")
-_SUPPORTED = "fp8, fbgemm_fp8, compressed-tensors, modelopt (FP8), awq and gptq"
+_KEYS, _MODELOPT = ("quantization_config", "compression_config"), "quantization"
+_SUPPORTED = "fp8, fbgemm_fp8, compressed-tensors, modelopt, awq and gptq"
+_OTHERS = {
+    "aqlm": "codebooks of AQLM",
+    "bitsandbytes": "numbers that bitsandbytes makes when a model is loaded",
+    "exl2": "ExLlamaV2's format",
+    "exl3": "ExLlamaV3's format",
+    "gguf": "llama.cpp's format",
+    "hqq": "HQQ's format",
+}
+"""Well-known formats that are not read."""
 _READERS: Mapping[str, Callable[[QuantisationFile], Quantisation]] = {
     "fp8": read_fp8,
     "fbgemm_fp8": read_fbgemm,
@@ -28,19 +37,25 @@ _OF_FAMILIES = {"mxfp4": read_mxfp4}
 """Formats of families that have no others."""
 
 
-def read_quantisation(config: JsonFile, text: JsonFile, methods: tuple[str, ...] = ()) -> Quantisation | None:
-    """Read how a checkpoint is quantised, from config.json or its section for text; None: not at all.
+def read_quantisation(
+    config: JsonFile, text: JsonFile, modelopt: JsonFile, methods: tuple[str, ...] = ()
+) -> Quantisation | None:
+    """Read how a checkpoint is quantised, from config.json, its section for text, or ModelOpt's own file, which may be
+    empty; None: not at all.
 
     `methods` are the formats that the model's family alone has; none: it has those of most families. Raises LoadError
     that names the method, for those that are not supported.
     """
     file, key = next(
-        ((file, key) for file in (config, text) for key in _KEYS if file.values.get(key)), (config, _KEYS[0])
+        ((file, key) for file in (config, text) for key in _KEYS if file.values.get(key)), (modelopt, _MODELOPT)
     )
     found = file.values.get(key)
-    if not found:
-        return None
-    method = found.get("quant_method") if isinstance(found, dict) else found
+    if not found or (file is modelopt and isinstance(found, dict) and found.get("quant_algo") is None):
+        return None  # as where the KV cache alone is quantised
+    method = found.get("quant_method", "modelopt" if file is modelopt else None) if isinstance(found, dict) else found
+    inner = found.get(_MODELOPT) if isinstance(found, dict) else None
+    if method == "modelopt" and isinstance(inner, dict):  # as in its own file
+        found, key = inner, f"{key}.{_MODELOPT}"
     readers = {name: _OF_FAMILIES[name] for name in methods} or _READERS
     reader = readers.get(method) if isinstance(method, str) and isinstance(found, dict) else None
     if reader is None:
@@ -50,7 +65,8 @@ def read_quantisation(config: JsonFile, text: JsonFile, methods: tuple[str, ...]
 
 def _instead(method: object) -> str:
     """Return the way out for a method that is not supported."""
-    plain = "use the model's bfloat16 or float16 checkpoint"
-    if method == "bitsandbytes":
-        return f": they are made when a model is loaded; {plain}, with `quantization: fp8` for half the memory"
-    return f"; {plain}, or one quantised with {_SUPPORTED}"
+    known = _OTHERS.get(method) if isinstance(method, str) else None
+    return (
+        f"{'' if known is None else f': {known}'}; use the model's bfloat16 or float16 checkpoint, with `quantization: "
+        f"fp8` for half the memory, or one quantised with {_SUPPORTED}"
+    )

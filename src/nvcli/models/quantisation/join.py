@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from nvcli.errors import LoadError
-from nvcli.models.quantisation.quantisation import Quantisation, WeightParts
+from nvcli.models.quantisation.quantisation import FLOATS, Quantisation, WeightParts
 from nvcli.models.tensor_info import Codes, Numbers, Packing, TensorInfo
 
 _WEIGHT = "weight"
@@ -20,6 +20,7 @@ _UNUSED = (
     "input_scale",
     "input_scale_ub",
     "input_zero_point",
+    "input_global_scale",
     "activation_scale",
     "activation_scale_inv",
     "weight_shape",
@@ -35,10 +36,11 @@ def join_parts(found: dict[str, TensorInfo], quantisation: Quantisation) -> None
     """
     for name, codes in list(found.items()):
         parent, _, last = name.rpartition(".")
-        parts = next((parts for parts in quantisation.parts if parts.codes == last), None)
-        if parts is None or (last == _WEIGHT and codes.dtype not in parts.stored_as):
-            continue
-        weight = _join(found, parent, parts, quantisation)
+        named = [parts for parts in quantisation.parts if parts.codes == last]
+        fitting = [parts for parts in named if codes.dtype in parts.stored_as or last != _WEIGHT]
+        if not fitting:
+            continue  # another tensor, or a plain weight
+        weight = _join(found, parent, fitting[0], quantisation)
         is_kv = parent.endswith((".k_proj", ".v_proj"))
         for unused in _UNUSED if is_kv else (*_UNUSED, "output_scale"):
             found.pop(f"{parent}.{unused}", None)
@@ -67,6 +69,7 @@ def _join(found: dict[str, TensorInfo], parent: str, parts: WeightParts, quantis
     scales = _of_type(found.pop(f"{parent}.{name}"), parts.scales_stored_as)
     zeros = None if parts.zeros is None else found.pop(f"{parent}.{parts.zeros}", None)
     groups = None if parts.groups is None else found.pop(f"{parent}.{parts.groups}", None)
+    factor = None if parts.factor is None else _pop_factor(found, codes, parent, parts.factor)
     if groups is not None:
         _check_shape(_of_type(groups, ("I32",)), shape[-1:])
     scales, block = _join_scales(codes, scales, shape, parts, quantisation, has_groups=groups is not None)
@@ -76,15 +79,34 @@ def _join(found: dict[str, TensorInfo], parent: str, parts: WeightParts, quantis
         zero = 0 if parts.packing is None else quantisation.zero_offset
     elif parts.packing is not None and numbers == "integer":
         zero = 1 << (parts.packing.bits - 1)
-    tensors = [one for one in (codes, scales, zeros, groups) if one is not None]
+    tensors = [one for one in (codes, scales, zeros, groups, factor) if one is not None]
     return replace(
         codes,
         shape=shape,
         num_bytes=sum(one.num_bytes for one in tensors),
         is_transposed=parts.is_transposed,
         packing=parts.packing,
-        codes=Codes(numbers=numbers, block=block, scales=scales, zeros=zeros, zero=zero, groups=groups),
+        codes=Codes(
+            numbers=numbers,
+            block=block,
+            scales=scales,
+            zeros=zeros,
+            zero=zero,
+            groups=groups,
+            factor=factor,
+            divides=parts.divides,
+        ),
     )
+
+
+def _pop_factor(found: dict[str, TensorInfo], codes: TensorInfo, parent: str, name: str) -> TensorInfo:
+    """Return the number that all scales of a weight are multiplied or divided by."""
+    factor = found.pop(f"{parent}.{name}", None)
+    if factor is None:
+        raise _missing(codes, name)
+    if not all(length == 1 for length in factor.shape):
+        raise _mismatch(factor, "a single number")
+    return _of_type(factor, FLOATS)
 
 
 def _shape(codes: TensorInfo, parts: WeightParts) -> tuple[int, ...]:

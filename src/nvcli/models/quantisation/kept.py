@@ -16,7 +16,7 @@ _WAY_OUT = "use quantization: none, or fp8"
 def stored_groups(quantisation: Quantisation | None, *, has_experts: bool) -> StoredGroups:
     """Return how a checkpoint has its weights in 4 bits. Raises ConfigError where it has none, and where ranks cannot
     keep them so."""
-    if quantisation is None or quantisation.bits != 4:
+    if quantisation is None or quantisation.bits != 4 or quantisation.numbers == "fp4":
         found = "not quantised" if quantisation is None else quantisation.name
         raise ConfigError(
             f"`quantization` is w4a16, which keeps the 4 bits of a checkpoint (AWQ, GPTQ, W4A16, MXFP4), and this one "

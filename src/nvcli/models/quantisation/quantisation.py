@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from nvcli.core.config_types import KeptWeights
 from nvcli.core.validation import show
 from nvcli.models.json_file import JsonFile
 from nvcli.models.tensor_info import Packing
@@ -74,6 +75,10 @@ class WeightParts:
     zeros: str | None = None
     groups: str | None = None
     """The index of each column's group, which is there where columns of a group do not follow each other."""
+    factor: str | None = None
+    """A number by which all scales are multiplied."""
+    divides: bool = False
+    """Whether they are divided by it instead."""
     packing: Packing | None = None
     """How codes are packed; None: each stands by itself. Zeros are packed likewise, but along the rows."""
     is_transposed: bool = False
@@ -84,9 +89,14 @@ ONE_BY_ONE = WeightParts(
     codes="weight",
     stored_as=("F8_E4M3", "I8"),
     scales=("weight_scale", "weight_scale_inv"),
+    scales_stored_as=(*FLOATS, "U8"),
     zeros="weight_zero_point",
 )
 """Codes of 8 bits, each of which stands by itself. Checkpoints of any format may have some."""
+EXPONENTS = ("U8",)
+"""safetensors' type of scales that are exponents of 2."""
+FP4_PAIRS = Packing(bits=4, dim=1, per_index=2)
+"""Numbers of FP4, two neighbours of a row in a byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +105,11 @@ class Quantisation:
 
     method: str
     """`quant_method` of config.json."""
-    numbers: Literal["fp8", "integer", "mxfp4"]
+    numbers: Literal["fp8", "fp4", "integer", "mxfp4"]
+    """The kind of its codes; `mxfp4` is FP4 that ranks can keep."""
     bits: int
+    label: str | None = None
+    """The name of the format, for people; None: it follows from the other fields."""
     parts: tuple[WeightParts, ...] = (ONE_BY_ONE,)
     """The ways in which a weight may be stored."""
     weight_block: tuple[int, int] | None = None
@@ -111,6 +124,13 @@ class Quantisation:
     """Patterns of the layers that are not quantised (`module_names.py`)."""
 
     @property
+    def kept_as(self) -> KeptWeights:
+        """How ranks keep its weights, if neither memory nor the GPU speaks against it; `none`: as plain ones."""
+        if self.numbers in ("fp8", "fp4"):
+            return "fp8"
+        return "w4a16" if self.bits == 4 else "none"
+
+    @property
     def has_column_order(self) -> bool:
         """Whether the columns of a group do not follow each other (act-order)."""
         return any(parts.groups in self.needed for parts in self.parts)
@@ -118,8 +138,8 @@ class Quantisation:
     @property
     def name(self) -> str:
         """The name of the format, for people."""
-        if self.numbers == "mxfp4":
-            return "MXFP4"
+        if self.label is not None:
+            return self.label
         if self.numbers == "fp8":
             rows, columns = self.weight_block or (0, 0)
             return f"FP8, a scale for each {rows}×{columns} weights" if rows else "FP8"
