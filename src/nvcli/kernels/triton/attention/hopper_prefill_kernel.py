@@ -56,6 +56,12 @@ def _item(step, count):
 
 
 @gluon.jit
+def _stage(i):
+    """Return the place in shared memory of the i-th tile, and the phase of its barriers."""
+    return i % _STAGES, (i // _STAGES) & 1
+
+
+@gluon.jit
 def _read_tile(tiles, members, item, KIND: gl.constexpr, IS_PREFIX: gl.constexpr):
     """Return the slot, the first row, the chunk's first token and its number of tokens, the tokens before the chunk
     (below 0 for tokens that attend to nothing), how many keys are attended without masks, a whole number of tiles, and
@@ -135,8 +141,7 @@ def _load(cache, work, k_stages, v_stages, KIND: gl.constexpr, IS_PREFIX: gl.con
             next_start = gl.where(m < num_masked, full + m * KEYS, (m - num_masked) * KEYS)
             block = gl.load(table + gl.minimum(next_start, last_key) // BLOCK_SIZE)
             second_block = gl.load(table + gl.minimum(next_start + PART, last_key) // BLOCK_SIZE)
-            stage = i % _STAGES
-            phase = (i // _STAGES) & 1
+            stage, phase = _stage(i)
             i += 1
             mbarrier.wait(k_free.index(stage), phase ^ 1)
             mbarrier.expect(k_full.index(stage), NUM_BYTES)
@@ -194,6 +199,27 @@ def _weights(scores, highest, weight_sum, keys, positions, scale_log2, MASKED: g
     decay = gl.exp2(highest - reference)
     weights = gl.exp2(scores * unit - reference[:, None])
     return weights, decay, new_highest, weight_sum * decay + gl.sum(weights, 1)
+
+
+@gluon.jit
+def _masked_weights(query, k_stages, i, keys, positions, scale_log2, acc, highest, weight_sum, KIND: gl.constexpr):
+    """Return the weights of the i-th tile of keys as an operand, where not all rows see all of them, and the running
+    result, maximum and sum."""
+    k_smem, k_full, k_free = k_stages
+    of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    of_result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KIND.head_dim, 16])
+    stage, phase = _stage(i)
+    mbarrier.wait(k_full.index(stage), phase)
+    no_scores = gl.zeros([ROWS // 2, KEYS], gl.float32, of_scores)
+    product = warpgroup_mma(query, k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[product])
+    mbarrier.arrive(k_free.index(stage), count=1)
+    weights, decay, highest, weight_sum = _weights(
+        scores, highest, weight_sum, keys, positions, scale_log2, True, KIND.soft_cap
+    )
+    acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, of_result))[:, None]
+    weights = gl.convert_layout(weights.to(query.dtype), gl.DotOperandLayout(0, of_result, 2))
+    return weights, acc, highest, weight_sum
 
 
 @gluon.jit
@@ -257,34 +283,22 @@ def _attend(
         # With masks: one tile of keys, or two.
         last_start = full + gl.maximum(end - full - 1, 0) // KEYS * KEYS
         for start in range(full, last_start, KEYS):
-            stage = i % _STAGES
-            phase = (i // _STAGES) & 1
-            i += 1
-            mbarrier.wait(k_full.index(stage), phase)
-            product = warpgroup_mma(query, k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-            scores = warpgroup_mma_wait(0, deps=[product])
-            mbarrier.arrive(k_free.index(stage), count=1)
-            weights, decay, highest, weight_sum = _weights(
-                scores, highest, weight_sum, start + lanes, positions, scale_log2, True, KIND.soft_cap
+            keys = start + lanes
+            weights, acc, highest, weight_sum = _masked_weights(
+                query, k_stages, i, keys, positions, scale_log2, acc, highest, weight_sum, KIND
             )
-            acc = acc * gl.convert_layout(decay, result_rows)[:, None]
+            stage, phase = _stage(i)
+            i += 1
             mbarrier.wait(v_full.index(stage), phase)
-            weights = gl.convert_layout(weights.to(dtype), of_weights)
             result = warpgroup_mma(weights, v_smem.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[result])
             mbarrier.arrive(v_free.index(stage), count=1)
-        stage = i % _STAGES
-        phase = (i // _STAGES) & 1
-        i += 1
-        mbarrier.wait(k_full.index(stage), phase)
-        product = warpgroup_mma(query, k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=[product])
-        mbarrier.arrive(k_free.index(stage), count=1)
-        weights, decay, highest, weight_sum = _weights(
-            scores, highest, weight_sum, last_start + lanes, positions, scale_log2, True, KIND.soft_cap
+        keys = last_start + lanes
+        weights, acc, highest, weight_sum = _masked_weights(
+            query, k_stages, i, keys, positions, scale_log2, acc, highest, weight_sum, KIND
         )
-        acc = acc * gl.convert_layout(decay, result_rows)[:, None]
-        weights = gl.convert_layout(weights.to(dtype), of_weights)
+        stage, phase = _stage(i)
+        i += 1
 
         # Without masks: the scores of a tile are multiplied together with the values of the one before.
         num_full = full // KEYS
@@ -293,8 +307,7 @@ def _attend(
         for n in range(num_full):
             last_stage = stage
             last_phase = phase
-            stage = i % _STAGES
-            phase = (i // _STAGES) & 1
+            stage, phase = _stage(i)
             i += 1
             mbarrier.wait(turns.index(SELF), (turn + SELF + 1) & 1)
             product = warpgroup_mma(query, k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
