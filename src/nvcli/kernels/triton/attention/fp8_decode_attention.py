@@ -5,8 +5,8 @@ A program is one warp. In `decode_attention.py` keys and values pass through sha
 there to a product's operands takes more instructions than the products. Here each thread loads pieces of 16 bytes, and
 the products are arranged so that these are just what it has to hand to the tensor cores. Thread 4 g + c loads
 
-- of keys, pieces c, c + 4, ... of the g-th eighth of a tile. Keys are the left operand of the first product, whose sum
-  over dimensions may take them in any order, in which the query is loaded as well;
+- of keys, the c-th quarter of each key in the g-th eighth of a tile. Keys are the left operand of the first product,
+  whose sum over dimensions may take them in any order, in which the query is loaded as well;
 - of values, piece g of the c-th quarter of a tile. Values are the left operand of the second product, and four sums
   stand for the four bytes of a word. Weights are its right operand, to which the tensor cores' own transposition of
   8 × 8 numbers brings them.
@@ -137,11 +137,12 @@ def _load_each(pointers, COUNT: gl.constexpr, STEP: gl.constexpr):
 
 @gluon.jit
 def _load_keys(cache, block, place, HEAD_DIM, ROW: gl.constexpr, STRIDE: gl.constexpr, KEYS: gl.constexpr):
-    """→ [8, 16, KEYS, HEAD_DIM / 64] int32: words of KEYS neighbouring keys in each eighth of a tile."""
+    """→ [8, 16, KEYS, HEAD_DIM / 64] int32: words of KEYS neighbouring keys in each eighth of a tile. A thread's second
+    piece of a key is the neighbour of its first one, so that a key is brought from the L2 cache at once."""
     pointers = (cache.cast(gl.pointer_type(gl.int32)) + block.to(gl.int64) * STRIDE)[:, None] + place
     x = _load_each(pointers, KEYS, ROW)
     if HEAD_DIM == 128:
-        x = gl.join(x, _load_each(pointers + 16, KEYS, ROW))
+        x = gl.join(x, _load_each(pointers + 4, KEYS, ROW))
     return x.reshape([8, 16, KEYS, HEAD_DIM // 64])
 
 
@@ -237,10 +238,12 @@ def fp8_decode_attention_kernel(
     value_pairs: gl.constexpr = _value_pairs(KEYS, NUM_WORDS)
 
     # Queries as numbers below 2 and powers of 2, as `float16_query` makes them. Dimension d is in column
-    # (d6, d3 d2, d1, d5 d4, d0) of bits of d.
+    # (d4, d3 d2, d1, d6 d5, d0) of bits of d; with heads of 64 in column (d3 d2, d1, d5 d4, d0).
     heads = gl.arange(0, 8, memory_rows)
     column = gl.arange(0, HEAD_DIM, memory_columns)
-    dims = (column & 1) | (column >> 3 & 1) << 1 | (column >> 4 & 3) << 2 | (column >> 1 & 3) << 4 | column >> 6 << 6
+    QUARTER: gl.constexpr = HEAD_DIM // 4
+    dims = (column & 1) | (column >> 3 & 1) << 1 | (column >> 4 & 3) << 2 | column >> 6 << 4
+    dims += (column >> 1 & 3) * QUARTER
     places = (kv_head * KIND.group + heads)[:, None] * HEAD_DIM + dims[None, :]
     query = gl.load(q + row.to(gl.int64) * q_stride + places, mask=(heads < KIND.group)[:, None], other=0.0).to(
         gl.float32
@@ -252,7 +255,8 @@ def fp8_decode_attention_kernel(
 
     # Where each thread's pieces are from the beginning of a block, in words, for a tile at its beginning.
     key_row = gl.arange(0, 8, gl.SliceLayout(1, key_layout)) * PER_ROW
-    key_words = kv_head * NUM_WORDS + gl.arange(0, 16, gl.SliceLayout(0, key_layout))
+    key_words = gl.arange(0, 16, gl.SliceLayout(0, key_layout))
+    key_words = kv_head * NUM_WORDS + key_words // 4 * (NUM_WORDS // 4) + key_words % 4
     key_place = (key_row * ROW)[:, None] + key_words[None, :]
     scale_place = KIND.block_size * ROW + (kv_head * KIND.block_size + key_row) // 2
     value_row = gl.arange(0, 4, gl.SliceLayout(1, value_layout)) * (2 * PER_ROW)
