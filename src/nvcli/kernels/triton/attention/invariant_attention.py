@@ -31,6 +31,7 @@ from nvcli.kernels.triton.attention.attention_fold import (
 )
 from nvcli.kernels.triton.attention.attention_launch import AttentionShape
 from nvcli.kernels.triton.attention.decode_work_list import MAX_PARTIALS, SPLIT
+from nvcli.kernels.triton.attention.prefill_tiles import read_tile
 from nvcli.kernels.whole_numbers import next_power_of_2
 
 _TILE_BYTES = 16 << 10
@@ -179,11 +180,8 @@ def invariant_attention_kernel(
             if KIND.has_window:
                 first_seen = tl.load(item + 7)
         else:
-            slot = tl.load(item)
-            first_row = tl.load(item + 1)
-            first_token = tl.load(item + 2)
-            num_tokens = tl.load(item + 3)
-            prefix = tl.load(item + 4) - num_tokens  # below 0 for tokens that attend to nothing
+            slot, first_row, first_token, num_tokens, num_keys = read_tile(items, index)
+            prefix = num_keys - num_tokens  # below 0 for tokens that attend to nothing
             end = tl.maximum(prefix + tl.minimum((first_row + ROWS - 1) // KIND.group, num_tokens - 1) + 1, 0)
             seen_by_all = prefix + first_row // KIND.group + 1
             last_of_row = prefix + (first_row + rows) // KIND.group

@@ -35,7 +35,7 @@ from nvcli.kernels.triton.attention.attention_fold import (
 )
 from nvcli.kernels.triton.attention.attention_launch import AttentionLauncher, AttentionShape, LayerInputs
 from nvcli.kernels.triton.attention.invariant_attention import invariant_attention_kernel, invariant_prefill_tile
-from nvcli.kernels.triton.attention.prefill_tiles import TileKey, TileList, TilePart
+from nvcli.kernels.triton.attention.prefill_tiles import TileKey, TileList, TilePart, read_tile
 from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors, shared_memory_bytes
 
 
@@ -58,7 +58,7 @@ _PROGRAMS_FOR_THE_REST = 264
 
 @triton.jit
 def _attend_tile(
-    tile,  # of `_read_tile`
+    tile,  # of `read_tile`
     first_key,  # the first key to attend to, with IS_REST
     kv_head,
     q,  # [T, H, D], tokens q_stride apart
@@ -165,13 +165,6 @@ def _attend_tile(
         tl.store(log_sums + place, highest + tl.log2(weight_sum), mask=in_chunk)
 
 
-@triton.jit
-def _read_tile(tiles, index):
-    """Return the slot, the first row, the chunk's first token and its number of tokens, and the request's keys."""
-    tile = tiles + index * ITEM_FIELDS
-    return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
-
-
 @triton.jit(do_not_specialize=["block_table_stride", "window"], do_not_specialize_on_alignment=["block_tables"])
 def prefill_attention_kernel(
     q,  # the arguments that are not explained here are those of `_attend_tile`
@@ -197,7 +190,7 @@ def prefill_attention_kernel(
     with a program for each tile it would take longer to find that nothing is left."""
     if num_before is None:
         index = tl.program_id(0) // KIND.num_kv_heads
-        tile = _read_tile(tiles, index)
+        tile = read_tile(tiles, index)
         if index >= tl.load(num_tiles):
             return
         first_key = 0
@@ -211,7 +204,7 @@ def prefill_attention_kernel(
         first = tl.load(num_before) * KIND.num_kv_heads + tl.program_id(0)
         for item in range(first, tl.load(num_tiles) * KIND.num_kv_heads, tl.num_programs(0)):
             _attend_tile(
-                _read_tile(tiles, item // KIND.num_kv_heads), 0, item % KIND.num_kv_heads, q, k_cache, v_cache, out,
+                read_tile(tiles, item // KIND.num_kv_heads), 0, item % KIND.num_kv_heads, q, k_cache, v_cache, out,
                 block_tables, sinks, log_sums, window, scale_log2, q_stride, block_table_stride, KIND, TILE, False,
                 False,
             )  # fmt: skip

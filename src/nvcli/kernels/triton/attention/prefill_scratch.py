@@ -25,7 +25,7 @@ from nvcli.kernels.triton.attention.attention_fold import ITEM_FIELDS
 from nvcli.kernels.triton.attention.attention_launch import AttentionShape, LayerInputs
 from nvcli.kernels.triton.attention.fp8_kv import scale_pointers
 from nvcli.kernels.triton.attention.prefill_attention import PrefillAttention, PrefillKind
-from nvcli.kernels.triton.attention.prefill_tiles import Chunks, PrefillTiles, TileKey, TileList
+from nvcli.kernels.triton.attention.prefill_tiles import Chunks, PrefillTiles, TileKey, TileList, read_tile
 
 UNIT = tl.constexpr(64)
 """Keys of a unit."""
@@ -58,11 +58,7 @@ def plan_scratch_kernel(
     for first in range(0, end, _TILES):
         index = first + tl.arange(0, _TILES)
         is_tile = index < end
-        tile = tiles + index * ITEM_FIELDS
-        first_row = tl.load(tile + 1, mask=is_tile, other=0)
-        first_token = tl.load(tile + 2, mask=is_tile, other=0)
-        num_tokens = tl.load(tile + 3, mask=is_tile, other=0)
-        num_keys = tl.load(tile + 4, mask=is_tile, other=0)
+        _, first_row, first_token, num_tokens, num_keys = read_tile(tiles, index, is_tile)
         own_units = tl.cdiv(num_keys, UNIT)
         begins_chunk = is_tile & (first_row + ROWS >= num_tokens * GROUP)
         units_so_far = units + tl.cumsum(tl.where(begins_chunk, own_units, 0), 0)
@@ -92,11 +88,8 @@ def list_units_kernel(
 ):
     """Program (tile): the first tile of a chunk lists its units."""
     index = tl.program_id(0)
-    tile = tiles + index * ITEM_FIELDS
-    slot = tl.load(tile)
-    first_row = tl.load(tile + 1)
-    num_tokens = tl.load(tile + 3)
-    own_units = tl.cdiv(tl.load(tile + 4), UNIT)
+    slot, first_row, _, num_tokens, num_keys = read_tile(tiles, index)
+    own_units = tl.cdiv(num_keys, UNIT)
     first_unit = tl.load(copied_tiles + index * ITEM_FIELDS)
     if index < tl.load(num_copied) and first_row + ROWS >= num_tokens * GROUP:
         for first in range(0, own_units, _LANES):

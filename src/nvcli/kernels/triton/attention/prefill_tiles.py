@@ -55,6 +55,19 @@ class TilePart(Enum):
     """All keys that each token sees, in chunks that share no prefix."""
 
 
+@triton.jit
+def read_tile(tiles, index, is_tile=None):
+    """Return the slot, the first row, the chunk's first token and its number of tokens, and the request's keys; zeros
+    where `is_tile` is given and false."""
+    tile = tiles + index * ITEM_FIELDS
+    other: tl.constexpr = None if is_tile is None else 0
+    slot = tl.load(tile, is_tile, other)
+    first_row = tl.load(tile + 1, is_tile, other)
+    first_token = tl.load(tile + 2, is_tile, other)
+    num_tokens = tl.load(tile + 3, is_tile, other)
+    return slot, first_row, first_token, num_tokens, tl.load(tile + 4, is_tile, other)
+
+
 @triton.jit(
     do_not_specialize=["first_chunk", "num_chunks", "num_tokens"],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "slots", "prefix_ends", "group_ends"],
@@ -146,10 +159,7 @@ def plan_prefill_kernel(
 @triton.jit
 def _work(tiles, index, is_tile, GROUP: tl.constexpr, ROWS: tl.constexpr):
     """Return how many groups of keys the last row of each tile sees; -1 where there is no tile."""
-    tile = tiles + index * ITEM_FIELDS
-    first_row = tl.load(tile + 1, mask=is_tile, other=0)
-    num_tokens = tl.load(tile + 3, mask=is_tile, other=0)
-    num_keys = tl.load(tile + 4, mask=is_tile, other=0)
+    _, first_row, _, num_tokens, num_keys = read_tile(tiles, index, is_tile)
     last_token = tl.minimum((first_row + ROWS - 1) // GROUP, num_tokens - 1)
     num_seen = tl.maximum(num_keys - num_tokens + last_token + 1, 0)
     return tl.where(is_tile, tl.cdiv(num_seen, _SORT_KEYS), -1)
