@@ -46,8 +46,9 @@ def children() -> list[str]:
         for pid in (task / "children").read_text().split():
             with contextlib.suppress(OSError):  # it has ended
                 found.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
-    # Python's own tracker, which spawned processes and semaphores need, ends with this process.
-    return [command for command in found if "nvcli" in command and "multiprocessing.resource_tracker" not in command]
+    # Python's own tracker and its server that forks end with this process.
+    pythons = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+    return [command for command in found if "nvcli" in command and not any(own in command for own in pythons)]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -37,7 +37,7 @@ class LateMasks(msgspec.Struct, frozen=True):
     """A file that is made then, and there is no second time; empty: it kills every time."""
 
 
-def make_late(late: LateMasks, *, num_workers: int = 8) -> dict[str, str]:
+def make_late(late: LateMasks, *, num_workers: int = 3) -> dict[str, str]:
     """Let ranks that this process makes have such processes. Returns the environment that these need."""
     mask_workers._MODULE = "late_worker"
     constraints._MIN_WORKERS = num_workers

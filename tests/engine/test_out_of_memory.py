@@ -320,7 +320,7 @@ def test_the_real_runner_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """A forward pass that breaks off in the middle has changed lengths and keys of its slots; no answer shows it.
 
     Of two ranks the other waits in the layer's sum for ever."""
-    monkeypatch.setenv("NVCLI_TEST_STEPS", "100,130,7")
+    monkeypatch.setenv("NVCLI_TEST_STEPS", "100,130,12")
     rng = random.Random(3)
     prompts = [[rng.randrange(2, 97) for _ in range(rng.randint(1, 60))] for _ in range(12)]
     client = EngineClient.start(

@@ -21,7 +21,7 @@ class RowCount:
     num_given: int = 0
 
 
-def use_late_masks(monkeypatch: pytest.MonkeyPatch, late: LateMasks, *, num_workers: int = 8) -> RowCount:
+def use_late_masks(monkeypatch: pytest.MonkeyPatch, late: LateMasks, *, num_workers: int = 3) -> RowCount:
     """Make masks late in all ranks that are made from now on, to the end of the test."""
     monkeypatch.setattr(mask_workers, "_MODULE", mask_workers._MODULE)
     monkeypatch.setattr(constraints, "_MIN_WORKERS", constraints._MIN_WORKERS)
