@@ -18,8 +18,8 @@ from nvcli.kernels.expert_settings import GatedActivation
 from nvcli.kernels.expert_types import ExpertMatrix, Routes
 from nvcli.kernels.triton.launch.descriptors import TILE_BYTES, describe, describe_kept
 from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
-from nvcli.kernels.triton.products.expert_groups import ITEM_FIELDS, WorkList
-from nvcli.kernels.triton.products.hopper_w4_kernel import BLOCK, GROUPS, PART, hopper_w4_kernel
+from nvcli.kernels.triton.products.expert_groups import WorkList
+from nvcli.kernels.triton.products.hopper_w4_kernel import BLOCK, GROUPS, PART, HopperW4Kind, hopper_w4_kernel
 from nvcli.kernels.triton.products.product_launch import Gate, HopperW4Launch, Kind
 from nvcli.kernels.weight_formats import W4Format
 from nvcli.kernels.whole_numbers import ceil_div
@@ -171,7 +171,6 @@ def _launch(
     for tensor in (x, words, scales, out):
         assert tensor.is_contiguous()
     is_gated = activation is not None
-    kind = activation or GatedActivation()
     in_features, out_features = x.shape[1], out.shape[-1]
     features = _GROUPS * launch.blocks * (_BLOCK // 2 if is_gated else _BLOCK)
     strips = ceil_div(out_features, features)
@@ -201,18 +200,17 @@ def _launch(
         strips,
         ceil_div(in_features, _TILE),
         out_features,
-        OUT_BYTES=out.element_size(),
-        ROW_TILE=launch.row_tile,
-        BLOCKS=launch.blocks,
-        NUM_STAGES=num_stages(launch, out.element_size(), is_gated=is_gated),
-        KIND=format.kind,
-        GATED=is_gated,
-        GROUPED=work is not None,
-        HAS_BIAS=bias is not None,
-        ACTIVATION=kind.kind,
-        ALPHA=kind.alpha,
-        LIMIT=kind.limit,
-        EXPERTS_PER_TOKEN=1 if routes is None else routes.experts.shape[1],
-        ITEM_FIELDS=ITEM_FIELDS,
+        KIND=HopperW4Kind(
+            format=format.kind,
+            row_tile=launch.row_tile,
+            blocks=launch.blocks,
+            num_stages=num_stages(launch, out.element_size(), is_gated=is_gated),
+            out_bytes=out.element_size(),
+            is_gated=is_gated,
+            is_grouped=work is not None,
+            has_bias=bias is not None,
+            activation=activation or GatedActivation(),
+            experts_per_token=1 if routes is None else routes.experts.shape[1],
+        ),
         num_warps=4,
     )

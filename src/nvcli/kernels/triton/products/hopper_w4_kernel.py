@@ -21,12 +21,16 @@ Shapes: T rows of activations, `in` and `out` features, P parts.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from nvcli.kernels.expert_settings import GatedActivation
 from nvcli.kernels.triton.launch.hopper_stages import LOADING_REGISTERS, LOADING_WARPS, make_barriers
 from nvcli.kernels.triton.launch.triton_version import reinterpret, tma_load
+from nvcli.kernels.triton.products.expert_groups import ITEM_FIELDS
 
 BLOCK = gl.constexpr(64)
 """The rows of a weight that are multiplied at once."""
@@ -35,6 +39,33 @@ PART = gl.constexpr(32)
 GROUPS = gl.constexpr(2)
 """The groups of warps that multiply."""
 _PARTS = gl.constexpr(4)
+_ITEM_FIELDS = gl.constexpr(ITEM_FIELDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperW4Kind:
+    """The constants of a compiled kernel."""
+
+    format: str
+    """Of the weight: "integer" or "mxfp4"."""
+    row_tile: int
+    blocks: int
+    """Blocks of a weight's rows that each group multiplies."""
+    num_stages: int
+    out_bytes: int
+    """Of a number of the result."""
+    is_gated: bool
+    is_grouped: bool
+    """Whether the rows are those of experts, by their work list."""
+    has_bias: bool
+    activation: GatedActivation
+    experts_per_token: int
+
+    @property
+    def all_blocks(self) -> int:
+        """Blocks of a strip."""
+        return self.blocks * GROUPS.value
+
 
 _BF16_INTEGERS = gl.constexpr(
     tuple(
@@ -60,21 +91,21 @@ _FP4_NUMBERS = gl.constexpr(
 
 
 @gluon.jit
-def _tile(tile, work, ROW_TILE: gl.constexpr, GROUPED: gl.constexpr, ITEM_FIELDS: gl.constexpr):
+def _tile(tile, work, KIND: gl.constexpr):
     """Return the expert, the first row, the number of rows from there on, the strip of features, the first 128 input
     features and the end of these that a tile has, and its part."""
     num_rows, _, part_tiles, strips, in_tiles, items_ptr = work
-    if GROUPED:
-        item_ptr = items_ptr + tile // strips * ITEM_FIELDS
+    if KIND.is_grouped:
+        item_ptr = items_ptr + tile // strips * _ITEM_FIELDS
         expert = gl.load(item_ptr)
         row = gl.load(item_ptr + 1)
         rows = gl.load(item_ptr + 2)
         strip = tile % strips
         part = 0
     else:
-        row_tiles = gl.cdiv(num_rows, ROW_TILE)
+        row_tiles = gl.cdiv(num_rows, KIND.row_tile)
         expert = 0
-        row = tile % row_tiles * ROW_TILE
+        row = tile % row_tiles * KIND.row_tile
         rows = num_rows - row
         strip = tile // row_tiles % strips
         part = tile // row_tiles // strips
@@ -83,23 +114,14 @@ def _tile(tile, work, ROW_TILE: gl.constexpr, GROUPED: gl.constexpr, ITEM_FIELDS
 
 
 @gluon.jit
-def _load(
-    descriptors,
-    work,
-    stages,
-    ROW_TILE: gl.constexpr,
-    BLOCKS: gl.constexpr,
-    NUM_GROUPS: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-    GROUPED: gl.constexpr,
-    ITEM_FIELDS: gl.constexpr,
-):
+def _load(descriptors, work, stages, KIND: gl.constexpr):
     """Load tiles: the work of the loading warp."""
     x_desc, words_desc, scales_desc = descriptors
     x_smem, words_smem, scales_smem, full, free = stages
     num_tiles, in_tiles = work[1], work[4]
-    ALL_BLOCKS: gl.constexpr = BLOCKS * NUM_GROUPS
-    NUM_BYTES: gl.constexpr = _PARTS * PART * ROW_TILE * 2 + ALL_BLOCKS * BLOCK * (PART * 2 + 4)
+    ALL_BLOCKS: gl.constexpr = KIND.all_blocks
+    NUM_STAGES: gl.constexpr = KIND.num_stages
+    NUM_BYTES: gl.constexpr = _PARTS * PART * KIND.row_tile * 2 + ALL_BLOCKS * BLOCK * (PART * 2 + 4)
     words_parts = reinterpret(
         words_smem, words_smem.dtype, [NUM_STAGES * ALL_BLOCKS, 1, BLOCK // 16, 2, 8, PART], words_desc.layout
     )
@@ -108,7 +130,7 @@ def _load(
     )
     i = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        expert, row, rows, strip, _, first, end = _tile(tile, work, ROW_TILE, GROUPED, ITEM_FIELDS)
+        expert, row, rows, strip, _, first, end = _tile(tile, work, KIND)
         if rows <= 0:
             end = first
         for inner in range(first, end):
@@ -138,13 +160,13 @@ def _twice(values, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _factors(pairs, KIND: gl.constexpr, DTYPE: gl.constexpr):
+def _factors(pairs, FORMAT: gl.constexpr, DTYPE: gl.constexpr):
     """Split joined scales (`kernels/w4.py`) into the factors of `_numbers`, int32 each: for integers both halves of the
     scales, and the zeros."""
     scales = pairs
     low_scales = pairs
     zeros = pairs
-    if KIND == "integer":
+    if FORMAT == "integer":
         exact = (pairs & -256).to(gl.float32, bitcast=True)
         scales = _twice(exact, DTYPE)
         low_scales = _twice(exact - exact.to(DTYPE).to(gl.float32), DTYPE)
@@ -153,9 +175,9 @@ def _factors(pairs, KIND: gl.constexpr, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _numbers(words, scales, low_scales, zeros, part: gl.constexpr, KIND: gl.constexpr, DTYPE: gl.constexpr):
+def _numbers(words, scales, low_scales, zeros, part: gl.constexpr, FORMAT: gl.constexpr, DTYPE: gl.constexpr):
     """Return the numbers of one part: [BLOCK, PART] of DTYPE."""
-    if KIND == "mxfp4":
+    if FORMAT == "mxfp4":
         factors = ((scales >> (8 * part)) & 255) + 126
         factors = factors * 8388736  # in both halves of a register: << 7 and << 23
         numbers = gl.inline_asm_elementwise(
@@ -189,7 +211,7 @@ def _add_block(
     scales,  # [BLOCK / 8, 8] int32 in shared memory
     x_smem,
     stage,
-    KIND: gl.constexpr,
+    FORMAT: gl.constexpr,
     DTYPE: gl.constexpr,
     OPERAND: gl.constexpr,
 ):
@@ -200,10 +222,10 @@ def _add_block(
         [[1, 0]], [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]], [[2, 0], [4, 0]], [], [BLOCK // 8, 8]
     )
     pairs = gl.convert_layout(scales.load(in_rows).reshape([BLOCK]), gl.SliceLayout(1, OPERAND))
-    scales, low_scales, zeros = _factors(pairs, KIND, DTYPE)
+    scales, low_scales, zeros = _factors(pairs, FORMAT, DTYPE)
     last = codes
     for part in gl.static_range(_PARTS):
-        numbers = _numbers(codes, scales, low_scales, zeros, part, KIND, DTYPE)
+        numbers = _numbers(codes, scales, low_scales, zeros, part, FORMAT, DTYPE)
         panel = x_smem.index(stage * _PARTS + part).permute((1, 0))
         total = warpgroup_mma(numbers, panel, total, is_async=True)
         warpgroup_mma_wait(1, deps=[last])
@@ -212,58 +234,46 @@ def _add_block(
 
 
 @gluon.jit
-def _activate(gate, up, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr):
+def _activate(gate, up, ACTIVATION: gl.constexpr):
     """See `GatedActivation`. float32."""
     argument = gate
-    if KIND == "clamped_swiglu":
+    if ACTIVATION.kind == "clamped_swiglu":
+        LIMIT: gl.constexpr = ACTIVATION.limit
         gate = gl.where(gate > LIMIT, LIMIT, gate)
         up = gl.where(up > LIMIT, LIMIT, gl.where(up < -LIMIT, -LIMIT, up)) + 1
-        argument = ALPHA * gate
-    elif KIND == "gelu_tanh":
+        argument = ACTIVATION.alpha * gate
+    elif ACTIVATION.kind == "gelu_tanh":
         argument = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
     return gate * (1 / (1 + gl.exp(-argument))) * up
 
 
 @gluon.jit
-def _finish(
-    total,
-    result,
-    out_smem,
-    tile,
-    block,
-    OUT_BYTES: gl.constexpr,  # of a number of the result
-    ROW_TILE: gl.constexpr,
-    GATED: gl.constexpr,
-    GROUPED: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr,
-    EXPERTS_PER_TOKEN: gl.constexpr,
-    OF_SUMS: gl.constexpr,
-):
+def _finish(total, result, out_smem, tile, block, KIND: gl.constexpr, OF_SUMS: gl.constexpr):
     """Store a block of sums: the `block`th of all rows of a weight."""
     bias_ptr, order_ptr, weights_ptr, out_ptr, num_rows, out_features = result
     expert, row, rows, part = tile
     dtype: gl.constexpr = out_ptr.dtype.element_ty
-    FEATURES: gl.constexpr = BLOCK // 2 if GATED else BLOCK
-    if HAS_BIAS:
+    ROW_TILE: gl.constexpr = KIND.row_tile
+    OUT_BYTES: gl.constexpr = KIND.out_bytes
+    ACTIVATION: gl.constexpr = KIND.activation
+    FEATURES: gl.constexpr = BLOCK // 2 if KIND.is_gated else BLOCK
+    if KIND.has_bias:
         inner = gl.arange(0, BLOCK, gl.SliceLayout(1, OF_SUMS))
         feature = block * BLOCK + inner
-        if GATED:
+        if KIND.is_gated:
             feature = block * (BLOCK // 2) + inner // 16 * 8 + inner % 8
-        place = expert * (out_features * 2 if GATED else out_features) + gl.minimum(feature, out_features - 1)
-        if GATED:
+        place = expert * (out_features * 2 if KIND.is_gated else out_features) + gl.minimum(feature, out_features - 1)
+        if KIND.is_gated:
             place += inner // 8 % 2 * out_features
         total += gl.load(bias_ptr + place).to(gl.float32)[:, None]
-    if GATED:
+    if KIND.is_gated:
         # Rounded where the two-step version stores: both give the same bits but for the order of the sums.
         both = total.to(dtype).to(gl.float32).reshape([BLOCK // 16, 2, 8, ROW_TILE]).permute((0, 2, 3, 1))
         gate, up = gl.split(both)
-        values = _activate(gate, up, ACTIVATION, ALPHA, LIMIT).reshape([FEATURES, ROW_TILE])
+        values = _activate(gate, up, ACTIVATION).reshape([FEATURES, ROW_TILE])
     else:
         values = total
-        if GROUPED:
+        if KIND.is_grouped:
             columns = gl.arange(0, ROW_TILE, gl.SliceLayout(0, OF_SUMS))
             is_pair = columns < rows
             pairs = gl.load(order_ptr + row + columns, mask=is_pair, other=0)
@@ -274,9 +284,9 @@ def _finish(
     inner_rows = gl.arange(0, ROW_TILE, gl.SliceLayout(1, in_memory))
     features = block * FEATURES + gl.arange(0, FEATURES, gl.SliceLayout(0, in_memory))
     is_row = inner_rows < rows
-    if GROUPED and not GATED:
+    if KIND.is_grouped and not KIND.is_gated:
         pair = gl.load(order_ptr + row + inner_rows, mask=is_row, other=0)
-        out_rows = pair % EXPERTS_PER_TOKEN * num_rows + pair // EXPERTS_PER_TOKEN
+        out_rows = pair % KIND.experts_per_token * num_rows + pair // KIND.experts_per_token
     else:
         out_rows = part * num_rows + row + inner_rows
     places = out_rows.to(gl.int64)[:, None] * out_features + features[None, :]
@@ -284,38 +294,22 @@ def _finish(
 
 
 @gluon.jit
-def _multiply(
-    result,
-    work,
-    stages,
-    all_out_smem,
-    SELF: gl.constexpr,
-    OUT_BYTES: gl.constexpr,  # of a number of the result
-    ROW_TILE: gl.constexpr,
-    BLOCKS: gl.constexpr,
-    NUM_GROUPS: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-    KIND: gl.constexpr,
-    GATED: gl.constexpr,
-    GROUPED: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr,
-    EXPERTS_PER_TOKEN: gl.constexpr,
-    ITEM_FIELDS: gl.constexpr,
-):
-    """Multiply BLOCKS blocks of each strip: the work of group SELF."""
+def _multiply(result, work, stages, all_out_smem, SELF: gl.constexpr, KIND: gl.constexpr):
+    """Multiply `blocks` blocks of each strip: the work of group SELF."""
+    BLOCKS: gl.constexpr = KIND.blocks
+    ALL_BLOCKS: gl.constexpr = KIND.all_blocks
+    NUM_STAGES: gl.constexpr = KIND.num_stages
+    FORMAT: gl.constexpr = KIND.format
+    ROW_TILE: gl.constexpr = KIND.row_tile
     x_smem, words_smem, scales_smem, full, free = stages
     num_tiles = work[1]
     of_sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROW_TILE, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, of_sums, 2)
     DTYPE: gl.constexpr = x_smem.dtype
-    ALL_BLOCKS: gl.constexpr = BLOCKS * NUM_GROUPS
     out_smem = all_out_smem.index(SELF)
     i = 0
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        expert, row, rows, strip, part, first, end = _tile(tile, work, ROW_TILE, GROUPED, ITEM_FIELDS)
+        expert, row, rows, strip, part, first, end = _tile(tile, work, KIND)
         if rows > 0:
             block = strip * ALL_BLOCKS + SELF * BLOCKS
             totals = (gl.zeros([BLOCK, ROW_TILE], gl.float32, of_sums),) * BLOCKS
@@ -329,16 +323,13 @@ def _multiply(
                     at = stage * ALL_BLOCKS + SELF * BLOCKS + n
                     words = words_smem.index(at)
                     scales = scales_smem.index(at)
-                    under_way += (_add_block(totals[n], words, scales, x_smem, stage, KIND, DTYPE, operand),)
+                    under_way += (_add_block(totals[n], words, scales, x_smem, stage, FORMAT, DTYPE, operand),)
                 # ptxas would wait for each product, were one under way when the next tile begins.
                 ended = warpgroup_mma_wait(0, deps=under_way)
                 totals = (ended,) if BLOCKS == 1 else ended
                 mbarrier.arrive(free.index(stage), count=1)
             for n in gl.static_range(BLOCKS):
-                _finish(
-                    totals[n], result, out_smem, (expert, row, rows, part), block + n, OUT_BYTES, ROW_TILE, GATED,
-                    GROUPED, HAS_BIAS, ACTIVATION, ALPHA, LIMIT, EXPERTS_PER_TOKEN, of_sums,
-                )  # fmt: skip
+                _finish(totals[n], result, out_smem, (expert, row, rows, part), block + n, KIND, of_sums)
 
 
 @gluon.jit(do_not_specialize=["num_rows", "num_tiles", "part_tiles", "strips", "in_tiles"])
@@ -357,58 +348,29 @@ def hopper_w4_kernel(
     strips,  # of features
     in_tiles,
     out_features,
-    OUT_BYTES: gl.constexpr,  # of a number of the result
-    ROW_TILE: gl.constexpr,
-    BLOCKS: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
     KIND: gl.constexpr,
-    GATED: gl.constexpr,
-    GROUPED: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-    ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr,
-    EXPERTS_PER_TOKEN: gl.constexpr,
-    ITEM_FIELDS: gl.constexpr,
 ):
     NUM_GROUPS: gl.constexpr = GROUPS
-    FEATURES: gl.constexpr = BLOCK // 2 if GATED else BLOCK
+    NUM_STAGES: gl.constexpr = KIND.num_stages
+    FEATURES: gl.constexpr = BLOCK // 2 if KIND.is_gated else BLOCK
     out_dtype: gl.constexpr = out_ptr.dtype.element_ty
     in_panels: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     of_scales: gl.constexpr = gl.NVMMASharedLayout(32, 32, 2)
-    of_result: gl.constexpr = gl.NVMMASharedLayout(64 if GATED else 128, OUT_BYTES * 8, 2)
-    x_smem = gl.allocate_shared_memory(x_desc.dtype, [NUM_STAGES * _PARTS, ROW_TILE, PART], in_panels)
-    words_smem = gl.allocate_shared_memory(gl.int16, [NUM_STAGES * BLOCKS * NUM_GROUPS, BLOCK, PART], in_panels)
-    scales_smem = gl.allocate_shared_memory(gl.int32, [NUM_STAGES * BLOCKS * NUM_GROUPS, BLOCK // 8, 8], of_scales)
-    out_smem = gl.allocate_shared_memory(out_dtype, [NUM_GROUPS, ROW_TILE, FEATURES], of_result)
+    of_result: gl.constexpr = gl.NVMMASharedLayout(64 if KIND.is_gated else 128, KIND.out_bytes * 8, 2)
+    x_smem = gl.allocate_shared_memory(x_desc.dtype, [NUM_STAGES * _PARTS, KIND.row_tile, PART], in_panels)
+    words_smem = gl.allocate_shared_memory(gl.int16, [NUM_STAGES * KIND.all_blocks, BLOCK, PART], in_panels)
+    scales_smem = gl.allocate_shared_memory(gl.int32, [NUM_STAGES * KIND.all_blocks, BLOCK // 8, 8], of_scales)
+    out_smem = gl.allocate_shared_memory(out_dtype, [NUM_GROUPS, KIND.row_tile, FEATURES], of_result)
     full, free = make_barriers(NUM_STAGES, NUM_GROUPS)
     stages = (x_smem, words_smem, scales_smem, full, free)
     work = (num_rows, num_tiles, part_tiles, strips, in_tiles, items_ptr)
     result = (bias_ptr, order_ptr, weights_ptr, out_ptr, num_rows, out_features)
     gl.warp_specialize(
         [
-            (
-                _multiply,
-                (
-                    result, work, stages, out_smem, 0, OUT_BYTES, ROW_TILE, BLOCKS, NUM_GROUPS, NUM_STAGES, KIND,
-                    GATED, GROUPED, HAS_BIAS, ACTIVATION, ALPHA, LIMIT, EXPERTS_PER_TOKEN, ITEM_FIELDS,
-                ),
-            ),
-            (
-                _multiply,
-                (
-                    result, work, stages, out_smem, 1, OUT_BYTES, ROW_TILE, BLOCKS, NUM_GROUPS, NUM_STAGES, KIND,
-                    GATED, GROUPED, HAS_BIAS, ACTIVATION, ALPHA, LIMIT, EXPERTS_PER_TOKEN, ITEM_FIELDS,
-                ),
-            ),
-            (
-                _load,
-                (
-                    (x_desc, words_desc, scales_desc), work, stages, ROW_TILE, BLOCKS, NUM_GROUPS, NUM_STAGES, GROUPED,
-                    ITEM_FIELDS,
-                ),
-            ),
+            (_multiply, (result, work, stages, out_smem, 0, KIND)),
+            (_multiply, (result, work, stages, out_smem, 1, KIND)),
+            (_load, ((x_desc, words_desc, scales_desc), work, stages, KIND)),
         ],
         [4, LOADING_WARPS],
         [240, LOADING_REGISTERS],
-    )  # fmt: skip
+    )
