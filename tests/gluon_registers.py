@@ -50,7 +50,7 @@ def block(data: Any) -> Tensor:
 
 
 def load(pointer: Pointer, mask: Any = None, other: float = 0.0, cache_modifier: str = "") -> Tensor:
-    """What lies where the mask is false is never touched."""
+    """Load where the mask is true; other places are never touched."""
     places = torch.as_tensor(pointer.offset)
     seen = torch.ones_like(places, dtype=torch.bool) if mask is None else mask.expand(places.shape)
     return block(torch.where(seen, pointer.data[torch.where(seen, places, 0)], torch.tensor(other).to(pointer.data)))

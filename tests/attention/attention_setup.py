@@ -110,7 +110,7 @@ class Bench:
             self.sinks = torch.linspace(-4, 6, self.specs[0].num_heads, device=self.device)
 
     def leave_garbage(self, value: float) -> None:
-        """Fill all blocks but the null block, as if earlier owners had left that."""
+        """Fill all blocks but the null block with what earlier owners might have left."""
         self.fill_blocks([block for block in range(1, self.kv_cache.num_blocks) if block != self.poison_block], value)
 
     def fill_blocks(self, blocks: list[int], value: float) -> None:
@@ -132,7 +132,7 @@ class Bench:
         return heads[:, : spec.num_heads], heads[:, spec.num_heads : -spec.num_kv_heads], heads[:, -spec.num_kv_heads :]
 
     def store(self, group: int, places: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values; returns them as the cache has rounded them."""
+        """Store new keys and values; return them as the cache has rounded them."""
         layer = self.layers[group]
         scales = self.kv_cache.scales(layer)
         if scales is not None:
@@ -159,7 +159,7 @@ class Bench:
         state.length += count
 
     def free_behind_windows(self, history: History) -> None:
-        """Give back the blocks that no token from the next one on sees."""
+        """Give back the blocks that neither the next token nor any later one sees."""
         block_size = self.case.block_size
         for spec in self.specs:
             if spec.window is None:
@@ -171,7 +171,7 @@ class Bench:
                     table[column] = self.poison_block
 
     def batch(self, *work: Work, shape: BatchShape | None = None, table_shape: tuple[int, int] | None = None) -> Step:
-        """The batch of the work, decode rows first, and each kind's q, k, v, stored."""
+        """Make a batch of the work, decode rows first, with each kind's q, k and v, and store them."""
         for history, _ in work:
             self.free_behind_windows(history)
         states = [(history.state, [0] * count) for history, count in work]
@@ -208,7 +208,7 @@ class Step:
     """q, k, v of each kind of attention."""
 
     def forward(self) -> list[Tensor]:
-        """What each kind of attention gives."""
+        """Run each kind of attention, and return the results."""
         backend = self.bench.backend
         return [
             backend.forward(spec, layer, q, k if backend.reads_new_keys else None, v, self.batch, self.bench.sinks)
@@ -216,7 +216,7 @@ class Step:
         ]
 
     def check(self, outs: list[Tensor]) -> None:
-        """Every request's result is what the formula says, and that of padding is finite."""
+        """Check that every request's result is what the formula says, and that padding gives finite results."""
         for spec, (q, _, _), out in zip(self.bench.specs, self.inputs, outs, strict=True):
             assert out.shape == q.shape
             assert out.is_contiguous()

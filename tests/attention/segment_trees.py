@@ -34,7 +34,7 @@ class SegmentTree:
     bench: Bench
     segments: list[Segment] = field(default_factory=list)
     rows: dict[int, tuple[History, Segment]] = field(default_factory=dict)
-    """By the identity of each request."""
+    """The row of each request, by its identity."""
 
     def segment(self, parent: Segment | None, num_blocks: int, *, is_shared: bool = True) -> Segment:
         history = self._behind(parent)

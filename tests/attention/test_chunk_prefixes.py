@@ -120,7 +120,7 @@ def test_groups_of_chunks(
 
 
 def test_a_prefix_is_read_for_all_chunks_of_a_group(backend: type[AttentionBackend]) -> None:
-    """What the first chunk reads of the prefix is what all get: others' blocks there are never looked at."""
+    """All chunks get the prefix that the first one reads; the others' blocks of it are never read."""
     bench = Bench(backend, block_size=64, num_tokens=1000, head_dim=64)
     tree = SegmentTree(bench)
     segment = tree.segment(None, 3)

@@ -96,7 +96,7 @@ def test_groups_of_other_head_sizes(backend: type[AttentionBackend]) -> None:
 
 
 def test_scales_in_place() -> None:
-    """As they are loaded where Triton cannot load them ahead."""
+    """Scales are loaded in place where Triton cannot load them ahead."""
     with patch.object(attention_launch, "_loads_ahead", lambda device: False):
         run_all_kinds_of_steps(Bench(TritonBackend, num_kv_heads=2, ratio=2, windows=(40, None), num_tokens=2000))
 
@@ -117,7 +117,7 @@ def test_scales_in_place() -> None:
     ids=str,
 )
 def test_many_decode_rows(geometry: dict[str, Any], num_rows: int) -> None:
-    """They have a kernel of their own: rows of a few keys, of whole and partial tiles, and long ones, which are cut."""
+    """Many rows have a kernel of their own: rows of few keys, of whole and partial tiles, and long ones, cut."""
     lengths = [*random.Random(num_rows).choices([1, 5, 31, 63, 64, 100, 200, 300], k=num_rows - 3), 900, 2000, 5000]
     # Each request's blocks, and those of the token that follows.
     room = sum(length + 1 + 192 for length in lengths)

@@ -144,7 +144,7 @@ def test_soft_caps_and_groups_of_other_head_sizes(case: tuple[Any, ...]) -> None
     "case", [*(case for case in CASES if case[1] == 64 and ":" not in case[0]), ("triton", 64, 8, 8, 64, BF16)], ids=str
 )
 def test_sinks(case: tuple[Any, ...]) -> None:
-    """A score of each head's own that belongs to no key, once in each softmax, of rows that are cut too."""
+    """Each head's sink counts once in each softmax, also in rows that are cut."""
     bench = make_bench(*case, num_tokens=20_000, windows=(128, None), has_sinks=True)
     bench.leave_garbage(100.0)
     a, b, c, d = (History() for _ in range(4))

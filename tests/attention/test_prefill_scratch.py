@@ -34,7 +34,7 @@ DTYPE = torch.bfloat16 if HAS_GPU else torch.float32
 def scratch_kernel(
     shape: AttentionShape, *, has_window: bool, scratch_tokens: int, **options: object
 ) -> tuple[Any, list[str]]:
-    """What a Hopper GPU would take. Elsewhere the usual kernel attends to the copies, as Gluon has no interpreter."""
+    """Make the kernel that a Hopper GPU takes. Without a GPU the usual one attends to the copies."""
     if has_window:
         return PrefillAttention(shape), []
     usual = patch.object(prefill_scratch, "PrefillAttention", lambda shape, kind=None: PrefillAttention(shape))

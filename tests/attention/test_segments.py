@@ -63,7 +63,7 @@ def test_random_trees(
     windows: tuple[int | None, ...],
     options: dict[str, Any],
 ) -> None:
-    """What earlier owners of blocks left, and what windows have left behind, must not count."""
+    """Keys of blocks' earlier owners, and those that windows have left behind, must not count."""
     if backend is SimulatedHopper and (head_dim < 64 or windows != (None,) or "kv_dtype" in options):
         pytest.skip("the usual kernels serve it")
     rng = random.Random(block_size)
@@ -96,7 +96,7 @@ def test_requests_with_more_levels_than_are_read_once(backend: type[AttentionBac
 
 
 def test_a_segment_is_read_once(backend: type[AttentionBackend]) -> None:
-    """What one row reads of a segment is what all rows get: another row's block there is never looked at."""
+    """All rows get the segment that one row reads; the other rows' blocks of it are never read."""
     bench = Bench(backend, block_size=64, num_tokens=1000, head_dim=64)
     tree = SegmentTree(bench)
     segment = tree.segment(None, 3)

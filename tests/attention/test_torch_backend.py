@@ -125,7 +125,7 @@ def test_decode_rows_of_several_tokens(windows: tuple[int | None, ...]) -> None:
 
 @pytest.mark.parametrize("soft_cap", [None, 0.7])
 def test_sinks(soft_cap: float | None) -> None:
-    """A score of each head's own that belongs to no key: in prompts longer than what is attended at once, in chunks
+    """Sinks of heads: in prompts longer than what is attended at once, in chunks
     behind a prefix, and in decode rows."""
     bench = Bench(num_kv_heads=2, ratio=3, windows=(40, None), has_sinks=True, soft_cap=soft_cap, num_tokens=2000)
     a, b, c = (History() for _ in range(3))

@@ -49,14 +49,14 @@ def test_products_run_beside_other_work(compiled: dict[str, Any], kind: str, mos
 
 
 def test_multiprocessors_have_room_for_many_programs_of_decode_rows(compiled: dict[str, Any]) -> None:
-    """For 12, and for 16 where there are many rows."""
+    """There is room for 12 programs, and for 16 where there are many rows."""
     registers = [int(count) for count in re.findall(r"Used (\d+) registers", compiled["fp8_rows"]["report"])]
     assert max(registers[:2]) <= 168
     assert max(registers[2:]) <= 128
 
 
 def test_what_is_kept_serves_other_layers_and_caches(compiled: dict[str, Any]) -> None:
-    """Also where a smaller cache lies in the place of another, and where hooks are set, as profilers do."""
+    """It also serves a smaller cache in the place of another, and hooks that are set, as profilers do."""
     found = compiled["chunks"]
     assert found["names"] == ["hopper_prefill_kernel"] * 2 * len(found["launches"])
     first, second, third, smaller, elsewhere, of_prefix = found["launches"]
@@ -73,13 +73,13 @@ def test_what_is_kept_serves_other_layers_and_caches(compiled: dict[str, Any]) -
 
 
 def test_own_keys_begin_before_segments_have_ended(compiled: dict[str, Any]) -> None:
-    """And what merges both does not."""
+    """The merge of both waits for their end."""
     assert compiled["segments"]["early"] == [False, True, False] * 2
     assert compiled["segments"]["names"][2:5] == ["decode_attention_kernel"] * 2 + ["merge_segments_kernel"]
 
 
 class FakeKernel:
-    """What is asked of a Triton kernel that only compiles: the arguments of each compilation and each launch."""
+    """A Triton kernel that notes the arguments of each compilation and each launch."""
 
     def __init__(self) -> None:
         self.compiled: list[tuple[Any, ...]] = []

@@ -61,7 +61,7 @@ def test_the_kernel_copies_what_plain_torch_does(
 
 @pytest.mark.parametrize("kv_dtype", [None, FP8])
 def test_one_launch_copies_in_all_layers(kv_dtype: torch.dtype | None) -> None:
-    """As many times plain torch in each layer. Keys of all KV groups have one shape here."""
+    """One launch equals plain torch in each layer, where the keys of all KV groups have one shape."""
     expected, found = (filled_cache(((2, 64), (2, 64)), torch.float32, kv_dtype, device) for device in (CPU, DEVICE))
     entries = torch.tensor(COPIES, dtype=torch.int32)
     expected.copy_keys(KeyCopies(entries=entries, of_groups=[entries[:2], entries[2:]]))

@@ -1,4 +1,4 @@
-"""What the work lists of decode attention hold, in Triton's interpreter."""
+"""The contents of the work lists of decode attention, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def segment_list(max_rows: int) -> SegmentWorkList:
 
 
 def test_what_there_is_to_do_is_counted() -> None:
-    """By it the multiprocessors are shared out. A tile that has few rows counts as any other."""
+    """The multiprocessors are shared out by this count. A tile of few rows counts as any other."""
     planned = segment_list(70)
     for last_segments, own_keys, of_tiles in (([2] * 64, 7, 2 * 448), ([1] * 3 + [3], 1, 320 + 64), ([0] * 5, 9, 0)):
         for _ in range(2):
