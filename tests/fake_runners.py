@@ -187,7 +187,7 @@ class HashingRunner(CountingRunner):
         if step.shares_segments:
             self.check_segments([slot for slot, _, _ in rows_of(step)[: step.num_decodes]])
         self.check_prefixes(step)
-        rows, bounds = rows_of(step), unpack(step.seq_lens)
+        rows, bounds, row_limits = rows_of(step), unpack(step.seq_lens), unpack(step.row_limits)
         starts = [self.lens[slot] for slot, _, _ in rows]
         given: list[list[int]] = [[] for _ in rows]
         if step.key_copies and not step.copies_new_keys:
@@ -201,7 +201,8 @@ class HashingRunner(CountingRunner):
             assert self.accept is not None or self.lens[slot] + num_tokens == bound
             if step.copies_new_keys:
                 self.copy_keys(step, [slot])
-            given[row] = self.compute(slot, num_tokens, num_logits)
+            limit = row_limits[row] if row < len(row_limits) else None
+            given[row] = self.compute(slot, num_tokens, num_logits, limit)
         tokens = [token for of_row in given for token in of_row]
         counts = [len(of_row) for of_row, (_, _, num_logits) in zip(given, rows, strict=True) if num_logits]
         if not self.is_output_rank:
@@ -210,7 +211,7 @@ class HashingRunner(CountingRunner):
             StepOutput(
                 step_id=step.step_id,
                 token_ids=pack(tokens),
-                counts=pack(counts) if self.accept else b"",
+                counts=pack(counts) if self.accept or row_limits else b"",
                 query_results=[self.read(step, starts, read) for read in step.queries],
             )
         )
@@ -308,12 +309,15 @@ class HashingRunner(CountingRunner):
                     self.kv[target, offset] = self.kv[source, offset]
                     self.num_copied += 1
 
-    def compute(self, slot: int, num_tokens: int, num_logits: int) -> list[int]:
-        """Store the keys of a row's tokens, drafted ones included; the tokens that count."""
+    def compute(self, slot: int, num_tokens: int, num_logits: int, limit: int | None) -> list[int]:
+        """Store the keys of a row's tokens, drafted ones included; the tokens that count, which lead up to `limit`
+        computed ones."""
         start, known = self.lens[slot], self.tokens[slot]
         num_certain = num_tokens - max(0, num_logits - 1)  # the others are drafted
         count = num_logits if self.accept is None else self.accept(num_logits)
         assert 0 <= count <= num_logits
+        if limit is not None:
+            count = min(count, limit - start)
         given: list[int] = []
         last = self.check_past(slot, start)
         for position in range(start, start + num_tokens):

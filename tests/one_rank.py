@@ -12,6 +12,7 @@ from nvcli.core.messages import StepInput, StepOutput, unpack
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.chunk_groups import PrefixCosts
 from nvcli.engine.core import EngineCore
+from nvcli.engine.engine_process import drafting_of
 from nvcli.engine.request import Request, RequestOutput
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
 from nvcli.engine.segment_forest import SegmentCosts
@@ -52,6 +53,7 @@ def make_scheduler(
         kv_groups=tuple(runner.ready.kv_groups),
         segment_costs=segment_costs,
         prefix_costs=prefix_costs,
+        drafting=drafting_of(config, runner.ready),
     )
     num_blocks = num_blocks or runner.ready.num_blocks
     return Scheduler(limits, BlockManager(num_blocks, enable_prefix_caching=config.enable_prefix_caching))

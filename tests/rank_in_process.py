@@ -94,7 +94,7 @@ class RankInProcess:
         rows, lens = rows_of(step), unpack(step.seq_lens)
         assert 0 < len(rows) == len(lens) == len({slot for slot, _, _ in rows}) <= limits.max_num_seqs
         assert step.total_tokens <= limits.max_num_batched_tokens
-        assert max(lens) <= limits.max_model_len
+        assert max(lens) < limits.max_model_len + limits.tokens_per_row
         decodes, chunks = rows[: step.num_decodes], rows[step.num_decodes :]
         assert len({(num_tokens, num_logits) for _, num_tokens, num_logits in decodes}) <= 1
         assert all(0 < num_tokens == num_logits <= limits.tokens_per_row for _, num_tokens, num_logits in decodes)

@@ -15,6 +15,7 @@ import typer.main
 from nvcli.cli.main import app
 from nvcli.core.config import JobConfig, RunConfig, flag_keys
 from nvcli.core.sampling_params import SamplingParams
+from nvcli.core.speculation_config import SpeculationConfig
 from nvcli.core.task_config import EmbedConfig, ScoreConfig
 from nvcli.models.families.catalogue import FAMILIES
 
@@ -63,7 +64,8 @@ def rows_of(text: str) -> dict[str, str]:
 
 
 def test_every_key_is_documented_and_no_other() -> None:
-    keys = [key for key in RunConfig.__struct_fields__ if key not in ("job", "score", "embed")]
+    keys = [key for key in RunConfig.__struct_fields__ if key not in ("speculation", "job", "score", "embed")]
+    keys += [f"speculation.{key}" for key in SpeculationConfig.__struct_fields__]
     assert sorted(first_column(section(CONFIGURATION, "## Keys"))) == sorted(keys)
     job_keys = [f"job.{key}" for key in JobConfig.__struct_fields__]
     assert sorted(first_column(section(CONFIGURATION, "## Keys of the `job` section"))) == sorted(job_keys)

@@ -7,21 +7,27 @@ from itertools import pairwise
 
 import pytest
 
-from nvcli.core.messages import KVGroup, StepOutput, TokenLogprobs, unpack
+from nvcli.core.messages import StepOutput, TokenLogprobs, unpack
 from nvcli.engine.core import EngineCore
+from nvcli.engine.draft_policy import Drafting
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import Request
 from nvcli.engine.scheduler import Scheduler
-from nvcli.errors import ConfigError
 from rank_in_process import RankInProcess, decode_slots_of, make_core, rows_of, run, spans_of, wait_for_last_tokens
 from requests_factory import make_request
 
 
 def make(
-    accept: Callable[[int], int] | None, *, num_blocks: int = 100, max_in_flight: int = 2, **limits: int
+    accept: Callable[[int], int] | None,
+    *,
+    num_blocks: int = 100,
+    max_in_flight: int = 2,
+    tokens_per_row: int = 1,
+    **limits: int,
 ) -> tuple[EngineCore, Scheduler, RankInProcess]:
     values = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64, "block_size": 4}
-    scheduler_limits = SchedulerLimits(**{**values, **limits})
+    drafting = Drafting(widths=tuple(range(2, tokens_per_row + 1)), policy="always") if tokens_per_row > 1 else None
+    scheduler_limits = SchedulerLimits(drafting=drafting, **{**values, **limits})
     rank = RankInProcess(scheduler_limits, accept=accept)
     core, scheduler = make_core(scheduler_limits, rank, num_blocks=num_blocks, max_in_flight=max_in_flight)
     return core, scheduler, rank
@@ -89,14 +95,14 @@ def test_tokens_behind_a_stop_id_are_dropped_with_their_log_probabilities(place:
 
 
 def test_no_row_passes_the_longest_length() -> None:
-    """Prompt and answer fill it; the last tokens are computed one at a time (checked on submit)."""
+    """Prompt and answer fill it; the last row gives no more tokens than are left, though it computes more."""
     core, scheduler, rank = make(lambda num_logits: num_logits, tokens_per_row=5, max_model_len=23)
     core.add([request := make_request(0, list(range(4)), 19)])
     (output,) = run(core, scheduler).values()
     assert unpack(output.token_ids).tolist() == answer(request)
     widths = [unpack(step.num_tokens)[0] for step in rank.steps]
-    assert widths == [4, 5, 5, 5, 1, 1, 1]
-    assert [step.num_decodes for step in rank.steps] == [0, 1, 1, 1, 0, 0, 0]
+    assert widths == [4, 5, 5, 5, 5]
+    assert [step.num_decodes for step in rank.steps] == [0, 1, 1, 1, 1]
 
 
 def test_a_lone_request_fits_whatever_the_width_of_its_rows() -> None:
@@ -163,17 +169,3 @@ def test_a_preempted_request_waits_for_the_tokens_on_their_way() -> None:
     assert core.stats.num_preemptions > 0
     assert all(unpack(done[request.request_id].token_ids).tolist() == answer(request) for request in requests)
     assert all(len(rows_of(step)) <= 2 for step in rank.steps)
-
-
-def test_drafted_tokens_are_refused_where_there_are_states() -> None:
-    """A state does not go back by tokens that were not accepted."""
-    groups = (KVGroup(), KVGroup(window=2, is_state=True))
-    with pytest.raises(ConfigError, match=r"^3 tokens per decode row: .*states.*; decode without drafted"):
-        SchedulerLimits(
-            max_num_seqs=4,
-            max_num_batched_tokens=64,
-            max_model_len=64,
-            block_size=4,
-            tokens_per_row=3,
-            kv_groups=groups,
-        )

@@ -30,8 +30,8 @@ class PoisonedRunner(HashingRunner):
         super().__init__(engine_config(block_size=limits.block_size), context)
         self.windows = [group.window for group in limits.kv_groups]
 
-    def compute(self, slot: int, num_tokens: int, num_logits: int) -> list[int]:
-        given = super().compute(slot, num_tokens, num_logits)
+    def compute(self, slot: int, num_tokens: int, num_logits: int, limit: int | None) -> list[int]:
+        given = super().compute(slot, num_tokens, num_logits, limit)
         return [NOT_FINITE] * len(given) if POISON in self.tokens[slot].values() else given
 
 

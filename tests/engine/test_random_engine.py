@@ -17,6 +17,7 @@ from nvcli.core.messages import KVGroup, StepInput, pack, unpack
 from nvcli.core.sampling_params import SamplingParams, StopRepetition
 from nvcli.engine import key_copies
 from nvcli.engine.chunk_groups import PrefixCosts
+from nvcli.engine.draft_policy import Drafting
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import Pooling, PromptScoring, Request, RequestOutput, ThoughtLimit
 from nvcli.engine.segment_forest import SegmentCosts
@@ -127,6 +128,11 @@ def _costs(least_gain: int) -> SegmentCosts:
     return SegmentCosts(tile=1, partial_result=0, least_gain=least_gain, least_saved_in_step=1)
 
 
+def drafting_of(tokens_per_row: int) -> Drafting | None:
+    """Drafts in every row."""
+    return Drafting(widths=tuple(range(2, tokens_per_row + 1)), policy="always") if tokens_per_row > 1 else None
+
+
 def random_case(seed: int, groups: tuple[KVGroup, ...], *, shares_prefixes: bool = False) -> Case:
     """`shares_prefixes`: prompts are short behind common prefixes, and attended together wherever they may be."""
     rng = random.Random(seed)
@@ -139,7 +145,7 @@ def random_case(seed: int, groups: tuple[KVGroup, ...], *, shares_prefixes: bool
         block_size=block_size,
         num_micro_batches=rng.choice([1, 1, 1, 2, 3]),
         # A state does not go back by drafted tokens that were not accepted.
-        tokens_per_row=rng.choice([1, 1, 2, 3, 5]) if STATE not in groups else 1,
+        drafting=drafting_of(rng.choice([1, 1, 2, 3, 5])) if STATE not in groups else None,
         kv_groups=groups,
         segment_costs=random.Random(seed).choice([None, *map(_costs, (1, 8, 30))]),
         prefix_costs=PrefixCosts(tile_tokens=8, token=0, least_gain=1, least_gain_in_step=1)

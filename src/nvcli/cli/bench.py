@@ -9,7 +9,7 @@ from nvcli.cli.options import AsJson, Settings, keys_of, with_options
 from nvcli.tools.bench.options import BenchOptions
 
 
-@with_options(*keys_of("", without=("device", "seed")))
+@with_options(*keys_of("", "speculation", without=("device", "seed")))
 def bench(*, settings: Settings, options: BenchOptions, as_json: AsJson = False) -> None:
     """Measure how fast a model runs here, where the time goes, and how close it comes to the device's limits.
 

@@ -18,7 +18,12 @@ _OF_MANY = ("device", "max_num_seqs", "data_parallel_size", "sampling.n", "sampl
 """Keys without an option here, because they are for many rows or answers."""
 
 
-@with_options(*keys_of("", "sampling", without=_OF_MANY), "job.system", "job.chat_template", "job.chat_template_kwargs")
+@with_options(
+    *keys_of("", "speculation", "sampling", without=_OF_MANY),
+    "job.system",
+    "job.chat_template",
+    "job.chat_template_kwargs",
+)
 def chat(*, settings: Settings) -> None:
     """Chat with a model, to get to know it before spending hours on a job.
 

@@ -15,7 +15,7 @@ from nvcli.core.config_types import PositiveInt
 from nvcli.core.flags import MODEL, RESULT, WORKLOAD, Flag
 
 
-@with_options(*keys_of("", "job", "sampling", without=("device",)))
+@with_options(*keys_of("", "speculation", "job", "sampling", without=("device",)))
 def check(
     inputs: Annotated[list[str], typer.Argument(metavar="INPUT", help="Input files, or - for standard input.")],
     *,

@@ -13,7 +13,7 @@ from nvcli.cli.options import AsJson, Settings, keys_of, with_options
 from nvcli.core.flags import RESULT, Flag
 
 
-@with_options(*keys_of("", without=("seed",)))
+@with_options(*keys_of("", "speculation", without=("seed",)))
 def doctor(
     *,
     settings: Settings,

@@ -13,7 +13,7 @@ from nvcli.cli.prompt import answer_prompts, check_prompt_options
 from nvcli.core.flags import PROMPTS, Flag
 
 
-@with_options(*keys_of("", "job", "sampling", without=("device",)))
+@with_options(*keys_of("", "speculation", "job", "sampling", without=("device",)))
 def generate(
     inputs: Annotated[
         list[str] | None, typer.Argument(metavar="INPUT", help="Files, folders, datasets or URLs; - is standard input.")

@@ -13,7 +13,7 @@ from nvcli.core.flags import MODEL, RESULT, WORKLOAD, Flag
 from nvcli.tools.bench.options import Shape
 
 
-@with_options(*keys_of("", without=("device", "seed", "data_parallel_size")))
+@with_options(*keys_of("", "speculation", without=("device", "seed", "data_parallel_size")))
 def profile_memory(
     *,
     settings: Settings,

@@ -34,6 +34,7 @@ from nvcli.core.flags import MODEL, SAMPLING, Flag, FlaggedField, flagged_fields
 from nvcli.core.job_config import MESSAGES_KEY, JobConfig, MessageTemplate
 from nvcli.core.other_names import own_keys
 from nvcli.core.sampling_params import MAX_INT, SamplingParams
+from nvcli.core.speculation_config import SpeculationConfig
 from nvcli.core.task_config import EmbedConfig, ScoreConfig, Task
 from nvcli.core.text_template import TextTemplate
 from nvcli.core.validation import InvalidValue, convert, join_path, show
@@ -151,6 +152,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Flag("--seed", SAMPLING, "Seed of the run; every row has its own random numbers."),
     ] = 0
     """The seed and a row's index determine the row's random numbers."""
+    speculation: SpeculationConfig = SpeculationConfig()
     step_timeout: Annotated[float, Meta(gt=0, le=1_000_000)] = 300.0
     """Seconds that a rank may take for one step before the run is stopped."""
     generation_config: Literal["auto", "none"] = "auto"
@@ -166,6 +168,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 SECTIONS: dict[str, type[msgspec.Struct]] = {
     "job": JobConfig,
+    "speculation": SpeculationConfig,
     "sampling": SamplingParams,
     "score": ScoreConfig,
     "embed": EmbedConfig,

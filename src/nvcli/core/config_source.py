@@ -21,7 +21,7 @@ from nvcli.core.validation import Path as KeyPath
 from nvcli.core.validation import is_text, shorten, show
 from nvcli.errors import ConfigError
 
-_SECTIONS = ("sampling", "job", "score", "embed")
+_SECTIONS = ("sampling", "speculation", "job", "score", "embed")
 """Keys that hold keys."""
 
 

@@ -20,6 +20,8 @@ Quantization = Literal["auto"] | KeptWeights
 Device = Literal["auto", "cpu", "cuda"]
 KVCacheDtype = Literal["auto", "bf16", "fp8"]
 FP8Accumulation = Literal["exact", "fast"]
+DraftMethod = Literal["auto", "none", "lookup"]
+DraftPolicyName = Literal["auto", "always"]
 Order = Literal["input", "completion"]
 ChatChoice = Literal["auto", "always", "never"]
 AttentionName = Literal["auto", "torch", "triton", "flash-attn", "flashinfer"]
@@ -43,6 +45,8 @@ ToolParserName = Literal[
     "harmony",
 ]
 
+MAX_DRAFT_TOKENS = 15
+"""Maximum `speculation.max_draft_tokens`."""
 MAX_NUM_SEQS = 65536
 """Maximum `max_num_seqs`."""
 MAX_BLOCK_SIZE = 1024

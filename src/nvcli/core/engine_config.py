@@ -7,7 +7,17 @@ from typing import Any, Literal
 
 import msgspec
 
-from nvcli.core.config_types import FP8Accumulation, KeptWeights, KVCacheDtype, KVDtype, ModelDtype
+from nvcli.core.config_types import (
+    DraftPolicyName,
+    FP8Accumulation,
+    KeptWeights,
+    KVCacheDtype,
+    KVDtype,
+    ModelDtype,
+)
+
+MAX_DRAFT_STEP_TOKENS = 1024
+"""The most tokens of a step whose decode rows have drafts: more take a GPU so long that drafts gain nothing."""
 
 
 def kv_dtype(kv_cache_dtype: KVCacheDtype, dtype: ModelDtype) -> KVDtype:
@@ -15,6 +25,10 @@ def kv_dtype(kv_cache_dtype: KVCacheDtype, dtype: ModelDtype) -> KVDtype:
     if kv_cache_dtype == "auto":
         return dtype
     return "bfloat16" if kv_cache_dtype == "bf16" else "fp8"
+
+
+_DRAFT_WIDTHS = (2, 3, 4, 6, 8, 12)
+"""Tokens of decode rows with drafts, beside the most that there may be. Each has CUDA graphs of its own."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +84,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     plan_admission: bool = True
     """Admit as many requests as are forecast, from the answers so far, to fit into the KV cache until they end; false:
     as many as fit now, with preemption when room runs out."""
+    max_draft_tokens: int = 0
+    """The most tokens that are drafted to follow a row's last one; 0: none are."""
+    draft_policy: DraftPolicyName = "auto"
+    """`RunConfig.speculation.policy`"""
+    draft_accept_rate: float | None = None
+    """Take each draft with this probability, whatever it is, and draft for every row; for benchmarks, whose answers
+    mean nothing. None: drafts are looked up, and taken where they are right."""
     overlap_steps: bool = True
     """Schedule a step while the previous one runs; false: to measure what that gains."""
     embedding_size: int = 0
@@ -142,5 +163,31 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.max_num_decodes if shares else 0
 
     @property
+    def draft_widths(self) -> tuple[int, ...]:
+        """The numbers of tokens that decode rows with drafts may have, ascending; empty: there are no drafts."""
+        if not self.max_draft_tokens:
+            return ()
+        most = 1 + self.max_draft_tokens
+        return (*(width for width in _DRAFT_WIDTHS if width < most), most)
+
+    @property
+    def max_row_tokens(self) -> int:
+        """The most tokens of a request in the KV cache: drafts may reach beyond the longest answer."""
+        return self.max_model_len + self.max_draft_tokens
+
+    @property
     def max_blocks_per_seq(self) -> int:
-        return -(-self.max_model_len // self.block_size)
+        return -(-self.max_row_tokens // self.block_size)
+
+    @property
+    def max_draft_step_tokens(self) -> int:
+        """The most tokens of a step's decode rows together, where they have drafts; 0: none have."""
+        if not self.max_draft_tokens:
+            return 0
+        most = min(self.max_num_decodes * (1 + self.max_draft_tokens), self.max_num_batched_tokens)
+        return min(most, max(MAX_DRAFT_STEP_TOKENS, self.max_num_decodes))
+
+    @property
+    def max_step_logits(self) -> int:
+        """The most rows of logits in a step: one for each request, or for each token of decode rows with drafts."""
+        return self.max_num_seqs + self.max_draft_step_tokens

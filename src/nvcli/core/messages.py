@@ -162,7 +162,11 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """An upper bound on each row's length after this step, its own tokens included. It is exact unless an earlier step
     whose counts the engine does not know yet may accept a number of tokens of its own."""
     num_decodes: int = 0
-    """The number of decode rows, which come first. They have equally many tokens, and as many logits as tokens."""
+    """The number of decode rows, which come first. They have equally many tokens, and as many logits as tokens: those
+    behind the first token are drafts."""
+    row_limits: bytes = b""
+    """The most tokens of each decode row's request that may be computed when the step is over: the row gives no more
+    tokens than lead there. Empty: decode rows have no drafts."""
     constraints: list[Constraint] = []
     """The constraints of new slots, each once. Their grammars have at most `MAX_STEP_GRAMMAR_BYTES` together."""
     restarts: bool = False
@@ -237,6 +241,8 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     cannot be followed any further."""
     counts: bytes = b""
     """The packed number of tokens of each row with logits, 0 to `num_logits`; empty: as many tokens as logits."""
+    drafted: bytes = b""
+    """The packed number of drafts of each decode row, up to `num_tokens - 1`; empty: they have none."""
     logprobs: list[TokenLogprobs | None] = []
     """One entry for each token if any request of the batch asked; else empty."""
     seconds: float = 0.0
@@ -323,6 +329,8 @@ class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_onl
     """The KV groups of rank 0. At most `MAX_KV_GROUPS`."""
     reads_segments: bool = False
     """Whether the ranks read shared blocks of decoding requests once for all of them."""
+    may_draft: bool = False
+    """Whether decode rows may have drafts."""
     prefix_tile_tokens: int = 0
     """`AttentionBackend.prefix_tile_tokens`, where the ranks attend prefill chunks that share prefixes together; 0:
     they do not."""
@@ -345,21 +353,24 @@ def max_step_input_bytes(
     prefixes that travel for penalties, bad words and grammars are together held under `max_model_len +
     max_num_batched_tokens` tokens by the scheduler. A row takes 16 bytes in the batch, 24 in two spans of tokens, 4
     where its slot was freed before, 32 where its prompt is read, plus the targets, and 6 for its part of a group of
-    chunks. A new slot may have keys copied in each KV group.
+    chunks, and 4 for its limit. A new slot may have keys copied in each KV group.
     """
     num_ids = MAX_STOP_IDS + MAX_BIASED_TOKENS + MAX_END_IDS + 2 * MAX_MARK_IDS
     new_slot_bytes = 256 + 5 * num_ids + 9 * MAX_BIASED_TOKENS
     block_bytes = 4 * 4 * max_blocks_per_seq
     segment_bytes = MAX_KV_GROUPS * (3 + 5) * 4
     copy_bytes = MAX_KV_GROUPS * MOST_KEY_COPIES * 5 * 4
-    per_seq = new_slot_bytes + block_bytes + segment_bytes + copy_bytes + 12 * 4 + 32 + 6
+    per_seq = new_slot_bytes + block_bytes + segment_bytes + copy_bytes + 13 * 4 + 32 + 6
     grammar_bytes = MAX_STEP_GRAMMAR_BYTES + 5 * max_num_seqs
     return 1024 + grammar_bytes + max_num_seqs * per_seq + 4 * (3 * max_num_batched_tokens + max_model_len)
 
 
-def max_step_output_bytes(*, max_num_seqs: int, max_num_batched_tokens: int, hidden_size: int = 0) -> int:
-    """Compute the size in bytes of the largest encoded StepOutput: one token per request, with `MAX_LOGPROBS`
+def max_step_output_bytes(
+    *, max_num_seqs: int, max_step_logits: int, max_num_batched_tokens: int, hidden_size: int = 0
+) -> int:
+    """Compute the size in bytes of the largest encoded StepOutput: `max_step_logits` tokens, with `MAX_LOGPROBS`
     alternatives each, and as many for each prompt token that is read. `hidden_size`: that of the hidden states that
     requests may ask for; 0: they may not."""
-    per_seq = 2 * 4 + 32 + MAX_LOGPROBS * (5 + 9) + 32 + 4 * hidden_size
-    return 1024 + max_num_seqs * per_seq + max_num_batched_tokens * 8 * (1 + MAX_LOGPROBS)
+    per_token = 4 + 32 + MAX_LOGPROBS * (5 + 9)
+    per_seq = 2 * 4 + 32 + 4 * hidden_size
+    return 1024 + max_step_logits * per_token + max_num_seqs * per_seq + max_num_batched_tokens * 8 * (1 + MAX_LOGPROBS)

@@ -48,7 +48,6 @@ class Admission:
     """The running requests of one replica, by their forecast ends. The caller counts the steps."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
-        self._tokens_per_row = limits.tokens_per_row
         # A window as long as any request never gives a block back.
         num_growing = sum(group.window is None or group.window >= limits.max_model_len for group in limits.kv_groups)
         self._blocks_per_token = num_growing / limits.block_size
@@ -79,7 +78,7 @@ class Admission:
         manager = tables.block_manager
         num_free = manager.num_free
         # Every running request keeps room for one more row, so that admission does not cause preemption.
-        reserve = tables.reserve(self._num_running, self._tokens_per_row)
+        reserve = tables.reserve(self._num_running, 1)
         length = tables.enter(state, budget, reserve=reserve)
         if length is None:
             return None

@@ -96,7 +96,7 @@ class BlockTables:
         self._segments.enter(state)
 
     def share(self, draft: StepDraft, num_decodes: int) -> Sharing:
-        """Return what a step's rows share: this many decode rows, and the chunks of its draft."""
+        """Return what a step's rows share: this many decode rows of one token, and the chunks of its draft."""
         return Sharing(
             self._chunk_groups.arrange(draft.chunks),
             self._segments.take_changes(num_decodes),
@@ -176,6 +176,14 @@ class BlockTables:
             assert state.slot is not None
             draft.add_blocks(group, state.slot, first_column, blocks)
         return num_tokens
+
+    def has_room(self, states: Sequence[RequestState], num_tokens: int) -> bool:
+        """Whether there are free blocks for the next `num_tokens` tokens of each of these requests, apart from those
+        that windows will free."""
+        num_missing = 0
+        for state in states:
+            num_missing += self._num_missing(state, -(-(state.num_computed + num_tokens) // self.block_size))
+        return num_missing <= self.block_manager.num_free
 
     def _lengthen(
         self, state: RequestState, num_tokens: int, *, least: int, reserve: int = 0

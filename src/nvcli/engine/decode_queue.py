@@ -29,6 +29,10 @@ class DecodeQueue:
     def __len__(self) -> int:
         return len(self._ready) + len(self._parked)
 
+    @property
+    def num_ready(self) -> int:
+        return len(self._ready)
+
     def leading(self, num_requests: int) -> list[RequestState]:
         """Return the first ready requests, up to `num_requests` of them."""
         return self._ready[:num_requests]
@@ -48,11 +52,6 @@ class DecodeQueue:
         else:
             self._ready.remove(state)
             self._slots = self._lens = None
-
-    def park(self, state: RequestState) -> None:
-        """Make a ready request wait until some of its tokens have come back."""
-        self.remove(state)
-        self._parked[state] = None
 
     def unpark(self, states: Sequence[RequestState]) -> None:
         """Make those of these requests ready that were parked and need not wait for more tokens; their tokens have come

@@ -22,6 +22,7 @@ from nvcli.core.messages import EngineReady
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.chunk_groups import PrefixCosts
 from nvcli.engine.core import EngineCore
+from nvcli.engine.draft_policy import Drafting
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.protocol import (
     AbortRequests,
@@ -95,6 +96,17 @@ def scheduler_limits(config: EngineConfig, ready: EngineReady) -> SchedulerLimit
         segment_costs=SegmentCosts() if ready.reads_segments else None,
         prefix_costs=PrefixCosts(tile_tokens=ready.prefix_tile_tokens) if ready.prefix_tile_tokens else None,
         plans_admission=config.plan_admission,
+        drafting=drafting_of(config, ready),
+    )
+
+
+def drafting_of(config: EngineConfig, ready: EngineReady) -> Drafting | None:
+    """Return the drafts of decode rows; None: they have none, because nobody wants any or the ranks cannot check
+    them."""
+    if not ready.may_draft:
+        return None
+    return Drafting(
+        widths=config.draft_widths, policy=config.draft_policy, max_step_tokens=config.max_draft_step_tokens
     )
 
 

@@ -8,16 +8,13 @@ from nvcli.core.messages import KVGroup
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.block_tables import BlockTables
 from nvcli.engine.chunk_groups import PrefixCosts
+from nvcli.engine.draft_policy import Drafting
 from nvcli.engine.segment_forest import SegmentCosts
-from nvcli.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """The limits of a step. Sizes are in tokens and requests, as in `EngineConfig`.
-
-    Raises ConfigError for drafted tokens in a model with recurrent states.
-    """
+    """The limits of a step. Sizes are in tokens and requests, as in `EngineConfig`."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -25,8 +22,8 @@ class SchedulerLimits:
     block_size: int
     num_micro_batches: int = 1
     """Steps in flight at a time; with more than one, a decoding request is in only one of them (pipeline stages)."""
-    tokens_per_row: int = 1
-    """Tokens of a decode row: the last one, and those drafted to follow it."""
+    drafting: Drafting | None = None
+    """The drafts of decode rows; None: they have none."""
     kv_groups: tuple[KVGroup, ...] = (KVGroup(),)
     segment_costs: SegmentCosts | None = None
     """Costs that decide which shared blocks of decoding requests are read once for all of them; None if the ranks
@@ -39,21 +36,17 @@ class SchedulerLimits:
     free."""
 
     def __post_init__(self) -> None:
-        if self.tokens_per_row > 1 and any(group.is_state for group in self.kv_groups):
-            raise ConfigError(
-                f"{self.tokens_per_row} tokens per decode row: the model has recurrent states, from which rejected "
-                "draft tokens cannot be removed; decode without drafted tokens"
-            )
+        has_states = any(group.is_state for group in self.kv_groups)
+        assert not (self.drafting and has_states), "a state does not go back by drafts that are not accepted"
 
     @property
-    def decode_width(self) -> int:
-        """Tokens of a decode row, at most as many as a step may have."""
-        return min(self.tokens_per_row, self.max_num_batched_tokens)
+    def tokens_per_row(self) -> int:
+        """The most tokens of a decode row."""
+        return 1 if self.drafting is None else self.drafting.widths[-1]
 
     def max_decode_rows(self, num_running: int) -> int:
         """Return the most decode rows of a step: a micro-batch's share of the running requests, within its tokens."""
-        share = -(-num_running // self.num_micro_batches)
-        return min(share, self.max_num_batched_tokens // self.decode_width)
+        return min(-(-num_running // self.num_micro_batches), self.max_num_batched_tokens)
 
     def empty_tables(self, blocks: BlockManager) -> BlockTables:
         """Make the block tables of a replica with this many blocks."""

@@ -151,6 +151,11 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     kv_bytes_saved: int = 0
     """Bytes of the KV cache, over all ranks, that were not read because shared blocks are read once for several
     requests."""
+    decode_rows: int = 0
+    """The decode rows of all steps, each of which gives a token and its accepted drafts."""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """Drafted tokens that the model would have given too."""
     running_lengths: bytes = b""
     """The running answers' lengths, three int32 each (`messages.pack`): (generated tokens, `max_tokens`, prompt
     tokens). They are updated less often than the rest, and cover only a sample if many requests run."""
@@ -164,7 +169,49 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         )
 
 
-_COUNTS_SINCE_START = ("prompt_tokens", "cached_tokens", "generated_tokens", "num_preemptions", "kv_bytes_saved")
+class DraftFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers of drafted tokens."""
+
+    drafted_tokens: int
+    accepted_tokens: int
+    """Drafted tokens that the model would have given too."""
+
+
+class SpeculationFigures(DraftFigures, frozen=True, kw_only=True):
+    """Drafts of all replicas together."""
+
+    tokens_per_step: float
+    """The tokens that a decoding request got in a step, on average."""
+    by_source: dict[str, DraftFigures]
+    """The tokens by what they were drafted from, such as `lookup`."""
+
+    @staticmethod
+    def of(replicas: Sequence[EngineStats]) -> SpeculationFigures | None:
+        """Return the figures of replicas; None: nothing was drafted."""
+        rows, drafted, accepted = (
+            sum(getattr(stats, name) for stats in replicas)
+            for name in ("decode_rows", "drafted_tokens", "accepted_tokens")
+        )
+        if not drafted:
+            return None
+        return SpeculationFigures(
+            drafted_tokens=drafted,
+            accepted_tokens=accepted,
+            tokens_per_step=round((rows + accepted) / max(1, rows), 3),
+            by_source={"lookup": DraftFigures(drafted_tokens=drafted, accepted_tokens=accepted)},
+        )
+
+
+_COUNTS_SINCE_START = (
+    "prompt_tokens",
+    "cached_tokens",
+    "generated_tokens",
+    "num_preemptions",
+    "kv_bytes_saved",
+    "decode_rows",
+    "drafted_tokens",
+    "accepted_tokens",
+)
 
 
 class StepRecord(msgspec.Struct, array_like=True, kw_only=True):

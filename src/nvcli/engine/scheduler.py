@@ -11,12 +11,15 @@ tokens than the request can use: those after a stop id or `max_tokens` are dropp
 for a request that turns out to have ended. A request waits for its tokens, while others go on, when it has requested as
 many as it may, or when it needs its last token (`RequestState.needs_last_token`); then the next row brings that token.
 
-Decode rows go first, all of `tokens_per_row` tokens; the rest of the token budget goes to prompts, oldest first. Where
-a full row would pass `max_model_len` or a lone request's last block, the request waits for its tokens, and its last
-token is computed like a prefill chunk of one. Blocks for all known tokens of a prompt are taken when it is admitted (in
-KV groups with a window, as its chunks are scheduled); decoding takes one at a time. `Admission` aims to have enough of
-them. When there are too few, a request is preempted (`_choose_victim`): its blocks are released, and its tokens
-recomputed later.
+Decode rows go first; the rest of the token budget goes to prompts, oldest first. Blocks for all known tokens of a
+prompt are taken when it is admitted (in KV groups with a window, as its chunks are scheduled); decoding takes one at a
+time. `Admission` aims to have enough of them. When there are too few, a request is preempted (`_choose_victim`): its
+blocks are released, and its tokens recomputed later.
+
+All decode rows of a step are equally wide: 1 token, or with drafts behind it several (`DraftPolicy`). A row may be
+wider than its request has tokens left; `StepInput.row_limits` has the ranks give no more. Drafts take free blocks
+alone: where there are too few a step has no drafts, and the steps in flight that have some give back what they do not
+use before a request is preempted.
 
 With several micro-batches (pipeline stages) as many steps are in flight, and every request needs its last token, so
 that a decoding request is in one of them at a time; a step takes no more of them than its share of the running ones, so
@@ -38,6 +41,7 @@ from nvcli.engine import failures
 from nvcli.engine.admission import Admission
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.decode_queue import DecodeQueue
+from nvcli.engine.draft_policy import DraftPolicy
 from nvcli.engine.failures import Failure, FirstPrompts
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import EngineStats, FinishReason, Request, RequestOutput
@@ -60,6 +64,9 @@ class Scheduler:
         self._prefilling: list[RequestState] = []
         """Requests with known tokens still to be computed, as prefill chunks."""
         self._decoding = DecodeQueue()
+        self._drafts = DraftPolicy(limits.drafting)
+        self._num_with_drafts = 0
+        """Steps in flight that have drafts."""
         self._by_id: dict[int, RequestState] = {}
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []
@@ -74,6 +81,7 @@ class Scheduler:
         self._cached_tokens = 0
         self._generated_tokens = 0
         self._num_preemptions = 0
+        self._num_decode_rows = 0
         self._bytes_saved_before = 0
         """`EngineStats.kv_bytes_saved` by earlier ranks, before a restart."""
         self._first_prompts = FirstPrompts()
@@ -126,6 +134,9 @@ class Scheduler:
             generated_tokens=self._generated_tokens,
             num_preemptions=self._num_preemptions,
             kv_bytes_saved=self._bytes_saved_before + self._tables.num_bytes_saved,
+            decode_rows=self._num_decode_rows,
+            drafted_tokens=self._drafts.num_drafted,
+            accepted_tokens=self._drafts.num_accepted,
         )
 
     def running_lengths(self) -> bytes:
@@ -142,9 +153,8 @@ class Scheduler:
         """Return the next step, or None when nothing can be computed now."""
         draft = StepDraft()
         self._tables.begin_step()
-        width = self.limits.decode_width
         num_preemptions = self._num_preemptions
-        rows = self._plan_decode_rows(width, draft)
+        rows, width = self._plan_decode_rows(draft)
         budget = self.limits.max_num_batched_tokens - width * len(rows)
         chunks = self._plan_chunks(budget, draft)
         preempted = self._num_preemptions > num_preemptions
@@ -153,6 +163,7 @@ class Scheduler:
             chunks = [(state, length) for state, length in chunks if state.slot is not None]
             draft.keep_blocks_of({state.slot for state in self._running})
 
+        row_limits = pack([state.most_computed for state in rows]) if width > 1 else b""
         decode_slots, decode_lens, parked = self._decoding.advance(rows, width)
         draft.add_last_tokens([state for state in parked if state.needs_last_token])
         for state, length in chunks:
@@ -172,12 +183,15 @@ class Scheduler:
             decode_slots=decode_slots,
             decode_width=width,
             decode_lens=decode_lens,
+            row_limits=row_limits,
             freed_slots=self._freed_slots,
             registered=registered,
             restarts=self._restarts,
-            sharing=self._tables.share(draft, len(rows)),
+            sharing=self._tables.share(draft, len(rows) if width == 1 else 0),
         )
         self._next_step_id += 1
+        self._num_with_drafts += step.has_drafts
+        self._num_decode_rows += len(rows)
         self._freed_slots.clear()
         self._restarts = False
         return step
@@ -191,6 +205,8 @@ class Scheduler:
         owners = step.sampling
         if output.counts or len(output.token_ids) > 4 * len(owners):
             owners = self._take_back_missing(step, output)
+        self._num_with_drafts -= step.has_drafts
+        self._drafts.learn(step.input, output)
         if output.logprobs:
             for state, logprobs in zip(owners, output.logprobs, strict=True):
                 if logprobs is not None and not state.finished:
@@ -265,6 +281,7 @@ class Scheduler:
         # The dropped steps would have told the ranks which slots were freed and filled.
         self._freed_slots = list(range(len(self._free_slots)))
         self._restarts = True
+        self._num_with_drafts = 0
         self._tables.forget_told()
 
     def lower_limits(self) -> bool:
@@ -288,28 +305,24 @@ class Scheduler:
 
     # ------------------------------------------------------------------ decode rows
 
-    def _plan_decode_rows(self, width: int, draft: StepDraft) -> list[RequestState]:
-        """Choose the requests that decode in the next step, the first ready ones, and take blocks for their tokens."""
-        if width > 1:
-            for state in self._decoding.leading(len(self._running)):
-                if state.num_computed + width > self.limits.max_model_len or not state.takes_decode_row(width):
-                    self._set_aside(state)
-        rows = self._decoding.leading(self.limits.max_decode_rows(len(self._running)))
+    def _plan_decode_rows(self, draft: StepDraft) -> tuple[list[RequestState], int]:
+        """Choose the requests that decode in the next step, the first ready ones, and take blocks for their tokens.
+        Returns them and the tokens of each row."""
         num_running = len(self._running)
-        for state in [state for state in rows if state.num_computed + width > state.capacity]:
-            room = self._make_room(state, width, draft, least=width)
-            if 0 < room < width:  # alone, and with too few blocks
-                self._set_aside(state)
-                return []
-        return rows if len(self._running) == num_running else [state for state in rows if state.slot is not None]
-
-    def _set_aside(self, state: RequestState) -> None:
-        """Let a request without room for a full decode row compute its last token, once known, as a prefill chunk."""
-        if state.num_pending:
-            self._decoding.park(state)
-        else:
-            self._decoding.remove(state)
-            self._prefilling.append(state)
+        rows = self._decoding.leading(self.limits.max_decode_rows(num_running))
+        has_prompts = bool(self._prefilling or (self._waiting and self._free_slots))
+        width = self._drafts.width(len(rows), self.limits.max_num_batched_tokens, has_prompts=has_prompts)
+        lacking = [state for state in rows if state.num_computed + width > state.capacity]
+        if lacking and (width > 1 or self._num_with_drafts) and not self._tables.has_room(lacking, width):
+            width = 1
+            lacking = [state for state in rows if state.num_computed + width > state.capacity]
+            if self._num_with_drafts and not self._tables.has_room(lacking, width):
+                return [], width
+        for state in lacking:
+            self._make_room(state, width, draft, least=width)
+        if len(self._running) < num_running:
+            rows = [state for state in rows if state.slot is not None]
+        return rows, width
 
     def _take_back_missing(self, step: ScheduledStep, output: StepOutput) -> list[RequestState]:
         """Lower the bounds of requests that got fewer tokens than the step computed logits for.
@@ -402,18 +415,18 @@ class Scheduler:
         """Take blocks for a running request's next `num_tokens` tokens; return the number that fit.
 
         If there are too few blocks even for `least` tokens, other requests are preempted; if this one is, the result is
-        0. A lone request with no token on its way takes no blocks in that case; the result is the number of tokens that
-        would fit, and if that is 0, it ends with an error.
+        0. It is also 0 while steps in flight may give back blocks that drafts took. A lone request with no token on its
+        way ends with an error.
         """
         while state.slot is not None:
             room = self._tables.grow(state, num_tokens, draft, least=least)
             if room >= least:
                 return room
+            if self._num_with_drafts:
+                return 0
             if len(self._running) > 1 or state.num_pending:
                 # Alone, it waits for the tokens that are on their way, which may be its last.
                 self._preempt(self._choose_victim())
-            elif room:
-                return room
             else:
                 self._finish_too_large(state, state.num_computed + 1)
         return 0
@@ -494,5 +507,5 @@ class Scheduler:
             assert state.num_computed < state.num_tokens
         for state in self._running:
             assert not state.finished
-            assert state.num_computed <= self.limits.max_model_len
+            assert state.num_computed < self.limits.max_model_len + self.limits.tokens_per_row
             assert state.num_tokens < state.max_len

@@ -62,6 +62,9 @@ class RequestState:
     num_prompt: int = field(init=False)
     max_len: int = field(init=False)
     """Tokens, prompt included, at which the answer ends."""
+    most_computed: int = field(init=False)
+    """The tokens that decode rows may compute until others are known: all but the answer's last, or those before the
+    watch's barrier."""
     parks_at: int = field(init=False)
     """Once `num_computed` reaches this number, tokens must come back before the next decode row is scheduled."""
     num_reported: int = 0
@@ -112,7 +115,8 @@ class RequestState:
         self.queries = None if request.read is None else PromptQueries(request.read, unpack(request.prompt_ids))
 
     def _set_parks_at(self) -> None:
-        self.parks_at = 0 if self.needs_last_token else min(self.max_len, self.barrier) - 1
+        self.most_computed = min(self.max_len, self.barrier) - 1
+        self.parks_at = 0 if self.needs_last_token else self.most_computed
 
     @property
     def barrier(self) -> int:
@@ -148,11 +152,6 @@ class RequestState:
             if self.request.sampling.logprobs is not None:
                 self.logprobs += [TokenLogprobs(logprob=0.0, top_ids=[], top_logprobs=[])] * len(forced)
         return len(forced)
-
-    def takes_decode_row(self, width: int) -> bool:
-        """Whether a decode row of several tokens may be scheduled, none of which must be known before others are
-        computed."""
-        return self.watch is None or self.num_computed + width < self.barrier
 
     @property
     def first_unread(self) -> int | None:

@@ -48,6 +48,10 @@ class ScheduledStep:
         return self.input.total_tokens
 
     @property
+    def has_drafts(self) -> bool:
+        return bool(self.input.row_limits)
+
+    @property
     def num_logits(self) -> list[int]:
         """The number of logits of each row that has any, in batch order."""
         return [num_logits for num_logits in unpack(self.input.num_logits) if num_logits]
@@ -220,6 +224,7 @@ class StepDraft:
         decode_slots: bytes,
         decode_width: int,
         decode_lens: bytes,
+        row_limits: bytes,
         freed_slots: Sequence[int],
         registered: list[int],
         restarts: bool,
@@ -228,7 +233,8 @@ class StepDraft:
         """Return the step, which has something to compute.
 
         `decoding`: the requests of the decode rows; `decode_slots` and `decode_lens` are their packed slots and lengths
-        after the step; each has `decode_width` tokens. `registered`: see `ScheduledStep`.
+        after the step; each has `decode_width` tokens. `row_limits`: see `StepInput`; `registered`: see
+        `ScheduledStep`.
         """
         num_decodes = len(decode_slots) // 4
         if sharing.arrangement is not None:
@@ -254,6 +260,7 @@ class StepDraft:
             num_tokens=widths + chunk_tokens,
             num_logits=widths + chunk_logits,
             seq_lens=decode_lens + chunk_lens,
+            row_limits=row_limits,
             num_decodes=num_decodes,
             constraints=[constraint for _, constraint in self._constraints.values()],
             restarts=restarts,

@@ -29,6 +29,19 @@ class StepRows(NamedTuple):
     """[R + 2], the first of the N logits rows that are kept for each row: as many as it has logits, or more."""
 
 
+class DraftRows(NamedTuple):
+    """The drafts of a step's rows, for steps in which decode rows have some. All tensors are [R + 1] int32."""
+
+    limits: Tensor
+    """The most tokens of each row's request that may be computed when the step is over."""
+    most: Tensor
+    """The most drafts of each row; 0 for rows that have none."""
+    num_drafts: Tensor
+    """The number of each row's drafts, as `find_drafts` fills it in."""
+    counts: Tensor
+    """The number of tokens that each row gives, as `accept_drafts` fills it in."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotState:
     """The tables with a row for each slot. The last row is the padding slot's."""

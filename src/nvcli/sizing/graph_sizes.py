@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
 
@@ -67,6 +68,17 @@ def step_graph_sizes(config: EngineConfig, model: ModelConfig) -> list[GraphSize
         max_num_batched_tokens=config.max_num_batched_tokens,
         launch_bound_tokens=launch_bound_tokens(model, config.tensor_parallel_size),
     )
+
+
+def draft_graph_sizes(config: EngineConfig, widths: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the sizes of steps whose decode rows have drafts, as (rows, tokens of each), captured when they are first
+    used."""
+    return [
+        (rows, width)
+        for width in widths
+        for rows in decode_sizes(config.max_num_decodes)
+        if rows * width <= config.max_draft_step_tokens
+    ]
 
 
 def may_share(decode_rows: int, max_shared_rows: int) -> bool:

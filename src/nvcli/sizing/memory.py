@@ -14,7 +14,13 @@ from nvcli.models.config import ModelConfig
 from nvcli.models.kv_groups import kv_groups
 from nvcli.models.mixers.mixer import code_elements
 from nvcli.models.tensor_spec import DTYPE_BYTES
-from nvcli.sizing.graph_sizes import launch_bound_tokens, may_share, may_share_prefixes, step_graph_sizes
+from nvcli.sizing.graph_sizes import (
+    draft_graph_sizes,
+    launch_bound_tokens,
+    may_share,
+    may_share_prefixes,
+    step_graph_sizes,
+)
 from nvcli.sizing.kv_cache import block_bytes, max_blocks
 from nvcli.sizing.weights import largest_stage, weight_bytes
 from nvcli.worker.distributed.stage import Stage
@@ -99,7 +105,7 @@ def _widened_bytes(config: EngineConfig, model: ModelConfig) -> int:
 
 def _sampling(config: EngineConfig, model: ModelConfig) -> int:
     """Return the size of all rows' logits, in the model's dtype and in float32."""
-    return config.max_num_seqs * model.vocab_size * (DTYPE_BYTES[config.dtype] + 4)
+    return config.max_step_logits * model.vocab_size * (DTYPE_BYTES[config.dtype] + 4)
 
 
 def _graphs(config: EngineConfig, model: ModelConfig, *, samples: bool) -> int:
@@ -112,7 +118,7 @@ def _graphs(config: EngineConfig, model: ModelConfig, *, samples: bool) -> int:
     sampling = _sampling(config, model) if samples else 0
     shared = activations if activations > sampling else activations + sampling
     most_tokens = launch_bound_tokens(model, config.tensor_parallel_size)
-    num_graphs = sum(
+    num_graphs = len(draft_graph_sizes(config, config.draft_widths)) + sum(
         (1 + may_share(size[0], config.max_shared_rows))
         * (1 + may_share_prefixes(size, config.max_shared_rows, most_tokens))
         for size in sizes
@@ -123,7 +129,7 @@ def _graphs(config: EngineConfig, model: ModelConfig, *, samples: bool) -> int:
 def _buffers(config: EngineConfig, model: ModelConfig, stage: Stage | None) -> int:
     """Return the size of the slot table with its block tables, the rotary table, workspaces and copies of keys; with
     several ranks, of the buffers for sums; and with stages, of one buffer to receive and one to send."""
-    tokens = (config.max_num_seqs + 1) * config.max_model_len * 4
+    tokens = (config.max_num_seqs + 1) * config.max_row_tokens * 4
     tables = len(kv_groups(model)) * (config.max_num_seqs + 1) * config.max_blocks_per_seq * 4
     row_bytes = model.hidden_size * DTYPE_BYTES[config.dtype]
     sums = 0

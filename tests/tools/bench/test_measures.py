@@ -59,6 +59,7 @@ def make_pass(*replicas: list[StepRecord], **values: Any) -> Pass:
         "computed_prompt_tokens": 30,
         "output_tokens": 50,
         "num_preemptions": 1,
+        "speculation": None,
         "num_blocks": 10,
     }
     return Pass(**{**defaults, **values}, records=list(replicas))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.core.messages import StepInput
 from nvcli.worker.runner.graph_runner import GraphRunner
 from nvcli.worker.runner.input_buffers import StepBatch
-from nvcli.worker.runner.step_runner import StepLogits, StepRunner
+from nvcli.worker.runner.step_results import StepLogits
+from nvcli.worker.runner.step_runner import StepRunner
 
 
 class LaunchedGraphs(GraphRunner[Any]):
@@ -26,8 +28,8 @@ class LaunchedGraphs(GraphRunner[Any]):
         self._stage = steps._buffers.stage
         steps._buffers.stage = self._remember  # type: ignore[method-assign]
 
-    def _remember(self, step: StepInput, batch: StepBatch) -> StepBatch:
-        self._batch = self._stage(step, batch)
+    def _remember(self, step: StepInput, batch: StepBatch, may_draft: np.ndarray | None) -> StepBatch:
+        self._batch = self._stage(step, batch, may_draft)
         return self._batch
 
     def has_captured(self, shape: BatchShape) -> bool:

@@ -9,7 +9,7 @@ from nvcli.core.sampling_params import SamplingParams
 from nvcli.engine.chunk_groups import PrefixCosts
 from nvcli.engine.segment_forest import SegmentCosts
 from nvcli.worker.runner.model_runner import ModelRunner
-from nvcli.worker.runner.step_runner import PendingStep
+from nvcli.worker.runner.step_results import PendingStep
 from one_rank import make_scheduler, run_requests
 from requests_factory import make_request
 

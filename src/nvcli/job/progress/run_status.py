@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from nvcli.core.messages import unpack
+from nvcli.engine.request import SpeculationFigures
 from nvcli.errors import NvcliError
 from nvcli.job.input.reader import RowReader
 from nvcli.job.progress.forecast import RunningSample, forecast
@@ -97,6 +98,8 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the KV cache's blocks that running requests hold."""
     prefix_hit_rate: float = 0.0
     """Share of prompt tokens that were found in the prefix cache."""
+    speculation: SpeculationFigures | None = None
+    """Drafted tokens and those that were right; None: nothing was drafted."""
     running: int = 0
     waiting: int = 0
     """Requests waiting in the replicas, and rows read ahead."""
@@ -204,6 +207,7 @@ class RunView:
             eta_low_seconds=left and left.low,
             eta_high_seconds=left and left.high,
             kv_use=counts.kv_use,
+            speculation=SpeculationFigures.of(counts.replicas),
             prefix_hit_rate=counts.prefix_hit_rate,
             running=counts.num_running,
             waiting=counts.num_waiting,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from nvcli.core.byte_sizes import counted, format_bytes
 from nvcli.core.system.terminal_text import one_line
 from nvcli.core.validation import show
+from nvcli.engine.request import SpeculationFigures
 from nvcli.job.output.manifest import Finished
 from nvcli.job.progress.display import Verbosity, format_seconds
 from nvcli.job.run.counts import Counts, Example
@@ -174,6 +175,12 @@ def _token_lines(summary: Summary) -> Iterator[str]:
     yield f"  tokens    prompt {counts.prompt_tokens:,}{cached}{generated}"
     if saved := counts.engine_total("kv_bytes_saved"):
         yield f"  shared    {format_bytes(saved)} of the KV cache not read again for each row"
+    if (drafts := SpeculationFigures.of(counts.replicas)) is not None:
+        share = drafts.accepted_tokens / drafts.drafted_tokens
+        yield (
+            f"  drafts    {drafts.accepted_tokens:,} of {drafts.drafted_tokens:,} drafted tokens were right "
+            f"({share:.0%}); {drafts.tokens_per_step:.2f} tokens a step"
+        )
     if seconds > 0:
         speed = f"{counts.completion_tokens / seconds:,.0f} generated and " if generates else ""
         yield (

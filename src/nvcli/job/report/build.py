@@ -17,6 +17,7 @@ from nvcli.core.system.nvidia_smi import ask_for_gpus, visible_gpus
 from nvcli.core.system.terminal_text import without_secrets
 from nvcli.core.system.versions import installed_versions
 from nvcli.core.validation import Path as KeyPath
+from nvcli.engine.request import SpeculationFigures
 from nvcli.errors import ConfigError
 from nvcli.job.files import STREAM
 from nvcli.job.progress.run_status import how_it_ended, iso_time
@@ -146,6 +147,7 @@ def _engine(plan: RunPlan, ready: Sequence[EngineReady], summary: Summary) -> En
         weight_bytes=first.weight_bytes if first else None,
         startup_seconds={part: round(seconds, 3) for part, seconds in summary.times.startup.items()},
         preemptions=summary.counts.engine_total("num_preemptions"),
+        speculation=SpeculationFigures.of(summary.counts.replicas),
         lost_replicas=summary.counts.num_lost_replicas,
     )
 

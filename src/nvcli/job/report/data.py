@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from nvcli.engine.request import SpeculationFigures
 from nvcli.job.progress.run_status import State
 from nvcli.job.run.counts import Counts, Example, bin_middle, bin_start
 from nvcli.job.run.settings import Setting
@@ -118,6 +119,8 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """Start-up times of the slowest replica, by part."""
     preemptions: int
     """Number of preemptions because the KV cache was full."""
+    speculation: SpeculationFigures | None
+    """Drafted tokens and those that were right; None: nothing was drafted."""
     lost_replicas: int
 
 

@@ -104,6 +104,8 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
     workload = make_workload(options)
     if options.plot is not None:
         check_plot(options.plot)
+    if options.accept_rate is not None and run.speculation.method == "none":
+        raise ConfigError(f"--accept-rate {options.accept_rate} is of drafts, and there are none; add --speculate auto")
     with model_folder(run.model, options.shape, revision=run.revision, quantization=run.quantization) as path:
         model = load_model(run, path)
         # Report errors in the configuration before any file is read.
@@ -130,7 +132,10 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
         if layout.why:
             say(layout.why)
         config = msgspec.structs.replace(
-            layout.apply(config), record_steps=True, load_format="checkpoint" if options.shape is None else "random"
+            layout.apply(config),
+            record_steps=True,
+            load_format="checkpoint" if options.shape is None else "random",
+            draft_accept_rate=options.accept_rate,
         )
         result = bench(
             config,

@@ -12,7 +12,7 @@ import msgspec
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady, unpack
 from nvcli.engine.client import EngineClient
-from nvcli.engine.request import Request, StepRecord
+from nvcli.engine.request import Request, SpeculationFigures, StepRecord
 from nvcli.errors import CapacityError
 
 _WAIT_SECONDS = 1.0
@@ -40,6 +40,8 @@ class Pass(PassTotals):
     """The record of one pass over a workload."""
 
     num_preemptions: int
+    speculation: SpeculationFigures | None
+    """Drafted tokens and those that were taken; None: nothing was drafted."""
     num_blocks: int
     """KV blocks of one replica."""
     records: list[list[StepRecord]]
@@ -87,7 +89,7 @@ class Engines:
             numbered.append(msgspec.structs.replace(request, request_id=self._next_id))
             self._next_id += request.n
         dealt = deal_out(numbered, len(self._clients))
-        preemptions_before = sum(client.stats.num_preemptions for client in self._clients)
+        before = [client.stats for client in self._clients]
         for client in self._clients:
             client.forget_prefixes()
             client.take_steps()
@@ -99,6 +101,7 @@ class Engines:
         if notes := [note for client in self._clients for note in client.take_notes()]:
             raise CapacityError(f"the pass did not run as requested: {notes[0]}")
         records = [client.take_steps() for client in self._clients]
+        since = [client.stats.since(stats) for client, stats in zip(self._clients, before, strict=True)]
         for steps in records:
             if steps:
                 steps[0].idle_seconds = 0.0  # the device was idle until the pass began
@@ -110,7 +113,8 @@ class Engines:
             cached_tokens=cached_tokens,
             computed_prompt_tokens=sampled_tokens - cached_tokens,
             output_tokens=sum(request.n * request.max_tokens for request in requests),
-            num_preemptions=sum(client.stats.num_preemptions for client in self._clients) - preemptions_before,
+            num_preemptions=sum(stats.num_preemptions for stats in since),
+            speculation=SpeculationFigures.of(since),
             num_blocks=self._ready[0].num_blocks,
             records=records,
         )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from nvcli.core.messages import ForwardMode
-from nvcli.engine.request import StepRecord
+from nvcli.engine.request import SpeculationFigures, StepRecord
 from nvcli.sizing.costs import ModelCosts
 from nvcli.tools.bench.engines import Pass, PassTotals
 from nvcli.tools.bench.roofline import Ceilings, Phase, Roofline
@@ -66,6 +66,8 @@ class Run(PassTotals):
     roofline_share: float
     """The limit of all steps divided by `seconds`, which includes host time and idle time."""
     num_preemptions: int
+    speculation: SpeculationFigures | None
+    """Drafted tokens and those that were taken; None: nothing was drafted."""
     peak_kv_share: float
     """Peak share of a replica's KV blocks in use, from 0 to 1."""
     mean_kv_share: float
@@ -111,6 +113,7 @@ def run_of(recorded: Pass, costs: ModelCosts, ceilings: Ceilings) -> Run:
         idle_seconds=recorded.seconds - busy_seconds / num_replicas,
         roofline_share=limit_seconds / recorded.seconds,
         num_preemptions=recorded.num_preemptions,
+        speculation=recorded.speculation,
         peak_kv_share=max((r.num_used_blocks for r in records), default=0) / recorded.num_blocks,
         mean_kv_share=sum(r.num_used_blocks * r.seconds for r in records) / busy_seconds / recorded.num_blocks
         if busy_seconds

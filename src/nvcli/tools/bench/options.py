@@ -77,6 +77,15 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
             "P",
         ),
     ] = None
+    accept_rate: Annotated[
+        Annotated[float, Meta(ge=0, le=1)] | None,
+        Flag(
+            "--accept-rate",
+            WORKLOAD,
+            "Take each draft of --speculate with this probability, right or not, and draft for every request.",
+            "SHARE",
+        ),
+    ] = None
     seed: Annotated[
         int, Meta(ge=0, le=(1 << 63) - 1), Flag("--seed", WORKLOAD, "Seed of the made-up lengths and tokens.")
     ] = 0

@@ -67,6 +67,7 @@ def format_result(result: BenchResult) -> str:
         f"{run.num_preemptions} preemptions",
         f"  prefix cache      {run.cached_tokens:,} prompt tokens found and not computed "
         f"({100 * run.cached_share:.1f} %), {run.computed_prompt_tokens:,} computed",
+        *_draft_lines(run),
         f"  peak memory       {_peaks(result.peak_bytes)}",
         *_phase_lines(run),
         *_step_lines(run),
@@ -95,6 +96,16 @@ def format_ablations(baseline: float, ablations: list[AblationResult]) -> list[s
 
 def _label(ablation: AblationResult) -> str:
     return ablation.name if "=" in ablation.name else f"without {ablation.name}"
+
+
+def _draft_lines(run: Run) -> list[str]:
+    drafts = run.speculation
+    if drafts is None:
+        return []
+    return [
+        f"  drafts            {drafts.accepted_tokens:,} of {drafts.drafted_tokens:,} drafted tokens taken "
+        f"({100 * drafts.accepted_tokens / drafts.drafted_tokens:.0f} %), {drafts.tokens_per_step:.2f} tokens a step"
+    ]
 
 
 def _phase_lines(run: Run) -> list[str]:

@@ -57,6 +57,7 @@ class Executor:
             ),
             outputs=max_step_output_bytes(
                 max_num_seqs=config.max_num_seqs,
+                max_step_logits=config.max_step_logits,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 hidden_size=config.embedding_size,
             ),

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nvcli.core.messages import CONSTRAINT_FAILED, NewSlot, StepInput, TokenLogprobs
+from nvcli.core.messages import CONSTRAINT_FAILED, NewSlot, StepInput
 from nvcli.core.structured import Constraint
 from nvcli.worker.masks.answer_table import AnswerTable, FollowedAnswer
 from nvcli.worker.masks.mask_memory import MaskMemory
@@ -103,22 +103,23 @@ class MaskOutcome:
         """[n] bool, rows that the step left out."""
         return self._late(0)
 
-    def apply(
-        self, ids: np.ndarray, logprobs: list[TokenLogprobs | None]
-    ) -> tuple[np.ndarray, bytes, list[TokenLogprobs | None]]:
-        """Return a step's ids and log-probabilities without those of held rows, and `StepOutput.counts`. Rows whose
-        grammars cannot be followed any further get `CONSTRAINT_FAILED`."""
-        failed, held = self.rows[self.has_failed | self._late(1)], self.rows[self.is_held]
+    def mark_failures(self, ids: np.ndarray) -> np.ndarray:
+        """Return the ids of a step, with `CONSTRAINT_FAILED` for rows whose grammars cannot be followed any further."""
+        failed = self.rows[self.has_failed | self._late(1)]
         if len(failed):
             ids = ids.copy()
             ids[failed] = CONSTRAINT_FAILED
+        return ids
+
+    def counts(self, num_rows: int) -> np.ndarray | None:
+        """Return the number of tokens of each of a step's rows, [num_rows] int32: none of those that are held. None:
+        none is held."""
+        held = self.rows[self.is_held]
         if not len(held):
-            return ids, b"", logprobs
-        is_given = np.ones(len(ids), dtype=np.int32)
-        is_given[held] = 0
-        if logprobs:
-            logprobs = [entry for entry, given in zip(logprobs, is_given, strict=True) if given]
-        return ids[is_given > 0], is_given.tobytes(), logprobs
+            return None
+        counts = np.ones(num_rows, dtype=np.int32)
+        counts[held] = 0
+        return counts
 
     def _late(self, kind: int) -> np.ndarray:
         if self.late is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +12,13 @@ from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.core.engine_config import EngineConfig
 from nvcli.models.config import ModelConfig
-from nvcli.sizing.graph_sizes import launch_bound_tokens, may_share, may_share_prefixes, step_graph_sizes
+from nvcli.sizing.graph_sizes import (
+    draft_graph_sizes,
+    launch_bound_tokens,
+    may_share,
+    may_share_prefixes,
+    step_graph_sizes,
+)
 from nvcli.worker.runner.graph_runner import GraphRunner
 from nvcli.worker.runner.memory import free_bytes
 
@@ -38,9 +45,10 @@ class GraphShapes:
         *,
         max_shared_rows: int,
         shares_prefixes: bool,
+        draft_widths: Sequence[int] = (),
     ) -> GraphShapes:
-        """Choose the shapes. Steps have up to `max_shared_rows` rows that share segments and, with `shares_prefixes`,
-        chunks that share prefixes."""
+        """Choose the shapes. Steps have up to `max_shared_rows` rows that share segments, with `shares_prefixes` chunks
+        that share prefixes, and decode rows of as many tokens as `draft_widths` lists."""
         if device.type != "cuda" or config.enforce_eager:
             return cls()
         sizes = step_graph_sizes(config, model)
@@ -58,6 +66,11 @@ class GraphShapes:
             if may_share_prefixes(
                 (shape.decode_rows, shape.prefill_rows, shape.prefill_tokens), most_shared, most_tokens
             )
+        ]
+        late += [
+            BatchShape(decode_rows=rows, tokens_per_row=width)
+            for rows, width in draft_graph_sizes(config, draft_widths)
+            if backend.can_capture(BatchShape(decode_rows=rows, tokens_per_row=width))
         ]
         return cls(at_start, late)
 

@@ -18,13 +18,15 @@ from nvcli.attention.kv_cache import KVCache
 from nvcli.core.messages import StepInput
 from nvcli.kernels.chunk_prefixes import ChunkPrefixes
 from nvcli.kernels.segment_tables import SegmentTables
-from nvcli.kernels.step_tensors import SlotState, StepInputs, StepRows
+from nvcli.kernels.step_tensors import DraftRows, SlotState, StepInputs, StepRows
 from nvcli.worker.runner.slot_table import unpack_ids
 
 _ALIGN = 32
 """int32 words: the row tensors start at 128 bytes, so that kernels see one alignment."""
-_STEP_FIELDS, _ROW_FIELDS = 5, 7
-"""int32 words of a row: the fields of `StepRows`, and with those of `ChunkPrefixes`, which few steps have."""
+_STEP_FIELDS, _PREFIX_FIELDS, _ROW_FIELDS = 5, 7, 9
+"""int32 words of a row: the fields of `StepRows`, with those of `ChunkPrefixes`, which few steps have, and with the
+first two of `DraftRows`."""
+_NO_LIMIT = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,10 @@ class StepBatch:
     forward: ForwardBatch
     sampled_slots: np.ndarray
     """[num_sampled] on the host, in batch order: the slot that each of the first rows of logits samples for."""
+    drafts: DraftRows | None = None
+    """The drafts of decode rows; None: they have none."""
+    is_first: np.ndarray | None = None
+    """[num_sampled] bool on the host, the first of each row's rows of logits, where decode rows have drafts."""
 
     @property
     def num_sampled(self) -> int:
@@ -79,6 +85,7 @@ class InputBuffers:
             sample_slots=ints(max_logits, dtype=torch.int64),
             sample_positions=ints(max_logits),
         )
+        self._draft_counts = ints(2, max_rows + 1)
         words = _ROW_FIELDS * _aligned(max_rows + 2)
         self._rows = ints(words)
         # A GPU's copy reads the staged rows later, when the stream gets there.
@@ -87,7 +94,8 @@ class InputBuffers:
         ]
 
     def num_logits(self, shape: BatchShape) -> int:
-        """Return the rows kept for logits in a padded batch: at most one for each slot."""
+        """Return the rows kept for logits in a padded batch: at most one for each slot, or one for each token of decode
+        rows with drafts."""
         return min(shape.decode_tokens + shape.prefill_rows, self._max_logits)
 
     def batch(
@@ -108,7 +116,8 @@ class InputBuffers:
         """
         num_rows, num_tokens = shape.num_rows, shape.num_tokens
         size = _aligned(num_rows + 2)
-        slots, counts, num_logits_of, starts, kept, ends, group_ends = self._rows[: _ROW_FIELDS * size].view(-1, size)
+        fields = self._rows[: _ROW_FIELDS * size].view(-1, size)
+        slots, counts, num_logits_of, starts, kept, ends, group_ends, limits, most_drafts = fields
         rows = StepRows(
             slots=slots[: num_rows + 1],
             num_tokens=counts[: num_rows + 1],
@@ -140,10 +149,21 @@ class InputBuffers:
             if shape.shares_prefixes
             else None,
         )
-        return StepBatch(rows=rows, inputs=inputs, forward=forward, sampled_slots=np.zeros(0, dtype=np.int32))
+        drafts = None
+        if shape.tokens_per_row > 1:
+            num_drafts, draft_counts = self._draft_counts[:, : num_rows + 1]
+            drafts = DraftRows(
+                limits=limits[: num_rows + 1],
+                most=most_drafts[: num_rows + 1],
+                num_drafts=num_drafts,
+                counts=draft_counts,
+            )
+        no_slots = np.zeros(0, dtype=np.int32)
+        return StepBatch(rows=rows, inputs=inputs, forward=forward, sampled_slots=no_slots, drafts=drafts)
 
-    def stage(self, step: StepInput, batch: StepBatch) -> StepBatch:
-        """Lay out the step's rows for the batch on the host; `load` copies them to the device."""
+    def stage(self, step: StepInput, batch: StepBatch, may_draft: np.ndarray | None = None) -> StepBatch:
+        """Lay out the step's rows for the batch on the host; `load` copies them to the device. `may_draft`: [decode
+        rows] bool, which of the step's decode rows may have drafts; None: all."""
         shape, num_decodes = batch.forward.shape, step.num_decodes
         num_rows, first_prefill = shape.num_rows, shape.decode_rows
         places = np.arange(step.num_rows)
@@ -166,7 +186,7 @@ class InputBuffers:
         np.cumsum(num_logits[: num_rows + 1], out=kept[1 : num_rows + 2])
         kept[num_rows + 1] = len(batch.inputs.logits_rows)  # the rest is padding
         if shape.shares_prefixes:
-            ends, group_ends = staged[_STEP_FIELDS:]
+            ends, group_ends = staged[_STEP_FIELDS:_PREFIX_FIELDS]
             group_ends[:num_rows] = np.arange(num_rows)
             for row, count, num_keys in unpack_ids(step.shared_prefixes).reshape(-1, 3):
                 first = row + first_prefill - num_decodes
@@ -176,7 +196,19 @@ class InputBuffers:
         seq_lens = num_tokens[:num_rows].copy()
         seq_lens[places] = unpack_ids(step.seq_lens)
         forward = replace(batch.forward, num_tokens_host=num_tokens[:num_rows].copy(), seq_lens_host=seq_lens)
-        return replace(batch, forward=forward, sampled_slots=np.repeat(step_slots, step_logits))
+        sampled_slots = np.repeat(step_slots, step_logits)
+        if batch.drafts is None:
+            return replace(batch, forward=forward, sampled_slots=sampled_slots)
+        limits, most_drafts = staged[_PREFIX_FIELDS:]
+        limits[:] = _NO_LIMIT
+        if step.row_limits:
+            limits[:num_decodes] = unpack_ids(step.row_limits)
+        most_drafts[:num_decodes] = shape.tokens_per_row - 1
+        if may_draft is not None:
+            most_drafts[:num_decodes] *= may_draft
+        is_first = np.zeros(len(sampled_slots), dtype=np.bool_)
+        is_first[(np.cumsum(step_logits) - step_logits)[step_logits > 0]] = True
+        return replace(batch, forward=forward, sampled_slots=sampled_slots, is_first=is_first)
 
     def load(self, batch: StepBatch) -> None:
         """Copy the staged rows to the device, without waiting for the copy."""
@@ -187,7 +219,9 @@ class InputBuffers:
 
 def _num_fields(shape: BatchShape) -> int:
     """Return the number of row fields that a step copies to the device."""
-    return _ROW_FIELDS if shape.shares_prefixes else _STEP_FIELDS
+    if shape.tokens_per_row > 1:
+        return _ROW_FIELDS
+    return _PREFIX_FIELDS if shape.shares_prefixes else _STEP_FIELDS
 
 
 def _aligned(words: int) -> int:

@@ -24,6 +24,7 @@ from nvcli.attention.forward_batch import BatchShape
 from nvcli.core.messages import StepInput
 from nvcli.kernels.step_tensors import StepInputs
 from nvcli.worker.runner.constraints import Constraints, MaskOutcome, StepMasks
+from nvcli.worker.runner.drafter import Drafter
 from nvcli.worker.runner.graph_runner import GraphRunner
 from nvcli.worker.runner.input_buffers import StepBatch
 from nvcli.worker.runner.logprobs import PendingLogprobs
@@ -55,10 +56,17 @@ class MaskedChoice:
     """The constrained rows of one rank's steps."""
 
     def __init__(
-        self, constraints: Constraints, sampler: Sampler, slots: SlotTable, *, max_rows: int, steps_in_flight: int
+        self,
+        constraints: Constraints,
+        sampler: Sampler,
+        slots: SlotTable,
+        drafter: Drafter,
+        *,
+        max_rows: int,
+        steps_in_flight: int,
     ) -> None:
         """`max_rows`: the most tokens that a step samples."""
-        self._constraints, self._sampler, self._slots = constraints, sampler, slots
+        self._constraints, self._sampler, self._slots, self._drafter = constraints, sampler, slots, drafter
         self._is_concerned = False
         """Whether the current step has work for the constraints."""
         self._last: tuple[np.ndarray, np.ndarray, StepMasks, Tensor | None] | None = None
@@ -105,7 +113,8 @@ class MaskedChoice:
         needs: SamplingNeeds,
     ) -> tuple[Tensor, PendingLogprobs | None]:
         """Choose the tokens of the step's sampled rows after its forward pass and store them in the slot table, unless
-        the step did both (`ids`). Returns the ids [num_sampled] and log-probabilities.
+        the step did both (`ids`). Returns the ids [num_sampled] and log-probabilities; of rows with drafts some count
+        (`DraftRows.counts`).
 
         logits: [N, M] of the rows that are kept; padded: the shape of the graph that gave them, if one did.
         """
@@ -127,13 +136,16 @@ class MaskedChoice:
             if masks is not None:
                 late = self._take_late(masks, rows, num_sampled)
             of_rows = None if masks is None else masks.masks
+            if batch.drafts is not None:
+                self._drafter.keep_drafts(batch.inputs, num_sampled)
             ids, logprobs = self._sampler.sample_fully(logits[:num_sampled], slots, positions, needs, of_rows)
-            self._slots.keep(slots, positions, ids)
+            held = None
             if masks is not None and late is not None and self._constraints.may_hold:
                 if self._sampler.num_ranks > 1:
                     late = self._sampler.share(late)
                 if self._sampler.num_ranks > 1 or masks.any_late:
-                    self._slots.take_back(slots, late[0])
+                    held = late[0]
+            self._drafter.keep(batch, ids, held)
         if masks is not None:
             self._last = rows, needs.slots[rows], masks, late if masks.any_late else None
         return ids, logprobs
@@ -171,6 +183,7 @@ class MaskedChoice:
     def should_split(self, shape: BatchShape, slots: np.ndarray) -> bool:
         """Count a step of a shape that samples `slots`; return whether to split the shape now."""
         is_whole = self._constraints.memory is not None and self._sampler.num_ranks == 1 and shape not in self._split
+        is_whole &= shape.tokens_per_row == 1
         if not is_whole or not len(self._sampler.needs(slots).rows(SamplingFlag.CONSTRAINED)):
             return False
         self._num_steps[shape] += 1

@@ -36,6 +36,7 @@ from nvcli.worker.masks.mask_workers import MaskWorkers
 from nvcli.worker.runner.compiled_programs import Program
 from nvcli.worker.runner.constraints import Constraints, start_workers
 from nvcli.worker.runner.device import has_fp8_units, import_on_thread, kept_weights_note, open_device, wait_for_gpu
+from nvcli.worker.runner.drafter import Drafter
 from nvcli.worker.runner.first_start import compile_kernels
 from nvcli.worker.runner.graph_shapes import GraphShapes
 from nvcli.worker.runner.input_buffers import InputBuffers
@@ -58,7 +59,8 @@ from nvcli.worker.runner.query_reader import PromptQueryReader
 from nvcli.worker.runner.sampler import Sampler
 from nvcli.worker.runner.slot_table import SlotTable
 from nvcli.worker.runner.step_clock import StepClock
-from nvcli.worker.runner.step_runner import PendingStep, StepRunner
+from nvcli.worker.runner.step_results import PendingStep
+from nvcli.worker.runner.step_runner import StepRunner
 from nvcli.worker.runner.warm_up import run_largest_batches
 
 
@@ -108,6 +110,7 @@ class ModelRunner:
                 for number, group in enumerate(self._kv_groups)
             ],
             reads_segments=self._max_shared_rows > 0,
+            may_draft=self._may_draft,
             prefix_tile_tokens=self._prefix_tile_tokens,
             seconds=self._seconds,
             notes=self._notes,
@@ -214,7 +217,7 @@ class ModelRunner:
             kv_dtype=self.kv_dtype,
             max_num_seqs=config.max_padded_rows,
             max_num_batched_tokens=config.max_padded_tokens,
-            max_model_len=config.max_model_len,
+            max_model_len=config.max_row_tokens,
             batch_invariant=config.batch_invariant,
             has_states=any(layer.is_state for layer in self.model.cache_layers),
             max_shared_rows=config.max_shared_rows,
@@ -243,7 +246,12 @@ class ModelRunner:
             self.device,
             max_shared_rows=self._max_shared_rows,
             shares_prefixes=self._prefix_tile_tokens > 0,
+            draft_widths=self._draft_widths(),
         )
+
+    def _draft_widths(self) -> tuple[int, ...]:
+        """Return `EngineConfig.draft_widths`, or none where rows can have no drafts."""
+        return self.config.draft_widths if self._may_hold_rows() else ()
 
     def _make_slots(self) -> None:
         """Make the empty tables and buffers of the steps, large enough for padded steps."""
@@ -253,6 +261,9 @@ class ModelRunner:
         vocab_size = self.model_config.vocab_size
         self.sampler = Sampler(self.slots, self.group, vocab_size, batch_invariant=config.batch_invariant)
         follows = self._context.rank == config.output_rank
+        self._may_draft = bool(self._draft_widths())
+        if config.max_draft_tokens and not self._may_draft:
+            self._notes.append(f"note: no tokens are drafted (`speculation`): {self._why_exact()}")
         self.constraints = Constraints(
             config.model_path,
             vocab_size,
@@ -267,15 +278,23 @@ class ModelRunner:
             self.slots.state,
             max_rows=config.max_padded_rows,
             max_tokens=config.max_padded_tokens,
-            max_logits=config.max_num_seqs,
+            max_logits=config.max_step_logits,
             steps_in_flight=config.max_steps_in_flight,
         )
 
     def _may_hold_rows(self) -> bool:
-        """Whether a step may recompute a row. A recurrent state would be advanced twice, and earlier pipeline stages do
-        not learn of it."""
-        is_state = any(group.is_state for group in self._kv_groups)
-        return not is_state and not self.backend.needs_exact_lens and self.config.pipeline_parallel_size == 1
+        """Whether a step may give fewer tokens for a row than it computed, so that the next one computes them again."""
+        return not self._why_exact()
+
+    def _why_exact(self) -> str:
+        """Return why every computed token must count; empty: it need not."""
+        if any(group.is_state for group in self._kv_groups):
+            return "the model has recurrent states, which cannot go back by a token"
+        if self.backend.needs_exact_lens:
+            return f"the attention backend {self.backend.name} needs the exact length of each request"
+        if self.config.pipeline_parallel_size > 1:
+            return "with pipeline stages (--pp) only the last one knows which drafts are right"
+        return ""
 
     def _compile_kernels(self) -> None:
         """Compile the kernels of the model's first start side by side; later starts load them in the warm-up."""
@@ -314,6 +333,7 @@ class ModelRunner:
             self.device,
             max_shared_rows=self._max_shared_rows,
             shares_prefixes=self._prefix_tile_tokens > 0,
+            draft_widths=self._draft_widths(),
         )
 
     def _measure_graphs(self) -> None:
@@ -352,11 +372,13 @@ class ModelRunner:
     def _make_steps(self) -> StepRunner:
         """Make the objects that run steps over this rank's tables and cache, without graphs."""
         config = self.config
+        drafter = Drafter(self.slots, max_positions=config.max_model_len, accept_rate=config.draft_accept_rate)
         masks = MaskedChoice(
             self.constraints,
             self.sampler,
             self.slots,
-            max_rows=config.max_num_seqs,
+            drafter,
+            max_rows=config.max_step_logits,
             steps_in_flight=config.max_steps_in_flight,
         )
         return StepRunner(
@@ -366,12 +388,13 @@ class ModelRunner:
             self.kv_cache,
             self.backend,
             self.sampler,
+            drafter,
             masks,
             PromptQueryReader(self.model, self.group, self.device, batch_invariant=config.batch_invariant),
             self.link,
             self._clock,
             steps_in_flight=config.max_steps_in_flight,
-            max_sampled=config.max_num_seqs,
+            max_sampled=config.max_step_logits + 2 * config.max_padded_rows,
         )
 
     def _capture_graphs(self) -> None:

@@ -38,11 +38,14 @@ def partly_filled_blocks(
     step: StepInput, state_groups: Sequence[int] = ()
 ) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     """Return blocks that a step gave to slots and that may be read before they are full: the last of each run of
-    columns. This leaves out cached blocks, because a block for the next token follows them, and those of
-    `state_groups`, the KV groups whose states are read as they were written."""
+    columns, and all blocks of decode rows with drafts, which may not come so far. This leaves out cached blocks,
+    because a block for the next token follows them, and those of `state_groups`, the KV groups whose states are read as
+    they were written."""
     groups, slots, columns = map(unpack_ids, (step.block_groups, step.block_slots, step.block_columns))
     is_last = np.ones(len(slots), dtype=np.bool_)
     is_last[:-1] = (groups[1:] != groups[:-1]) | (slots[1:] != slots[:-1]) | (columns[1:] != columns[:-1] + 1)
+    if step.row_limits:
+        is_last |= np.isin(slots, unpack_ids(step.slots)[: step.num_decodes])
     if state_groups:
         is_last &= ~np.isin(groups, state_groups)
     blocks: np.ndarray[tuple[int], np.dtype[np.int32]] = unpack_ids(step.block_ids)[is_last]
@@ -57,7 +60,7 @@ class SlotTable:
         num_rows = config.max_num_seqs + 1
         self.state = SlotState(
             lengths=torch.zeros(num_rows, dtype=torch.int32, device=device),
-            token_ids=torch.zeros(num_rows, config.max_model_len, dtype=torch.int32, device=device),
+            token_ids=torch.zeros(num_rows, config.max_row_tokens, dtype=torch.int32, device=device),
             block_tables=torch.full(
                 (num_groups, num_rows, config.max_blocks_per_seq), NULL_BLOCK, dtype=torch.int32, device=device
             ),

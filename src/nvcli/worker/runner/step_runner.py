@@ -8,7 +8,7 @@ the shape, it holds everything that the device does after preparing the inputs; 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,86 +16,23 @@ from torch import Tensor
 from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.kv_cache import KVCache
-from nvcli.core.messages import StepInput, StepOutput
+from nvcli.core.messages import StepInput
 from nvcli.kernels.prepare_inputs import prepare_inputs
 from nvcli.models.causal_lm import CausalLM
 from nvcli.worker.distributed.stage_link import StageLink
 from nvcli.worker.distributed.tensor_parallel import StageState
-from nvcli.worker.runner.constraints import MaskOutcome
-from nvcli.worker.runner.graph_runner import GraphRunner, unowned
+from nvcli.worker.runner.drafter import Drafter
+from nvcli.worker.runner.graph_runner import GraphRunner
 from nvcli.worker.runner.input_buffers import InputBuffers, StepBatch, exact_shape
-from nvcli.worker.runner.logprobs import PendingLogprobs
 from nvcli.worker.runner.masked_choice import MaskedChoice
-from nvcli.worker.runner.query_reader import PendingQueryResults, PromptQueryReader, QueryPlan
+from nvcli.worker.runner.query_reader import PromptQueryReader, QueryPlan
 from nvcli.worker.runner.sampler import Sampler
 from nvcli.worker.runner.slot_table import SlotTable, partly_filled_blocks, unpack_ids
-from nvcli.worker.runner.step_clock import StepClock, StepTime
+from nvcli.worker.runner.step_clock import StepClock
+from nvcli.worker.runner.step_results import PendingStep, StageOutput, StepLogits
 
 _STEPS_POSTED = 2
 """Steps, besides those in flight, whose ids the thread that posts outputs may still be reading."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepLogits:
-    """The output of a last-stage step, for the N rows kept for logits."""
-
-    logits: Tensor
-    """[N, M], this rank's part of the vocabulary."""
-    ids: Tensor | None
-    """[N] int32, already in the slot table, `NOT_FINITE` for none; None if the rows ask for more than `Sampler.sample`
-    does."""
-    query_results: PendingQueryResults | None = None
-    """Results of prompt queries; None if there are none."""
-
-    def unowned(self) -> StepLogits:
-        return replace(self, logits=unowned(self.logits))
-
-
-@dataclass(frozen=True, slots=True)
-class StageOutput:
-    """The output of a step in a stage that is not the last."""
-
-    state: StageState
-
-    def unowned(self) -> StageOutput:
-        residual, delta = self.state.residual, self.state.delta
-        return StageOutput(StageState(unowned(residual), None if delta is None else unowned(delta)))
-
-
-@dataclass(frozen=True, slots=True)
-class PendingStep:
-    """A step's ids on their way to the host."""
-
-    step_id: int
-    ids: Tensor
-    """[num_sampled] int32, on the host once the step has finished."""
-    logprobs: PendingLogprobs | None
-    time: StepTime
-    is_graph: bool
-    query_results: PendingQueryResults | None
-    masks: MaskOutcome | None
-    """Outcome of the masks of its constrained rows; None if there are none."""
-    note: str
-    """A line for the user, or empty."""
-
-    def result(self) -> StepOutput:
-        """Wait for the step, and return its output."""
-        self.time.wait()
-        ids, counts = self.ids.numpy(), b""
-        logprobs = [] if self.logprobs is None else self.logprobs.result()
-        if self.masks is not None:
-            ids, counts, logprobs = self.masks.apply(ids, logprobs)
-        return StepOutput(
-            step_id=self.step_id,
-            token_ids=ids.tobytes(),
-            counts=counts,
-            logprobs=logprobs,
-            seconds=self.time.seconds,
-            idle_seconds=self.time.idle_seconds,
-            is_graph=self.is_graph,
-            query_results=[] if self.query_results is None else self.query_results.result(),
-            note=self.note,
-        )
 
 
 class StepRunner:
@@ -109,6 +46,7 @@ class StepRunner:
         kv_cache: KVCache,
         backend: AttentionBackend,
         sampler: Sampler,
+        drafter: Drafter,
         masks: MaskedChoice,
         reader: PromptQueryReader,
         link: StageLink,
@@ -117,10 +55,10 @@ class StepRunner:
         steps_in_flight: int,
         max_sampled: int,
     ) -> None:
-        """`max_sampled` is the largest number of tokens that a step samples."""
+        """`max_sampled` is the most numbers that a step returns: its tokens, and two for each row with drafts."""
         self._model, self._slots, self._buffers = model, slots, buffers
         self._kv_cache, self._backend = kv_cache, backend
-        self._sampler, self._masks, self._reader = sampler, masks, reader
+        self._sampler, self._drafter, self._masks, self._reader = sampler, drafter, masks, reader
         self._link, self._clock = link, clock
         self._graphs: GraphRunner[StepLogits | StageOutput] | None = None
         self._graph_batches: dict[BatchShape, StepBatch] = {}
@@ -160,7 +98,10 @@ class StepRunner:
         graphs = None if queries is not None or step.copies_new_keys else self._graphs
         padded = None if graphs is None else graphs.padded_shape(shape)
         batch = self._batch(shape, step) if padded is None else self._padded_batch(padded)
-        batch = self._buffers.stage(step, batch)
+        may_draft = (
+            None if batch.drafts is None else self._sampler.may_draft(unpack_ids(step.slots)[: step.num_decodes])
+        )
+        batch = self._buffers.stage(step, batch, may_draft)
         self._plan(batch, padded)
         self._link.receive(batch.forward.num_tokens)
         step_time = self._clock.start(is_graph=padded is not None, num_tokens=batch.forward.num_tokens)
@@ -170,7 +111,7 @@ class StepRunner:
             self._kv_cache.clear(blocks.long())
         if step.key_copies and not step.copies_new_keys:
             self._kv_cache.copy_keys(self._slots.key_copies(step))
-        needs = self._sampler.needs(batch.sampled_slots)  # including those of new slots
+        needs = self._sampler.needs(batch.sampled_slots, batch.is_first)  # including those of new slots
         self._buffers.load(batch)
         self._masks.before_forward(step)
         if padded is None:
@@ -185,7 +126,12 @@ class StepRunner:
             self._link.send(output.state)
             return None
         ids, logprobs = self._masks.choose(step, output.logits, output.ids, batch, padded, needs)
-        host_ids = self._to_host(ids)
+        drafts = None
+        if batch.drafts is None:
+            host_ids = self._to_host(ids)
+        else:
+            host = self._to_host(torch.cat([ids, self._drafter.numbers(step, batch, batch.drafts)]))
+            host_ids, drafts = host[: len(ids)], self._drafter.pending(step, batch, host[len(ids) :])
         outcome = self._masks.record(host_ids)
         self._clock.stop(step_time)
         return PendingStep(
@@ -197,6 +143,7 @@ class StepRunner:
             query_results=output.query_results,
             masks=outcome,
             note=self._masks.take_note(),
+            drafts=drafts,
         )
 
     def _plan(self, batch: StepBatch, padded: BatchShape | None) -> None:
@@ -226,7 +173,9 @@ class StepRunner:
         """Launch the device's part of a step whose rows are loaded. With `sample`, the last stage also chooses tokens
         and stores them in the slot table. `queries`: what to read from prompts."""
         forward = batch.forward if queries is None else replace(batch.forward, logits_rows=queries.kept)
+        self._drafter.find(batch)
         prepare_inputs(batch.rows, self._slots.state, batch.inputs)
+        self._drafter.limit_positions(batch)
         self._backend.plan_on_device(forward)
         hidden = self._model.forward(forward, self._link.received(forward.num_tokens))
         if isinstance(hidden, StageState):
@@ -240,9 +189,8 @@ class StepRunner:
         logits = self._model.compute_logits(hidden)
         if not sample:
             return StepLogits(logits, None, query_results)
-        slots, positions = batch.inputs.sample_slots, batch.inputs.sample_positions
-        ids = self._sampler.sample(logits, slots, positions)
-        self._slots.keep(slots, positions, ids)
+        ids = self._sampler.sample(logits, batch.inputs.sample_slots, batch.inputs.sample_positions)
+        self._drafter.keep(batch, ids)
         return StepLogits(logits, ids, query_results)
 
     def _batch(self, shape: BatchShape, step: StepInput) -> StepBatch:

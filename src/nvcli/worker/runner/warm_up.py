@@ -3,7 +3,7 @@ other kernels: a middling number of tokens, and decode rows that share segments 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -31,9 +31,11 @@ def run_largest_batches(
     *,
     max_shared_rows: int,
     shares_prefixes: bool,
+    draft_widths: Sequence[int] = (),
 ) -> None:
     """Run the steps that exercise a rank with `launch`, the largest first. Up to `max_shared_rows` requests may share
-    segments of keys and, with `shares_prefixes`, chunks a prefix. Raises LimitsTooHigh if memory runs out.
+    segments of keys and, with `shares_prefixes`, chunks a prefix. Decode rows with drafts have as many tokens as
+    `draft_widths` lists. Raises LimitsTooHigh if memory runs out.
 
     A CPU's KV cache has its own budget, so there a small batch is enough, to load everything that loads lazily.
     """
@@ -42,7 +44,10 @@ def run_largest_batches(
     num_seqs = config.max_num_seqs if on_gpu else 1
     num_sharing = min(num_seqs, max_shared_rows)
     shares_prefixes = shares_prefixes and num_seqs > 1
-    for step in warm_up_steps(config, num_tokens, num_seqs, num_sharing, shares_prefixes=shares_prefixes):
+    drafts = [(min(num_seqs, config.max_draft_step_tokens // width), width) for width in draft_widths]
+    for step in warm_up_steps(
+        config, num_tokens, num_seqs, num_sharing, shares_prefixes=shares_prefixes, drafts=drafts
+    ):
         try:
             launch(step)
             wait_for_gpu()  # the memory of uploads serves the next steps, too
@@ -54,14 +59,21 @@ def run_largest_batches(
 
 
 def warm_up_steps(
-    config: EngineConfig, num_tokens: int, num_seqs: int, num_sharing: int, *, shares_prefixes: bool = False
+    config: EngineConfig,
+    num_tokens: int,
+    num_seqs: int,
+    num_sharing: int,
+    *,
+    shares_prefixes: bool = False,
+    drafts: Sequence[tuple[int, int]] = (),
 ) -> Iterator[StepInput]:
     """Yield steps with `num_tokens` and at most 512 prompt tokens (with FP8 weights, also with powers of two between),
     each in as few requests as possible, then one that decodes `num_seqs` requests. The first step also scores all of
     its tokens and copies keys within its layers; the others copy before their layers.
 
     If `num_sharing` requests may share segments of keys (0: none), steps that read these once for all follow, with this
-    many requests and with fewer. With `shares_prefixes` the last step has two chunks that share a block.
+    many requests and with fewer. With `shares_prefixes` a step has two chunks that share a block. The last steps have
+    `drafts`: each so many rows of so many tokens.
     """
     yield _step(_prompt_lens(config, num_tokens), num_decodes=0, is_scored=True)
     for fewer in _fp8_tokens(config, num_tokens) if config.quantization == "fp8" else ():
@@ -76,6 +88,9 @@ def warm_up_steps(
             yield _step([1] * rows, num_decodes=rows, shares_segments=True)
     if shares_prefixes and config.block_size < config.max_model_len:
         yield _step([1, 1], num_decodes=0, num_shared=config.block_size)
+    for rows, width in drafts:
+        if rows:
+            yield _step([width] * rows, num_decodes=rows)
 
 
 def _fp8_tokens(config: EngineConfig, num_tokens: int) -> Iterator[int]:
@@ -110,7 +125,7 @@ def _step(
 ) -> StepInput:
     """Make a step that brings its tokens along and gives every slot the null block, to load the code that takes
     these in. For the same reason it has a segment without keys, a slot without segments, and a key copied onto itself;
-    none of these changes anything.
+    none of these changes anything. Decode rows of several tokens have drafts.
 
     `num_shared`: keys that all requests begin with, already in the cache.
     """
@@ -128,9 +143,10 @@ def _step(
         token_ids=pack([0] * sum(lens)),
         slots=pack(slots),
         num_tokens=pack(lens),
-        num_logits=pack([1] * len(lens)),
+        num_logits=pack([lens[0] if num_decodes else 1] * len(lens)),
         seq_lens=pack(num_shared + length for length in lens),
         num_decodes=num_decodes,
+        row_limits=pack([lens[0]] * num_decodes) if num_decodes and lens[0] > 1 else b"",
         queries=[
             PromptQuery(row=row, start=0, count=count, targets=pack([0] * count)) for row, count in enumerate(lens)
         ]

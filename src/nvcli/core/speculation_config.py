@@ -1,0 +1,36 @@
+"""The `speculation:` section: drafts of several tokens, which one step checks all at once."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from nvcli.core.config_types import MAX_DRAFT_TOKENS, DraftMethod, DraftPolicyName
+from nvcli.core.flags import MODEL, Flag
+
+
+class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are drafted. Drafts change no answer: only those that the model itself would give are taken."""
+
+    method: Annotated[
+        DraftMethod,
+        Flag(
+            "--speculate",
+            MODEL,
+            "Draft several tokens a step and keep those that are right: lookup: from text that was there before; "
+            "auto: what works with the model.",
+        ),
+    ] = "none"
+    """lookup: a row's last tokens are looked up in its prompt and answer so far, and what followed them there is
+    drafted. auto: lookup where the model can check drafts, else none."""
+    max_draft_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFT_TOKENS)] = 7
+    """Maximum tokens drafted for a row in one step."""
+    policy: DraftPolicyName = "auto"
+    """auto: as many drafts as make the run faster, none where they do not; always: as many as are found."""
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """The maximum tokens drafted for a row; 0: none are."""
+        return 0 if self.method == "none" else self.max_draft_tokens

@@ -1,0 +1,142 @@
+"""DraftPolicy: how many tokens are drafted for each decode row of the next step.
+
+A draft that is accepted saves its row a step, and each one makes the step longer. The policy learns from the steps that
+ran: how often the first, the second, … draft of a row is accepted, and how long steps of so many rows and tokens take.
+It takes the width with the most tokens a second, and goes without drafts where none gains. What a step costs that was
+not seen yet is guessed from below, so that it is tried; a try that does not pay is not repeated for a while, each time
+for twice as long. So wrong guesses cost a bounded part of the run.
+
+All of it is arithmetic on the host, on numbers that come with the outputs of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from nvcli.core.config_types import DraftPolicyName
+from nvcli.core.messages import StepInput, StepOutput, unpack
+
+_FIRST_SURVIVAL = 0.5
+"""The share of first drafts that are taken to be accepted before any was seen."""
+_ROWS_SEEN = 32
+"""Rows whose steps weigh as much as all before them in what is known of acceptance."""
+_LEAST_GAIN = 1.03
+"""The gain from which a step has drafts where the one before had none."""
+_GUESSED_COST = 0.02
+"""The cost that another token of each row is taken to have, as a share of a step without drafts, before it was seen."""
+_SECONDS_SEEN = 4
+"""Steps that weigh as much as all before them in what is known of their time."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 8, 128
+"""Steps without drafts before they are tried again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafting:
+    """The limits of drafts."""
+
+    widths: tuple[int, ...]
+    """The numbers of tokens that rows with drafts may have, at least one, ascending."""
+    policy: DraftPolicyName = "auto"
+    """auto: as many as make the run faster; always: as many as there may be."""
+    max_step_tokens: int = 1 << 30
+    """The most tokens of a step's decode rows together, where they have drafts."""
+
+
+class DraftPolicy:
+    """The widths of one replica's steps."""
+
+    def __init__(self, drafting: Drafting | None) -> None:
+        """None: decode rows have no drafts."""
+        self._drafting = drafting
+        self.num_drafted = 0
+        self.num_accepted = 0
+        self._survival = [_FIRST_SURVIVAL**place for place in range(1, drafting.widths[-1] if drafting else 1)]
+        """The share of rows in which the first, the second, … draft is accepted, as far as it was seen."""
+        self._seconds: dict[tuple[int, int], float] = {}
+        """Seconds of a step without prompts, by size of the batch (`_size`) and width."""
+        self._width = 1
+        self._pause = _FIRST_PAUSE
+        self._steps_to_try = 0
+        """Steps without drafts that are left before the next try."""
+
+    def width(self, num_rows: int, max_tokens: int, *, has_prompts: bool) -> int:
+        """Return the tokens of each of a step's `num_rows` decode rows, which have up to `max_tokens` together.
+        `has_prompts`: the step may compute prompts too."""
+        if self._drafting is None or num_rows == 0:
+            return 1
+        most = min(max_tokens, self._drafting.max_step_tokens) // num_rows
+        widths = [width for width in self._drafting.widths if width <= most]
+        if not widths:
+            return 1
+        if self._drafting.policy == "always":
+            return widths[-1]
+        if has_prompts:
+            return 1
+        self._width = self._choose(_size(num_rows), widths)
+        return self._width
+
+    def learn(self, step: StepInput, output: StepOutput) -> None:
+        """Take in what a step gave, and how long it took."""
+        if self._drafting is None:
+            return
+        num_rows = step.num_decodes
+        width = unpack(step.num_tokens[:4])[0] if step.row_limits else 1
+        if num_rows and num_rows == step.num_rows and output.seconds > 0:
+            key = _size(num_rows), width
+            before = self._seconds.get(key, output.seconds)
+            self._seconds[key] = before + (output.seconds - before) / _SECONDS_SEEN
+        if width == 1:
+            return
+        counts = unpack(output.counts)[:num_rows] if output.counts else [width] * num_rows
+        self.num_drafted += sum(unpack(output.drafted)) if output.drafted else num_rows * (width - 1)
+        weight = min(0.5, num_rows / _ROWS_SEEN)
+        for place in range(1, width):
+            num_accepted = sum(count > place for count in counts)
+            self.num_accepted += num_accepted
+            before = self._survival[place - 1]
+            self._survival[place - 1] = before + weight * (num_accepted / num_rows - before)
+
+    def _choose(self, size: int, widths: list[int]) -> int:
+        """Return the best width for steps of a size, 1 or one of `widths`."""
+        if (size, 1) not in self._seconds and not any(key[0] > size for key in self._seconds):
+            return 1  # nothing to compare with
+        gains = dict(zip(widths, self._gains(size, widths), strict=True))
+        best = max(widths, key=gains.__getitem__)
+        if gains[best] > (1.0 if self._width > 1 else _LEAST_GAIN):
+            self._pause = _FIRST_PAUSE
+            self._steps_to_try = self._pause
+            return best
+        if self._steps_to_try > 0:
+            self._steps_to_try -= 1
+            return 1
+        self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
+        self._steps_to_try = self._pause
+        return widths[0]
+
+    def _gains(self, size: int, widths: list[int]) -> Iterator[float]:
+        """Yield the tokens a second with each width, as a multiple of those without drafts."""
+        survival = self._known_survival()
+        for width in widths:
+            yield (1 + sum(survival[: width - 1])) / self._cost(size, width)
+
+    def _known_survival(self) -> list[float]:
+        """Return the shares of accepted drafts; a later draft is accepted no more often than an earlier one."""
+        known: list[float] = []
+        for share in self._survival:
+            known.append(min(share, known[-1]) if known else share)
+        return known
+
+    def _cost(self, size: int, width: int) -> float:
+        """Return the time of a step with drafts as a multiple of one without, for batches of this size: as it was seen
+        with the nearest size that is no smaller, or a guess."""
+        for larger in sorted({key[0] for key in self._seconds if key[0] >= size}):
+            plain, wide = self._seconds.get((larger, 1)), self._seconds.get((larger, width))
+            if plain is not None and wide is not None:
+                return wide / plain
+        return 1 + _GUESSED_COST * (width - 1)
+
+
+def _size(num_rows: int) -> int:
+    """Return the number of a batch's size: those between powers of two are one."""
+    return (num_rows - 1).bit_length()

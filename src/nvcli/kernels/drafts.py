@@ -1,0 +1,127 @@
+"""Drafts: tokens that are likely to follow a row's last one, and the check which of them do.
+
+A decode row with drafts computes its last token and the drafts behind it. Every position is sampled with its own random
+number, and a draft is accepted while it is what was sampled before it. So the tokens that a row gives are those that it
+would give one at a time; the sample behind the last accepted draft is one of them.
+
+Drafts are looked up in the row's own tokens: what followed the latest of the longest equal runs of tokens there.
+
+Plain torch is the reference; CUDA tensors take the Triton kernels that are held to it, which a CUDA graph can hold. All
+of it is arithmetic on integers that are the same on every rank.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nvcli.kernels.step_tensors import DraftRows, SlotState, StepInputs, StepRows
+
+LONGEST_MATCH = 8
+"""The most tokens that are compared; of longer runs the latest is taken."""
+LEAST_MATCH = 2
+"""The fewest tokens that must be equal."""
+_COIN = 1 << 16
+
+
+def accepted_of(accept_rate: float | None) -> int:
+    """Return the share of drafts that is accepted, as the kernels take it: of 65,536, or -1 where it depends on what
+    was sampled."""
+    return -1 if accept_rate is None else round(accept_rate * _COIN)
+
+
+def find_drafts(rows: StepRows, state: SlotState, drafts: DraftRows, *, for_all: bool = False) -> None:
+    """Put drafts behind each row's last token into `state.token_ids`, up to `drafts.most`, and note their numbers in
+    `drafts.num_drafts`. Called before `prepare_inputs`. `for_all`: rows without a match get drafts too, out of their
+    own tokens."""
+    if rows.slots.is_cuda:
+        from nvcli.kernels.triton.elementwise import drafts as kernels
+
+        kernels.find_drafts(rows, state, drafts, for_all=for_all, longest=LONGEST_MATCH, least=LEAST_MATCH)
+        return
+    drafts.num_drafts[: len(rows.slots)] = 0
+    for row, (slot, most) in enumerate(zip(rows.slots.tolist(), drafts.most.tolist(), strict=True)):
+        if most == 0:
+            continue
+        last = int(state.lengths[slot])
+        tokens = state.token_ids[slot]
+        source = _latest_match(tokens[: last + 1])
+        if source is None and not for_all:
+            continue
+        found = 0 if source is None else source
+        places = found + 1 + torch.arange(most) % max(1, last - found)
+        tokens[last + 1 : last + 1 + most] = tokens[places]
+        drafts.num_drafts[row] = most
+
+
+def _latest_match(tokens: Tensor) -> int | None:
+    """Return where the longest run of tokens ends that is equal to the last ones, the latest if there are several."""
+    last = len(tokens) - 1
+    lengths = torch.zeros(last, dtype=torch.int64)
+    runs_on = torch.ones(last, dtype=torch.bool)
+    for back in range(min(LONGEST_MATCH, last)):
+        runs_on[:back] = False
+        runs_on[back:] &= tokens[: last - back] == tokens[last - back]
+        lengths += runs_on
+    if last == 0 or int(best := lengths.max()) < LEAST_MATCH:
+        return None
+    return int(torch.nonzero(lengths == best)[-1])
+
+
+def accept_drafts(
+    rows: StepRows,
+    state: SlotState,
+    inputs: StepInputs,
+    drafts: DraftRows,
+    ids: Tensor,
+    held: Tensor | None = None,
+    *,
+    accepted: int = -1,
+) -> None:
+    """Count the tokens that each row gives (`drafts.counts`), put them into `state.token_ids`, and set `state.lengths`
+    accordingly. May be called again for other `ids` of the same step.
+
+    ids: [N] int32 as sampled; held: [N] int32, rows whose first entry is not 0 give nothing (None: all give);
+    accepted: see `accepted_of`.
+    """
+    if rows.slots.is_cuda:
+        from nvcli.kernels.triton.elementwise import drafts as kernels
+
+        kernels.accept_drafts(rows, state, inputs, drafts, ids, held, accepted=accepted)
+        return
+    drafts.counts[: len(rows.slots)] = 0
+    fields = zip(
+        rows.slots.tolist(),
+        rows.num_logits.tolist(),
+        rows.logits_start_loc.tolist(),
+        drafts.num_drafts.tolist(),
+        drafts.limits.tolist(),
+        strict=False,
+    )
+    for row, (slot, num_logits, start, num_drafts, limit) in enumerate(fields):
+        if num_logits == 0 or slot == state.padding_slot:
+            continue
+        first = int(inputs.sample_positions[start])
+        sampled = ids[start : start + num_logits]
+        following = inputs.input_ids[inputs.logits_rows[start + 1 : start + num_logits]]
+        count = 1
+        while count <= min(num_drafts, num_logits - 1):
+            is_right = bool(sampled[count - 1] == following[count - 1])
+            if not (is_right if accepted < 0 else _coin(slot, first + count) < accepted):
+                break
+            count += 1
+        if num_logits > 1:
+            count = max(0, min(count, limit - first + 1))
+        if held is not None and int(held[start]):
+            count = 0
+        state.token_ids[slot, first : first + count] = sampled[:count].clamp(min=0)
+        state.lengths[slot] = first - 1 + count
+        drafts.counts[row] = count
+
+
+def _coin(slot: int, position: int) -> int:
+    """Return a number below 65,536 that looks random (the finalizer of MurmurHash3; Appleby)."""
+    word = (position * 0x9E3779B1 + slot * 0x85EBCA77) & 0xFFFFFFFF
+    word = ((word ^ (word >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+    word = ((word ^ (word >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+    return (word ^ (word >> 16)) & (_COIN - 1)

@@ -1,0 +1,180 @@
+"""The finding of drafts and their check, in Triton."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from nvcli.kernels.step_tensors import DraftRows, SlotState, StepInputs, StepRows
+
+_TOKENS = 1024
+"""Tokens that a program compares at once."""
+_DRAFTS = 16
+"""At least the drafts of a row, and its tokens."""
+
+
+@triton.jit(do_not_specialize=["stride"])
+def _find_drafts_kernel(
+    slots_ptr,  # [R] int32
+    most_ptr,  # [R] int32
+    lengths_ptr,  # [S] int32
+    token_ids_ptr,  # [S, ...] int32, rows `stride` apart, written
+    num_drafts_ptr,  # [R] int32, written
+    stride,
+    FOR_ALL: tl.constexpr,
+    LONGEST: tl.constexpr,
+    LEAST: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DRAFTS: tl.constexpr,
+):
+    """Program (row)."""
+    row = tl.program_id(0)
+    most = tl.load(most_ptr + row)
+    if most == 0:
+        tl.store(num_drafts_ptr + row, 0)
+    else:
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+        last = tl.load(lengths_ptr + slot)
+        tokens_ptr = token_ids_ptr + slot * stride
+        best = tl.full((), 0, tl.int64)
+        for start in range(0, last, TOKENS):
+            end = start + tl.arange(0, TOKENS)
+            length = tl.zeros((TOKENS,), tl.int32)
+            runs_on = end < last
+            for back in tl.static_range(LONGEST):
+                wanted = tl.load(tokens_ptr + tl.maximum(last - back, 0))
+                there = tl.load(tokens_ptr + end - back, mask=runs_on & (end >= back), other=-1)
+                runs_on = runs_on & (there == wanted)
+                length += runs_on.to(tl.int32)
+            # The longest, and of these the latest.
+            best = tl.maximum(best, tl.max((length.to(tl.int64) << 32) | end, axis=0))
+        is_found = (best >> 32) >= LEAST
+        found = tl.where(is_found, (best & 0x7FFFFFFF).to(tl.int32), 0)
+        num_drafts = most
+        if not FOR_ALL:
+            num_drafts = tl.where(is_found, most, 0)
+        index = tl.arange(0, DRAFTS)
+        inside = index < num_drafts
+        draft = tl.load(tokens_ptr + found + 1 + index % tl.maximum(last - found, 1), mask=inside, other=0)
+        tl.store(tokens_ptr + last + 1 + index, draft, mask=inside)
+        tl.store(num_drafts_ptr + row, num_drafts)
+
+
+def find_drafts(
+    rows: StepRows, state: SlotState, drafts: DraftRows, *, for_all: bool, longest: int, least: int
+) -> None:
+    """See `nvcli.kernels.drafts.find_drafts`. `longest`, `least`: the most tokens that are compared, and the fewest
+    that must be equal."""
+    _find_drafts_kernel[(len(rows.slots),)](
+        rows.slots,
+        drafts.most,
+        state.lengths,
+        state.token_ids,
+        drafts.num_drafts,
+        state.token_ids.stride(0),
+        FOR_ALL=for_all,
+        LONGEST=longest,
+        LEAST=least,
+        TOKENS=_TOKENS,
+        DRAFTS=_DRAFTS,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _coins(slot, positions):
+    """[n] numbers below 65,536, as `nvcli.kernels.drafts` makes them."""
+    word = positions.to(tl.uint32) * 0x9E3779B1 + slot.to(tl.uint32) * 0x85EBCA77
+    word = (word ^ (word >> 16)) * 0x85EBCA6B
+    word = (word ^ (word >> 13)) * 0xC2B2AE35
+    return ((word ^ (word >> 16)) & 0xFFFF).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["stride", "padding_slot", "accepted"])
+def _accept_drafts_kernel(
+    slots_ptr,  # [R] int32
+    num_logits_ptr,  # [R] int32
+    logits_start_ptr,  # [R + 1] int32
+    num_drafts_ptr,  # [R] int32
+    limits_ptr,  # [R] int32
+    input_ids_ptr,  # [T] int32
+    logits_rows_ptr,  # [N] int64
+    sample_positions_ptr,  # [N] int32
+    ids_ptr,  # [N] int32
+    held_ptr,  # [N] int32
+    lengths_ptr,  # [S] int32, written
+    token_ids_ptr,  # [S, ...] int32, rows `stride` apart, written
+    counts_ptr,  # [R] int32, written
+    stride,
+    padding_slot,
+    accepted,
+    HAS_HELD: tl.constexpr,
+    THROWS_COINS: tl.constexpr,
+    DRAFTS: tl.constexpr,
+):
+    """Program (row)."""
+    row = tl.program_id(0)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    num_logits = tl.load(num_logits_ptr + row)
+    count = 0
+    if (num_logits > 0) & (slot != padding_slot):
+        start = tl.load(logits_start_ptr + row)
+        first = tl.load(sample_positions_ptr + start)
+        tried = tl.minimum(tl.load(num_drafts_ptr + row), num_logits - 1)
+        index = tl.arange(0, DRAFTS)
+        inside = index < num_logits
+        sampled = tl.load(ids_ptr + start + index, mask=inside, other=0)
+        has_draft = index < tried
+        if THROWS_COINS:
+            is_right = _coins(slot, first + 1 + index) < accepted
+        else:
+            place = tl.load(logits_rows_ptr + start + 1 + index, mask=has_draft, other=0)
+            is_right = sampled == tl.load(input_ids_ptr + place, mask=has_draft, other=-2)
+        count = 1 + tl.min(tl.where(has_draft & is_right, DRAFTS, index), axis=0)
+        if num_logits > 1:
+            count = tl.maximum(tl.minimum(count, tl.load(limits_ptr + row) - first + 1), 0)
+        if HAS_HELD:
+            count = tl.where(tl.load(held_ptr + start) != 0, 0, count)
+        place = token_ids_ptr + slot * stride + first + index
+        tl.store(place, tl.maximum(sampled, 0), mask=index < count)
+        tl.store(lengths_ptr + slot, first - 1 + count)
+    tl.store(counts_ptr + row, count)
+
+
+def accept_drafts(
+    rows: StepRows,
+    state: SlotState,
+    inputs: StepInputs,
+    drafts: DraftRows,
+    ids: Tensor,
+    held: Tensor | None = None,
+    *,
+    accepted: int = -1,
+) -> None:
+    """See `nvcli.kernels.drafts.accept_drafts`."""
+    _accept_drafts_kernel[(len(rows.slots),)](
+        rows.slots,
+        rows.num_logits,
+        rows.logits_start_loc,
+        drafts.num_drafts,
+        drafts.limits,
+        inputs.input_ids,
+        inputs.logits_rows,
+        inputs.sample_positions,
+        ids,
+        ids if held is None else held,
+        state.lengths,
+        state.token_ids,
+        drafts.counts,
+        state.token_ids.stride(0),
+        state.padding_slot,
+        accepted,
+        HAS_HELD=held is not None,
+        THROWS_COINS=accepted >= 0,
+        DRAFTS=_DRAFTS,
+        num_warps=1,
+    )

@@ -1,0 +1,91 @@
+"""The results of a step: what its forward pass leaves on the device, and what is on its way to the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import compress
+
+from torch import Tensor
+
+from nvcli.core.messages import StepOutput
+from nvcli.worker.distributed.tensor_parallel import StageState
+from nvcli.worker.runner.constraints import MaskOutcome
+from nvcli.worker.runner.drafter import PendingDrafts
+from nvcli.worker.runner.graph_runner import unowned
+from nvcli.worker.runner.logprobs import PendingLogprobs
+from nvcli.worker.runner.query_reader import PendingQueryResults
+from nvcli.worker.runner.step_clock import StepTime
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogits:
+    """The output of a last-stage step, for the N rows kept for logits."""
+
+    logits: Tensor
+    """[N, M], this rank's part of the vocabulary."""
+    ids: Tensor | None
+    """[N] int32, already in the slot table, `NOT_FINITE` for none; None if the rows ask for more than `Sampler.sample`
+    does."""
+    query_results: PendingQueryResults | None = None
+    """Results of prompt queries; None if there are none."""
+
+    def unowned(self) -> StepLogits:
+        return replace(self, logits=unowned(self.logits))
+
+
+@dataclass(frozen=True, slots=True)
+class StageOutput:
+    """The output of a step in a stage that is not the last."""
+
+    state: StageState
+
+    def unowned(self) -> StageOutput:
+        residual, delta = self.state.residual, self.state.delta
+        return StageOutput(StageState(unowned(residual), None if delta is None else unowned(delta)))
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A step's ids on their way to the host."""
+
+    step_id: int
+    ids: Tensor
+    """[num_sampled] int32, on the host once the step has finished."""
+    logprobs: PendingLogprobs | None
+    time: StepTime
+    is_graph: bool
+    query_results: PendingQueryResults | None
+    masks: MaskOutcome | None
+    """Outcome of the masks of its constrained rows; None if there are none."""
+    note: str
+    """A line for the user, or empty."""
+    drafts: PendingDrafts | None
+    """The numbers of its drafts; None: its rows have none."""
+
+    def result(self) -> StepOutput:
+        """Wait for the step, and return its output."""
+        self.time.wait()
+        ids, counts = self.ids.numpy(), None
+        logprobs = [] if self.logprobs is None else self.logprobs.result()
+        if self.masks is not None:
+            ids = self.masks.mark_failures(ids)
+            counts = self.masks.counts(len(ids))
+        if self.drafts is not None:
+            counts, is_given = self.drafts.counts()
+        elif counts is not None:
+            is_given = counts > 0
+        if counts is not None:
+            ids = ids[is_given]
+            logprobs = list(compress(logprobs, is_given.tolist()))
+        return StepOutput(
+            step_id=self.step_id,
+            token_ids=ids.tobytes(),
+            counts=b"" if counts is None else counts.tobytes(),
+            drafted=b"" if self.drafts is None else self.drafts.drafted.numpy().tobytes(),
+            logprobs=logprobs,
+            seconds=self.time.seconds,
+            idle_seconds=self.time.idle_seconds,
+            is_graph=self.is_graph,
+            query_results=[] if self.query_results is None else self.query_results.result(),
+            note=self.note,
+        )
