@@ -47,13 +47,13 @@ class HopperW4Kind:
     """The constants of a compiled kernel."""
 
     format: str
-    """Of the weight: "integer" or "mxfp4"."""
+    """The weight's: "integer" or "mxfp4"."""
     row_tile: int
     blocks: int
     """Blocks of a weight's rows that each group multiplies."""
     num_stages: int
     out_bytes: int
-    """Of a number of the result."""
+    """Bytes of a number of the result."""
     is_gated: bool
     is_grouped: bool
     """Whether the rows are those of experts, by their work list."""
@@ -64,7 +64,7 @@ class HopperW4Kind:
     @property
     def all_blocks(self) -> int:
         """Blocks of a strip."""
-        return self.blocks * GROUPS.value
+        return self.blocks * int(GROUPS.value)
 
 
 _BF16_INTEGERS = gl.constexpr(
