@@ -174,6 +174,16 @@ def words(page: Path) -> int:
     return len(text.replace("|", " ").split())
 
 
+def test_messages_that_the_pages_quote_are_those_of_the_program() -> None:
+    said = [*section(DOCS / "troubleshooting.md", "## Where do I look first?").splitlines()]
+    quoted = [
+        message for line in said if line.startswith("|") for message in re.findall(r'"([^"]+)"', line.split("|")[1])
+    ]
+    source = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "src").rglob("*.py")))
+    assert quoted
+    assert [message for message in quoted if message not in source] == []
+
+
 def test_every_family_is_on_its_page_and_no_other() -> None:
     table = section(DOCS / "models.md", "## Can nvcli run my model?")
     documented = [line.split("|")[1:3] for line in table.splitlines() if re.search(r"`\w+For\w+`", line)]
