@@ -30,7 +30,7 @@ _VARYING = [
 """What differs from run to run, and a letter for it."""
 
 
-_PROGRESS = re.compile(r"nvcli: [\dhms.]+: \d+%, ")
+_PROGRESS = re.compile(r"nvcli: [\dhms.]+: ")
 """A line that a busy machine has time to print, and others do not."""
 
 
