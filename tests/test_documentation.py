@@ -190,6 +190,7 @@ def test_every_family_is_on_its_page_and_no_other() -> None:
     assert [(name.strip(), tuple(names_in(cell))) for name, cell in documented] == [
         (family.name, tuple(family.architectures)) for family in FAMILIES
     ]
+    assert f"{len(FAMILIES)} families" in MAIN.read_text(encoding="utf-8")
 
 
 def test_a_decode_step_reads_in_one_sitting() -> None:
