@@ -169,3 +169,15 @@ def test_a_preempted_request_waits_for_the_tokens_on_their_way() -> None:
     assert core.stats.num_preemptions > 0
     assert all(unpack(done[request.request_id].token_ids).tolist() == answer(request) for request in requests)
     assert all(len(rows_of(step)) <= 2 for step in rank.steps)
+
+
+def test_a_cached_prefix_comes_with_its_tokens_where_drafts_are_looked_up_in_it() -> None:
+    prompt = list(range(12))
+    for width, brought in ((1, prompt[8:]), (4, prompt)):
+        core, scheduler, rank = make(lambda n: n, tokens_per_row=width)
+        core.add([make_request(0, prompt, 2)])
+        run(core, scheduler)
+        core.add([make_request(1, prompt, 2)])
+        run(core, scheduler)
+        (entering,) = [step for step in rank.steps if step.new_slots and step.new_slots[0].num_cached_tokens]
+        assert sorted(token for _, _, tokens in spans_of(entering) for token in tokens) == brought

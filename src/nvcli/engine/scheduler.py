@@ -151,7 +151,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """Return the next step, or None when nothing can be computed now."""
-        draft = StepDraft()
+        draft = StepDraft(brings_prefixes=self.limits.drafting is not None)
         self._tables.begin_step()
         num_preemptions = self._num_preemptions
         rows, width = self._plan_decode_rows(draft)
@@ -190,7 +190,7 @@ class Scheduler:
             sharing=self._tables.share(draft, len(rows) if width == 1 else 0),
         )
         self._next_step_id += 1
-        self._num_with_drafts += step.has_drafts
+        self._num_with_drafts += bool(row_limits)
         self._num_decode_rows += len(rows)
         self._freed_slots.clear()
         self._restarts = False
@@ -205,7 +205,7 @@ class Scheduler:
         owners = step.sampling
         if output.counts or len(output.token_ids) > 4 * len(owners):
             owners = self._take_back_missing(step, output)
-        self._num_with_drafts -= step.has_drafts
+        self._num_with_drafts -= bool(step.input.row_limits)
         self._drafts.learn(step.input, output)
         if output.logprobs:
             for state, logprobs in zip(owners, output.logprobs, strict=True):

@@ -48,10 +48,6 @@ class ScheduledStep:
         return self.input.total_tokens
 
     @property
-    def has_drafts(self) -> bool:
-        return bool(self.input.row_limits)
-
-    @property
     def num_logits(self) -> list[int]:
         """The number of logits of each row that has any, in batch order."""
         return [num_logits for num_logits in unpack(self.input.num_logits) if num_logits]
@@ -91,7 +87,9 @@ class Sharing(NamedTuple):
 class StepDraft:
     """Collects a step's input: requests that enter slots, new blocks, tokens that the ranks lack, and the rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, brings_prefixes: bool = False) -> None:
+        """`brings_prefixes`: the ranks need the tokens of all cached prefixes, to look drafts up in them."""
+        self._brings_prefixes = brings_prefixes
         self.num_prefix_ids = 0
         """Cached tokens of entering requests that the step carries; `max_step_input_bytes` limits them."""
         self._new_slots: list[NewSlot] = []
@@ -119,7 +117,7 @@ class StepDraft:
         tokens, of which all requests together have at most `most_prefix_ids`. There is always room for one request."""
         if not self._new_slots:
             return True
-        if state.needs_prefix_ids and self.num_prefix_ids + state.num_computed > most_prefix_ids:
+        if self.num_prefix_ids + self._num_prefix_ids(state) > most_prefix_ids:
             return False
         constraint = state.request.constraint
         if constraint is None or constraint.key in self._constraints:
@@ -129,7 +127,7 @@ class StepDraft:
     def enter(self, state: RequestState) -> None:
         """Let a request enter its slot, with its blocks and, if the ranks need them, the tokens of its prefix."""
         assert state.slot is not None
-        num_prefix_ids = state.num_computed if state.needs_prefix_ids else 0
+        num_prefix_ids = self._num_prefix_ids(state)
         self._new_slots.append(
             NewSlot(
                 slot=state.slot,
@@ -143,6 +141,9 @@ class StepDraft:
         if num_prefix_ids:
             self.add_tokens(state, 0, num_prefix_ids)
             self.num_prefix_ids += num_prefix_ids
+
+    def _num_prefix_ids(self, state: RequestState) -> int:
+        return state.num_computed if self._brings_prefixes or state.needs_prefix_ids else 0
 
     def _place_of(self, constraint: Constraint | None) -> int | None:
         """Return a constraint's index among those of the step."""
