@@ -1,12 +1,18 @@
-"""Tests of the product of several arguments, of which those are enough in which every two values meet."""
+"""Cases of tests that can be left out: those beyond one for every two arguments, and those like another."""
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
+
+
+def full(case: Any, *, in_parts: bool = False) -> Any:
+    """Mark a case that runs with --all alone, as others come near it. `in_parts`: it is several arguments."""
+    return pytest.param(*case, marks=pytest.mark.full) if in_parts else pytest.param(case, marks=pytest.mark.full)
 
 
 def beyond_pairs(items: Iterable[pytest.Item]) -> set[pytest.Item]:

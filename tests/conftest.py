@@ -95,7 +95,9 @@ def nvcli_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-snapshots", action="store_true", help="write tests/snapshots anew, for changes meant")
-    parser.addoption("--all", action="store_true", help="run every combination of arguments of tests marked `pairwise`")
+    parser.addoption(
+        "--all", action="store_true", help="run the cases too that tests of kernels leave out without a GPU"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -117,8 +119,8 @@ def snapshot(request: pytest.FixtureRequest) -> Callable[[str, Iterable[str]], N
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is none, and leave out what tests marked `pairwise` can do without there."""
-    if not any("gpu" in item.keywords or "pairwise" in item.keywords for item in items):
+    """Skip tests marked `gpu` where there is none, and leave out there what `pairwise` and `full` say."""
+    if not any({"gpu", "pairwise", "full"} & item.keywords.keys() for item in items):
         return
     import torch
 
@@ -129,6 +131,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "gpu" in item.keywords:
             item.add_marker(skip)
     if not config.getoption("--all"):
-        left_out = beyond_pairs(item for item in items if "pairwise" in item.keywords)
+        left_out = {item for item in items if "full" in item.keywords}
+        left_out |= beyond_pairs(item for item in items if "pairwise" in item.keywords)
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]

@@ -15,6 +15,7 @@ from attention_setup import History, Step
 from segment_trees import SegmentTree
 from simulated_hopper import SimulatedHopper
 
+from combinations import full
 from kernel_device import DEVICE, HAS_GPU, MARKS
 from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape
@@ -59,11 +60,11 @@ def share(step: Step, groups: list[Group]) -> Step:
     return replace(step, batch=batch)
 
 
-CASES: list[tuple[int, int, int, tuple[int | None, ...], dict[str, Any]]] = [
-    (2, 32, 64, (None,), {}),
+CASES: list[Any] = [
+    full((2, 32, 64, (None,), {}), in_parts=True),
     (4, 128, 64, (None,), {}),
     (3, 16, 16, (None, 50), {"has_sinks": True}),
-    (5, 16, 24, (None,), {"soft_cap": 0.7}),
+    full((5, 16, 24, (None,), {"soft_cap": 0.7}), in_parts=True),
     (2, 32, 64, (90, None), {"kv_dtype": FP8}),
     (4, 64, 64, (None,), {}),  # on a Hopper GPU by a kernel of its own
     (5, 128, 128, (None,), {"soft_cap": 0.7, "has_sinks": True}),

@@ -13,6 +13,7 @@ from attention_setup import Bench as AnyBench
 from segment_trees import SegmentTree, random_tree
 from simulated_hopper import SimulatedHopper
 
+from combinations import full
 from kernel_device import DEVICE, HAS_GPU, MARKS
 from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape
@@ -40,11 +41,11 @@ def backend(request: pytest.FixtureRequest) -> type[AttentionBackend]:
     return kind
 
 
-CASES: list[tuple[int, int, int, tuple[int | None, ...], dict[str, Any]]] = [
-    (2, 32, 64, (None,), {}),
+CASES: list[Any] = [
+    full((2, 32, 64, (None,), {}), in_parts=True),
     (3, 16, 16, (None, 50), {"has_sinks": True}),
     (16, 16, 24, (70,), {"soft_cap": 0.7}),
-    (40, 16, 32, (None,), {}),
+    full((40, 16, 32, (None,), {}), in_parts=True),
     (2, 32, 64, (90, None), {"kv_dtype": FP8}),
     (2, 32, 8, (None,), {"kv_dtype": FP8, "soft_cap": 0.7}),
     # On a Hopper GPU by a kernel of its own, beside the rows' own keys:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from sampling_rows import V, expected_sample, keys, make_columns, on, random_logits, sample, through_shards
 
+from combinations import full
 from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS
 from nvcli.kernels import candidates as reference
 from nvcli.kernels.sampling import unpack_argmax
@@ -48,7 +49,7 @@ def tied_logits() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize("temperature", [0.3, full(1.0), 3.0])
 def test_the_same_token_as_by_a_sort(temperature: float, dtype: torch.dtype) -> None:
     columns = make_columns(torch.full((len(LIMITS),), temperature), LIMITS)
     for seed in range(NUM_ROUNDS):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from sampling_rows import CPU, V, expected_sample, keys, make_columns, on, random_logits, sample, token_uniforms
 
+from combinations import full
 from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS
 from nvcli.kernels import philox as philox_reference
 from nvcli.kernels import sampling as reference
@@ -152,7 +153,7 @@ def thresholds(logits: torch.Tensor, columns: SamplingColumns, slots: torch.Tens
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", LIMITS)
-@pytest.mark.parametrize("temperature", [0.7, 2.0])
+@pytest.mark.parametrize("temperature", [full(0.7), 2.0])
 def test_thresholds_keep_what_a_sort_keeps(kind: str, temperature: float, dtype: torch.dtype) -> None:
     n = len(LIMITS[kind])
     logits = random_logits(n).to(dtype)
