@@ -87,8 +87,9 @@ def test_modelopts_own_file(algorithm: str | None, original: Path, tmp_path: Pat
         torch.testing.assert_close(found[name], parameter, atol=1e-7, rtol=1e-6, msg=name)
     quantisation = load_model_config(path).quantisation
     assert (quantisation and quantisation.name) == algorithm
-    edit_json(path / "config.json", quantization_config={"quant_method": "modelopt", "quantization": own})
-    assert algorithm is None or load_model_config(path).quantisation == quantisation
+    for section in ({"quantization": own}, {"ignore": own["exclude_modules"], "quant_algo": algorithm}):
+        edit_json(path / "config.json", quantization_config={"quant_method": "modelopt", **section})
+        assert load_model_config(path).quantisation == quantisation
 
 
 def edit(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:

@@ -50,12 +50,14 @@ def read_quantisation(
         ((file, key) for file in (config, text) for key in _KEYS if file.values.get(key)), (modelopt, _MODELOPT)
     )
     found = file.values.get(key)
-    if not found or (file is modelopt and isinstance(found, dict) and found.get("quant_algo") is None):
-        return None  # as where the KV cache alone is quantised
+    if not found:
+        return None
     method = found.get("quant_method", "modelopt" if file is modelopt else None) if isinstance(found, dict) else found
-    inner = found.get(_MODELOPT) if isinstance(found, dict) else None
-    if method == "modelopt" and isinstance(inner, dict):  # as in its own file
-        found, key = inner, f"{key}.{_MODELOPT}"
+    if method == "modelopt" and isinstance(found, dict):
+        if isinstance(found.get(_MODELOPT), dict):  # as in its own file
+            found, key = found[_MODELOPT], f"{key}.{_MODELOPT}"
+        if found.get("quant_algo") is None:
+            return None  # the KV cache alone is quantised
     readers = {name: _OF_FAMILIES[name] for name in methods} or _READERS
     reader = readers.get(method) if isinstance(method, str) and isinstance(found, dict) else None
     if reader is None:
