@@ -161,7 +161,7 @@ def halve_a_block(path: Path) -> None:
         ),
         (
             edit(BLOCKS_FILE, lambda tensors: tensors.update({GATE_UP: torch.ones(6, 64, 192)})),
-            ["is there twice", f"{GATE_UP}_blocks"],
+            ["appears twice", f"{GATE_UP}_blocks"],
         ),
         (configure(num_local_experts=5), ["experts.down_proj_bias", "[6, 64]", "5 experts"]),
         (halve_a_block, [f"{GATE_UP}_blocks", "[192, 64]", "160 rows"]),

@@ -151,7 +151,7 @@ REFUSED = {
     "twice": (
         "gptq",
         edit(lambda t: t.update({f"{Q}.weight": torch.ones(64, 64)})),
-        ["is there twice", f"{Q}.qweight"],
+        ["appears twice", f"{Q}.qweight"],
     ),
     "fewer rows": (
         "gptq",

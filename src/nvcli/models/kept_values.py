@@ -100,8 +100,8 @@ def _read_w4(
     is_mxfp4 = kept.kind == "mxfp4"
     if info.codes is None or info.packing is None or info.packing.bits != 4:
         raise LoadError(
-            f"{info.file}: tensor {info.name} is stored as {info.dtype}, and config.json does not name it among those "
-            "that are not in 4 bits: use quantization: none"
+            f"{info.file}: tensor {info.name} is stored as {info.dtype}, but config.json does not list it among those "
+            "that are not quantised: use quantization: none"
         )
     codes, scales, zeros, group_of = files.read_codes(info, source.read, device)
     order: Tensor | None = None
@@ -112,13 +112,13 @@ def _read_w4(
     groups = group_of.view(-1, kept.group)
     if (groups != groups[:, :1]).any():
         raise LoadError(
-            f"{info.file}: tensor {info.name} has groups of other columns than config.json says, which are not kept in "
+            f"{info.file}: tensor {info.name} does not group its columns as config.json says, so it cannot be kept in "
             "4 bits: use quantization: none"
         )
     if is_mxfp4 and int(scales.max()) > LARGEST_FP4_SCALE:
         raise LoadError(
-            f"{info.file}: tensor {info.codes.scales.name} has scales above {LARGEST_FP4_SCALE}, which 4 bits are not "
-            "kept with: use quantization: none"
+            f"{info.file}: tensor {info.codes.scales.name} has scales above {LARGEST_FP4_SCALE}, which are too large "
+            "to keep its weight in 4 bits: use quantization: none"
         )
     shape, rows = (len(codes), len(groups)), source.tensor.row_order
     codes, scales = (_in_order(one, rows) for one in (codes, _of_groups(scales, groups, shape)))

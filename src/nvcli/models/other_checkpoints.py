@@ -36,9 +36,9 @@ def check_repository(name: str, files: list[str]) -> None:
 def gguf_error(name: str) -> LoadError:
     """Return the error for a model in GGUF files."""
     return LoadError(
-        f"{name}: weights in GGUF, the format of llama.cpp, which nvcli does not read: name the repository that they "
-        "were made from, with its *.safetensors files (its name often is this one without -GGUF), and for small "
-        "weights `--quantization fp8` or a checkpoint in AWQ or GPTQ"
+        f"{name}: weights in GGUF, the format of llama.cpp, which nvcli does not read: give the repository that they "
+        "were made from, with its *.safetensors files (often the same name without -GGUF); for smaller weights, add "
+        "`--quantization fp8` or choose a checkpoint in AWQ or GPTQ"
     )
 
 

@@ -49,8 +49,8 @@ class W4LinearMethod(PlainLinearMethod):
             return None
         names = ", ".join(piece.weight.name for piece in layer.pieces)
         return (
-            f"tensors {names} have groups of different columns, and are multiplied as one in 4 bits: use quantization: "
-            "none"
+            f"tensors {names} are multiplied together in 4 bits, but group their columns differently: use "
+            "quantization: none"
         )
 
     def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool, out: Tensor | None = None) -> Tensor:

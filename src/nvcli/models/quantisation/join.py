@@ -52,7 +52,7 @@ def join_parts(found: dict[str, TensorInfo], quantisation: Quantisation) -> None
 
 def twice(info: TensorInfo, other: TensorInfo) -> LoadError:
     """Return the error for two tensors of a checkpoint that are one of the model."""
-    return LoadError(f"{info.file}: tensor {info.name} is there twice: {other.name} is the same")
+    return LoadError(f"{info.file}: tensor {info.name} appears twice: {other.name} is the same tensor")
 
 
 def _join(found: dict[str, TensorInfo], parent: str, parts: WeightParts, quantisation: Quantisation) -> TensorInfo:

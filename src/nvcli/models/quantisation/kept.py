@@ -19,21 +19,21 @@ def stored_groups(quantisation: Quantisation | None, *, has_experts: bool) -> St
     if quantisation is None or quantisation.bits != 4 or quantisation.numbers == "fp4":
         found = "not quantised" if quantisation is None else quantisation.name
         raise ConfigError(
-            f"`quantization` is w4a16, which keeps the 4 bits of a checkpoint (AWQ, GPTQ, W4A16, MXFP4), and this one "
-            f"is {found}: {_WAY_OUT}"
+            f"`quantization` is w4a16, which keeps the 4 bits of a checkpoint (AWQ, GPTQ, W4A16, gpt-oss's MXFP4), but "
+            f"this one is {found}: {_WAY_OUT}"
         )
     if quantisation.numbers == "mxfp4":
         return StoredGroups(kind="mxfp4", size=None)
     size, has_order = quantisation.group_size, quantisation.has_column_order
     if size is not None and size % _LEAST_GROUP:
         raise ConfigError(
-            f"`quantization` is w4a16, which keeps groups of {_LEAST_GROUP} columns and multiples of it, and those of "
-            f"this checkpoint are of {size}: {_WAY_OUT}"
+            f"`quantization` is w4a16, which needs groups of {_LEAST_GROUP} columns or a multiple of it, but this "
+            f"checkpoint has groups of {size}: {_WAY_OUT}"
         )
     if has_order and has_experts:
         raise ConfigError(
-            f"`quantization` is w4a16, and this checkpoint has experts whose columns are in an order of their own "
-            f"(desc_act), which are not kept in 4 bits: {_WAY_OUT}"
+            f"`quantization` is w4a16, but this checkpoint has experts with reordered columns (desc_act), which cannot "
+            f"be kept in 4 bits: {_WAY_OUT}"
         )
     return StoredGroups(kind="integer", size=size, has_order=has_order)
 
@@ -48,4 +48,4 @@ def problems_of_cut_groups(groups: StoredGroups, hidden_size: int, pieces: Itera
         if groups.kept(length) is None:
             yield f"each rank's {length:,} input features of {name} are not groups of {_LEAST_GROUP} in 4 bits"
     if groups.has_order and size > 1:
-        yield "weights whose columns have an order of their own (desc_act) are not cut in 4 bits"
+        yield "weights with reordered columns (desc_act) cannot be split in 4 bits"
