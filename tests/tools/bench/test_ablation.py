@@ -38,8 +38,8 @@ def test_each_changes_one_field() -> None:
         ("backend=auto", {}, "backend=triton"),
         ("overlap,overlap", {}, "twice"),
         ("graphs", {}, "on a CPU"),
-        ("prefix-cache", {"enable_prefix_caching": False}, "is already configured so"),
-        ("backend=torch", {"attention_backend": "torch"}, "is already configured so"),
+        ("prefix-cache", {"enable_prefix_caching": False}, "is already configured like this"),
+        ("backend=torch", {"attention_backend": "torch"}, "is already configured like this"),
     ],
 )
 def test_wrong_ones_are_refused(text: str, values: dict[str, object], named: str) -> None:

@@ -39,7 +39,7 @@ def test_bad_prefixes_are_refused(text: str) -> None:
 
 
 def test_more_groups_than_requests_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--shared-prefix 9:2,5:3: 6 groups for 5 requests"):
+    with pytest.raises(ConfigError, match="--shared-prefix 9:2,5:3: 6 groups leave some empty with only 5 requests"):
         make_workload(BenchOptions(num_requests=5, shared_prefix="9:2,5:3"))
 
 

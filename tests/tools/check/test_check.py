@@ -238,7 +238,7 @@ def test_what_cannot_be_checked_at_all_is_an_error(tmp_path: Path, model_folder:
         return str(caught.value)
 
     assert no_check(**{"--device": "cpu"}) == (
-        "--gpu estimates for GPUs, and `device` is cpu; leave one of the two out"
+        "--gpu estimates for GPUs, but `device` is cpu; leave one of the two out"
     )
     assert no_check(**{"--max-model-len": 100}).startswith("`max_model_len` is 100, and")
     (tmp_path / "broken.gz").write_bytes(b"\x1f\x8b\x08broken")

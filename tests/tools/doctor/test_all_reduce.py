@@ -65,6 +65,6 @@ def test_peer_access_that_is_to_blame_is_found_out(monkeypatch: pytest.MonkeyPat
     (finding,) = check("cuda", "work_without_peers")
     assert finding.level == Level.PROBLEM
     assert "unhandled cuda error" in finding.found
-    assert "with NCCL_P2P_DISABLE=1 it works" in finding.advice
+    assert "it works with NCCL_P2P_DISABLE=1" in finding.advice
     (finding,) = check("cuda", "crash")
     assert "NCCL_DEBUG" in finding.advice

@@ -88,7 +88,7 @@ def test_a_machine_without_gpus_is_no_problem() -> None:
     [
         (device_report(driver_cuda=None, driver_failure="no libcuda"), "no NVIDIA driver"),
         (device_report(torch_cuda=None), "built without CUDA"),
-        (device_report(driver_cuda=(12, 4)), "serves CUDA up to 12.4, and torch is built for 13.0"),
+        (device_report(driver_cuda=(12, 4)), "supports CUDA up to 12.4, but torch is built for 13.0"),
         (device_report(driver_failure="CUDA_ERROR_SYSTEM_NOT_READY"), "CUDA_ERROR_SYSTEM_NOT_READY"),
         (device_report(gpu(0, failure="RuntimeError: no kernel image")), "no kernel image"),
         (device_report(gpu(0), pinned_failure="out of memory"), "out of memory"),
@@ -113,7 +113,7 @@ def test_a_torch_without_cuda_beside_gpus_is_warned_of() -> None:
 
 def test_too_few_gpus() -> None:
     finding = check(device_report(gpu(0), gpu(1)), num_gpus=4)["number of GPUs"]
-    assert (finding.level, finding.found) == (Level.PROBLEM, "the run needs 4, and 2 can be seen")
+    assert (finding.level, finding.found) == (Level.PROBLEM, "the run needs 4, but 2 can be seen")
 
 
 def test_who_holds_memory_is_named() -> None:

@@ -44,7 +44,7 @@ class AblationResult:
 
 
 def parse_ablations(text: str, config: EngineConfig) -> list[Ablation]:
-    """Parse a list such as `overlap,graphs,backend=torch`. Raises ConfigError, also for an entry that changes
+    """Parse a list such as `overlap,graphs,backend=torch`. Raises ConfigError, even for an entry that changes
     nothing."""
     ablations: list[Ablation] = []
     for name in text.split(","):
@@ -56,7 +56,7 @@ def parse_ablations(text: str, config: EngineConfig) -> list[Ablation]:
             raise ConfigError("--ablate graphs: there are no CUDA graphs on a CPU; leave it out")
         if changed == config:
             raise ConfigError(
-                f"--ablate {name}: the run is already configured so; leave it out, or change the configuration"
+                f"--ablate {name}: the run is already configured like this; leave it out, or change the configuration"
             )
         ablations.append(Ablation(name=name, config=changed))
     return ablations

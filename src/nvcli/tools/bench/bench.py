@@ -1,4 +1,4 @@
-"""Runs requests through engines, as `generate` does but without files and text, and returns the measurements."""
+"""Runs requests through engines like `generate`, but without files and text, and returns the measurements."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class BenchLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
-    """The result that `nvcli bench` reports."""
+    """The result of `nvcli bench`."""
 
     model: str
     date: str
@@ -112,7 +112,7 @@ def bench(
         say(f"ablation {ablation.name}")
         try:
             ablated = _measure(ablation.config, requests, data_parallel_size=data_parallel_size, repeat=repeat, say=say)
-        except (ConfigError, CapacityError) as error:  # this one does not work here; others may
+        except (ConfigError, CapacityError) as error:  # this one does not work here, but others may
             results.append(_left_out(ablation, error))
         else:
             results.append(_compared(ablation, ablated.passes, baseline=_median_rate(measured.passes)))

@@ -1,6 +1,6 @@
 """Measures the limits of a device: its memory bandwidth and its rate of matrix products.
 
-Run as a module in a process of its own, so that the command itself never touches the device:
+Run as a module in its own process, so that the command itself never touches the device:
 
     python -m nvcli.tools.bench.ceilings DEVICE DTYPE   → {"bytes_per_second": …, "flops_per_second": …}
 """

@@ -79,8 +79,8 @@ def make_workload(options: BenchOptions) -> Workload | FileWorkload:
         num_groups = math.prod(level.num_groups for level in prefixes)
         if num_groups > workload.num_requests:
             raise ConfigError(
-                f"--shared-prefix {options.shared_prefix}: {num_groups} groups for {workload.num_requests} requests "
-                "leave some groups empty; raise --num-requests, or lower the number of groups"
+                f"--shared-prefix {options.shared_prefix}: {num_groups} groups leave some empty with only "
+                f"{workload.num_requests} requests; raise --num-requests, or lower the number of groups"
             )
         return workload
     made_up = {
@@ -93,9 +93,9 @@ def make_workload(options: BenchOptions) -> Workload | FileWorkload:
     }
     for option, value in made_up.items():
         if value is not None:
-            raise ConfigError(f"{option} is for made-up prompts, and the rows of --input bring their own; leave it out")
+            raise ConfigError(f"{option} is for made-up prompts, but the rows of --input bring their own; leave it out")
     if options.shape is not None:
-        raise ConfigError("--input needs a tokenizer, and --shape has none; name a model with --model")
+        raise ConfigError("--input needs a tokenizer, which --shape does not have; name a model with --model")
     return FileWorkload(input=options.input, num_rows=options.num_requests, seed=options.seed, **lengths)
 
 
@@ -125,7 +125,7 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
                 f"requests of up to {longest} tokens do not fit max_model_len {config.max_model_len}; "
                 "lower --input-len, --output-len or --shared-prefix"
             )
-        if isinstance(workload, Workload):  # drawn only once they are known to fit: it takes a while
+        if isinstance(workload, Workload):  # drawn once they are known to fit, because it takes a while
             requests = workload.requests(model.vocab_size)
         layout = resolve_layout(run, config, model, num_requests=sum(request.n for request in requests))
         check_ram(config, model, num_replicas=layout.data_parallel_size, available=available_ram())
@@ -151,5 +151,5 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
     if options.plot is not None:
         title = f"{result.model}: {result.median.num_requests} requests, {result.median.output_rate:,.0f} tokens/s"
         draw_run(options.plot, title, result.timelines[result.median_number], result.ready.num_blocks)
-        say(f"step times and KV use are drawn in {options.plot}")
+        say(f"step times and KV use are plotted in {options.plot}")
     return result

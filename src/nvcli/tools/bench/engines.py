@@ -1,4 +1,4 @@
-"""The replicas of a benchmark: requests are dealt out to them, and each pass over the workload is recorded."""
+"""The replicas of a benchmark. Requests are divided among them, and each pass over the workload is recorded."""
 
 from __future__ import annotations
 

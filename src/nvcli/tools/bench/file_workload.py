@@ -1,4 +1,4 @@
-"""The workload of a real file: its rows as `generate` prepares them, with answers of fixed lengths."""
+"""A workload from a file: its rows as `generate` prepares them, with answers of fixed lengths."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ class FileWorkload:
     def requests(
         self, run: RunConfig, model_path: Path, model: ModelConfig, *, say: Callable[[str], None]
     ) -> list[Request]:
-        """Return a request for each sample of each row. Rows that would become error rows are left out and reported to
+        """Return a request for each sample of each row. Rows that would become error rows are skipped and reported to
         `say`.
 
-        Imports the tokenizer, which takes seconds. Raises ConfigError where no row is left, and LoadError.
+        Imports the tokenizer, which takes seconds. Raises ConfigError if no row is left, and LoadError.
         """
         rng = random.Random(self.seed)
         requests: list[Request] = []
@@ -89,7 +89,7 @@ class FileWorkload:
         if not requests:
             raise ConfigError(f"--input {self.input} has no row that can be answered: {reason}")
         if failed:
-            say(f"{self.input}: {len(failed)} left out, as they cannot be answered; the first: {reason}")
+            say(f"{self.input}: {len(failed)} rows cannot be answered and are left out; the first: {reason}")
         return requests
 
     def _with_fixed_length(self, row: PreparedRow, rng: random.Random) -> PreparedRow:

@@ -1,4 +1,4 @@
-"""`--plot` draws step times and KV use over a run."""
+"""`--plot`: step times and KV use over a run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nvcli.core.messages import ForwardMode
 from nvcli.core.system.regular_file import check_regular
 from nvcli.engine.request import StepRecord
 from nvcli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _FORMATS = (".svg", ".png")
 _COLORS = {ForwardMode.DECODE: "tab:blue", ForwardMode.EXTEND: "tab:red", ForwardMode.MIXED: "tab:orange"}
@@ -41,7 +45,7 @@ def start_times(steps: Sequence[StepRecord]) -> list[float]:
 
 
 def draw_run(path: Path, title: str, steps: Sequence[StepRecord], num_blocks: int) -> None:
-    """Draw the `steps` of a replica with `num_blocks` KV blocks. Raises ConfigError where `path` cannot be written."""
+    """Draw the `steps` of a replica with `num_blocks` KV blocks. Raises ConfigError if `path` cannot be written."""
     from matplotlib.figure import Figure
 
     times = start_times(steps)
@@ -61,6 +65,11 @@ def draw_run(path: Path, title: str, steps: Sequence[StepRecord], num_blocks: in
     step_axes.legend(loc="upper right")
     kv_axes.step(times, [100 * step.num_used_blocks / num_blocks for step in steps], where="post", linewidth=1)
     kv_axes.set(ylabel="KV cache in use (%)", xlabel="seconds", ylim=(0, None))
+    save_plot(figure, path)
+
+
+def save_plot(figure: Figure, path: Path) -> None:
+    """Write a figure to the file of `--plot`. Raises ConfigError if it cannot be written."""
     try:
         figure.savefig(path)
     except OSError as error:

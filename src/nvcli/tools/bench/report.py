@@ -65,7 +65,7 @@ def format_result(result: BenchResult) -> str:
         f"  KV cache          {kv_type}{ready.kv_cache_bytes / _GIB:.2f} GiB, "
         f"{100 * run.peak_kv_share:.1f} % used at most, {100 * run.mean_kv_share:.1f} % on average; "
         f"{run.num_preemptions} preemptions",
-        f"  prefix cache      {run.cached_tokens:,} prompt tokens found and not computed "
+        f"  prefix cache      {run.cached_tokens:,} prompt tokens found, not computed "
         f"({100 * run.cached_share:.1f} %), {run.computed_prompt_tokens:,} computed",
         *_draft_lines(run),
         f"  peak memory       {_peaks(result.peak_bytes)}",

@@ -4,12 +4,12 @@ A step's parts run one after the other, and each needs the longer of two times: 
 memory's bandwidth, and its operations, over the matrix rate. Only what no implementation can avoid is counted:
 
     layer matrices      every weight read once; 2 operations for each weight and token
-    experts             likewise, the weights of the experts that at least one token has
+    experts             likewise, for the experts that at least one token uses
     LM head             likewise, for the rows that get a token
-    decode attention    keys and values read once, also those of a prefix that several rows share; the new ones written
-    prompt attention    those of each chunk likewise; 4 operations for each head, head dimension and pair of tokens
+    decode attention    keys and values read once, even of a prefix that several rows share; the new ones written
+    prompt attention    likewise for each chunk; 4 operations for each head, head dimension and pair of tokens
     decode states       the recurrent states of each row read and written once, and three products with a vector
-    prompt states       those of each chunk likewise, with three products for each token
+    prompt states       likewise for each chunk, with three products for each token
 
 Activations, norms, sampling, embeddings and collectives are not counted. The counts are of one rank's share of a
 model; with pipeline stages a rank of the last stage, whose steps are the ones that are timed.

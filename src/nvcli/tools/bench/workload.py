@@ -1,4 +1,4 @@
-"""The made-up workload of a benchmark. The default is nano-vllm's, for which published figures exist."""
+"""A benchmark's made-up workload. The default is nano-vllm's, for which there are published figures."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens_to_compute: int
     """Prompt tokens without those of equal rows, before the prefix cache."""
     cached_tokens: int
-    """How many of these the prefix cache saves at most."""
+    """The most of these that the prefix cache saves."""
     cached_tokens_are_exact: bool
     """Whether `cached_tokens` was counted rather than scaled up from a sample."""
     notes: list[str]
@@ -136,7 +136,7 @@ def check_job(
         setter_of=source.setter,
     )
     if options.gpus is not None and job.config.device == "cpu":
-        raise ConfigError("--gpu estimates for GPUs, and `device` is cpu; leave one of the two out")
+        raise ConfigError("--gpu estimates for GPUs, but `device` is cpu; leave one of the two out")
     reading = _Reading(job)
     reading.estimate(options)  # an impossible layout is an error before anything is read
     ended_by = reading.read(options.num_prompts, progress)
@@ -219,8 +219,8 @@ class _Reading:
         hopeless = []
         if leading.all_failed and leading.first is not None:
             hopeless.append(
-                f"the first {job.run.job.max_leading_errors:,} rows all fail with {leading.first.type}: a run ends "
-                "there, unless `job.max_leading_errors` is 0"
+                f"the first {job.run.job.max_leading_errors:,} rows all fail with {leading.first.type}: a run would "
+                "stop there, unless `job.max_leading_errors` is 0"
             )
         settings = sampling_settings(job.run, job.model.generation_defaults, source.setter) if job.task is None else []
         return CheckReport(

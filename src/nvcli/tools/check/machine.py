@@ -102,7 +102,9 @@ def estimate_job(
     Makes a forecast for each of `expected_answers`. `num_bytes` is the size of the inputs; None: unknown. Raises
     ConfigError if the job asks for more GPUs than there are.
     """
-    found: Sequence[SmiGpu] | str = gpus or "no GPU is used here; --gpu h200 estimates for GPUs elsewhere"
+    found: Sequence[SmiGpu] | str = (
+        gpus or "no GPU is used here; estimate for other GPUs with --gpu, such as --gpu h200"
+    )
     if gpus is None and job.config.device == "cuda":
         found = visible_gpus(ask_for_gpus(), environ)
     if isinstance(found, str):

@@ -9,6 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from nvcli.core.byte_sizes import counted
 from nvcli.core.histogram import histogram_lines
 from nvcli.core.system.terminal_text import harmless, one_line
 from nvcli.job.progress.display import format_seconds
@@ -45,7 +46,7 @@ def _prompt(prompt: ShownPrompt) -> Text:
             text.append(f"\n… {piece.left_out:,} tokens are not shown …\n", style="dim")
         else:
             text.append(harmless(piece.text), style=_SPECIAL if piece.special else "")
-    title = f"{prompt.place}, id {one_line(str(prompt.id), 60)}: {_count(prompt.tokens, 'token')}"
+    title = f"{prompt.place}, id {one_line(str(prompt.id), 60)}: {counted(prompt.tokens, 'token')}"
     if prompt.max_answer_tokens:
         title += f", and an answer of up to {prompt.max_answer_tokens:,}"
     shown = Text.assemble((title, "bold"))
@@ -59,7 +60,7 @@ def _prompt(prompt: ShownPrompt) -> Text:
 
 def _lines(report: CheckReport) -> Iterator[tuple[str, str]]:
     """Yield the report's lines, each with its name; continuation lines have an empty name."""
-    stopped = "" if report.is_complete else " up to where the reading ended"
+    stopped = "" if report.is_complete else " up to the point where reading stopped"
     good = report.rows - report.rows_failed
     yield "rows", f"{report.rows:,}{stopped}: {good:,} can be answered, {report.rows_failed:,} cannot"
     for error in report.errors:
@@ -74,8 +75,8 @@ def _lines(report: CheckReport) -> Iterator[tuple[str, str]]:
     for number, each in enumerate(report.sampling):
         yield "" if number else "sampling", f"{sampling_name(each)} {_sampling_value(each)} ({one_line(each.origin)})"
     if report.rows_with_own_sampling:
-        yield "", f"{_count(report.rows_with_own_sampling, 'row')} with other sampling of their own"
-    yield "model", f"{report.model}: {report.dtype}, prompt and answer of at most {report.max_model_len:,} tokens"
+        yield "", f"{counted(report.rows_with_own_sampling, 'row')} with their own sampling"
+    yield "model", f"{report.model}: {report.dtype}, at most {report.max_model_len:,} tokens per prompt and answer"
     yield from _machine_lines(report)
     for number, forecast in enumerate(report.forecasts if report.answers else ()):
         yield "" if number else "to generate", _forecast(forecast, report)
@@ -87,7 +88,7 @@ def _lines(report: CheckReport) -> Iterator[tuple[str, str]]:
 def _length_lines(lengths: PromptLengths) -> Iterator[tuple[str, str]]:
     yield (
         "prompts",
-        f"{_count(lengths.total, 'token')}; of one: least {lengths.least:,}, median {lengths.median:,}, mean "
+        f"{counted(lengths.total, 'token')}; of one: least {lengths.least:,}, median {lengths.median:,}, mean "
         f"{lengths.mean:,.1f}, 95 % up to {lengths.p95:,}, most {lengths.most:,}",
     )
     for line in histogram_lines(lengths.histogram):
@@ -97,18 +98,18 @@ def _length_lines(lengths: PromptLengths) -> Iterator[tuple[str, str]]:
 def _repetition_lines(report: CheckReport) -> Iterator[tuple[str, str]]:
     least = "at least " if report.may_miss_equal_rows else ""
     if report.equal_rows:
-        yield "equal", f"{least}{_count(report.equal_rows, 'row')} will get the answer of an equal row"
+        yield "equal", f"{least}{counted(report.equal_rows, 'row')} will get the answer of an equal row"
     if report.repeated_prompts:
         yield (
             "" if report.equal_rows else "equal",
-            f"{least}{_count(report.repeated_prompts, 'row')} with the prompt of an earlier row, and an answer of "
-            "their own: it is drawn",
+            f"{least}{counted(report.repeated_prompts, 'row')} with the prompt of an earlier row but their own "
+            "answer, because it is sampled",
         )
     if report.prompt_tokens_to_compute:
         cached, about = report.cached_tokens, "" if report.cached_tokens_are_exact else "about "
         share = cached / report.prompt_tokens_to_compute
         saved = f"; the prefix cache saves up to {about}{cached:,} of them ({share:.0%})" if cached else ""
-        yield "to compute", f"{_count(report.prompt_tokens_to_compute, 'prompt token')}{saved}"
+        yield "to compute", f"{counted(report.prompt_tokens_to_compute, 'prompt token')}{saved}"
 
 
 def _machine_lines(report: CheckReport) -> Iterator[tuple[str, str]]:
@@ -127,7 +128,7 @@ def _machine_lines(report: CheckReport) -> Iterator[tuple[str, str]]:
 
 def _forecast(forecast: Forecast, report: CheckReport) -> str:
     length = forecast.answer_tokens
-    tokens, answers = _count(forecast.generated_tokens, "token"), _count(report.answers, "answer")
+    tokens, answers = counted(forecast.generated_tokens, "token"), counted(report.answers, "answer")
     if length is None:
         text = f"at most {tokens}, if {'the answer runs' if report.answers == 1 else f'all {answers} run'} to the limit"
     else:
@@ -142,7 +143,3 @@ def _sampling_value(each: Setting) -> str:
     if sampling_name(each) == "max_tokens" and each.value is None:
         return "as many as the prompt leaves"
     return one_line(msgspec.json.encode(each.value).decode(), 80)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -46,13 +46,13 @@ def check_all_reduce(
             result = _all_reduce(device, gpus=replica_gpus, timeout=timeout, target=target)
         except _Failed as failed:
             found = f"{backend} over {size} ranks: {failed}"
-            advice = "run it again with NCCL_DEBUG=INFO" if device == "cuda" else "look at the limits above"
+            advice = "run it again with NCCL_DEBUG=INFO" if device == "cuda" else "check the limits above"
             if device == "cuda" and "NCCL_P2P_DISABLE" not in os.environ:
                 advice = _try_without_peers(replica_gpus, timeout, target)
             findings.append(problem(name, found, advice))
             continue
         if result.wrong:
-            advice = "do not trust runs with --tp here; look for Xid errors in `dmesg`, try NCCL_P2P_DISABLE=1"
+            advice = "do not trust runs with --tp here; check `dmesg` for Xid errors, and try NCCL_P2P_DISABLE=1"
             findings.append(problem(name, f"{backend} over {size} ranks: {result.wrong}", advice))
         else:
             findings.append(ok(name, f"{backend} over {size} ranks: {_describe(device, size, result)}"))
@@ -70,14 +70,14 @@ def _describe(device: str, size: int, result: AllReduceResult) -> str:
 
 
 def _try_without_peers(gpus: Sequence[int], timeout: float, target: str) -> str:
-    """Find out whether peer access is to blame, and say what to do."""
+    """Find out whether peer access is to blame, and return advice."""
     try:
         _all_reduce("cuda", gpus=gpus, timeout=timeout, target=target, env=_WITHOUT_PEERS)
     except _Failed:
-        return "run it again with NCCL_DEBUG=INFO; look at /dev/shm above, at the fabric manager, and at `dmesg`"
+        return "run it again with NCCL_DEBUG=INFO; check /dev/shm above, the fabric manager, and `dmesg`"
     return (
-        "with NCCL_P2P_DISABLE=1 it works: set that for now (slower), and look at IOMMU and ACS settings, which break "
-        "peer access"
+        "it works with NCCL_P2P_DISABLE=1: set that for now (slower), and check the IOMMU and ACS settings, which can "
+        "break peer access"
     )
 
 

@@ -203,5 +203,5 @@ def _findings(probe: Probe, name: str) -> list[Finding]:
     try:
         findings: list[Finding] = probe.result()
     except ProbeFailed as failed:
-        return [problem(name, str(failed), "find the cause: a run would do the same as this check next")]
+        return [problem(name, str(failed), "find the cause: a run would do next what this check did")]
     return findings

@@ -29,7 +29,7 @@ def check_fit(
     weights = sum(weight_bytes(model, config.dtype, tensor_parallel_size=size, stage=stage).values())
     needed = gpus[: config.num_ranks * num_replicas]
     if not needed:
-        return warning("memory", f"{format_gib(weights)} of weights a GPU, and no GPU to hold them", "see above")
+        return warning("memory", f"{format_gib(weights)} of weights per GPU, but no GPU to hold them", "see above")
     rooms = [
         int(gpu.total_bytes * config.gpu_memory_utilization) - (gpu.total_bytes - gpu.free_bytes) for gpu in needed
     ]

@@ -17,7 +17,7 @@ _HELD_SHARE = 0.02
 """Used memory below this share of a GPU's total belongs to the driver itself."""
 
 _DRIVER_ADVICE = {
-    "CUDA_ERROR_NO_DEVICE": "look at `nvidia-smi` and CUDA_VISIBLE_DEVICES; start a container with --gpus all",
+    "CUDA_ERROR_NO_DEVICE": "check `nvidia-smi` and CUDA_VISIBLE_DEVICES; start the container with --gpus all",
     "CUDA_ERROR_SYSTEM_NOT_READY": "start the fabric manager: systemctl start nvidia-fabricmanager",
     "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH": "driver and libcuda have different versions: reboot, or reinstall one of them",
 }
@@ -46,7 +46,7 @@ def check_gpus(
     else:
         findings.append(_no_gpus(report, smi, device=device, is_explicit=is_explicit))
     if smi.failure:
-        findings.append(warning("nvidia-smi", smi.failure, "look at `dmesg` for messages of the driver (NVRM, Xid)"))
+        findings.append(warning("nvidia-smi", smi.failure, "check `dmesg` for messages from the driver (NVRM, Xid)"))
     if hidden := os.environ.get("CUDA_VISIBLE_DEVICES"):
         findings.append(note("visible GPUs", f"CUDA_VISIBLE_DEVICES={hidden}"))
     needed = num_gpus if device == "cuda" else 0
@@ -57,8 +57,8 @@ def check_gpus(
         findings.append(
             problem(
                 "number of GPUs",
-                f"the run needs {needed}, and {len(report.gpus)} can be seen",
-                "lower --tp or data_parallel_size, or look at CUDA_VISIBLE_DEVICES",
+                f"the run needs {needed}, but {len(report.gpus)} can be seen",
+                "lower --tp or data_parallel_size, or check CUDA_VISIBLE_DEVICES",
             )
         )
     if report.pinned_failure:
@@ -71,12 +71,12 @@ def check_gpus(
 
 
 def check_fp8(report: DeviceReport, *, chosen: Sequence[int]) -> Finding:
-    """Tell whether the run's GPUs can multiply in FP8. `chosen` is `Layout.gpus`; empty: all."""
+    """Check whether the run's GPUs can multiply in FP8. `chosen` is `Layout.gpus`; empty: all."""
     lacking = [gpu for gpu in report.gpus if gpu.capability < FP8_CAPABILITY and (not chosen or gpu.index in chosen)]
     if not lacking:
-        return ok("FP8", "the GPUs have units for FP8 products")
+        return ok("FP8", "the GPUs have FP8 tensor cores")
     names = ", ".join(dict.fromkeys(gpu.name for gpu in lacking))
-    return note("FP8", f"no units for FP8 products: {names}; weights are dequantised in each product")
+    return note("FP8", f"no FP8 tensor cores: {names}; weights are dequantised for each product")
 
 
 def free_bytes(gpu: GpuReport, smi: SmiReport) -> int:
@@ -110,7 +110,7 @@ def _no_gpus(report: DeviceReport, smi: SmiReport, *, device: Literal["cpu", "cu
         if device == "cuda" and not is_explicit:
             return problem(
                 "driver",
-                f"there are GPUs (/dev/nvidia*) and no driver library: {report.driver_failure}",
+                f"there are GPUs (/dev/nvidia*), but no driver library: {report.driver_failure}",
                 "install the driver's libcuda.so.1; start a container with --gpus all",
             )
         if device == "cuda":
@@ -127,11 +127,11 @@ def _no_gpus(report: DeviceReport, smi: SmiReport, *, device: Literal["cpu", "cu
         serves = ".".join(map(str, report.driver_cuda))
         return problem(
             "driver",
-            f"serves CUDA up to {serves}, and torch is built for {report.torch_cuda}",
+            f"supports CUDA up to {serves}, but torch is built for {report.torch_cuda}",
             f"install a newer driver, or another torch: {cuda_torch_advice(report.driver_cuda)}",
         )
     reason = report.driver_failure or "torch finds no GPU"
-    advice = _DRIVER_ADVICE.get(reason, "look at `nvidia-smi`, at CUDA_VISIBLE_DEVICES, and at `dmesg` for Xid errors")
+    advice = _DRIVER_ADVICE.get(reason, "check `nvidia-smi`, CUDA_VISIBLE_DEVICES, and `dmesg` for Xid errors")
     return problem("driver", f"does not start: {reason}", advice)
 
 
@@ -155,7 +155,7 @@ def _gpu(gpu: GpuReport, smi: SmiReport, *, is_needed: bool) -> Finding:
     found = f"{gpu.name}, compute capability {capability}, {memory}"
     if gpu.failure:
         fail = problem if is_needed else warning
-        return fail(name, f"{found}; cannot compute: {gpu.failure}", f"look at `nvidia-smi -i {gpu.index}` and `dmesg`")
+        return fail(name, f"{found}; cannot compute: {gpu.failure}", f"check `nvidia-smi -i {gpu.index}` and `dmesg`")
     if held := _held(gpu, known, smi):
         found = f"{found}; {held}"
         if is_needed:
@@ -194,7 +194,7 @@ def _peers(report: DeviceReport, smi: SmiReport, *, is_needed: bool) -> Finding:
     if not is_needed:
         return note("peer access", found)
     return warning(
-        "peer access", found, "prefer --dp to --tp; where NVLink or one PCIe switch joins them, look at IOMMU and ACS"
+        "peer access", found, "prefer --dp to --tp; if NVLink or one PCIe switch joins them, check IOMMU and ACS"
     )
 
 

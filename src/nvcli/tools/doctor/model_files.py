@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nvcli.core.byte_sizes import counted
 from nvcli.core.system.hub_access import DownloadSize
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.checkpoint import find_model, read_tensors, weight_files
@@ -114,7 +115,7 @@ def _generation_config(path: Path, config: ModelConfig) -> Finding:
 
 def _read_weights(path: Path) -> tuple[Mapping[str, TensorInfo] | None, list[Finding]]:
     """Check each file's header against its size, then all files against the index."""
-    advice = f"copy what is named again from where it came from, such as: hf download OWNER/NAME --local-dir {path}"
+    advice = f"copy the named files again, for example with: hf download OWNER/NAME --local-dir {path}"
     try:
         files = weight_files(path)
     except LoadError as error:
@@ -135,5 +136,4 @@ def _read_weights(path: Path) -> tuple[Mapping[str, TensorInfo] | None, list[Fin
     except LoadError as error:
         return None, [problem("weights", str(error), advice)]
     size = format_gib(sum(info.num_bytes for info in tensors.values()))
-    plural = "s" if len(files) > 1 else ""
-    return tensors, [ok("weights", f"{len(files)} file{plural}, {len(tensors)} tensors, {size}, all complete")]
+    return tensors, [ok("weights", f"{counted(len(files), 'file')}, {len(tensors)} tensors, {size}, all complete")]

@@ -53,7 +53,7 @@ def check_tokenizer(path: Path, vocab_size: int | None) -> list[Finding]:
     if isinstance(ids, RowError):
         return [problem("tokenizer", ids.message, _COPY_ADVICE)]
     if vocab_size is not None and ids and max(ids) >= vocab_size:
-        found = f"gives the id {max(ids)}, and the model has {vocab_size}"
+        found = f"gives the id {max(ids)}, but the model has {vocab_size}"
         return [problem("tokenizer", found, f"it belongs to another model: {_COPY_ADVICE}")]
     copy = tokenizer.decode([ids])[0]
     if copy.strip() != _TEXT:

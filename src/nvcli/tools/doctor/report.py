@@ -8,6 +8,7 @@ from typing import TextIO
 
 import msgspec
 
+from nvcli.core.byte_sizes import counted
 from nvcli.tools.doctor.findings import Finding, Level, Section, count
 
 _NAME_WIDTH = 18
@@ -27,7 +28,7 @@ def format_json(sections: Sequence[Section]) -> str:
 def format_verdict(sections: Sequence[Section]) -> str:
     """Return the report's last line."""
     problems, warnings = (count(list(sections), level) for level in (Level.PROBLEM, Level.WARNING))
-    counts = f"{problems} problem{'s' * (problems != 1)}, {warnings} warning{'s' * (warnings != 1)}"
+    counts = f"{counted(problems, 'problem')}, {counted(warnings, 'warning')}"
     return f"{counts}: {'a run would stop' if problems else 'nothing here would stop a run'}"
 
 

@@ -59,7 +59,7 @@ def check_triton(device: Literal["cpu", "cuda"]) -> Finding:
     if version is None and device == "cuda":
         return warning(
             "triton",
-            "not installed: runs do without fast kernels and CUDA graphs",
+            "not installed: runs have no fast kernels and no CUDA graphs",
             "pip install the triton that matches your torch; torch's CUDA builds bring it",
         )
     return ok("triton", version) if version else note("triton", "not installed; only GPUs need it")

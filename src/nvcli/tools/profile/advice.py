@@ -95,7 +95,7 @@ def advise_shorter(config: EngineConfig, model: ModelConfig, longest_request: in
         change=f"--max-model-len {longest_request}",
         tokens=longest_request,
         requests=1.0,
-        why="the longest request that fits; longer answers end there, longer prompts are refused",
+        why="the longest request that fits; longer answers are cut there, longer prompts refused",
     )
 
 
@@ -131,12 +131,12 @@ def _candidates(config: EngineConfig, model: ModelConfig, longest: int | None) -
             yield fp8
         return
     if config.gpu_memory_utilization < _HIGH_UTILIZATION:
-        yield {"gpu_memory_utilization": _HIGH_UTILIZATION}, "where nothing else uses the GPU"
+        yield {"gpu_memory_utilization": _HIGH_UTILIZATION}, "if nothing else uses the GPU"
     if config.max_num_batched_tokens > max(_SMALL_STEP_TOKENS, config.max_num_seqs):
         tokens = max(_SMALL_STEP_TOKENS, config.max_num_seqs)
         yield {"max_num_batched_tokens": tokens}, "smaller activations; prompts take more steps"
     if longest is not None and longest < config.max_model_len:
-        yield {"max_model_len": longest}, "the longest request of the input; smaller tables"
+        yield {"max_model_len": longest}, "the input's longest request; smaller tables"
     if not config.enforce_eager:
         yield {"enforce_eager": True}, "no CUDA graphs; small batches get slower"
     if _takes_fp8(config):
@@ -161,7 +161,7 @@ def _takes_fp8(config: EngineConfig) -> bool:
 
 
 def _can_keep(quantization: KeptWeights, config: EngineConfig, model: ModelConfig) -> bool:
-    """Tell whether weights that are now kept in 16 bits could be kept in this form."""
+    """Whether weights now kept in 16 bits could be kept in this format."""
     if config.batch_invariant:
         return False
     try:
@@ -186,7 +186,7 @@ def missing(config: EngineConfig, model: ModelConfig, use: MemoryUse) -> str | N
     else:
         short = smallest - config.kv_cache_memory
         if short <= 0 and (over := sum(use.planned.values()) - use.total) > 0:
-            return f"{format_bytes(over)} are missing for a KV cache of kv_cache_memory"
+            return f"{format_bytes(over)} are missing for a KV cache of the size kv_cache_memory"
     return f"{format_bytes(short)} are missing for the smallest KV cache" if short > 0 else None
 
 

@@ -41,7 +41,7 @@ def run_profile(
     if total is not None and not dry_run:
         raise ConfigError("--gpu-memory is for --dry-run; without it the GPU of this machine is used")
     if shape is not None and input_file is not None:
-        raise ConfigError("--input needs a tokenizer, and --shape has none; name a model with --model")
+        raise ConfigError("--input needs a tokenizer, which --shape does not have; name a model with --model")
     with model_folder(run.model, shape, revision=run.revision, quantization=run.quantization) as path:
         model = load_model(run, path, found_device="cuda" if dry_run else None, gpu_bytes=total)
         config = resolve_engine_config(run, path, model, found_device="cuda" if dry_run else None)
@@ -57,10 +57,10 @@ def run_profile(
                 config = layout.apply(config)
             return profile_by_loading(config, model, name, lengths=lengths, gpu_memory=gpu_memory_here, say=say)
         if config.device == "cpu":
-            raise ConfigError("--dry-run plans for GPUs, and `device` is cpu; leave --dry-run out to profile a CPU run")
+            raise ConfigError("--dry-run plans for GPUs, but `device` is cpu; leave --dry-run out to profile a CPU run")
         total = total or gpu_memory_here()
         if total is None:
-            raise ConfigError("--dry-run: no GPU here whose size could be used; give --gpu-memory, such as 80GiB")
+            raise ConfigError("--dry-run: this machine has no GPU to plan for; give --gpu-memory, such as 80GiB")
         return profile_from_config(config, model, name, total=total, lengths=lengths)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from nvcli.core.byte_sizes import format_bytes
 from nvcli.core.messages import MemoryUse
-from nvcli.errors import ConfigError
+from nvcli.tools.bench.plot import save_plot
 
 if TYPE_CHECKING:
     from nvcli.tools.profile.profile import MemoryProfile
@@ -90,7 +90,4 @@ def write_plot(profile: MemoryProfile, path: Path) -> None:
     how = "estimated" if profile.is_estimate else "measured"
     axes.set_title(f"{profile.model}: memory by rank ({how})")
     figure.legend(loc="outside lower center", ncols=len(_STYLES), frameon=False)
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise ConfigError(f"--plot {path} cannot be written: {error.strerror}") from None
+    save_plot(figure, path)

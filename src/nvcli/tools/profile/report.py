@@ -53,7 +53,7 @@ def _rank_lines(profile: MemoryProfile, number: int, use: MemoryUse) -> list[str
     )
     if use.measured:
         off = sum(use.measured.values()) - sum(use.planned.values())
-        lines.append(f"  in all {format_bytes(off)} ({100 * off / use.total:+.2f} % of the device) beside the plan")
+        lines.append(f"  in all {format_bytes(off)} ({100 * off / use.total:+.2f} % of the device) off the plan")
     return lines
 
 
@@ -88,7 +88,7 @@ def _capacity_lines(profile: MemoryProfile) -> list[str]:
             f"  requests of the input: {profile.file_requests:,.1f} at a time ({lengths.requests:,} requests{failed}; "
             f"mean {lengths.mean_prompt:,.0f} tokens of prompt, {lengths.mean_total:,.0f} with the answer, longest "
             f"{lengths.longest_total:,})",
-            "  lengths of the input's requests, answers as long as they may get",
+            "  lengths of the input's requests, with answers of maximum length",
         ]
         lines += [f"    {line}" for line in histogram_lines(lengths.histogram)]
     return lines
@@ -99,7 +99,7 @@ def _states_line(profile: MemoryProfile) -> str:
     each = profile.state_blocks * profile.block_bytes
     share = min(1.0, profile.max_num_seqs * profile.state_blocks / max(1, profile.num_blocks))
     return (
-        f"  recurrent states: {profile.state_blocks} blocks ({format_bytes(each)}) of each request, however long it "
+        f"  recurrent states: {profile.state_blocks} blocks ({format_bytes(each)}) per request, however long it "
         f"is; with max_num_seqs requests {100 * share:.0f} % of the cache"
     )
 
