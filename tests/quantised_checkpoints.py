@@ -19,13 +19,16 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 LINEAR = ("qkv_proj", "gate_up_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
+Encode = Callable[[Tensor, torch.Generator], tuple[dict[str, Tensor], Tensor]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
     """One way to store a weight [out, in]."""
 
     config: Mapping[str, Any]
     """The `quantization_config`."""
-    encode: Callable[[Tensor, torch.Generator], tuple[dict[str, Tensor], Tensor]]
+    encode: Encode
     """Returns the tensors by their last names, and the weight that they stand for."""
 
 
@@ -271,17 +274,25 @@ def _mxfp8(weight: Tensor, _: torch.Generator) -> tuple[dict[str, Tensor], Tenso
     return {"weight": codes, "weight_scale": stored}, codes.float() * scales
 
 
-def _mixed(weight: Tensor, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
-    """Square weights in FP8, as those of attention, and the others in NVFP4."""
-    if weight.shape[0] != weight.shape[1]:
-        return _modelopt_fp4(weight, generator)
-    codes, grid, decoded = _fp8(weight, (1 << 20, 1 << 20))
-    return {"weight": codes, "weight_scale": grid.view(()), "input_scale": torch.tensor(0.01)}, decoded
+def _mixed(fp4: Encode, fp8: Encode) -> Encode:
+    """Square weights in FP8, as some of attention are, and the others in FP4."""
+
+    def encode(weight: Tensor, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        return (fp8 if weight.shape[0] == weight.shape[1] else fp4)(weight, generator)
+
+    return encode
 
 
 def modelopt(algorithm: str, **more: Any) -> dict[str, Any]:
     """A `quantization_config` of ModelOpt."""
     return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["*layers.1.mlp*", "lm_head"], **more}
+
+
+def _two_groups() -> dict[str, Any]:
+    """A `quantization_config` of compressed-tensors with NVFP4 and FP8 with scales for rows."""
+    config = compressed({"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16})
+    fp8 = compressed({"type": "float", "num_bits": 8, "strategy": "channel"})["config_groups"]["group_0"]
+    return {**config, "format": "mixed-precision", "config_groups": {**config["config_groups"], "group_1": fp8}}
 
 
 FORMATS = {
@@ -296,13 +307,14 @@ FORMATS = {
         config=modelopt(
             "MIXED_PRECISION", quantized_layers={"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A16_NVFP4"}}
         ),
-        encode=_mixed,
+        encode=_mixed(_modelopt_fp4, fp8_tensor("weight_scale", {}).encode),
     ),
     "modelopt, mxfp8": Format(config=modelopt("MXFP8"), encode=_mxfp8),
     "compressed, nvfp4": Format(
         config=compressed({"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16}),
         encode=_compressed_fp4,
     ),
+    "compressed, nvfp4 and fp8": Format(config=_two_groups(), encode=_mixed(_compressed_fp4, _fp8_channels)),
     "compressed, mxfp4": Format(
         config=compressed({"type": "float", "num_bits": 4, "strategy": "group", "group_size": 32}), encode=_mxfp4
     ),

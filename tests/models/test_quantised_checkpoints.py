@@ -221,6 +221,17 @@ REFUSED = {
         configure(quant_method="modelopt", quant_algo="MIXED_PRECISION"),
         ["quantized_layers", "does not say"],
     ),
+    "two kinds of groups": (
+        "awq",
+        configure(
+            quant_method="compressed-tensors",
+            config_groups={
+                "a": {"weights": {"type": "int", "num_bits": 4, "group_size": 32}},
+                "b": {"weights": {"type": "float", "num_bits": 8}},
+            },
+        ),
+        ["config_groups", "2 kinds of weights", "one, or FP4 beside FP8"],
+    ),
     "no groups": ("awq", configure(quant_method="compressed-tensors"), ["config_groups", "describes no weights"]),
     "E5M2": ("awq", configure(quant_method="fp8", fmt="e5m2"), ["fmt", '"e5m2"', "only e4m3"]),
     "blocks": ("awq", configure(quant_method="fp8", weight_block_size=[128]), ["weight_block_size", "[128, 128]"]),

@@ -25,12 +25,14 @@ _MXFP4 = WeightParts(
     scales_stored_as=EXPONENTS,
     packing=FP4_PAIRS,
 )
+_FP8 = Quantisation(method="compressed-tensors", numbers="fp8", bits=8)
+"""FP8 with a scale for each tensor or row."""
 _NVFP4 = replace(_MXFP4, scales_stored_as=("F8_E4M3",), factor="weight_global_scale", divides=True)
 
 
 def read_compressed(config: QuantisationFile) -> Quantisation:
-    """Read the one kind of weights that all groups of layers have; those of activations may differ, and do not
-    matter."""
+    """Read the one kind of weights that all groups of layers have, or FP4 beside FP8 with a scale for each tensor or
+    row. Kinds of activations may differ, and do not matter."""
     groups = config.values.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise config.error("config_groups", f"{show(groups)} describes no weights")
@@ -39,8 +41,11 @@ def read_compressed(config: QuantisationFile) -> Quantisation:
         for name, group in groups.items()
         if isinstance(group, dict)
     }
+    fp4 = {kind for kind in kinds if kind.numbers == "fp4"}
+    if len(kinds) > 1 and len(fp4) == 1 and kinds - fp4 == {_FP8}:
+        kinds = {replace(kind, label=f"{kind.label} and FP8") for kind in fp4}
     if len(kinds) != 1:
-        raise config.error("config_groups", f"{len(kinds)} kinds of weights; supported: one")
+        raise config.error("config_groups", f"{len(kinds)} kinds of weights; supported: one, or FP4 beside FP8")
     return replace(kinds.pop(), left_alone=config.names("ignore"))
 
 
@@ -64,7 +69,7 @@ def _read_group(group: QuantisationFile) -> Quantisation:
         numbers="fp8" if is_float else "integer",
         bits=bits,
         label="MXFP8" if is_float and size == _MX_GROUP else None,
-        parts=(_words(bits), ONE_BY_ONE),
+        parts=(ONE_BY_ONE,) if is_float else (_words(bits), ONE_BY_ONE),
         weight_block=weights.block("block_structure") if found.get("strategy") == "block" else None,
         group_size=size,
         needed=needed,
