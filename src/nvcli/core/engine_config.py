@@ -17,7 +17,8 @@ from nvcli.core.config_types import (
 )
 
 MAX_DRAFT_STEP_TOKENS = 1024
-"""The most tokens of a step whose decode rows have drafts: more take a GPU so long that drafts gain nothing."""
+"""Maximum tokens of a step whose decode rows have drafts. Beyond that the GPU takes so long that drafts gain
+nothing."""
 
 
 def kv_dtype(kv_cache_dtype: KVCacheDtype, dtype: ModelDtype) -> KVDtype:
@@ -28,7 +29,7 @@ def kv_dtype(kv_cache_dtype: KVCacheDtype, dtype: ModelDtype) -> KVDtype:
 
 
 _DRAFT_WIDTHS = (2, 3, 4, 6, 8, 12)
-"""Tokens of decode rows with drafts, beside the most that there may be. Each has CUDA graphs of its own."""
+"""Tokens per decode row with drafts, besides the maximum. Each width has its own CUDA graphs."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,12 +86,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Admit as many requests as are forecast, from the answers so far, to fit into the KV cache until they end; false:
     as many as fit now, with preemption when room runs out."""
     max_draft_tokens: int = 0
-    """The most tokens that are drafted to follow a row's last one; 0: none are."""
+    """Maximum tokens drafted to follow a row's last one; 0 turns drafts off."""
     draft_policy: DraftPolicyName = "auto"
     """`RunConfig.speculation.policy`"""
     draft_accept_rate: float | None = None
-    """Take each draft with this probability, whatever it is, and draft for every row; for benchmarks, whose answers
-    mean nothing. None: drafts are looked up, and taken where they are right."""
+    """Accept each draft with this probability, whatever it is, and draft for every row; for benchmarks, whose answers
+    mean nothing. None: look drafts up, and accept those that are right."""
     overlap_steps: bool = True
     """Schedule a step while the previous one runs; false: to measure what that gains."""
     embedding_size: int = 0
@@ -164,7 +165,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def draft_widths(self) -> tuple[int, ...]:
-        """The numbers of tokens that decode rows with drafts may have, ascending; empty: there are no drafts."""
+        """The numbers of tokens that decode rows with drafts may have, ascending; empty without drafts."""
         if not self.max_draft_tokens:
             return ()
         most = 1 + self.max_draft_tokens
@@ -172,7 +173,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_row_tokens(self) -> int:
-        """The most tokens of a request in the KV cache: drafts may reach beyond the longest answer."""
+        """Maximum tokens of a request in the KV cache: drafts may reach beyond the longest answer."""
         return self.max_model_len + self.max_draft_tokens
 
     @property
@@ -181,7 +182,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_draft_step_tokens(self) -> int:
-        """The most tokens of a step's decode rows together, where they have drafts; 0: none have."""
+        """Maximum tokens of a step's decode rows together, if they have drafts; 0 without drafts."""
         if not self.max_draft_tokens:
             return 0
         most = min(self.max_num_decodes * (1 + self.max_draft_tokens), self.max_num_batched_tokens)
@@ -189,5 +190,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_step_logits(self) -> int:
-        """The most rows of logits in a step: one for each request, or for each token of decode rows with drafts."""
+        """Maximum rows of logits in a step: one per request, or one per token of decode rows with drafts."""
         return self.max_num_seqs + self.max_draft_step_tokens

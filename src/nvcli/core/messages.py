@@ -163,7 +163,7 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     whose counts the engine does not know yet may accept a number of tokens of its own."""
     num_decodes: int = 0
     """The number of decode rows, which come first. They have equally many tokens, and as many logits as tokens: those
-    behind the first token are drafts."""
+    after the first token are drafts."""
     row_limits: bytes = b""
     """The most tokens of each decode row's request that may be computed when the step is over: the row gives no more
     tokens than lead there. Empty: decode rows have no drafts."""
@@ -332,7 +332,7 @@ class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_onl
     may_draft: bool = False
     """Whether decode rows may have drafts."""
     prefix_tile_tokens: int = 0
-    """`AttentionBackend.prefix_tile_tokens`, where the ranks attend prefill chunks that share prefixes together; 0:
+    """`AttentionBackend.prefix_tile_tokens`, if the ranks attend prefill chunks that share prefixes together; 0:
     they do not."""
     seconds: dict[str, float]
     """The seconds that each part of rank 0's start took: imports, process group, loading weights, warm-up and so on."""

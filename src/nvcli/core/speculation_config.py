@@ -1,4 +1,4 @@
-"""The `speculation:` section: drafts of several tokens, which one step checks all at once."""
+"""The `speculation:` section: drafts of several tokens, all checked by one step."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from nvcli.core.flags import MODEL, Flag
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are drafted. Drafts change no answer: only those that the model itself would give are taken."""
+    """How tokens are drafted. Drafts change no answer: only tokens that the model itself would give are kept."""
 
     method: Annotated[
         DraftMethod,
         Flag(
             "--speculate",
             MODEL,
-            "Draft several tokens a step and keep those that are right: lookup: from text that was there before; "
-            "auto: what works with the model.",
+            "Draft several tokens per step and keep the correct ones: lookup: from earlier text; auto: whatever "
+            "works with the model.",
         ),
     ] = "none"
-    """lookup: a row's last tokens are looked up in its prompt and answer so far, and what followed them there is
-    drafted. auto: lookup where the model can check drafts, else none."""
+    """lookup: a row's last tokens are looked up in its prompt and answer so far, and the tokens that followed them
+    there are drafted. auto: lookup if the model can check drafts, else none."""
     max_draft_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFT_TOKENS)] = 7
     """Maximum tokens drafted for a row in one step."""
     policy: DraftPolicyName = "auto"
-    """auto: as many drafts as make the run faster, none where they do not; always: as many as are found."""
+    """auto: as many drafts as make the run faster, or none; always: as many as are found."""
 
     @property
     def num_draft_tokens(self) -> int:

@@ -1,10 +1,10 @@
-"""DraftPolicy: how many tokens are drafted for each decode row of the next step.
+"""DraftPolicy: how many tokens to draft for each decode row of the next step.
 
-A draft that is accepted saves its row a step, and each one makes the step longer. The policy learns from the steps that
-ran: how often the first, the second, … draft of a row is accepted, and how long steps of so many rows and tokens take.
-It takes the width with the most tokens a second, and goes without drafts where none gains. What a step costs that was
-not seen yet is guessed from below, so that it is tried; a try that does not pay is not repeated for a while, each time
-for twice as long. So wrong guesses cost a bounded part of the run.
+An accepted draft saves its row a step, but every draft makes the step longer. The policy learns from the steps that
+ran: how often the first, the second, … draft of a row is accepted, and how long steps of each size take. It chooses the
+width with the most tokens per second, or no drafts if none gains. Unknown costs are guessed low, so that they are
+tried; a try that does not pay is not repeated for a while, twice as long each time. So wrong guesses cost a bounded
+part of the run.
 
 All of it is arithmetic on the host, on numbers that come with the outputs of steps.
 """
@@ -18,17 +18,17 @@ from nvcli.core.config_types import DraftPolicyName
 from nvcli.core.messages import StepInput, StepOutput, unpack
 
 _FIRST_SURVIVAL = 0.5
-"""The share of first drafts that are taken to be accepted before any was seen."""
+"""The assumed acceptance rate of first drafts, before any was seen."""
 _ROWS_SEEN = 32
-"""Rows whose steps weigh as much as all before them in what is known of acceptance."""
+"""Rows whose steps weigh as much in the acceptance rates as all before them."""
 _LEAST_GAIN = 1.03
-"""The gain from which a step has drafts where the one before had none."""
+"""Minimum gain at which a step has drafts if the one before had none."""
 _GUESSED_COST = 0.02
-"""The cost that another token of each row is taken to have, as a share of a step without drafts, before it was seen."""
+"""The assumed cost of another token per row, as a share of a step without drafts, before it was measured."""
 _SECONDS_SEEN = 4
-"""Steps that weigh as much as all before them in what is known of their time."""
+"""Steps that weigh as much in the measured times as all before them."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 128
-"""Steps without drafts before they are tried again."""
+"""Steps without drafts before the next try: at first, and at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +36,11 @@ class Drafting:
     """The limits of drafts."""
 
     widths: tuple[int, ...]
-    """The numbers of tokens that rows with drafts may have, at least one, ascending."""
+    """Numbers of tokens that rows with drafts may have, at least one, ascending."""
     policy: DraftPolicyName = "auto"
-    """auto: as many as make the run faster; always: as many as there may be."""
+    """auto: as many as make the run faster; always: as many as possible."""
     max_step_tokens: int = 1 << 30
-    """The most tokens of a step's decode rows together, where they have drafts."""
+    """Maximum tokens of a step's decode rows together, if they have drafts."""
 
 
 class DraftPolicy:
@@ -52,16 +52,16 @@ class DraftPolicy:
         self.num_drafted = 0
         self.num_accepted = 0
         self._survival = [_FIRST_SURVIVAL**place for place in range(1, drafting.widths[-1] if drafting else 1)]
-        """The share of rows in which the first, the second, … draft is accepted, as far as it was seen."""
+        """Share of rows whose first, second, … draft is accepted, as seen so far."""
         self._seconds: dict[tuple[int, int], float] = {}
         """Seconds of a step without prompts, by size of the batch (`_size`) and width."""
         self._width = 1
         self._pause = _FIRST_PAUSE
         self._steps_to_try = 0
-        """Steps without drafts that are left before the next try."""
+        """Steps without drafts left before the next try."""
 
     def width(self, num_rows: int, max_tokens: int, *, has_prompts: bool) -> int:
-        """Return the tokens of each of a step's `num_rows` decode rows, which have up to `max_tokens` together.
+        """Return the number of tokens for each of a step's `num_rows` decode rows, up to `max_tokens` in all.
         `has_prompts`: the step may compute prompts too."""
         if self._drafting is None or num_rows == 0:
             return 1
@@ -77,7 +77,7 @@ class DraftPolicy:
         return self._width
 
     def learn(self, step: StepInput, output: StepOutput) -> None:
-        """Take in what a step gave, and how long it took."""
+        """Take in a step's output and how long it took."""
         if self._drafting is None:
             return
         num_rows = step.num_decodes
@@ -115,7 +115,7 @@ class DraftPolicy:
         return widths[0]
 
     def _gains(self, size: int, widths: list[int]) -> Iterator[float]:
-        """Yield the tokens a second with each width, as a multiple of those without drafts."""
+        """Yield the tokens per second at each width, as a multiple of those without drafts."""
         survival = self._known_survival()
         for width in widths:
             yield (1 + sum(survival[: width - 1])) / self._cost(size, width)
@@ -128,8 +128,8 @@ class DraftPolicy:
         return known
 
     def _cost(self, size: int, width: int) -> float:
-        """Return the time of a step with drafts as a multiple of one without, for batches of this size: as it was seen
-        with the nearest size that is no smaller, or a guess."""
+        """Return the time of a step with drafts as a multiple of one without, for batches of this size: as measured for
+        the nearest size that is no smaller, or a guess."""
         for larger in sorted({key[0] for key in self._seconds if key[0] >= size}):
             plain, wide = self._seconds.get((larger, 1)), self._seconds.get((larger, width))
             if plain is not None and wide is not None:
@@ -138,5 +138,5 @@ class DraftPolicy:
 
 
 def _size(num_rows: int) -> int:
-    """Return the number of a batch's size: those between powers of two are one."""
+    """Return the size class of a batch: all sizes between two powers of two share one."""
     return (num_rows - 1).bit_length()

@@ -23,7 +23,7 @@ class SchedulerLimits:
     num_micro_batches: int = 1
     """Steps in flight at a time; with more than one, a decoding request is in only one of them (pipeline stages)."""
     drafting: Drafting | None = None
-    """The drafts of decode rows; None: they have none."""
+    """The limits of drafts; None if decode rows have none."""
     kv_groups: tuple[KVGroup, ...] = (KVGroup(),)
     segment_costs: SegmentCosts | None = None
     """Costs that decide which shared blocks of decoding requests are read once for all of them; None if the ranks

@@ -16,10 +16,10 @@ prompt are taken when it is admitted (in KV groups with a window, as its chunks 
 time. `Admission` aims to have enough of them. When there are too few, a request is preempted (`_choose_victim`): its
 blocks are released, and its tokens recomputed later.
 
-All decode rows of a step are equally wide: 1 token, or with drafts behind it several (`DraftPolicy`). A row may be
-wider than its request has tokens left; `StepInput.row_limits` has the ranks give no more. Drafts take free blocks
-alone: where there are too few a step has no drafts, and the steps in flight that have some give back what they do not
-use before a request is preempted.
+All decode rows of a step are equally wide: 1 token, or several with drafts after it (`DraftPolicy`). A row may be wider
+than its request has tokens left; `StepInput.row_limits` keeps the ranks from giving more. Drafts only take free blocks:
+if there are too few, a step has no drafts, and steps in flight with drafts give back what they do not use before a
+request is preempted.
 
 With several micro-batches (pipeline stages) as many steps are in flight, and every request needs its last token, so
 that a decoding request is in one of them at a time; a step takes no more of them than its share of the running ones, so

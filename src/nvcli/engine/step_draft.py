@@ -88,7 +88,7 @@ class StepDraft:
     """Collects a step's input: requests that enter slots, new blocks, tokens that the ranks lack, and the rows."""
 
     def __init__(self, *, brings_prefixes: bool = False) -> None:
-        """`brings_prefixes`: the ranks need the tokens of all cached prefixes, to look drafts up in them."""
+        """`brings_prefixes`: whether the ranks need the tokens of all cached prefixes, to look drafts up in them."""
         self._brings_prefixes = brings_prefixes
         self.num_prefix_ids = 0
         """Cached tokens of entering requests that the step carries; `max_step_input_bytes` limits them."""

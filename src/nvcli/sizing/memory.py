@@ -28,7 +28,7 @@ from nvcli.worker.distributed.stage import Stage
 _CONTEXT_BYTES = 800_000_000
 """CUDA context, libraries and loaded kernels of one process."""
 _COLLECTIVES_BYTES = 500_000_000
-"""NCCL's buffers, where there is more than one rank."""
+"""NCCL's buffers, with more than one rank."""
 _WORKSPACE_BYTES = 70_000_000
 """Workspaces of the matrix libraries."""
 _BYTES_PER_GRAPH = 1_500_000

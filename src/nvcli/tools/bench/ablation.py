@@ -34,7 +34,7 @@ class AblationResult:
 
     name: str
     output_rates: list[float]
-    """Output tokens per second of each pass; empty where the ablation could not run."""
+    """Output tokens per second of each pass; empty if the ablation could not run."""
     output_rate: float | None
     """Output tokens per second of the median pass (of two, the slower)."""
     difference: float | None

@@ -81,8 +81,8 @@ class Engines:
     def run(self, requests: Sequence[Request]) -> Pass:
         """Answer all requests, with all their samples, from an empty prefix cache. Assigns the ids of the requests.
 
-        Raises WorkerError, or CapacityError for a request that the engine cannot answer or where it had to lower its
-        limits.
+        Raises WorkerError, or CapacityError for a request that the engine cannot answer or for which it had to lower
+        its limits.
         """
         numbered = []
         for request in requests:

@@ -45,7 +45,7 @@ def share_memory(
 def open_peer_memory(group: TensorParallelGroup, layout: PeerLayout) -> PeerMemory:
     """Allocate this rank's block and map the other ranks' blocks. Collective; no rank may use it before all have it.
 
-    Raises RuntimeError where the driver or torch refuses.
+    Raises RuntimeError if the driver or torch refuses.
     """
     import torch.distributed._symmetric_memory as symmetric_memory
     from torch._C._distributed_c10d import _SymmetricMemory

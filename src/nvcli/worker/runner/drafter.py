@@ -1,9 +1,9 @@
 """Drafter: the drafts of a rank's decode rows, from their lookup to the counts on their way to the host.
 
-A step with drafts looks them up before its inputs are prepared (`find`), computes them after the last tokens, chooses
-a token at every position, and keeps the drafts that are right and the token after them (`keep`). All ranks do so
-alike, from the tokens that all have. Answers that follow a grammar have no drafts: their masks are made for one token
-at a time.
+A step with drafts looks them up before its inputs are prepared (`find`), computes them after the last tokens, chooses a
+token at every position, and keeps the correct drafts and the token after them (`keep`). All ranks do the same, from
+tokens that all of them have. Answers that follow a grammar have no drafts, because their masks are built one token at a
+time.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class PendingDrafts:
     """The numbers of a step's drafts and of its rows' tokens, on their way to the host."""
 
     drafted: Tensor
-    """[num_decodes] int32, the number of each decode row's drafts."""
+    """[num_decodes] int32, the number of drafts of each decode row."""
     row_counts: Tensor
     """[rows of the batch] int32, the number of tokens that each row gives."""
     rows: np.ndarray
-    """[n], those that have logits."""
+    """[n], the rows that have logits."""
     num_logits: np.ndarray
-    """[n] int32, the number of their logits."""
+    """[n] int32, their numbers of logits."""
 
     def counts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of tokens of each row with logits, [n] int32, and which of the sampled ids these are, [N]
-        bool. Call it when the step is over."""
+        """Return the number of tokens of each row with logits, [n] int32, and a mask of the sampled ids that count, [N]
+        bool. Call it once the step has finished."""
         counts: np.ndarray = self.row_counts.numpy()[self.rows]
         ends = np.cumsum(self.num_logits)
         index = np.arange(ends[-1]) - np.repeat(ends - self.num_logits, self.num_logits)
@@ -54,26 +54,26 @@ class Drafter:
         self._accepted = accepted_of(accept_rate)
 
     def find(self, batch: StepBatch) -> None:
-        """Draft tokens behind the last ones of a step's rows, where the step's inputs are prepared next."""
+        """Look up drafts to follow the last tokens of a step's rows, before the step's inputs are prepared."""
         if batch.drafts is not None:
             find_drafts(batch.rows, self._slots.state, batch.drafts, for_all=self._accepted >= 0)
 
     def limit_positions(self, batch: StepBatch) -> None:
-        """Keep the positions of a prepared step to those that the model knows: drafts may lie behind the longest
-        answer, and are not accepted there."""
+        """Clamp the positions of a prepared step to those that the model knows: drafts may reach beyond the longest
+        answer, where they are never accepted."""
         if batch.drafts is not None:
             batch.forward.positions.clamp_(max=self._max_positions - 1)
 
     def keep_drafts(self, inputs: StepInputs, num_rows: int) -> None:
-        """Store the tokens that a step computed, for its first `num_rows` rows of logits, where a choice looks for the
-        tokens before its own: an earlier choice may have stored others there."""
+        """Store the tokens computed by a step, for its first `num_rows` rows of logits, where a choice looks for
+        preceding tokens: an earlier choice may have stored others there."""
         ids = inputs.input_ids[inputs.logits_rows[:num_rows]]
         positions = inputs.sample_positions[:num_rows] - 1
         keep_tokens(self._slots.state.token_ids, inputs.sample_slots[:num_rows], positions, ids)
 
     def keep(self, batch: StepBatch, ids: Tensor, held: Tensor | None = None) -> None:
-        """Store those of the sampled ids [N] that rows give, and let their slots forget the other tokens of the step.
-        `held`: [N] int32, rows whose first entry is not 0 give nothing."""
+        """Store the sampled ids [N] that rows give, and make their slots forget the step's other tokens.
+        `held`: [N] int32; rows whose first entry is not 0 give nothing."""
         inputs, drafts = batch.inputs, batch.drafts
         if drafts is not None:
             accept_drafts(batch.rows, self._slots.state, inputs, drafts, ids, held, accepted=self._accepted)
@@ -84,11 +84,11 @@ class Drafter:
             self._slots.take_back(slots, held)
 
     def numbers(self, step: StepInput, batch: StepBatch, drafts: DraftRows) -> Tensor:
-        """Return what the host learns of a step's drafts beside its ids: [rows + num_decodes] int32."""
+        """Return what the host learns about a step's drafts, besides its ids: [rows + num_decodes] int32."""
         return torch.cat([drafts.counts[: batch.forward.shape.num_rows], drafts.num_drafts[: step.num_decodes]])
 
     def pending(self, step: StepInput, batch: StepBatch, numbers: Tensor) -> PendingDrafts:
-        """Name the `numbers`, which are on their way to the host."""
+        """Wrap `numbers`, which are on their way to the host."""
         num_rows, num_decodes = batch.forward.shape.num_rows, step.num_decodes
         num_logits = unpack_ids(step.num_logits)
         rows = np.arange(len(num_logits))

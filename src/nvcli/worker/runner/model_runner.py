@@ -250,7 +250,7 @@ class ModelRunner:
         )
 
     def _draft_widths(self) -> tuple[int, ...]:
-        """Return `EngineConfig.draft_widths`, or none where rows can have no drafts."""
+        """Return `EngineConfig.draft_widths`, or none if rows can have no drafts."""
         return self.config.draft_widths if self._may_hold_rows() else ()
 
     def _make_slots(self) -> None:
@@ -293,7 +293,7 @@ class ModelRunner:
         if self.backend.needs_exact_lens:
             return f"the attention backend {self.backend.name} needs the exact length of each request"
         if self.config.pipeline_parallel_size > 1:
-            return "with pipeline stages (--pp) only the last one knows which drafts are right"
+            return "with pipeline stages (--pp) only the last one knows which drafts are correct"
         return ""
 
     def _compile_kernels(self) -> None:

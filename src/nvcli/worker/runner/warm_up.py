@@ -73,7 +73,7 @@ def warm_up_steps(
 
     If `num_sharing` requests may share segments of keys (0: none), steps that read these once for all follow, with this
     many requests and with fewer. With `shares_prefixes` a step has two chunks that share a block. The last steps have
-    `drafts`: each so many rows of so many tokens.
+    `drafts`: (rows, tokens per row) of each step with drafts.
     """
     yield _step(_prompt_lens(config, num_tokens), num_decodes=0, is_scored=True)
     for fewer in _fp8_tokens(config, num_tokens) if config.quantization == "fp8" else ():
