@@ -14,9 +14,11 @@ NUM_STEPS = 20_000
 
 
 def step_seconds(num_rows: int, width: int) -> float:
-    """A GPU that reads 16 GB of weights in 4 ms and computes 200 tokens meanwhile; each row has keys to read."""
+    """A GPU that reads 16 GB of weights in 4 ms and computes 200 tokens meanwhile; each row has keys to read, for which
+    rows with drafts take a kernel that is slow with many of them."""
     tokens = num_rows * width
-    return max(4e-3, tokens * 2e-5) + num_rows * 8e-6 * (1 + 0.1 * (width - 1)) + 1e-4 * (width > 1)
+    keys = num_rows * 8e-6 * (1.0 if width == 1 else 4.0)
+    return max(4e-3, tokens * 2e-5) + keys + 1e-4 * (width > 1)
 
 
 def run(
@@ -69,7 +71,7 @@ def test_drafts_that_are_always_wrong_cost_less_than_a_hundredth(num_rows: int, 
     assert tokens / seconds > 0.99 * num_rows * num_steps / plain
 
 
-@pytest.mark.parametrize(("num_rows", "least"), [(1, 2.6), (16, 2.4), (64, 1.8)])
+@pytest.mark.parametrize(("num_rows", "least"), [(1, 2.5), (16, 2.0), (64, 1.2)])
 def test_drafts_that_are_mostly_right_are_made(num_rows: int, least: float) -> None:
     num_steps = 2_000
     seconds, tokens = run(make_policy(), num_rows, 0.7, num_steps, noise=0.02)
@@ -82,6 +84,16 @@ def test_drafts_are_found_again_where_the_text_changes() -> None:
     run(policy, 4, 0.0, 3_000)
     seconds, tokens = run(policy, 4, 0.8, 1_000)
     assert tokens / seconds > 2.0 * 4 / step_seconds(4, 1)
+
+
+def test_drafts_that_do_not_pay_with_many_rows_are_made_with_few() -> None:
+    """As at the end of a job."""
+    policy = make_policy()
+    for num_rows in (256, 128, 64):
+        run(policy, num_rows, 0.7, 300)
+    for num_rows, least in ((16, 1.8), (4, 2.3), (1, 2.4)):
+        seconds, tokens = run(policy, num_rows, 0.7, 300)
+        assert tokens / seconds > least * num_rows / step_seconds(num_rows, 1)
 
 
 def test_no_drafts_beside_prompts_or_where_a_step_has_no_room() -> None:

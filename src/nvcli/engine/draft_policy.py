@@ -11,8 +11,8 @@ All of it is arithmetic on the host, on numbers that come with the outputs of st
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from nvcli.core.config_types import DraftPolicyName
 from nvcli.core.messages import StepInput, StepOutput, unpack
@@ -29,6 +29,8 @@ _SECONDS_SEEN = 4
 """Steps that weigh as much in the measured times as all before them."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 128
 """Steps without drafts before the next try: at first, and at most."""
+_TRIED_SHARE = 0.005
+"""Maximum share of the time that tries may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,42 +101,37 @@ class DraftPolicy:
 
     def _choose(self, size: int, widths: list[int]) -> int:
         """Return the best width for steps of a size, 1 or one of `widths`."""
-        if (size, 1) not in self._seconds and not any(key[0] > size for key in self._seconds):
+        if (size, 1) not in self._seconds:
             return 1  # nothing to compare with
-        gains = dict(zip(widths, self._gains(size, widths), strict=True))
-        best = max(widths, key=gains.__getitem__)
-        if gains[best] > (1.0 if self._width > 1 else _LEAST_GAIN):
-            self._pause = _FIRST_PAUSE
-            self._steps_to_try = self._pause
-            return best
+        costs = [self._cost(size, width) for width in widths]
+        shares = [*accumulate(self._survival, min)]  # a later draft is accepted no more often than an earlier one
+        gains = [(1 + sum(shares[: width - 1])) / cost for width, cost in zip(widths, costs, strict=True)]
+        best = max(gains)
+        if best > (1.0 if self._width > 1 else _LEAST_GAIN):
+            self._pause = self._steps_to_try = _FIRST_PAUSE
+            return widths[gains.index(best)]
         if self._steps_to_try > 0:
             self._steps_to_try -= 1
             return 1
-        self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
-        self._steps_to_try = self._pause
-        return widths[0]
-
-    def _gains(self, size: int, widths: list[int]) -> Iterator[float]:
-        """Yield the tokens per second at each width, as a multiple of those without drafts."""
-        survival = self._known_survival()
-        for width in widths:
-            yield (1 + sum(survival[: width - 1])) / self._cost(size, width)
-
-    def _known_survival(self) -> list[float]:
-        """Return the shares of accepted drafts; a later draft is accepted no more often than an earlier one."""
-        known: list[float] = []
-        for share in self._survival:
-            known.append(min(share, known[-1]) if known else share)
-        return known
+        for width, cost in zip(widths, costs, strict=True):
+            if width > _LEAST_GAIN * cost:  # it would pay if all drafts were right
+                self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
+                self._steps_to_try = max(self._pause, int((cost - 1) / _TRIED_SHARE))
+                return width
+        return 1
 
     def _cost(self, size: int, width: int) -> float:
-        """Return the time of a step with drafts as a multiple of one without, for batches of this size: as measured for
-        the nearest size that is no smaller, or a guess."""
-        for larger in sorted({key[0] for key in self._seconds if key[0] >= size}):
-            plain, wide = self._seconds.get((larger, 1)), self._seconds.get((larger, width))
-            if plain is not None and wide is not None:
-                return wide / plain
-        return 1 + _GUESSED_COST * (width - 1)
+        """Return the time of a step with drafts as a multiple of one without. One that was not seen yet takes as long
+        as smaller ones that were, or a little longer than one without drafts."""
+        seen = self._seconds.get((size, width))
+        if seen is not None:
+            return seen / self._seconds[size, 1]
+        smaller = (
+            seconds / self._seconds[key_size, 1]
+            for (key_size, key_width), seconds in self._seconds.items()
+            if key_size <= size and key_width <= width and (key_size, 1) in self._seconds
+        )
+        return max(1 + _GUESSED_COST * (width - 1), *smaller)
 
 
 def _size(num_rows: int) -> int:
