@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from model_driver import ModelDriver
-from rank_weights import load_parameters
+from rank_weights import load_model, load_parameters
 from torch import Tensor
 
 from batches import RequestState
@@ -49,6 +49,17 @@ def test_weights_are_those_that_the_codes_stand_for(
     assert found.keys() == expected.keys()
     for name, parameter in expected.items():
         torch.testing.assert_close(found[name], parameter, atol=1e-7, rtol=1e-6, msg=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_a_gpu_makes_the_same_weights(quantization: Literal["none", "fp8"], checkpoints: Checkpoints) -> None:
+    on_gpu, on_cpu = (
+        dict(load_model(checkpoints[0], 1, 2, device=torch.device(name), quantization=quantization).named_parameters())
+        for name in ("cuda", "cpu")
+    )
+    for name, parameter in on_cpu.items():
+        torch.testing.assert_close(on_gpu[name].cpu().float(), parameter.float(), atol=1e-7, rtol=1e-6, msg=name)
 
 
 def test_logits_in_chunks(checkpoints: Checkpoints) -> None:

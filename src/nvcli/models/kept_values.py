@@ -89,7 +89,7 @@ def _move_to_fp8(values: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]
     largest = values.abs().amax(-1).clamp(min=LEAST_MAX)
     mantissas, exponents = torch.frexp(largest / (common * FP8_MAX))
     exponents -= (mantissas == 0.5).int()  # the least with which no number is too large
-    scales = torch.ldexp(common.expand(largest.shape), exponents)
+    scales = ((exponents + 127) << 23).view(torch.float32) * common  # powers of 2 by their bits, exact on any device
     codes = (values / scales.unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
     return codes, scales
 
