@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from batches import RequestState, make_batch
-from checkpoints import reference_logits, reference_model, write_tiny_model
+from checkpoints import edit_weights, reference_logits, reference_model, write_tiny_model
 from family_shapes import SHAPES
 from nvcli.core.config_types import FP8Accumulation
 from nvcli.errors import ConfigError
@@ -124,6 +124,15 @@ def test_small_blocks_become_rows(name: str, share: float, original: Path, tmp_p
         assert (errors <= torch.maximum(expected.abs() / 16, scales.unsqueeze(1) * 2.0**-10)).all()
         assert (errors <= 1e-6 * expected.abs()).float().mean() >= share
         assert errors.norm() < 0.025 * expected.norm()
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_a_factor_of_zero_is_that_of_a_weight_of_zeros(quantization: Any, original: Path, tmp_path: Path) -> None:
+    path, _ = write_quantised(original, tmp_path, FORMATS["modelopt, nvfp4"])
+    factor = {"model.layers.0.mlp.down_proj.weight_scale_2": torch.zeros(())}
+    edit_weights(path, lambda tensors: tensors.update(factor))
+    parameters = dict(load_model(path, quantization=quantization).named_parameters())
+    assert (parameters["model.layers.0.mlp.down_proj.weight"].float() == 0).all()
 
 
 @pytest.mark.parametrize("quantization", ["none", "fp8"])

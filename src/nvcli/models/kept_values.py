@@ -85,7 +85,9 @@ def _move_to_fp8(values: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]
     A row's scale is `factor`, which all scales have in common, times a power of 2. So numbers whose bits e4m3 has, as
     most of those of MXFP8 and FP4 are, lose nothing; the others are rounded as in any FP8 weight.
     """
-    common = torch.ones((), device=values.device) if factor is None else factor
+    common = torch.ones((), device=values.device)
+    if factor is not None:
+        common = torch.where(factor > 0, factor, common)  # that of a weight of zeros may be 0
     largest = values.abs().amax(-1).clamp(min=LEAST_MAX)
     mantissas, exponents = torch.frexp(largest / (common * FP8_MAX))
     exponents -= (mantissas == 0.5).int()  # the least with which no number is too large
