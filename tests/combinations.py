@@ -10,6 +10,11 @@ from typing import Any
 import pytest
 
 
+def seeds(count: int) -> list[Any]:
+    """Make seeds of random tests, the second half of which run with --all alone."""
+    return [*range(count // 2), *map(full, range(count // 2, count))]
+
+
 def full(case: Any, *, in_parts: bool = False) -> Any:
     """Mark a case that runs with --all alone, as others come near it. `in_parts`: it is several arguments."""
     return pytest.param(*case, marks=pytest.mark.full) if in_parts else pytest.param(case, marks=pytest.mark.full)

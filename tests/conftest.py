@@ -95,9 +95,7 @@ def nvcli_here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-snapshots", action="store_true", help="write tests/snapshots anew, for changes meant")
-    parser.addoption(
-        "--all", action="store_true", help="run the cases too that tests of kernels leave out without a GPU"
-    )
+    parser.addoption("--all", action="store_true", help="run the cases too that are left out without a GPU")
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from collections import deque
 import msgspec
 import pytest
 
+from combinations import seeds
 from fake_runners import BLOCK_SIZE, HashingRunner, chunk_lens_of, decode_slots_of, engine_config, rows_of, spans_of
 from nvcli.core.messages import StepInput, StepOutput, max_step_input_bytes, unpack
 from nvcli.engine.block_manager import BlockManager
@@ -145,7 +146,7 @@ def answers(done: dict[int, RequestOutput]) -> dict[int, bytes]:
     return {number: output.token_ids for number, output in done.items() if output.finish_reason != "abort"}
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", seeds(24))
 def test_random_jobs_are_answered_as_without_stages(seed: int) -> None:
     """Any mix of lengths, shared prefixes, chunks and tight memory. Each token depends on all before it."""
     rng = random.Random(seed)

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from checkpoints import write_tiny_qwen3
+from combinations import seeds
 from fake_runners import BLOCK_SIZE, HashingRunner, engine_config
 from nvcli.core.messages import StepInput, StepOutput, unpack
 from nvcli.engine.block_manager import BlockManager
@@ -208,7 +209,7 @@ def test_no_end_of_memory_ends_the_run_with_advice() -> None:
     assert scheduler.limits.max_num_batched_tokens == scheduler.limits.max_num_seqs == 1
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_random_failures_leave_the_answers_as_they_are(seed: int) -> None:
     """Whatever fails whenever: shared prefixes, chunks, stops, aborts, preemption, one step in flight or two."""
     rng = random.Random(seed)

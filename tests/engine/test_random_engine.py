@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from combinations import seeds
 from nvcli.core.messages import KVGroup, StepInput, pack, unpack
 from nvcli.core.sampling_params import SamplingParams, StopRepetition
 from nvcli.engine import key_copies
@@ -242,7 +243,7 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_answers_are_those_of_one_token_at_a_time(seed: int, groups: tuple[KVGroup, ...]) -> None:
     check_answers(random_case(seed * 7 + len(groups), groups))
 

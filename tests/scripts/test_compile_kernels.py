@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from combinations import full
+
 pytest.importorskip("triton", reason="Triton is not installed")
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -21,7 +23,7 @@ sys.exit(compile_kernels.main())
 """
 
 
-@pytest.mark.parametrize("problem", [None, "is not compiled"])
+@pytest.mark.parametrize("problem", [full(None), "is not compiled"])
 def test_kernels_are_found(problem: str | None) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", RUN.replace("PROBLEM", repr(problem)), "--gpu", "90", "--model", "8B in FP8"]
