@@ -84,12 +84,13 @@ def of_bench(output: dict[str, Any], command: str) -> dict[str, Any]:
     if (decode := run["steps"].get("DECODE")) is not None:
         figures["decode_step_ms"] = round(decode["median"], 3)
     gpus = output["layout"]["gpus"]
+    versions = {name: version.split("+")[0] for name, version in output["versions"].items() if version is not None}
     return {
         "command": command,
         "date": output["date"][:10],
-        "device": gpus[0] if gpus else "CPU",
+        "device": output["layout"]["device"],
         "num_devices": max(1, len(gpus)),
-        "versions": {name: version for name, version in output["versions"].items() if version is not None},
+        "versions": versions,
         "figures": figures,
     }
 

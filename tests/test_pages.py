@@ -87,7 +87,7 @@ def test_a_table_takes_an_output_of_bench() -> None:
     phases = {"prefill": {"seconds": 1.0, "limit_seconds": 0.25}}
     output = {
         "date": "2026-11-24T18:58:43+00:00",
-        "layout": {"gpus": ["NVIDIA H200"]},
+        "layout": {"device": "NVIDIA H200", "gpus": [0]},
         "versions": {"nvcli": "0.1.0", "torch": "2.11.0", "cuda": None},
         "ready_seconds": 4.5,
         "runs": [{**run, "phases": phases, "steps": {"DECODE": {"median": 7.25}}}],
