@@ -129,7 +129,16 @@ def test_ranks_that_share_a_model_take_the_same_drafts(
     assert stats.accepted_tokens > 30
 
 
-def test_stages_draft_nothing_and_say_so(requests: list[Request], expected: dict[int, RequestOutput]) -> None:
+def test_runs_that_cannot_take_tokens_back_draft_nothing_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nvcli.attention.torch_backend.TorchBackend.needs_exact_lens", True)
+    runner = make_runner(demo_path(), "cpu", kv_cache_memory=1 << 20, **DRAFTS)
+    assert not runner.ready.may_draft
+    (note,) = [note for note in runner.ready.notes if "draft" in note]
+    assert note.startswith("note: no tokens are drafted (`speculation`): the attention backend torch needs")
+    assert make_scheduler(runner).limits.drafting is None
+
+
+def test_stages_draft_nothing(requests: list[Request], expected: dict[int, RequestOutput]) -> None:
     fewer = requests[:6]
     found, stats = generate(demo_path(), samples_of(fewer), pipeline_parallel_size=2, **DRAFTS)
     assert_equal(found, {sample.request_id: expected[sample.request_id] for sample in samples_of(fewer)})
