@@ -76,6 +76,18 @@ def test_all_of_many_equal_tokens_are_drawn_alike() -> None:
     assert len(ids.unique()) > 0.9 * num_rows
 
 
+def test_equal_tokens_at_the_limit_count_with_all_of_their_mass() -> None:
+    """Of a limit of 20 three tokens are likelier than 8,991 equal ones, which are most of the mass, and so top-p keeps
+    these."""
+    logits = torch.full((6, V), -torch.inf)
+    logits[:, 10:] = 0.0
+    logits[:, 3:6] = 1.0
+    columns = make_columns(torch.ones(6), [(20, 0.5, 0.0)])
+    ids = sample(logits, columns)
+    assert torch.equal(ids, expected_sample(logits, columns))
+    assert ids.max() >= 10
+
+
 @pytest.mark.parametrize("vocab_size", [1, 63, 64, 97, 2049])
 def test_small_vocabularies(vocab_size: int) -> None:
     logits = random_logits(5, vocab_size)
