@@ -107,9 +107,9 @@ def test_no_row_is_lost_or_doubled_when_an_actor_is_killed() -> None:
     ("options", "says"),
     [
         ({"tp": "auto"}, 'tp="auto": give a number'),
-        ({"dp": 2}, "`dp` cannot be set beside"),
+        ({"dp": 2}, "`dp` cannot be combined with"),
         ({"concurrency": 0}, "concurrency=0: allowed: an integer of at least 1"),
-        ({"concurrency": (3, 2)}, "the least is more than the most"),
+        ({"concurrency": (3, 2)}, "the minimum is larger than the maximum"),
         ({"batch_size": 1.5}, "batch_size=1.5"),
         ({"max_num_seq": 3}, "max_num_seq"),
         ({"sampling": {"temprature": 0}}, "temprature"),

@@ -117,7 +117,7 @@ def test_an_engine_that_dies_is_started_again(
         row["prompt"][::-1] for row in table.to_pylist()
     ]
     assert len(engines) == 3
-    assert "its rows are computed again" in caplog.text
+    assert "its rows are recomputed" in caplog.text
 
 
 def test_an_engine_that_dies_again_and_again_ends_the_computation(

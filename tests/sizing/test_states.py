@@ -72,7 +72,7 @@ def test_a_profile_says_what_states_take(tmp_path: Path) -> None:
         lines[name] = [line for line in format_profile(profile).splitlines() if "recurrent states" in line]
     assert lines["qwen3-8b"] == []
     (line,) = lines["qwen3.5-35b-a3b"]
-    assert "15 blocks (61.41 MiB) of each request, however long it is; with max_num_seqs requests 29 %" in line
+    assert "15 blocks (61.41 MiB) per request, however long it is; with max_num_seqs requests 29 %" in line
 
 
 def test_the_time_of_a_job_counts_them(tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ class Workload:
     samples: int = 1
     """Answers to each prompt: `n`."""
     shared_prefix: tuple[PrefixLevel, ...] = ()
-    """Tree of the prefixes that prompts share; `input_len` tokens of their own follow. Prompts are spread evenly over
-    the last level's prefixes (one may have one more), in random order."""
+    """Tree of the prefixes that prompts share; each prompt adds `input_len` tokens of its own. Prompts are spread
+    evenly over the last level's prefixes (one may have one more), in random order."""
     temperature: float = 0.6
     top_k: int = 0
     """0: off."""

@@ -92,7 +92,7 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     """Notes on how rows become prompts."""
     warnings: list[str]
     sampling: list[Setting]
-    """Sampling of rows that bring none of their own: settings that were changed, and the most important others."""
+    """Sampling of rows without their own: settings that were changed, and the most important others."""
     rows_with_own_sampling: int
     answers: int
     """Answers to compute: `n` for each row that does not repeat another one."""

@@ -138,7 +138,7 @@ def estimate_job(
 
 
 def _machine_without_gpus(job: ResolvedJob, note: str) -> Machine:
-    """Tell whether the model fits into RAM. With `device: auto` the job may run on another machine."""
+    """Check whether the model fits into RAM. With `device: auto` the job may run on another machine."""
     if job.config.device != "cpu":
         return Machine(gpus=[], fits=None, note=note)
     try:

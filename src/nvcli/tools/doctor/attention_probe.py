@@ -1,6 +1,6 @@
 """Probe: finds out which attention backends work for a run, and why the others do not.
 
-It runs as `nvcli.tools.doctor.attention_probe:main` in a process of its own, as a package built for another torch may
+It runs as `nvcli.tools.doctor.attention_probe:main` in its own process, because a package built for another torch may
 crash it.
 """
 

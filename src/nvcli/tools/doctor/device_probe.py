@@ -36,7 +36,7 @@ class DeviceReport(msgspec.Struct, frozen=True, kw_only=True):
     nccl: str
     gpus: list[GpuReport]
     peers: list[tuple[int, int]]
-    """Ordered pairs of GPUs, the first of which can read the second's memory."""
+    """Ordered pairs of GPUs of which the first can read the second's memory."""
     pinned_failure: str
     """Why page-locked memory could not be allocated; empty if it could."""
 

@@ -24,7 +24,7 @@ _COPY_ADVICE = "copy the model's tokenizer files (tokenizer.json, tokenizer_conf
 
 
 class ModelTask(msgspec.Struct, frozen=True, kw_only=True):
-    """The argument of the probe; the parent decides which checks make sense."""
+    """The probe's argument; the parent decides which checks make sense."""
 
     path: str
     hf_overrides: dict[str, Any]

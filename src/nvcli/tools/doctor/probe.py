@@ -1,4 +1,4 @@
-"""Probe: a check in a process of its own, because it imports torch and may crash or hang; both count as results.
+"""Probe: a check in its own process, because it imports torch and may crash or hang; both count as results.
 
 A probe's `module:function` is called with (argument, control) and sends one message: its result.
 """

@@ -24,7 +24,7 @@ from nvcli.tools.profile.profile import MemoryProfile, gpu_memory_here, profile_
 
 _MOST_GIB = 4096
 _LEAST_BYTES = 1 << 26
-"""Numbers from here on are bytes, smaller ones GiB: no GPU has so many GiB, or so few bytes."""
+"""Numbers up to `_MOST_GIB` are GiB, larger ones bytes: no GPU has more GiB, or fewer bytes than this."""
 
 
 def run_profile(
