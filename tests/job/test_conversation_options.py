@@ -150,4 +150,4 @@ def test_arguments_of_earlier_tool_calls_become_objects(read_rows: ReadRows) -> 
     result = read(read_rows, "native", messages=calls("{at"))
     assert isinstance(result, JobResult)
     assert result.error is not None
-    assert "`messages[1].tool_calls` has arguments that are no JSON" in result.error.message
+    assert "`messages[1].tool_calls` has arguments that are not JSON" in result.error.message

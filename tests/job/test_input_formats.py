@@ -327,7 +327,7 @@ def test_a_damaged_column_is_an_error_that_names_it(tmp_path: Path, name: str, k
     assert len(read(path)) == 3
     data = path.read_bytes()
     assert sound in data
-    match = rf"in\.arrow: cannot be read as Arrow: the column `{name}` is damaged: .*; put a sound file"
+    match = rf"in\.arrow: cannot be read as Arrow: the column `{name}` is damaged: .*; replace it with an intact file"
     with pytest.raises(ConfigError, match=match):
         read(path, data.replace(sound, damaged))
 

@@ -61,7 +61,7 @@ def test_conversations(key: str, value: Any) -> None:
         ({"conversations": [{"from": "human"}]}, "`conversations[0]` has no `content`"),
         ({"conversations": '[{"from": '}, "invalid_value: line 1: `conversations` is "),
         ({"conversations": "[" * 500 + "]" * 500}, "nested"),
-        ({"messages": "[1"}, "which is no JSON"),
+        ({"messages": "[1"}, "which is not JSON"),
         ({"conversations": 3}, "missing_prompt"),
         ({"instruction": "i", "context": "c", "response": "r"}, "missing_prompt"),
         ({"instruction": "i", "input": 5}, "missing_prompt"),

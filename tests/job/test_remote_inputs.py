@@ -280,7 +280,7 @@ ADDRESSES = {
     "hf://o/plain@v9:train": "the dataset has no revision v9",
     "hf://o/none:train": "no such dataset on the Hugging Face hub",
     "hf://datasets/o/plain/x.csv": "the repository has no such file; it has a.py, data/train",
-    "hf://squad": "is no address of a dataset; write hf://OWNER/NAME:SPLIT",
+    "hf://squad": "is not the address of a dataset; write hf://OWNER/NAME:SPLIT",
 }
 
 

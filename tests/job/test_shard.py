@@ -74,7 +74,7 @@ def test_positions_in_a_shard() -> None:
         ("1/0", "allowed: I/N"),
         ("1", "allowed: I/N"),
         ("-1/4", "allowed: I/N"),
-        ("auto", "no task that srun started"),
+        ("auto", "not a task that srun started"),
     ],
 )
 def test_a_shard_that_there_is_not_is_refused(text: str, says: str) -> None:

@@ -110,7 +110,7 @@ KINDS: dict[str, tuple[Any, str]] = {
     "a deep variable": (variables(a=nested(900)), f"`chat_template_kwargs` {TOO_DEEP}"),
     "deep arguments of a call": (
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 900 + "]" * 900}}]}],
-        "has arguments that are no JSON",
+        "has arguments that are not JSON",
     ),
     "a schema that holds itself": (structured(json_schema=LOOP), f"`sampling` {TOO_DEEP}, or holds itself"),
     "messages that hold themselves": ({"messages": LOOPS}, f"`messages` {TOO_DEEP}, or holds itself"),

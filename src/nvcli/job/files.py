@@ -116,7 +116,7 @@ def check_inputs(inputs: Sequence[str]) -> None:
         if table := pyarrow_format(name):
             _check_pyarrow("input", name, table)
             if not path.is_file():
-                raise ConfigError(f"the input {name} is no regular file, as {table} has to be")
+                raise ConfigError(f"the input {name}is not a regular file, which {table} must be")
         if path.is_file():
             check_input_format(path)
     seen: set[str] = set()
@@ -215,7 +215,7 @@ def check_output(inputs: Sequence[str], output: str) -> None:
     if path.parent not in STREAM_FOLDERS and (path.is_file() or not path.exists()):
         check_output_format(path)
     if not path.parent.is_dir():
-        raise ConfigError(f"the folder of the output {output} does not exist; make it with: mkdir -p {path.parent}")
+        raise ConfigError(f"the folder of the output {output} does not exist; create it with: mkdir -p {path.parent}")
     if too_long := next(filter(is_too_long, own_files(path)), None):
         raise ConfigError(
             f"the output {output} cannot be written: a file beside it is called {too_long}, and that is longer than "
@@ -240,7 +240,7 @@ def check_output(inputs: Sequence[str], output: str) -> None:
         if is_parquet(path):
             _check_pyarrow("output", output, "Parquet")
         if path.exists() and not path.is_file():
-            raise ConfigError(f"the output {output} is no regular file, as a table has to be")
+            raise ConfigError(f"the output {output} is not a regular file, which a table must be")
         folder = Path(os.path.realpath(path)).parent  # behind a link
         _check_writable(folder, f"the output {output} leads to {folder}, which cannot be written to")
     _check_kinds(path)

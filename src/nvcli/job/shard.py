@@ -95,7 +95,7 @@ def _slurm_task(environ: Mapping[str, str]) -> Shard:
     shard = read_shard(found)
     if shard is None:
         raise ConfigError(
-            "--shard auto: this is no task that srun started (SLURM_PROCID and SLURM_STEP_NUM_TASKS are not set); give "
-            "the shard as I/N, such as 0/4 for the first of four"
+            "--shard auto: this is not a task that srun started (SLURM_PROCID and SLURM_STEP_NUM_TASKS are not set); "
+            "give the shard as I/N, such as 0/4 for the first of four"
         )
     return shard

@@ -171,7 +171,9 @@ def test_an_output_of_an_earlier_version_goes_on_as_it_was_begun(tmp_path: Path,
     notes, found = run(tmp_path, Q, prompt_field="q")
     assert "the output was begun with prompts as they are" in notes[0]
     assert found == [RAW, RAW]
-    with pytest.raises(ConfigError, match=r"job.chat: not set → user messages.* \(it goes on .* with --no-chat\)"):
+    with pytest.raises(
+        ConfigError, match=r"job.chat: not set → user messages.* \(to continue as it began: with --no-chat\)"
+    ):
         run(tmp_path, Q, prompt_field="q", chat="always")
 
 
@@ -210,7 +212,7 @@ def test_an_output_does_not_go_on_with_other_prompts(
 ) -> None:
     run(tmp_path, rows, **begun)
     before = (tmp_path / "out.jsonl").read_bytes()
-    with pytest.raises(ConfigError, match=rf"job.chat: .* \(it goes on as it was begun {way_back}\)"):
+    with pytest.raises(ConfigError, match=rf"job.chat: .* \(to continue as it began: {way_back}\)"):
         run(tmp_path, rows, **then)
     assert (tmp_path / "out.jsonl").read_bytes() == before
 

@@ -85,7 +85,7 @@ def test_a_job_with_answers_goes_on(tmp_path: Path, model_folder: Path) -> None:
 def test_an_output_without_answers_is_begun_anew_by_other_settings(tmp_path: Path, model_folder: Path) -> None:
     run(tmp_path, model_folder, [BAD] * 3)
     notes = run(tmp_path, model_folder, [BAD] * 3, {"max_tokens": 3})
-    assert "out.jsonl has no answers, but 3 failed rows of a job with other settings; it is begun anew" in notes[0]
+    assert "out.jsonl has no answers, but 3 failed rows of a job with other settings; it is started over" in notes[0]
     assert "sampling.max_tokens: not set → 3" in notes[0]
     assert "out.jsonl" not in "".join(run(tmp_path, model_folder, [BAD] * 3, {"max_tokens": 3}))
 

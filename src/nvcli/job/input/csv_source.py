@@ -121,7 +121,7 @@ class _RecordLines:
             raise RowError(
                 "invalid_utf8",
                 f"{explain_bad_utf8(line, error.reason)}; for a file of a spreadsheet, `iconv -f {encoding} -t UTF-8` "
-                "may mend that",
+                "may fix that",
             ) from None
 
 

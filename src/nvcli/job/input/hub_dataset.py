@@ -49,7 +49,7 @@ def fetch_dataset(address: str) -> list[str]:
     match = _SPLIT.fullmatch(address)
     if match is None:
         raise ConfigError(
-            f"the input {address} is no address of a dataset; write hf://OWNER/NAME:SPLIT, "
+            f"the input {address} is not the address of a dataset; write hf://OWNER/NAME:SPLIT, "
             "hf://OWNER/NAME/CONFIG:SPLIT or hf://datasets/OWNER/NAME/FILE"
         )
     revision = _revision(match)

@@ -76,7 +76,7 @@ class KnownInput:
         """Return the error of a run whose input has changed in this way."""
         return InputChanged(
             f"the input {self.name} was changed during the run: {what}. The rows answered so far are those of the "
-            "input as it was: put it back, and the same command goes on; or go on with what it is now with --update"
+            "input as it was: put it back, and the same command continues; or use the new contents with --update"
         )
 
     def is_described_by(self, file: str) -> bool:

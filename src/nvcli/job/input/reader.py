@@ -148,7 +148,7 @@ class RowReader:
                 if isinstance(error, InputChanged | ConfigError):
                     raise
                 way_out = (
-                    "The rows up to there are answered; with a sound file in its place and --update the job goes on"
+                    "The rows up to there are answered; replace the file with an intact one, and continue with --update"
                 )
                 raise self._broken_off(name, error, way_out) from error
             if self._is_at_limit:
@@ -170,7 +170,7 @@ class RowReader:
                         row = self._parser.identify(line, index=rows.count)
                         rows.add(row_digest(line, row.own_id), name=row.name, is_repeated=row.is_repeated)
             except _BREAKS as error:
-                raise self._broken_off(name, error, "Put a sound file in its place") from error
+                raise self._broken_off(name, error, "Replace it with an intact file") from error
         return rows
 
     def _checked(self, name: str) -> Iterator[ReadRow | None]:

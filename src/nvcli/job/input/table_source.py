@@ -96,7 +96,7 @@ class TableSource(Source):
             raise self._damaged(first_line(error)) from None
 
     def _damaged(self, why: str) -> ConfigError:
-        return ConfigError(f"{self.name}: cannot be read as {self.kind}: {why}; put a sound file in its place")
+        return ConfigError(f"{self.name}: cannot be read as {self.kind}: {why}; replace it with an intact file")
 
     def _check(self) -> None:
         if self.known is None:

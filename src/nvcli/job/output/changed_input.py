@@ -102,7 +102,7 @@ class ChangedInput:
     def _refusal(self, why: str) -> ConfigError:
         return ConfigError(
             f"the output {self._output} was made from another input, and {why}\n{self._differences}\nput the input "
-            "back, start anew with --overwrite, or name another output with -o"
+            "back, start over with --overwrite, or name another output with -o"
         )
 
     @property

@@ -264,13 +264,13 @@ class FileOutput(JobOutput):
         lines = "".join(f"\n  {line}" for line in settings)
         self.notes.append(
             f"{self._path} has no answers, but {answered.failed.count:,} failed rows of a job with other settings; it "
-            f"is begun anew:{lines}"
+            f"is started over:{lines}"
         )
         return True
 
     def _check_job(self) -> Manifest:
         """Return the manifest of the existing output. Raises ConfigError if it belongs to another job."""
-        way_out = "start it anew with --overwrite, or name another with -o"
+        way_out = "start over with --overwrite, or name another with -o"
         manifest = load_manifest(self._path)
         if manifest is None:
             name = manifest_path(self._path).name
@@ -315,7 +315,7 @@ class FileOutput(JobOutput):
         self.answered = scan.answered
         if scan.sound_bytes < self._file.size:
             lost = self._file.size - scan.sound_bytes
-            self.notes.append(f"{self._path}: {lost:,} bytes at its end are no whole rows and were cut off")
+            self.notes.append(f"{self._path}: {lost:,} bytes at its end are not whole rows and were cut off")
             self._file.truncate(scan.sound_bytes)
         drop_failed = self._options.retry_errors and scan.answered.failed.count > 0
         if scan.num_damaged or drop_failed:

@@ -77,7 +77,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         flag = "with --chat" if old.startswith("user") else "with --no-chat"
         if not old.startswith("user") and new.startswith("prompts"):
             flag = "without --no-chat"
-        return f" (it goes on as it was begun {flag})"
+        return f" (to continue as it began: {flag})"
 
     def input_differences(self, other: Manifest) -> list[str]:
         """Return a line for each input that differs from those of `other`."""
@@ -112,7 +112,7 @@ def _input_differences(old: Sequence[tuple[str, str]], new: Sequence[tuple[str, 
 def load_manifest(output: Path) -> Manifest | None:
     """Read the manifest of an output; None if there is none. Raises ConfigError if it cannot be read."""
     path = manifest_path(output)
-    way_out = f"start anew with --overwrite, or name another output than {output} with -o"
+    way_out = f"start over with --overwrite, or name another output than {output} with -o"
     try:
         data = read_regular(path)
     except FileNotFoundError:

@@ -124,7 +124,7 @@ def write_parquet(lines: Callable[[], Iterable[bytes]], file: BinaryIO) -> int:
                 writer.write_table(pyarrow.Table.from_pylist(batch, schema))
     except pyarrow.lib.ArrowException as error:
         raise OutputError(
-            f"the rows cannot be made a Parquet table: {error}; they are kept, and `-o FILE.jsonl` has no such limits"
+            f"the rows cannot be written as a Parquet table: {error}; they are kept, and -o FILE.jsonl has no limits"
         ) from None
     file.seek(0)
     return int(pyarrow.parquet.read_metadata(file).num_rows)

@@ -140,7 +140,7 @@ class ShardRows:
             if row.index not in output.shard:
                 raise ConfigError(
                     f"{output.path} holds row {row.index}, which is not of shard {output.shard}: another program "
-                    "changed it; start that shard anew with --overwrite"
+                    "changed it; start that shard over with --overwrite"
                 )
             if self.total is None or row.index < self.total:
                 self._counts[output.shard.number] += 1
@@ -203,9 +203,9 @@ def _open_unwritten(path: Path) -> IO[bytes]:
     """Open an output for reading, locked against writers. Raises ConfigError."""
     rows = rows_path(path)
     if not rows.is_file():
-        why = "it is no file"
+        why = "it is not a file"
         if path.is_file():
-            why = f"{rows.name}, which holds its rows, is not beside it; copy it there, or start that shard anew"
+            why = f"{rows.name}, which holds its rows, is not beside it; copy it there, or start that shard over"
         raise ConfigError(f"{path} cannot be joined: {why}")
     try:
         file = rows.open("rb")
@@ -229,10 +229,10 @@ def _read_output(path: Path) -> ShardOutput:
             "from; a shard whose input is standard input has none"
         )
     if manifest.is_updating:
-        raise ConfigError(f"{path} cannot be joined: an update of it was cut short; give its command once more")
+        raise ConfigError(f"{path} cannot be joined: an update of it was interrupted; run its command again")
     shard = read_shard(str(manifest.facts.get(SHARD_FACT)))
     if shard is None:
-        raise ConfigError(f"{path} is no output of a shard (`nvcli generate --shard I/N`) but of a whole job")
+        raise ConfigError(f"{path} is the output of a whole job, not of a shard (`nvcli generate --shard I/N`)")
     return ShardOutput(path, shard, manifest)
 
 

@@ -35,13 +35,13 @@ class SideFile:
         if os.path.isdir(path):
             raise ConfigError(f"{self} is a folder; name a file in it")
         if os.path.exists(path) and not os.path.isfile(path):
-            raise ConfigError(f"{self} is no regular file, and would be replaced by one; name another")
+            raise ConfigError(f"{self} is not a regular file, and would be replaced by one; name another")
         real_taken = set(map(os.path.realpath, taken))
         for name in self.names:
             if os.path.realpath(name) in real_taken:
                 raise ConfigError(f"{self}: {name} is a file of the job itself, and would be replaced; name another")
         if not path.parent.is_dir():
-            raise ConfigError(f"{self} cannot be written: {path.parent} is no folder; make it, or name another")
+            raise ConfigError(f"{self} cannot be written: {path.parent}is not a folder; create it, or name another")
         if not os.access(path.parent, os.W_OK | os.X_OK):
             raise ConfigError(f"{self} cannot be written in {path.parent}: {why_not_writable(path.parent)}")
 

@@ -95,7 +95,7 @@ def _inside(value: dict[Any, Any] | list[Any] | tuple[Any, ...], name: str) -> I
 def explain_surrogate(text: str, name: str) -> str | None:
     """Describe half a character in a text; None if there is none."""
     surrogate = describe_surrogate(text)
-    return surrogate and f"`{name or 'the value'}` is no text: {surrogate}"
+    return surrogate and f"`{name or 'the value'}` is not text: {surrogate}"
 
 
 def _problem_of(value: Any, name: str) -> str | None:
@@ -110,5 +110,5 @@ def _problem_of(value: Any, name: str) -> str | None:
         if not isinstance(key, str | int | float | None):
             return f"`{name or 'the row'}` has a key of the type `{type(key).__name__}`; keys are texts"
         if isinstance(key, str) and (surrogate := describe_surrogate(key)):
-            return f"a key of `{name or 'the row'}` is no text: {surrogate}"
+            return f"a key of `{name or 'the row'}` is not text: {surrogate}"
     return None

@@ -48,7 +48,7 @@ def check_messages(value: Any, *, under: tuple[str, ...]) -> list[dict[str, Any]
     try:
         value = decode_list(value)
     except msgspec.DecodeError as error:
-        raise InvalidValue(under, f"`{name}` is {show(value)}, which is no JSON: {error}") from None
+        raise InvalidValue(under, f"`{name}` is {show(value)}, which is not JSON: {error}") from None
     messages = convert(value, list[dict[str, Any]], under=under)
     if not messages:
         raise InvalidValue(under, f"`{name}` is empty; give at least one message")
@@ -116,7 +116,7 @@ def _with_object(call: Any, name: str) -> Any:
     try:
         decoded = decode_inner(arguments) if arguments.strip() else {}
     except msgspec.DecodeError:
-        raise InvalidValue((), f"`{name}.tool_calls` has arguments that are no JSON: {show(arguments)}") from None
+        raise InvalidValue((), f"`{name}.tool_calls` has arguments that are not JSON: {show(arguments)}") from None
     return {**call, "function": {**function, "arguments": decoded}}
 
 
@@ -143,7 +143,9 @@ def conversation_options(given: Mapping[str, Any], *, under: tuple[str, ...] = (
             arguments[name] = convert(given[name], bool, under=(*under, name))
     if arguments.get(ADD_GENERATION_PROMPT) and arguments.get(CONTINUE_FINAL_MESSAGE):
         one, other = (join_path((*under, name)) for name in (ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE))
-        raise InvalidValue(under, f"`{one}` and `{other}` are both true; an answer begins anew or goes on, so give one")
+        raise InvalidValue(
+            under, f"`{one}` and `{other}` are both true; an answer either begins or continues a message, so give one"
+        )
     if REASONING_EFFORT in given:
         arguments[REASONING_EFFORT] = convert(given[REASONING_EFFORT], str, under=(*under, REASONING_EFFORT))
     if not may_call:

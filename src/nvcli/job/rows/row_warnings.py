@@ -34,7 +34,7 @@ class RowRemark(Enum):
     """A remark about rows: the message for the first such row, and the one with their number at the end."""
 
     NO_CONVERSATION = (
-        "{} is no conversation, so neither --system nor --chat-template-kwargs has an effect on it; give `messages`, "
+        "{} is not a conversation, so neither --system nor --chat-template-kwargs affects it; give `messages`, "
         "or make conversations of prompts with --chat",
         "{} without a conversation, and so without the job's system message and chat template variables",
     )
@@ -44,8 +44,8 @@ class RowRemark(Enum):
         "NaN or Infinity became null in {}",
     )
     ANSWERED = (
-        "{} ends with a message of the assistant, behind which the model writes another one; leave that message out "
-        "to have it answered anew, or give `continue_final_message`: true",
+        "{} ends with a message of the assistant, after which the model writes another one; leave that message out "
+        "to have it answered again, or give `continue_final_message`: true",
         "{} with a conversation that ends with a message of the assistant",
     )
     """A conversation ends with a message of the assistant, and the row does not say what follows."""

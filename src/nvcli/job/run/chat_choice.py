@@ -92,8 +92,8 @@ def keep_choice(
         return ChatChoice(kinds=old, fact=old_fact)
     if job.chat == "auto" and old_fact is None:
         note = (
-            "the output was begun with prompts as they are, without the model's chat template, and goes on so; "
-            "--overwrite starts it anew with messages of a user"
+            "the output was begun with prompts as they are, without the model's chat template, and continues so; "
+            "--overwrite starts over with user messages"
         )
         return ChatChoice(kinds=old, fact=None, note=note)
     return choice

@@ -105,7 +105,7 @@ class RowTracebacks:
         self._path = _append(_entry(result.error.message, result.traceback), self._path)
         if not self._kept:
             where = f" (traceback: {self._path})" if self._path is not None else ""
-            self._say(f"warning: {result.error.message}{where}. The run goes on; other such rows are not told of here")
+            self._say(f"warning: {result.error.message}{where}. The run goes on; other such rows are not reported here")
         self._kept.add(result.traceback)
         self._num_chars += len(result.traceback)
 
@@ -162,7 +162,7 @@ def resume_hint(
     if manifest.exists():
         return f"the rows answered so far are in {name}; continue with:\n  {resume_command(argv)}"
     if Path(name).is_file() and Path(name).stat().st_size:
-        return f"the rows answered so far are in {name}; it cannot be continued, because its input was no file"
+        return f"the rows answered so far are in {name}; it cannot be continued, because its input was not a file"
     return f"nothing was answered yet; start again with:\n  {resume_command(argv)}"
 
 
@@ -175,7 +175,7 @@ def go_on_hint(argv: Sequence[str]) -> str:
     """Return lines on how to go on with a job whose first rows all failed. `argv` is the command line of this run."""
     command = resume_command(argv)
     return (
-        "change the settings and run the job again, or mend the input and add --update; to go on all the same:\n"
+        "change the settings and run the job again, or fix the input and add --update; to go on anyway:\n"
         f"  {command} --set job.max_leading_errors=0"
     )
 

@@ -73,7 +73,7 @@ def generate(
     started_at = time.monotonic()
     for flag, is_given in (("--retry-errors", retry_errors), ("--update", update)):
         if overwrite and is_given:
-            raise ConfigError(f"--overwrite and {flag} exclude each other: start anew, or keep what is answered")
+            raise ConfigError(f"--overwrite and {flag} exclude each other: start over, or keep what is answered")
     job = job or resolve_job(
         run, inputs=inputs, output=output, limit=limit, shard=shard, overwrite=overwrite, setter_of=setter_of
     )

@@ -126,7 +126,7 @@ def _fact(value: Any) -> Fact:
 def _digest(file: Path, **sampling: int) -> str:
     try:
         if file.exists() and not file.is_file():
-            raise LoadError(f"{file}: no regular file, as the files of a checkpoint have to be")
+            raise LoadError(f"{file}: not a regular file, which files of a checkpoint must be")
         return digest_file(file, **sampling)
     except OSError as error:
         raise LoadError(f"{file}: cannot be read: {error.strerror}") from None

@@ -232,7 +232,7 @@ class JobLoop:
 
     def _abandon(self, rows: Sequence[PreparedRow]) -> None:
         """Finish rows that nobody waits for, which are not computed (any further)."""
-        error = RowError("aborted", "nobody waits for this answer any more")
+        error = RowError("aborted", "no one is waiting for this answer any more")
         results = [(row, failed(row.context, error)) for row in rows]
         self._finish(results)
         for row, result in results:

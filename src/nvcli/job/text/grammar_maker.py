@@ -128,13 +128,13 @@ def _not_made(answer: NoAnswer) -> RowError:
     if answer.is_late:
         return RowError(
             "structured_timeout",
-            f"cannot be made a grammar: each of two processes for it {answer.reason}. It is too complex, or the "
+            f"cannot be compiled to a grammar: each of two processes for it {answer.reason}. It is too complex, or the "
             "machine was busy; ask for something simpler, or try the row again with --retry-errors",
         )
     return RowError(
         "invalid_structured",
-        f"cannot be made a grammar: the process for it {answer.reason}, as happens where something nests too deep or "
-        "takes too much memory; ask for something simpler",
+        f"cannot be compiled to a grammar: the process for it {answer.reason}, as happens where something is nested "
+        "too deeply or takes too much memory; ask for something simpler",
     )
 
 

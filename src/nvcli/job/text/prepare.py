@@ -393,13 +393,13 @@ class Preparer:
             if content is None:
                 raise RowError(
                     "invalid_sampling",
-                    "`echo` is true, and the answer to a conversation goes on with no text of it; leave it out, or "
+                    "`echo` is true, and the answer to a conversation does not continue a text of it; leave it out, or "
                     f"give `{CONTINUE_FINAL_MESSAGE}`: true",
                 )
             if job.sampling.logprobs is not None:
                 raise RowError(
                     "invalid_sampling",
-                    "`echo` is true beside `logprobs`, and the message that the answer goes on with is only a part of "
+                    "`echo` is true beside `logprobs`, and the message that the answer continues is only a part of "
                     "the prompt's tokens; leave `echo` out, or ask for `prompt_logprobs` beside `logprobs`",
                 )
             return content

@@ -84,7 +84,7 @@ def scored_continuations(
             where = task.key if len(task.continuations) == 1 else f"{task.key}[{number}]"
             raise RowError(
                 "invalid_value",
-                f"`{where}` has no tokens of its own behind this prompt; leave it out, or let the prompt end earlier",
+                f"`{where}` has no tokens of its own after this prompt; leave it out, or let the prompt end earlier",
             )
         texts.append(ScoredText(ids=pack(ids), text=text, num_bytes=len(text.encode())))
     longest = max(len(text.ids) // 4 for text in texts)

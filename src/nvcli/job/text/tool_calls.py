@@ -145,7 +145,7 @@ def find_json_behind(mark: str, *, end: str = "") -> FindCalls:
                 break
             rest = rest.removeprefix(mark)
         if rest and not (end and rest.startswith(end)):
-            raise BadToolCall(f"no JSON: {show(rest)}")
+            raise BadToolCall(f"not JSON: {show(rest)}")
         if not calls:
             raise BadToolCall(f"an empty list of calls: {show(text[len(before) :])}")
         return before.strip(), calls
@@ -178,7 +178,7 @@ def find_llama(text: str, tools: Tools) -> FoundCalls | None:
         return find_pythonic(body, tools)
     if not body.startswith("{"):
         if found:
-            raise BadToolCall(f"no JSON behind <|python_tag|>: {show(body)}")
+            raise BadToolCall(f"not JSON after <|python_tag|>: {show(body)}")
         return None
     decoder, at = json.JSONDecoder(), 0
     values: list[Any] = []
@@ -188,7 +188,7 @@ def find_llama(text: str, tools: Tools) -> FoundCalls | None:
         except ValueError:
             if not found and not values and '"name"' not in body:
                 return None  # an answer that is something else in braces
-            raise BadToolCall(f"no JSON: {show(body[at:])}") from None
+            raise BadToolCall(f"not JSON: {show(body[at:])}") from None
         values.append(value)
         at = len(body) if (match := _NEXT_VALUE.search(body, at)) is None else match.start()
     if not found and not all(isinstance(value, dict) and "name" in value for value in values):
@@ -264,7 +264,7 @@ def _decode(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise BadToolCall(f"no JSON: {show(text.strip())}") from None
+        raise BadToolCall(f"not JSON: {show(text.strip())}") from None
 
 
 def _decode_first(text: str) -> tuple[Any, str, str]:
@@ -272,20 +272,20 @@ def _decode_first(text: str) -> tuple[Any, str, str]:
     try:
         value, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):
-        raise BadToolCall(f"no JSON: {show(text.strip())}") from None
+        raise BadToolCall(f"not JSON: {show(text.strip())}") from None
     return value, text[:end], text[end:].lstrip()
 
 
 def _call(name: str, arguments: Any, text: str) -> FunctionCall:
     """Return a call that was written as `text`. Raises BadToolCall if the arguments are not JSON."""
     if not isinstance(arguments, dict):
-        raise BadToolCall(f"the arguments are no object: {show(text.strip())}")
+        raise BadToolCall(f"the arguments are not an object: {show(text.strip())}")
     try:
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         written = ""
     if not written or not is_text(written) or not is_text(name):
-        raise BadToolCall(f"the arguments are no JSON: {show(text.strip())}")
+        raise BadToolCall(f"the arguments are not JSON: {show(text.strip())}")
     return FunctionCall(name=name, arguments=written)
 
 
