@@ -77,7 +77,7 @@ def openai(**body: Any) -> dict[str, Any]:
     return {"custom_id": "o", "url": "/v1/chat/completions", "body": {"messages": HI, **body}}
 
 
-NO_TEXT = "is no text: it holds the lone surrogate"
+NO_TEXT = "is not text: it holds the lone surrogate"
 TOO_DEEP = "is nested too deep"
 TOO_LARGE = "is a number that is too large"
 NOT_FINITE = "is not a finite number"
@@ -89,17 +89,17 @@ KINDS: dict[str, tuple[Any, str]] = {
     "half a character in stop": (sampling(stop=["x", HALF]), f"`sampling.stop[1]` {NO_TEXT}"),
     "half a character as stop": (sampling(stop=HALF), f"`sampling.stop` {NO_TEXT}"),
     "half a character in bad_words": (sampling(bad_words=[HALF]), f"`sampling.bad_words[0]` {NO_TEXT}"),
-    "half a character in logit_bias": (sampling(logit_bias={HALF: 1}), "a key of `sampling.logit_bias` is no text"),
+    "half a character in logit_bias": (sampling(logit_bias={HALF: 1}), "a key of `sampling.logit_bias` is not text"),
     "half a character in choice": (structured(choice=[HALF]), f"`sampling.structured.choice[0]` {NO_TEXT}"),
     "half a character in regex": (structured(regex=HALF), f"`sampling.structured.regex` {NO_TEXT}"),
     "half a character in grammar": (structured(grammar=f'start: "{HALF}"'), f"`sampling.structured.grammar` {NO_TEXT}"),
     "half a character in a schema": (structured(json_schema={"const": HALF}), f"json_schema.const` {NO_TEXT}"),
     "half a character in a key of a schema": (
         structured(json_schema={"properties": {HALF: {}}}),
-        "a key of `sampling.structured.json_schema.properties` is no text",
+        "a key of `sampling.structured.json_schema.properties` is not text",
     ),
     "half a character in a message": ([{"role": "user", "content": HALF}], f"`messages[0].content` {NO_TEXT}"),
-    "half a character in a message's key": ([{**HI[0], HALF: 1}], "a key of `messages[0]` is no text"),
+    "half a character in a message's key": ([{**HI[0], HALF: 1}], "a key of `messages[0]` is not text"),
     "half a character in a variable": (variables(a=HALF), f"`chat_template_kwargs.a` {NO_TEXT}"),
     "half a character in a body": (openai(stop=HALF), f"`body.stop` {NO_TEXT}"),
     "a deep schema": (structured(json_schema=nested(500, "not")), f"`sampling` {TOO_DEEP}"),
@@ -187,7 +187,7 @@ def test_what_is_said_for_all_rows_passes_them_too(llm: LLM) -> None:
     with pytest.raises(ConfigError, match=r"`sampling\.structured\.json_schema\.a` is an object of the type `object`"):
         llm.generate("x", sampling={"structured": {"json_schema": {"a": object()}}})
     for settings, message in [
-        ({"sampling": {"stop": [HALF]}}, r"`sampling\.stop\[0\]` is no text"),
+        ({"sampling": {"stop": [HALF]}}, r"`sampling\.stop\[0\]` is not text"),
         ({"job": {"chat_template_kwargs": {"a": LOOP}}}, "`job` is nested too deep, or holds itself"),
     ]:
         with pytest.raises(ConfigError, match=message):

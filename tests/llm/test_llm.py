@@ -123,7 +123,7 @@ def test_a_column_that_cannot_be_put_into_a_prompt(make_llm: MakeLLM) -> None:
     half, good, missing = llm.generate(rows, order="input")
     assert half.error is not None
     assert missing.error is not None
-    assert "`a` is no text: it holds the lone surrogate \\ud800" in half.error.message
+    assert "`a` is not text: it holds the lone surrogate \\ud800" in half.error.message
     assert "no column `b`, which `job.prompt_template` names; the row has `a`, `3`" in missing.error.message
     assert good.text == "21"
 
