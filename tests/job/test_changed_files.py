@@ -181,7 +181,7 @@ def small_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_no_row_is_read_from_an_input_that_was_changed(tmp_path: Path, change: Change) -> None:
     changed = ChangedInput(tmp_path / "in.jsonl")
-    with pytest.raises(InputChanged, match=r"in\.jsonl was changed during the run: .*the same command goes on"):
+    with pytest.raises(InputChanged, match=r"in\.jsonl was changed during the run: .*the same command continues"):
         changed.read(change)
     assert 0 < len(changed.rows) < 60
     assert changed.rows == [f"row {row:03}" for row in range(len(changed.rows))]

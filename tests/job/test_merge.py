@@ -230,7 +230,7 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
         ([first, other], r"different jobs:\n  seed: 0 → 7"),
         ([first, third], "shard 0/2 and .* is shard 1/3"),
         ([first, first], "are both shard 0/2"),
-        ([first, whole], "whole.jsonl is no output of a shard"),
+        ([first, whole], "whole.jsonl is the output of a whole job, not of a shard"),
         ([first, bare], "no bare.jsonl.manifest.json beside it"),
         ([moved, second], "holds row 1, which is not of shard 0/2"),
         ([first, tmp_path / "none.jsonl"], "there is no file .*none.jsonl"),

@@ -90,7 +90,7 @@ def test_an_output_that_was_not_overwritten_yet_is_still_to_be(output: Path) -> 
 def test_what_cannot_be_continued(output: Path) -> None:
     assert hint(output).startswith("nothing was answered yet; start again with")
     output.write_text("row\n")
-    assert "cannot be continued, because its input was no file" in hint(output)
+    assert "cannot be continued, because its input was not a file" in hint(output)
     for name in ("-", None):  # rows from standard input go to standard output
         streamed = resume_hint(["nvcli"], inputs=["-"], output=name, has_begun=False)
         assert "standard output cannot be continued" in streamed
