@@ -174,7 +174,7 @@ def test_decode_rows_straight_to_registers(kind: Callable[..., AnyBench], many_r
         },
     )
     with (
-        patch.multiple(decode_attention, _FEW_LONG_ROWS=0, _MANY_ROWS=many_rows, decode_attention_kernel=None),
+        patch.multiple(decode_attention, _FEWEST_ROWS=0, _MANY_ROWS=many_rows, decode_attention_kernel=None),
         patch.object(decode_attention, "_load_direct_kernel", lambda *args: kernel),
     ):
         bench = kind(TritonBackend, **{"block_size": 64, **geometry}, dtype=torch.float16, kv_dtype=FP8)

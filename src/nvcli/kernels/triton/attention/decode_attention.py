@@ -44,9 +44,10 @@ each of them is slower, and so is the end of a step in which all are resident at
 139 with 16 for 256 rows of 100 to 1,620 keys, 425 and 419 for 1,024 such rows, 552 and 532 for 1,024 of about 1,100."""
 _MANY_ROWS = 512
 """From this many rows on, tiles of `fp8_decode_attention.py` have the smaller size."""
-_FEW_LONG_ROWS = 32
-"""Up to this many rows there are too few programs of `fp8_decode_attention.py` to fill a GPU. An H200 took 97 µs here
-and 114 with an earlier form of it for 16 rows of 8,192 keys, and 55 and 53 for 64 of 900."""
+_FEWEST_ROWS = 3
+"""From this many rows on, `fp8_decode_attention.py` is used. It takes an H200 11.6 µs for 4 rows of 860 keys, where the
+kernel of this file takes 12.1; 16 and 23 for 16 of 860, 74 and 103 for 16 of 8,192, and 73 and 130 for 32 of 4,000. A
+warm-up runs 64 rows and 2, so that both kernels are compiled before they are needed."""
 _TILE_BYTES = 16 << 10
 """Bytes of keys, and as many of values, in each pipeline stage: more loses occupancy (measured on an H200)."""
 
@@ -244,7 +245,7 @@ class DecodeAttention:
             align=SPLIT.value if self._is_invariant else self._align,
             max_rows=self._max_rows,
             device=self._shape.device,
-            lone_warps_above=None if self._direct_kernel is None else _FEW_LONG_ROWS,
+            lone_warps_from=None if self._direct_kernel is None else _FEWEST_ROWS,
             has_splits=self._is_invariant,
         )
 
@@ -270,7 +271,7 @@ class DecodeAttention:
             tile = invariant_decode_tile(shape, num_rows)
             programs, registers = (shape.num_kv_heads * num_programs,), invariant_registers(shape, tile)
             self._launch(invariant_attention_kernel, programs, layer, memory, tile, True, maxnreg=registers)
-        elif self._direct_kernel is not None and num_rows > _FEW_LONG_ROWS:
+        elif self._direct_kernel is not None and num_rows >= _FEWEST_ROWS:
             assert not self._is_beside
             keys = _DIRECT_TILE if num_rows < _MANY_ROWS else _DIRECT_TILE_OF_MANY_ROWS
             tile = Tile(rows=8, keys=keys, num_warps=1, num_stages=1)

@@ -32,9 +32,11 @@ _MIN_CHUNK = tl.constexpr(128)
 """The fewest keys of a chunk of a row that is cut: shorter chunks cost more in reduction than they gain."""
 FEW_ROWS = 8
 """Up to this many rows, fewer programs with deeper pipelines are faster; above, more programs (measured on an H200)."""
-_LONE_WARPS = 16
-"""Programs of one warp to aim for on each multiprocessor. Attention to 256 rows of 100 to 1,620 keys takes 121 µs with
-8, 118 with 12 and 16, and 122 with 24 (measured on an H200, which has room for 12)."""
+_LONE_WARPS = 8
+"""Programs of one warp to aim for on each multiprocessor, which has room for 12 with heads of 128. Rows are cut into
+whole chunks, so there are more programs than that, and a few too many wait for a second round: an H200 takes 89 µs for
+40 rows of 4,096 keys with 8, 114 with 12 and 103 with 16; 38, 39 and 45 for 64 rows of 100 to 1,620 keys; and 126 for
+256 such rows with any of them."""
 _ROWS, _COLUMNS = tl.constexpr(16), tl.constexpr(256)
 """The rows of a planning program, and the rows with which it compares them at a time."""
 
@@ -146,8 +148,8 @@ class DecodeWorkList:
 
     align: the first key of a row is rounded down to a multiple of it, so that a tile of keys lies in one block.
     tile: the number of keys that the attention kernel takes at a time.
-    lone_warps_above: with more rows than this, programs of the attention kernel are single warps, of which more fit on
-    a multiprocessor (None: they never are).
+    lone_warps_from: from this many rows on, programs of the attention kernel are single warps, of which more fit on a
+    multiprocessor (None: they never are).
     has_splits: rows are cut into splits; `align` is SPLIT then.
     """
 
@@ -160,12 +162,12 @@ class DecodeWorkList:
         align: int,
         max_rows: int,
         device: torch.device,
-        lone_warps_above: int | None = None,
+        lone_warps_from: int | None = None,
         has_splits: bool = False,
     ) -> None:
         self._window, self._num_kv_heads = window, num_kv_heads
         self._tile, self._align = tile, align
-        self._max_rows, self._lone_warps_above, self._has_splits = max_rows, lone_warps_above, has_splits
+        self._max_rows, self._lone_warps_from, self._has_splits = max_rows, lone_warps_from, has_splits
         self._num_processors = num_multiprocessors(device)
         size = max_rows + MAX_PARTIALS.value if has_splits else self.capacity(max_rows) + 1
         self.items = torch.zeros(size, ITEM_FIELDS.value, dtype=torch.int32, device=device)
@@ -212,8 +214,8 @@ class DecodeWorkList:
 
     def _target(self, num_rows: int) -> int:
         """The number of programs to aim for."""
+        if self._lone_warps_from is not None and num_rows >= self._lone_warps_from:
+            return self._num_processors * _LONE_WARPS
         if num_rows <= FEW_ROWS and not self._has_splits:
             return self._num_processors * 5 // 2
-        if self._lone_warps_above is not None and num_rows > self._lone_warps_above:
-            return self._num_processors * _LONE_WARPS
         return self._num_processors * 4
