@@ -17,7 +17,8 @@ from nvcli.kernels.triton.recurrent.state_rows import RowTensors, row_of
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
 _STEP_TILE, _STEP_WARPS = 64, 4
-"""Measured on an H200 with 256 rows of 32 heads of 128: 281 µs; with tiles of 32 329, and 281 with 128 and 8 warps."""
+"""Measured on an H200 with 256 rows of 32 heads of 128: 280 µs, in which states are read and written at 3.84 TB/s; with
+tiles of 32 327, with 128 and 4 warps 281. Hints to the caches make it slower (282 to 290)."""
 
 
 @triton.jit
