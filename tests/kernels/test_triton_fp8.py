@@ -60,9 +60,21 @@ def test_quantise(size: int, dtype: torch.dtype, scaling: FP8Scaling) -> None:
     assert_same(found, reference.quantise(wide[:, 16 : size + 16], scaling))
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_rows_that_share_a_program(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "_MANY_ROWS", 1)
+    x, order = rand(7, size, dtype=DTYPES[0]), torch.tensor([3, 12, 0, 13, 5, 9, 8, 1, 2, 99, -7, 4, 6, 7])
+    assert_same(fp8.quantise(x.to(DEVICE), "channel"), reference.quantise(x, "channel"))
+    found = fp8.quantise_pairs(x.to(DEVICE), order.int().to(DEVICE), 2, torch.empty(14, size, dtype=FP8, device=DEVICE))
+    assert_same(found, reference.quantise(x[(order // 2).clamp(0, 6)], "channel"))
+
+
+@pytest.mark.parametrize("shares_programs", [False, True])
 @pytest.mark.parametrize("num_groups", [1, 3, 40, 96])
-def test_groups_get_one_scale(num_groups: int) -> None:
+def test_groups_get_one_scale(num_groups: int, shares_programs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Powers of two change nothing but what gets too small for FP8, which is rounded."""
+    if shares_programs:
+        monkeypatch.setattr(fp8, "_MANY_ROWS", 1)
     generator = torch.Generator().manual_seed(0)
     codes = (torch.randn(5, num_groups, 128, generator=generator) * 100).clamp_(-448, 448).to(FP8)
     exponents = torch.randint(100, 120, (5, num_groups), generator=generator, dtype=torch.uint8)
