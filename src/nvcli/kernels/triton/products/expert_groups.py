@@ -6,10 +6,11 @@ over. Nothing has a size that depends on the routes: launches captured in a CUDA
 
 A program looks at all pairs, and writes those of its own expert. Where it writes follows from how many pairs have lower
 experts: no program waits for another. (To count chunks of pairs in a kernel before takes longer: 42 µs against 36 on an
-H200 for 8,192 tokens with 8 of 128 experts, and 40 against 19 with 4 of 32. With 10 of 512 it would take 80 against
-121.) Expert e's items begin at entry e + p // row_tile, with p the number of pairs before it, which leaves room for an
-incomplete item of every expert. With few tokens, whose pairs are fewer than the experts, the entries belong to pairs
-instead: the first pair of an expert has the item, the others have none.
+H200 for 8,192 tokens with 8 of 128 experts, and 40 against 19 with 4 of 32. With 10 of 512 it would take 80 against 91.
+Programs for several experts each take 141 there, and threads that each look at a run of pairs 105.) Expert e's items
+begin at entry e + p // row_tile, with p the number of pairs before it, which leaves room for an incomplete item of
+every expert. With few tokens, whose pairs are fewer than the experts, the entries belong to pairs instead: the first
+pair of an expert has the item, the others have none.
 
 Where other ranks hold some of the experts, the pairs of those are in no item, and not in the order. The list has room
 for them all the same, as all tokens may choose the experts of one rank.
