@@ -19,8 +19,10 @@ import torch
 from hopper_compile import FakeDriver, assemble
 from triton.runtime.driver import driver
 
+from nvcli.kernels.expert_types import Routes
 from nvcli.kernels.fp8_types import FP8, QuantisedRows
 from nvcli.kernels.triton.products import hopper_fp8, hopper_fp8_decode, hopper_w4
+from nvcli.kernels.triton.products.expert_groups import ITEM_FIELDS, WorkList
 from nvcli.kernels.triton.products.product_launch import DecodeLaunch, Gate, HopperFP8Launch, HopperW4Launch
 from nvcli.kernels.weight_formats import W4Format
 
@@ -46,6 +48,17 @@ def launch_fp8() -> Iterator[Any]:
     ):
         product(*fp8_product(), launch)  # type: ignore[operator]
         yield hopper_fp8.hopper_fp8_kernel
+    x, weight, scales = fp8_product()
+    experts = weight.unflatten(0, (4, -1)), scales.unflatten(0, (4, -1))
+    pairs = torch.zeros(ROWS, dtype=torch.int32)
+    routes = Routes(pairs.view(-1, 2), torch.zeros(ROWS // 2, 2))
+    grouped = hopper_fp8.Grouped(WorkList(pairs, torch.zeros(6, ITEM_FIELDS, dtype=torch.int32), 128), routes)
+    out = torch.zeros(2, ROWS // 2, OUT_FEATURES // 4, dtype=torch.bfloat16)
+    hopper_fp8.linear(x, *experts, HopperFP8Launch(2, 2, 2), out, grouped)
+    yield hopper_fp8.hopper_fp8_kernel
+    gated = weight.unflatten(0, (3, -1)), scales.unflatten(0, (3, -1))
+    hopper_fp8.gated_linear(x, *gated, HopperFP8Launch(2, 2, 2), grouped)
+    yield hopper_fp8.hopper_fp8_kernel
 
 
 def launch_fp8_decode() -> Iterator[Any]:

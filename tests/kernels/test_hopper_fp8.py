@@ -15,17 +15,24 @@ from gluon_simulator import SimulatedKernel, Simulator
 
 pytest.importorskip("triton")
 
+from expert_cases import SILU, Case, Shape, error, routes_of, share_of
+from expert_cases import make as make_experts
 from hopper_products_compile import reports
 
+from fp8_interpreter import exact_conversions
 from kernel_device import DEVICE, INTERPRETED_MARKS, on_hopper
+from nvcli.kernels import experts as reference
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
+from nvcli.kernels.expert_settings import GatedActivation
+from nvcli.kernels.expert_types import ExpertScales, Routes
 from nvcli.kernels.fp8 import dequantise_weight, quantise, quantise_weight
 from nvcli.kernels.fp8_types import FP8, FP8_MAX, QuantisedRows, numbers
-from nvcli.kernels.triton.products import hopper_fp8, hopper_fp8_kernel
+from nvcli.kernels.triton.products import experts, hopper_fp8, hopper_fp8_kernel
 from nvcli.kernels.triton.products.product_launch import HopperFP8Launch
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
 
 pytestmark = INTERPRETED_MARKS
+__all__ = ["exact_conversions"]
 CASES: list[tuple[FP8Scaling, HopperFP8Launch]] = [
     ("channel", HopperFP8Launch(2, 2)),
     ("channel", HopperFP8Launch(2, 2, 2)),
@@ -106,6 +113,37 @@ def test_gated_products(activation: Activation, unit_tiles: int | None) -> None:
     assert ((values_of(found) - expected).abs() <= bound).all()
 
 
+EXPERTS = (4, 2, 256, 128)
+"""Experts, k, hidden, intermediate size."""
+
+
+def experts_case(dtype: torch.dtype, num_tokens: int = 150, shape: Shape = EXPERTS) -> Case:
+    """All tokens choose one expert, which has more rows than a tile."""
+    case = make_experts("channel", shape, num_tokens, dtype)
+    return case._replace(routes=routes_of(num_tokens, *shape[:2], favourite=1))
+
+
+def multiply_experts(case: Case, launch: HopperFP8Launch, activation: GatedActivation = SILU) -> Tensor:
+    """Return the results of the kernel, in memory that holds NaN before."""
+    out = case.x.new_full((case.routes.experts.shape[1], *case.x.shape), torch.nan)
+    experts.apply_experts(*case[:2], case.weights, case.scales, activation, out, launch, quantises=True)
+    return out
+
+
+def expected_of_experts(case: Case, activation: GatedActivation = SILU) -> Tensor:
+    return reference.apply_experts(case.x, case.routes, case.weights, activation, scales=case.scales)
+
+
+@pytest.mark.usefixtures("simulated", "exact_conversions")
+@pytest.mark.parametrize("unit_tiles", [2, None])
+@pytest.mark.parametrize("held", [(0, 4), (1, 3)])
+def test_experts(held: tuple[int, int], unit_tiles: int | None) -> None:
+    """With a rank that holds some, an expert whose rows end within a tile, and one without rows."""
+    case = share_of(experts_case(torch.float32), *held)
+    found = multiply_experts(case, HopperFP8Launch(2, 2, unit_tiles), GatedActivation(kind="gelu_tanh"))
+    assert error(found, expected_of_experts(case, GatedActivation(kind="gelu_tanh"))) < 0.04, "both round"
+
+
 def test_products_run_beside_sums() -> None:
     """ptxas says so where it waits for each matrix product; registers that are spilled in the loop cost as much."""
     for report, _ in reports("fp8"):
@@ -154,3 +192,20 @@ def test_how_much_sums_of_one_sign_lose_on_a_gpu(unit_tiles: int | None, most: f
     found = hopper_fp8.linear(to_device(x), *(one.to(DEVICE) for one in weight), HopperFP8Launch(3, 1, unit_tiles))
     lost = 1 - (found.cpu().float() / product_of(x, weight)).mean()
     assert -0.001 < lost < most
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("num_tokens", [10, 100, 3000])
+@pytest.mark.parametrize("held", [(0, 8), (2, 6)])
+def test_experts_on_a_gpu(num_tokens: int, held: tuple[int, int]) -> None:
+    case = share_of(experts_case(torch.bfloat16, num_tokens, (8, 2, 1024, 384)), *held)
+    expected = expected_of_experts(case)
+    on_gpu = Case(
+        case.x.to(DEVICE),
+        Routes(*(one.to(DEVICE) for one in case.routes)),
+        case.weights._replace(gate_up=case.weights.gate_up.to(DEVICE), down=case.weights.down.to(DEVICE)),
+        ExpertScales(*(one.to(DEVICE) for one in case.scales or ())),
+        case.values,
+    )
+    assert error(multiply_experts(on_gpu, HopperFP8Launch(2, 2, 2)).cpu(), expected) < 0.04

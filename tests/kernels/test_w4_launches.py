@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from nvcli.kernels.expert_settings import GatedActivation
 from nvcli.kernels.expert_types import ExpertMatrix
 from nvcli.kernels.triton.products import expert_launches, hopper_w4, w4_linear
 from nvcli.kernels.triton.products.product_launch import HopperW4Launch, Kind
@@ -87,6 +88,8 @@ def test_experts(dtype: torch.dtype) -> None:
     )
     x = torch.empty(1, 64, dtype=dtype)
     for rows in (HOPPER_EXPERT_ROWS, HOPPER_EXPERT_ROWS + 1, 8192):
-        launch = expert_launches.choose_launch(rows, gate_up, down, x, quantises=False, batch_invariant=False)
+        launch = expert_launches.choose_launch(
+            rows, gate_up, down, x, GatedActivation(), quantises=False, batch_invariant=False
+        )
         has_many = rows > HOPPER_EXPERT_ROWS and dtype == torch.bfloat16
         assert isinstance(launch, HopperW4Launch) == has_many

@@ -33,7 +33,7 @@ from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, de
 from nvcli.kernels.triton.products.expert_groups import ITEM_FIELDS, WorkList, group_by_expert
 from nvcli.kernels.triton.products.expert_launches import ExpertLaunch, choose_launch
 from nvcli.kernels.triton.products.operands import codes_for, per_feature, per_row
-from nvcli.kernels.triton.products.product_launch import ExpertTiles, HopperW4Launch
+from nvcli.kernels.triton.products.product_launch import ExpertTiles, HopperFP8Launch, HopperW4Launch
 from nvcli.kernels.triton.products.tile_product import load_features, multiply_tile
 from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.kernels.whole_numbers import ceil_div
@@ -165,7 +165,7 @@ def apply_experts(
     scales: ExpertScales | W4Scales | None,
     activation: GatedActivation,
     out: Tensor,
-    launch: ExpertLaunch | HopperW4Launch | None = None,
+    launch: ExpertLaunch | HopperFP8Launch | HopperW4Launch | None = None,
     *,
     quantises: bool = False,
     batch_invariant: bool = False,
@@ -176,10 +176,26 @@ def apply_experts(
     num_held = len(weights.gate_up)
     if launch is None:
         num_rows = routes.experts.numel() / (num_held + weights.num_others)
-        launch = choose_launch(num_rows, gate_up, down, x, quantises=quantises, batch_invariant=batch_invariant)
+        launch = choose_launch(
+            num_rows, gate_up, down, x, activation, quantises=quantises, batch_invariant=batch_invariant
+        )
     work = group_by_expert(
         routes.experts, num_held, launch.row_tile, first_expert=weights.first_expert, num_others=weights.num_others
     )
+    if isinstance(launch, HopperFP8Launch):
+        from nvcli.kernels.triton.products import hopper_fp8
+
+        hopper_fp8.apply_experts(
+            x,
+            weights,
+            gate_up,
+            down,
+            hopper_fp8.Grouped(work, routes),
+            launch,
+            out,
+            is_gelu=activation.kind == "gelu_tanh",
+        )
+        return
     hidden = torch.empty(len(work.order), weights.gate_up.shape[1] // 2, dtype=x.dtype, device=x.device)
     if isinstance(launch, HopperW4Launch):
         from nvcli.kernels.triton.products import hopper_w4

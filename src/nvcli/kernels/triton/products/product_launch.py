@@ -76,6 +76,10 @@ class HopperFP8Launch(NamedTuple):
     """For how many times 128 input features FP8 units add up products before the sums are added up in float32. None:
     for all of them. With scales by blocks it is 1."""
 
+    @property
+    def row_tile(self) -> int:
+        return 64 * self.groups
+
 
 class DecodeLaunch(NamedTuple):
     """How a product of the rows of a decode step with an FP8 weight is launched on Hopper GPUs
