@@ -129,7 +129,7 @@ ERRORS_IN_FILES += [
     ("model: m\njob: {messages_template: [{rol: user, content: a}]}", r"unknown key `job.messages_template\[0\].rol`"),
     (
         "model: m\njob: {prompt_template: a, messages_template: [{role: user, content: a}]}",
-        r"`job.prompt_template` and `job.messages_template` are given",
+        r"`job.prompt_template` and `job.messages_template` exclude each other",
     ),
     (
         "model: m\njob: {prompt_template: a, system: b, chat: never}",
