@@ -84,7 +84,7 @@ class ChangedInput:
             also = "--retry-errors alone is enough where only failed rows were mended; " if retry_errors else ""
             raise ConfigError(
                 f"the output {self._output} was made from another input: {changes.describe()}\n{self._differences}\n"
-                f"{also}--update answers what has changed and keeps the other answers; or start it anew with "
+                f"{also}--update answers what has changed and keeps the other answers; or start over with "
                 "--overwrite, or name another with -o"
             )
         answered = scan.answered.all
