@@ -119,7 +119,7 @@ def test_the_system_message_is_for_conversations_without_one(role: str) -> None:
     assert isinstance(parse({"prompt": "p"}, parser), Job)
     assert isinstance(parse({"prompt": "p"}, parser), Job)
     (warning,) = parser.warnings.take_new()
-    assert "line 1 is no conversation" in warning
+    assert "line 1 is not a conversation" in warning
     assert parser.warnings.totals()[0].startswith("2 rows without a conversation")
 
 

@@ -116,7 +116,7 @@ def check_inputs(inputs: Sequence[str]) -> None:
         if table := pyarrow_format(name):
             _check_pyarrow("input", name, table)
             if not path.is_file():
-                raise ConfigError(f"the input {name}is not a regular file, which {table} must be")
+                raise ConfigError(f"the input {name} is not a regular file, which {table} must be")
         if path.is_file():
             check_input_format(path)
     seen: set[str] = set()

@@ -646,7 +646,7 @@ def test_what_a_job_and_its_rows_say_to_the_chat_template(run: Runs) -> None:
     assert len(warnings) == 3
     assert "does not know `thinck`" in warnings[0]
     assert "line 3 has `temperature`" in warnings[1]
-    assert "line 5 is no conversation" in warnings[2]
+    assert "line 5 is not a conversation" in warnings[2]
     assert run.summary is not None
     assert "`temperature` stood at the top level of 2 rows" in format_summary(run.summary)
 

@@ -115,7 +115,7 @@ def test_large_weights_are_sampled_in_no_time(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     weights = tmp_path / "model.safetensors"
     os.mkfifo(weights)
-    with pytest.raises(LoadError, match=r"model\.safetensors: no regular file"):
+    with pytest.raises(LoadError, match=r"model\.safetensors: not a regular file"):
         facts_of(tmp_path)
     weights.unlink()
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')

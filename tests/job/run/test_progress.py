@@ -238,7 +238,7 @@ def test_a_progress_file_that_cannot_be_written(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="--progress-file"):
             SideFile("--progress-file", path)
     os.mkfifo(tmp_path / "pipe")  # as /dev/null, which must not become a regular file
-    with pytest.raises(ConfigError, match="no regular file"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         SideFile("--progress-file", tmp_path / "pipe")
     with pytest.raises(ConfigError, match=r"/\.a+\.json\.new is a longer name than"):
         SideFile("--progress-file", tmp_path / f"{'a' * 247}.json")

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from nvcli.engine.request import EngineStats
+from nvcli.engine.request import DraftFigures, EngineStats, SpeculationFigures
 from nvcli.errors import ConfigError
 from nvcli.job.report import page
 from nvcli.job.report.build import ReportFile
@@ -131,6 +131,12 @@ def make_report(**fields: Any) -> Report:
             startup_seconds={"load weights": 2.0},
             preemptions=3,
             lost_replicas=1,
+            speculation=SpeculationFigures(
+                drafted_tokens=400,
+                accepted_tokens=300,
+                tokens_per_step=1.5,
+                by_source={"lookup": DraftFigures(drafted_tokens=400, accepted_tokens=300)},
+            ),
         ),
         "versions": {"nvcli": "1", "triton": None},
         "warnings": [EVIL],
@@ -190,6 +196,7 @@ def test_charts_have_axes_units_and_words_for_those_who_cannot_see_them() -> Non
                 assert page.LEFT <= x <= page.WIDTH - page.RIGHT
                 assert page.TOP <= y <= page.HEIGHT - page.BOTTOM
     assert "90 %" in Page(html).text
+    assert "300 of 400 drafted tokens were right" in Page(html).text
     assert "1 to" in html or ": 3 prompts" in html
 
 
@@ -238,7 +245,7 @@ def test_names_that_a_report_cannot_have(tmp_path: Path) -> None:
     for name, message in (
         ("report.pdf", "allowed: a name that ends in .html or .json"),
         ("report", "allowed: a name"),
-        ("no/report.html", "no folder"),
+        ("no/report.html", "is not a folder"),
         ("in.json", "in.json is a file of the job itself"),
     ):
         with pytest.raises(ConfigError, match=re.escape(f"--report {tmp_path / name}") + ".*" + re.escape(message)):

@@ -41,7 +41,7 @@ class SideFile:
             if os.path.realpath(name) in real_taken:
                 raise ConfigError(f"{self}: {name} is a file of the job itself, and would be replaced; name another")
         if not path.parent.is_dir():
-            raise ConfigError(f"{self} cannot be written: {path.parent}is not a folder; create it, or name another")
+            raise ConfigError(f"{self} cannot be written: {path.parent} is not a folder; create it, or name another")
         if not os.access(path.parent, os.W_OK | os.X_OK):
             raise ConfigError(f"{self} cannot be written in {path.parent}: {why_not_writable(path.parent)}")
 
