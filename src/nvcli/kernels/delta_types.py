@@ -1,4 +1,4 @@
-"""What the gated delta rule (`delta_net.py`) takes beside queries, keys and values. T tokens, Hv value heads."""
+"""Inputs of the gated delta rule (`delta_net.py`) beside queries, keys and values. T tokens, Hv value heads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DeltaHeads:
 
 
 class DeltaGates(NamedTuple):
-    """What a layer's gates are made of."""
+    """Tensors from which a layer's gates are computed."""
 
     beta: Tensor
     """[T, Hv], of which β is the sigmoid."""

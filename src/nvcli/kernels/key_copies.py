@@ -19,12 +19,12 @@ COPY_FIELDS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyCopies:
-    """What is copied in a step, for each KV group."""
+    """A step's copies of keys and values."""
 
     entries: Tensor
     """[N, `COPY_FIELDS`] int32 on the device of the cache. No copy reads what another one writes."""
     of_groups: Sequence[Tensor]
-    """Those of each KV group."""
+    """The entries of each KV group."""
 
 
 def copy_keys(k_cache: Tensor, v_cache: Tensor, scales: KVScales | None, copies: Tensor) -> None:
