@@ -42,7 +42,7 @@ def choose(
     out_features: int = 6144,
 ) -> object:
     x, words = torch.empty(rows, 1024, dtype=dtype), torch.empty(out_features, 256, dtype=torch.int16)
-    return w4_linear.choose_launch(kind, x, words, format)
+    return w4_linear.choose_w4_launch(kind, x, words, format)
 
 
 @pytest.mark.parametrize("kind", HOPPER_ROWS)
@@ -66,7 +66,7 @@ def test_ranges(kind: Kind) -> None:
 def test_launches_fit(kind: Kind) -> None:
     for rows in (33, 65, 200, 256, 500, 1024):
         for out_features, in_features in ((6144, 4096), (4096, 12288), (512, 128), (1024, 3072), (24576, 384)):
-            launch = hopper_w4.choose_launch(kind, rows, out_features, in_features, torch.device("cuda"))
+            launch = hopper_w4.choose_hopper_w4_launch(kind, rows, out_features, in_features, torch.device("cuda"))
             out_bytes = 4 if launch.num_parts > 1 else 2
             assert hopper_w4.num_stages(launch, out_bytes, is_gated=kind == "gated") >= 2
             assert 1 <= launch.num_parts <= max(1, in_features // 256)
@@ -75,7 +75,7 @@ def test_launches_fit(kind: Kind) -> None:
 
 def test_as_few_rounds_as_possible() -> None:
     """With 256 rows 128 programs multiply the gate and up projection of an 8B model at the same time."""
-    launch = hopper_w4.choose_launch("gated", 256, 12288, 4096, torch.device("cuda"))
+    launch = hopper_w4.choose_hopper_w4_launch("gated", 256, 12288, 4096, torch.device("cuda"))
     assert launch == HopperW4Launch(128, 3)
 
 
@@ -88,7 +88,7 @@ def test_experts(dtype: torch.dtype) -> None:
     )
     x = torch.empty(1, 64, dtype=dtype)
     for rows in (HOPPER_EXPERT_ROWS, HOPPER_EXPERT_ROWS + 1, 8192):
-        launch = expert_launches.choose_launch(
+        launch = expert_launches.choose_expert_launch(
             rows, gate_up, down, x, GatedActivation(), quantises=False, batch_invariant=False
         )
         has_many = rows > HOPPER_EXPERT_ROWS and dtype == torch.bfloat16

@@ -49,7 +49,7 @@ _MANY_PROGRAMS = 1600
 """From this number of programs on, tiles of twice the features are faster: the last round is a small part of all."""
 
 
-def choose_launch(
+def choose_expert_launch(
     num_rows: float,
     gate_up: ExpertMatrix,
     down: ExpertMatrix,

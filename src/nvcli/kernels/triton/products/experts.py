@@ -31,7 +31,7 @@ from nvcli.kernels.triton.elementwise.activation import activate
 from nvcli.kernels.triton.elementwise.fp8 import quantise
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.triton.products.expert_groups import ITEM_FIELDS, WorkList, group_by_expert
-from nvcli.kernels.triton.products.expert_launches import ExpertLaunch, choose_launch
+from nvcli.kernels.triton.products.expert_launches import ExpertLaunch, choose_expert_launch
 from nvcli.kernels.triton.products.operands import codes_for, per_feature, per_row
 from nvcli.kernels.triton.products.product_launch import ExpertTiles, HopperFP8Launch, HopperW4Launch
 from nvcli.kernels.triton.products.tile_product import load_features, multiply_tile
@@ -171,12 +171,12 @@ def apply_experts(
     batch_invariant: bool = False,
 ) -> None:
     """See `nvcli.kernels.experts.apply_experts`, for at least one token. All tensors are contiguous, and rows begin at
-    multiples of 16 bytes. `launch`: by default what `choose_launch` says."""
+    multiples of 16 bytes. `launch`: by default what `choose_expert_launch` says."""
     gate_up, down = matrices(weights, scales)
     num_held = len(weights.gate_up)
     if launch is None:
         num_rows = routes.experts.numel() / (num_held + weights.num_others)
-        launch = choose_launch(
+        launch = choose_expert_launch(
             num_rows, gate_up, down, x, activation, quantises=quantises, batch_invariant=batch_invariant
         )
     work = group_by_expert(

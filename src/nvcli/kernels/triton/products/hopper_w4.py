@@ -53,7 +53,7 @@ def num_stages(launch: HopperW4Launch, out_bytes: int, *, is_gated: bool) -> int
 
 
 @lru_cache(maxsize=1024)
-def choose_launch(
+def choose_hopper_w4_launch(
     kind: Kind, num_rows: int, out_features: int, in_features: int, device: torch.device
 ) -> HopperW4Launch:
     """Choose the launch that takes the least time, as `cycles` estimates it. `out_features` are those of the result."""

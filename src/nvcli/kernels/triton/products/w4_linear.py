@@ -68,7 +68,7 @@ def linear(
 ) -> Tensor | None:
     """Compute the products of `nvcli.kernels.w4`, without a bias; a plain one in `out` if that is given, a sum as parts
     [P, T, out] float32. None: the library is faster, or for a gated product a plain one followed by the activation."""
-    launch = choose_launch(kind, x, words, format)
+    launch = choose_w4_launch(kind, x, words, format)
     if isinstance(launch, HopperW4Launch):
         from nvcli.kernels.triton.products import hopper_w4
 
@@ -84,14 +84,14 @@ def linear(
     return multiply(x, words, launch, out, scales=scales, format=format, gate=gate, in_parts=kind == "sum")
 
 
-def choose_launch(kind: Kind, x: Tensor, words: Tensor, format: W4Format) -> ProductLaunch | HopperW4Launch | None:
+def choose_w4_launch(kind: Kind, x: Tensor, words: Tensor, format: W4Format) -> ProductLaunch | HopperW4Launch | None:
     """Choose the launch of a product; see `Ranges` for None."""
     least, most = HOPPER_ROWS[kind]
     if least < len(x) <= most and _serves_on_hopper(x, format, len(words)):
         from nvcli.kernels.triton.products import hopper_w4
 
         out_features = len(words) // 2 if kind == "gated" else len(words)
-        return hopper_w4.choose_launch(kind, len(x), out_features, x.shape[1], x.device)
+        return hopper_w4.choose_hopper_w4_launch(kind, len(x), out_features, x.shape[1], x.device)
     return next((launch for most_rows, launch in LINEAR[kind] if len(x) <= most_rows), None)
 
 
