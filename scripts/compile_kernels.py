@@ -40,6 +40,7 @@ import nvcli.kernels.triton as kernels
 from imagined_gpu import CARDS, imagined_gpu
 from nvcli.core.config import RunConfig
 from nvcli.core.messages import SlotSampling
+from nvcli.core.speculation_config import SpeculationConfig
 from nvcli.errors import NvcliError, first_line
 from nvcli.job.run.resolve import load_model, resolve_engine_config
 from nvcli.kernels import candidates, embedding, late_masks, token_mask
@@ -60,6 +61,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "8B in FP8 with fast sums": ("qwen3-8b", {"quantization": "fp8", "fp8_accumulation": "fast"}),
     "8B in 4 bits": ("qwen3-8b", {"quantization": "w4a16"}),
     "8B batch-invariant": ("qwen3-8b", {"batch_invariant": True}),
+    "8B with drafts": ("qwen3-8b", {"speculation": SpeculationConfig(method="lookup")}),
     "30B-A3B": ("qwen3-30b-a3b", {}),
     "30B-A3B in FP8": ("qwen3-30b-a3b", {"quantization": "fp8"}),
     "gpt-oss": ("gpt-oss-20b", {"quantization": "w4a16"}),
