@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ from typing import NoReturn
 from fuzzing import make_parser, print_counts
 from hostile_checkpoints import CANARY, INDEX, mutate
 from nvcli.core.engine_config import EngineConfig
-from nvcli.core.messages import EngineReady, StepInput, StepOutput
+from nvcli.core.messages import EngineReady
 from nvcli.demo import demo_path
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.client import EngineClient
@@ -45,7 +45,8 @@ from nvcli.engine.engine_process import scheduler_limits
 from nvcli.engine.request import EngineStats, Request, RequestOutput
 from nvcli.engine.scheduler import Scheduler
 from nvcli.job.run.engine_ahead import EngineAhead
-from nvcli.worker.runner.interface import PendingOutput, RankContext
+from nvcli.worker.runner.interface import RankContext
+from rank_executor import RankExecutor
 
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -74,11 +75,10 @@ _FORBIDDEN = ("Traceback", "bug in nvcli", "panicked at")
 
 
 class EngineHere:
-    """An engine with its rank in this process, in the place of an `EngineClient` and as the executor of its core."""
+    """An engine with its rank in this process, in the place of an `EngineClient`."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._pending: deque[PendingOutput] = deque()
         self._event = os.eventfd(1)  # never cleared: there is always something to look at
         self.stats = EngineStats()
 
@@ -86,11 +86,11 @@ class EngineHere:
         from nvcli.worker.runner.model_runner import ModelRunner
 
         config = self._config
-        self._runner = ModelRunner(config, RankContext(rank=0, report_phase=lambda phase: None))
-        limits = scheduler_limits(config, self._runner.ready)
-        scheduler = Scheduler(limits, BlockManager(self._runner.ready.num_blocks))
-        self._core = EngineCore(scheduler, self, max_in_flight=config.max_steps_in_flight)
-        return self._runner.ready
+        runner = ModelRunner(config, RankContext(rank=0, report_phase=lambda phase: None))
+        limits = scheduler_limits(config, runner.ready)
+        scheduler = Scheduler(limits, BlockManager(runner.ready.num_blocks))
+        self._core = EngineCore(scheduler, RankExecutor(runner), max_in_flight=config.max_steps_in_flight)
+        return runner.ready
 
     def add(self, requests: list[Request]) -> None:
         self._core.add(requests)
@@ -109,17 +109,6 @@ class EngineHere:
 
     def close(self) -> None:
         os.close(self._event)
-
-    def submit(self, step: StepInput) -> None:
-        pending = self._runner.launch(step)
-        assert pending is not None
-        self._pending.append(pending)
-
-    def collect(self) -> StepOutput:
-        return self._pending.popleft().result()
-
-    def recover(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
-        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

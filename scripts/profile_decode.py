@@ -20,7 +20,6 @@ import multiprocessing
 import os
 import re
 import tempfile
-from collections import deque
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from nvcli.core.config import RunConfig
 from nvcli.core.engine_config import EngineConfig
-from nvcli.core.messages import StepInput, StepOutput
+from nvcli.core.messages import StepInput
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.engine_process import scheduler_limits
@@ -42,8 +41,9 @@ from nvcli.tools.bench.command import parse_range, parse_shared_prefix
 from nvcli.tools.bench.shapes import SHAPES, write_shape
 from nvcli.tools.bench.workload import Workload
 from nvcli.worker.distributed.rendezvous import create_store
-from nvcli.worker.runner.interface import PendingOutput, RankContext
+from nvcli.worker.runner.interface import RankContext
 from nvcli.worker.runner.model_runner import ModelRunner
+from rank_executor import RankExecutor
 
 KINDS = {
     "sums over the ranks": r"_one_shot|_two_shot|nccl",
@@ -64,24 +64,18 @@ _RECORDINGS = 2
 """The first one sets the profiler up."""
 
 
-class InProcess:
-    """Stands in for `Executor`, with rank 0 in this process."""
+class RanksExecutor(RankExecutor):
+    """Stands in for `Executor`, with rank 0 in this process and its peers in others."""
 
     def __init__(self, runner: ModelRunner, peers: Sequence[Connection]) -> None:
-        self._runner = runner
+        super().__init__(runner)
         self._peers = peers
-        self._pending: deque[PendingOutput] = deque()
 
     def submit(self, step: StepInput) -> None:
         message = msgspec.msgpack.encode(step)
         for peer in self._peers:
             peer.send_bytes(message)
-        pending = self._runner.launch(step)
-        assert pending is not None
-        self._pending.append(pending)
-
-    def collect(self) -> StepOutput:
-        return self._pending.popleft().result()
+        super().submit(step)
 
     def recover(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
         raise torch.OutOfMemoryError(f"{max_num_seqs} requests and {max_num_batched_tokens} tokens are too many")
@@ -124,7 +118,7 @@ def start_engine(run: RunConfig, workload: Workload, tp: int) -> EngineCore:
     ready = runner.ready
     limits = scheduler_limits(config, ready)
     scheduler = Scheduler(limits, BlockManager(ready.num_blocks))
-    core = EngineCore(scheduler, InProcess(runner, peers), max_in_flight=config.max_steps_in_flight)
+    core = EngineCore(scheduler, RanksExecutor(runner, peers), max_in_flight=config.max_steps_in_flight)
     core.add(workload.requests(model.vocab_size))
     return core
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from fake_runners import engine_config
-from nvcli.core.messages import StepInput, StepOutput, unpack
+from nvcli.core.messages import unpack
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.chunk_groups import PrefixCosts
 from nvcli.engine.core import EngineCore
@@ -16,8 +15,9 @@ from nvcli.engine.engine_process import drafting_of
 from nvcli.engine.request import Request, RequestOutput
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
 from nvcli.engine.segment_forest import SegmentCosts
-from nvcli.worker.runner.interface import PendingOutput, RankContext
+from nvcli.worker.runner.interface import RankContext
 from nvcli.worker.runner.model_runner import ModelRunner
+from rank_executor import RankExecutor
 
 
 def make_runner(path: Path, device: str = "cuda", **overrides: Any) -> ModelRunner:
@@ -82,25 +82,6 @@ def run_to_outputs(
         scheduler.process(step, pending.result())
         outputs.update({output.request_id: output for output in scheduler.take_outputs()})
     return outputs
-
-
-class RankExecutor:
-    """An executor around a runner in this process; outputs are collected when the engine wants them."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
-        self._pending: deque[PendingOutput] = deque()
-
-    def submit(self, step: StepInput) -> None:
-        pending = self._runner.launch(step)
-        assert pending is not None
-        self._pending.append(pending)
-
-    def collect(self) -> StepOutput:
-        return self._pending.popleft().result()
-
-    def recover(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
-        return None
 
 
 def make_core(runner: ModelRunner, scheduler: Scheduler | None = None) -> EngineCore:

@@ -29,10 +29,6 @@ class DecodeQueue:
     def __len__(self) -> int:
         return len(self._ready) + len(self._parked)
 
-    @property
-    def num_ready(self) -> int:
-        return len(self._ready)
-
     def leading(self, num_requests: int) -> list[RequestState]:
         """Return the first ready requests, up to `num_requests` of them."""
         return self._ready[:num_requests]
