@@ -13,7 +13,7 @@ many as it may, or when it needs its last token (`RequestState.needs_last_token`
 
 Decode rows go first; the rest of the token budget goes to prompts, oldest first. Blocks for all known tokens of a
 prompt are taken when it is admitted (in KV groups with a window, as its chunks are scheduled); decoding takes one at a
-time. `Admission` aims to have enough of them. When there are too few, a request is preempted (`_choose_victim`): its
+time. `Admission` aims to have enough of them. When there are too few, a request is preempted (`choose_victim`): its
 blocks are released, and its tokens recomputed later.
 
 All decode rows of a step are equally wide: 1 token, or several with drafts after it (`DraftPolicy`). A row may be wider
@@ -34,21 +34,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import islice
 
 from nvcli.core.messages import StepOutput, pack, unpack
 from nvcli.engine import failures
 from nvcli.engine.admission import Admission
 from nvcli.engine.block_manager import BlockManager
-from nvcli.engine.decode_queue import DecodeQueue
+from nvcli.engine.block_tables import BlockTables
 from nvcli.engine.draft_policy import DraftPolicy
 from nvcli.engine.failures import Failure, FirstPrompts
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import EngineStats, FinishReason, Request, RequestOutput
+from nvcli.engine.running_requests import RunningRequests
 from nvcli.engine.state import Prompt, RequestState
 from nvcli.engine.step_draft import ScheduledStep, StepDraft
-
-_MAX_LENGTHS = 512
 
 
 class Scheduler:
@@ -56,21 +54,13 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
         self.limits = limits
-        self._tables = limits.empty_tables(block_manager)
-        self._admission = Admission(limits)
         self._waiting: deque[RequestState] = deque()
-        self._running: dict[RequestState, None] = {}
-        """Every request that holds a slot, in order of admission; each is also in one of the next two."""
-        self._prefilling: list[RequestState] = []
-        """Requests with known tokens still to be computed, as prefill chunks."""
-        self._decoding = DecodeQueue()
+        self._running = RunningRequests(limits, block_manager)
+        self._admission = Admission(limits)
         self._drafts = DraftPolicy(limits.drafting)
         self._num_with_drafts = 0
         """Steps in flight that have drafts."""
         self._by_id: dict[int, RequestState] = {}
-        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
-        self._freed_slots: list[int] = []
-        """Slots released since the last step; the next step tells the ranks."""
         self._registered: list[int] = []
         """Blocks registered for reuse since the last step."""
         self._restarts = False
@@ -82,13 +72,15 @@ class Scheduler:
         self._generated_tokens = 0
         self._num_preemptions = 0
         self._num_decode_rows = 0
-        self._bytes_saved_before = 0
-        """`EngineStats.kv_bytes_saved` by earlier ranks, before a restart."""
         self._first_prompts = FirstPrompts()
 
     @property
     def block_manager(self) -> BlockManager:
         return self._tables.block_manager
+
+    @property
+    def _tables(self) -> BlockTables:
+        return self._running.tables
 
     # ------------------------------------------------------------------ requests
 
@@ -133,19 +125,15 @@ class Scheduler:
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,
             num_preemptions=self._num_preemptions,
-            kv_bytes_saved=self._bytes_saved_before + self._tables.num_bytes_saved,
+            kv_bytes_saved=self._running.num_bytes_saved,
             decode_rows=self._num_decode_rows,
             drafted_tokens=self._drafts.num_drafted,
             accepted_tokens=self._drafts.num_accepted,
         )
 
     def running_lengths(self) -> bytes:
-        """Return the lengths of running answers (`EngineStats.running_lengths`): of all requests if at most
-        `_MAX_LENGTHS` run, else of every n-th."""
-        stride = -(-len(self._running) // _MAX_LENGTHS) or 1
-        states = islice(self._running, 0, None, stride)
-        numbers = ((len(state.generated), state.request.max_tokens, state.num_prompt) for state in states)
-        return pack([number for triple in numbers for number in triple])
+        """Return the lengths of running answers (`EngineStats.running_lengths`)."""
+        return self._running.lengths()
 
     # ------------------------------------------------------------------ one step
 
@@ -164,13 +152,13 @@ class Scheduler:
             draft.keep_blocks_of({state.slot for state in self._running})
 
         row_limits = pack([state.most_computed for state in rows]) if width > 1 else b""
-        decode_slots, decode_lens, parked = self._decoding.advance(rows, width)
+        decode_slots, decode_lens, parked = self._running.decoding.advance(rows, width)
         draft.add_last_tokens([state for state in parked if state.needs_last_token])
         for state, length in chunks:
             self._add_chunk(state, length, draft)
             budget -= length
         if chunks:
-            self._prefilling = [state for state in self._prefilling if state.num_uncomputed]
+            self._running.drop_prefilled()
         if not preempted:
             self._admit(draft, budget)
 
@@ -184,7 +172,7 @@ class Scheduler:
             decode_width=width,
             decode_lens=decode_lens,
             row_limits=row_limits,
-            freed_slots=self._freed_slots,
+            freed_slots=self._running.take_freed_slots(),
             registered=registered,
             restarts=self._restarts,
             sharing=self._tables.share(draft, len(rows) if width == 1 else 0),
@@ -192,7 +180,6 @@ class Scheduler:
         self._next_step_id += 1
         self._num_with_drafts += bool(row_limits)
         self._num_decode_rows += len(rows)
-        self._freed_slots.clear()
         self._restarts = False
         return step
 
@@ -231,7 +218,7 @@ class Scheduler:
             elif len(generated) >= state.checked_at:
                 self._check(state)
         self._generated_tokens += len(owners) - num_dropped
-        self._decoding.unpark(step.sampling)
+        self._running.decoding.unpark(step.sampling)
         if not self._generated_tokens:
             self._first_prompts.check()
 
@@ -255,8 +242,7 @@ class Scheduler:
         if reason is not None:
             self._finish(state, reason)
         elif num_added and state.slot is not None:
-            self._decoding.remove(state)
-            self._prefilling.append(state)
+            self._running.prefill_again(state)
 
     def take_outputs(self) -> list[RequestOutput]:
         """Return the outputs since the last call."""
@@ -278,29 +264,23 @@ class Scheduler:
             self.block_manager.unregister(step.registered)
         self.block_manager.unregister(self._registered)
         self._registered = []
-        # The dropped steps would have told the ranks which slots were freed and filled.
-        self._freed_slots = list(range(len(self._free_slots)))
+        self._running.free_all_slots()
         self._restarts = True
         self._num_with_drafts = 0
         self._tables.forget_told()
 
     def lower_limits(self) -> bool:
         """Go on with `SchedulerLimits.lowered`; return whether there are lower limits. No request may be running."""
-        assert not self._running
         limits = self.limits.lowered()
         if limits is None:
             return False
         self.limits = limits
-        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._running.lower_limits(limits)
         return True
 
     def start_anew(self, num_blocks: int) -> None:
         """Begin again with new ranks, whose slots and KV blocks are empty. No request may be running."""
-        assert not self._running
-        blocks = BlockManager(num_blocks, enable_prefix_caching=self.block_manager.enable_prefix_caching)
-        self._bytes_saved_before += self._tables.num_bytes_saved
-        self._tables = self.limits.empty_tables(blocks)
-        self._freed_slots = []
+        self._running.start_anew(num_blocks)
         self._restarts = False
 
     # ------------------------------------------------------------------ decode rows
@@ -309,8 +289,8 @@ class Scheduler:
         """Choose the requests that decode in the next step, the first ready ones, and take blocks for their tokens.
         Returns them and the tokens of each row."""
         num_running = len(self._running)
-        rows = self._decoding.leading(self.limits.max_decode_rows(num_running))
-        has_prompts = bool(self._prefilling or (self._waiting and self._free_slots))
+        rows = self._running.decoding.leading(self.limits.max_decode_rows(num_running))
+        has_prompts = bool(self._running.prefilling or (self._waiting and self._running.has_free_slot))
         width = self._drafts.width(len(rows), self.limits.max_num_batched_tokens, has_prompts=has_prompts)
         lacking = [state for state in rows if state.num_computed + width > state.capacity]
         if lacking and (width > 1 or self._num_with_drafts) and not self._tables.has_room(lacking, width):
@@ -339,7 +319,7 @@ class Scheduler:
             else:
                 state.num_computed -= num_missing
                 self._tables.trim(state)
-        self._decoding.bounds_changed()
+        self._running.decoding.bounds_changed()
         return step.owners(counts)
 
     # ------------------------------------------------------------------ prefill chunks
@@ -347,7 +327,7 @@ class Scheduler:
     def _plan_chunks(self, budget: int, draft: StepDraft) -> list[tuple[RequestState, int]]:
         """Choose the next chunks of prompts under way, as (request, number of tokens), and take their blocks."""
         chunks = []
-        for state in self._prefilling.copy():
+        for state in self._running.prefilling.copy():
             length = min(state.num_uncomputed, budget)
             if state.num_computed + length > state.capacity:
                 length = self._make_room(state, length, draft, least=1)
@@ -361,7 +341,7 @@ class Scheduler:
         waiting, limits = self._waiting, self.limits
         most_prefix_ids = limits.max_model_len + limits.max_num_batched_tokens
         now = self._next_step_id // limits.num_micro_batches
-        while waiting and budget > 0 and self._free_slots:
+        while waiting and budget > 0 and self._running.has_free_slot:
             state = waiting[0]
             if state.finished:
                 waiting.popleft()
@@ -382,16 +362,14 @@ class Scheduler:
                 state.num_computed = 0
                 break
             waiting.popleft()
-            state.slot = self._free_slots.pop()
-            self._running[state] = None
-            self._tables.entered(state)
+            self._running.enter(state)
             if state.num_cached_tokens is None:
                 state.num_cached_tokens = state.num_computed
                 self._cached_tokens += state.num_computed
             draft.enter(state)
             self._add_chunk(state, length, draft)
             if state.num_uncomputed:
-                self._prefilling.append(state)
+                self._running.prefilling.append(state)
             budget -= length
 
     def _add_chunk(self, state: RequestState, length: int, draft: StepDraft) -> None:
@@ -406,7 +384,7 @@ class Scheduler:
         # Steps run in order and store before they attend, so these blocks can be shared from now on.
         self._registered += self._tables.register(state)
         if is_end:
-            self._decoding.add(state)
+            self._running.decoding.add(state)
             self._tables.decodes(state)
 
     # ------------------------------------------------------------------ room and ends
@@ -426,22 +404,10 @@ class Scheduler:
                 return 0
             if len(self._running) > 1 or state.num_pending:
                 # Alone, it waits for the tokens that are on their way, which may be its last.
-                self._preempt(self._choose_victim())
+                self._preempt(self._running.choose_victim())
             else:
                 self._finish_too_large(state, state.num_computed + 1)
         return 0
-
-    def _choose_victim(self) -> RequestState:
-        """Return the request to preempt, out of at least two: among those admitted last, the last one that shares no
-        blocks with another.
-
-        A member of a group frees only its own blocks, and the last member to go would take the group's prefix out of
-        the cache. Only the later half of the requests is considered, so that the earlier ones finish; if all of these
-        share blocks, it is the request admitted last.
-        """
-        later = islice(reversed(self._running), len(self._running) // 2)
-        victims = (state for state in later if not self._tables.shares_blocks(state))
-        return next(victims, next(reversed(self._running)))
 
     def _preempt(self, state: RequestState) -> None:
         """Take back a request's slot and blocks, because other requests need the blocks."""
@@ -480,32 +446,11 @@ class Scheduler:
         self._unsent.append(state.report(reason, stopped_by_id=stopped_by_id, error_type=error_type, error=error))
 
     def _release(self, state: RequestState) -> None:
-        """Give a request's slot and blocks back. Steps in flight may still use them, because steps run in order."""
-        assert state.slot is not None
-        self._tables.release(state)
-        self._freed_slots.append(state.slot)
-        self._free_slots.append(state.slot)
-        state.slot = None
-        del self._running[state]
+        self._running.release(state)
         self._admission.leave(state)
-        if state in self._prefilling:
-            self._prefilling.remove(state)
-        else:
-            self._decoding.remove(state)
 
     def check_integrity(self) -> None:
         """Assert that slots, lists, bounds and blocks agree."""
-        self._tables.check_integrity(list(self._running))
-        self._admission.check_integrity(self._running)
-        slots = [state.slot for state in self._running if state.slot is not None]
-        assert len(slots) == len(self._running)
-        assert sorted([*self._free_slots, *slots]) == list(range(self.limits.max_num_seqs))
+        self._running.check_integrity()
+        self._admission.check_integrity(list(self._running))
         assert all(s.slot is None and not s.blocks and not s.num_computed for s in self._waiting if not s.finished)
-        self._decoding.check_integrity(self._prefilling, self._running)
-        for state in self._prefilling:
-            assert not state.num_pending
-            assert state.num_computed < state.num_tokens
-        for state in self._running:
-            assert not state.finished
-            assert state.num_computed < self.limits.max_model_len + self.limits.tokens_per_row
-            assert state.num_tokens < state.max_len

@@ -1,0 +1,138 @@
+"""RunningRequests: the requests that hold a slot, with their blocks, from admission until they end or are preempted.
+
+Each of them is either in `prefilling` or in `decoding`. The scheduler moves them from one to the other, and decides
+which requests enter; this module keeps slots, blocks and lists in agreement when one enters or leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from nvcli.core.messages import pack
+from nvcli.engine.block_manager import BlockManager
+from nvcli.engine.decode_queue import DecodeQueue
+from nvcli.engine.limits import SchedulerLimits
+from nvcli.engine.state import RequestState
+
+_MAX_LENGTHS = 512
+
+
+class RunningRequests:
+    """The running requests of one replica, in order of admission."""
+
+    def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
+        self._limits = limits
+        self.tables = limits.empty_tables(block_manager)
+        self.prefilling: list[RequestState] = []
+        """Requests with known tokens still to be computed, as prefill chunks."""
+        self.decoding = DecodeQueue()
+        self._states: dict[RequestState, None] = {}
+        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._freed_slots: list[int] = []
+        """Slots released since the last step; the next step tells the ranks."""
+        self._bytes_saved_before = 0
+        """`num_bytes_saved` by earlier ranks, before a restart."""
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self._states)
+
+    @property
+    def has_free_slot(self) -> bool:
+        return bool(self._free_slots)
+
+    def enter(self, state: RequestState) -> None:
+        """Give a slot to a request that has taken its first blocks (`Admission.enter`)."""
+        state.slot = self._free_slots.pop()
+        self._states[state] = None
+        self.tables.entered(state)
+
+    def release(self, state: RequestState) -> None:
+        """Give a request's slot and blocks back. Steps in flight may still use them, because steps run in order."""
+        assert state.slot is not None
+        self.tables.release(state)
+        self._freed_slots.append(state.slot)
+        self._free_slots.append(state.slot)
+        state.slot = None
+        del self._states[state]
+        if state in self.prefilling:
+            self.prefilling.remove(state)
+        else:
+            self.decoding.remove(state)
+
+    def drop_prefilled(self) -> None:
+        """Drop the requests whose known tokens are all scheduled from `prefilling`."""
+        self.prefilling = [state for state in self.prefilling if state.num_uncomputed]
+
+    def prefill_again(self, state: RequestState) -> None:
+        """Move a decoding request with new known tokens to `prefilling`."""
+        self.decoding.remove(state)
+        self.prefilling.append(state)
+
+    def choose_victim(self) -> RequestState:
+        """Return the request to preempt, out of at least two: among those admitted last, the last one that shares no
+        blocks with another.
+
+        A member of a group frees only its own blocks, and the last member to go would take the group's prefix out of
+        the cache. Only the later half of the requests is considered, so that the earlier ones finish; if all of these
+        share blocks, it is the request admitted last.
+        """
+        later = islice(reversed(self._states), len(self._states) // 2)
+        victims = (state for state in later if not self.tables.shares_blocks(state))
+        return next(victims, next(reversed(self._states)))
+
+    def take_freed_slots(self) -> list[int]:
+        """Return the slots released since the last call."""
+        freed, self._freed_slots = self._freed_slots, []
+        return freed
+
+    def free_all_slots(self) -> None:
+        """Tell the ranks again which slots are free, because steps that would have told them did not run. No request
+        may be running."""
+        assert not self._states
+        self._freed_slots = list(range(len(self._free_slots)))
+
+    def lower_limits(self, limits: SchedulerLimits) -> None:
+        """Go on with lower limits. No request may be running."""
+        assert not self._states
+        self._limits = limits
+        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+
+    def start_anew(self, num_blocks: int) -> None:
+        """Begin again with new ranks, whose slots and KV blocks are empty. No request may be running."""
+        assert not self._states
+        self._bytes_saved_before += self.tables.num_bytes_saved
+        enable_prefix_caching = self.tables.block_manager.enable_prefix_caching
+        self.tables = self._limits.empty_tables(BlockManager(num_blocks, enable_prefix_caching=enable_prefix_caching))
+        self._freed_slots = []
+
+    @property
+    def num_bytes_saved(self) -> int:
+        """Bytes of keys and values that steps did not read, because they read them once for several rows."""
+        return self._bytes_saved_before + self.tables.num_bytes_saved
+
+    def lengths(self) -> bytes:
+        """Return the lengths of the answers (`EngineStats.running_lengths`): of all requests if at most `_MAX_LENGTHS`
+        run, else of every n-th."""
+        stride = -(-len(self._states) // _MAX_LENGTHS) or 1
+        states = islice(self._states, 0, None, stride)
+        numbers = ((len(state.generated), state.request.max_tokens, state.num_prompt) for state in states)
+        return pack([number for triple in numbers for number in triple])
+
+    def check_integrity(self) -> None:
+        """Assert that slots, lists, bounds and blocks agree."""
+        self.tables.check_integrity(list(self._states))
+        slots = [state.slot for state in self._states if state.slot is not None]
+        assert len(slots) == len(self._states)
+        assert sorted([*self._free_slots, *slots]) == list(range(self._limits.max_num_seqs))
+        self.decoding.check_integrity(self.prefilling, self._states)
+        for state in self.prefilling:
+            assert not state.num_pending
+            assert state.num_computed < state.num_tokens
+        for state in self._states:
+            assert not state.finished
+            assert state.num_computed < self._limits.max_model_len + self._limits.tokens_per_row
+            assert state.num_tokens < state.max_len
