@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from nvcli.core.sampling_params import SamplingParams
 from nvcli.demo import demo_path
 from nvcli.tools.quality.logits import compare_logits
 from nvcli.tools.quality.passage_reader import PassageReader
-from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
+from nvcli.worker.runner.interface import RankContext
 from one_rank import make_runner, run_requests
 from requests_factory import make_request
 
@@ -61,29 +62,25 @@ def test_predictions_of_a_real_shape_are_near_those_of_bfloat16(tmp_path: Path) 
         tie_word_embeddings=True,
         dtype="bfloat16",
     )
-    group = TensorParallelGroup(None, torch.device("cuda", 0))
     ids = torch.randint(150_000, (2500,), dtype=torch.int32, device="cuda")
+    context = RankContext(rank=0, report_phase=lambda phase: None)
+    readers: list[PassageReader] = []
     with torch.inference_mode():
-        readers = [
-            PassageReader(
-                engine_config(
-                    model_path=path,
-                    device="cuda",
-                    dtype="bfloat16",
-                    max_model_len=4096,
-                    block_size=64,
-                    kv_cache_dtype=kv_cache_dtype,
-                ),
-                group,
-                max_tokens=len(ids),
-                say=print,
+        for kv_cache_dtype in ("auto", "fp8"):
+            config = engine_config(
+                model_path=path,
+                device="cuda",
+                dtype="bfloat16",
+                max_model_len=4096,
+                block_size=64,
+                kv_cache_dtype=kv_cache_dtype,
             )
-            for kv_cache_dtype in ("auto", "fp8")
-        ]
+            readers.append(PassageReader(config, context, max_tokens=len(ids), say=print))
+            context = replace(context, world=readers[0].world)
         for start in range(0, len(ids), 1024):
             chunk = ids[start : start + 1024]
             hidden = [reader.read_chunk(chunk, start)[-64:] for reader in readers]
             logits = [reader.model.compute_logits(rows) for reader, rows in zip(readers, hidden, strict=True)]
-            sums = compare_logits(group, *logits, chunk[:0].long(), vocab_size=151936)
+            sums = compare_logits(readers[0].group, *logits, chunk[:0].long(), vocab_size=151936)
             assert sums is not None
             assert 0 < sums.mean_kl < 0.06  # on a CPU 0.02 over 256 tokens; bfloat16 itself is 0.001 from float32
