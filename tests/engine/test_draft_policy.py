@@ -116,5 +116,10 @@ def test_drafted_and_accepted_tokens_are_counted() -> None:
     step = StepInput(
         step_id=0, slots=pack([0, 1, 2]), num_tokens=pack([3, 3, 3]), num_decodes=3, row_limits=pack([9] * 3)
     )
-    policy.learn(step, StepOutput(step_id=0, token_ids=b"", counts=pack([1, 3, 0]), drafted=pack([2, 2, 0])))
-    assert (policy.num_drafted, policy.num_accepted) == (4, 2)
+    policy.learn(
+        step,
+        StepOutput(
+            step_id=0, token_ids=b"", counts=pack([1, 3, 0]), drafted=pack([2, 2, 0]), draft_sources=pack([0, 1, 0])
+        ),
+    )
+    assert (policy.num_drafted, policy.num_accepted) == ([2, 2], [0, 2])

@@ -20,6 +20,9 @@ MAX_DRAFT_STEP_TOKENS = 1024
 """Maximum tokens of a step whose decode rows have drafts. Beyond that the GPU takes so long that drafts gain
 nothing."""
 
+ANSWER_TABLE_BYTES = 8 << 20
+"""Size of the table in which each rank looks drafts up that follow in other answers; a token takes 8 bytes."""
+
 
 def kv_dtype(kv_cache_dtype: KVCacheDtype, dtype: ModelDtype) -> KVDtype:
     """Return the type in which a model whose weights are of `dtype` keeps keys and values."""

@@ -35,6 +35,9 @@ gets a token, and stays finite when divided by the lowest temperature."""
 MOST_KEY_COPIES = 2
 """Most copy runs per new slot and KV group."""
 
+DRAFT_SOURCES = ("lookup", "answers")
+"""What rows are drafted from: their own prompt and answer, or other answers of the job."""
+
 MAX_KV_GROUPS = 16
 """The maximum KV groups of a model. The step channel is made before a rank can report their number."""
 
@@ -243,6 +246,8 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The packed number of tokens of each row with logits, 0 to `num_logits`; empty: as many tokens as logits."""
     drafted: bytes = b""
     """The packed number of drafts of each decode row, up to `num_tokens - 1`; empty: they have none."""
+    draft_sources: bytes = b""
+    """What each decode row was drafted from, packed indices of `DRAFT_SOURCES`; empty: they have no drafts."""
     logprobs: list[TokenLogprobs | None] = []
     """One entry for each token if any request of the batch asked; else empty."""
     seconds: float = 0.0
@@ -372,5 +377,5 @@ def max_step_output_bytes(
     alternatives each, and as many for each prompt token that is read. `hidden_size`: that of the hidden states that
     requests may ask for; 0: they may not."""
     per_token = 4 + 32 + MAX_LOGPROBS * (5 + 9)
-    per_seq = 2 * 4 + 32 + 4 * hidden_size
+    per_seq = 3 * 4 + 32 + 4 * hidden_size
     return 1024 + max_step_logits * per_token + max_num_seqs * per_seq + max_num_batched_tokens * 8 * (1 + MAX_LOGPROBS)

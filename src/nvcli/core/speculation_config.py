@@ -23,8 +23,8 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             "works with the model.",
         ),
     ] = "none"
-    """lookup: a row's last tokens are looked up in its prompt and answer so far, and the tokens that followed them
-    there are drafted. auto: lookup if the model can check drafts, else none."""
+    """lookup: a row's last tokens are looked up in its prompt and answer so far and in other answers, and the tokens
+    that followed them there are drafted. auto: lookup if the model can check drafts, else none."""
     max_draft_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFT_TOKENS)] = 7
     """Maximum tokens drafted for a row in one step."""
     policy: DraftPolicyName = "auto"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from nvcli.core.config_types import DraftPolicyName
-from nvcli.core.messages import StepInput, StepOutput, unpack
+from nvcli.core.messages import DRAFT_SOURCES, StepInput, StepOutput, unpack
 
 _FIRST_SURVIVAL = 0.5
 """The assumed acceptance rate of first drafts, before any was seen."""
@@ -51,8 +51,9 @@ class DraftPolicy:
     def __init__(self, drafting: Drafting | None) -> None:
         """None: decode rows have no drafts."""
         self._drafting = drafting
-        self.num_drafted = 0
-        self.num_accepted = 0
+        self.num_drafted = [0] * len(DRAFT_SOURCES)
+        """Drafted tokens from each of `DRAFT_SOURCES`."""
+        self.num_accepted = [0] * len(DRAFT_SOURCES)
         self._survival = [_FIRST_SURVIVAL**place for place in range(1, drafting.widths[-1] if drafting else 1)]
         """Share of rows whose first, second, … draft is accepted, as seen so far."""
         self._seconds: dict[tuple[int, int], float] = {}
@@ -91,11 +92,14 @@ class DraftPolicy:
         if width == 1:
             return
         counts = unpack(output.counts)[:num_rows] if output.counts else [width] * num_rows
-        self.num_drafted += sum(unpack(output.drafted)) if output.drafted else num_rows * (width - 1)
+        drafted = unpack(output.drafted) if output.drafted else [width - 1] * num_rows
+        sources = unpack(output.draft_sources) if output.draft_sources else [0] * num_rows
+        for source, num_drafted, count in zip(sources, drafted, counts, strict=True):
+            self.num_drafted[source] += num_drafted
+            self.num_accepted[source] += max(0, count - 1)
         weight = min(0.5, num_rows / _ROWS_SEEN)
         for place in range(1, width):
             num_accepted = sum(count > place for count in counts)
-            self.num_accepted += num_accepted
             before = self._survival[place - 1]
             self._survival[place - 1] = before + weight * (num_accepted / num_rows - before)
 

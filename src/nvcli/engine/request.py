@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import sub
 from typing import Literal
 
 import msgspec
 
-from nvcli.core.messages import ForwardMode, PromptQueryResult, TokenLogprobs
+from nvcli.core.messages import DRAFT_SOURCES, ForwardMode, PromptQueryResult, TokenLogprobs
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.structured import Constraint
 
@@ -153,19 +154,30 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     requests."""
     decode_rows: int = 0
     """The decode rows of all steps, each of which gives a token and its accepted drafts."""
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    """Drafted tokens that the model would have given too."""
+    drafted: tuple[int, ...] = (0,) * len(DRAFT_SOURCES)
+    """Drafted tokens from each of `DRAFT_SOURCES`."""
+    accepted: tuple[int, ...] = (0,) * len(DRAFT_SOURCES)
+    """Those that the model would have given too."""
     running_lengths: bytes = b""
     """The running answers' lengths, three int32 each (`messages.pack`): (generated tokens, `max_tokens`, prompt
     tokens). They are updated less often than the rest, and cover only a sample if many requests run."""
+
+    @property
+    def drafted_tokens(self) -> int:
+        return sum(self.drafted)
+
+    @property
+    def accepted_tokens(self) -> int:
+        return sum(self.accepted)
 
     def since(self, before: EngineStats) -> EngineStats:
         """Return the stats with counts since an earlier snapshot."""
         if not before.prompt_tokens:
             return self
         return msgspec.structs.replace(
-            self, **{name: getattr(self, name) - getattr(before, name) for name in _COUNTS_SINCE_START}
+            self,
+            **{name: getattr(self, name) - getattr(before, name) for name in _COUNTS_SINCE_START},
+            **{name: tuple(map(sub, getattr(self, name), getattr(before, name))) for name in ("drafted", "accepted")},
         )
 
 
@@ -183,11 +195,18 @@ class SpeculationFigures(DraftFigures, frozen=True, kw_only=True):
     tokens_per_step: float
     """The tokens that a decoding request got in a step, on average."""
     by_source: dict[str, DraftFigures]
-    """The tokens by what they were drafted from, such as `lookup`."""
+    """The tokens by what they were drafted from (`DRAFT_SOURCES`), where anything was."""
 
     @staticmethod
     def of(replicas: Sequence[EngineStats]) -> SpeculationFigures | None:
         """Return the figures of replicas; None: nothing was drafted."""
+        by_source = {
+            source: DraftFigures(
+                drafted_tokens=sum(stats.drafted[number] for stats in replicas),
+                accepted_tokens=sum(stats.accepted[number] for stats in replicas),
+            )
+            for number, source in enumerate(DRAFT_SOURCES)
+        }
         rows, drafted, accepted = (
             sum(getattr(stats, name) for stats in replicas)
             for name in ("decode_rows", "drafted_tokens", "accepted_tokens")
@@ -198,7 +217,7 @@ class SpeculationFigures(DraftFigures, frozen=True, kw_only=True):
             drafted_tokens=drafted,
             accepted_tokens=accepted,
             tokens_per_step=round((rows + accepted) / max(1, rows), 3),
-            by_source={"lookup": DraftFigures(drafted_tokens=drafted, accepted_tokens=accepted)},
+            by_source={source: figures for source, figures in by_source.items() if figures.drafted_tokens},
         )
 
 
@@ -209,8 +228,6 @@ _COUNTS_SINCE_START = (
     "num_preemptions",
     "kv_bytes_saved",
     "decode_rows",
-    "drafted_tokens",
-    "accepted_tokens",
 )
 
 

@@ -127,8 +127,8 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
             kv_bytes_saved=self._running.num_bytes_saved,
             decode_rows=self._num_decode_rows,
-            drafted_tokens=self._drafts.num_drafted,
-            accepted_tokens=self._drafts.num_accepted,
+            drafted=tuple(self._drafts.num_drafted),
+            accepted=tuple(self._drafts.num_accepted),
         )
 
     def running_lengths(self) -> bytes:

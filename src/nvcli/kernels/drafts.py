@@ -4,7 +4,8 @@ A decode row with drafts computes its last token and the drafts behind it. Every
 number, and a draft is accepted while it is what was sampled before it. So the tokens that a row gives are those that it
 would give one at a time; the sample behind the last accepted draft is one of them.
 
-Drafts are looked up in the row's own tokens: what followed the latest of the longest equal runs of tokens there.
+Drafts are looked up in the row's own tokens: what followed the latest of the longest equal runs of tokens there. Where
+these runs are short, drafts are what followed in other answers (`nvcli.kernels.answer_table`), if that is known.
 
 Plain torch is the reference; CUDA tensors take the Triton kernels that are held to it, which a CUDA graph can hold. All
 of it is arithmetic on integers that are the same on every rank.
@@ -15,12 +16,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nvcli.kernels.step_tensors import DraftRows, SlotState, StepInputs, StepRows
+from nvcli.kernels.answer_table import enter_answer, follow_answers
+from nvcli.kernels.step_tensors import RUN, AnswerTable, DraftRows, SlotState, StepInputs, StepRows
 
 LONGEST_MATCH = 8
 """The most tokens that are compared; of longer runs the latest is taken."""
 LEAST_MATCH = 2
 """The fewest tokens that must be equal."""
+OWN_TEXT, OTHER_ANSWERS = range(2)
+"""What a row is drafted from, as indices of `nvcli.core.messages.DRAFT_SOURCES`."""
 _COIN = 1 << 16
 
 
@@ -30,32 +34,39 @@ def accepted_of(accept_rate: float | None) -> int:
     return -1 if accept_rate is None else round(accept_rate * _COIN)
 
 
-def find_drafts(rows: StepRows, state: SlotState, drafts: DraftRows, *, for_all: bool = False) -> None:
+def find_drafts(
+    rows: StepRows, state: SlotState, drafts: DraftRows, answers: AnswerTable, *, for_all: bool = False
+) -> None:
     """Put drafts behind each row's last token into `state.token_ids`, up to `drafts.most`, and note their numbers in
-    `drafts.num_drafts`. Called before `prepare_inputs`. `for_all`: rows without a match get drafts too, out of their
-    own tokens."""
+    `drafts.num_drafts` and what they are from in `drafts.sources`. Called before `prepare_inputs`. `for_all`: rows
+    without a match get drafts too, out of their own tokens."""
     if rows.slots.is_cuda:
         from nvcli.kernels.triton.elementwise import drafts as kernels
 
-        kernels.find_drafts(rows, state, drafts, for_all=for_all, longest=LONGEST_MATCH, least=LEAST_MATCH)
+        kernels.find_drafts(rows, state, drafts, answers, for_all=for_all, longest=LONGEST_MATCH, least=LEAST_MATCH)
         return
+    answers.time.add_(1)
     drafts.num_drafts[: len(rows.slots)] = 0
+    drafts.sources[: len(rows.slots)] = OWN_TEXT
     for row, (slot, most) in enumerate(zip(rows.slots.tolist(), drafts.most.tolist(), strict=True)):
         if most == 0:
             continue
         last = int(state.lengths[slot])
         tokens = state.token_ids[slot]
-        source = _latest_match(tokens[: last + 1])
-        if source is None and not for_all:
-            continue
-        found = 0 if source is None else source
-        places = found + 1 + torch.arange(most) % max(1, last - found)
-        tokens[last + 1 : last + 1 + most] = tokens[places]
-        drafts.num_drafts[row] = most
+        length, found = _latest_match(tokens[: last + 1])
+        if length or for_all:
+            places = found + 1 + torch.arange(most) % max(1, last - found)
+            tokens[last + 1 : last + 1 + most] = tokens[places]
+            drafts.num_drafts[row] = most
+        if length < RUN and (others := follow_answers(answers, tokens[: last + 1], most)):
+            tokens[last + 1 : last + 1 + len(others)] = torch.tensor(others, dtype=torch.int32)
+            drafts.num_drafts[row] = most if for_all else len(others)
+            drafts.sources[row] = OTHER_ANSWERS
 
 
-def _latest_match(tokens: Tensor) -> int | None:
-    """Return where the longest run of tokens ends that is equal to the last ones, the latest if there are several."""
+def _latest_match(tokens: Tensor) -> tuple[int, int]:
+    """Return the length of the longest run of tokens that is equal to the last ones, and where it ends, the latest if
+    there are several. (0, 0): there is none."""
     last = len(tokens) - 1
     lengths = torch.zeros(last, dtype=torch.int64)
     runs_on = torch.ones(last, dtype=torch.bool)
@@ -63,9 +74,8 @@ def _latest_match(tokens: Tensor) -> int | None:
         runs_on[:back] = False
         runs_on[back:] &= tokens[: last - back] == tokens[last - back]
         lengths += runs_on
-    if last == 0 or int(best := lengths.max()) < LEAST_MATCH:
-        return None
-    return int(torch.nonzero(lengths == best)[-1])
+    best = int(lengths.max()) if last else 0
+    return (best, int(torch.nonzero(lengths == best)[-1])) if best >= LEAST_MATCH else (0, 0)
 
 
 def accept_drafts(
@@ -73,13 +83,14 @@ def accept_drafts(
     state: SlotState,
     inputs: StepInputs,
     drafts: DraftRows,
+    answers: AnswerTable,
     ids: Tensor,
     held: Tensor | None = None,
     *,
     accepted: int = -1,
 ) -> None:
-    """Count the tokens that each row gives (`drafts.counts`), put them into `state.token_ids`, and set `state.lengths`
-    accordingly. May be called again for other `ids` of the same step.
+    """Count the tokens that each row gives (`drafts.counts`), put them into `state.token_ids` and `answers`, and set
+    `state.lengths` accordingly. May be called again for other `ids` of the same step.
 
     ids: [N] int32 as sampled; held: [N] int32, rows whose first entry is not 0 give nothing (None: all give);
     accepted: see `accepted_of`.
@@ -87,7 +98,7 @@ def accept_drafts(
     if rows.slots.is_cuda:
         from nvcli.kernels.triton.elementwise import drafts as kernels
 
-        kernels.accept_drafts(rows, state, inputs, drafts, ids, held, accepted=accepted)
+        kernels.accept_drafts(rows, state, inputs, drafts, answers, ids, held, accepted=accepted)
         return
     drafts.counts[: len(rows.slots)] = 0
     fields = zip(
@@ -117,6 +128,7 @@ def accept_drafts(
         state.token_ids[slot, first : first + count] = sampled[:count].clamp(min=0)
         state.lengths[slot] = first - 1 + count
         drafts.counts[row] = count
+        enter_answer(answers, state, slot, min(first, int(answers.ends[slot])))
 
 
 def _coin(slot: int, position: int) -> int:

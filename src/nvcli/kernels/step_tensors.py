@@ -10,6 +10,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+RUN = 3
+"""Tokens in a row whose successor an `AnswerTable` knows."""
+TOKEN_BITS = 20
+"""Bits of a token's id in an entry of the table. Ids of larger vocabularies are cut off, which makes wrong drafts."""
+CHECK_BITS = 12
+"""Bits of an entry that the hash has besides those that say its place, of which there are at most 2 ** 20."""
+
 
 class StepRows(NamedTuple):
     """The rows of a step. All tensors are int32, and every row of the padding slot is padding.
@@ -38,8 +45,22 @@ class DraftRows(NamedTuple):
     """The most drafts of each row; 0 for rows that have none."""
     num_drafts: Tensor
     """The number of each row's drafts, as `find_drafts` fills it in."""
+    sources: Tensor
+    """What each row is drafted from, as an index of `DRAFT_SOURCES`, as `find_drafts` fills it in."""
     counts: Tensor
     """The number of tokens that each row gives, as `accept_drafts` fills it in."""
+
+
+class AnswerTable(NamedTuple):
+    """A hash table of what followed each run of tokens in answers, whichever slot they were in
+    (`nvcli.kernels.answer_table`)."""
+
+    entries: Tensor
+    """[a power of two] int64; 0: nothing is known."""
+    ends: Tensor
+    """[S] int32, the position of the first token of each slot that is not entered yet."""
+    time: Tensor
+    """[1] int64, at least 1. Later entries replace earlier ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

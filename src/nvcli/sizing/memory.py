@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from nvcli.attention.kv_layout import SCRATCH_UNIT, scratch_tokens
 from nvcli.attention.spec import attention_kinds
-from nvcli.core.engine_config import EngineConfig
+from nvcli.core.engine_config import ANSWER_TABLE_BYTES, EngineConfig
 from nvcli.core.messages import MemoryUse
 from nvcli.models.config import ModelConfig
 from nvcli.models.kv_groups import kv_groups
@@ -127,8 +127,9 @@ def _graphs(config: EngineConfig, model: ModelConfig, *, samples: bool) -> int:
 
 
 def _buffers(config: EngineConfig, model: ModelConfig, stage: Stage | None) -> int:
-    """Return the size of the slot table with its block tables, the rotary table, workspaces and copies of keys; with
-    several ranks, of the buffers for sums; and with stages, of one buffer to receive and one to send."""
+    """Return the size of the slot table with its block tables, the table of answers to draft from, the rotary table,
+    workspaces and copies of keys; with several ranks, of the buffers for sums; and with stages, of one buffer to
+    receive and one to send."""
     tokens = (config.max_num_seqs + 1) * config.max_row_tokens * 4
     tables = len(kv_groups(model)) * (config.max_num_seqs + 1) * config.max_blocks_per_seq * 4
     row_bytes = model.hidden_size * DTYPE_BYTES[config.dtype]
@@ -139,7 +140,8 @@ def _buffers(config: EngineConfig, model: ModelConfig, stage: Stage | None) -> i
     tensors = 1 if config.tensor_parallel_size == 1 else 2
     links = ends * tensors * config.max_padded_tokens * row_bytes
     angles = config.max_model_len * model.decoder.angles_per_position * 4
-    return tokens + tables + sums + links + angles + _prefill_scratch(config, model) + _WORKSPACE_BYTES
+    answers = ANSWER_TABLE_BYTES if config.max_draft_tokens else 0
+    return tokens + tables + answers + sums + links + angles + _prefill_scratch(config, model) + _WORKSPACE_BYTES
 
 
 def _prefill_scratch(config: EngineConfig, model: ModelConfig) -> int:

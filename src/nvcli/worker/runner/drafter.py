@@ -17,7 +17,7 @@ from torch import Tensor
 from nvcli.core.messages import StepInput
 from nvcli.kernels.drafts import accept_drafts, accepted_of, find_drafts
 from nvcli.kernels.prepare_inputs import keep_tokens
-from nvcli.kernels.step_tensors import DraftRows, StepInputs
+from nvcli.kernels.step_tensors import AnswerTable, DraftRows, StepInputs
 from nvcli.worker.runner.input_buffers import StepBatch
 from nvcli.worker.runner.slot_table import SlotTable, unpack_ids
 
@@ -28,6 +28,8 @@ class PendingDrafts:
 
     drafted: Tensor
     """[num_decodes] int32, the number of drafts of each decode row."""
+    sources: Tensor
+    """[num_decodes] int32, what each decode row is drafted from, as an index of `DRAFT_SOURCES`."""
     row_counts: Tensor
     """[rows of the batch] int32, the number of tokens that each row gives."""
     rows: np.ndarray
@@ -53,10 +55,15 @@ class Drafter:
         self._max_positions = max_positions
         self._accepted = accepted_of(accept_rate)
 
+    @property
+    def _answers(self) -> AnswerTable:
+        assert self._slots.answers is not None
+        return self._slots.answers
+
     def find(self, batch: StepBatch) -> None:
         """Look up drafts to follow the last tokens of a step's rows, before the step's inputs are prepared."""
         if batch.drafts is not None:
-            find_drafts(batch.rows, self._slots.state, batch.drafts, for_all=self._accepted >= 0)
+            find_drafts(batch.rows, self._slots.state, batch.drafts, self._answers, for_all=self._accepted >= 0)
 
     def limit_positions(self, batch: StepBatch) -> None:
         """Clamp the positions of a prepared step to those that the model knows: drafts may reach beyond the longest
@@ -76,7 +83,8 @@ class Drafter:
         `held`: [N] int32; rows whose first entry is not 0 give nothing."""
         inputs, drafts = batch.inputs, batch.drafts
         if drafts is not None:
-            accept_drafts(batch.rows, self._slots.state, inputs, drafts, ids, held, accepted=self._accepted)
+            state = self._slots.state
+            accept_drafts(batch.rows, state, inputs, drafts, self._answers, ids, held, accepted=self._accepted)
             return
         slots = inputs.sample_slots[: len(ids)]
         self._slots.keep(slots, inputs.sample_positions[: len(ids)], ids)
@@ -84,8 +92,9 @@ class Drafter:
             self._slots.take_back(slots, held)
 
     def numbers(self, step: StepInput, batch: StepBatch, drafts: DraftRows) -> Tensor:
-        """Return what the host learns about a step's drafts, besides its ids: [rows + num_decodes] int32."""
-        return torch.cat([drafts.counts[: batch.forward.shape.num_rows], drafts.num_drafts[: step.num_decodes]])
+        """Return what the host learns about a step's drafts, besides its ids: [rows + 2 num_decodes] int32."""
+        num_rows, num_decodes = batch.forward.shape.num_rows, step.num_decodes
+        return torch.cat([drafts.counts[:num_rows], drafts.num_drafts[:num_decodes], drafts.sources[:num_decodes]])
 
     def pending(self, step: StepInput, batch: StepBatch, numbers: Tensor) -> PendingDrafts:
         """Wrap `numbers`, which are on their way to the host."""
@@ -94,4 +103,5 @@ class Drafter:
         rows = np.arange(len(num_logits))
         rows[num_decodes:] += batch.forward.shape.decode_rows - num_decodes
         has_logits = num_logits > 0
-        return PendingDrafts(numbers[num_rows:], numbers[:num_rows], rows[has_logits], num_logits[has_logits])
+        drafted, sources = numbers[num_rows : num_rows + num_decodes], numbers[num_rows + num_decodes :]
+        return PendingDrafts(drafted, sources, numbers[:num_rows], rows[has_logits], num_logits[has_logits])

@@ -85,7 +85,7 @@ class InputBuffers:
             sample_slots=ints(max_logits, dtype=torch.int64),
             sample_positions=ints(max_logits),
         )
-        self._draft_counts = ints(2, max_rows + 1)
+        self._draft_counts = ints(3, max_rows + 1)
         words = _ROW_FIELDS * _aligned(max_rows + 2)
         self._rows = ints(words)
         # A GPU's copy reads the staged rows later, when the stream gets there.
@@ -151,11 +151,12 @@ class InputBuffers:
         )
         drafts = None
         if shape.tokens_per_row > 1:
-            num_drafts, draft_counts = self._draft_counts[:, : num_rows + 1]
+            num_drafts, draft_sources, draft_counts = self._draft_counts[:, : num_rows + 1]
             drafts = DraftRows(
                 limits=limits[: num_rows + 1],
                 most=most_drafts[: num_rows + 1],
                 num_drafts=num_drafts,
+                sources=draft_sources,
                 counts=draft_counts,
             )
         no_slots = np.zeros(0, dtype=np.int32)

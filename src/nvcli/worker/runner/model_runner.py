@@ -394,7 +394,7 @@ class ModelRunner:
             self.link,
             self._clock,
             steps_in_flight=config.max_steps_in_flight,
-            max_sampled=config.max_step_logits + 2 * config.max_padded_rows,
+            max_sampled=config.max_step_logits + 3 * config.max_padded_rows,
         )
 
     def _capture_graphs(self) -> None:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from nvcli.attention.kv_cache import NULL_BLOCK
-from nvcli.core.engine_config import EngineConfig
+from nvcli.core.engine_config import ANSWER_TABLE_BYTES, EngineConfig
 from nvcli.core.messages import MOST_KEY_COPIES, NewSlot, StepInput
+from nvcli.kernels.answer_table import empty_answer_table, forget_answers, refill_answers
 from nvcli.kernels.key_copies import COPY_FIELDS, KeyCopies
 from nvcli.kernels.prepare_inputs import keep_tokens, write_tokens
 from nvcli.kernels.segment_tables import SEGMENT_FIELDS, SegmentTables
@@ -68,6 +69,8 @@ class SlotTable:
         )
         self.segments = SegmentTables.empty(num_groups, config.max_num_seqs, num_rows, device)
         """The segments of KV blocks that requests share."""
+        self.answers = empty_answer_table(ANSWER_TABLE_BYTES, num_rows, device) if config.max_draft_tokens else None
+        """What followed runs of tokens in answers, to draft it; None if nothing is drafted."""
         self.sampling = SamplingTable(config.max_num_seqs, device)
         tokens = 2 * config.max_num_batched_tokens + config.max_model_len
         # In each group, a slot may have other blocks in all columns, another segment and its entry, and copied keys.
@@ -80,6 +83,8 @@ class SlotTable:
 
     def apply(self, step: StepInput) -> None:
         """Apply the changes since the last step: new slots, blocks, and tokens that this rank does not have."""
+        if step.restarts and self.answers is not None:
+            forget_answers(self.answers)  # the ranks may have come to different points of the step that failed
         if step.new_slots:
             self._fill(step.new_slots)
         if step.block_ids:
@@ -114,7 +119,11 @@ class SlotTable:
     def _fill(self, new_slots: list[NewSlot]) -> None:
         slots = np.array([new.slot for new in new_slots])
         lengths = np.array([new.num_cached_tokens for new in new_slots])
-        begin_slots(self.state, *self.upload(slots, lengths), null_block=NULL_BLOCK)
+        prompt_lens = np.array([new.sampling.prompt_len for new in new_slots])
+        uploaded_slots, uploaded_lengths, uploaded_prompts = self.upload(slots, lengths, prompt_lens)
+        if self.answers is not None:
+            refill_answers(self.answers, self.state, uploaded_slots, uploaded_prompts)
+        begin_slots(self.state, uploaded_slots, uploaded_lengths, null_block=NULL_BLOCK)
         self.sampling.fill(new_slots, self.upload)
 
     def _set_blocks(self, step: StepInput) -> None:

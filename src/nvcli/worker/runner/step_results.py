@@ -82,6 +82,7 @@ class PendingStep:
             token_ids=ids.tobytes(),
             counts=b"" if counts is None else counts.tobytes(),
             drafted=b"" if self.drafts is None else self.drafts.drafted.numpy().tobytes(),
+            draft_sources=b"" if self.drafts is None else self.drafts.sources.numpy().tobytes(),
             logprobs=logprobs,
             seconds=self.time.seconds,
             idle_seconds=self.time.idle_seconds,

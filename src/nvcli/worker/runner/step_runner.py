@@ -55,7 +55,7 @@ class StepRunner:
         steps_in_flight: int,
         max_sampled: int,
     ) -> None:
-        """`max_sampled` is the most numbers that a step returns: its tokens, and two for each row with drafts."""
+        """`max_sampled` is the most numbers that a step returns: its tokens, and three for each row with drafts."""
         self._model, self._slots, self._buffers = model, slots, buffers
         self._kv_cache, self._backend = kv_cache, backend
         self._sampler, self._drafter, self._masks, self._reader = sampler, drafter, masks, reader

@@ -8,8 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.step_tensors import RUN
+from nvcli.kernels.triton.elementwise.answer_table import enter_answer, follow_answers
+
 if TYPE_CHECKING:
-    from nvcli.kernels.step_tensors import DraftRows, SlotState, StepInputs, StepRows
+    from nvcli.kernels.step_tensors import AnswerTable, DraftRows, SlotState, StepInputs, StepRows
 
 _TOKENS = 1024
 """Tokens that a program compares at once."""
@@ -24,18 +27,26 @@ def _find_drafts_kernel(
     lengths_ptr,  # [S] int32
     token_ids_ptr,  # [S, ...] int32, rows `stride` apart, written
     num_drafts_ptr,  # [R] int32, written
+    sources_ptr,  # [R] int32, written
+    entries_ptr,  # [NUM_ENTRIES] int64
+    time_ptr,  # [1] int64, advanced
     stride,
+    NUM_ENTRIES: tl.constexpr,
     FOR_ALL: tl.constexpr,
     LONGEST: tl.constexpr,
     LEAST: tl.constexpr,
+    RUN: tl.constexpr,
     TOKENS: tl.constexpr,
     DRAFTS: tl.constexpr,
 ):
     """Program (row)."""
     row = tl.program_id(0)
     most = tl.load(most_ptr + row)
+    if row == 0:
+        tl.store(time_ptr, tl.load(time_ptr) + 1)
     if most == 0:
         tl.store(num_drafts_ptr + row, 0)
+        tl.store(sources_ptr + row, 0)
     else:
         slot = tl.load(slots_ptr + row).to(tl.int64)
         last = tl.load(lengths_ptr + slot)
@@ -54,18 +65,29 @@ def _find_drafts_kernel(
             best = tl.maximum(best, tl.max((length.to(tl.int64) << 32) | end, axis=0))
         is_found = (best >> 32) >= LEAST
         found = tl.where(is_found, (best & 0x7FFFFFFF).to(tl.int32), 0)
+        num_others = 0
+        if (best >> 32) < RUN:
+            num_others = follow_answers(entries_ptr, tokens_ptr, last, most, NUM_ENTRIES)
         num_drafts = most
         if not FOR_ALL:
-            num_drafts = tl.where(is_found, most, 0)
+            num_drafts = tl.where(num_others > 0, num_others, tl.where(is_found, most, 0))
         index = tl.arange(0, DRAFTS)
-        inside = index < num_drafts
+        inside = (index >= num_others) & (index < num_drafts)
         draft = tl.load(tokens_ptr + found + 1 + index % tl.maximum(last - found, 1), mask=inside, other=0)
         tl.store(tokens_ptr + last + 1 + index, draft, mask=inside)
         tl.store(num_drafts_ptr + row, num_drafts)
+        tl.store(sources_ptr + row, tl.where(num_others > 0, 1, 0))
 
 
 def find_drafts(
-    rows: StepRows, state: SlotState, drafts: DraftRows, *, for_all: bool, longest: int, least: int
+    rows: StepRows,
+    state: SlotState,
+    drafts: DraftRows,
+    answers: AnswerTable,
+    *,
+    for_all: bool,
+    longest: int,
+    least: int,
 ) -> None:
     """See `nvcli.kernels.drafts.find_drafts`. `longest`, `least`: the most tokens that are compared, and the fewest
     that must be equal."""
@@ -75,10 +97,15 @@ def find_drafts(
         state.lengths,
         state.token_ids,
         drafts.num_drafts,
+        drafts.sources,
+        answers.entries,
+        answers.time,
         state.token_ids.stride(0),
+        NUM_ENTRIES=len(answers.entries),
         FOR_ALL=for_all,
         LONGEST=longest,
         LEAST=least,
+        RUN=RUN,
         TOKENS=_TOKENS,
         DRAFTS=_DRAFTS,
         num_warps=4,
@@ -109,11 +136,16 @@ def _accept_drafts_kernel(
     lengths_ptr,  # [S] int32, written
     token_ids_ptr,  # [S, ...] int32, rows `stride` apart, written
     counts_ptr,  # [R] int32, written
+    entries_ptr,  # [NUM_ENTRIES] int64, written
+    ends_ptr,  # [S] int32, written
+    time_ptr,  # [1] int64
     stride,
     padding_slot,
     accepted,
+    NUM_ENTRIES: tl.constexpr,
     HAS_HELD: tl.constexpr,
     THROWS_COINS: tl.constexpr,
+    RUN: tl.constexpr,
     DRAFTS: tl.constexpr,
 ):
     """Program (row)."""
@@ -139,9 +171,15 @@ def _accept_drafts_kernel(
             count = tl.maximum(tl.minimum(count, tl.load(limits_ptr + row) - first + 1), 0)
         if HAS_HELD:
             count = tl.where(tl.load(held_ptr + start) != 0, 0, count)
-        place = token_ids_ptr + slot * stride + first + index
-        tl.store(place, tl.maximum(sampled, 0), mask=index < count)
+        tokens_ptr = token_ids_ptr + slot * stride
+        tl.store(tokens_ptr + first + index, tl.maximum(sampled, 0), mask=index < count)
         tl.store(lengths_ptr + slot, first - 1 + count)
+        tl.debug_barrier()  # all threads see the tokens
+        last = first - 1 + count
+        enter_from = tl.maximum(tl.minimum(tl.load(ends_ptr + slot), first), RUN)
+        if enter_from <= last:
+            enter_answer(entries_ptr, tokens_ptr, enter_from, last, tl.load(time_ptr), NUM_ENTRIES, DRAFTS)
+            tl.store(ends_ptr + slot, last + 1)
     tl.store(counts_ptr + row, count)
 
 
@@ -150,6 +188,7 @@ def accept_drafts(
     state: SlotState,
     inputs: StepInputs,
     drafts: DraftRows,
+    answers: AnswerTable,
     ids: Tensor,
     held: Tensor | None = None,
     *,
@@ -170,11 +209,16 @@ def accept_drafts(
         state.lengths,
         state.token_ids,
         drafts.counts,
+        answers.entries,
+        answers.ends,
+        answers.time,
         state.token_ids.stride(0),
         state.padding_slot,
         accepted,
+        NUM_ENTRIES=len(answers.entries),
         HAS_HELD=held is not None,
         THROWS_COINS=accepted >= 0,
+        RUN=RUN,
         DRAFTS=_DRAFTS,
         num_warps=1,
     )
