@@ -21,6 +21,7 @@ from combinations import beyond_pairs
 from fake_command import NvcliHere
 from nvcli.job.text.tokenizer import Tokenizer
 from shared_memory import left_in_shared_memory, shared_memory
+from warm_process import warm_children
 from weightless_model import write_weightless_model
 
 # A slow machine is no failure; on CI the examples are the same every time, so that a red run can be repeated.
@@ -48,7 +49,8 @@ def children() -> list[str]:
                 found.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
     # Python's own tracker and its server that forks end with this process.
     pythons = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-    return [command for command in found if "nvcli" in command and not any(own in command for own in pythons)]
+    nvclis = [command for command in found if "nvcli" in command and not any(own in command for own in pythons)]
+    return nvclis + warm_children()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import nvcli
+from warm_process import run_warm
 
 SOURCES = Path(nvcli.__file__).parent.parent
 PATHS = [str(SOURCES), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -73,14 +74,12 @@ def nvcli_command(*arguments: str, cwd: Path, fakes: str | None = None) -> list[
 def run_nvcli(
     *arguments: object, cwd: Path, fakes: str | None = None, stdin: str = "", **environ: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end; see `nvcli_command`."""
-    return subprocess.run(
+    """Run the command to its end, warm; see `nvcli_command`."""
+    return run_warm(
         nvcli_command(*map(str, arguments), cwd=cwd, fakes=fakes),
         cwd=cwd,
         env={**ENVIRON, **environ},
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=120,
-        check=False,
     )

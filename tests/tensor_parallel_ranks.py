@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
+from warm_process import warm_context
 
 JOIN_SECONDS = 120.0
 
@@ -29,8 +30,7 @@ def run_ranks(
     seconds: float = JOIN_SECONDS,
 ) -> list[Any]:
     """`function(group, *args)` on `size` ranks; their results in rank order. No process outlives the call."""
-    context = multiprocessing.get_context("spawn" if device == "cuda" else "forkserver")
-    context.set_forkserver_preload(["tensor_parallel_ranks"])  # one process imports torch, and ranks are copies of it
+    context = multiprocessing.get_context("spawn") if device == "cuda" else warm_context()
     files = [folder / f"result-{rank}.pt" for rank in range(size)]
     processes = [
         context.Process(target=_main, args=(rank, size, device, folder / "store", files[rank], function, args))

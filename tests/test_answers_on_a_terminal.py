@@ -16,6 +16,7 @@ from fake_command import ENVIRON, nvcli_command
 from nvcli.cli.answers import show_stream
 from nvcli.llm.answer import Answer
 from nvcli.llm.llm import AnswerStream
+from warm_process import WarmPopen
 
 
 class FailedStream:
@@ -39,7 +40,7 @@ def test_no_bar_is_drawn_into_answers(tmp_path: Path, progress: str) -> None:
     slowly = "polls_until_ready=300, on_poll=lambda: __import__('time').sleep(0.3)"  # the bar is there before the rows
     arguments = ("generate", "in.jsonl", "-m", "demo", "-o", "-", "--progress", progress)
     parent, child = os.openpty()
-    process = subprocess.Popen(
+    process = WarmPopen(
         nvcli_command(*arguments, cwd=tmp_path, fakes=slowly),
         cwd=tmp_path,
         env={**ENVIRON, "TERM": "xterm"},

@@ -21,6 +21,7 @@ import nvcli
 from fake_command import ENVIRON, NvcliHere, nvcli_command, run_nvcli
 from nvcli.cli.main import app
 from nvcli.cli.messages import say_error
+from warm_process import WarmPopen
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
@@ -247,7 +248,7 @@ def test_ctrl_c_makes_code_130(tmp_path: Path, model_folder: Path) -> None:
     command = nvcli_command(
         "generate", "in.jsonl", "-m", str(model_folder), cwd=tmp_path, fakes="polls_until_ready=10**9"
     )
-    process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRON, stderr=subprocess.PIPE, text=True)
+    process = WarmPopen(command, cwd=tmp_path, env=ENVIRON, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 60
         while not (tmp_path / "in.out.jsonl").exists() and time.monotonic() < deadline:
@@ -300,9 +301,7 @@ main()
 
 def test_ctrl_c_while_standard_input_is_waited_for(tmp_path: Path, model_folder: Path) -> None:
     command = nvcli_command("generate", "-", "-o", "out.jsonl", "-m", str(model_folder), cwd=tmp_path, fakes="")
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=ENVIRON, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = WarmPopen(command, cwd=tmp_path, env=ENVIRON, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdin is not None
         assert process.stderr is not None
@@ -377,7 +376,7 @@ def test_a_reader_that_leaves_ends_the_run_quietly(tmp_path: Path, model_folder:
     command = nvcli_command(
         *("generate", "in.jsonl", "-o", "-", "-m", str(model_folder), "--progress", "none"), cwd=tmp_path, fakes=""
     )
-    process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = WarmPopen(command, cwd=tmp_path, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         assert process.stdout is not None
         assert process.stdout.readline().startswith(b'{"id":')

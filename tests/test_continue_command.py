@@ -18,6 +18,7 @@ import pytest
 import zstandard
 
 from fake_command import ENVIRON, nvcli_command
+from warm_process import WarmPopen, run_warm
 from weightless_model import write_weightless_model
 
 SLOW = "on_poll=lambda: __import__('time').sleep(0.05)"
@@ -41,10 +42,8 @@ class Shell:
         return nvcli_command("generate", *arguments, *always, cwd=self.folder, fakes=fakes)
 
     def run(self, *arguments: str, fakes: str = "", stdin: str = "") -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            self.command(*arguments, fakes=fakes),
-            cwd=self.folder, env=ENVIRON, input=stdin, capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
+        command = self.command(*arguments, fakes=fakes)
+        done = run_warm(command, cwd=self.folder, env=ENVIRON, input=stdin, capture_output=True, text=True)
         assert "Traceback" not in done.stderr, done.stderr
         return done
 
@@ -55,7 +54,7 @@ class Shell:
         command = self.command(*arguments, fakes=fakes)
         output = self.folder / "in.out.jsonl"
         size = output.stat().st_size if output.exists() else 0
-        with subprocess.Popen(command, cwd=self.folder, env=ENVIRON, stderr=subprocess.PIPE, text=True) as process:
+        with WarmPopen(command, cwd=self.folder, env=ENVIRON, stderr=subprocess.PIPE, text=True) as process:
             deadline = time.monotonic() + 30
             while not (output.exists() and output.stat().st_size > size) and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -192,7 +191,7 @@ def test_a_job_that_goes_wrong_is_ended(shell: Shell) -> None:
 
 def test_two_runs_at_once(shell: Shell) -> None:
     command = shell.command("in.jsonl", fakes="polls_until_ready=10**9")
-    with subprocess.Popen(command, cwd=shell.folder, env=ENVIRON, stderr=subprocess.DEVNULL) as first:
+    with WarmPopen(command, cwd=shell.folder, env=ENVIRON, stderr=subprocess.DEVNULL) as first:
         deadline = time.monotonic() + 30
         while not (shell.folder / "in.out.jsonl").exists() and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -19,22 +19,16 @@ import pytest
 from demo_tasks import Example, messages, raw_prompt, sample, sample_lookups
 from fake_command import nvcli_with_runner
 from shared_memory import left_in_shared_memory, shared_memory
+from warm_process import WarmPopen, run_warm
 
 COMMAND = [sys.executable, "-P", "-m", "nvcli", "generate"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 
 
-def nvcli(*args: object, stdin: bytes = b"", **options: Any) -> subprocess.CompletedProcess[bytes]:
+def nvcli(*args: object, stdin: bytes = b"", run: Any = run_warm) -> subprocess.CompletedProcess[bytes]:
     """`nvcli generate … -m demo`; output captured."""
-    return subprocess.run(
-        [*COMMAND, *map(str, args), "-m", "demo"],
-        input=stdin,
-        capture_output=True,
-        env=ENVIRONMENT,
-        timeout=120,
-        check=False,
-        **options,
-    )
+    command = [*COMMAND, *map(str, args), "-m", "demo"]
+    return run(command, input=stdin, capture_output=True, env=ENVIRONMENT, timeout=120)
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
@@ -69,7 +63,7 @@ def descendants(pid: int) -> list[int]:
         int(child)
         for task in Path(f"/proc/{pid}/task").iterdir()
         for child in (task / "children").read_text().split()
-        if b"chat_renderer" not in Path(f"/proc/{child}/cmdline").read_bytes()
+        if "chat_renderer" not in Path(f"/proc/{child}/cmdline").read_text() + Path(f"/proc/{child}/comm").read_text()
     ]
     return children + [pid for child in children for pid in descendants(child)]
 
@@ -98,7 +92,8 @@ def test_answers_are_right(tmp_path: Path, settings: list[str]) -> None:
     """Paging, chunking, prefix reuse, preemption and sharding leave the answers as they are."""
     count = 28
     path = write_rows(tmp_path / "in.jsonl", questions(count))
-    done = nvcli(path, *(word for setting in settings for word in ("--set", setting)))
+    run = subprocess.run if "tensor_parallel_size=2" in settings else run_warm  # new interpreters for one of them
+    done = nvcli(path, *(word for setting in settings for word in ("--set", setting)), run=run)
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout == b""
     rows = read_rows(tmp_path / "in.out.jsonl")
@@ -214,13 +209,14 @@ def test_existing_output_is_refused(tmp_path: Path) -> None:
 
 
 def start_long_job(tmp_path: Path, *args: str, runner: str | None = None) -> subprocess.Popen[bytes]:
-    """A job that would take minutes; returns once some rows are answered. `runner`: one of `fake_runners`."""
+    """A job that would take minutes; returns once some rows are answered. `runner`: one of `fake_runners`, and
+    processes are copies of a warm one."""
     rows = [
         {"prompt": "a b c", "sampling": {"max_tokens": 1500 if i > 3 else 5, "ignore_eos": True}} for i in range(99)
     ]
     path = write_rows(tmp_path / "in.jsonl", rows)
     command = COMMAND if runner is None else nvcli_with_runner(runner, "generate", cwd=tmp_path)
-    process = subprocess.Popen(
+    process = (subprocess.Popen if runner is None else WarmPopen)(
         [*command, str(path), "-m", "demo", "--set", "job.sync_seconds=0.05", *args],
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
@@ -298,7 +294,7 @@ def test_end_while_ranks_warm_up(tmp_path: Path, action: signal.Signals, code: i
     """Ctrl-C reaches the command, the other signals a rank."""
     path = write_rows(tmp_path / "in.jsonl", questions(13))
     settings = ["-m", "demo", "--tp", "2", "--set", "device=cpu", "--set", "step_timeout=1"]
-    process = subprocess.Popen(
+    process = WarmPopen(
         nvcli_with_runner("SlowWarmUpRunner", "generate", str(path), *settings, cwd=tmp_path),
         env={**ENVIRONMENT, "NVCLI_TEST_FOLDER": str(tmp_path)},
         stdout=subprocess.PIPE,
@@ -326,7 +322,7 @@ def test_exception_in_a_step_names_rank_and_step(tmp_path: Path) -> None:
         *("--set", "device=cpu"),
         cwd=tmp_path,
     )
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=60, check=False)
+    done = run_warm(command, env=ENVIRONMENT, capture_output=True)
     assert done.returncode == 3
     path = tmp_path / "in.out.jsonl.traceback.txt"
     line = f"nvcli: error: rank 0 failed at step 5: ZeroDivisionError: as planned (traceback: {path})\n"
@@ -343,7 +339,7 @@ def test_a_lost_copys_traceback_is_kept(tmp_path: Path) -> None:
         *("--set", "device=cpu", "--set", "job.plan=false", "--keep-going"),
         cwd=tmp_path,
     )
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=60, check=False)
+    done = run_warm(command, env=ENVIRONMENT, capture_output=True)
     assert done.returncode == 3
     path = tmp_path / "in.out.jsonl.traceback.txt"
     assert len(re.findall(rb"copy \d of the model: rank 0 failed at step 5: .* \(traceback: .*\)\n", done.stderr)) == 2
@@ -360,7 +356,7 @@ def test_two_runs_at_once_do_not_meet(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         path = write_rows(tmp_path / name / "in.jsonl", rows)
         command = [*COMMAND, str(path), "-m", "demo", "--tp", "2", "--set", "device=cpu"]
-        runs.append(subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        runs.append(WarmPopen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
     outcomes = [(process.communicate(timeout=120)[1], process.returncode) for process in runs]
     assert [code for _, code in outcomes] == [0, 0], outcomes
     first, second = (read_rows(tmp_path / name / "in.out.jsonl") for name in ("a", "b"))
@@ -392,7 +388,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
 
 def test_ctrl_c_while_the_model_loads(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "in.jsonl", questions(13))
-    process = subprocess.Popen(
+    process = WarmPopen(
         [*COMMAND, str(path), "-m", "demo"], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     deadline = time.monotonic() + 30
@@ -438,7 +434,7 @@ def test_with_keep_going_the_other_copy_takes_over(tmp_path: Path) -> None:
     # Rows are seen in the file soon after they are answered, so that many are left when the engine dies.
     settings = ["--dp", "2", "--set", "device=cpu", "--set", "max_num_seqs=4", "--set", "job.sync_seconds=0.05"]
     command = [*COMMAND, str(path), "-m", "demo", *settings, "--keep-going"]
-    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = WarmPopen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     output = tmp_path / "in.out.jsonl"
     deadline = time.monotonic() + 60
     while not (output.exists() and output.read_text().count("\n") >= 8):

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from fake_command import ENVIRON, nvcli_command
+from fake_command import ENVIRON, nvcli_command, run_nvcli
 from nvcli.cli.answer_files import JobOptions
 from nvcli.cli.prompt import check_prompt_options
 from nvcli.errors import ConfigError
+from warm_process import WarmPopen, run_warm
 
 MODEL = ["-m", "demo", "--set", "device=cpu", "--set", "kv_cache_memory=64MiB", "--temperature", "0"]
 COMMAND = [sys.executable, "-P", "-m", "nvcli"]
@@ -25,10 +26,8 @@ COMMAND = [sys.executable, "-P", "-m", "nvcli"]
 def test_a_prompt_through_a_pipe(tmp_path: Path) -> None:
     """Standard output holds the answers and nothing else."""
     questions = ["-p", "What is 37 + 58?", "-p", "x" * 9999, "-p", "What is 8 * 63?", "-n", "2"]
-    ran = subprocess.run(
-        [*COMMAND, "generate", *questions, *MODEL, "--system", "Be brief."],
-        cwd=tmp_path, env=ENVIRON, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    command = [*COMMAND, "generate", *questions, *MODEL, "--system", "Be brief."]
+    ran = run_warm(command, cwd=tmp_path, env=ENVIRON, capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (1, "95\n\n95\n\n\n504\n\n504\n")
     assert ran.stderr.startswith("nvcli: error: the prompt has ")
     assert len(ran.stderr.splitlines()) == 1
@@ -36,10 +35,7 @@ def test_a_prompt_through_a_pipe(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_chat_template_continues_the_prompt(tmp_path: Path) -> None:
-    ran = subprocess.run(
-        nvcli_command("generate", "-p", "abc", "-m", "demo", "--max-tokens", "2", cwd=tmp_path, fakes=""),
-        cwd=tmp_path, env=ENVIRON, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    ran = run_nvcli("generate", "-p", "abc", "-m", "demo", "--max-tokens", "2", cwd=tmp_path, fakes="")
     assert (ran.returncode, ran.stdout) == (0, "cb\n")
     assert "demo has no chat template, so it continues the prompt as it is" in ran.stderr
     assert "cut after 2 tokens" in ran.stderr
@@ -48,11 +44,8 @@ def test_a_model_without_a_chat_template_continues_the_prompt(tmp_path: Path) ->
 def test_nobody_reads_the_answer(tmp_path: Path) -> None:
     readable, writable = os.pipe()
     os.close(readable)
-    ran = subprocess.run(
-        nvcli_command("generate", "-p", "abc", "--raw", "-m", "demo", cwd=tmp_path, fakes=""),
-        cwd=tmp_path, env=ENVIRON, stdout=writable, stderr=subprocess.PIPE, timeout=60, check=False,
-    )  # fmt: skip
-    os.close(writable)
+    command = nvcli_command("generate", "-p", "abc", "--raw", "-m", "demo", cwd=tmp_path, fakes="")
+    ran = run_warm(command, cwd=tmp_path, env=ENVIRON, stdout=writable, stderr=subprocess.PIPE)
     assert (ran.returncode, ran.stderr) == (141, b"")  # as a command that SIGPIPE ends
 
 
@@ -61,7 +54,7 @@ class Terminal:
 
     def __init__(self, *arguments: str, cwd: Path) -> None:
         self._parent, child = os.openpty()
-        self.process = subprocess.Popen(
+        self.process = WarmPopen(
             [*COMMAND, *arguments],
             cwd=cwd,
             env={**ENVIRON, "TERM": "xterm"},

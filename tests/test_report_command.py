@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fake_command import ENVIRON, nvcli_command
+from warm_process import run_warm
 from weightless_model import write_weightless_model
 
 SCRIPT = "<script>alert(1)</script>"
@@ -29,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 def run(folder: Path, *arguments: str, fakes: str = "") -> subprocess.CompletedProcess[str]:
     command = nvcli_command("generate", "in.jsonl", *arguments, cwd=folder, fakes=fakes)
-    done = subprocess.run(command, cwd=folder, env=ENVIRON, capture_output=True, text=True, timeout=60, check=False)
+    done = run_warm(command, cwd=folder, env=ENVIRON, capture_output=True, text=True)
     assert "Traceback" not in done.stderr, done.stderr
     return done
 

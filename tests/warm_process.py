@@ -1,0 +1,203 @@
+"""Runs the command as a copy of one process that has imported torch and transformers, as a new interpreter would.
+
+In an interpreter of its own a command takes a second for its imports, and each rank another two. All else is as for
+users: processes with ids, descriptors, signals, process groups and exit codes of their own, and the same parents.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
+from multiprocessing.reduction import DupFd
+from pathlib import Path
+from typing import Any, NoReturn
+
+CHILD_MODULE = "nvcli.worker.executor.child_process"
+_PR_SET_NAME = 15
+
+
+def warm_context() -> Any:
+    """Return a context of multiprocessing, whose processes are copies of one that has imported `warm_imports`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["warm_imports"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # Python 3.11 tells it no other way
+    forkserver.ensure_running()
+    os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
+    return context
+
+
+class WarmPopen(subprocess.Popen[Any]):
+    """`subprocess.Popen` of a Python that is a copy: `[sys.executable, "-m", MODULE or SCRIPT, …]`."""
+
+    _process: Any = None
+
+    def _execute_child(self, args: Any, *options: Any) -> None:
+        _executable, _preexec, _close, _pass, cwd, env, _info, _flags, _shell, *pipes = options[:15]
+        stdin, _, _, stdout, _, stderr = pipes
+        streams = [_Descriptor(own if number == -1 else number) for own, number in enumerate((stdin, stdout, stderr))]
+        self._process = warm_context().Process(
+            target=_run_command,
+            args=(list(map(str, args)), streams, dict(os.environ if env is None else env), str(cwd or Path.cwd())),
+            kwargs={"new_session": options[-2]},
+            daemon=True,
+        )
+        self._process.start()
+        self.pid = self._process.pid
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._process.exitcode
+        return self.returncode
+
+    def _wait(self, timeout: float | None) -> int | None:
+        if not wait([self._process.sentinel], timeout):
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        self._process.join()
+        return self._internal_poll()
+
+
+def run_warm(
+    args: list[str], *, input: Any = None, capture_output: bool = False, timeout: float = 120.0, **options: Any
+) -> subprocess.CompletedProcess[Any]:
+    """`subprocess.run` of a `WarmPopen`."""
+    if input is not None:
+        options["stdin"] = subprocess.PIPE
+    if capture_output:
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with WarmPopen(args, **options) as process:
+        try:
+            output, errors = process.communicate(input, timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(args, process.returncode, output, errors)
+
+
+class _Descriptor:
+    """A file descriptor of this process, of which one that is started gets a duplicate."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __reduce__(self) -> tuple[Callable[[Any], int], tuple[Any]]:
+        return _detached, (DupFd(self._number),)
+
+
+def _detached(descriptor: Any) -> int:
+    return int(descriptor.detach())
+
+
+class _CopyOrInterpreter(subprocess.Popen[Any]):
+    """`subprocess.Popen` in a warm process: the processes that nvcli's `ChildProcess` starts are copies of it."""
+
+    def _execute_child(self, args: Any, *options: Any) -> None:
+        if CHILD_MODULE not in args:
+            super()._execute_child(args, *options)  # type: ignore[misc]
+            return
+        _executable, _preexec, _close, pass_fds, _cwd, env, _info, _flags, _shell, *pipes = options[:15]
+        stdin, _, _, stdout, _, stderr = pipes
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setpgid(0, 0)
+            own_arguments = args[args.index(CHILD_MODULE) :]
+            _begin(own_arguments, [stdin, stdout, stderr], env, kept=pass_fds)
+            _name_process(own_arguments[1].partition(":")[0].rpartition(".")[2])
+            from nvcli.worker.executor.child_process import _main
+
+            _end_with(_main)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def _run_command(args: list[str], streams: list[int], env: dict[str, str], cwd: str, *, new_session: bool) -> NoReturn:
+    assert "warm_imports" in sys.modules, "the forkserver has not imported what it should"
+    os.chdir(cwd)
+    if new_session:
+        os.setsid()
+    is_module = "-m" in args[1:3]
+    main, *arguments = args[args.index("-m") + 1 :] if is_module else args[1:]
+    _begin([main, *arguments], streams, env)
+    _name_process("nvcli")
+    subprocess.Popen = _CopyOrInterpreter  # type: ignore[misc]
+    if is_module:
+        _end_with(lambda: runpy.run_module(main, run_name="__main__", alter_sys=True))
+    _end_with(lambda: runpy.run_path(main, run_name="__main__"))
+
+
+def _begin(argv: list[str], streams: list[int], env: Mapping[str, str], *, kept: tuple[int, ...] = ()) -> None:
+    """Leave behind what a copy has of its original and an interpreter has not: descriptors, environment, handlers."""
+    gc.freeze()  # what is open in objects of the original is closed below, and never by them
+    for own, number in enumerate(streams):
+        if number not in (-1, own):
+            os.dup2(number, own)
+    first = 3
+    for number in sorted(kept):
+        os.closerange(first, number)
+        first = number + 1
+    os.closerange(first, os.sysconf("SC_OPEN_MAX"))
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = argv
+    signal.set_wakeup_fd(-1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        with contextlib.suppress(OSError, ValueError):  # threads use it
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(ignored, signal.SIG_IGN)
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+
+
+def _end_with(main: Callable[[], Any]) -> NoReturn:
+    """Run the main module and end the process as the interpreter does."""
+    code: Any = 1
+    try:
+        main()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _name_process(name: str) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15])
+
+
+def warm_children() -> list[str]:
+    """Return the commands of the copies that have not ended."""
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    tasks = Path(f"/proc/{pid}/task")
+    ids = [child for task in tasks.glob("*") for child in (task / "children").read_text().split()] if pid else []
+    names = []
+    for child in ids:
+        with contextlib.suppress(OSError):  # it has ended
+            names.append(Path(f"/proc/{child}/comm").read_text().strip())
+    return names
