@@ -124,7 +124,8 @@ def descendants(pid: int) -> list[int]:
             int(child)
             for task in Path(f"/proc/{pid}/task").iterdir()
             for child in (task / "children").read_text().split()
-            if b"chat_renderer" not in Path(f"/proc/{child}/cmdline").read_bytes()
+            if "chat_renderer"
+            not in Path(f"/proc/{child}/cmdline").read_text() + Path(f"/proc/{child}/comm").read_text()
         ]
     except (FileNotFoundError, ProcessLookupError):
         return []

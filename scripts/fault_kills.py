@@ -77,15 +77,17 @@ class KilledJob:
         rng: random.Random,
         start_seconds: float = 4.0,
         run_seconds: float = 1.0,
+        start: type[subprocess.Popen[bytes]] = subprocess.Popen,
         **popen: Any,
     ) -> None:
         """Some kills come while a run starts, within `start_seconds`; most of them within `run_seconds` after its first
-        rows reached the file."""
+        rows reached the file. `start` starts the processes."""
         self._command = list(command)
         self._output = output
         self._rng = rng
         self._start_seconds = start_seconds
         self._run_seconds = run_seconds
+        self._start = start
         self._popen = popen | {"env": {**popen.get("env", os.environ), MARK: str(output)}}
         self.kills: Counter[str] = Counter()
         self.num_torn = 0
@@ -105,7 +107,7 @@ class KilledJob:
         size = self._size()
         with (
             tempfile.TemporaryFile() as log,
-            subprocess.Popen(self._command, stdout=log, stderr=log, **self._popen) as process,
+            self._start(self._command, stdout=log, stderr=log, **self._popen) as process,
         ):
             if victim is not None:
                 self._wait(process, size)
@@ -121,7 +123,7 @@ class KilledJob:
             code = process.wait(120)
             log.seek(0)
             text = log.read().decode()
-        self._wait_gone()
+        self._wait_gone(pids)
         if code not in (0, 1):
             expected = {"parent": -signal.SIGKILL, "Ctrl-C": 130}.get(victim or "", 3)
             # Ctrl-C before the command is so far that it listens ends it as it ends any Python.
@@ -145,9 +147,9 @@ class KilledJob:
             time.sleep(0.005)
         time.sleep(rng.uniform(0, self._run_seconds))
 
-    def _wait_gone(self) -> None:
+    def _wait_gone(self, pids: list[int]) -> None:
         deadline = time.monotonic() + 10
-        while alive := marked_processes(str(self._output)):
+        while alive := marked_processes(str(self._output)) or [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
             assert time.monotonic() < deadline, f"still running: {alive}"
             time.sleep(0.02)
 

@@ -18,6 +18,7 @@ import pytest
 
 from demo_tasks import Example, messages, raw_prompt, sample, sample_lookups
 from fake_command import nvcli_with_runner
+from fault_job import descendants
 from shared_memory import left_in_shared_memory, shared_memory
 from warm_process import WarmPopen, run_warm
 
@@ -55,17 +56,6 @@ def questions(count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 def share_right(rows: list[dict[str, Any]]) -> float:
     return sum(row["choices"][0]["text"].strip() == row["expected"] for row in rows) / len(rows)
-
-
-def descendants(pid: int) -> list[int]:
-    """Engines before their ranks, without the process that renders chat templates."""
-    children = [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for child in (task / "children").read_text().split()
-        if "chat_renderer" not in Path(f"/proc/{child}/cmdline").read_text() + Path(f"/proc/{child}/comm").read_text()
-    ]
-    return children + [pid for child in children for pid in descendants(child)]
 
 
 def gone(pids: list[int]) -> bool:

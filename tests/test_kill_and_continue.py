@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -16,13 +15,14 @@ import pytest
 
 from fake_command import ENVIRON, nvcli_command
 from fault_kills import VICTIMS, KilledJob, change_rows, comparable, unpacked, write_rows
+from warm_process import WarmPopen, run_warm
 from weightless_model import write_weightless_model
 
 SETTINGS = ["--set", "device=cpu", "--set", "job.sync_seconds=0.1", "--progress", "none"]
 
 
 def finish_untouched(command: Sequence[str], **popen: Any) -> None:
-    done = subprocess.run(command, capture_output=True, timeout=120, check=False, **popen)
+    done = run_warm(command, capture_output=True, **popen)
     assert done.returncode == 1, done.stderr  # some rows are bad
 
 
@@ -40,7 +40,8 @@ def test_the_real_command_survives_kills_of_all_its_processes(tmp_path: Path) ->
         output = tmp_path / f"{order}.jsonl{suffix}"
         # Few rows at a time, so that they finish one after the other.
         arguments = [*command, source, "-o", str(output), "--order", order, "--set", "max_num_seqs=16"]
-        jobs[order] = output, KilledJob(arguments, output, rng=random.Random(seed), run_seconds=0.1, env=ENVIRON)
+        rng = random.Random(seed)
+        jobs[order] = output, KilledJob(arguments, output, rng=rng, run_seconds=0.1, start=WarmPopen, env=ENVIRON)
     whole = tmp_path / "whole.jsonl"
     with ThreadPoolExecutor(2) as pool:  # one for each core
         orders = (VICTIMS[:2], VICTIMS[2:])
@@ -77,7 +78,7 @@ def test_the_parent_survives_kills(tmp_path: Path, order: str, suffix: str) -> N
     finish_untouched(command(whole, 0.0), env=ENVIRON)
     job = KilledJob(
         command(output, 0.02), output, rng=random.Random(len(order) + len(suffix)), start_seconds=1, run_seconds=0.2,
-        env=ENVIRON,
+        start=WarmPopen, env=ENVIRON,
     )  # fmt: skip
     assert job.run(kills=6, victims=("parent", "parent", "Ctrl-C")) == 1
     assert job.kills.total() >= 4
@@ -89,7 +90,7 @@ def test_the_parent_survives_kills(tmp_path: Path, order: str, suffix: str) -> N
     finish_untouched([*command(whole, 0.0), "--overwrite"], env=ENVIRON)
     updated = KilledJob(
         [*command(output, 0.02), "--update"], output, rng=random.Random(4), start_seconds=1, run_seconds=0.2,
-        env=ENVIRON,
+        start=WarmPopen, env=ENVIRON,
     )  # fmt: skip
     assert updated.run(kills=3, victims=("parent", "Ctrl-C")) == 1
     assert updated.kills.total() >= 1

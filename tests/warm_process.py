@@ -25,18 +25,22 @@ from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pytest
+
 CHILD_MODULE = "nvcli.worker.executor.child_process"
 _PR_SET_NAME = 15
+_ONE_AT_A_TIME = threading.Lock()
+"""Whoever starts a process asks for the ends of the others, and an end can be read once."""
 
 
 def warm_context() -> Any:
     """Return a context of multiprocessing, whose processes are copies of one that has imported `warm_imports`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["warm_imports"])
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # Python 3.11 tells it no other way
-    forkserver.ensure_running()
-    os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
+    if not forkserver._forkserver._forkserver_pid:  # type: ignore[attr-defined]
+        with pytest.MonkeyPatch.context() as patch:  # Python 3.11 tells it the path in no other way
+            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+            forkserver.ensure_running()
     return context
 
 
@@ -55,20 +59,20 @@ class WarmPopen(subprocess.Popen[Any]):
             kwargs={"new_session": options[-2]},
             daemon=True,
         )
-        self._process.start()
+        with _ONE_AT_A_TIME:
+            self._process.start()
         self.pid = self._process.pid
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
     def _internal_poll(self, *_: Any, **__: Any) -> int | None:
-        if self.returncode is None:
+        with _ONE_AT_A_TIME:
             self.returncode = self._process.exitcode
         return self.returncode
 
     def _wait(self, timeout: float | None) -> int | None:
         if not wait([self._process.sentinel], timeout):
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-        self._process.join()
         return self._internal_poll()
 
 
