@@ -124,8 +124,7 @@ def descendants(pid: int) -> list[int]:
             int(child)
             for task in Path(f"/proc/{pid}/task").iterdir()
             for child in (task / "children").read_text().split()
-            if "chat_renderer"
-            not in Path(f"/proc/{child}/cmdline").read_text() + Path(f"/proc/{child}/comm").read_text()
+            if not any("chat_renderer" in Path(f"/proc/{child}/{name}").read_text() for name in ("cmdline", "comm"))
         ]
     except (FileNotFoundError, ProcessLookupError):
         return []

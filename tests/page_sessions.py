@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fake_command import ENVIRON
+from warm_process import CLIENT, serve_commands
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NUMBER = r"\d[\d,]*(?:\.\d+)?"
@@ -100,11 +101,13 @@ def command_lines(page: Path) -> Iterator[tuple[int, list[str]]]:
 def differences(page: Path, folder: Path) -> list[tuple[Command, str]]:
     """Run the session of a page in a folder; the commands that print something else than the page says, and what."""
     tools = folder / ".tools"
-    tools.mkdir()
-    (tools / "nvcli").write_text(f"#!{sys.executable}\nfrom nvcli.__main__ import main\n\nmain()\n")  # as pip makes it
+    installed = tools / "installed" / "nvcli"
+    installed.parent.mkdir(parents=True)
+    installed.write_text(f"#!{sys.executable}\nfrom nvcli.__main__ import main\n\nmain()\n")  # as pip makes it
+    (tools / "nvcli").write_text(CLIENT.format(python=sys.executable, address=str(tools / "socket")))
     (tools / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
-    for tool in tools.iterdir():
-        tool.chmod(0o755)
+    for name in ("nvcli", "python"):
+        (tools / name).chmod(0o755)
     environ = {
         **ENVIRON,
         "PATH": f"{tools}:{os.environ['PATH']}",
@@ -112,7 +115,11 @@ def differences(page: Path, folder: Path) -> list[tuple[Command, str]]:
         "LC_ALL": "C.UTF-8",
         "HF_HUB_OFFLINE": "1",
     }
-    found = []
+    with serve_commands(tools / "socket", installed):
+        return list(_differences(page, folder, environ))
+
+
+def _differences(page: Path, folder: Path, environ: dict[str, str]) -> Iterator[tuple[Command, str]]:
     code = 0
     for command in session(page):
         made = re.fullmatch(r"cat ([\w.-]+)", command.text)
@@ -133,8 +140,7 @@ def differences(page: Path, folder: Path) -> list[tuple[Command, str]]:
         printed = "\n".join(lines).strip("\n")
         every = command.text.startswith("nvcli bench")
         if not _alike("\n".join(command.output).strip("\n"), printed, every_number=every):
-            found.append((command, printed))
-    return found
+            yield command, printed
 
 
 def update(page: Path) -> None:

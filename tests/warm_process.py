@@ -10,15 +10,17 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import json
 import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.reduction import DupFd
@@ -91,6 +93,52 @@ def run_warm(
             process.kill()
             raise
     return subprocess.CompletedProcess(args, process.returncode, output, errors)
+
+
+CLIENT = """#!{python} -SE
+import json, os, socket, sys
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+request = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
+socket.send_fds(server, [request], [0, 1, 2])
+code = int(server.recv(9))
+if code < 0:
+    os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+"""A program that has a server run a command with its own streams, folder and environment, and ends as that does."""
+
+
+@contextlib.contextmanager
+def serve_commands(address: Path, script: Path) -> Iterator[None]:
+    """Run a script as a `WarmPopen` for each `CLIENT` that asks for it, with the arguments of the client."""
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):  # it is closed
+            while True:
+                threading.Thread(target=answer, args=server.accept()[:1]).start()
+
+    def answer(client: socket.socket) -> None:
+        with client:
+            request, streams, _, _ = socket.recv_fds(client, 1 << 20, 3)
+            arguments, folder, environ = json.loads(request)
+            stdin, stdout, stderr = streams
+            command = [sys.executable, str(script), *arguments]
+            process = WarmPopen(command, cwd=folder, env=environ, stdin=stdin, stdout=stdout, stderr=stderr)
+            for number in streams:
+                os.close(number)
+            client.sendall(b"%d" % process.wait())
+
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(address))
+        server.listen()
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
 
 
 class _Descriptor:
