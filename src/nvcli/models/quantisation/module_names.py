@@ -14,14 +14,10 @@ from functools import lru_cache
 
 from nvcli.core.validation import show
 from nvcli.errors import ConfigError
+from nvcli.models.patterns import BadPattern, compile_pattern
 
 _MARK = "re:"
 _PLAIN = re.compile(r"[\w.-]*")
-_QUANTIFIED_GROUP = re.compile(r"\)[*+?{]")
-_REPEATS = re.compile(r"(?<!\\)[*+{]")
-_MOST_REPEATS = 5
-"""With more of them, and names of a hundred characters, a match may take minutes."""
-_MOST_CHARACTERS = 1000
 
 
 class NamePatterns:
@@ -54,12 +50,9 @@ def _compile(pattern: str) -> re.Pattern[str]:
         expression = translate(pattern)
     else:
         expression = rf"(?:{pattern.removeprefix(_MARK)})(?:(?<=\.)|(?=\.|$))"
-    repeats = len(_REPEATS.findall(pattern))
-    if len(pattern) > _MOST_CHARACTERS or repeats > _MOST_REPEATS or _QUANTIFIED_GROUP.search(pattern):
-        raise ConfigError(_message(pattern, "could take very long to match"))
     try:
-        return re.compile(expression)
-    except (re.error, OverflowError, RecursionError) as error:
+        return compile_pattern(pattern, expression)
+    except BadPattern as error:
         raise ConfigError(_message(pattern, str(error))) from None
 
 
