@@ -8,6 +8,7 @@ import logging
 import pickle
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from held_engine import MakeLLM
 from nvcli import SamplingParams
 from nvcli.core.config import RunConfig
 from nvcli.errors import ConfigError, RowError
-from nvcli.llm.keywords import HARMLESS, NO_EFFECT, understood_settings
+from nvcli.llm.keywords import HARMLESS, NO_EFFECT, read_config, understood_settings
 from nvcli.llm.llm import LLM
 
 CONVERSATION = [{"role": "user", "content": "hi"}]
@@ -184,7 +185,7 @@ def test_answers_say_how_they_are_read(llm: LLM) -> None:
     ("keywords", "message"),
     [
         ({"use_tqdm": True}, r"takes no `use_tqdm`; .*tqdm\(llm.generate\(rows\), total=len\(rows\)\)"),
-        ({"lora_request": object()}, "takes no `lora_request`; nvcli loads no LoRA adapters: merge one"),
+        ({"lora_request": object()}, "takes no `lora_request`; one LoRA adapter serves all rows"),
         ({"guided_json": {}}, 'put it into the sampling: sampling_params={"structured": {"json_schema": {}}}'),
         ({"temperature": 0}, 'takes no `temperature`; put it into the sampling: sampling_params={"temperature": 0}'),
         (
@@ -254,6 +255,7 @@ def test_settings_of_others(caplog: pytest.LogCaptureFixture) -> None:
         "LLM: `swap_space` has no effect here and is ignored",
     ]
     assert understood_settings("m", {"quantization": None, "max_model_len": None}) == {"max_model_len": None}
+    assert read_config(Path("m"), None, {}, {"lora": Path("adapter")}).lora == "adapter"
     assert {*HARMLESS, *NO_EFFECT}.isdisjoint(RunConfig.__struct_fields__)
 
 
@@ -261,7 +263,7 @@ def test_settings_of_others(caplog: pytest.LogCaptureFixture) -> None:
     ("settings", "message"),
     [
         ({"tokenizer": "other"}, "unknown key `tokenizer`; the tokenizer is read from the model's folder"),
-        ({"enable_lora": True}, "unknown key `enable_lora`; nvcli loads no LoRA adapters"),
+        ({"enable_lora": True}, "unknown key `enable_lora`; leave it out: naming an adapter"),
         ({"max_new_tokens": 5}, "did you mean `sampling.max_tokens`"),
         ({"max_tokens": 5}, 'LLM takes no `max_tokens`; it belongs in sampling={"max_tokens": 5}'),
         ({"system": "x"}, 'LLM takes no `system`; it belongs in job={"system": "x"}'),

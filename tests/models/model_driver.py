@@ -13,6 +13,7 @@ from batches import Blocks, RequestState, make_batch
 from nvcli.attention.backend import AttentionCase
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.attention.selection import select_backend
+from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import load_model_config
 from nvcli.models.kv_groups import kv_groups
@@ -25,10 +26,15 @@ CPU = torch.device("cpu")
 
 
 def load_weights(
-    model: CausalLM, path: Path, device: torch.device = CPU, *, say: Callable[[str], object] = lambda note: None
+    model: CausalLM,
+    path: Path,
+    device: torch.device = CPU,
+    *,
+    adapter: Adapter | None = None,
+    say: Callable[[str], object] = lambda note: None,
 ) -> int:
     """Fill `model` from the checkpoint folder `path`, and return the bytes of this rank's parameters."""
-    begin_loading(model, path, device, say=say)()
+    begin_loading(model, path, device, adapter=adapter, say=say)()
     return sum(model.weight_bytes().values())
 
 
@@ -50,14 +56,17 @@ class ModelDriver:
         expert_parallel: bool = False,
         quantization: Literal["none", "fp8", "w4a16"] = "none",
         has_fp8_units: bool = True,
+        lora: Path | None = None,
     ) -> None:
-        config = load_model_config(path, expert_parallel=expert_parallel).with_quantization(quantization)
+        config = load_model_config(path, expert_parallel=expert_parallel)
+        adapter = None if lora is None else read_adapter(lora, config)
+        config = (config if adapter is None else adapter.adapt(config)).with_quantization(quantization)
         self.group = group or TensorParallelGroup.single()
         self.model = build_model(
             config, self.group, dtype, stage=stage, max_positions=max_positions, has_fp8_units=has_fp8_units
         )
         self.notes: list[str] = []
-        self.num_bytes = load_weights(self.model, path, device, say=self.notes.append)
+        self.num_bytes = load_weights(self.model, path, device, adapter=adapter, say=self.notes.append)
         group_layers = tuple(group.layers for group in kv_groups(config, stage))
         cache_spec = KVCacheSpec.of_layers(
             self.model.cache_layers, group_layers, block_size=block_size, dtype=dtype, kv_dtype=kv_dtype

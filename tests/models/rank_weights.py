@@ -9,6 +9,7 @@ import torch
 from model_driver import CPU, load_weights
 from torch import Tensor
 
+from nvcli.models.adapters.adapter import read_adapter
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import load_model_config
 from nvcli.models.registry import build_model
@@ -26,13 +27,16 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     quantization: Literal["none", "fp8", "w4a16"] = "none",
     expert_parallel: bool = False,
+    lora: Path | None = None,
 ) -> CausalLM:
     """The model of rank `rank` of `size` ranks in a stage."""
     group = TensorParallelGroup.single()
     group.rank, group.size = rank, size
-    config = load_model_config(path, expert_parallel=expert_parallel).with_quantization(quantization)
+    config = load_model_config(path, expert_parallel=expert_parallel)
+    adapter = None if lora is None else read_adapter(lora, config)
+    config = (config if adapter is None else adapter.adapt(config)).with_quantization(quantization)
     model = build_model(config, group, dtype, stage=stage)
-    load_weights(model, path, device)
+    load_weights(model, path, device, adapter=adapter)
     return model
 
 

@@ -35,6 +35,14 @@ REPOSITORIES: dict[str, dict[str, str]] = {
         "adapter_config.json": '{"base_model_name_or_path": "someone/good"}',
         "adapter_model.safetensors": "w",
     },
+    "someone/loha": {"adapter_config.json": '{"peft_type": "LOHA"}', "adapter_model.safetensors": "w"},
+    "someone/lora": {
+        "adapter_config.json": '{"r": 8}',
+        "adapter_model.safetensors": "w",
+        "checkpoint-5/adapter_model.safetensors": "w",
+        "optimizer.pt": "w",
+    },
+    "someone/pickled-lora": {"adapter_config.json": '{"r": 8}', "adapter_model.bin": "w"},
 }
 HUGE = 1 << 60
 """The size of `someone/huge`'s weights, as its hub says."""
@@ -122,6 +130,11 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         "    try: answer = str(resolve_model('someone/good', revision=revision))\n"
         "    except LoadError as error: answer = str(error)\n"
         "    print(json.dumps([revision, answer, '', '']))\n"
+        "from nvcli.models.adapters.find import find_adapter\n"
+        "for name in ('someone/lora@v1', 'someone/loha', 'someone/pickled-lora', 'someone/lora@v9'):\n"
+        "    try: answer = [str(find_adapter(name)), str(find_adapter(name))][1]\n"
+        "    except LoadError as error: answer = str(error)\n"
+        "    print(json.dumps([f'--lora {name}', answer, '', '']))\n"
     )
     done = run_with_hub(Hub, code, REPOSITORIES, home=tmp_path_factory.mktemp("home"))
     assert "dry-run" not in done.stderr
@@ -189,6 +202,18 @@ def test_a_revision_is_downloaded_as_it_is_named(answers: dict[str, dict[str, An
     assert folder.name == TAG_SHA
     assert (folder / "model.safetensors").is_file()
     assert "no such revision (branch, tag or commit) of this model" in answers["v9"]["answer"]
+
+
+def test_an_adapter_is_downloaded_once_it_is_known_to_be_served(answers: dict[str, dict[str, Any]]) -> None:
+    folder = Path(answers["--lora someone/lora@v1"]["answer"])
+    assert folder.name == TAG_SHA
+    assert sorted(file.name for file in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert '`peft_type`: "LOHA" is not supported' in answers["--lora someone/loha"]["answer"]
+    assert "adapter_model.safetensors" not in fetched("someone/loha")
+    assert answers["--lora someone/pickled-lora"]["answer"].startswith(
+        "adapter someone/pickled-lora: its repository has no adapter_model.safetensors"
+    )
+    assert "no such revision (branch, tag or commit) of this adapter" in answers["--lora someone/lora@v9"]["answer"]
 
 
 def test_as_much_room_as_is_needed_is_enough() -> None:

@@ -85,7 +85,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             flags["--model"] = shape
         settings = None if task is None else {"task": task}
         check_process()
-        return load_sourced_config(self.file, self.overrides, flags, settings=settings, needs_model=needs_model)
+        run, source = load_sourced_config(self.file, self.overrides, flags, settings=settings, needs_model=needs_model)
+        if shape is not None and run.lora is not None:
+            raise ConfigError(
+                f"--shape {shape} makes up weights, and `lora` is {run.lora}, an adapter of others; leave one out"
+            )
+        return run, source
 
 
 def keys_of(*sections: str, without: Collection[str] = ()) -> list[str]:
@@ -142,7 +147,7 @@ def _typer_option(field: FlaggedField) -> inspect.Parameter:
         kind = bool | None
     elif bool in kinds:
         kind, default = bool, False
-    elif any(get_origin(each) in (list, Sequence) for each in kinds):
+    elif flag.once is not None or any(get_origin(each) in (list, Sequence) for each in kinds):
         kind = list[str] | None
     words = [word for each in kinds if get_origin(each) is Literal for word in get_args(each)]
     complete = getattr(completion, flag.completes) if flag.completes else completion.words(*words) if words else None
@@ -209,6 +214,10 @@ def _read_struct(
         values["flags"] = {}
     for field in of_keys:
         flag, value = field.flag, given[_name(field.flag)]
+        if flag.once is not None and value:
+            if len(value) > 1:
+                raise ConfigError(f"{flag.name} is given {len(value)} times; {flag.once}")
+            (value,) = value
         if flag.switch is not None and value is not None:
             off = flag.names.partition("/")[2]
             values["flags"] |= {flag.name: flag.switch[0]} if value else {off: flag.switch[1]}

@@ -65,6 +65,17 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         str | None,
         Flag("--revision", MODEL, "Branch, tag or commit of a model on the Hugging Face hub [default: main]", "NAME"),
     ] = None
+    lora: Annotated[
+        str | None,
+        Flag(
+            "--lora",
+            MODEL,
+            "LoRA adapter of PEFT for all rows: folder or Hugging Face id, which may end in @REVISION.",
+            "PATH|NAME",
+            once="one adapter serves all rows of a run: give each adapter a run of its own",
+        ),
+    ] = None
+    """It is merged into the weights as they are loaded. null: the model as it is."""
     hf_overrides: Annotated[
         dict[str, Any],
         Flag(

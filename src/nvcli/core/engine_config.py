@@ -42,6 +42,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A local folder in Hugging Face layout."""
     hf_overrides: dict[str, Any] = {}
     """See `RunConfig`."""
+    lora_path: Path | None = None
+    """Local folder of the LoRA adapter that is merged into the weights; None: there is none."""
     device: Literal["cpu", "cuda"]
     dtype: ModelDtype
     tensor_parallel_size: int

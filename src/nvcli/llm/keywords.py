@@ -107,9 +107,10 @@ def read_config(
     """
     given = {flag_keys()[flag]: value for flag, value in flags.items() if value is not None}
     if model is not None:
-        given["model"] = str(model)
+        given["model"] = model
     given |= understood_settings(model, settings)
-    plain = {key: plain_setting(key, value) for key, value in given.items()}
+    texts = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
+    plain = {key: plain_setting(key, value) for key, value in texts.items()}
     return load_run_config(None if config is None else Path(config), settings=plain)
 
 

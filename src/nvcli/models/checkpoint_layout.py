@@ -119,21 +119,21 @@ def locate_tensors(
         join_parts(found, quantisation)
     shapes = {name: tensor.stored_shape for tensor in wanted for name in tensor.stored_names}
     for name in [name for name in found if name not in shapes]:
-        if parts := [part for part in _projections(name) if part in shapes]:
+        if parts := [part for part in fused_parts(name) if part in shapes]:
             _split(found, found.pop(name), parts, shapes)
-        elif experts := _stacked_parts(name, shapes):
+        elif experts := stacked_parts(name, shapes):
             _unstack(found, found.pop(name), experts, shapes, interleaves=layout.interleaves_experts)
     return LocatedTensors(tensors=found, left=tuple(left), left_bytes=sum(info.num_bytes for info in left.values()))
 
 
-def _projections(name: str) -> tuple[str, ...]:
+def fused_parts(name: str) -> tuple[str, ...]:
     """Return the names of the tensors that are fused in the tensor `name`; none where it is no fused one."""
     parent, _, kind = name.rpartition(".")
     parent, _, last = parent.rpartition(".")
     return tuple(f"{parent}.{part}.{kind}" for part in FUSED.get(last, ()))
 
 
-def _stacked_parts(name: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
+def stacked_parts(name: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
     """Return the names of each expert's tensors in the stack `name`; none where it is no stack of known experts."""
     parent, is_stack, last = name.partition(f".{EXPERTS}.")
     projection, _, kind = last.partition(".")

@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nvcli.core.system.hub_access import HUB_TIMEOUT, DownloadSize, hub_problem, missing_bytes, no_progress
 from nvcli.errors import ConfigError, LoadError, reworded
 from nvcli.models.config import CONFIG_FILE, GENERATION_CONFIG_FILE, load_model_config
 from nvcli.models.config_overrides import NO_OVERRIDES
-from nvcli.models.other_checkpoints import ADAPTER_CONFIG, check_kind, check_repository
+from nvcli.models.other_checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_kind, check_repository
 from nvcli.models.quantisation.modelopt import QUANTISATION_FILE
+
+_Kind = Literal["model", "adapter"]
 
 _FILES = {
     "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model", "additional_chat_templates/*"],
@@ -27,13 +29,14 @@ _SMALL_FILES = {
     "ignore_patterns": ["*.safetensors.index.json", *_FILES["ignore_patterns"]],
 }
 """Everything but the weights: what is needed to know what a row's prompt is."""
+_OF_ADAPTER = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
 
 
-def check_room(name: str, size: DownloadSize) -> None:
-    """Raise LoadError where the disk has no room for the files of the model `name`."""
+def check_room(name: str, size: DownloadSize, kind: _Kind = "model") -> None:
+    """Raise LoadError where the disk has no room for the files of the model or adapter `name`."""
     if size.problem is not None:
         raise LoadError(
-            f"model {name}: {size.problem}; free some space, or set HF_HUB_CACHE to a folder on a larger disk"
+            f"{kind} {name}: {size.problem}; free some space, or set HF_HUB_CACHE to a folder on a larger disk"
         )
 
 
@@ -115,10 +118,53 @@ def check_reachable(name: str, revision: str | None = None) -> None:
     check_repository(name, [file.rfilename for file in found.siblings or ()])
 
 
+def cached_adapter(name: str, revision: str | None = None) -> Path | None:
+    """Return the folder of an adapter in the local cache; None where it is not complete there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=_OF_ADAPTER)
+    except (HFValidationError, OSError):
+        return None
+    folder = Path(found)
+    return folder if all((folder / file).exists() for file in _OF_ADAPTER) else None
+
+
+def adapter_files(name: str, revision: str | None = None) -> Path:
+    """Download the configuration of the adapter `name`, and return its folder in the cache.
+
+    Raises LoadError where the hub does not give it, it lacks one of an adapter's files, or the disk has no room for
+    these.
+    """
+    from huggingface_hub import constants, snapshot_download
+
+    with _hub_errors(name, "adapter"):
+        files = snapshot_download(
+            name, revision=revision, dry_run=True, tqdm_class=no_progress(), allow_patterns=_OF_ADAPTER
+        )
+    for file in _OF_ADAPTER:
+        if file not in {one.filename for one in files}:
+            raise LoadError(f"adapter {name}: its repository has no {file}; choose a LoRA adapter that peft saved")
+    check_room(name, DownloadSize.of(missing_bytes(files), Path(constants.HF_HUB_CACHE)), "adapter")
+    with _hub_errors(name, "adapter"):
+        return Path(
+            snapshot_download(name, revision=revision, tqdm_class=no_progress(), allow_patterns=_OF_ADAPTER[:1])
+        )
+
+
+def download_adapter(name: str, revision: str | None = None) -> Path:
+    """Download the adapter `name`, and return its folder in the cache. Raises LoadError."""
+    from huggingface_hub import snapshot_download
+
+    with _hub_errors(name, "adapter"):
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_OF_ADAPTER))
+
+
 @contextlib.contextmanager
-def _hub_errors(name: str) -> Iterator[None]:
+def _hub_errors(name: str, kind: _Kind = "model") -> Iterator[None]:
     """Turn what goes wrong with the hub in the body of the `with` into a LoadError that says a way out."""
     try:
         yield
     except Exception as error:  # the hub's HTTP library differs by version, and with it its exceptions
-        raise LoadError(f"model {name}: {hub_problem(error, name, 'model')}") from None
+        raise LoadError(f"{kind} {name}: {hub_problem(error, name, kind)}") from None

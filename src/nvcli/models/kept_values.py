@@ -14,6 +14,7 @@ from nvcli.kernels.fp8 import quantise_weight
 from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX
 from nvcli.kernels.w4 import LARGEST_FP4_SCALE, join_exponents, join_scales, pack
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, W4Format
+from nvcli.models.adapters.merge import read_values
 from nvcli.models.stored_values import OpenFiles
 from nvcli.models.tensor_info import TensorInfo
 from nvcli.models.weights import WeightSource
@@ -39,7 +40,7 @@ def read_kept(files: OpenFiles, info: TensorInfo, source: WeightSource, device: 
     files that cannot be read.
     """
     if source.scales is None:
-        values = _in_order(files.read(info, source.read, device), source.tensor.row_order)
+        values = _in_order(read_values(files, info, source.read, device), source.tensor.row_order)
         offset, factor = source.tensor.offset, source.tensor.factor
         return KeptPart(values if (offset, factor) == (0.0, 1.0) else (values.float() + offset) * factor)
     scaling = source.scales.scaling
@@ -50,7 +51,7 @@ def read_kept(files: OpenFiles, info: TensorInfo, source: WeightSource, device: 
 
 def has_kept_codes(info: TensorInfo, source: WeightSource) -> bool:
     """Tell whether the codes and scales of a checkpoint are those that the rank keeps."""
-    if info.codes is None or info.dtype != _FP8_CODES or source.scales is None:
+    if info.codes is None or info.dtype != _FP8_CODES or source.scales is None or info.changes:
         return False
     if info.codes.zeros is not None or info.codes.has_small_scales:
         return False
@@ -68,8 +69,8 @@ def _read_fp8(
 ) -> KeptPart:
     order = source.tensor.row_order
     if not has_kept_codes(info, source):
-        values = _in_order(files.read(info, source.read, device).to(device), order)
-        if scaling == "block" or info.codes is None or not info.codes.has_small_scales:
+        values = _in_order(read_values(files, info, source.read, device).to(device), order)
+        if scaling == "block" or info.codes is None or not info.codes.has_small_scales or info.changes:
             return KeptPart(*quantise_weight(values, scaling))
         return KeptPart(*_move_to_fp8(values, files.read_factor(info, device)))
     stored = files.read_codes(info, source.read, device)

@@ -20,6 +20,7 @@ from nvcli.errors import LoadError
 from nvcli.kernels.fp8_types import FP8, FP8_MAX
 from nvcli.kernels.w4 import join_scales
 from nvcli.kernels.weight_formats import FP8_BLOCK, W4Format
+from nvcli.models.adapters.adapter import Adapter
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO, check_tensors, read_model_tensors
 from nvcli.models.kept_values import has_kept_codes, read_kept
@@ -64,19 +65,26 @@ class _Assignment:
 
 
 def begin_loading(
-    model: CausalLM, path: Path, device: torch.device, *, say: Callable[[str], object] = lambda note: None
+    model: CausalLM,
+    path: Path,
+    device: torch.device,
+    *,
+    adapter: Adapter | None = None,
+    say: Callable[[str], object] = lambda note: None,
 ) -> Callable[[], None]:
     """Give `model` memory on `device`, begin to fill it from the checkpoint folder `path` on threads, and return what
-    waits for them. Until then the model can be run on a GPU, and computes nothing of use.
+    waits for them. Until then the model can be run on a GPU, and computes nothing of use. What an `adapter` changes is
+    merged into the weights as they are read.
 
     Tells `say` what stays on disk. Raises LoadError before any memory is taken where the checkpoint does not fit the
     model; what is returned raises it for files that cannot be read.
     """
     located = read_model_tensors(model.config, path)
-    tensors = located.tensors
+    tensors = located.tensors if adapter is None else adapter.over(located.tensors)
     check_tensors(model.config, tensors, path, stage=model.stage)
-    if located.note is not None:
-        say(located.note)
+    for note in (located.note, None if adapter is None else adapter.note):
+        if note is not None:
+            say(note)
     _check_tied_head(model, tensors)
     materialize(model, device)
     with torch.no_grad():
@@ -292,11 +300,11 @@ def _read_task(file: Path, assignments: list[_Assignment], tensors: Mapping[str,
 
 
 def _pieces(a: _Assignment, info: TensorInfo) -> Iterator[_Assignment]:
-    """Cut an assignment into whole blocks of rows, where numbers with scales are computed from others; elsewhere it
-    stays one piece."""
-    is_quantised = a.target.dtype == FP8 and not info.is_transposed
+    """Cut an assignment into whole blocks of rows, where its numbers are computed from others; elsewhere it stays one
+    piece."""
+    is_computed = (a.target.dtype == FP8 or bool(info.changes)) and not info.is_transposed and a.target.dim() == 2
     is_words = a.scales is not None and a.target.dtype != FP8
-    if is_words or not (is_quantised or info.codes is not None) or has_kept_codes(info, a.source):
+    if is_words or not (is_computed or info.codes is not None) or has_kept_codes(info, a.source):
         yield a
         return
     num_rows, num_columns = a.target.shape

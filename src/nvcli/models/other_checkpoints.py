@@ -9,7 +9,7 @@ from nvcli.core.validation import show
 from nvcli.errors import LoadError
 from nvcli.models.json_file import JsonFile
 
-ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _GGUF = ".gguf"
 _HARMLESS = re.compile(r"[\w./ ~+-]+")
 """Names that can stand in a command which somebody copies; those in a checkpoint may be made to do harm."""
@@ -56,11 +56,8 @@ def _adapter(folder: Path, name: str) -> str:
     base = JsonFile.read(folder / ADAPTER_CONFIG).values.get("base_model_name_or_path")
     of_base = f" for {show(base)[1:-1]}" if isinstance(base, str) and base else ""
     adapter = name if _HARMLESS.fullmatch(name) else "ADAPTER"
-    tokenizer = base if isinstance(base, str) and _HARMLESS.fullmatch(base) else "BASE"
+    model = base if isinstance(base, str) and _HARMLESS.fullmatch(base) else "BASE"
     return (
-        f"{name}: a LoRA adapter{of_base} ({ADAPTER_CONFIG}), not a whole model. Merge it into its base model, and "
-        "give the folder `merged` as --model:\n"
-        '  python -c "from peft import AutoPeftModelForCausalLM as Model; from transformers import AutoTokenizer; '
-        f"Model.from_pretrained('{adapter}', dtype='auto').merge_and_unload().save_pretrained('merged'); "
-        f"AutoTokenizer.from_pretrained('{tokenizer}').save_pretrained('merged')\"  # after pip install peft"
+        f"{name}: a LoRA adapter{of_base} ({ADAPTER_CONFIG}), not a whole model; give its base model as --model and "
+        f"the adapter as --lora: -m {model} --lora {adapter}"
     )

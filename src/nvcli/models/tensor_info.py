@@ -60,6 +60,60 @@ class Codes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Features:
+    """The features of an adapter's matrix that are the rows of one weight, which may be fused with others there."""
+
+    first: int = 0
+    """The feature of the weight's first row."""
+    step: int = 1
+    """How far the features of its rows are apart."""
+
+    def range(self, rows: slice) -> slice:
+        """Return the features of these rows of the weight, which is not empty."""
+        start = self.first + rows.start * self.step
+        return slice(start, start + (rows.stop - rows.start - 1) * self.step + 1, self.step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRankChange:
+    """A change of a weight W [out, in] by an adapter: W + scaling × upᵀ down.
+
+    With `magnitude` (DoRA) the rows of the sum are brought to these lengths.
+    """
+
+    up: TensorInfo
+    """[rank, all features], some of which are those of the weight's rows."""
+    down: TensorInfo
+    """[rank, in]."""
+    scaling: float
+    features: Features
+    magnitude: TensorInfo | None = None
+    """[all features]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BiasChange:
+    """A change of a bias b [out] by an adapter: b + scaling × values."""
+
+    values: TensorInfo
+    """[all features]."""
+    scaling: float
+    features: Features
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsChange:
+    """A change of an embedding by an adapter: rows that are replaced."""
+
+    rows: tuple[int, ...]
+    values: TensorInfo
+    """The new rows, [len(rows), hidden]."""
+
+
+WeightChange = LowRankChange | BiasChange | RowsChange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
     """A tensor in a safetensors file, as its header describes it, or some of its rows [out, in]."""
 
@@ -83,6 +137,8 @@ class TensorInfo:
     """How codes are packed; None: each stands under an index of its own."""
     codes: Codes | None = None
     """The values of its numbers, where they are the codes of a quantised weight."""
+    changes: tuple[WeightChange, ...] = ()
+    """Changes by an adapter, in this order (`adapters/merge.py`)."""
 
     def stored_rows(self, rows: slice) -> slice:
         """Return the rows of the file's tensor from the first to the last of these rows."""

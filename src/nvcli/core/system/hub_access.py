@@ -58,7 +58,7 @@ def no_progress() -> Any:
     return NoProgress
 
 
-def hub_problem(error: Exception, name: str, kind: Literal["model", "dataset"]) -> str:
+def hub_problem(error: Exception, name: str, kind: Literal["model", "adapter", "dataset"]) -> str:
     """Explain an exception of huggingface_hub about `name`, and what to do."""
     from huggingface_hub import errors as hub
 
@@ -69,7 +69,7 @@ def hub_problem(error: Exception, name: str, kind: Literal["model", "dataset"]) 
             "not in the local Hugging Face cache, and HF_HUB_OFFLINE forbids downloading it; unset it, or give a folder"
         )
     if isinstance(error, hub.GatedRepoError):
-        page = name if kind == "model" else f"datasets/{name}"
+        page = f"datasets/{name}" if kind == "dataset" else name
         return (
             f"a gated {kind}; ask for access at https://huggingface.co/{page}, then run `hf auth login` or set HF_TOKEN"
         )

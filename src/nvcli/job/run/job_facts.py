@@ -22,6 +22,7 @@ from nvcli.job.output.manifest import CHAT_FACT
 from nvcli.job.rows.task_rows import TaskRows
 from nvcli.job.shard import SHARD_FACT, Shard
 from nvcli.models.checkpoint import weight_files
+from nvcli.models.other_checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 Fact = str | int | float | bool | None
 
@@ -67,8 +68,10 @@ def job_facts(
         large = []  # whoever loads them says what is wrong
     num_samples = max(_MIN_FILE_SAMPLES, _WEIGHT_SAMPLES // max(1, len(large)))
     for file in large:
-        sampled = _digest(file, num_samples=num_samples, sample_bytes=_WEIGHT_SAMPLE_BYTES)
-        facts[f"model {file.name}"] = f"{file.stat().st_size:,} bytes, sha256 {sampled}"
+        facts[f"model {file.name}"] = _describe_weights(file, num_samples)
+    if config.lora_path is not None:
+        facts[f"lora {ADAPTER_CONFIG}"] = f"sha256 {_digest(config.lora_path / ADAPTER_CONFIG)}"
+        facts[f"lora {ADAPTER_WEIGHTS}"] = _describe_weights(config.lora_path / ADAPTER_WEIGHTS, _WEIGHT_SAMPLES)
     facts |= {
         "dtype": config.dtype,
         "max_model_len": config.max_model_len,
@@ -109,6 +112,11 @@ def job_facts(
     if shard is not None:
         facts[SHARD_FACT] = str(shard)
     return facts
+
+
+def _describe_weights(file: Path, num_samples: int) -> str:
+    sampled = _digest(file, num_samples=num_samples, sample_bytes=_WEIGHT_SAMPLE_BYTES)
+    return f"{file.stat().st_size:,} bytes, sha256 {sampled}"
 
 
 def _fact(value: Any) -> Fact:

@@ -18,6 +18,7 @@ from nvcli.core.engine_config import EngineConfig
 from nvcli.core.system.nvidia_smi import SmiGpu, SmiReport, ask_for_gpus, visible_gpus
 from nvcli.errors import ConfigError
 from nvcli.kernels.weight_formats import FP8_CAPABILITY
+from nvcli.models.adapters.adapter import Adapter
 from nvcli.models.config import ModelConfig
 from nvcli.sizing.weights import largest_stage, weight_bytes
 
@@ -34,15 +35,20 @@ def keep_weights(
     gpu_bytes: int | None = None,
     report: SmiReport | None = None,
     environ: Mapping[str, str] = os.environ,
+    adapter: Adapter | None = None,
 ) -> ModelConfig:
-    """Return the model with its weights as a run's ranks keep them. Raises ConfigError.
+    """Return the model with its weights as a run's ranks keep them. Raises ConfigError, also for 4 bits of weights that
+    an `adapter` changes.
 
     `gpus` are those that the run is for, or `gpu_bytes` is the memory of one of which nothing else is known. Both None:
     those in `report`, which is what nvidia-smi says (None: ask it).
     """
     if run.quantization != "auto":
-        return model.with_quantization(run.quantization)
-    format_kept = _format_kept(model)
+        kept = model.with_quantization(run.quantization)
+        if adapter is not None:
+            adapter.check_kept(kept)
+        return kept
+    format_kept = _format_kept(model, adapter)
     if device == "cpu" or format_kept is None or _obstacle(run, model, format_kept):
         return model.with_quantization("none")
     if gpus is None and gpu_bytes is None:
@@ -58,9 +64,9 @@ def keep_weights(
     return model.with_quantization(format_kept if is_large else "none")
 
 
-def explain_choice(run: RunConfig, model: ModelConfig, config: EngineConfig) -> str:
+def explain_choice(run: RunConfig, model: ModelConfig, config: EngineConfig, *, adapter: Adapter | None = None) -> str:
     """Explain the choice of `quantization: auto` for a checkpoint in FP8 or 4 bits; empty if there was no choice."""
-    format_kept = _format_kept(model)
+    format_kept = _format_kept(model, adapter)
     if run.quantization != "auto" or config.device == "cpu" or format_kept is None:
         return ""
     assert model.quantisation is not None
@@ -70,7 +76,7 @@ def explain_choice(run: RunConfig, model: ModelConfig, config: EngineConfig) -> 
         why = f"{config.dtype} would take more than {_LARGE_SHARE:.0%} of a GPU's memory"
         if numbers == "fp8":
             why = "the checkpoint has them"
-        how = {"fp4": "become FP8", "fp8": "stay in FP8"}.get(numbers, "stay in 4 bits")
+        how = "stay in FP8" if numbers == "fp8" else "become FP8" if format_kept == "fp8" else "stay in 4 bits"
         return f"{what} {how}, as {why}; --quantization none: in {config.dtype}"
     if numbers == "fp8":
         no_units = "the GPUs have no units for FP8 products; --quantization fp8 keeps them, in half the memory"
@@ -79,6 +85,8 @@ def explain_choice(run: RunConfig, model: ModelConfig, config: EngineConfig) -> 
         exact = "that loses nothing and fits; --quantization fp8 takes half the memory, and rounds some of them"
         return f"{what} become {config.dtype}, as {obstacle or exact}"
     faster = "large batches are faster so; --quantization w4a16 keeps them"
+    if format_kept == "fp8":
+        faster = "the adapter changes them; --quantization fp8 takes half the memory"
     return f"{what} in 4 bits become {config.dtype}, as {obstacle or faster}"
 
 
@@ -101,9 +109,15 @@ def check_fast_accumulation(run: RunConfig, model: ModelConfig, device: Literal[
     raise ConfigError(f"`fp8_accumulation` is fast, but {problem}: {way_out}")
 
 
-def _format_kept(model: ModelConfig) -> KeptWeights | None:
-    """Return how ranks could keep the checkpoint's quantised weights; None: it has none that they can keep."""
+def _format_kept(model: ModelConfig, adapter: Adapter | None) -> KeptWeights | None:
+    """Return how ranks could keep the checkpoint's quantised weights; None: it has none that they can keep. What an
+    adapter changes has no 4 bits in the checkpoint."""
     kept = "none" if model.quantisation is None else model.quantisation.kept_as
+    if kept == "w4a16" and adapter is not None:
+        try:
+            adapter.check_kept(model.with_quantization(kept))
+        except ConfigError:
+            return "fp8"
     return None if kept == "none" else kept
 
 

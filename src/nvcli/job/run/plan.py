@@ -11,6 +11,7 @@ import msgspec
 from nvcli.core.config import RunConfig
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.system.host_memory import available_ram
+from nvcli.core.validation import show
 from nvcli.errors import ConfigError
 from nvcli.job.files import STREAM
 from nvcli.job.input.reader import RowReader
@@ -77,12 +78,27 @@ def plan_replicas(resolved: ResolvedModel, *, num_requests: int | None) -> RunPl
     config = layout.apply(config)
     if num_requests is not None:
         config = msgspec.structs.replace(config, max_num_seqs=min(num_requests, config.max_num_seqs))
+    kept = explain_choice(run, resolved.model, config, adapter=resolved.adapter)
     return RunPlan(
         engine_configs=tuple(
             msgspec.structs.replace(config, replica=replica) for replica in range(layout.data_parallel_size)
         ),
-        warnings=() if (warning := unused_gpu(run)) is None else (f"warning: {warning}",),
-        why="; ".join(filter(None, (explain_choice(run, resolved.model, config), layout.why))),
+        warnings=tuple(f"warning: {line}" for line in (unused_gpu(run), _other_base(resolved)) if line is not None),
+        why="; ".join(filter(None, (kept, layout.why))),
+    )
+
+
+def _other_base(resolved: ResolvedModel) -> str | None:
+    """Return a line for the user if the adapter names another base model than the run's; else None. Folders count by
+    their last names, or by that in the Hugging Face cache."""
+    base, model = None if resolved.adapter is None else resolved.adapter.config.base, Path(resolved.run.model)
+    if base is None or Path(base).name.lower() == model.name.lower():
+        return None
+    if f"models--{base.replace('/', '--')}" in model.parts:
+        return None
+    return (
+        f"the adapter {resolved.run.lora} was made for {show(base)[1:-1]} (base_model_name_or_path), and the model is "
+        f"{resolved.run.model}; its shapes fit"
     )
 
 

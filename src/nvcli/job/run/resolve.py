@@ -52,6 +52,8 @@ from nvcli.job.text.chat_renderer import ChatRenderer
 from nvcli.job.text.grammar_maker import GrammarMaker
 from nvcli.job.text.model_limits import ModelLimits
 from nvcli.job.text.tokenizer import Tokenizer, check_tokenizer_files, has_chat_template
+from nvcli.models.adapters.adapter import Adapter, read_adapter
+from nvcli.models.adapters.find import find_adapter
 from nvcli.models.checkpoint import check_weight_files, is_hub_id, resolve_model
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.sizing.graph_sizes import default_batched_tokens
@@ -75,6 +77,8 @@ class ResolvedModel:
     """Whether conversations can be answered, judging by the checkpoint's files and that template."""
     task: TaskRows | None
     """The task computed instead of answers; None: answers."""
+    adapter: Adapter | None = None
+    """The LoRA adapter that is merged into the weights; None: there is none."""
     tokenizer: Tokenizer | None = None
     """The tokenizer, if a setting had to be looked up in it; None: not loaded yet."""
 
@@ -306,7 +310,7 @@ def resolve_settings(
     `found_device`, `gpus` and `setter_of` are as in `resolve_job`.
     """
     model_path = resolve_model(run.model, weights=weights, revision=run.revision, overrides=run.hf_overrides)
-    model = load_model(run, model_path, found_device=found_device, gpus=gpus)
+    model, adapter = load_with_adapter(run, model_path, found_device=found_device, gpus=gpus)
     task = task_rows(run, model, model_path)
     check_tokenizer_files(model_path)
     if weights:
@@ -321,6 +325,7 @@ def resolve_settings(
         config=resolve_engine_config(run, model_path, model, found_device=found_device),
         sampling_defaults=sampling_defaults(run, model) if task is None else {},
         task=task,
+        adapter=adapter,
     )
     resolved.choose_chat(is_task=task is not None, setter_of=setter_of)  # which may be an error
     if task is not None:
@@ -342,9 +347,26 @@ def load_model(
     `found_device` is what `device: auto` stands for (None: look for a GPU). `gpus` are those that the run is for, or
     `gpu_bytes` is the memory of one of which nothing else is known (None: those here).
     """
+    return load_with_adapter(run, model_path, found_device=found_device, gpus=gpus, gpu_bytes=gpu_bytes)[0]
+
+
+def load_with_adapter(
+    run: RunConfig,
+    model_path: Path,
+    *,
+    found_device: Literal["cpu", "cuda"] | None = None,
+    gpus: Sequence[SmiGpu] | None = None,
+    gpu_bytes: int | None = None,
+) -> tuple[ModelConfig, Adapter | None]:
+    """Load a checkpoint's configuration as `load_model` does, and what the run's LoRA adapter changes of it; None: the
+    run has no adapter. Raises LoadError and ConfigError, also where the adapter does not fit the model."""
     model = load_model_config(model_path, expert_parallel=run.enable_expert_parallel, overrides=run.hf_overrides)
+    adapter = None
+    if run.lora is not None:
+        adapter = read_adapter(find_adapter(run.lora), model.headless() if run.task == "embed" else model)
+        model = adapter.adapt(model)
     device = (found_device or detect_device()) if run.device == "auto" else run.device
-    return keep_weights(run, model, device, gpus=gpus, gpu_bytes=gpu_bytes)
+    return keep_weights(run, model, device, gpus=gpus, gpu_bytes=gpu_bytes, adapter=adapter), adapter
 
 
 def resolve_engine_config(
@@ -382,6 +404,7 @@ def resolve_engine_config(
     return EngineConfig(
         model_path=model_path,
         hf_overrides=run.hf_overrides,
+        lora_path=None if run.lora is None else find_adapter(run.lora),
         device=device,
         dtype=dtype,
         tensor_parallel_size=tensor_parallel_size,

@@ -9,6 +9,10 @@ from collections.abc import Iterable
 from nvcli.models.families.family import Family
 
 _WIDTH = 120
+_ADAPTERS = (
+    "LoRA adapters that PEFT saved are given beside their base model: -m BASE --lora ADAPTER, folders or ids on the "
+    "hub; they are merged into the weights, of whatever family and format."
+)
 _QUANTISED = (
     "Quantised checkpoints of all families but gpt-oss, which has MXFP4: FP8, AWQ, GPTQ, ModelOpt's FP8, NVFP4 and "
     "MXFP8, and compressed-tensors' W4A16, W8A16, W8A8, FP8, NVFP4, MXFP4 and MXFP8. auto keeps FP8 and MXFP8 in 8 "
@@ -21,7 +25,7 @@ _QUANTISED = (
 
 def format_families(families: Iterable[Family]) -> str:
     """Write a table: the family, then what sets it apart, its architectures in config.json, and example ids. Behind it
-    stand the formats of quantised checkpoints."""
+    stand the formats of quantised checkpoints, and how adapters are given."""
     families = tuple(families)
     width = max(len(family.name) for family in families) + 2
     wrap = textwrap.TextWrapper(
@@ -33,7 +37,7 @@ def format_families(families: Iterable[Family]) -> str:
         right = [line for fact in facts for line in wrap(fact)]
         left = [family.name, *[""] * (len(right) - 1)]
         lines += [f"{name:{width}}{line}" for name, line in zip(left, right, strict=True)]
-    return "\n".join([*lines, "", *textwrap.wrap(_QUANTISED, _WIDTH)])
+    return "\n".join([*lines, "", *textwrap.wrap(_QUANTISED, _WIDTH), "", *textwrap.wrap(_ADAPTERS, _WIDTH)])
 
 
 def format_families_json(families: Iterable[Family]) -> str:

@@ -58,6 +58,7 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
                 revision=run.revision,
                 expert_parallel=run.enable_expert_parallel,
                 overrides=run.hf_overrides,
+                lora=run.lora,
             )
         config, layout, config_findings = _layout(run, files, device, smi)
         num_ranks = layout.num_ranks
@@ -129,8 +130,10 @@ def _layout(
     given = layout_as_given(run)
     if files is None or files.path is None or files.config is None:
         return None, given, []
+    if files.adapter is None:  # whatever is wrong with it is a finding already
+        run = msgspec.structs.replace(run, lora=None)
     try:
-        model = keep_weights(run, files.config, device, report=smi)
+        model = keep_weights(run, files.config, device, report=smi, adapter=files.adapter)
         config = resolve_engine_config(run, files.path, model, found_device=device)
         layout = resolve_layout(run, config, model, report=smi)
         sampling_defaults(run, files.config)

@@ -13,6 +13,8 @@ from typing import Any
 from nvcli.core.byte_sizes import counted
 from nvcli.core.system.hub_access import DownloadSize
 from nvcli.errors import ConfigError, LoadError
+from nvcli.models.adapters.adapter import Adapter, read_adapter
+from nvcli.models.adapters.find import find_local_adapter
 from nvcli.models.checkpoint import find_model, read_tensors, weight_files
 from nvcli.models.config import GENERATION_CONFIG_FILE, ModelConfig, load_model_config
 from nvcli.models.config_overrides import NO_OVERRIDES
@@ -32,6 +34,8 @@ class ModelFiles:
     config: ModelConfig | None
     tensors: Mapping[str, TensorInfo] | None
     findings: list[Finding]
+    adapter: Adapter | None = None
+    """The LoRA adapter, where one was asked for that fits the model."""
 
 
 def check_model_files(
@@ -40,16 +44,23 @@ def check_model_files(
     revision: str | None = None,
     expert_parallel: bool = False,
     overrides: Mapping[str, Any] = NO_OVERRIDES,
+    lora: str | None = None,
 ) -> ModelFiles:
     """Check the configured model. Nothing is downloaded. `revision` is that of `find_model`,
-    `expert_parallel` and `overrides` are those of `load_model_config`."""
+    `expert_parallel` and `overrides` are those of `load_model_config`, and `lora` is the adapter; None: there is
+    none."""
     path, finding = _find(name, revision)
     if path is None:
         return ModelFiles(path=None, config=None, tensors=None, findings=[finding])
     config, config_findings = _read_config(path, expert_parallel=expert_parallel, overrides=overrides)
     tensors, weight_findings = _read_weights(path)
     findings = [finding, *config_findings, *weight_findings]
-    return ModelFiles(path=path, config=config, tensors=tensors, findings=findings)
+    adapter: Adapter | None = None
+    if lora is not None and config is not None:
+        adapter, adapter_finding = _read_adapter(lora, config)
+        findings.append(adapter_finding)
+        config = config if adapter is None else adapter.adapt(config)
+    return ModelFiles(path=path, config=config, tensors=tensors, findings=findings, adapter=adapter)
 
 
 def _find(name: str, revision: str | None) -> tuple[Path | None, Finding]:
@@ -96,6 +107,19 @@ def _read_config(
         f"up to {config.max_position_embeddings:,} tokens"
     )
     return config, [ok("config", found), _generation_config(path, config)]
+
+
+def _read_adapter(name: str, config: ModelConfig) -> tuple[Adapter | None, Finding]:
+    try:
+        path = find_local_adapter(name)
+        if path is None:
+            found = f"{name} is not in the local Hugging Face cache; the first run would download it"
+            return None, warning("adapter", found, "hf download it, then run this again: its files were not checked")
+        adapter = read_adapter(path, config)
+    except (ConfigError, LoadError) as error:
+        return None, problem("adapter", str(error), "choose an adapter of this model: --lora FOLDER")
+    changed = len({*adapter.changes, *adapter.replaced})
+    return adapter, ok("adapter", f"{path}, changes {counted(changed, 'tensor')}")
 
 
 def _generation_config(path: Path, config: ModelConfig) -> Finding:

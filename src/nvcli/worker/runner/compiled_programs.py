@@ -41,6 +41,7 @@ class Program:
         settings = msgspec.structs.replace(
             config,
             model_path=Path(),
+            lora_path=None,
             replica=0,
             gpus=(),
             kv_blocks_before=None,

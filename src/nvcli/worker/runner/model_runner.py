@@ -21,6 +21,7 @@ from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady, MemoryUse, StepInput
 from nvcli.core.structured import MAX_END_IDS
 from nvcli.kernels.triton.launch.compile_processes import CompileProcesses
+from nvcli.models.adapters.adapter import read_adapter
 from nvcli.models.config import load_model_config
 from nvcli.models.kv_groups import kv_groups
 from nvcli.models.loader import begin_loading, init_random_weights, load_kv_scales
@@ -150,6 +151,10 @@ class ModelRunner:
                 overrides=self.config.hf_overrides,
             )
             config = config.headless() if self.config.embedding_size else config
+            self._adapter = None
+            if self.config.lora_path is not None:
+                self._adapter = read_adapter(self.config.lora_path, config)
+                config = self._adapter.adapt(config)
             self.model_config = config.with_quantization(self.config.quantization)
             self.model = build_model(
                 self.model_config,
@@ -195,7 +200,7 @@ class ModelRunner:
                 self._wait_for_weights: Callable[[], None] = wait_for_gpu
             else:
                 path, say = self.config.model_path, self._notes.append
-                self._wait_for_weights = begin_loading(self.model, path, self.device, say=say)
+                self._wait_for_weights = begin_loading(self.model, path, self.device, adapter=self._adapter, say=say)
                 if self.config.kv_dtype == "fp8" and (note := load_kv_scales(self.model, path, self.device)):
                     say(note)
 

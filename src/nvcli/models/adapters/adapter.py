@@ -1,0 +1,151 @@
+"""Adapter: what a LoRA adapter changes of a decoder's tensors. Torch-free; reads headers only.
+
+PEFT names tensors by the modules of the model in transformers. Here they are found under the decoder's names, whatever
+one side fuses and the other does not, and are checked against its shapes. The loader lays the changes over the tensors
+of the checkpoint (`Adapter.over`), and whatever part of a tensor a rank reads comes with its changes (`merge.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nvcli.core.validation import show
+from nvcli.errors import ConfigError, LoadError
+from nvcli.models.adapters.adapter_config import AdapterConfig, read_adapter_config
+from nvcli.models.adapters.adapter_files import AdapterTensors, read_adapter_tensors
+from nvcli.models.adapters.changes import AdapterReader, Changes
+from nvcli.models.adapters.decoder_names import DecoderNames
+from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO
+from nvcli.models.checkpoint_layout import locate_tensors
+from nvcli.models.config import ModelConfig
+from nvcli.models.geometry import model_tensors
+from nvcli.models.tensor_info import RowsChange, TensorInfo
+from nvcli.models.tensor_spec import TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """The changes of an adapter, under the decoder's names of tensors, those of each expert by itself."""
+
+    config: AdapterConfig
+    changes: Changes
+    replaced: Mapping[str, TensorInfo]
+    """Tensors that the adapter has in place of the checkpoint's."""
+    unties_head: bool
+    """Whether the LM head, which is tied to the embedding, needs a weight of its own."""
+    keeps_tie: bool
+    """Whether the LM head stays tied to the embedding."""
+    left: tuple[str, ...]
+    """The names in the adapter of tensors for other parts than the text model."""
+
+    @property
+    def note(self) -> str | None:
+        """Note for the user about tensors that have no effect; None: there are none."""
+        if not self.left:
+            return None
+        return f"the adapter's {len(self.left):,} tensors for other parts of the model ({self.left[0]}, …) are left out"
+
+    def adapt(self, model: ModelConfig) -> ModelConfig:
+        """Return the model with the tensors that it has once the adapter is merged into it."""
+        return replace(model, tie_word_embeddings=False) if self.unties_head else model
+
+    def check_kept(self, model: ModelConfig) -> None:
+        """Raise ConfigError where ranks keep a weight that is changed in the 4 bits of the checkpoint."""
+        for tensor in model_tensors(model, model.dtype):
+            if tensor.w4 is None:
+                continue
+            changed = next((n for n in tensor.stored_names if n in self.changes or n in self.replaced), None)
+            if changed is not None:
+                raise ConfigError(
+                    f"`quantization` is w4a16, and the adapter (`lora`) changes {changed}, which then has no 4 bits in "
+                    "the checkpoint: use quantization: none, or fp8, which is made of the changed values"
+                )
+
+    def over(self, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """Return a checkpoint's tensors, by the decoder's names, with the adapter's changes."""
+        found = dict(tensors)
+        if self.unties_head and TIED_TO in found:
+            found.setdefault(TIED_HEAD, found[TIED_TO])
+        if TIED_TO in self.replaced and self.keeps_tie:
+            found.pop(TIED_HEAD, None)  # a copy of what is replaced, where it is tied
+        found |= {name: info for name, info in self.replaced.items() if name in found}
+        found |= {
+            name: replace(found[name], changes=changes) for name, changes in self.changes.items() if name in found
+        }
+        return found
+
+
+def read_adapter(folder: Path, model: ModelConfig) -> Adapter:
+    """Read an adapter for a model.
+
+    Raises LoadError that names the file, and the tensor or the key, where the adapter is damaged, was made for another
+    model, or does what is not served.
+    """
+    config, stored = read_adapter_config(folder), read_adapter_tensors(folder)
+    is_headless = model.decoder.layout.is_headless
+    wanted = model_tensors(model if is_headless else replace(model, tie_word_embeddings=False), model.dtype)
+    shapes = {name: tensor.stored_shape for tensor in wanted for name in tensor.stored_names}
+    names = DecoderNames(model.decoder.layout, shapes)
+    reader = AdapterReader(config, names)
+    for module in stored.modules:
+        reader.add(module)
+    replaced = _replaced(config, stored, names, wanted, reader)
+    changes = reader.changes
+    if not changes and not replaced:
+        raise LoadError(f"{stored.file}: changes nothing of the text model; it has tensors of other parts only")
+    unties = not is_headless and model.tie_word_embeddings and _needs_own_head(config, changes, replaced)
+    keeps_tie = model.tie_word_embeddings and not unties
+    if keeps_tie:  # what changes the embedding changes the head
+        changes.pop(TIED_HEAD, None)
+        replaced.pop(TIED_HEAD, None)
+    return Adapter(
+        config=config,
+        changes=changes,
+        replaced=replaced,
+        unties_head=unties,
+        keeps_tie=keeps_tie,
+        left=tuple(reader.left),
+    )
+
+
+def _needs_own_head(config: AdapterConfig, changes: Changes, replaced: Mapping[str, TensorInfo]) -> bool:
+    """Tell whether a tied LM head differs from the embedding once the adapter is merged."""
+    of_embedding, of_head = changes.get(TIED_TO, ()), changes.get(TIED_HEAD, ())
+    is_replaced = TIED_TO in replaced or TIED_HEAD in replaced
+    if not (of_embedding or of_head or is_replaced):
+        return False
+    if config.ties_weights and (of_embedding or TIED_TO in replaced):
+        return False
+    has_rows_alone = all(isinstance(change, RowsChange) for change in (*of_embedding, *of_head))
+    return is_replaced or not of_embedding or not has_rows_alone  # rows of tokens are those of both, as PEFT has it
+
+
+def _replaced(
+    config: AdapterConfig,
+    stored: AdapterTensors,
+    names: DecoderNames,
+    wanted: tuple[TensorSpec, ...],
+    reader: AdapterReader,
+) -> dict[str, TensorInfo]:
+    """Return the tensors that the adapter has whole: modules to save, biases, and embeddings that were saved along."""
+    found: dict[str, TensorInfo] = {}
+    for name, info in stored.whole.items():
+        if (known := names.find(name)) is not None:
+            found[known] = info
+        elif names.is_left(name):
+            reader.left.append(info.name)
+        else:
+            raise reader.unknown(info)
+    modules = {name.rpartition(".")[0] for name in names.shapes}
+    for end in () if config.ties_weights else config.modules_to_save:
+        is_there = any(f".{end}." in f".{name}" for name in stored.whole)
+        if not is_there and any(f".{module}".endswith(f".{end}") for module in modules):
+            raise config.file.error("modules_to_save", f"{show(end)} is not in {stored.file.name}")
+    layout = replace(names.layout, renamed=(), is_part=False, left=(), is_headless=False)
+    located = dict(locate_tensors(layout, found, wanted).tensors)
+    for name, info in located.items():
+        if info.shape != names.shapes[name]:
+            raise reader.mismatch(info, name)
+    return located

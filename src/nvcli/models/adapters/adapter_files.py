@@ -1,0 +1,120 @@
+"""The tensors of an adapter's folder, by the modules that they belong to. Torch-free; reads the header alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from nvcli.core.validation import show
+from nvcli.errors import LoadError
+from nvcli.models.other_checkpoints import ADAPTER_WEIGHTS
+from nvcli.models.safetensors_header import read_header
+from nvcli.models.tensor_info import TensorInfo
+
+_NAME_CHARS = 160
+"""Characters of a name that messages show; PEFT's are long."""
+_PREFIX, _BASE_LAYER = "base_model.model.", ".base_layer"
+_KINDS = {
+    ".lora_A.weight": "down",
+    ".lora_B.weight": "up",
+    ".lora_B.bias": "bias",
+    ".lora_embedding_A": "up of embedding",
+    ".lora_embedding_B": "down of embedding",
+    ".lora_magnitude_vector": "magnitude",
+    ".lora_magnitude_vector.weight": "magnitude",
+    ".token_adapter.trainable_tokens_delta": "rows",
+}
+"""End of a tensor's name → what it is of its module. Everything else stands for a tensor of the base model."""
+_MATRICES = {"up": True, "down": False, "up of embedding": False, "down of embedding": True}
+"""Matrices → whether the file has [features, rank], and not [rank, features]."""
+_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+_PICKLED = "adapter_model.bin"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleTensors:
+    """The tensors that an adapter has for a module."""
+
+    name: str
+    """The module's name in transformers."""
+    depth: int
+    """How many wrappers of PEFT stand around the parameter; those of one module are inside each other."""
+    tensors: Mapping[str, TensorInfo]
+    """up, down: [rank, features]; bias, magnitude: [features]; rows: [tokens, hidden]."""
+    is_embedding: bool
+
+    @property
+    def any_tensor(self) -> TensorInfo:
+        """One of them, to name its file."""
+        return next(iter(self.tensors.values()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterTensors:
+    """All tensors of an adapter."""
+
+    file: Path
+    modules: tuple[ModuleTensors, ...]
+    whole: Mapping[str, TensorInfo]
+    """Tensors that replace those of the base model, by the names that transformers has for these."""
+
+
+def read_adapter_tensors(folder: Path) -> AdapterTensors:
+    """Read which tensors an adapter has. Raises LoadError for a missing or corrupt file, pickled weights, and tensors
+    that are no floating-point numbers or have too many dimensions."""
+    file = folder / ADAPTER_WEIGHTS
+    if not os.path.lexists(file):
+        pickled = (folder / _PICKLED).exists()
+        hint = f", but {_PICKLED}, which is pickled and not read: save the adapter again with peft" if pickled else ""
+        raise LoadError(f"{folder}: no {ADAPTER_WEIGHTS}{hint}")
+    groups: dict[tuple[str, int], dict[str, TensorInfo]] = {}
+    whole: dict[str, TensorInfo] = {}
+    for name, info in read_header(file).items():
+        if info.dtype not in _FLOAT_DTYPES:
+            raise LoadError(
+                f"{file}: tensor {quote(name)} is stored as {info.dtype}; supported: {', '.join(_FLOAT_DTYPES)}"
+            )
+        stored = name.removeprefix(_PREFIX)
+        end = next((end for end in _KINDS if stored.endswith(end)), None)
+        if end is None:
+            whole[stored.replace(_BASE_LAYER, "")] = info
+            continue
+        module, kind = stored.removesuffix(end), _KINDS[end]
+        key = module.replace(_BASE_LAYER, ""), module.count(_BASE_LAYER)
+        groups.setdefault(key, {})[kind] = _oriented(info, kind)
+    modules = tuple(_module(*key, tensors) for key, tensors in groups.items())
+    if not modules and not whole:
+        raise LoadError(f"{file}: has no tensors; train the adapter, or download it again")
+    return AdapterTensors(file=file, modules=modules, whole=whole)
+
+
+def _module(name: str, depth: int, tensors: dict[str, TensorInfo]) -> ModuleTensors:
+    is_embedding = any(kind.endswith(" of embedding") for kind in tensors)
+    tensors = {kind.removesuffix(" of embedding"): info for kind, info in tensors.items()}
+    for kind, other in (("up", "down"), ("down", "up")):
+        if kind in tensors and other not in tensors:
+            raise LoadError(
+                f"{tensors[kind].file}: tensor {quote(tensors[kind].name)} has no partner, the other matrix of its "
+                "product; download the adapter again"
+            )
+    return ModuleTensors(name=name, depth=depth, tensors=tensors, is_embedding=is_embedding)
+
+
+def _oriented(info: TensorInfo, kind: str) -> TensorInfo:
+    """Return a tensor of a module, a matrix as [rank, features]."""
+    wanted = 2 if kind in _MATRICES or kind == "rows" else 1
+    if len(info.shape) != wanted or not all(info.shape):
+        raise LoadError(
+            f"{info.file}: tensor {quote(info.name)} has shape {list(info.shape)}, where {wanted} dimensions belong "
+            "that are not empty; download the adapter again, or save it again with all of its shards"
+        )
+    if _MATRICES.get(kind):
+        return replace(info, shape=info.shape[::-1], is_transposed=True)
+    return info
+
+
+def quote(name: str) -> str:
+    """Return the name of a tensor or module in quotes, for messages."""
+    return show(name, _NAME_CHARS)

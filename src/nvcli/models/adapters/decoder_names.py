@@ -1,0 +1,76 @@
+"""DecoderNames: the decoder's tensors behind transformers' names for modules and parameters. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from nvcli.models.checkpoint_layout import CheckpointLayout, fused_parts, stacked_parts
+from nvcli.models.tensor_info import Features
+
+_TEXT = ("model.layers.", "model.embed_tokens", "model.norm.", "lm_head.")
+"""How the decoder's own names begin."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A tensor of the decoder that is all or some features of what a name stands for."""
+
+    name: str
+    features: Features
+
+
+class DecoderNames:
+    """The names of a decoder's tensors.
+
+    Adapters name modules as the class does that they were trained with: of the whole model with an LM head, of its text
+    part, or of a model without a head.
+    """
+
+    def __init__(self, layout: CheckpointLayout, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.shapes = shapes
+        """The decoder's names of tensors, those of each expert by itself → their shapes."""
+        self.layout = layout
+        self._layouts = (layout, replace(layout, is_part=False))
+
+    def find(self, name: str) -> str | None:
+        """Return the decoder's name of a tensor of transformers, which may be fused of several or a stack of all
+        experts; None: the decoder has none such."""
+        return next((one for one in self._candidates(name) if self._is_known(one)), None)
+
+    def places(self, name: str) -> list[Place]:
+        """Return the tensors that make up one which `find` found, and is no stack."""
+        if name in self.shapes:
+            return [Place(name=name, features=Features())]
+        return self._in_turn([part for part in fused_parts(name) if part in self.shapes])
+
+    def places_in_stack(self, name: str) -> list[list[Place]]:
+        """Return the tensors of each expert in a stack that `find` found."""
+        experts = stacked_parts(name, self.shapes)
+        if not self.layout.interleaves_experts:
+            return [self._in_turn(parts) for parts in experts]
+        step = len(experts[0])
+        return [
+            [Place(name=part, features=Features(first=first, step=step)) for first, part in enumerate(parts)]
+            for parts in experts
+        ]
+
+    def is_left(self, name: str) -> bool:
+        """Tell whether a tensor that was not found is of another part of the model, which stays on disk."""
+        return self.layout.decoder_name(name) is None and not any(
+            candidate.startswith(_TEXT) for candidate in self._candidates(name)
+        )
+
+    def _is_known(self, name: str) -> bool:
+        parts = name, *fused_parts(name)
+        return any(part in self.shapes for part in parts) or bool(stacked_parts(name, self.shapes))
+
+    def _in_turn(self, parts: list[str]) -> list[Place]:
+        """Return the parts of a fused tensor, whose rows follow each other."""
+        lengths = [self.shapes[part][0] for part in parts]
+        return [Place(name=part, features=Features(first=sum(lengths[:number]))) for number, part in enumerate(parts)]
+
+    def _candidates(self, name: str) -> list[str]:
+        """Return the names that the decoder may have for a tensor of transformers, the likeliest first."""
+        names = [layout.decoder_name(one) for layout in self._layouts for one in (name, f"model.{name}")]
+        return list(dict.fromkeys(name for name in names if name is not None))

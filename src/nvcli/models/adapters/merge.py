@@ -1,0 +1,66 @@
+"""Values of a checkpoint's tensors with what an adapter changes of them: computed in float32, and rounded by the caller
+when they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from nvcli.models.stored_values import OpenFiles
+from nvcli.models.tensor_info import BiasChange, LowRankChange, RowsChange, TensorInfo
+
+
+def read_values(files: OpenFiles, info: TensorInfo, part: Sequence[slice], device: torch.device) -> Tensor:
+    """Read the values of a part of a tensor that is not empty, [rows, columns] or [rows], with its changes.
+
+    Without changes they are as `OpenFiles.read` gives them, otherwise in float32 on `device`. Raises what that does.
+    """
+    if not info.changes:
+        return files.read(info, part, device)
+    rows = part[0]
+    needs_rows = any(isinstance(change, LowRankChange) and change.magnitude is not None for change in info.changes)
+    read = (rows, slice(0, info.shape[1])) if needs_rows else tuple(part)
+    values = files.read(replace(info, changes=()), read, device).to(device).float()
+    for change in info.changes:
+        if isinstance(change, RowsChange):
+            values = _replace_rows(files, values, change, read)
+        elif isinstance(change, BiasChange):
+            added = _read_features(files, change.values, change.features.range(rows), device)
+            values = values + change.scaling * added
+        else:
+            values = _add_product(files, values, change, read)
+    return values[:, part[1]] if needs_rows else values
+
+
+def _add_product(files: OpenFiles, values: Tensor, change: LowRankChange, part: Sequence[slice]) -> Tensor:
+    rows, columns = part
+    device, features, ranks = values.device, change.features.range(rows), slice(0, change.down.shape[0])
+    up = _read_features(files, change.up, features, device)
+    down = files.read(change.down, (ranks, columns), device).to(device).float()
+    values = torch.addmm(values, up.t(), down, alpha=change.scaling)
+    if change.magnitude is None:
+        return values
+    magnitude = _read_features(files, change.magnitude, features, device)
+    lengths: Tensor = torch.linalg.vector_norm(values, dim=1)
+    return values * (magnitude / lengths).unsqueeze(1)
+
+
+def _read_features(files: OpenFiles, info: TensorInfo, features: slice, device: torch.device) -> Tensor:
+    """Read some of the features of a matrix [rank, features] or a vector [features], in float32 on `device`."""
+    part = slice(features.start, features.stop)
+    whole = [slice(0, length) for length in info.shape[:-1]]
+    values: Tensor = files.read(info, (*whole, part), device)[..., :: features.step]
+    return values.to(device).float()
+
+
+def _replace_rows(files: OpenFiles, values: Tensor, change: RowsChange, part: Sequence[slice]) -> Tensor:
+    rows, columns = part
+    found = [(row - rows.start, number) for number, row in enumerate(change.rows) if rows.start <= row < rows.stop]
+    if not found:
+        return values
+    replaced = files.read(change.values, (slice(0, len(change.rows)), columns), values.device)
+    places, numbers = torch.tensor(found, device=values.device).unbind(1)
+    return values.index_copy(0, places, replaced.to(values.device).float()[numbers])

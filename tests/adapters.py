@@ -1,0 +1,69 @@
+"""Small random LoRA adapters for tests, in PEFT's format, made without PEFT."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+PREFIX = "base_model.model."
+
+
+def low_rank(
+    base: Path, modules: Sequence[str] = LINEAR, *, rank: int = 4, seed: int = 0, size: float = 0.2
+) -> dict[str, Tensor]:
+    """The matrices of an adapter for all linear layers of a checkpoint whose names end so, by their names in PEFT."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, (rows, columns) in _weights(base):
+        if name.rpartition(".")[2] in modules:
+            tensors[f"{PREFIX}{name}.lora_A.weight"] = size * torch.randn(rank, columns, generator=generator)
+            tensors[f"{PREFIX}{name}.lora_B.weight"] = size * torch.randn(rows, rank, generator=generator)
+    return tensors
+
+
+def write_adapter(folder: Path, tensors: Mapping[str, Tensor], **config: Any) -> Path:
+    """Write an adapter's folder; `config` are keys of adapter_config.json that differ from a plain one of rank 4."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(dict(tensors), folder / "adapter_model.safetensors")
+    values = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": list(LINEAR), **config}
+    (folder / "adapter_config.json").write_text(json.dumps(values))
+    return folder
+
+
+def merge(base: Path, tensors: Mapping[str, Tensor], folder: Path, *, scaling: float = 2.0) -> Path:
+    """Write the checkpoint of one file that a plain adapter makes of another one."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(base, folder)
+    weights = load_file(base / "model.safetensors")
+    for name, down in tensors.items():
+        if name.endswith(".lora_A.weight"):
+            module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+            up = tensors[name.replace("lora_A", "lora_B")]
+            weight = weights[f"{module}.weight"]
+            weights[f"{module}.weight"] = (weight.float() + scaling * (up @ down)).to(weight.dtype)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _weights(base: Path) -> list[tuple[str, list[int]]]:
+    """The modules of a checkpoint with matrices, and the shapes of these."""
+    from safetensors import safe_open
+
+    with safe_open(base / "model.safetensors", framework="pt") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - no mapping
+    matrices = {name: shape for name, shape in shapes.items() if name.endswith(".weight") and len(shape) == 2}
+    return [(name.removesuffix(".weight"), shape) for name, shape in matrices.items()]

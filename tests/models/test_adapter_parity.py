@@ -1,0 +1,154 @@
+"""Merged LoRA adapters give the logits of PEFT, for every key of adapter_config.json that changes them."""
+
+from __future__ import annotations
+
+import json
+import random
+import warnings
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_driver import ModelDriver
+from torch import Tensor
+
+from adapters import LINEAR
+from batches import RequestState
+from checkpoints import reference_model, write_tiny_model
+from family_shapes import SHAPES
+
+peft = pytest.importorskip("peft")
+
+IDS = random.Random(0).choices(range(97), k=20)
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+TIED = {"tie_word_embeddings": True}
+
+Checkpoints = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """Gives the checkpoint of a shape or family, which is written when it is first asked for."""
+    folder = tmp_path_factory.mktemp("bases")
+
+    @cache
+    def write(name: str) -> Path:
+        family, overrides = SHAPES.get(name, (name.partition(",")[0], TIED if "tied" in name else {}))
+        return write_tiny_model(folder / name, family, **overrides)
+
+    return write
+
+
+def train(base: Path, folder: Path, **keys: Any) -> Tensor:
+    """Write a random adapter of PEFT for a checkpoint, and return its logits of `IDS`."""
+    generator = torch.Generator().manual_seed(1)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # PEFT warns of what it makes of some keys
+        model = peft.get_peft_model(reference_model(base), peft.LoraConfig(**keys))
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator)
+                if "magnitude" in name:
+                    parameter.mul_(1 + 0.3 * noise.abs())
+                elif "lora_" in name and parameter.dim() == 2:
+                    parameter.copy_(0.25 * noise)
+                else:
+                    parameter.add_(0.3 * noise)
+        model.save_pretrained(folder)
+        logits: Tensor = model.eval()(input_ids=torch.tensor([IDS])).logits[0]
+    return logits
+
+
+def logits_of(base: Path, adapter: Path | None) -> Tensor:
+    return ModelDriver(base, lora=adapter).step((RequestState(), IDS))[0]
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "names": ("gemma 3", {"target_modules": list(LINEAR), "lora_alpha": 6, "fan_in_fan_out": True}),
+    "all-linear": ("Qwen3", {"target_modules": "all-linear"}),
+    "regex": (
+        "Llama",
+        {
+            "target_modules": r"model\.layers\.\d+\.(self_attn\.(q|k)_proj|mlp\.up_proj)",
+            "exclude_modules": r".*\.1\.mlp.*",
+        },
+    ),
+    "patterns": (
+        "Llama",
+        {
+            "target_modules": list(LINEAR),
+            "exclude_modules": ["layers.0.self_attn.q_proj", "up_proj"],
+            "use_rslora": True,
+            "rank_pattern": {"k_proj": 2, r"layers.1.*v_proj": 7},
+            "alpha_pattern": {"down_proj": 3, "model.layers.0.self_attn.v_proj": 9},
+        },
+    ),
+    "layers": ("Llama", {"target_modules": list(LINEAR), "layers_to_transform": [1], "layers_pattern": "layers"}),
+    "DoRA, fused": ("phi 3", {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"], "use_dora": True}),
+    "fused under other names": ("granite 4", {"target_modules": ["q_proj", "input_linear", "output_linear"]}),
+    "biases": ("Qwen2", {"target_modules": ["q_proj", "o_proj"], "bias": "all"}),
+    "biases of products": ("Qwen2", {"target_modules": ["q_proj", "k_proj"], "lora_bias": True, "bias": "lora_only"}),
+    "modules": (
+        "Llama",
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens", "input_layernorm", "mlp"]},
+    ),
+    "embeddings": ("Llama", {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
+    "tied, embeddings": ("Llama, tied", {"target_modules": ["embed_tokens"]}),
+    "tied, head": ("Llama, tied", {"target_modules": ["q_proj", "lm_head"]}),
+    "tied, module": ("Llama, tied", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
+    "tied, both": ("Llama, tied", {"target_modules": ["embed_tokens"], "ensure_weight_tying": True}),
+    "tied, tokens": ("Llama, tied", {"target_modules": ["q_proj"], "trainable_token_indices": [3, IDS[0], IDS[5]]}),
+    "tokens": (
+        "Llama",
+        {"target_modules": ["v_proj"], "trainable_token_indices": {"embed_tokens": [IDS[0]], "lm_head": [9]}},
+    ),
+    "with vision": ("gemma 3 with vision", {"target_modules": list(LINEAR)}),
+    "delta nets": ("qwen 3-next", {"target_modules": "all-linear"}),
+    "experts": (
+        "qwen3 moe",
+        {
+            "target_modules": ["q_proj"],
+            "target_parameters": [*EXPERTS, "mlp.gate.weight"],
+            "rank_pattern": {"down_proj": 2},
+            "alpha_pattern": {"experts.gate_up_proj": 5},
+        },
+    ),
+    "interleaved experts": ("gpt-oss", {"target_modules": ["o_proj"], "target_parameters": EXPERTS}),
+    "experts, one projection": ("gpt-oss", {"target_modules": [], "target_parameters": ["experts.down_proj"]}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits(name: str, checkpoint_of: Checkpoints, tmp_path: Path) -> None:
+    base, keys = checkpoint_of(CASES[name][0]), CASES[name][1]
+    expected = train(base, tmp_path, r=4, **keys)
+    found = logits_of(base, tmp_path)
+    torch.testing.assert_close(found, expected, atol=3e-3 if name == "delta nets" else 2e-4, rtol=1e-4)
+    assert (found - logits_of(base, None)).abs().max() > 0.3, "an adapter that changes little is tested by nothing"
+
+
+def test_experts_by_themselves_are_those_of_stacks(checkpoint_of: Checkpoints, tmp_path: Path) -> None:
+    """Adapters that transformers 4 trained name each expert's layers, which PEFT converts when it loads them."""
+    from safetensors.torch import load_file, save_file
+
+    base, folder = checkpoint_of("qwen3 moe"), tmp_path / "adapter"
+    train(base, folder, r=4, target_modules=["q_proj"])
+    tensors, generator = load_file(folder / "adapter_model.safetensors"), torch.Generator().manual_seed(2)
+    for layer in range(2):
+        for expert in range(8):
+            for name, rows, columns in (("gate_proj", 32, 32), ("up_proj", 32, 32), ("down_proj", 32, 32)):
+                module = f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.{name}"
+                tensors[f"{module}.lora_A.weight"] = torch.randn(4, columns, generator=generator) * 0.3
+                tensors[f"{module}.lora_B.weight"] = torch.randn(rows, 4, generator=generator) * 0.3
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["target_modules"] = ["q_proj", "gate_proj", "up_proj", "down_proj"]
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        model = peft.PeftModel.from_pretrained(reference_model(base), folder).eval()
+        expected = model(input_ids=torch.tensor([IDS])).logits[0]
+    torch.testing.assert_close(logits_of(base, folder), expected, atol=2e-4, rtol=1e-4)

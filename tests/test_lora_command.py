@@ -1,0 +1,98 @@
+"""Jobs with a LoRA adapter (`--lora`), as a user runs them with the built-in model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adapters import LINEAR, low_rank, merge, write_adapter
+from fake_command import NvcliHere, run_nvcli
+from nvcli import LLM
+from nvcli.core.config import RunConfig
+from nvcli.demo import demo_path
+from nvcli.job.output.manifest import load_manifest
+from nvcli.job.run.plan import plan_replicas
+from nvcli.job.run.resolve import resolve_settings
+
+ROWS = [{"prompt": f"What is {number} + 58?\n", "lora": "a column"} for number in (3, 37, 512)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with an input and two adapters of the built-in model."""
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    for seed, name in enumerate(("one", "two")):
+        tensors = low_rank(demo_path(), LINEAR, seed=seed, size=0.3)
+        write_adapter(tmp_path / name, tensors, base_model_name_or_path=f"someone/{'demo' if seed == 0 else 'other'}")
+    return tmp_path
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_answers_are_those_of_the_merged_model(folder: Path, nvcli_here: NvcliHere) -> None:
+    always = ("in.jsonl", "--order", "input", "--temperature", "0", "--max-tokens", "12")
+    done = run_nvcli("generate", *always, "-m", "demo", "--lora", "one", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "base_model_name_or_path" not in done.stderr
+    rows = rows_of(folder / "in.out.jsonl")
+    assert [row["lora"] for row in rows] == ["a column"] * 3
+    merged = merge(demo_path(), low_rank(demo_path(), LINEAR, seed=0, size=0.3), folder / "merged")
+    with LLM(merged, seed=0) as llm:
+        expected = [answer.text for answer in llm.generate(ROWS, sampling={"temperature": 0, "max_tokens": 12})]
+    texts = [row["choices"][0]["text"] for row in rows]
+    assert texts == expected
+    assert not any("95" in text for text in texts), "the adapter changes what the model knows"
+    manifest = load_manifest(folder / "in.out.jsonl")
+    assert manifest is not None
+    assert [name for name in manifest.facts if name.startswith("lora")] == [
+        "lora adapter_config.json",
+        "lora adapter_model.safetensors",
+    ]
+    other = nvcli_here("generate", *always, "-m", "demo", "--lora", "two", cwd=folder)
+    assert other.returncode == 2
+    assert "lora adapter_model.safetensors: " in other.stderr
+    without = nvcli_here("generate", *always, "-m", "demo", cwd=folder)
+    assert without.returncode == 2
+    assert "→ not set" in without.stderr
+
+
+def test_another_base_model_that_fits_is_a_warning(folder: Path) -> None:
+    warnings = []
+    for name in ("one", "two"):
+        run = RunConfig(model="demo", lora=str(folder / name), device="cpu")
+        warnings += plan_replicas(resolve_settings(run), num_requests=1).warnings
+    (line,) = [warning for warning in warnings if "someone" in warning]
+    assert line.startswith("warning: the adapter ")
+    assert "was made for someone/other (base_model_name_or_path), and the model is demo" in line
+
+
+@pytest.mark.parametrize("command", ["generate", "score", "embed", "check"])
+def test_what_does_not_fit_ends_the_command_before_it_loads_anything(
+    folder: Path, nvcli_here: NvcliHere, command: str
+) -> None:
+    import torch
+
+    wide = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(4, 4096)}
+    wide["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"] = torch.zeros(4096, 4)
+    write_adapter(folder / "wide", wide, base_model_name_or_path="someone/large")
+    done = nvcli_here(command, "in.jsonl", "-m", "demo", "--lora", "wide", cwd=folder)
+    assert done.returncode == 2
+    assert "has shape [4, 4096], which does not fit model.layers.0.self_attn.q_proj.weight [256, 128]" in done.stderr
+    assert "the adapter was made for someone/large (base_model_name_or_path)" in done.stderr
+
+
+def test_names_and_several_adapters_are_refused(folder: Path, nvcli_here: NvcliHere) -> None:
+    done = nvcli_here("generate", "in.jsonl", "-m", "demo", "--lora", "sql=one", cwd=folder)
+    assert done.returncode == 2
+    assert "`lora` is sql=one: adapters with names, of which each row has one, are not served" in done.stderr
+    done = nvcli_here("generate", "in.jsonl", "-m", "demo", "--lora", "one", "--lora", "two", cwd=folder)
+    assert done.returncode == 2
+    assert "--lora is given 2 times; one adapter serves all rows of a run" in done.stderr
+    done = nvcli_here("bench", "--shape", "qwen3-0.6b", "--lora", "one", cwd=folder)
+    assert done.returncode == 2
+    assert "--shape qwen3-0.6b makes up weights, and `lora` is one" in done.stderr
