@@ -1,36 +1,60 @@
 """DraftPolicy: how many tokens to draft for each decode row of the next step.
 
-An accepted draft saves its row a step, but every draft makes the step longer. The policy learns from the steps that
-ran: how often the first, the second, … draft of a row is accepted, and how long steps of each size take. It chooses the
-width with the most tokens per second, or no drafts if none gains. Unknown costs are guessed low, so that they are
-tried; a try that does not pay is not repeated for a while, twice as long each time. So wrong guesses cost a bounded
-part of the run.
+An accepted draft saves its row a step, but every draft makes the step longer, and the first step of a shape captures
+its graph. The policy takes the width with the most tokens per second, or no drafts if none gains. It knows
+
+- how often the first, the second, … draft of a row is right: from the drafts that ran, and from the answers, in which
+  it sees without any draft what would have been right (`DraftEvidence`);
+- how long steps take (`DraftCosts`). A width that was never seen is tried if it is likely to pay for the try.
+
+What drafts have cost and not yet gained is a debt, of which a small share of the time is forgiven. While it is large,
+there are no drafts. Where nothing speaks for drafts, they are tried when that makes no debt, and ever more rarely:
+there may be some that the evidence does not see. So wrong guesses cost a bounded part of the run.
 
 All of it is arithmetic on the host, on numbers that come with the outputs of steps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from nvcli.core.config_types import DraftPolicyName
 from nvcli.core.messages import DRAFT_SOURCES, StepInput, StepOutput, unpack
+from nvcli.engine.draft_costs import DraftCosts, size_of
+from nvcli.engine.draft_evidence import DraftEvidence
+from nvcli.engine.state import RequestState
 
-_FIRST_SURVIVAL = 0.5
-"""The assumed acceptance rate of first drafts, before any was seen."""
-_ROWS_SEEN = 32
-"""Rows whose steps weigh as much in the acceptance rates as all before them."""
-_LEAST_GAIN = 1.03
-"""Minimum gain at which a step has drafts if the one before had none."""
-_GUESSED_COST = 0.02
-"""The assumed cost of another token per row, as a share of a step without drafts, before it was measured."""
-_SECONDS_SEEN = 4
-"""Steps that weigh as much in the measured times as all before them."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 8, 128
-"""Steps without drafts before the next try: at first, and at most."""
+_ROWS_SEEN, _STEPS_SEEN = 64, 10
+"""Rows that weigh as much in the acceptance rates as all before them, in at least so many steps."""
+_UNSEEN = 4
+"""Wrong drafts that are assumed before any evidence."""
+_LOOKS = 32
+"""Requests looked at in as many steps; afterwards in every fourth step, or every 16th with drafts."""
+_LEAST_GAIN, _LEAST_TO_STAY, _LEAST_TO_TRY = 1.03, 1.01, 1.1
+"""Minimum gain at which a step has drafts if the one before had none, and if it had some; and by how much a shape that
+was never seen must be better."""
+_TRY_SECONDS = 0.03
+"""The assumed cost of the first step of a shape (15 to 35 ms for Qwen3-0.6B and 8B on an H200)."""
+_HORIZON = 1.0
+"""A run is expected to go on for as long as it has gone on, and for so many seconds at least."""
+_MOST_IDLE = 1.0
+"""Seconds before a step, at most, that are put down to its drafts."""
+_MOST_DEBT = 0.2
+"""Seconds of debt up to which steps have drafts."""
+_MOST_SAVED = 0.2
+"""The most seconds that are saved for later tries."""
 _TRIED_SHARE = 0.005
-"""Maximum share of the time that tries may take."""
+"""Share of the time that is forgiven."""
+_STEPS_IN_FLIGHT = 4
+"""At least the steps whose outputs are awaited when a step is scheduled."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 8, 4096
+"""Steps without drafts before the next try where nothing speaks for them: at first, and at most."""
+_NEWS = 0.1
+"""By how much more drafts than assumed must be right for the pause to be short again."""
+_PLAIN_EVERY, _PLAIN_OFTEN = 128, 32
+"""Steps with drafts before one without, whose time is measured; often: if the gain is less than `_LARGE_GAIN`."""
+_LARGE_GAIN = 1.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +67,8 @@ class Drafting:
     """auto: as many as make the run faster; always: as many as possible."""
     max_step_tokens: int = 1 << 30
     """Maximum tokens of a step's decode rows together, if they have drafts."""
+    accept_rate: float | None = None
+    """See `EngineConfig.draft_accept_rate`."""
 
 
 class DraftPolicy:
@@ -54,14 +80,27 @@ class DraftPolicy:
         self.num_drafted = [0] * len(DRAFT_SOURCES)
         """Drafted tokens from each of `DRAFT_SOURCES`."""
         self.num_accepted = [0] * len(DRAFT_SOURCES)
-        self._survival = [_FIRST_SURVIVAL**place for place in range(1, drafting.widths[-1] if drafting else 1)]
-        """Share of rows whose first, second, … draft is accepted, as seen so far."""
-        self._seconds: dict[tuple[int, int], float] = {}
-        """Seconds of a step without prompts, by size of the batch (`_size`) and width."""
+        most = drafting.widths[-1] - 1 if drafting else 0
+        self._survival = [0.0] * most
+        """Share of rows whose first, second, … draft is right."""
+        self._evidence = DraftEvidence(most, drafting.accept_rate if drafting else None)
+        self._costs = DraftCosts()
+        self._num_steps = 0
+        self._num_looks = 0
+        self._elapsed = 0.0
+        """Seconds of all steps."""
+        self._debt = 0.0
+        """Seconds that drafts have cost, less what they have gained and what is forgiven. Below 0 tries may cost so
+        much."""
+        self._num_tested = 0
+        """The most drafts that a row had."""
         self._width = 1
-        self._pause = _FIRST_PAUSE
-        self._steps_to_try = 0
-        """Steps without drafts left before the next try."""
+        self._steps_with_drafts = 0
+        """Steps since the last one without drafts."""
+        self._steps_to_wait = 0
+        """Steps before another shape is tried: those in flight when one was."""
+        self._pause = self._steps_to_try = _FIRST_PAUSE
+        """Steps without drafts before the next try, and how many of them are left."""
 
     def width(self, num_rows: int, max_tokens: int, *, has_prompts: bool) -> int:
         """Return the number of tokens for each of a step's `num_rows` decode rows, up to `max_tokens` in all.
@@ -76,68 +115,110 @@ class DraftPolicy:
             return widths[-1]
         if has_prompts:
             return 1
-        self._width = self._choose(_size(num_rows), widths)
+        self._width = self._choose(size_of(num_rows), widths)
+        self._steps_with_drafts = self._steps_with_drafts + 1 if self._width > 1 else 0
         return self._width
 
-    def learn(self, step: StepInput, output: StepOutput) -> None:
-        """Take in a step's output and how long it took."""
+    def learn(self, step: StepInput, output: StepOutput, decoding: Sequence[RequestState] = ()) -> None:
+        """Take in a step's output and how long it took. `decoding`: the requests of its decode rows, before they have
+        the step's tokens."""
         if self._drafting is None:
             return
         num_rows = step.num_decodes
         width = unpack(step.num_tokens[:4])[0] if step.row_limits else 1
-        if num_rows and num_rows == step.num_rows and output.seconds > 0:
-            key = _size(num_rows), width
-            before = self._seconds.get(key, output.seconds)
-            self._seconds[key] = before + (output.seconds - before) / _SECONDS_SEEN
-        if width == 1:
-            return
+        seconds = output.seconds + min(output.idle_seconds, output.seconds)
+        self._elapsed += seconds
+        debt = self._debt - _TRIED_SHARE * seconds
+        self._num_steps += 1
         counts = unpack(output.counts)[:num_rows] if output.counts else [width] * num_rows
+        if width > 1:
+            self._count(output, counts, width)
+        if num_rows and num_rows == step.num_rows and output.seconds > 0:
+            size = size_of(num_rows)
+            plain = self._costs.plain(size)
+            if width > 1 and plain is not None:
+                spent = output.seconds + min(output.idle_seconds, _MOST_IDLE)
+                debt += spent - plain * sum(counts) / num_rows
+            self._costs.learn(size, width, output.seconds, output.idle_seconds)
+        self._debt = max(-_MOST_SAVED, debt)
+        every = 1 if self._num_looks < _LOOKS else 16 if width > 1 else 4
+        if decoding and self._num_steps % every == 0:
+            self._look(decoding[self._num_looks % len(decoding)])
+
+    def _count(self, output: StepOutput, counts: Sequence[int], width: int) -> None:
+        """Take in the numbers of tokens that rows with drafts gave."""
+        num_rows = len(counts)
         drafted = unpack(output.drafted) if output.drafted else [width - 1] * num_rows
         sources = unpack(output.draft_sources) if output.draft_sources else [0] * num_rows
         for source, num_drafted, count in zip(sources, drafted, counts, strict=True):
             self.num_drafted[source] += num_drafted
             self.num_accepted[source] += max(0, count - 1)
-        weight = min(0.5, num_rows / _ROWS_SEEN)
-        for place in range(1, width):
-            num_accepted = sum(count > place for count in counts)
-            before = self._survival[place - 1]
-            self._survival[place - 1] = before + weight * (num_accepted / num_rows - before)
+        self._num_tested = max(self._num_tested, width - 1)
+        if sum(count > 1 for count in counts) / num_rows > self._survival[0] + _NEWS:
+            self._pause = _FIRST_PAUSE
+        weight = min(1 / _STEPS_SEEN, num_rows / _ROWS_SEEN)
+        for place in range(width - 1):
+            share = sum(count > place + 1 for count in counts) / num_rows
+            self._survival[place] += weight * (share - self._survival[place])
+
+    def _look(self, state: RequestState) -> None:
+        """Learn from a request's answer what drafts would have done."""
+        self._num_looks += 1
+        outcome = self._evidence.of(state)
+        if outcome is None:
+            return
+        weight = max(1 / _ROWS_SEEN, 1 / (self._num_looks + _UNSEEN))
+        for place in range(outcome.num_drafts):
+            self._survival[place] += weight * ((outcome.num_right > place) - self._survival[place])
 
     def _choose(self, size: int, widths: list[int]) -> int:
         """Return the best width for steps of a size, 1 or one of `widths`."""
-        if (size, 1) not in self._seconds:
+        costs = self._costs
+        self._steps_to_wait = max(0, self._steps_to_wait - 1)
+        if costs.plain(size) is None:
             return 1  # nothing to compare with
-        costs = [self._cost(size, width) for width in widths]
-        shares = [*accumulate(self._survival, min)]  # a later draft is accepted no more often than an earlier one
-        gains = [(1 + sum(shares[: width - 1])) / cost for width, cost in zip(widths, costs, strict=True)]
-        best = max(gains)
-        if best > (1.0 if self._width > 1 else _LEAST_GAIN):
-            self._pause = self._steps_to_try = _FIRST_PAUSE
-            return widths[gains.index(best)]
+        shares = self._shares()
+        first_try = not costs.knows_from(size)
+        best, best_gain, likeliest = 1, _LEAST_TO_STAY if self._width > 1 else _LEAST_GAIN, (0.0, widths[0])
+        for width in widths[:1] if first_try else widths:
+            gain = (1 + sum(shares[: width - 1])) / costs.ratio(size, width)
+            likeliest = max(likeliest, (gain, width))
+            if not costs.is_known(size, width):
+                saved = (gain - 1) * max(self._elapsed, _HORIZON)
+                if self._steps_to_wait > 0 or saved < _TRY_SECONDS + max(0.0, self._debt):
+                    continue
+                gain /= _LEAST_TO_TRY
+            if gain > best_gain:
+                best, best_gain = width, gain
+        if best > 1 and self._debt <= _MOST_DEBT:
+            if self._steps_with_drafts >= (_PLAIN_EVERY if best_gain > _LARGE_GAIN else _PLAIN_OFTEN):
+                return 1
+            if not costs.is_known(size, best):
+                self._steps_to_wait = _STEPS_IN_FLIGHT
+            return best
+        return self._try(size, likeliest[1])
+
+    def _shares(self) -> list[float]:
+        """Return the share of rows whose first, second, … draft is right. A later one is right no more often than an
+        earlier one; where rows never had so many, it is right as often as the first if those before it are."""
+        shares: list[float] = []
+        for place, share in enumerate(self._survival):
+            if place and place >= self._num_tested:
+                share = max(share, shares[-1] * shares[0])
+            shares.append(min(share, shares[-1]) if place else share)
+        return shares
+
+    def _try(self, size: int, width: int) -> int:
+        """Return `width` if it is time to try it although nothing speaks for it, else 1."""
         if self._steps_to_try > 0:
             self._steps_to_try -= 1
             return 1
-        for width, cost in zip(widths, costs, strict=True):
-            if width > _LEAST_GAIN * cost:  # it would pay if all drafts were right
-                self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
-                self._steps_to_try = max(self._pause, int((cost - 1) / _TRIED_SHARE))
-                return width
-        return 1
-
-    def _cost(self, size: int, width: int) -> float:
-        """Return the time of a step with drafts as a multiple of one without. One that was not seen yet takes as long
-        as smaller ones that were, or a little longer than one without drafts."""
-        seen = self._seconds.get((size, width))
-        if seen is not None:
-            return seen / self._seconds[size, 1]
-        smaller = (
-            seconds / self._seconds[key_size, 1]
-            for (key_size, key_width), seconds in self._seconds.items()
-            if key_size <= size and key_width <= width and (key_size, 1) in self._seconds
-        )
-        return max(1 + _GUESSED_COST * (width - 1), *smaller)
-
-
-def _size(num_rows: int) -> int:
-    """Return the size class of a batch: all sizes between two powers of two share one."""
-    return (num_rows - 1).bit_length()
+        costs = self._costs
+        ratio, plain = costs.ratio(size, width), costs.plain(size)
+        assert plain is not None
+        price = (ratio - 1) * plain + (0.0 if costs.is_known(size, width) else _TRY_SECONDS)
+        if width < _LEAST_GAIN * ratio or self._debt + price > 0:
+            return 1
+        self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
+        self._steps_to_try = self._pause
+        return width

@@ -106,7 +106,10 @@ def drafting_of(config: EngineConfig, ready: EngineReady) -> Drafting | None:
     if not ready.may_draft:
         return None
     return Drafting(
-        widths=config.draft_widths, policy=config.draft_policy, max_step_tokens=config.max_draft_step_tokens
+        widths=config.draft_widths,
+        policy=config.draft_policy,
+        max_step_tokens=config.max_draft_step_tokens,
+        accept_rate=config.draft_accept_rate,
     )
 
 

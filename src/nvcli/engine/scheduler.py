@@ -193,7 +193,7 @@ class Scheduler:
         if output.counts or len(output.token_ids) > 4 * len(owners):
             owners = self._take_back_missing(step, output)
         self._num_with_drafts -= bool(step.input.row_limits)
-        self._drafts.learn(step.input, output)
+        self._drafts.learn(step.input, output, step.sampling[: step.input.num_decodes])
         if output.logprobs:
             for state, logprobs in zip(owners, output.logprobs, strict=True):
                 if logprobs is not None and not state.finished:
