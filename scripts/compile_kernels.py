@@ -67,7 +67,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("gpt-oss-20b", {"quantization": "w4a16"}),
     "Gemma 2": ("gemma-2-9b", {}),
     "Gemma 3": ("gemma-3-27b", {}),
-    "Qwen3.5-35B-A3B": ("qwen3.5-35b-a3b", {}),
+    "Qwen3.5-35B-A3B with drafts": ("qwen3.5-35b-a3b", {"speculation": SpeculationConfig(method="lookup")}),
 }
 """The shape of each model, and the settings of its run."""
 _MAX_MODEL_LEN = 4096

@@ -10,11 +10,18 @@ from nvcli.kernels.state_rows import StateRows
 
 
 def make_rows(
-    work: list[tuple[int, int]], tables: list[list[int]], *, block_size: int, num_single: int, padding: int = 0
+    work: list[tuple[int, int]],
+    tables: list[list[int]],
+    *,
+    block_size: int,
+    num_single: int = 0,
+    num_drafts: int = 0,
+    padding: int = 0,
 ) -> StateRows:
     """Rows of (tokens before, tokens) of requests with these block tables; `padding` tokens behind them are nobody's.
 
-    Rows of a table without blocks are padding rows. Slots are dealt in reverse order.
+    The first rows are single ones, or have drafts. Rows of a table without blocks are padding rows. Slots are dealt in
+    reverse order.
     """
     num_slots, width = len(work) + 1, max(map(len, tables)) + 1
     block_tables = torch.zeros(num_slots, width, dtype=torch.int32)
@@ -32,4 +39,5 @@ def make_rows(
         slot_mapping=torch.tensor([*places, *[0] * padding]),
         block_size=block_size,
         num_single_rows=num_single,
+        num_draft_rows=num_drafts,
     )

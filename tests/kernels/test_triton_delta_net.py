@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +11,15 @@ from state_steps import make_rows
 from torch import Tensor
 
 from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS, TOLERANCE
+from nvcli.kernels import advance_states as advance_reference
 from nvcli.kernels import causal_conv as conv_reference
 from nvcli.kernels import delta_net as reference
 from nvcli.kernels import norm as norm_reference
 from nvcli.kernels.delta_types import DeltaGates, DeltaHeads
+from nvcli.kernels.kept_inputs import KeptInputs
 from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.elementwise import norm
-from nvcli.kernels.triton.recurrent import causal_conv, delta_chunks, delta_net
+from nvcli.kernels.triton.recurrent import advance_states, causal_conv, delta_chunks, delta_net
 
 pytestmark = [*MARKS, pytest.mark.parametrize("dtype", DTYPES)]
 
@@ -92,6 +95,51 @@ def test_delta_rule(step: str, heads: DeltaHeads, dtype: torch.dtype) -> None:
     expected = reference.delta_rule(qkv, gates, pool, rows, heads)
     assert_close(found, expected, dtype)
     assert_close(found_pool[1:], pool[1:], dtype)
+
+
+DRAFTS = {
+    "few tokens": ([(5, 3), (0, 2), (64, 3), (0, 3)], [[1], [2], [3, 4], []], 64, 4, [3, 1, 2, 0], 0),
+    "beside chunks": ([(7, 4), (9, 4), (3, 7), (0, 0)], [[1] * 4, [0, 0, 2, 2], [3, 4, 5], []], 4, 2, [0, 4], 5),
+    "many tokens": ([(2, 9), (3, 1), (130, 9)], [[1], [2], [3, 3]], 128, 3, [9, 1, 7], 0),
+}
+"""(tokens before, tokens) of each row, block tables, block size, rows with drafts, their tokens that count, tokens of
+nobody."""
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("step", DRAFTS)
+def test_rows_with_drafts(step: str, heads: DeltaHeads, dtype: torch.dtype) -> None:
+    work, tables, block_size, num_drafts, accepted, padding = DRAFTS[step]
+    rows = make_rows(work, tables, block_size=block_size, num_drafts=num_drafts, padding=padding)
+    if heads.key_dim == 128 and dtype == torch.float32 and num_drafts < len(work):
+        pytest.skip("the compiler takes a minute")
+    num_tokens, num_heads, channels = len(rows.slot_mapping), heads.num_value_heads, heads.num_channels
+    state = num_heads, heads.key_dim, heads.value_dim
+    x, weight = rand(num_tokens, channels, dtype=dtype), rand(channels, 4, dtype=dtype, seed=1)
+    both = rand(num_tokens, 2 * num_heads, dtype=dtype, seed=2)
+    of_heads = rand(2, num_heads, dtype=dtype, seed=3)
+    conv_pools, pools = rand(2, 6, 3, channels, dtype=dtype, seed=5), rand(2, 6, *state, dtype=torch.float32, seed=6)
+    counts = torch.tensor([*accepted, *[0] * (len(work) - num_drafts)], dtype=torch.int32)
+
+    def run(device: torch.device, conv: Any, rule: Any, advance: Any) -> list[Tensor]:
+        moved = on_device(rows) if device == DEVICE else rows
+        conv_pool, pool = (tensor.to(device, copy=True) for tensor in (conv_pools, pools))
+        kept = KeptInputs.empty(2, num_tokens + 2, state, channels, dtype, device)
+        split, (rates, biases) = both.to(device), of_heads.to(device)
+        gates = DeltaGates(split[:, :num_heads], split[:, num_heads:], rates, biases)
+        outs = []
+        for layer in range(2):
+            own = kept.layer(layer)
+            outs += [conv(x.to(device), weight.to(device), conv_pool[layer], moved, own)]
+            outs += [rule(x.to(device), gates, pool[layer], moved, heads, own)]
+        advance(kept, conv_pool, pool, moved, counts.to(device))
+        return [*outs, *kept, conv_pool[:, 1:], pool[:, 1:]]
+
+    found = run(DEVICE, causal_conv.causal_conv, delta_net.delta_rule, advance_states.advance_states)
+    cpu = torch.device("cpu")
+    expected = run(cpu, conv_reference.causal_conv, reference.delta_rule, advance_reference.advance_states)
+    for one, wanted in zip(found, expected, strict=True):
+        assert_close(one, wanted, dtype)
 
 
 def test_a_prompt_of_one_token_over_and_over(dtype: torch.dtype) -> None:

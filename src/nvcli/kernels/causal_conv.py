@@ -10,19 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nvcli.kernels.kept_inputs import KeptInputs
 from nvcli.kernels.state_rows import StateRows
 
 
-def causal_conv(x: Tensor, weight: Tensor, pool: Tensor, rows: StateRows) -> Tensor:
+def causal_conv(x: Tensor, weight: Tensor, pool: Tensor, rows: StateRows, kept: KeptInputs | None = None) -> Tensor:
     """Compute silu(Σ weight[:, i] × input i - (K - 1)) of each token, and store the inputs that come next.
 
     x: [T, C], rows may lie apart; weight: [C, K], the last tap is the token's own; pool: [num_blocks, K - 1, C], the
-    inputs of each block's last tokens, the latest last, written → [T, C]. Tokens that belong to no row get zeros.
+    inputs of each block's last tokens, the latest last, written → [T, C]. Tokens that belong to no row get zeros. The
+    states of rows with drafts stay as they are, and `kept`, which is needed for them alone, gets their inputs.
     """
     if x.is_cuda:
         from nvcli.kernels.triton.recurrent import causal_conv as kernels
 
-        return kernels.causal_conv(x, weight, pool, rows)
+        return kernels.causal_conv(x, weight, pool, rows, kept)
     num_single, history = rows.num_single_rows, pool.shape[1]
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     if num_single:
@@ -31,6 +33,13 @@ def causal_conv(x: Tensor, weight: Tensor, pool: Tensor, rows: StateRows) -> Ten
         inputs = torch.cat((before.to(x.dtype), x[:num_single].unsqueeze(1)), dim=1)  # [R, K, C]
         out[:num_single] = F.silu((inputs.float() * weight.float().T).sum(1))
         pool[targets] = inputs[:, 1:].to(pool.dtype)
+    for start, end, source in rows.draft_spans():
+        assert kept is not None
+        before = torch.zeros_like(pool[0]) if source is None else pool[source]
+        inputs = torch.cat((before.to(x.dtype), x[start:end]))  # [K - 1 + span, C]
+        windows = inputs.unfold(0, history + 1, 1).transpose(1, 2)  # [span, K, C]
+        out[start:end] = F.silu((windows.float() * weight.float().T).sum(1))
+        kept.inputs[start:end] = x[start:end]
     before = torch.zeros_like(pool[0])
     for start, end, begins_row, source, target in rows.spans():
         if begins_row:

@@ -16,24 +16,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nvcli.kernels.delta_types import DeltaGates, DeltaHeads
+from nvcli.kernels.delta_types import DeltaGates, DeltaHeads, unit_length
+from nvcli.kernels.kept_inputs import KeptInputs
 from nvcli.kernels.state_rows import StateRows
 
 CHUNK = 64
 """Tokens that are computed at once."""
-_NORM_EPS = 1e-6
 
 
-def delta_rule(qkv: Tensor, gates: DeltaGates, pool: Tensor, rows: StateRows, heads: DeltaHeads) -> Tensor:
+def delta_rule(
+    qkv: Tensor, gates: DeltaGates, pool: Tensor, rows: StateRows, heads: DeltaHeads, kept: KeptInputs | None = None
+) -> Tensor:
     """Compute the rule for a step's tokens, and store the states behind them.
 
     qkv: [T, heads.num_channels], queries of all heads, then keys, then values; pool: [num_blocks, Hv, Dk, Dv] float32,
-    the state of each block, written → [T, Hv, Dv] like qkv. Tokens that belong to no row get zeros.
+    the state of each block, written → [T, Hv, Dv] like qkv. Tokens that belong to no row get zeros. The states of rows
+    with drafts stay as they are, and `kept`, which is needed for them alone, gets what their tokens write.
     """
     if qkv.is_cuda:
         from nvcli.kernels.triton.recurrent import delta_net as kernels
 
-        return kernels.delta_rule(qkv, gates, pool, rows, heads)
+        return kernels.delta_rule(qkv, gates, pool, rows, heads, kept)
     q, k, v = _heads(qkv, heads)
     beta, decay = gates.beta.float().sigmoid(), gates.decay()
     num_single = rows.num_single_rows
@@ -44,6 +47,17 @@ def delta_rule(qkv: Tensor, gates: DeltaGates, pool: Tensor, rows: StateRows, he
         single = slice(0, num_single)
         out[single], state = delta_step(q[single], k[single], v[single], decay[single], beta[single], state)
         pool[rows.targets()] = state
+    if rows.num_draft_rows:
+        assert kept is not None
+        num_tokens = int(rows.query_start_loc[rows.num_draft_rows])
+        key_size = heads.num_key_heads * heads.key_dim
+        kept.keys[:num_tokens] = qkv[:num_tokens, key_size : 2 * key_size]
+        kept.decay[:num_tokens] = decay[:num_tokens]
+        for first, end, source in rows.draft_spans():
+            state = torch.zeros_like(pool[:1]) if source is None else pool[source : source + 1]
+            for token in range(first, end):
+                one = slice(token, token + 1)
+                out[one], state, kept.written[one] = _step(q[one], k[one], v[one], decay[one], beta[one], state)
     state = torch.zeros_like(pool[0])
     for start, end, begins_row, source, target in rows.spans():
         if begins_row:
@@ -61,11 +75,17 @@ def delta_step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, sta
     q, k: [R, Hv, Dk]; v: [R, Hv, Dv]; decay (logarithms), beta: [R, Hv]; state: [R, Hv, Dk, Dv]. All float32 → results
     [R, Hv, Dv], states behind them.
     """
+    out, state, _ = _step(q, k, v, decay, beta, state)
+    return out, state
+
+
+def _step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `delta_step`, and return what each token writes too, [R, Hv, Dv]."""
     state = state * decay.exp()[..., None, None]
     read = (state * k.unsqueeze(-1)).sum(-2)
     written = (v - read) * beta.unsqueeze(-1)
     state = state + k.unsqueeze(-1) * written.unsqueeze(-2)
-    return (state * q.unsqueeze(-1)).sum(-2), state
+    return (state * q.unsqueeze(-1)).sum(-2), state, written
 
 
 def delta_chunks(
@@ -104,9 +124,5 @@ def _heads(qkv: Tensor, heads: DeltaHeads) -> tuple[Tensor, Tensor, Tensor]:
     sizes = [key_size, key_size, heads.num_value_heads * heads.value_dim]
     q, k, v = torch.split(qkv.float(), sizes, dim=1)
     repeats = heads.num_value_heads // heads.num_key_heads
-    q, k = (_unit(x.view(len(x), -1, heads.key_dim)).repeat_interleave(repeats, dim=1) for x in (q, k))
+    q, k = (unit_length(x.view(len(x), -1, heads.key_dim)).repeat_interleave(repeats, dim=1) for x in (q, k))
     return q * heads.key_dim**-0.5, k, v.view(len(v), -1, heads.value_dim)
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)

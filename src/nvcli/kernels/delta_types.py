@@ -5,8 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+_NORM_EPS = 1e-6
+
+
+def unit_length(x: Tensor) -> Tensor:
+    """Divide the vectors of the last dimension, float32, by their lengths."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,13 @@ class StateRows:
     block_size: int
     num_single_rows: int
     """Leading rows of one token each."""
+    num_draft_rows: int = 0
+    """Leading rows whose tokens may turn out not to count (`kept_inputs.py`). If there are any, none is single."""
+
+    @property
+    def num_decode_rows(self) -> int:
+        """Leading rows that are computed token by token; chunks follow."""
+        return self.num_single_rows + self.num_draft_rows
 
     def sources(self) -> Tensor:
         """The block that each row goes on from: [R] int64, 0 for rows that begin from zeros or have no tokens."""
@@ -62,9 +69,16 @@ class StateRows:
         """The block of each single row's token: [num_single_rows] int64."""
         return self.slot_mapping[: self.num_single_rows] // self.block_size
 
+    def draft_spans(self) -> Iterator[tuple[int, int, int | None]]:
+        """Yield the tokens [start, end) of each row with drafts, and the block whose state it goes on from (None:
+        zeros). Waits for the device."""
+        starts, sources = self.query_start_loc.tolist(), self.sources().tolist()
+        for row in range(self.num_draft_rows):
+            yield starts[row], starts[row + 1], sources[row] or None
+
     def spans(self) -> Iterator[StateSpan]:
-        """Yield the tokens of the rows behind the single ones, block by block. Waits for the device."""
-        first = self.num_single_rows
+        """Yield the tokens of the chunks, block by block. Waits for the device."""
+        first = self.num_decode_rows
         starts, places = self.query_start_loc.tolist(), self.slot_mapping.tolist()
         sources = self.sources().tolist()
         for row in range(first, len(starts) - 1):

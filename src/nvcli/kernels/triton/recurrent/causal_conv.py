@@ -1,5 +1,6 @@
-"""The short causal convolution in Triton, in three kernels: one for rows of one token, which also updates their states;
-one for the tokens of all chunks, which reads the states; and one, launched last, that stores the chunks' new states.
+"""The short causal convolution in Triton, in four kernels: one for rows of one token, which also updates their states;
+one for rows with drafts, which leaves these as they are; one for the tokens of all chunks, which reads the states; and
+one, launched last, that stores the chunks' new states.
 
 A row may read its state from a block and leave its new state in the same block, so no program of a launch reads what
 another one writes.
@@ -12,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.kept_inputs import KeptInputs
 from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.triton.recurrent.state_rows import RowTensors, row_of
@@ -19,6 +21,8 @@ from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
 _STEP_CHANNELS = 1024
 """Measured on an H200 with 256 rows of 8,192 channels: 9.3 µs; with 512 12.4, with 2,048 11."""
+_DRAFT_CHANNELS = 512
+"""Measured on an H200 with 128 rows of 8 tokens and 8,192 channels: 29 µs; with 256 49."""
 _TOKENS, _CHANNELS = 64, 64
 """Fewer channels than threads: otherwise the compiler moves the inputs to the layout of the weights. Measured on an
 H200 with 8,192 tokens and channels: 120 µs; with 16 and 256 135. Memory alone takes 62."""
@@ -60,6 +64,44 @@ def _step_kernel(
     tl.debug_barrier()
     is_kept = inside & (tap > 0) & (tap < TAPS) & (target > 0)
     tl.store(pool_ptr + target * pool_stride + (tap - 1) * NUM_CHANNELS + channel, value, mask=is_kept)
+
+
+@triton.jit
+def _draft_kernel(
+    x_ptr,  # as in _step_kernel
+    weight_ptr,
+    pool_ptr,  # read
+    out_ptr,
+    kept_ptr,  # [T, NUM_CHANNELS], written
+    rows,
+    x_stride,
+    pool_stride,
+    NUM_CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TAPS_TILE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Program (row, tile of channels), for a row with drafts. It computes what `_step_kernel` does for one token after
+    the other."""
+    start, end, _, source = row_of(tl.program_id(0), rows, BLOCK_SIZE)
+    tap = tl.arange(0, TAPS_TILE)[:, None]
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    inside = channel < NUM_CHANNELS
+    weight = tl.load(weight_ptr + channel * TAPS + tap, mask=inside & (tap < TAPS), other=0.0).to(tl.float32)
+    for index in range(end - start):
+        place = tap + index  # the state's entries, then the row's tokens
+        is_before = inside & (tap < TAPS) & (place < TAPS - 1) & (source > 0)
+        is_own = inside & (tap < TAPS) & (place >= TAPS - 1)
+        before = tl.load(pool_ptr + source * pool_stride + place * NUM_CHANNELS + channel, mask=is_before, other=0.0)
+        at = (start + place - (TAPS - 1)).to(tl.int64)
+        own = tl.load(x_ptr + at * x_stride + channel, mask=is_own, other=0.0)
+        value = tl.where(place >= TAPS - 1, own.to(before.dtype), before)
+        total = tl.sum(value.to(tl.float32) * weight, 0)[None, :]
+        out = total * tl.sigmoid(total)
+        places = (start.to(tl.int64) + index) * NUM_CHANNELS + channel
+        tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(kept_ptr + places + 0 * tap, own, mask=is_own & (tap == TAPS - 1))
 
 
 @triton.jit
@@ -171,7 +213,7 @@ def _keep_inputs_kernel(
                 tl.store(pool_ptr + block * pool_stride + (tap - 1) * NUM_CHANNELS + channel, value, mask=inside)
 
 
-def causal_conv(x: Tensor, weight: Tensor, pool: Tensor, rows: StateRows) -> Tensor:
+def causal_conv(x: Tensor, weight: Tensor, pool: Tensor, rows: StateRows, kept: KeptInputs | None = None) -> Tensor:
     """See `nvcli.kernels.causal_conv.causal_conv`."""
     num_channels, taps = weight.shape
     assert x.stride(1) == 1
@@ -195,24 +237,39 @@ def causal_conv(x: Tensor, weight: Tensor, pool: Tensor, rows: StateRows) -> Ten
             CHANNELS=_STEP_CHANNELS,
             **dependent(x.device),
         )
-    if num_rows > num_single:
-        num_tokens, tiles = len(x) - num_single, ceil_div(num_channels, _CHANNELS)
+    if rows.num_draft_rows:
+        assert kept is not None
+        assert kept.inputs.is_contiguous()
+        _draft_kernel[rows.num_draft_rows, ceil_div(num_channels, _DRAFT_CHANNELS)](
+            x,
+            weight,
+            pool,
+            out,
+            kept.inputs,
+            tensors,
+            *strides,
+            **sizes,
+            TAPS_TILE=next_power_of_2(taps),
+            CHANNELS=_DRAFT_CHANNELS,
+        )
+    if num_rows > (first_chunk := rows.num_decode_rows):
+        num_tokens, tiles = len(x) - first_chunk, ceil_div(num_channels, _CHANNELS)
         _chunk_kernel[ceil_div(num_tokens, _TOKENS), tiles](
             x,
             weight,
             pool,
             out,
             tensors,
-            num_single,
+            first_chunk,
             num_rows,
-            (num_rows - num_single).bit_length(),
+            (num_rows - first_chunk).bit_length(),
             len(x),
             *strides,
             **sizes,
             TOKENS=_TOKENS,
             CHANNELS=_CHANNELS,
         )
-        _keep_inputs_kernel[num_rows - num_single, tiles](
-            x, pool, tensors, num_single, *strides, **sizes, CHANNELS=_CHANNELS
+        _keep_inputs_kernel[num_rows - first_chunk, tiles](
+            x, pool, tensors, first_chunk, *strides, **sizes, CHANNELS=_CHANNELS
         )
     return out

@@ -287,9 +287,9 @@ def _pass_kernel(
 def compute_chunks(
     qkv: Tensor, gates: DeltaGates, pool: Tensor, rows: StateRows, heads: DeltaHeads, out: Tensor
 ) -> None:
-    """Compute the rows behind the single ones into `out`, as `nvcli.kernels.delta_net.delta_rule` does, with zeros for
+    """Compute the rows behind the decode rows into `out`, as `nvcli.kernels.delta_net.delta_rule` does, with zeros for
     tokens behind the last row."""
-    num_tokens, num_rows, first_row = len(qkv), len(rows.slots), rows.num_single_rows
+    num_tokens, num_rows, first_row = len(qkv), len(rows.slots), rows.num_decode_rows
     tensors = RowTensors.of(rows)
     solved, scores = torch.empty(2, num_tokens, heads.num_value_heads, _CHUNK, dtype=qkv.dtype, device=qkv.device)
     scales = torch.empty(4, heads.num_value_heads, num_tokens, dtype=torch.float32, device=qkv.device)

@@ -1,0 +1,46 @@
+"""The states of rows with drafts move on by the tokens that count. Plain torch is the reference; CUDA tensors take the
+Triton kernels that are held to it.
+
+Shapes as in `kept_inputs.py`; R rows, K taps of the convolution.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nvcli.kernels.delta_types import unit_length
+from nvcli.kernels.kept_inputs import KeptInputs
+from nvcli.kernels.state_rows import StateRows
+
+
+def advance_states(kept: KeptInputs, conv_pool: Tensor, pool: Tensor, rows: StateRows, counts: Tensor) -> None:
+    """Bring the states of a step's rows with drafts behind the tokens that count.
+
+    kept: of all L layers; conv_pool: [L, num_blocks, K - 1, C]; pool: [L, num_blocks, Hv, Dk, Dv] float32, both
+    written; counts: [R] int32, the number of each row's first tokens that count. The state of a row of which none does
+    stays as it is.
+    """
+    if pool.is_cuda:
+        from nvcli.kernels.triton.recurrent import advance_states as kernels
+
+        kernels.advance_states(kept, conv_pool, pool, rows, counts)
+        return
+    starts, sources, seq_lens = rows.query_start_loc.tolist(), rows.sources().tolist(), rows.seq_lens.tolist()
+    num_layers, _, num_heads, key_dim, _ = pool.shape
+    keys = unit_length(kept.keys.float().view(*kept.keys.shape[:2], -1, key_dim))
+    keys = keys.repeat_interleave(num_heads // keys.shape[2], dim=2)
+    for row, count in enumerate(counts[: rows.num_draft_rows].tolist()):
+        start, source = starts[row], sources[row]
+        before = seq_lens[row] - (starts[row + 1] - start)
+        target = int(rows.block_tables[rows.slots[row], (before + count - 1) // rows.block_size]) if count else 0
+        if target == 0:
+            continue
+        state = pool[:, source].clone() if source else torch.zeros(num_layers, *pool.shape[2:])
+        for token in range(start, start + count):
+            state = state * kept.decay[:, token].exp()[..., None, None]
+            state = state + keys[:, token].unsqueeze(-1) * kept.written[:, token].unsqueeze(-2)
+        history = conv_pool[:, source] if source else torch.zeros_like(conv_pool[:, 0])
+        inputs = torch.cat((history, kept.inputs[:, start : start + count].to(conv_pool.dtype)), dim=1)
+        pool[:, target] = state
+        conv_pool[:, target] = inputs[:, count:]
