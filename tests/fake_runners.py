@@ -326,6 +326,10 @@ class HashingRunner(CountingRunner):
             for group in range(len(self.windows)):
                 if group not in self.state_groups:
                     self.kv[self.place(group, slot, position)] = key
+                elif num_logits > 1:  # where there are drafts, a state moves on when the tokens that count are known
+                    self.states_read.setdefault(self.place(group, slot, max(0, start - 1))[0], set()).add(slot)
+                    if position == start + count - 1:
+                        self.kv[self.place(group, slot, position)[0], self.THE_STATE] = key
                 elif position // self.block_size in self.tables[group, slot] or position == start + num_tokens - 1:
                     block, _ = self.place(group, slot, position)
                     self.kv[block, self.THE_STATE] = key

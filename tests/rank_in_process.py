@@ -90,6 +90,7 @@ class RankInProcess:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_model_len=limits.max_model_len,
             max_blocks_per_seq=-(-limits.max_model_len // limits.block_size) * len(limits.kv_groups),
+            max_draft_tokens=limits.tokens_per_row - 1,
         )
         rows, lens = rows_of(step), unpack(step.seq_lens)
         assert 0 < len(rows) == len(lens) == len({slot for slot, _, _ in rows}) <= limits.max_num_seqs
@@ -114,8 +115,9 @@ class RankInProcess:
             assert not any(waiting & set(decodes) for waiting, _ in self.outputs), "a request is in two steps in flight"
             brought = {slot: (start, tokens) for slot, start, tokens in spans_of(step)}
             for slot in decodes:
-                position = self.runner.lens[slot]
-                assert brought[slot] == (position, [self.runner.tokens[slot][position]])
+                start, tokens = brought[slot]
+                assert start + len(tokens) - 1 == self.runner.lens[slot]
+                assert tokens == [self.runner.tokens[slot][start + i] for i in range(len(tokens))]
 
     def collect(self) -> StepOutput:
         return self.outputs.popleft()[1]
@@ -162,6 +164,12 @@ def run(core: EngineCore, scheduler: Scheduler, *, max_steps: int = 20_000) -> d
     return done
 
 
-def random_count(rng: random.Random) -> Callable[[int], int]:
-    """Any number of tokens, more often none or all."""
-    return lambda num_logits: rng.choice([0, num_logits, rng.randint(0, num_logits)])
+def random_count(rng: random.Random, *, is_single_certain: bool = False) -> Callable[[int], int]:
+    """Any number of tokens, more often none or all. `is_single_certain`: all of them where there are no drafts."""
+
+    def count(num_logits: int) -> int:
+        if is_single_certain and num_logits == 1:
+            return 1
+        return rng.choice([0, num_logits, rng.randint(0, num_logits)])
+
+    return count

@@ -145,8 +145,7 @@ def random_case(seed: int, groups: tuple[KVGroup, ...], *, shares_prefixes: bool
         max_model_len=MAX_MODEL_LEN,
         block_size=block_size,
         num_micro_batches=rng.choice([1, 1, 1, 2, 3]),
-        # A state does not go back by drafted tokens that were not accepted.
-        drafting=drafting_of(rng.choice([1, 1, 2, 3, 5])) if STATE not in groups else None,
+        drafting=drafting_of(rng.choice([1, 1, 2, 3, 5])),
         kv_groups=groups,
         segment_costs=random.Random(seed).choice([None, *map(_costs, (1, 8, 30))]),
         prefix_costs=PrefixCosts(tile_tokens=8, token=0, least_gain=1, least_gain_in_step=1)
@@ -165,7 +164,7 @@ def random_case(seed: int, groups: tuple[KVGroup, ...], *, shares_prefixes: bool
 
     rank = RankInProcess(
         limits,
-        accept=random_count(rng) if rng.random() < 0.7 and STATE not in groups else None,
+        accept=random_count(rng, is_single_certain=STATE in groups) if rng.random() < 0.7 else None,
         fails=fails,
         blocks_anew=some_blocks if rng.random() < 0.5 else None,
     )

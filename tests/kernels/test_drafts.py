@@ -130,6 +130,21 @@ def test_what_followed_the_last_tokens_is_drafted(width: int, for_all: bool) -> 
     assert state.token_ids[3, 71 : 71 + min(n, 5)].tolist() == [31, 32, 33, 34, 35][:n], "another answer"
 
 
+def test_own_text_alone() -> None:
+    state, rows, drafts, inputs = make_state(), make_rows(5), make_drafts(5), make_inputs()
+    there, found = state_on_device(state), DraftRows(*on_device(drafts))
+    moved = StepRows(*on_device(rows))
+    kernels.find_drafts(moved, there, found, None, for_all=False, longest=8, least=2)
+    reference.find_drafts(rows, state, drafts, None)
+    assert torch.equal(there.token_ids.cpu(), state.token_ids)
+    prepare_inputs(rows, state, inputs)
+    ids = inputs.input_ids[inputs.logits_rows[:26] + 1].clone()
+    kernels.accept_drafts(moved, there, StepInputs(*on_device(inputs)), found, None, ids.to(DEVICE))
+    reference.accept_drafts(rows, state, inputs, drafts, None, ids)
+    assert found.counts.tolist() == drafts.counts.tolist()
+    assert torch.equal(there.token_ids.cpu(), state.token_ids)
+
+
 def test_a_loop_goes_on() -> None:
     state, rows, drafts = make_state(), make_rows(16), make_drafts(16)
     reference.find_drafts(rows, state, drafts, make_answers())

@@ -20,11 +20,13 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from nvcli.attention.kept_states import KeptStates
 from nvcli.attention.kv_cache import KVCache
 from nvcli.attention.spec import AttentionSpec
 from nvcli.kernels.chunk_prefixes import ChunkPrefixes
 from nvcli.kernels.key_copies import KeyCopies
 from nvcli.kernels.segment_tables import SegmentTables
+from nvcli.kernels.state_rows import StateRows
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)
@@ -115,6 +117,8 @@ class ForwardBatch:
     prefixes: ChunkPrefixes | None = None
     """Prefixes shared by prefill chunks and worth reading for several of them at a time; None where there are none,
     and for backends that ignore them."""
+    kept_states: KeptStates | None = None
+    """The numbers that layers with recurrent states keep of decode rows with drafts; None where there are none."""
     key_copies: KeyCopies | None = None
     """Keys and values that each layer copies within its cache, after storing the batch's own and before attending;
     None: nothing."""
@@ -126,6 +130,19 @@ class ForwardBatch:
     @property
     def num_single_rows(self) -> int:
         return self.shape.num_single_rows
+
+    def state_rows(self, group: int) -> StateRows:
+        """Return where the rows find their recurrent states in a KV group, and leave them."""
+        return StateRows(
+            block_tables=self.block_tables[group],
+            slots=self.slots,
+            seq_lens=self.seq_lens,
+            query_start_loc=self.query_start_loc,
+            slot_mapping=self.slot_mapping[group],
+            block_size=self.kv_cache.spec.block_size,
+            num_single_rows=self.num_single_rows,
+            num_draft_rows=self.shape.decode_rows - self.num_single_rows,
+        )
 
     def gather_block_tables(self, group: int, rows: slice, num_columns: int) -> Tensor:
         """Copy the first columns of some rows' block tables: → [rows, num_columns] int32."""

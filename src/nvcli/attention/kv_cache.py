@@ -175,7 +175,12 @@ class KVCache:
                 for place, layer in enumerate(group):
                     k, v = self.data[:, 2 * place * size : 2 * (place + 1) * size].chunk(2, dim=1)
                     self._add_layer(layer, heads, k, v)
-        self._states = dict(self._lay_out_states())
+        self._group_states = dict(self._lay_out_states())
+        self._states = {
+            layer: (conv[place], recurrent[place])
+            for group, (conv, recurrent) in self._group_states.items()
+            for place, layer in enumerate(spec.group_layers[group])
+        }
 
     def _add_layer(self, layer: int, heads: tuple[int, int], k: Tensor, v: Tensor) -> None:
         """Note a layer's parts of all blocks, [num_blocks, elements of a part] each."""
@@ -207,23 +212,27 @@ class KVCache:
         [num_blocks, heads, key size, value size] float32 of one layer, counted from the rank's first."""
         return self._states[index]
 
+    def group_states(self, group: int) -> tuple[Tensor, Tensor]:
+        """Return `state` of all layers of a KV group, with the layers as leading dimension."""
+        return self._group_states[group]
+
     def _lay_out_states(self) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-        """Give each layer with a state its part of the blocks: the recurrent state, then the convolution's inputs."""
+        """Give each layer with a state its part of the blocks, by KV group: the recurrent state, then the convolution's
+        inputs."""
         spec = self.spec
         if not spec.group_states:
             return
         blocks = self.data.view(torch.uint8)  # [num_blocks, block_bytes]
-        for group, state in zip(spec.group_layers, spec.group_states, strict=True):
+        for group, state in enumerate(spec.group_states):
             if state is None:
                 continue
-            size = state.num_bytes(spec.dtype.itemsize)
+            num_layers, size = len(spec.group_layers[group]), state.num_bytes(spec.dtype.itemsize)
             recurrent_size = math.prod(state.recurrent_shape) * 4
             conv_size = math.prod(state.conv_shape) * spec.dtype.itemsize
-            for place, layer in enumerate(group):
-                part = blocks[:, place * size : place * size + recurrent_size + conv_size]
-                recurrent = part[:, :recurrent_size].view(torch.float32).unflatten(1, state.recurrent_shape)  # type: ignore[no-untyped-call]
-                conv = part[:, recurrent_size:].view(spec.dtype).unflatten(1, state.conv_shape)  # type: ignore[no-untyped-call]
-                yield layer, (conv, recurrent)
+            parts = blocks[:, : num_layers * size].unflatten(1, (num_layers, size)).transpose(0, 1)  # type: ignore[no-untyped-call]
+            recurrent = parts[..., :recurrent_size].view(torch.float32).unflatten(2, state.recurrent_shape)
+            conv = parts[..., recurrent_size : recurrent_size + conv_size].view(spec.dtype)
+            yield group, (conv.unflatten(2, state.conv_shape), recurrent)
 
     def clear(self, blocks: Tensor) -> None:
         """Put zeros into blocks [n] int64, in all layers."""

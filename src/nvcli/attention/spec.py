@@ -67,6 +67,13 @@ class StateSpec:
         size = 4 * math.prod(self.recurrent_shape) + element_bytes * math.prod(self.conv_shape)
         return -(-size // STATE_ALIGNMENT) * STATE_ALIGNMENT
 
+    def kept_bytes(self, element_bytes: int) -> int:
+        """The bytes that a layer keeps of each token of rows with drafts (`kernels/kept_inputs.py`)."""
+        num_heads, _, value_dim = self.recurrent_shape
+        num_channels = self.conv_shape[1]
+        key_size = (num_channels - num_heads * value_dim) // 2
+        return element_bytes * (num_channels + key_size) + 4 * num_heads * (value_dim + 1)
+
     def block_bytes(self, block_size: int, dtype: KVDtype, kv_dtype: KVDtype) -> int:
         """The bytes of a layer's state in a block; each block has one."""
         return self.num_bytes(KV_DTYPE_BYTES[dtype])

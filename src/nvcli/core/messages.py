@@ -163,7 +163,7 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The number of each row's last tokens that need logits; 0 for a prefill chunk that does not end its prompt."""
     seq_lens: bytes = b""
     """An upper bound on each row's length after this step, its own tokens included. It is exact unless an earlier step
-    whose counts the engine does not know yet may accept a number of tokens of its own."""
+    whose counts the engine does not know yet may accept a number of tokens of its own; so with stages it always is."""
     num_decodes: int = 0
     """The number of decode rows, which come first. They have equally many tokens, and as many logits as tokens: those
     after the first token are drafts."""
@@ -348,7 +348,12 @@ class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_onl
 
 
 def max_step_input_bytes(
-    *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, max_blocks_per_seq: int
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    max_blocks_per_seq: int,
+    max_draft_tokens: int = 0,
 ) -> int:
     """Compute the size in bytes of the largest encoded StepInput that the scheduler can produce.
 
@@ -358,7 +363,8 @@ def max_step_input_bytes(
     prefixes that travel for penalties, bad words and grammars are together held under `max_model_len +
     max_num_batched_tokens` tokens by the scheduler. A row takes 16 bytes in the batch, 24 in two spans of tokens, 4
     where its slot was freed before, 32 where its prompt is read, plus the targets, and 6 for its part of a group of
-    chunks, and 4 for its limit. A new slot may have keys copied in each KV group.
+    chunks, and 4 for its limit. A new slot may have keys copied in each KV group. Of requests that wait for their last
+    token, a row brings up to `max_draft_tokens` more.
     """
     num_ids = MAX_STOP_IDS + MAX_BIASED_TOKENS + MAX_END_IDS + 2 * MAX_MARK_IDS
     new_slot_bytes = 256 + 5 * num_ids + 9 * MAX_BIASED_TOKENS
@@ -366,8 +372,9 @@ def max_step_input_bytes(
     segment_bytes = MAX_KV_GROUPS * (3 + 5) * 4
     copy_bytes = MAX_KV_GROUPS * MOST_KEY_COPIES * 5 * 4
     per_seq = new_slot_bytes + block_bytes + segment_bytes + copy_bytes + 13 * 4 + 32 + 6
+    num_tokens = 3 * max_num_batched_tokens + max_model_len
     grammar_bytes = MAX_STEP_GRAMMAR_BYTES + 5 * max_num_seqs
-    return 1024 + grammar_bytes + max_num_seqs * per_seq + 4 * (3 * max_num_batched_tokens + max_model_len)
+    return 1024 + grammar_bytes + max_num_seqs * (per_seq + 4 * max_draft_tokens) + 4 * num_tokens
 
 
 def max_step_output_bytes(

@@ -226,13 +226,14 @@ class BlockTables:
 
     def trim(self, state: RequestState) -> None:
         """Give back the blocks that a request no longer needs after its upper bound was lowered."""
-        assert not self._states.groups, "a state does not go back"
         num_columns = -(-state.num_computed // self.block_size)
         if state.capacity <= num_columns * self.block_size:
             return
-        for blocks in state.blocks:
+        for group in self._of_keys:
+            blocks = state.blocks[group]
             self.block_manager.release(blocks[num_columns:])
             del blocks[num_columns:]
+        self._states.trim(state, num_columns)
         state.capacity = num_columns * self.block_size
         state.set_hashed_blocks(min(state.num_hashed_blocks, num_columns), self.block_size)
 

@@ -35,10 +35,6 @@ class SchedulerLimits:
     """Whether requests are admitted by forecasts of their answers' lengths (`Admission`), rather than while blocks are
     free."""
 
-    def __post_init__(self) -> None:
-        has_states = any(group.is_state for group in self.kv_groups)
-        assert not (self.drafting and has_states), "a state does not go back by drafts that are not accepted"
-
     @property
     def tokens_per_row(self) -> int:
         """The most tokens of a decode row."""

@@ -97,6 +97,8 @@ class RequestState:
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Chained hashes of the full blocks of known tokens after those full of prompt tokens, as far as they were
     needed."""
+    num_brought: int = 0
+    """Leading tokens of which steps have brought the last ones to the ranks, since the request entered its slot."""
     num_cached_tokens: int | None = None
     """Prefix-cache hit of the first admission; None before it."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -172,11 +174,6 @@ class RequestState:
         if start >= num_prompt:
             return self.generated[start - num_prompt : end - num_prompt]
         return self.prompt.tokens(start, num_prompt) + self.generated[: end - num_prompt]
-
-    @property
-    def last_token(self) -> int:
-        """The last known token."""
-        return self.generated[-1] if self.generated else self.prompt.tokens(self.num_prompt - 1, self.num_prompt)[0]
 
     @property
     def needs_prefix_ids(self) -> bool:

@@ -2,7 +2,8 @@
 
 A state is as large as the keys of a whole block, so a request keeps one block for each group of states: that of the
 column in which its last step ended; other columns have none (0). When its next tokens begin a column, the block moves
-along and appears in both columns, unless it is registered for reuse and there is room to keep it.
+along and appears in both columns, unless it is registered for reuse and there is room to keep it. A row with drafts may
+end in any column from the one that it begins in to that of its last draft, so one block appears in all of these.
 
 Some states of a prompt are kept as long as nothing else needs the room: those after each of its chunks (at the end of
 the column), after its last full block, and after the last block whose keys were found without a state, where prompts
@@ -55,12 +56,13 @@ class StateBlocks:
 
     def num_missing(self, state: RequestState, num_columns: int) -> int:
         """Count the blocks that a request lacks in the last of `num_columns` columns; 0 if its last blocks may move
-        along, because all tokens of their column are computed and no other request starts from them."""
+        along, because all tokens of their column are computed, or are still to be sampled, and no other request starts
+        from them."""
         last = self.last(state)
         length = len(state.blocks[self.groups[0]]) if last else 0
         if length >= num_columns:
             return 0
-        goes_along = last and state.num_computed == length * self._block_size
+        goes_along = last and (state.num_computed == length * self._block_size or _is_decoding(state))
         return 0 if goes_along and all(map(self._manager.has_single_owner, last)) else len(self.groups)
 
     def lengthen(self, state: RequestState, num_columns: int, fresh: list[int], *, room: int) -> Columns:
@@ -77,7 +79,7 @@ class StateBlocks:
                 fresh, room = self._allocate(), room - len(groups)
             else:
                 manager.unregister(fresh)
-        columns = {num_columns - 1: fresh}
+        columns = dict.fromkeys(range(first if _is_decoding(state) else num_columns - 1, num_columns), fresh)
         for column in self._worth_keeping(state):
             if first <= column < num_columns - 1 and column not in columns and room >= len(groups):
                 columns[column], room = self._allocate(), room - len(groups)
@@ -100,6 +102,14 @@ class StateBlocks:
             registered += blocks
         self._new.update(registered)
         return registered
+
+    def trim(self, state: RequestState, num_columns: int) -> None:
+        """Cut a request's tables to `num_columns` columns, of which the last one's block appears in the others, too."""
+        for group in self.groups:
+            blocks = state.blocks[group]
+            cut = different(blocks[num_columns:])
+            del blocks[num_columns:]
+            self._manager.release([block for block in cut if block not in blocks])
 
     def free_old(self, state: RequestState) -> None:
         """Free the states that no future step starts from."""
@@ -134,6 +144,11 @@ class StateBlocks:
         for group in self.groups:
             assert state.first_columns[group] <= max(0, state.least_computed - 1) // self._block_size, "freed too early"
             assert state.blocks[group][max(0, state.num_computed - 1) // self._block_size], "nothing to go on from"
+
+
+def _is_decoding(state: RequestState) -> bool:
+    """Whether no more than a request's last known token is left to compute."""
+    return state.num_computed >= state.num_tokens - 1
 
 
 def different(blocks: Iterable[int]) -> list[int]:

@@ -176,13 +176,17 @@ class StepDraft:
         self._span_starts.append(start)
         self._span_counts.append(num_tokens)
         self._token_ids += state.tokens(start, start + num_tokens).tobytes()
+        state.num_brought = start + num_tokens
 
     def add_last_tokens(self, states: Sequence[RequestState]) -> None:
-        """Add the last known token of each of these requests."""
+        """Add the tokens of each of these requests that have come back since a step brought its last ones."""
         self._span_slots += [state.slot for state in states]  # type: ignore[misc]
-        self._span_starts += [state.num_tokens - 1 for state in states]
-        self._span_counts += [1] * len(states)
-        self._token_ids += pack([state.last_token for state in states])
+        self._span_starts += [state.num_brought for state in states]
+        for state in states:
+            new = state.generated[state.num_brought - state.num_prompt :]
+            self._span_counts.append(len(new))
+            self._token_ids += new.tobytes()
+            state.num_brought += len(new)
 
     def add_chunk(self, state: RequestState, num_tokens: int, *, num_logits: int) -> None:
         """Add a prefill chunk: the last `num_tokens` of a request's computed tokens, which the step brings along."""

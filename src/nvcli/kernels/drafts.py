@@ -35,17 +35,18 @@ def accepted_of(accept_rate: float | None) -> int:
 
 
 def find_drafts(
-    rows: StepRows, state: SlotState, drafts: DraftRows, answers: AnswerTable, *, for_all: bool = False
+    rows: StepRows, state: SlotState, drafts: DraftRows, answers: AnswerTable | None, *, for_all: bool = False
 ) -> None:
     """Put drafts behind each row's last token into `state.token_ids`, up to `drafts.most`, and note their numbers in
     `drafts.num_drafts` and what they are from in `drafts.sources`. Called before `prepare_inputs`. `for_all`: rows
-    without a match get drafts too, out of their own tokens."""
+    without a match get drafts too, out of their own tokens. `answers` None: no drafts are from other answers."""
     if rows.slots.is_cuda:
         from nvcli.kernels.triton.elementwise import drafts as kernels
 
         kernels.find_drafts(rows, state, drafts, answers, for_all=for_all, longest=LONGEST_MATCH, least=LEAST_MATCH)
         return
-    answers.time.add_(1)
+    if answers is not None:
+        answers.time.add_(1)
     drafts.num_drafts[: len(rows.slots)] = 0
     drafts.sources[: len(rows.slots)] = OWN_TEXT
     for row, (slot, most) in enumerate(zip(rows.slots.tolist(), drafts.most.tolist(), strict=True)):
@@ -58,7 +59,9 @@ def find_drafts(
             places = found + 1 + torch.arange(most) % max(1, last - found)
             tokens[last + 1 : last + 1 + most] = tokens[places]
             drafts.num_drafts[row] = most
-        if length < RUN and (others := follow_answers(answers, tokens[: last + 1], most)):
+        if answers is None or length >= RUN:
+            continue
+        if others := follow_answers(answers, tokens[: last + 1], most):
             tokens[last + 1 : last + 1 + len(others)] = torch.tensor(others, dtype=torch.int32)
             drafts.num_drafts[row] = most if for_all else len(others)
             drafts.sources[row] = OTHER_ANSWERS
@@ -83,7 +86,7 @@ def accept_drafts(
     state: SlotState,
     inputs: StepInputs,
     drafts: DraftRows,
-    answers: AnswerTable,
+    answers: AnswerTable | None,
     ids: Tensor,
     held: Tensor | None = None,
     *,
@@ -128,7 +131,8 @@ def accept_drafts(
         state.token_ids[slot, first : first + count] = sampled[:count].clamp(min=0)
         state.lengths[slot] = first - 1 + count
         drafts.counts[row] = count
-        enter_answer(answers, state, slot, min(first, int(answers.ends[slot])))
+        if answers is not None:
+            enter_answer(answers, state, slot, min(first, int(answers.ends[slot])))
 
 
 def _coin(slot: int, position: int) -> int:

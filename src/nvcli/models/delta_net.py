@@ -19,7 +19,6 @@ from nvcli.kernels.delta_net import delta_rule
 from nvcli.kernels.delta_types import DeltaGates, DeltaHeads
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.norm import gated_rms_norm
-from nvcli.kernels.state_rows import StateRows
 from nvcli.models.layers import Angles, Norm, TokenMixer
 from nvcli.models.mixers.delta_net import DeltaNetConfig
 from nvcli.models.mixers.mixer import NormConfig
@@ -63,21 +62,23 @@ class GatedDeltaNet(TokenMixer):
         self.o_proj = RowParallelLinear(build, f"{path}.out_proj")
 
     def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
-        """Compute the tokens' results, and store the states behind them."""
+        """Compute the tokens' results, and store the states behind them, or what those of rows with drafts need to move
+        on."""
         assert isinstance(x, Tensor), "its input is not quantised"
         conv_pool, pool = batch.kv_cache.state(self.cache_layer)
-        rows = _state_rows(batch, self.spec.kv_group)
+        rows = batch.state_rows(self.spec.kv_group)
+        kept = None if batch.kept_states is None else batch.kept_states.layer(self.cache_layer)
         heads, num_heads = self.heads, self.heads.num_value_heads
         projected = self.in_proj(x)
         gate_end = heads.num_channels + num_heads * heads.value_dim
-        qkv = causal_conv(projected[:, : heads.num_channels], self.conv.weight.squeeze(1), conv_pool, rows)
+        qkv = causal_conv(projected[:, : heads.num_channels], self.conv.weight.squeeze(1), conv_pool, rows, kept)
         gates = DeltaGates(
             beta=projected[:, gate_end : gate_end + num_heads],
             step=projected[:, gate_end + num_heads :],
             log_rate=self.log_rate.weight,
             step_bias=self.step_bias.weight,
         )
-        out = delta_rule(qkv, gates, pool, rows, heads)
+        out = delta_rule(qkv, gates, pool, rows, heads, kept)
         output_gate = projected.as_strided(
             out.shape,
             (projected.stride(0), heads.value_dim, 1),
@@ -102,18 +103,6 @@ class ConvWeight(WeightModule):
             taps = self.tensor.shard(0, 1)[1:]
             yield WeightSource(tensor=self.tensor, read=(part, *taps), parameter="weight", write=(rows, *taps))
             start = rows.stop
-
-
-def _state_rows(batch: ForwardBatch, group: int) -> StateRows:
-    return StateRows(
-        block_tables=batch.block_tables[group],
-        slots=batch.slots,
-        seq_lens=batch.seq_lens,
-        query_start_loc=batch.query_start_loc,
-        slot_mapping=batch.slot_mapping[group],
-        block_size=batch.kv_cache.spec.block_size,
-        num_single_rows=batch.num_single_rows,
-    )
 
 
 def _parts(config: DeltaNetConfig, rank: int, size: int) -> tuple[slice, slice, slice]:

@@ -7,7 +7,7 @@ Weights and the KV cache's blocks are exact. The other items follow formulas who
 from __future__ import annotations
 
 from nvcli.attention.kv_layout import SCRATCH_UNIT, scratch_tokens
-from nvcli.attention.spec import attention_kinds
+from nvcli.attention.spec import StateSpec, attention_kinds
 from nvcli.core.engine_config import ANSWER_TABLE_BYTES, EngineConfig
 from nvcli.core.messages import MemoryUse
 from nvcli.models.config import ModelConfig
@@ -127,9 +127,9 @@ def _graphs(config: EngineConfig, model: ModelConfig, *, samples: bool) -> int:
 
 
 def _buffers(config: EngineConfig, model: ModelConfig, stage: Stage | None) -> int:
-    """Return the size of the slot table with its block tables, the table of answers to draft from, the rotary table,
-    workspaces and copies of keys; with several ranks, of the buffers for sums; and with stages, of one buffer to
-    receive and one to send."""
+    """Return the size of the slot table with its block tables, the table of answers to draft from, what recurrent
+    states keep of drafts, the rotary table, workspaces and copies of keys; with several ranks, of the buffers for sums;
+    and with stages, of one buffer to receive and one to send."""
     tokens = (config.max_num_seqs + 1) * config.max_row_tokens * 4
     tables = len(kv_groups(model)) * (config.max_num_seqs + 1) * config.max_blocks_per_seq * 4
     row_bytes = model.hidden_size * DTYPE_BYTES[config.dtype]
@@ -140,8 +140,17 @@ def _buffers(config: EngineConfig, model: ModelConfig, stage: Stage | None) -> i
     tensors = 1 if config.tensor_parallel_size == 1 else 2
     links = ends * tensors * config.max_padded_tokens * row_bytes
     angles = config.max_model_len * model.decoder.angles_per_position * 4
-    answers = ANSWER_TABLE_BYTES if config.max_draft_tokens else 0
-    return tokens + tables + answers + sums + links + angles + _prefill_scratch(config, model) + _WORKSPACE_BYTES
+    drafts = 0
+    if config.max_draft_tokens and config.pipeline_parallel_size == 1:
+        drafts = ANSWER_TABLE_BYTES + _kept_states(config, model)
+    return tokens + tables + drafts + sums + links + angles + _prefill_scratch(config, model) + _WORKSPACE_BYTES
+
+
+def _kept_states(config: EngineConfig, model: ModelConfig) -> int:
+    """Return the size of `attention.kept_states.KeptStates`."""
+    specs = [layer.mixer.kv_spec(config.tensor_parallel_size) for layer in model.layers]
+    of_token = sum(spec.kept_bytes(DTYPE_BYTES[config.dtype]) for spec in specs if isinstance(spec, StateSpec))
+    return config.max_draft_step_tokens * of_token
 
 
 def _prefill_scratch(config: EngineConfig, model: ModelConfig) -> int:

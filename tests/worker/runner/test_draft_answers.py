@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
-from generation import generate
+from generation import generate, generate_here
 
+from checkpoints import write_tiny_model
 from constrained_requests import END_IDS, WANTED, load_vocabulary
+from family_shapes import SHAPES
 from nvcli.core.messages import unpack
 from nvcli.core.sampling_params import SamplingParams, StopRepetition
 from nvcli.core.structured import Constraint
@@ -139,8 +142,63 @@ def test_runs_that_cannot_take_tokens_back_draft_nothing_and_say_so(monkeypatch:
     assert make_scheduler(runner).limits.drafting is None
 
 
-def test_stages_draft_nothing(requests: list[Request], expected: dict[int, RequestOutput]) -> None:
-    fewer = requests[:6]
+def test_stages_take_the_same_drafts(requests: list[Request], expected: dict[int, RequestOutput]) -> None:
+    fewer = requests[:24]
     found, stats = generate(demo_path(), samples_of(fewer), pipeline_parallel_size=2, **DRAFTS)
     assert_equal(found, {sample.request_id: expected[sample.request_id] for sample in samples_of(fewer)})
-    assert stats.drafted_tokens == 0
+    assert stats.accepted_tokens > 100
+
+
+def few_tokens_requests() -> list[Request]:
+    """Rows whose tokens are a few, so that random models give what was there before."""
+    rng = random.Random(3)
+    few = list(range(30, 34))
+    samplings = [
+        SamplingParams(temperature=0, allowed_token_ids=few, repetition_penalty=1.2),
+        SamplingParams(temperature=0.5, allowed_token_ids=few[:2], logprobs=1),
+        SamplingParams(temperature=1, allowed_token_ids=few[:3], top_k=2, min_tokens=8),
+    ]
+    common = [rng.choice(few) for _ in range(21)]
+    made = []
+    for number in range(18):
+        prompt = common[: rng.choice([0, 12, 21])] + [rng.randrange(2, 97) for _ in range(rng.randrange(1, 12))]
+        fields: dict[str, Any] = {"sampling": samplings[number % 3], "n": 1 + (number % 9 == 2)}
+        if number % 4 == 1:
+            fields["stop_ids"] = [few[0]]
+        if number % 5 == 4:
+            fields["thought_limit"] = ThoughtLimit(
+                budget=rng.randrange(1, 20), start_ids=[], ends=[[50]], forced_ids=[50, 40, 41, 42, 43]
+            )
+        made.append(make_request(10 * number, prompt, rng.choice([2, 20, 60]), row=number, **fields))
+    return made
+
+
+@pytest.fixture(scope="module")
+def with_states(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family, shape = SHAPES["qwen 3.5"]
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "states", family, **{**shape, **layers})
+
+
+@pytest.fixture(scope="module")
+def expected_of_states(with_states: Path) -> dict[int, RequestOutput]:
+    return generate_here(with_states, samples_of(few_tokens_requests()), max_num_seqs=64)[0]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"max_num_seqs": 4, "max_num_batched_tokens": 25},
+        {"max_num_seqs": 12, "num_kv_tokens": 200, "max_draft_tokens": 2},
+        {"max_num_seqs": 64, "max_draft_tokens": 15, "enable_prefix_caching": False},
+    ],
+    ids=["chunked, prefix hits", "preempted", "wide"],
+)
+def test_recurrent_states_take_in_only_what_is_right(
+    with_states: Path, expected_of_states: dict[int, RequestOutput], config: dict[str, Any]
+) -> None:
+    found, stats = generate_here(with_states, samples_of(few_tokens_requests()), **{**DRAFTS, **config})
+    assert_equal(found, expected_of_states)
+    assert stats.accepted_tokens > 50
+    assert (stats.num_preemptions > 0) == ("num_kv_tokens" in config)
+    assert (stats.cached_tokens > 0) == config.get("enable_prefix_caching", True)

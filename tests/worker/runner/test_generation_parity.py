@@ -119,9 +119,11 @@ def test_circumstances_do_not_change_the_answers(
 
 @pytest.mark.parametrize("checkpoint", ["qwen-3.5"], indirect=True)
 def test_states_in_two_stages_of_two_ranks(checkpoint: Path, plain_answers: dict[int, list[int]]) -> None:
-    """All at once: chunks, prefix hits and preemption."""
-    config = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "max_num_seqs": 16, "max_num_batched_tokens": 40}
+    """All at once: chunks, prefix hits and preemption. No drafts, although they are wanted."""
+    config: dict[str, Any] = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "max_num_seqs": 16}
+    config |= {"max_num_batched_tokens": 40, "max_draft_tokens": 3, "draft_policy": "always"}
     done, stats = generate(checkpoint, requests(), **config, num_kv_tokens=420)
     assert {number: unpack(output.token_ids).tolist() for number, output in done.items()} == plain_answers
     assert stats.num_preemptions > 0
     assert stats.cached_tokens > 0
+    assert stats.drafted_tokens == 0

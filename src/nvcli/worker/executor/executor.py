@@ -54,6 +54,7 @@ class Executor:
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_model_len=config.max_model_len,
                 max_blocks_per_seq=config.max_blocks_per_seq * MAX_KV_GROUPS,  # the ranks will report their number
+                max_draft_tokens=config.max_draft_tokens,
             ),
             outputs=max_step_output_bytes(
                 max_num_seqs=config.max_num_seqs,

@@ -17,7 +17,7 @@ from torch import Tensor
 from nvcli.core.messages import StepInput
 from nvcli.kernels.drafts import accept_drafts, accepted_of, find_drafts
 from nvcli.kernels.prepare_inputs import keep_tokens
-from nvcli.kernels.step_tensors import AnswerTable, DraftRows, StepInputs
+from nvcli.kernels.step_tensors import DraftRows, StepInputs
 from nvcli.worker.runner.input_buffers import StepBatch
 from nvcli.worker.runner.slot_table import SlotTable, unpack_ids
 
@@ -55,15 +55,10 @@ class Drafter:
         self._max_positions = max_positions
         self._accepted = accepted_of(accept_rate)
 
-    @property
-    def _answers(self) -> AnswerTable:
-        assert self._slots.answers is not None
-        return self._slots.answers
-
     def find(self, batch: StepBatch) -> None:
         """Look up drafts to follow the last tokens of a step's rows, before the step's inputs are prepared."""
         if batch.drafts is not None:
-            find_drafts(batch.rows, self._slots.state, batch.drafts, self._answers, for_all=self._accepted >= 0)
+            find_drafts(batch.rows, self._slots.state, batch.drafts, self._slots.answers, for_all=self._accepted >= 0)
 
     def limit_positions(self, batch: StepBatch) -> None:
         """Clamp the positions of a prepared step to those that the model knows: drafts may reach beyond the longest
@@ -83,8 +78,8 @@ class Drafter:
         `held`: [N] int32; rows whose first entry is not 0 give nothing."""
         inputs, drafts = batch.inputs, batch.drafts
         if drafts is not None:
-            state = self._slots.state
-            accept_drafts(batch.rows, state, inputs, drafts, self._answers, ids, held, accepted=self._accepted)
+            state, answers = self._slots.state, self._slots.answers
+            accept_drafts(batch.rows, state, inputs, drafts, answers, ids, held, accepted=self._accepted)
             return
         slots = inputs.sample_slots[: len(ids)]
         self._slots.keep(slots, inputs.sample_positions[: len(ids)], ids)

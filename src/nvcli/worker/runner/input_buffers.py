@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
+from nvcli.attention.kept_states import KeptStates
 from nvcli.attention.kv_cache import KVCache
 from nvcli.core.messages import StepInput
 from nvcli.kernels.chunk_prefixes import ChunkPrefixes
@@ -107,10 +108,12 @@ class InputBuffers:
         *,
         needs_all_logits: bool,
         segments: SegmentTables | None = None,
+        kept_states: KeptStates | None = None,
     ) -> StepBatch:
         """Make views of the buffers for a batch of this shape, whose host values are those of padding alone.
 
-        segments: the tables of the segments that requests share, for a shape that shares any.
+        segments: the tables of the segments that requests share, for a shape that shares any. kept_states: what layers
+        with recurrent states keep of rows with drafts, for a shape that has any.
 
         needs_all_logits: every token needs logits, so that the N rows are the T tokens, in order.
         """
@@ -145,6 +148,7 @@ class InputBuffers:
             kv_cache=kv_cache,
             backend=backend,
             segments=segments if shape.shares_segments else None,
+            kept_states=kept_states if shape.tokens_per_row > 1 else None,
             prefixes=ChunkPrefixes(ends=ends[:num_rows], group_ends=group_ends[:num_rows])
             if shape.shares_prefixes
             else None,

@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from nvcli.attention.backend import AttentionCase
+from nvcli.attention.kept_states import KeptStates
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec, torch_kv_dtype
 from nvcli.attention.selection import select_backend
 from nvcli.core.engine_config import EngineConfig
@@ -256,7 +257,7 @@ class ModelRunner:
 
     def _draft_widths(self) -> tuple[int, ...]:
         """Return `EngineConfig.draft_widths`, or none if rows can have no drafts."""
-        return self.config.draft_widths if self._may_hold_rows() else ()
+        return () if self._why_no_drafts() else self.config.draft_widths
 
     def _make_slots(self) -> None:
         """Make the empty tables and buffers of the steps, large enough for padded steps."""
@@ -268,7 +269,9 @@ class ModelRunner:
         follows = self._context.rank == config.output_rank
         self._may_draft = bool(self._draft_widths())
         if config.max_draft_tokens and not self._may_draft:
-            self._notes.append(f"note: no tokens are drafted (`speculation`): {self._why_exact()}")
+            self._notes.append(f"note: no tokens are drafted (`speculation`): {self._why_no_drafts()}")
+        has_states = self._may_draft and bool(self._kv_spec.state_groups)
+        self.kept_states = KeptStates(self._kv_spec, config.max_draft_step_tokens, self.device) if has_states else None
         self.constraints = Constraints(
             config.model_path,
             vocab_size,
@@ -289,16 +292,16 @@ class ModelRunner:
 
     def _may_hold_rows(self) -> bool:
         """Whether a step may give fewer tokens for a row than it computed, so that the next one computes them again."""
-        return not self._why_exact()
+        if self.config.pipeline_parallel_size > 1 or self.backend.needs_exact_lens:
+            return False
+        return not any(group.is_state for group in self._kv_groups)  # without drafts, they take in a token at once
 
-    def _why_exact(self) -> str:
-        """Return why every computed token must count; empty: it need not."""
-        if any(group.is_state for group in self._kv_groups):
-            return "the model has recurrent states, which cannot go back by a token"
+    def _why_no_drafts(self) -> str:
+        """Return why steps cannot check drafts; empty: they can."""
         if self.backend.needs_exact_lens:
             return f"the attention backend {self.backend.name} needs the exact length of each request"
-        if self.config.pipeline_parallel_size > 1:
-            return "with pipeline stages (--pp) only the last one knows which drafts are correct"
+        if self.config.pipeline_parallel_size > 1 and any(group.is_state for group in self._kv_groups):
+            return "with pipeline stages (--pp) recurrent states do not learn in time which drafts are right"
         return ""
 
     def _compile_kernels(self) -> None:
@@ -398,6 +401,8 @@ class ModelRunner:
             PromptQueryReader(self.model, self.group, self.device, batch_invariant=config.batch_invariant),
             self.link,
             self._clock,
+            kept_states=self.kept_states,
+            sets_lengths=self._may_draft and not self.stage.is_last,
             steps_in_flight=config.max_steps_in_flight,
             max_sampled=config.max_step_logits + 3 * config.max_padded_rows,
         )

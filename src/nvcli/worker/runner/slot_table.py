@@ -69,10 +69,13 @@ class SlotTable:
         )
         self.segments = SegmentTables.empty(num_groups, config.max_num_seqs, num_rows, device)
         """The segments of KV blocks that requests share."""
-        self.answers = empty_answer_table(ANSWER_TABLE_BYTES, num_rows, device) if config.max_draft_tokens else None
-        """What followed runs of tokens in answers, to draft it; None if nothing is drafted."""
+        # All stages must draft alike, and only the last one has an answer's tokens as soon as they are sampled.
+        drafts_answers = config.max_draft_tokens and config.pipeline_parallel_size == 1
+        self.answers = empty_answer_table(ANSWER_TABLE_BYTES, num_rows, device) if drafts_answers else None
+        """The tokens that followed runs of tokens in answers; None if none of them is drafted."""
         self.sampling = SamplingTable(config.max_num_seqs, device)
         tokens = 2 * config.max_num_batched_tokens + config.max_model_len
+        tokens += config.max_num_seqs * config.max_draft_tokens
         # In each group, a slot may have other blocks in all columns, another segment and its entry, and copied keys.
         per_group = 2 * config.max_blocks_per_seq + 6 + 2 * SEGMENT_FIELDS + MOST_KEY_COPIES * COPY_FIELDS
         per_slot = num_groups * per_group + _INTS_PER_NEW_SLOT
@@ -97,6 +100,13 @@ class SlotTable:
             np.cumsum(counts, out=offsets[1:])
             slots, starts = unpack_ids(step.token_slots), unpack_ids(step.token_starts)
             write_tokens(self.state.token_ids, *self.upload(slots, starts, offsets, unpack_ids(step.token_ids)))
+
+    def set_lengths(self, step: StepInput) -> None:
+        """Set the lengths of a step's requests to what the engine knows exactly: stages other than the last do not
+        learn how many drafts of an earlier step were right."""
+        before = unpack_ids(step.seq_lens) - unpack_ids(step.num_tokens)
+        slots, lengths = self.upload(unpack_ids(step.slots), before)
+        self.state.lengths[slots.long()] = lengths
 
     def take_back(self, slots: Tensor, counts: Tensor) -> None:
         """Make slots forget the last tokens that they computed: `counts` [n] of them in `slots` [n], int32. The next

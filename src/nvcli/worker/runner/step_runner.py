@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape
+from nvcli.attention.kept_states import KeptStates
 from nvcli.attention.kv_cache import KVCache
 from nvcli.core.messages import StepInput
 from nvcli.kernels.prepare_inputs import prepare_inputs
@@ -52,14 +53,19 @@ class StepRunner:
         link: StageLink,
         clock: StepClock,
         *,
+        kept_states: KeptStates | None,
+        sets_lengths: bool,
         steps_in_flight: int,
         max_sampled: int,
     ) -> None:
-        """`max_sampled` is the most numbers that a step returns: its tokens, and three for each row with drafts."""
+        """`kept_states`: for a model with recurrent states whose rows may have drafts. `sets_lengths`: the lengths of
+        requests come with each step (`SlotTable.set_lengths`). `max_sampled` is the most numbers that a step
+        returns: its tokens, and three for each row with drafts."""
         self._model, self._slots, self._buffers = model, slots, buffers
         self._kv_cache, self._backend = kv_cache, backend
         self._sampler, self._drafter, self._masks, self._reader = sampler, drafter, masks, reader
         self._link, self._clock = link, clock
+        self._kept_states, self._sets_lengths = kept_states, sets_lengths
         self._graphs: GraphRunner[StepLogits | StageOutput] | None = None
         self._graph_batches: dict[BatchShape, StepBatch] = {}
         self._on_gpu = slots.state.lengths.is_cuda
@@ -106,6 +112,8 @@ class StepRunner:
         self._link.receive(batch.forward.num_tokens)
         step_time = self._clock.start(is_graph=padded is not None, num_tokens=batch.forward.num_tokens)
         self._slots.apply(step)
+        if self._sets_lengths:
+            self._slots.set_lengths(step)
         if step.block_ids and self._backend.reads_behind_rows:
             (blocks,) = self._slots.upload(partly_filled_blocks(step, self._kv_cache.spec.state_groups))
             self._kv_cache.clear(blocks.long())
@@ -130,6 +138,8 @@ class StepRunner:
         if batch.drafts is None:
             host_ids = self._to_host(ids)
         else:
+            if self._kept_states is not None:
+                self._kept_states.advance(self._kv_cache, batch.forward.state_rows, batch.drafts.counts)
             host = self._to_host(torch.cat([ids, self._drafter.numbers(step, batch, batch.drafts)]))
             host_ids, drafts = host[: len(ids)], self._drafter.pending(step, batch, host[len(ids) :])
         outcome = self._masks.record(host_ids)
@@ -215,6 +225,7 @@ class StepRunner:
             self._backend,
             needs_all_logits=needs_all_logits,
             segments=self._slots.segments,
+            kept_states=self._kept_states,
         )
 
     def _to_host(self, ids: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def _find_drafts_kernel(
     token_ids_ptr,  # [S, ...] int32, rows `stride` apart, written
     num_drafts_ptr,  # [R] int32, written
     sources_ptr,  # [R] int32, written
-    entries_ptr,  # [NUM_ENTRIES] int64
+    entries_ptr,  # [NUM_ENTRIES] int64; NUM_ENTRIES 0: there is no table
     time_ptr,  # [1] int64, advanced
     stride,
     NUM_ENTRIES: tl.constexpr,
@@ -42,7 +42,7 @@ def _find_drafts_kernel(
     """Program (row)."""
     row = tl.program_id(0)
     most = tl.load(most_ptr + row)
-    if row == 0:
+    if (NUM_ENTRIES > 0) & (row == 0):
         tl.store(time_ptr, tl.load(time_ptr) + 1)
     if most == 0:
         tl.store(num_drafts_ptr + row, 0)
@@ -66,8 +66,9 @@ def _find_drafts_kernel(
         is_found = (best >> 32) >= LEAST
         found = tl.where(is_found, (best & 0x7FFFFFFF).to(tl.int32), 0)
         num_others = 0
-        if (best >> 32) < RUN:
-            num_others = follow_answers(entries_ptr, tokens_ptr, last, most, NUM_ENTRIES)
+        if NUM_ENTRIES > 0:
+            num_wanted = tl.where((best >> 32) < RUN, most, 0)
+            num_others = follow_answers(entries_ptr, tokens_ptr, last, num_wanted, NUM_ENTRIES)
         num_drafts = most
         if not FOR_ALL:
             num_drafts = tl.where(num_others > 0, num_others, tl.where(is_found, most, 0))
@@ -83,7 +84,7 @@ def find_drafts(
     rows: StepRows,
     state: SlotState,
     drafts: DraftRows,
-    answers: AnswerTable,
+    answers: AnswerTable | None,
     *,
     for_all: bool,
     longest: int,
@@ -98,10 +99,10 @@ def find_drafts(
         state.token_ids,
         drafts.num_drafts,
         drafts.sources,
-        answers.entries,
-        answers.time,
+        state.token_ids if answers is None else answers.entries,
+        state.lengths if answers is None else answers.time,
         state.token_ids.stride(0),
-        NUM_ENTRIES=len(answers.entries),
+        NUM_ENTRIES=0 if answers is None else len(answers.entries),
         FOR_ALL=for_all,
         LONGEST=longest,
         LEAST=least,
@@ -174,12 +175,13 @@ def _accept_drafts_kernel(
         tokens_ptr = token_ids_ptr + slot * stride
         tl.store(tokens_ptr + first + index, tl.maximum(sampled, 0), mask=index < count)
         tl.store(lengths_ptr + slot, first - 1 + count)
-        tl.debug_barrier()  # all threads see the tokens
-        last = first - 1 + count
-        enter_from = tl.maximum(tl.minimum(tl.load(ends_ptr + slot), first), RUN)
-        if enter_from <= last:
-            enter_answer(entries_ptr, tokens_ptr, enter_from, last, tl.load(time_ptr), NUM_ENTRIES, DRAFTS)
-            tl.store(ends_ptr + slot, last + 1)
+        if NUM_ENTRIES > 0:
+            tl.debug_barrier()  # all threads see the tokens
+            last = first - 1 + count
+            enter_from = tl.maximum(tl.minimum(tl.load(ends_ptr + slot), first), RUN)
+            if enter_from <= last:
+                enter_answer(entries_ptr, tokens_ptr, enter_from, last, tl.load(time_ptr), NUM_ENTRIES, DRAFTS)
+                tl.store(ends_ptr + slot, last + 1)
     tl.store(counts_ptr + row, count)
 
 
@@ -188,7 +190,7 @@ def accept_drafts(
     state: SlotState,
     inputs: StepInputs,
     drafts: DraftRows,
-    answers: AnswerTable,
+    answers: AnswerTable | None,
     ids: Tensor,
     held: Tensor | None = None,
     *,
@@ -209,13 +211,13 @@ def accept_drafts(
         state.lengths,
         state.token_ids,
         drafts.counts,
-        answers.entries,
-        answers.ends,
-        answers.time,
+        state.token_ids if answers is None else answers.entries,
+        state.lengths if answers is None else answers.ends,
+        state.lengths if answers is None else answers.time,
         state.token_ids.stride(0),
         state.padding_slot,
         accepted,
-        NUM_ENTRIES=len(answers.entries),
+        NUM_ENTRIES=0 if answers is None else len(answers.entries),
         HAS_HELD=held is not None,
         THROWS_COINS=accepted >= 0,
         RUN=RUN,
