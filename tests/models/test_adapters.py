@@ -16,6 +16,7 @@ from torch import Tensor
 from adapters import ATTENTION, LINEAR, PREFIX, low_rank, merge, write_adapter
 from checkpoints import write_tiny_model
 from expert_shapes import EXPERT_SHAPES
+from family_shapes import SHAPES
 from hostile_checkpoints import hostile_value, mutate_body, mutate_header
 from nvcli.errors import ConfigError, LoadError
 from nvcli.kernels.fp8_types import numbers
@@ -217,6 +218,46 @@ def test_refused_by_a_tensor(base: Path, tmp_path: Path) -> None:
         keys = {"base_model_name_or_path": "someone/base", **keys}
         with pytest.raises(LoadError, match=message):
             read_adapter(write_adapter(tmp_path / str(number), tensors, **keys), model)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_chosen"),
+    [
+        (  # Unsloth's
+            r"(?:.*?(?:language|text).*?(?:self_attn|attention|mlp).*?(?:q_proj|k_proj).*?)|"
+            r"(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|attention|mlp)\.(?:(?:q_proj|k_proj)))",
+            True,
+        ),
+        (r"^(?!.*(?:vision|visual)).*\.(self_attn|mlp)\.(q|k|v)_proj$", True),
+        (r"^(model\.visual)(?!.*(lm_head)).*", False),
+    ],
+)
+def test_patterns_that_trainers_write(base: Path, tmp_path: Path, pattern: str, is_chosen: bool) -> None:
+    folder = write_adapter(tmp_path, low_rank(base, ("q_proj",)), target_modules=pattern)
+    if is_chosen:
+        assert len(read_adapter(folder, load_model_config(base)).changes) == 2
+    else:
+        with pytest.raises(LoadError, match="`target_modules`: leaves out"):
+            read_adapter(folder, load_model_config(base))
+
+
+def test_names_of_other_classes_of_a_model(base: Path, tmp_path: Path) -> None:
+    """Those of a model without a head, of the text part alone, and of the whole in older and newer releases."""
+    family, shape = SHAPES["gemma 3 with vision"]
+    vision = write_tiny_model(tmp_path / "vision", family, **shape)
+    plain = {
+        name: torch.zeros(4, 32) if "lora_A" in name else torch.zeros(64, 4) for name in low_rank(base, ("q_proj",))
+    }
+    expected = {f"model.layers.{number}.self_attn.q_proj.weight" for number in (0, 1)}
+    cases = [(base, "model.layers", "layers"), (vision, "model.layers", "layers"), (vision, "", "")]
+    cases += [
+        (vision, "model.layers", f"{prefix}.layers") for prefix in ("language_model.model", "model.language_model")
+    ]
+    for number, (path, old, new) in enumerate(cases):
+        tensors = {name.replace(old, new, 1): tensor for name, tensor in plain.items()}
+        adapter = read_adapter(write_adapter(tmp_path / str(number), tensors), load_model_config(path))
+        assert set(adapter.changes) == expected
+        assert not adapter.left
 
 
 def test_folders_that_hold_no_adapter(base: Path, tmp_path: Path) -> None:
