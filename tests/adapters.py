@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+STACKS = ["experts.gate_up_proj", "experts.down_proj"]
+"""`target_parameters` for all experts."""
 PREFIX = "base_model.model."
 
 
@@ -27,6 +29,20 @@ def low_rank(
         if name.rpartition(".")[2] in modules:
             tensors[f"{PREFIX}{name}.lora_A.weight"] = size * torch.randn(rank, columns, generator=generator)
             tensors[f"{PREFIX}{name}.lora_B.weight"] = size * torch.randn(rows, rank, generator=generator)
+    return tensors
+
+
+def low_rank_of_stacks(base: Path, *, rank: int = 2, seed: int = 0) -> dict[str, Tensor]:
+    """The matrices of an adapter for both stacks of experts in each layer of gpt-oss, which are [experts, in, out]. The
+    first is the innermost of PEFT's wrappers."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, (num_experts, num_in, num_out) in _stacks(base):
+        wrapper = PREFIX + name.replace("gate_up_proj", "base_layer").removesuffix(".down_proj")
+        tensors[f"{wrapper}.lora_A.weight"] = torch.randn(num_experts * rank, num_in, generator=generator)
+        tensors[f"{wrapper}.lora_B.weight"] = torch.randn(num_out, rank * num_experts, generator=generator)
     return tensors
 
 
@@ -61,9 +77,16 @@ def merge(base: Path, tensors: Mapping[str, Tensor], folder: Path, *, scaling: f
 
 def _weights(base: Path) -> list[tuple[str, list[int]]]:
     """The modules of a checkpoint with matrices, and the shapes of these."""
+    matrices = {name: shape for name, shape in _shapes(base).items() if name.endswith(".weight") and len(shape) == 2}
+    return [(name.removesuffix(".weight"), shape) for name, shape in matrices.items()]
+
+
+def _stacks(base: Path) -> list[tuple[str, list[int]]]:
+    return [(name, shape) for name, shape in _shapes(base).items() if name.endswith(tuple(STACKS))]
+
+
+def _shapes(base: Path) -> dict[str, list[int]]:
     from safetensors import safe_open
 
     with safe_open(base / "model.safetensors", framework="pt") as file:
-        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - no mapping
-    matrices = {name: shape for name, shape in shapes.items() if name.endswith(".weight") and len(shape) == 2}
-    return [(name.removesuffix(".weight"), shape) for name, shape in matrices.items()]
+        return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - no mapping

@@ -13,7 +13,7 @@ from rank_weights import load_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from adapters import ATTENTION, LINEAR, PREFIX, low_rank, merge, write_adapter
+from adapters import ATTENTION, LINEAR, PREFIX, STACKS, low_rank, low_rank_of_stacks, merge, write_adapter
 from checkpoints import write_tiny_model
 from expert_shapes import EXPERT_SHAPES
 from family_shapes import SHAPES
@@ -68,18 +68,14 @@ def test_rows_of_interleaved_stacks(tmp_path: Path) -> None:
     """Both parameters of a stack: the first is the innermost of PEFT's wrappers."""
     family, shape = EXPERT_SHAPES["gpt-oss"]
     base = write_tiny_model(tmp_path / "base", family, **shape)
-    generator, stacks, weights = torch.Generator().manual_seed(0), {}, load_file(base / "model.safetensors")
+    stacks, weights = low_rank_of_stacks(base), load_file(base / "model.safetensors")
     for name, stack in weights.items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):  # [experts, in, out]
-            num_experts, num_in, num_out = stack.shape
-            down = torch.randn(num_experts * 2, num_in, generator=generator)
-            up = torch.randn(num_out, 2 * num_experts, generator=generator)
-            wrapper = name.replace("gate_up_proj", "base_layer").removesuffix(".down_proj")
-            stacks[f"{PREFIX}{wrapper}.lora_A.weight"], stacks[f"{PREFIX}{wrapper}.lora_B.weight"] = down, up
-            downs, ups = down.view(num_experts, 2, num_in), up.view(num_out, 2, num_experts)
+            wrapper = PREFIX + name.replace("gate_up_proj", "base_layer").removesuffix(".down_proj")
+            down, up = stacks[f"{wrapper}.lora_A.weight"], stacks[f"{wrapper}.lora_B.weight"]
+            downs, ups = down.view(len(stack), 2, -1), up.view(len(up), 2, -1)
             weights[name] = stack + 4.0 * torch.einsum("ore,eri->eio", ups, downs)
-    targets = ["experts.gate_up_proj", "experts.down_proj"]
-    adapter = write_adapter(tmp_path / "adapter", stacks, r=2, target_modules=None, target_parameters=targets)
+    adapter = write_adapter(tmp_path / "adapter", stacks, r=2, target_modules=None, target_parameters=STACKS)
     merged = merge(base, {}, tmp_path / "merged")
     save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
     assert_same(load_model(base, 1, 2, lora=adapter), load_model(merged, 1, 2))

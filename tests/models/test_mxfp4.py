@@ -17,12 +17,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from adapters import STACKS, low_rank_of_stacks, write_adapter
 from batches import RequestState
 from checkpoints import edit_json, reference_logits, write_tiny_model
 from expert_shapes import GPT_OSS
 from mxfp4 import BLOCKS_FILE, SCALES_FILE, quantise
-from nvcli.errors import LoadError
+from nvcli.errors import ConfigError, LoadError
 from nvcli.kernels.mxfp4 import dequantise
+from nvcli.models.adapters.adapter import read_adapter
 from nvcli.models.config import load_model_config
 from nvcli.worker.distributed.stage import WHOLE, Stage
 
@@ -66,6 +68,18 @@ def test_weights_are_those_that_transformers_reads(
     assert found.keys() == expected.keys()
     for name, parameter in expected.items():
         assert torch.equal(found[name], parameter), name
+
+
+def test_an_adapter_changes_the_numbers_that_transformers_reads(published: Path, plain: Path, tmp_path: Path) -> None:
+    stacks = low_rank_of_stacks(plain)
+    adapter = write_adapter(tmp_path, stacks, r=2, target_modules=None, target_parameters=STACKS)
+    found, expected = load(published, 1, 2, lora=adapter), load(plain, 1, 2, lora=adapter)
+    for name, parameter in expected.items():
+        assert torch.equal(found[name], parameter), name
+    with pytest.raises(ConfigError, match="w4a16, and the adapter"):
+        read_adapter(adapter, load_model_config(published)).check_kept(
+            load_model_config(published).with_quantization("w4a16")
+        )
 
 
 def test_a_rank_reads_whole_experts(published: Path, plain: Path) -> None:
