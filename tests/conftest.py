@@ -38,6 +38,7 @@ if not Path("/dev/nvidiactl").exists():
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+gc.disable()  # until all tests are collected: what is imported stays
 
 
 def children() -> list[str]:
@@ -116,6 +117,11 @@ def snapshot(request: pytest.FixtureRequest) -> Callable[[str, Iterable[str]], N
             pytest.fail(f"{difference}\n{advice}", pytrace=False)
 
     return compare
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import json
 import multiprocessing
@@ -52,13 +53,18 @@ class WarmPopen(subprocess.Popen[Any]):
     _process: Any = None
 
     def _execute_child(self, args: Any, *options: Any) -> None:
-        _executable, _preexec, _close, _pass, cwd, env, _info, _flags, _shell, *pipes = options[:15]
+        _executable, _preexec, _close, pass_fds, cwd, env, _info, _flags, _shell, *pipes = options[:15]
+        new_session, process_group = options[-2:]
         stdin, _, _, stdout, _, stderr = pipes
         streams = [_Descriptor(own if number == -1 else number) for own, number in enumerate((stdin, stdout, stderr))]
         self._process = warm_context().Process(
             target=_run_command,
             args=(list(map(str, args)), streams, dict(os.environ if env is None else env), str(cwd or Path.cwd())),
-            kwargs={"new_session": options[-2]},
+            kwargs={
+                "fds": {number: _Descriptor(number) for number in pass_fds},
+                "new_session": new_session,
+                "new_group": process_group == 0,
+            },
             daemon=True,
         )
         with _ONE_AT_A_TIME:
@@ -76,6 +82,14 @@ class WarmPopen(subprocess.Popen[Any]):
         if not wait([self._process.sentinel], timeout):
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         return self._internal_poll()
+
+
+@contextlib.contextmanager
+def engines_are_copies() -> Iterator[None]:
+    """Engines that this process starts meanwhile are copies too, and so are their ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", WarmPopen)
+        yield
 
 
 def run_warm(
@@ -179,16 +193,38 @@ class _CopyOrInterpreter(subprocess.Popen[Any]):
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
-def _run_command(args: list[str], streams: list[int], env: dict[str, str], cwd: str, *, new_session: bool) -> NoReturn:
+def _run_command(
+    args: list[str],
+    streams: list[int],
+    env: dict[str, str],
+    cwd: str,
+    *,
+    fds: dict[int, int],
+    new_session: bool,
+    new_group: bool,
+) -> NoReturn:
+    """`fds`: the numbers that descriptors are to have, and those that they have."""
     assert "warm_imports" in sys.modules, "the forkserver has not imported what it should"
     os.chdir(cwd)
     if new_session:
         os.setsid()
+    if new_group:
+        os.setpgid(0, 0)
     is_module = "-m" in args[1:3]
     main, *arguments = args[args.index("-m") + 1 :] if is_module else args[1:]
-    _begin([main, *arguments], streams, env)
+    first_free = max([2, *fds]) + 1
+    own = {number: fcntl.fcntl(fd, fcntl.F_DUPFD, first_free) for number, fd in fds.items()}
+    streams = [fcntl.fcntl(fd, fcntl.F_DUPFD, first_free) for fd in streams]
+    for number, fd in own.items():
+        os.dup2(fd, number)
+    _begin([main, *arguments], streams, env, kept=tuple(fds))
     _name_process("nvcli")
     subprocess.Popen = _CopyOrInterpreter  # type: ignore[misc]
+    if main == CHILD_MODULE:
+        sys.argv[-1] = str(os.getppid())  # the process that this one is to end with
+        from nvcli.worker.executor.child_process import _main
+
+        _end_with(_main)
     if is_module:
         _end_with(lambda: runpy.run_module(main, run_name="__main__", alter_sys=True))
     _end_with(lambda: runpy.run_path(main, run_name="__main__"))

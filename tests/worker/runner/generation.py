@@ -21,6 +21,7 @@ from nvcli.worker.runner.interface import RankContext
 from nvcli.worker.runner.model_runner import ModelRunner
 from one_rank import make_core, run_core
 from requests_factory import make_request
+from warm_process import engines_are_copies
 
 EOS = 1
 MAX_TOKENS = 24
@@ -66,7 +67,8 @@ def requests() -> list[Request]:
 @contextmanager
 def running_engine(path: Path, **config: Any) -> Iterator[EngineClient]:
     """Start an engine with processes of its own. `config`: of the engine; see also `config_of`."""
-    client = EngineClient.start(config_of(path, **config))
+    with engines_are_copies():
+        client = EngineClient.start(config_of(path, **config))
     try:
         client.wait_ready()
         yield client
