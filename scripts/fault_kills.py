@@ -1,7 +1,7 @@
 """Kills the processes of a job, each in its turn, at random moments, and continues it, until it is done.
 
 Every job is then compared with one that was never touched: the same lines, and the same file for `--order input`. After
-that, rows of its input are mended, removed and added at the end, the same is done to the same command with `--update`,
+that, rows of its input are edited, removed and added at the end, the same is done to the same command with `--update`,
 and the output is compared with that of a new job on the changed input.
 Now and then the end of the file is torn off or garbled between two runs, as a power loss would.
 """

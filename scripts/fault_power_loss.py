@@ -1,7 +1,7 @@
 """Simulates a power loss at each system call of a job's output, and continues from what it may leave.
 
 A job begins, continues, retries its failed rows, overwrites another one's output, or follows its input, in which rows
-were mended, moved, added and removed; in all kinds of files and both orders. Every call that changes its files is
+were edited, moved, added and removed; in all kinds of files and both orders. Every call that changes its files is
 recorded. For each of them the folders that a power loss may leave are made (`crash_states`), and the same command is
 given there: the output must then be that of a job that was never touched, every row that was synced must have been
 kept, and so must the answer of every row that an update finds unchanged. Rows of two jobs must never be together

@@ -151,7 +151,7 @@ def test_failed_rows_are_tried_again(shell: Shell) -> None:
     assert shell.run("in.jsonl", "--retry-errors", "--overwrite").returncode == 2
 
 
-def test_a_mended_row_and_new_ones_are_answered_alone(shell: Shell) -> None:
+def test_an_edited_row_and_new_ones_are_answered_alone(shell: Shell) -> None:
     some_fail = "fails=lambda request: request.row == 7"
     done = shell.run("in.jsonl", fakes=some_fail)
     assert " --retry-errors  # " in done.stderr
@@ -160,7 +160,7 @@ def test_a_mended_row_and_new_ones_are_answered_alone(shell: Shell) -> None:
     rows = [{"prompt": f"p{number}", "id": f"r{number}"} for number in range(200)]
     shell.write("in.jsonl", rows)
     done = shell.run("in.jsonl")
-    assert (done.returncode, "from another input: 1 row mended\n" in done.stderr) == (2, True)
+    assert (done.returncode, "from another input: 1 row edited\n" in done.stderr) == (2, True)
     assert "--update" in done.stderr
     done = shell.run("in.jsonl", "--retry-errors")
     assert (done.returncode, "200 of 200 rows answered" in done.stderr) == (0, True), done.stderr
@@ -288,7 +288,7 @@ def test_an_input_that_is_changed_during_the_run_ends_it_and_the_same_command_go
     assert (done.returncode, done.stderr.count("error: the input in.jsonl was changed during the run")) == (3, 1)
     other = shell.run("in.jsonl")
     assert other.returncode == 2
-    assert "was made from another input: 1 row mended, 1" in other.stderr
+    assert "was made from another input: 1 row edited, 1" in other.stderr
     (shell.folder / "in.jsonl").write_text(whole)
     again = shell.run("in.jsonl")
     assert again.returncode == 1

@@ -58,8 +58,8 @@ def test_they_are_brought_up_to_a_changed_input(tmp_path: Path) -> None:
     first, *others = lines_of(answers / "mixed.out.jsonl")
     source = tmp_path / "mixed.jsonl"
     rows = lines_of(source)
-    mended = json.loads(first)["index"]
-    rows[mended] = rows[mended].replace(b"What is", b"Say what is")
+    edited = json.loads(first)["index"]
+    rows[edited] = rows[edited].replace(b"What is", b"Say what is")
     source.write_bytes(b"".join(rows))
     arguments = command("mixed.jsonl")
     arguments = [*arguments[arguments.index("generate") :], "--update"]
@@ -67,7 +67,7 @@ def test_they_are_brought_up_to_a_changed_input(tmp_path: Path) -> None:
     # In new interpreters: copies of the command would render chat templates with its fakes.
     done = subprocess.run(fake, cwd=tmp_path, env=ENVIRON, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, f"{MUST}:\n{done.stderr}"
-    assert "the input has changed: 1 row mended\n" in done.stderr
+    assert "the input has changed: 1 row edited\n" in done.stderr
     lines = lines_of(answers / "mixed.out.jsonl")
     assert lines[: len(others)] == others
     assert first not in lines

@@ -157,7 +157,7 @@ def test_a_complete_output_is_left_alone(tmp_path: Path) -> None:
     assert joined.stat() == before
 
 
-def test_failed_rows_are_taken_again_from_shards_that_were_mended(tmp_path: Path) -> None:
+def test_failed_rows_are_taken_again_from_shards_that_were_fixed(tmp_path: Path) -> None:
     shards = [write_shard(tmp_path, number, 2) for number in range(2)]
     joined = tmp_path / "joined.jsonl"
     merge(shards, joined)

@@ -38,14 +38,14 @@ def test_rows_are_paired(
     assert len(kept) == (Counter(olds) & Counter(news)).total()
     assert all(places[i] == i for i in range(min(len(olds), len(news))) if olds[i] == news[i])
     assert changes.num_moved == sum(place not in (-1, index) for index, place in enumerate(places))
-    assert changes.num_mended == len(changes.mended) <= len(olds) - len(kept)
-    assert all(places[index] == -1 for index in changes.mended)
-    assert changes.num_gone == len(olds) - len(kept) - changes.num_mended
-    assert changes.num_new + changes.num_unread == len(news) - len(kept) - changes.num_mended
+    assert changes.num_edited == len(changes.edited) <= len(olds) - len(kept)
+    assert all(places[index] == -1 for index in changes.edited)
+    assert changes.num_gone == len(olds) - len(kept) - changes.num_edited
+    assert changes.num_new + changes.num_unread == len(news) - len(kept) - changes.num_edited
     assert not (old_is_all and changes.num_unread)
     left_old = Counter(row_id for index, (_, row_id) in enumerate(olds) if places[index] < 0 and row_id is not None)
     left_new = Counter(row_id for index, (_, row_id) in enumerate(news) if index not in kept and row_id is not None)
-    assert changes.num_mended >= (left_old & left_new).total()
+    assert changes.num_edited >= (left_old & left_new).total()
     assert changes.is_none == (olds == news)
 
 
@@ -53,7 +53,7 @@ def test_what_has_changed_is_said_in_a_few_words() -> None:
     old = [("a", index) for index in range(5000)]
     new = [*(("b", index) for index in range(3)), *old[3:4999], *(("c", index) for index in range(5000, 5200))]
     changes = compare_rows(digests(old), digests(new), old_is_all=True)
-    assert changes.describe() == "3 rows mended, 200 new, 1 gone"
+    assert changes.describe() == "3 rows edited, 200 new, 1 gone"
     assert compare_rows(digests(old), digests(old[1:]), old_is_all=True).describe() == "1 row gone"
     assert compare_rows(digests(old), digests(old[::-1]), old_is_all=True).describe() == "5,000 rows in another place"
     assert compare_rows(digests(old[:9]), digests(old), old_is_all=False).describe() == "4,991 rows not read before"

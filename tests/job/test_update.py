@@ -148,12 +148,12 @@ def test_only_what_has_changed_is_answered_again(tmp_path: Path, name: str, orde
     files = job.files()
     new = [old[0], {**old[9], "prompt": "other"}, *old[1:4], *old[5:9], {**old[0], "id": 10}, {**old[0], "id": 11}]
     job.write(*new)
-    with pytest.raises(ConfigError, match=r"made from another input: 1 row mended, 2 new, 1 gone\n  input") as error:
+    with pytest.raises(ConfigError, match=r"made from another input: 1 row edited, 2 new, 1 gone\n  input") as error:
         job.run()
     assert "--update" in str(error.value)
     assert job.files() == files
     output = job.run(update=True)
-    assert "the input has changed: 1 row mended, 2 new, 1 gone" in output.notes
+    assert "the input has changed: 1 row edited, 2 new, 1 gone" in output.notes
     assert sorted(job.computed) == ["other", "p0", "p0"]
     kept = [0, 1, 2, 3, 5, 6, 7, 8]
     texts = {each: f"1: p{each}" for each in kept} | {9: "3: other", 10: "3: p0", 11: "3: p0"}
@@ -218,7 +218,7 @@ def test_rows_that_are_added_at_the_end_leave_the_lines_alone(tmp_path: Path) ->
     assert job.path.read_bytes().startswith(before)
 
 
-def test_retrying_is_enough_where_only_failed_rows_were_mended(tmp_path: Path) -> None:
+def test_retrying_is_enough_where_only_failed_rows_were_edited(tmp_path: Path) -> None:
     job = UpdatedJob(tmp_path)
     job.fails = {"p2"}
     old = rows_of(range(5))
@@ -229,7 +229,7 @@ def test_retrying_is_enough_where_only_failed_rows_were_mended(tmp_path: Path) -
     job.run(retry_errors=True)
     assert sorted(job.computed) == ["p1", "p2"]
     job.write({**old[0], "prompt": "other"}, *old[1:])
-    with pytest.raises(ConfigError, match=r"1 row mended\n(?s:.*)--retry-errors alone is enough where only failed"):
+    with pytest.raises(ConfigError, match=r"1 row edited\n(?s:.*)--retry-errors alone is enough if only failed"):
         job.run(retry_errors=True)
     job.write(*old, *rows_of([5]))
     with pytest.raises(ConfigError, match="1 row new"):
@@ -316,7 +316,7 @@ def test_a_job_that_was_cut_short(tmp_path: Path, is_read: bool) -> None:
     if is_read:
         job.run()
     job.write({**old[0], "prompt": "other"}, *old[1:], *rows_of([10]))
-    with pytest.raises(ConfigError, match="1 row mended, 1 new" if is_read else "1 row mended, 5 not read before"):
+    with pytest.raises(ConfigError, match="1 row edited, 1 new" if is_read else "1 row edited, 5 not read before"):
         job.run()
     job.run(update=True)
     assert len(job.computed) == (2 if is_read else 6)
@@ -402,7 +402,7 @@ def test_inputs_of_texts_and_cells(tmp_path: Path) -> None:
     job.run()
     job.sources[0].write_text("prompt,id\nONE,x\ntwo,y\n")
     job.sources[1].write_text("three\nfour\nfive\n")
-    with pytest.raises(ConfigError, match="1 row mended, 1 new"):
+    with pytest.raises(ConfigError, match="1 row edited, 1 new"):
         job.run()
     job.run(update=True)
     assert job.computed == ["ONE", "five"]

@@ -36,7 +36,7 @@ _UNREAD = {
     b"PK\x03\x04": "a spreadsheet or another ZIP archive, which is not read; save it as CSV, or unpack it",
     b"\xfd7zXZ\0": "xz data, which is not read; unpack it, or pack it with gzip or zstd",
     b"BZh91A": "bzip2 data, which is not read; unpack it, or pack it with gzip or zstd",
-    b"FEA1": "a Feather file of version 1, which is not read; write it with pyarrow.feather.write_feather anew",
+    b"FEA1": "a Feather file of version 1, which is not read; write it again with pyarrow.feather.write_feather",
 }
 """Descriptions of files by their first bytes, and what to do with them."""
 _TABLE_KINDS = {"parquet": "Parquet", "arrow": "Arrow"}

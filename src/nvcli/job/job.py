@@ -32,7 +32,7 @@ RETRYABLE_ERRORS = frozenset(
     {"kv_cache_too_small", "non_finite_logits", "structured_timeout", "aborted", INTERNAL_ERROR}
 )
 """Error types that may be gone when the same row is tried again: with more memory, in another batch, on a machine that
-is less busy, with a bug mended. All others come from the row itself, the model or the configuration."""
+is less busy, with a bug fixed. All others come from the row itself, the model or the configuration."""
 
 
 class RowForm(Enum):

@@ -259,7 +259,7 @@ def test_a_progress_file_that_cannot_be_written(tmp_path: Path) -> None:
             progress.update(make_view(clock=clock))
             clock.now += 2
     assert len(stream.getvalue().splitlines()) == 1
-    assert "the run goes on" in stream.getvalue()
+    assert "the run continues" in stream.getvalue()
 
 
 def test_the_bar_shows_the_same_and_leaves_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from nvcli.core.config import RunConfig
 from nvcli.core.messages import unpack
 from nvcli.engine.request import Request
 from nvcli.errors import ConfigError
-from nvcli.models.config import load_model_config
+from nvcli.job.run.resolve import resolve_settings
 from nvcli.tools.bench.file_workload import FileWorkload
 from weightless_model import MAX_POSITIONS, write_weightless_model
 
@@ -27,7 +27,7 @@ def requests_of(model: Path, rows: list[Any], said: list[str] | None = None, **o
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = RunConfig(model=str(model))
     workload = FileWorkload(input=str(file), **options)
-    return workload.requests(run, model, load_model_config(model), say=(said if said is not None else []).append)
+    return workload.requests(resolve_settings(run, weights=False), say=(said if said is not None else []).append)
 
 
 def test_rows_become_requests_of_fixed_length(model: Path) -> None:
@@ -69,13 +69,13 @@ def test_rows_that_fail_are_left_out_and_counted(model: Path) -> None:
 def test_files_of_all_formats_and_folders_of_them(model: Path, tmp_path: Path) -> None:
     (tmp_path / "b.csv").write_text("prompt\na\nb\n")
     (tmp_path / "a.csv").write_text('prompt,sampling\nc,"{""n"": 2}"\n')
-    run, config = RunConfig(model=str(model)), load_model_config(model)
+    resolved = resolve_settings(RunConfig(model=str(model)), weights=False)
     for name, count in (("b.csv", 2), ("", 4)):
         workload = FileWorkload(input=str(tmp_path / name))
-        assert len(workload.requests(run, model, config, say=print)) == count
+        assert len(workload.requests(resolved, say=print)) == count
     (tmp_path / "b.csv").write_text("question\na\n")
     with pytest.raises(ConfigError, match="--prompt-field question"):
-        FileWorkload(input=str(tmp_path / "b.csv")).requests(run, model, config, say=print)
+        FileWorkload(input=str(tmp_path / "b.csv")).requests(resolved, say=print)
 
 
 @pytest.mark.parametrize(("rows", "reason"), [([], "no rows"), ([{"prompt_token_ids": [1] * 99}], "max_model_len")])

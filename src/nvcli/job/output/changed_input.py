@@ -80,8 +80,8 @@ class ChangedInput:
         if is_csv(self._output) and not self._file.size:
             raise self._refusal("a complete CSV table cannot be updated (JSONL and Parquet can)")
         scan = scan_output(self._file.path, self._shard)
-        if not update and not (retry_errors and self._has_only_mended_failures(changes, scan)):
-            also = "--retry-errors alone is enough where only failed rows were mended; " if retry_errors else ""
+        if not update and not (retry_errors and self._has_only_edited_failures(changes, scan)):
+            also = "--retry-errors alone is enough if only failed rows were edited; " if retry_errors else ""
             raise ConfigError(
                 f"the output {self._output} was made from another input: {changes.describe()}\n{self._differences}\n"
                 f"{also}--update answers what has changed and keeps the other answers; or start over with "
@@ -109,13 +109,13 @@ class ChangedInput:
     def _differences(self) -> str:
         return "\n".join(f"  {line}" for line in self._old.input_differences(self._new))
 
-    def _has_only_mended_failures(self, changes: RowChanges, scan: OutputScan) -> bool:
+    def _has_only_edited_failures(self, changes: RowChanges, scan: OutputScan) -> bool:
         """Tell whether the only change is in rows without an answer."""
         answered = scan.answered
         return (
             self._file.size > 0
-            and changes.only_mends
-            and all(index in answered.failed or index not in answered.all for index in changes.mended.tolist())
+            and changes.only_edits
+            and all(index in answered.failed or index not in answered.all for index in changes.edited.tolist())
         )
 
     def _lines(self) -> Iterator[tuple[WrittenRow, bytes]]:

@@ -169,7 +169,7 @@ def _start_time(pid: int) -> str | None:
 def _held_by_another(path: Path, output: Path, holder: LockHolder | None) -> ConfigError:
     who = f"process {holder.pid} on {holder.host}, since {holder.since}" if holder else "an unknown process"
     return ConfigError(
-        f"another run is writing to the output {output} ({who}); wait for its end, or name another with -o; "
+        f"another run is writing to the output {output} ({who}); wait for it to end, or name another with -o; "
         f"if no such run is left, remove {path}"
     )
 

@@ -36,7 +36,7 @@ class LockedFile:
             self.fd = _open_locked(path)
         except BlockingIOError:
             raise ConfigError(
-                f"another run is writing to the output {path}; wait for its end, or name another with -o"
+                f"another run is writing to the output {path}; wait for it to end, or name another with -o"
             ) from None
         except OSError as error:
             raise _not_opened(path, error) from None

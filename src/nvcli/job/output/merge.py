@@ -84,7 +84,7 @@ def merge_outputs(
         options = OutputOptions(
             order="input",
             overwrite=overwrite,
-            retry_errors=True,  # an error that an earlier merge has found may have been mended in its shard
+            retry_errors=True,  # an error that an earlier merge has found may have been fixed in its shard
             limit=None if found.all_read else found.total,
             reorder_bytes=max_waiting_bytes,
         )

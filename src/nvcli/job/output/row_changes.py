@@ -1,7 +1,7 @@
 """Compares the rows of a changed input with those an output was made from.
 
 A row is the same one if it has the same bytes, wherever it stands. Of the others, rows are paired by their ids, and
-rows without an id (in one input or in both) by the places where they stand: these rows were mended. What has no partner
+rows without an id (in one input or in both) by the places where they stand: these rows were edited. What has no partner
 is new or gone.
 """
 
@@ -29,17 +29,17 @@ _Indices = npt.NDArray[np.int64]
 class RowChanges:
     """The changes from the old rows to the new ones."""
 
-    num_mended: int
+    num_edited: int
     num_new: int
     num_gone: int
     num_unread: int
     """Rows that may be old, but were not read before, because the old inputs were not read to their end."""
     num_moved: int
     """Unchanged rows with another index."""
-    mended: _Indices
-    """The old indices of the mended rows."""
+    edited: _Indices
+    """The old indices of the edited rows."""
     new_index: _Indices
-    """The present index of each old row; -1 if it was mended or is gone."""
+    """The present index of each old row; -1 if it was edited or is gone."""
 
     @property
     def is_none(self) -> bool:
@@ -49,11 +49,11 @@ class RowChanges:
     @property
     def keeps_all(self) -> bool:
         """Whether every old row is unchanged and in place; there may be new ones after them."""
-        return not (self.num_mended or self.num_gone or self.num_moved)
+        return not (self.num_edited or self.num_gone or self.num_moved)
 
     @property
-    def only_mends(self) -> bool:
-        """Whether rows were mended in place, and nothing else is known to have changed."""
+    def only_edits(self) -> bool:
+        """Whether rows were edited in place, and nothing else is known to have changed."""
         return not (self.num_gone or self.num_moved or self.num_new)
 
     def index_of(self, old_index: int) -> int | None:
@@ -64,9 +64,9 @@ class RowChanges:
         return None if index == _NOWHERE else index
 
     def describe(self) -> str:
-        """Summarise the changes, such as `3 rows mended, 200 new, 1 gone`."""
+        """Summarise the changes, such as `3 rows edited, 200 new, 1 gone`."""
         counts = [
-            (self.num_mended, "mended"),
+            (self.num_edited, "edited"),
             (self.num_new, "new"),
             (self.num_gone, "gone"),
             (self.num_unread, "not read before"),
@@ -99,23 +99,23 @@ def compare_rows(old: bytes | bytearray, new: bytes | bytearray, *, old_is_all: 
         new_index[old_places] = new_places
         olds.is_left[old_places] = news.is_left[new_places] = False
         num_moved += len(old_places)
-    mended = [np.zeros(0, np.int64)]
+    edited = [np.zeros(0, np.int64)]
     for old_places, new_places in _pairs(olds, news, _Rows.ids):
         olds.is_left[old_places] = news.is_left[new_places] = False
-        mended.append(old_places)
-    may_be_mended = olds.is_left[:num_shared] & news.is_left[:num_shared]
-    by_place = np.flatnonzero(may_be_mended & ~(olds.has_id()[:num_shared] & news.has_id()[:num_shared]))
+        edited.append(old_places)
+    may_be_edited = olds.is_left[:num_shared] & news.is_left[:num_shared]
+    by_place = np.flatnonzero(may_be_edited & ~(olds.has_id()[:num_shared] & news.has_id()[:num_shared]))
     olds.is_left[by_place] = news.is_left[by_place] = False
-    mended.append(by_place)
+    edited.append(by_place)
     num_unread = 0 if old_is_all else int(np.count_nonzero(news.is_left[olds.count :]))
-    all_mended = np.sort(np.concatenate(mended))
+    all_edited = np.sort(np.concatenate(edited))
     return RowChanges(
-        num_mended=len(all_mended),
+        num_edited=len(all_edited),
         num_new=int(np.count_nonzero(news.is_left)) - num_unread,
         num_gone=int(np.count_nonzero(olds.is_left)),
         num_unread=num_unread,
         num_moved=num_moved,
-        mended=all_mended,
+        edited=all_edited,
         new_index=new_index,
     )
 

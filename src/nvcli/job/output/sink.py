@@ -94,7 +94,7 @@ def _checksum_from(fd: int, start: int) -> int:
 
 def _changed(path: Path, what: str) -> OutputError:
     return OutputError(
-        f"the output {path} was changed by another program during the run: {what}; rows that it does not hold any more "
+        f"the output {path} was changed by another program during the run: {what}; rows that it no longer holds "
         "will be computed again"
     )
 

@@ -106,5 +106,5 @@ class StatusFile:
             self._file.replace(msgspec.json.format(msgspec.json.encode(status), indent=2) + b"\n")
         except OSError as error:
             if self._warn is not None:
-                self._warn(f"warning: {self._file} cannot be written: {error.strerror}; the run goes on")
+                self._warn(f"warning: {self._file} cannot be written: {error.strerror}; the run continues")
                 self._warn = None

@@ -112,7 +112,7 @@ def _reasoning(value: Any) -> dict[str, Any]:
         raise _unsupported(f"`body.reasoning` is {show(value)}; allowed: an object with `effort`")
     if value.get("summary") not in (None, "auto"):
         raise _unsupported(
-            f"`body.reasoning.summary` is {show(value['summary'])}: thoughts are given whole; leave it out"
+            f"`body.reasoning.summary` is {show(value['summary'])}: thoughts are always returned in full; leave it out"
         )
     return {} if value.get("effort") is None else {"reasoning_effort": value["effort"]}
 

@@ -21,8 +21,8 @@ _ELSEWHERE = {
     **dict.fromkeys(_IN_SAMPLING, "put it into `sampling`"),
     "system": 'give a message of the role "system" in `messages`, or --system for all rows',
     "system_prompt": 'give a message of the role "system" in `messages`, or --system for all rows',
-    "chat_template": "a row cannot bring one: give --chat-template for all rows",
-    **dict.fromkeys(CONVERSATION_KEYS, "it belongs beside `messages`"),
+    "chat_template": "a row cannot have its own; give --chat-template for all rows",
+    **dict.fromkeys(CONVERSATION_KEYS, "put it next to `messages`"),
     **dict.fromkeys(("enable_thinking", REASONING_EFFORT), "put it into `chat_template_kwargs`"),
     **dict.fromkeys(STRUCTURED_KEYS, "put what it asks for into `sampling.structured`"),
 }
@@ -40,7 +40,7 @@ class RowRemark(Enum):
     )
     """A row is not a conversation, although the job has settings for conversations."""
     NONFINITE = (
-        "{} has NaN or Infinity in what is copied, which JSON does not have; null stands for it",
+        "{} has NaN or Infinity in what is copied, which JSON does not have; null is written instead",
         "NaN or Infinity became null in {}",
     )
     ANSWERED = (

@@ -105,7 +105,9 @@ class RowTracebacks:
         self._path = _append(_entry(result.error.message, result.traceback), self._path)
         if not self._kept:
             where = f" (traceback: {self._path})" if self._path is not None else ""
-            self._say(f"warning: {result.error.message}{where}. The run goes on; other such rows are not reported here")
+            self._say(
+                f"warning: {result.error.message}{where}. The run continues; other such rows are not reported here"
+            )
         self._kept.add(result.traceback)
         self._num_chars += len(result.traceback)
 
@@ -175,7 +177,7 @@ def go_on_hint(argv: Sequence[str]) -> str:
     """Return lines on how to go on with a job whose first rows all failed. `argv` is the command line of this run."""
     command = resume_command(argv)
     return (
-        "change the settings and run the job again, or fix the input and add --update; to go on anyway:\n"
+        "change the settings and run the job again, or fix the input and add --update; to continue anyway:\n"
         f"  {command} --set job.max_leading_errors=0"
     )
 
@@ -202,7 +204,7 @@ def next_steps(argv: Sequence[str], *, output: str, errors: Collection[str]) -> 
     if same:
         command = resume_command([word for word in argv if word != "--update"])
         kinds = ", ".join(sorted(same))
-        steps[f"{command} --update"] = f"answers the rows of {kinds} once they are mended in the input"
+        steps[f"{command} --update"] = f"answers the rows of {kinds} once they are fixed in the input"
     return steps
 
 

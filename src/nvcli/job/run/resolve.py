@@ -6,7 +6,8 @@ Every choice is made and everything is checked that can be without starting a pr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +29,7 @@ from nvcli.job.files import STREAM, check_inputs, check_output, choose_output, e
 from nvcli.job.input.fetch import fetch_inputs
 from nvcli.job.input.known_input import KnownInput, is_repeatable, know_inputs
 from nvcli.job.input.reader import RowDigests, RowReader, check_first_rows
-from nvcli.job.job import Caller, Job
+from nvcli.job.job import Caller, Job, JobResult
 from nvcli.job.output.manifest import Manifest, load_manifest
 from nvcli.job.planning.layout import layout_as_given
 from nvcli.job.row_set import AnsweredRows
@@ -46,11 +47,13 @@ from nvcli.job.run.feeder import Feeder, RowSource
 from nvcli.job.run.job_facts import job_facts
 from nvcli.job.run.kept_weights import check_fast_accumulation, keep_weights
 from nvcli.job.run.settings import SetterOf, unknown_setter
+from nvcli.job.run.several_prompts import split_rows
 from nvcli.job.run.task import task_rows
 from nvcli.job.shard import WHOLE, Shard
 from nvcli.job.text.chat_renderer import ChatRenderer
 from nvcli.job.text.grammar_maker import GrammarMaker
 from nvcli.job.text.model_limits import ModelLimits
+from nvcli.job.text.prepare import PreparedRow, Preparer
 from nvcli.job.text.tokenizer import Tokenizer, check_tokenizer_files, has_chat_template
 from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.adapters.find import find_adapter
@@ -128,6 +131,18 @@ class ResolvedModel:
     def grammar_maker(self) -> GrammarMaker:
         """Return a maker of grammars for structured answers, to be closed by the caller."""
         return GrammarMaker(self.model_path, vocab_size=self.model.vocab_size, end_ids=self.model.eos_token_ids)
+
+    def prepare(
+        self, reader: RowReader, tokenizer: Tokenizer, *, has_grammars: bool = True
+    ) -> Iterator[list[PreparedRow | JobResult]]:
+        """Yield batches of rows as a run prepares them. Without grammars, rows that need one become errors."""
+        with ExitStack() as stack:
+            renderer = stack.enter_context(closing(self.chat_renderer()))
+            grammars = stack.enter_context(closing(self.grammar_maker())) if has_grammars else None
+            preparer = Preparer(tokenizer, self.model_limits, renderer.render, grammars)
+            for rows in reader.batches():
+                for some in split_rows(rows):
+                    yield preparer.prepare(some)
 
     def make_feeder(self, rows: RowSource, load_tokenizer: Callable[[], Tokenizer]) -> Feeder:
         """Make a feeder, which reads and tokenizes rows ahead of the replicas."""
@@ -315,23 +330,37 @@ def resolve_settings(
     check_tokenizer_files(model_path)
     if weights:
         check_weight_files(model_path)
-    chat_template = own_chat_template(run.job)
-    resolved = ResolvedModel(
-        run=run,
-        model_path=model_path,
-        model=model,
-        chat_template=chat_template,
-        has_chat_template=has_chat_template(model_path) if chat_template is None else bool(chat_template),
-        config=resolve_engine_config(run, model_path, model, found_device=found_device),
-        sampling_defaults=sampling_defaults(run, model) if task is None else {},
-        task=task,
-        adapter=adapter,
-    )
+    config = resolve_engine_config(run, model_path, model, found_device=found_device)
+    resolved = model_of_rows(run, model_path, model, config, task=task, adapter=adapter)
     resolved.choose_chat(is_task=task is not None, setter_of=setter_of)  # which may be an error
     if task is not None:
         return resolved
     tokenizer = check_default_sampling(run.sampling, resolved.model_limits, resolved.load_tokenizer, setter_of)
     return replace(resolved, tokenizer=tokenizer)
+
+
+def model_of_rows(
+    run: RunConfig,
+    model_path: Path,
+    model: ModelConfig,
+    config: EngineConfig,
+    *,
+    task: TaskRows | None = None,
+    adapter: Adapter | None = None,
+) -> ResolvedModel:
+    """Put together what rows need of a model that was loaded (`load_with_adapter`, `resolve_engine_config`)."""
+    chat_template = own_chat_template(run.job)
+    return ResolvedModel(
+        run=run,
+        model_path=model_path,
+        model=model,
+        chat_template=chat_template,
+        has_chat_template=has_chat_template(model_path) if chat_template is None else bool(chat_template),
+        config=config,
+        sampling_defaults=sampling_defaults(run, model) if task is None else {},
+        task=task,
+        adapter=adapter,
+    )
 
 
 def load_model(

@@ -116,7 +116,7 @@ def scored_prompt(
         ids = ids[-max_model_len:] if on_too_long == "truncate-left" else ids[:max_model_len]
         text = None
     if len(ids) < 2:
-        raise RowError("empty_prompt", "the prompt has one token, and nothing stands before it that could predict it")
+        raise RowError("empty_prompt", "the prompt has one token, so there is nothing to predict it from")
     num_bytes = None if text is None else len(text.encode())
     return ids[:1], (ScoredText(ids=pack(ids[1:]), text=None, num_bytes=num_bytes),)
 

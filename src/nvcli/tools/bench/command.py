@@ -13,7 +13,7 @@ from nvcli.core.system.host_memory import available_ram
 from nvcli.engine.request import Request
 from nvcli.errors import ConfigError
 from nvcli.job.planning.layout import resolve_layout
-from nvcli.job.run.resolve import load_model, resolve_engine_config
+from nvcli.job.run.resolve import load_model, model_of_rows, resolve_engine_config
 from nvcli.sizing.ram import check_ram
 from nvcli.tools.bench.ablation import parse_ablations
 from nvcli.tools.bench.bench import BenchResult, bench
@@ -108,13 +108,12 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
         raise ConfigError(f"--accept-rate {options.accept_rate} is of drafts, and there are none; add --speculate auto")
     with model_folder(run.model, options.shape, revision=run.revision, quantization=run.quantization) as path:
         model = load_model(run, path)
-        # Report errors in the configuration before any file is read.
-        resolve_engine_config(run, path, model)
+        config = resolve_engine_config(run, path, model)  # whose errors come before any file is read
         requests: list[Request] = []
         if isinstance(workload, Workload):
             longest = workload.max_model_len
         else:
-            requests = workload.requests(run, path, model, say=say)
+            requests = workload.requests(model_of_rows(run, path, model, config), say=say)
             longest = max(len(unpack(request.prompt_ids)) + request.max_tokens for request in requests)
         if run.max_model_len is None:
             usual = min(max(_USUAL_MODEL_LEN, longest), model.max_position_embeddings)

@@ -4,58 +4,38 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
-from nvcli.core.config import RunConfig
 from nvcli.engine.request import Request
 from nvcli.errors import ConfigError
 from nvcli.job.files import STREAM, check_inputs, expand_inputs
 from nvcli.job.input.fetch import fetch_inputs
 from nvcli.job.input.reader import RowReader
 from nvcli.job.job import JobResult
-from nvcli.job.run.chat_choice import choose_chat
 from nvcli.job.run.open_rows import OpenRow
-from nvcli.job.run.resolve import make_parser, own_chat_template, sampling_defaults
-from nvcli.job.run.several_prompts import split_rows
-from nvcli.job.text.chat_renderer import ChatRenderer
-from nvcli.job.text.model_limits import ModelLimits
-from nvcli.job.text.prepare import PreparedRow, Preparer
-from nvcli.job.text.tokenizer import Tokenizer, check_tokenizer_files, has_chat_template
-from nvcli.models.config import ModelConfig
+from nvcli.job.run.resolve import ResolvedModel
+from nvcli.job.text.prepare import PreparedRow
+from nvcli.job.text.tokenizer import check_tokenizer_files
 
 
 def prepared_rows(
-    run: RunConfig, model_path: Path, model: ModelConfig, input_file: str, *, limit: int | None = None
+    model: ResolvedModel, input_file: str, *, limit: int | None = None
 ) -> Iterator[PreparedRow | JobResult]:
     """Yield the rows of a file as `generate` prepares them, and the results of those that would become error rows.
+    Rows with structured answers are among the latter.
 
     Imports the tokenizer, which takes seconds. Raises ConfigError and LoadError.
     """
     inputs = expand_inputs([input_file], STREAM)
     check_inputs(inputs)
     inputs = fetch_inputs(inputs)
-    check_tokenizer_files(model_path)
-    limits = ModelLimits(
-        max_model_len=run.max_model_len or model.max_position_embeddings,
-        vocab_size=model.vocab_size,
-        eos_token_ids=model.eos_token_ids,
-        on_too_long=run.job.on_too_long,
-        special_tokens=run.job.special_tokens,
-    )
-    template = own_chat_template(run.job)
-    has_template = has_chat_template(model_path) if template is None else bool(template)
-    chat = choose_chat(run, is_task=False, has_chat_template=has_template)
-    parser = make_parser(run.job, sampling_defaults(run, model), chat=chat, has_chat_template=has_template)
-    with closing(ChatRenderer(model_path, chat_template=template)) as chat_renderer:
-        preparer = Preparer(Tokenizer.load(model_path, chat_template=template), limits, chat_renderer.render)
-        reader = RowReader(inputs, parser, limit=limit, check_columns=run.job.check_columns)
-        for rows in reader.batches():
-            for some in split_rows(rows):
-                yield from preparer.prepare(some)
+    check_tokenizer_files(model.model_path)
+    parser = model.make_parser(model.choose_chat(is_task=False))
+    reader = RowReader(inputs, parser, limit=limit, check_columns=model.run.job.check_columns)
+    for rows in model.prepare(reader, model.load_tokenizer(), has_grammars=False):
+        yield from rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +49,7 @@ class FileWorkload:
     """The range of answer tokens for rows without `max_tokens`: uniform, ends included, and within `max_model_len`."""
     seed: int = 0
 
-    def requests(
-        self, run: RunConfig, model_path: Path, model: ModelConfig, *, say: Callable[[str], None]
-    ) -> list[Request]:
+    def requests(self, model: ResolvedModel, *, say: Callable[[str], None]) -> list[Request]:
         """Return a request for each sample of each row. Rows that would become error rows are skipped and reported to
         `say`.
 
@@ -80,7 +58,7 @@ class FileWorkload:
         rng = random.Random(self.seed)
         requests: list[Request] = []
         failed: list[JobResult] = []
-        for row in prepared_rows(run, model_path, model, self.input, limit=self.num_rows):
+        for row in prepared_rows(model, self.input, limit=self.num_rows):
             if isinstance(row, PreparedRow):
                 requests += OpenRow(self._with_fixed_length(row, rng), len(requests)).request(self.seed).samples()
             else:

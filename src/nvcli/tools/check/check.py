@@ -32,10 +32,8 @@ from nvcli.job.row_set import AnsweredRows
 from nvcli.job.run.counts import LeadingErrors
 from nvcli.job.run.resolve import ResolvedJob, resolve_job
 from nvcli.job.run.settings import Setting, is_worth_showing, sampling_settings
-from nvcli.job.run.several_prompts import split_rows
 from nvcli.job.shard import Shard
-from nvcli.job.text.prepare import PreparedRow, Preparer
-from nvcli.job.text.tokenizer import Tokenizer
+from nvcli.job.text.prepare import PreparedRow
 from nvcli.tools.check.lengths import PromptLengths, lengths_of
 from nvcli.tools.check.machine import Forecast, JobEstimate, Machine, estimate_job
 from nvcli.tools.check.progress import CheckProgress
@@ -166,7 +164,7 @@ class _Reading:
         started = time.monotonic()
         try:
             with _interruptible(), closing(progress):
-                for rows in self._prepared(tokenizer):
+                for rows in job.prepare(self._reader, tokenizer):
                     for row in rows:
                         tally.add(row)
                         self._note_failure(row)
@@ -191,15 +189,6 @@ class _Reading:
             leading.add(row)
         else:
             leading.is_open = False
-
-    def _prepared(self, tokenizer: Tokenizer) -> Iterator[list[PreparedRow | JobResult]]:
-        """Yield batches of rows as `generate` prepares them."""
-        job = self._job
-        with closing(job.chat_renderer()) as renderer, closing(job.grammar_maker()) as grammars:
-            preparer = Preparer(tokenizer, job.model_limits, renderer.render, grammars)
-            for rows in self._reader.batches():
-                for some in split_rows(rows):
-                    yield preparer.prepare(some)
 
     def estimate(self, options: CheckOptions) -> JobEstimate:
         """Estimate the job from the rows that were read. Raises ConfigError if its layout is impossible."""

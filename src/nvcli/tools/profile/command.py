@@ -9,13 +9,11 @@ import msgspec
 
 from nvcli.core.byte_sizes import parse_size
 from nvcli.core.config import RunConfig
-from nvcli.core.engine_config import EngineConfig
 from nvcli.core.system.host_memory import available_ram
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.job.planning.layout import resolve_layout
-from nvcli.job.run.resolve import load_model, resolve_engine_config
+from nvcli.job.run.resolve import ResolvedModel, load_model, model_of_rows, resolve_engine_config
 from nvcli.job.text.prepare import PreparedRow
-from nvcli.models.config import ModelConfig
 from nvcli.sizing.ram import check_ram
 from nvcli.tools.bench.file_workload import prepared_rows
 from nvcli.tools.bench.shapes import model_folder
@@ -46,7 +44,9 @@ def run_profile(
         model = load_model(run, path, found_device="cuda" if dry_run else None, gpu_bytes=total)
         config = resolve_engine_config(run, path, model, found_device="cuda" if dry_run else None)
         config = msgspec.structs.replace(config, load_format="checkpoint" if shape is None else "random")
-        lengths = _file_lengths(run, config, model, input_file) if input_file is not None else None
+        lengths = None
+        if input_file is not None:
+            lengths = _file_lengths(model_of_rows(run, path, model, config), input_file)
         name = shape or run.model
         if not dry_run:
             check_ram(config, model, num_replicas=1, available=available_ram())
@@ -77,14 +77,14 @@ def gpu_size(text: str | None) -> int | None:
     return size
 
 
-def _file_lengths(run: RunConfig, config: EngineConfig, model: ModelConfig, input_file: str) -> FileLengths:
+def _file_lengths(model: ResolvedModel, input_file: str) -> FileLengths:
     requests: list[tuple[int, int]] = []
     failed = 0
-    for row in prepared_rows(run, config.model_path, model, input_file):
+    for row in prepared_rows(model, input_file):
         if isinstance(row, PreparedRow):
             requests += [(row.num_prompt_tokens, row.max_tokens)] * row.sampling.num_samples
         else:
             failed += 1
     if not requests:
         raise ConfigError(f"--input {input_file}: none of its {failed} rows can be answered")
-    return lengths_of(requests, failed_rows=failed, block_size=config.block_size)
+    return lengths_of(requests, failed_rows=failed, block_size=model.config.block_size)

@@ -62,16 +62,7 @@ def compare_quality(
         raise ConfigError("A and B are the same configuration; change B with --set-b or --config-b")
     a, b = resolve_settings(run_a), _resolve_b(run_b)
     configs = _engine_configs(a, b, say)
-    passages = read_passages(
-        run_a,
-        a.model_path,
-        a.model,
-        input_file,
-        limit=limit,
-        context=context,
-        max_answer_tokens=max_answer_tokens,
-        say=say,
-    )
+    passages = read_passages(a, input_file, limit=limit, context=context, max_answer_tokens=max_answer_tokens, say=say)
     answers_a: Sequence[array[int] | None] = [None] * len(passages)
     agreed = None
     if max_answer_tokens:

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from nvcli.core.config import RunConfig
 from nvcli.core.messages import unpack
 from nvcli.errors import ConfigError
-from nvcli.job.run.resolve import own_chat_template
+from nvcli.job.run.resolve import ResolvedModel
 from nvcli.job.text.prepare import PreparedRow
 from nvcli.job.text.tokenizer import Tokenizer
-from nvcli.models.config import ModelConfig
 from nvcli.tools.bench.file_workload import prepared_rows
 
 TEXT_SUFFIXES = (".txt", ".md")
@@ -33,9 +31,7 @@ class Passage:
 
 
 def read_passages(
-    run: RunConfig,
-    model_path: Path,
-    model: ModelConfig,
+    model: ResolvedModel,
     input_file: str,
     *,
     limit: int,
@@ -49,9 +45,9 @@ def read_passages(
     `max_answer_tokens`. Raises ConfigError if nothing is left to compare, and LoadError.
     """
     if not input_file.endswith(TEXT_SUFFIXES):
-        return _of_rows(run, model_path, model, input_file, limit, max_answer_tokens, say)
-    max_model_len = run.max_model_len or model.max_position_embeddings
-    pieces = _pieces(run, model_path, input_file, min(context, max_model_len))
+        return _of_rows(model, input_file, limit, max_answer_tokens, say)
+    max_model_len = model.config.max_model_len
+    pieces = _pieces(model.load_tokenizer(), input_file, min(context, max_model_len))
     passages = []
     for piece in islice(pieces, limit):
         half = max(1, len(piece) // 2)
@@ -63,16 +59,14 @@ def read_passages(
 
 
 def _of_rows(
-    run: RunConfig,
-    model_path: Path,
-    model: ModelConfig,
+    model: ResolvedModel,
     input_file: str,
     limit: int,
     max_answer_tokens: int,
     say: Callable[[str], None],
 ) -> list[Passage]:
     passages, reasons = [], []
-    for row in prepared_rows(run, model_path, model, input_file, limit=limit):
+    for row in prepared_rows(model, input_file, limit=limit):
         if isinstance(row, PreparedRow):
             room = min(max_answer_tokens, row.max_tokens)
             passages.append(Passage(prompt=unpack(row.prompt_ids), max_answer_tokens=room, rest=array("i")))
@@ -88,7 +82,7 @@ def _of_rows(
     return passages
 
 
-def _pieces(run: RunConfig, model_path: Path, input_file: str, size: int) -> list[array[int]]:
+def _pieces(tokenizer: Tokenizer, input_file: str, size: int) -> list[array[int]]:
     """Split a text into pieces of `size` tokens. A last piece of one token is left out."""
     try:
         text = Path(input_file).read_text(encoding="utf-8")
@@ -98,7 +92,6 @@ def _pieces(run: RunConfig, model_path: Path, input_file: str, size: int) -> lis
         raise ConfigError(
             f"{input_file}: is not UTF-8 (byte {error.start}); convert it, for example with iconv"
         ) from None
-    tokenizer = Tokenizer.load(model_path, chat_template=own_chat_template(run.job))
     (ids,) = tokenizer.encode([text], add_special_tokens=True)
     if isinstance(ids, Exception):
         raise ConfigError(f"{input_file}: {ids}")
