@@ -126,17 +126,9 @@ class RowParser:
             if not is_native:
                 has_prompt = any(not is_null(given.get(key)) for key in self.keys.prompts)
                 is_native = has_prompt or not looks_like_openai(given)
+            kind, own_keys = self._kind_and_keys(row, given) if is_native else (None, OPENAI_KEYS)
             own_of = _own_values if isinstance(row, (bytes, Cells)) else _own_objects
-            own_keys, values = OPENAI_KEYS, {}
-            kind: PromptKind | None = None
-            if is_native and self._is_plain and self._prompt_key in given and self._messages_key not in given:
-                kind, own_keys = PromptKind.PROMPT, self._own_keys
-                values = own_of(given, own_keys)
-            if self._prompt_key not in values:  # as few rows
-                if is_native:
-                    kind = self._kind_of(row, given)
-                    own_keys = self._keys_of_native(given, kind)
-                values = own_of(given, own_keys)
+            values = own_of(given, own_keys)
             if marked is not None:
                 given = marked.with_nulls(given)
             left_out = own_keys if not self._keep_input else own_keys & {"id" if is_native else "custom_id"}
@@ -207,6 +199,13 @@ class RowParser:
         elif task is None and job.messages[-1]["role"] == "assistant" and not job.says_what_follows:
             warnings.add(RowRemark.ANSWERED, context.line)
         return job
+
+    def _kind_and_keys(self, row: Row, given: Mapping[str, Any]) -> tuple[PromptKind | None, frozenset[str]]:
+        """Return the kind of a native row's text prompt, and the keys of the row that mean something to nvcli."""
+        if self._is_plain and self._messages_key not in given and not is_null(given.get(self._prompt_key)):
+            return PromptKind.PROMPT, self._own_keys  # most rows
+        kind = self._kind_of(row, given)
+        return kind, self._keys_of_native(given, kind)
 
     def _kind_of(self, row: Row, given: Mapping[str, Any]) -> PromptKind | None:
         """Return the kind of a native row's text prompt; None if it has none."""
