@@ -39,7 +39,6 @@ from nvcli.core.messages import StepOutput, pack, unpack
 from nvcli.engine import failures
 from nvcli.engine.admission import Admission
 from nvcli.engine.block_manager import BlockManager
-from nvcli.engine.block_tables import BlockTables
 from nvcli.engine.draft_policy import DraftPolicy
 from nvcli.engine.failures import Failure, FirstPrompts
 from nvcli.engine.limits import SchedulerLimits
@@ -56,6 +55,7 @@ class Scheduler:
         self.limits = limits
         self._waiting: deque[RequestState] = deque()
         self._running = RunningRequests(limits, block_manager)
+        self._tables = self._running.tables
         self._admission = Admission(limits)
         self._drafts = DraftPolicy(limits.drafting)
         self._num_with_drafts = 0
@@ -77,10 +77,6 @@ class Scheduler:
     @property
     def block_manager(self) -> BlockManager:
         return self._tables.block_manager
-
-    @property
-    def _tables(self) -> BlockTables:
-        return self._running.tables
 
     # ------------------------------------------------------------------ requests
 
@@ -281,6 +277,7 @@ class Scheduler:
     def start_anew(self, num_blocks: int) -> None:
         """Begin again with new ranks, whose slots and KV blocks are empty. No request may be running."""
         self._running.start_anew(num_blocks)
+        self._tables = self._running.tables
         self._restarts = False
 
     # ------------------------------------------------------------------ decode rows
