@@ -8,12 +8,10 @@ bytes for each of the first 16 million different rows (`check.prefixes`), and wh
 from __future__ import annotations
 
 import os
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -21,7 +19,6 @@ from nvcli.core.chat_template import unknown_variables
 from nvcli.core.config import RunConfig
 from nvcli.core.config_source import ConfigSource
 from nvcli.core.sampling_params import SamplingParams
-from nvcli.core.system.end_signals import handle_end_signals
 from nvcli.core.system.nvidia_smi import SmiGpu
 from nvcli.core.validation import convert
 from nvcli.errors import ConfigError, InputChanged, NvcliError
@@ -30,6 +27,7 @@ from nvcli.job.input.reader import RowReader
 from nvcli.job.job import JobResult
 from nvcli.job.row_set import AnsweredRows
 from nvcli.job.run.counts import LeadingErrors
+from nvcli.job.run.early_end import Interrupts
 from nvcli.job.run.resolve import ResolvedJob, resolve_job
 from nvcli.job.run.settings import Setting, is_worth_showing, sampling_settings
 from nvcli.job.shard import Shard
@@ -163,7 +161,7 @@ class _Reading:
         tokenizer = job.load_tokenizer()
         started = time.monotonic()
         try:
-            with _interruptible(), closing(progress):
+            with Interrupts() as interrupts, interrupts.at_once(), closing(progress):
                 for rows in job.prepare(self._reader, tokenizer):
                     for row in rows:
                         tally.add(row)
@@ -252,14 +250,3 @@ def _expanded(inputs: Sequence[str], output: str | None) -> list[str]:
 
 def _share_read(reader: RowReader) -> float | None:
     return min(1.0, reader.bytes_read / reader.bytes_total) if reader.bytes_total else None
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Make an end signal raise KeyboardInterrupt, even in a read that blocks."""
-    before: Mapping[signal.Signals, Callable[..., Any] | int | None] = handle_end_signals(signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
