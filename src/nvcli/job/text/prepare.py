@@ -12,7 +12,7 @@ import msgspec
 from nvcli.core.chat_template import unknown_variables
 from nvcli.core.messages import pack
 from nvcli.core.sampling_params import SamplingParams
-from nvcli.core.structured import MAX_END_IDS, Constraint, Structured
+from nvcli.core.structured import Constraint
 from nvcli.engine.request import ThoughtLimit
 from nvcli.errors import RowError, unexpected
 from nvcli.job.job import EmbedTask, Job, JobResult, PromptTask, RowContext, RowForm, ScoreTask, failed
@@ -31,8 +31,9 @@ from nvcli.job.text.prompt_tasks import (
     scored_prompt,
 )
 from nvcli.job.text.reasoning import unknown_marks
+from nvcli.job.text.sampling_rules import SamplingRules, constraint_of, sampling_rules, structured_name
 from nvcli.job.text.special_tokens import special_token_rule
-from nvcli.job.text.token_rules import TokenRules, token_rules
+from nvcli.job.text.token_rules import TokenRules
 from nvcli.job.text.tokenizer import Tokenizer
 
 _ROW_BYTES = 1000
@@ -93,17 +94,12 @@ class Preparer:
         self._wholes = Continuations(self._rule, tokenizer, self._eos_ids)
         self._ids_fit = tokenizer.vocab_size is not None and tokenizer.vocab_size <= limits.vocab_size
         """Whether every id of the tokenizer is one of the model's."""
-        self._sampling: SamplingParams | None = None
-        """The sampling of the last row, for which derived values are kept, because most rows have the defaults."""
-        self._stop_ids: list[int] = []
-        self._grammar: Grammar | None = None
+        self._kept: SamplingRules | None = None
+        """The rules of the last row's sampling, because most rows have the same."""
         self._counted_grammar: Grammar | None = None
         """The last grammar whose memory was counted, once, with the row that brought it."""
-        self._constraint: Constraint | None = None
         self._reader = AnswerReader(tokenizer, reasoning_parser=limits.reasoning_parser, tool_parser=limits.tool_parser)
         self._calls = CallConstraints(tokenizer, self._reader.call_format, grammars)
-        self._rules: TokenRules | None = None
-        self._answers_follow_from: bytes | None = None
 
     def prepare(self, rows: Sequence[Job | JobResult]) -> list[PreparedRow | JobResult]:
         """Return an entry for each row, in order. Results of rows that already failed are passed on.
@@ -251,20 +247,19 @@ class Preparer:
                 raise RowError("empty_prompt", "the prompt has no tokens")
             self._check_prompt(job, prompt, "`prompt_token_ids`" if is_native else "`body.prompt`")
             sampling = job.sampling
-            if sampling is not self._sampling:
-                self._follow(sampling, under)
+            rules = self._rules_of(sampling, under)
             ids, max_tokens = fit_prompt(prompt, sampling, self._limits, under)
             prompt_ids = pack(ids)
             echo = self._echo(job, ids, is_whole=len(ids) == len(prompt)) if sampling.echo else ""
             reading = None
             if job.messages is not None:
                 reading = self._reader.reading(ids, job.tools, _last_message(job))
-            constraint, called = self._constraint, None
+            constraint, called = rules.constraint, None
             must_call = job.call_rule is not None and job.call_rule.is_required
             if job.call_rule is not None:
                 called = self._calls.grammar(job, job.call_rule)
                 if called is not None:
-                    constraint = self._constraint_of(called, _CALLS_NAME)
+                    constraint = constraint_of(called, self._eos_ids, _CALLS_NAME)
             if constraint is not None and reading is not None:
                 constraint = self._after_thought(constraint, reading, sampling, under, must_call=must_call)
             thought_limit = None
@@ -272,23 +267,23 @@ class Preparer:
                 thought_limit = self._thought_limit(job, ids, sampling.thinking_budget, under, must_call=must_call)
             answer_key = None
             caller = job.context.caller
-            if self._answers_follow_from is not None and not (caller is not None and caller.streams):
+            if rules.answers_follow_from is not None and not (caller is not None and caller.streams):
                 read_as = echo.encode() if reading is None else echo.encode() + reading.digest
                 read_as += b"" if called is None else called.text.encode()
                 if job.context.part is not None and not sampling.is_greedy:
                     read_as += b"prompt %d" % job.context.part.number  # which has random numbers of its own
                 # 128 bits: two different rows do not meet in practice.
                 answer_key = blake2b(
-                    b"%b%d:%b%b" % (self._answers_follow_from, max_tokens, prompt_ids, read_as), digest_size=16
+                    b"%b%d:%b%b" % (rules.answers_follow_from, max_tokens, prompt_ids, read_as), digest_size=16
                 ).digest()
             extra = job.context.extra
             num_bytes = _ROW_BYTES + len(prompt_ids) + (_num_bytes(extra) if extra else 0)
-            if self._grammar is not None:
-                if self._grammar.wanted is not sampling.structured:  # an earlier row's equal one takes its place
-                    sampling = msgspec.structs.replace(sampling, structured=self._grammar.wanted)
-                elif self._grammar is not self._counted_grammar:
-                    self._counted_grammar = self._grammar
-                    num_bytes += self._grammar.num_bytes
+            if rules.grammar is not None:
+                if rules.grammar.wanted is not sampling.structured:  # an earlier row's equal one takes its place
+                    sampling = msgspec.structs.replace(sampling, structured=rules.grammar.wanted)
+                elif rules.grammar is not self._counted_grammar:
+                    self._counted_grammar = rules.grammar
+                    num_bytes += rules.grammar.num_bytes
             if called is not None and called is not self._counted_grammar:
                 self._counted_grammar = called
                 num_bytes += called.num_bytes
@@ -297,10 +292,10 @@ class Preparer:
                 prompt_ids=prompt_ids,
                 num_prompt_tokens=len(ids),
                 max_tokens=max_tokens,
-                stop_ids=self._stop_ids,
+                stop_ids=rules.stop_ids,
                 sampling=sampling,
                 constraint=constraint,
-                rules=self._rules,
+                rules=rules.rules,
                 echo=echo,
                 reading=reading,
                 thought_limit=thought_limit,
@@ -315,40 +310,13 @@ class Preparer:
         if job.prompt_token_ids is not None or not self._ids_fit:
             check_vocabulary(name if job.prompt_token_ids is not None else "the tokenized prompt", ids, self._limits)
 
-    def _follow(self, sampling: SamplingParams, under: str) -> None:
-        """Derive everything that is the same for all rows with this sampling. Raises RowError.
-
-        `under` is the key that holds the sampling's keys in the row.
-        """
-        self._sampling = None
-        check_vocabulary(f"`{under}.stop_token_ids`", sampling.stop_token_ids, self._limits)
-        self._rules = rules = token_rules(sampling, self._tokenizer, under=under)
-        if rules is not None:
-            check_vocabulary(f"`{under}.logit_bias`", list(rules.biases), self._limits)
-            for word in [rules.forbidden_ids, *rules.bad_words]:
-                check_vocabulary(f"`{under}.bad_words`", word, self._limits)
-        self._stop_ids = sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_ids)})
-        if sampling.allowed_token_ids is not None:
-            self._check_allowed(sampling, sampling.allowed_token_ids, under)
-        if sampling.min_tokens and len(self._stop_ids) == self._limits.vocab_size:
-            raise RowError(
-                "invalid_sampling",
-                f"`{under}.min_tokens` is {sampling.min_tokens}, and all {self._limits.vocab_size} tokens of the model "
-                "are stop tokens, so none may be chosen; leave one of the two out",
+    def _rules_of(self, sampling: SamplingParams, under: str) -> SamplingRules:
+        """Return the rules of a row's sampling, whose keys are `under` this key in the row. Raises RowError."""
+        if self._kept is None or self._kept.sampling is not sampling:
+            self._kept = sampling_rules(
+                sampling, self._tokenizer, self._limits, self._eos_ids, self._grammars, under=under
             )
-        self._grammar = self._constraint = None
-        if sampling.structured is not None:
-            name = _structured_name(sampling.structured, under)
-            if self._grammars is None:
-                raise RowError("unsupported_parameter", f"{name} is not supported here; leave it out")
-            self._grammar = self._grammars.grammar(sampling.structured, name=name)
-            self._constraint = self._constraint_of(self._grammar, name)
-        self._answers_follow_from = None
-        if sampling.is_greedy:
-            self._answers_follow_from = msgspec.json.encode(msgspec.structs.replace(sampling, seed=None))
-        elif sampling.seed is not None:
-            self._answers_follow_from = msgspec.json.encode(sampling)
-        self._sampling = sampling
+        return self._kept
 
     def _after_thought(
         self, constraint: Constraint, reading: AnswerFormat, sampling: SamplingParams, under: str, *, must_call: bool
@@ -357,31 +325,10 @@ class Preparer:
         parser, wanted = self._reader.reasoning, sampling.structured
         if parser is None or (wanted is None and parser.form.is_harmony):  # the grammar of calls has its thoughts
             return constraint
-        name = _CALLS_NAME if wanted is None else _structured_name(wanted, under)
+        name = _CALLS_NAME if wanted is None else structured_name(wanted, under)
         constraint = parser.after_thought(constraint, reading.state, name)
         # Where the answer may call a tool in place of what is wanted, some models do so in their thought.
         return msgspec.structs.replace(constraint, must_begin=must_call or not reading.tools)
-
-    def _constraint_of(self, grammar: Grammar, name: str) -> Constraint:
-        """Return the constraint of an answer that follows a grammar from the start; `name` is what asks for it.
-
-        Raises RowError.
-        """
-        if not self._eos_ids:
-            raise RowError("invalid_structured", f"{name} needs an end-of-sequence token, and the model has none")
-        return Constraint(grammar=grammar.text, end_ids=self._eos_ids[:MAX_END_IDS])
-
-    def _check_allowed(self, sampling: SamplingParams, allowed: list[int], under: str) -> None:
-        """Raise RowError if one of the allowed tokens does not exist, or none of them may be chosen."""
-        check_vocabulary(f"`{under}.allowed_token_ids`", allowed, self._limits)
-        left = set(allowed).difference(() if self._rules is None else self._rules.forbidden_ids)
-        if not left or (sampling.min_tokens and left.issubset(self._stop_ids)):
-            key = "bad_words" if not left else "min_tokens"
-            raise RowError(
-                "invalid_sampling",
-                f"`{under}.{key}` forbids all of the {len(set(allowed))} `{under}.allowed_token_ids`, so no token "
-                "could be chosen; leave one of the two out",
-            )
 
     def _echo(self, job: Job, ids: list[int], *, is_whole: bool) -> str:
         """Return the text of the prompt, now `ids`, or of the message that the answer continues.
@@ -439,12 +386,6 @@ class Preparer:
             max_model_len=max_len,
             on_too_long=on_too_long,
         )
-
-
-def _structured_name(wanted: Structured, under: str) -> str:
-    """Return what messages call the form that a row asks for. `under` is the key of its sampling."""
-    form = wanted.form
-    return f"`sampling.structured.{form}`" if under == "sampling" else f"the {form} that `{under}` asks for"
 
 
 def _last_message(job: Job) -> str | None:
