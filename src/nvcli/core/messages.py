@@ -36,7 +36,7 @@ MOST_KEY_COPIES = 2
 """Most copy runs per new slot and KV group."""
 
 DRAFT_SOURCES = ("lookup", "answers")
-"""What rows are drafted from: their own prompt and answer, or other answers of the job."""
+"""Sources of drafts: a row's own prompt and answer, or other answers of the job."""
 
 MAX_KV_GROUPS = 16
 """The maximum KV groups of a model. The step channel is made before a rank can report their number."""
@@ -247,7 +247,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     drafted: bytes = b""
     """The packed number of drafts of each decode row, up to `num_tokens - 1`; empty: they have none."""
     draft_sources: bytes = b""
-    """What each decode row was drafted from, packed indices of `DRAFT_SOURCES`; empty: they have no drafts."""
+    """The source of each decode row's drafts, packed indices of `DRAFT_SOURCES`; empty: they have no drafts."""
     logprobs: list[TokenLogprobs | None] = []
     """One entry for each token if any request of the batch asked; else empty."""
     seconds: float = 0.0

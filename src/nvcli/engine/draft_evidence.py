@@ -25,7 +25,7 @@ _LONGEST = 8192
 
 
 class Outcome(NamedTuple):
-    """What drafts would have done."""
+    """The result that drafts would have had."""
 
     num_right: int
     """The drafts that were right before the first wrong one."""

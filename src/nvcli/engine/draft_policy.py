@@ -51,7 +51,7 @@ _STEPS_IN_FLIGHT = 4
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 4096
 """Steps without drafts before the next try where nothing speaks for them: at first, and at most."""
 _NEWS = 0.1
-"""By how much more drafts than assumed must be right for the pause to be short again."""
+"""The share by which more drafts than assumed must be right for the pause to be short again."""
 _PLAIN_EVERY, _PLAIN_OFTEN = 128, 32
 """Steps with drafts before one without, whose time is measured; often: if the gain is less than `_LARGE_GAIN`."""
 _LARGE_GAIN = 1.2

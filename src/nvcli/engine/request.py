@@ -157,7 +157,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     drafted: tuple[int, ...] = (0,) * len(DRAFT_SOURCES)
     """Drafted tokens from each of `DRAFT_SOURCES`."""
     accepted: tuple[int, ...] = (0,) * len(DRAFT_SOURCES)
-    """Those that the model would have given too."""
+    """Drafted tokens that the model would have given too, from each of `DRAFT_SOURCES`."""
     running_lengths: bytes = b""
     """The running answers' lengths, three int32 each (`messages.pack`): (generated tokens, `max_tokens`, prompt
     tokens). They are updated less often than the rest, and cover only a sample if many requests run."""

@@ -24,7 +24,7 @@ LONGEST_MATCH = 8
 LEAST_MATCH = 2
 """The fewest tokens that must be equal."""
 OWN_TEXT, OTHER_ANSWERS = range(2)
-"""What a row is drafted from, as indices of `nvcli.core.messages.DRAFT_SOURCES`."""
+"""Sources of drafts, as indices of `nvcli.core.messages.DRAFT_SOURCES`."""
 _COIN = 1 << 16
 
 

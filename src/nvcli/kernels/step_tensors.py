@@ -46,7 +46,7 @@ class DraftRows(NamedTuple):
     num_drafts: Tensor
     """The number of each row's drafts, as `find_drafts` fills it in."""
     sources: Tensor
-    """What each row is drafted from, as an index of `DRAFT_SOURCES`, as `find_drafts` fills it in."""
+    """The source of each row's drafts, as an index of `DRAFT_SOURCES`, as `find_drafts` fills it in."""
     counts: Tensor
     """The number of tokens that each row gives, as `accept_drafts` fills it in."""
 
