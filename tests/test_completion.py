@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import typer.main
 
+from fake_command import ENVIRON
 from nvcli.cli.main import app
 from nvcli.core.config import RunConfig
+from warm_process import run_warm
 
-ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 
 def nvcli(*arguments: str, cwd: Path, **environ: str) -> str:
     command = [sys.executable, "-P", "-m", "nvcli", *arguments]
-    done = subprocess.run(
-        command, cwd=cwd, env={**ENVIRON, **environ}, capture_output=True, text=True, timeout=60, check=True
-    )
-    return done.stdout
+    done = run_warm(command, cwd=cwd, env={**ENVIRON, **environ}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return str(done.stdout)
 
 
 def complete(line: str, cwd: Path) -> list[str]:

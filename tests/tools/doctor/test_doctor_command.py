@@ -16,15 +16,14 @@ import pytest
 
 from fake_command import NvcliHere
 from nvcli.demo import demo_path
+from warm_process import run_warm
 
 ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 
 
-def doctor(*arguments: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+def doctor(*arguments: str, cwd: Path, run: Any = run_warm, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-P", "-m", "nvcli", "doctor", *arguments]
-    return subprocess.run(
-        command, cwd=cwd, env={**ENVIRON, **environ}, capture_output=True, text=True, timeout=200, check=False
-    )
+    return run(command, cwd=cwd, env={**ENVIRON, **environ}, capture_output=True, text=True, timeout=200)
 
 
 def findings(result: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
@@ -65,7 +64,7 @@ def test_sampling_defaults_that_a_run_would_refuse(tmp_path: Path) -> None:
 
 
 def test_gpus_that_are_not_there(tmp_path: Path) -> None:
-    result = doctor("--device", "cuda", "--json", cwd=tmp_path, CUDA_VISIBLE_DEVICES="-1")
+    result = doctor("--device", "cuda", "--json", cwd=tmp_path, run=subprocess.run, CUDA_VISIBLE_DEVICES="-1")
     assert result.returncode == 1, result.stdout
     assert findings(result)["all-reduce"]["level"] == "note"
 
@@ -77,7 +76,7 @@ def test_checks_that_hang_end(tmp_path: Path) -> None:
     (hanging / "torch.py").write_text("import time\ntime.sleep(1000)\n")
     path = os.pathsep.join([str(hanging), ENVIRON["PYTHONPATH"]])
     start = time.monotonic()
-    result = doctor("--device", "cpu", "--timeout", "3", "--json", cwd=tmp_path, PYTHONPATH=path)
+    result = doctor("--device", "cpu", "--timeout", "3", "--json", cwd=tmp_path, run=subprocess.run, PYTHONPATH=path)
     assert time.monotonic() - start < 30
     assert result.returncode == 1, result.stdout
     assert "no answer within 3 s" in findings(result)["attention"]["found"]

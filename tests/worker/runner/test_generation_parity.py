@@ -87,7 +87,15 @@ def test_plain(plain_answers: dict[int, list[int]], greedy_reference: list[list[
     assert len(set(answers)) > len(answers) // 2  # sampled answers do differ
 
 
-@pytest.mark.parametrize("config", [*CIRCUMSTANCES.values(), TWO_RANKS], ids=[*CIRCUMSTANCES, "tp2"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        # The same circumstances in this process are the next test.
+        *(pytest.param(CIRCUMSTANCES[name], id=name, marks=pytest.mark.full) for name in ("plain", "chunked")),
+        *(pytest.param(CIRCUMSTANCES[name], id=name) for name in ("prefix-hits", "preempted")),
+        pytest.param(TWO_RANKS, id="tp2"),
+    ],
+)
 @pytest.mark.parametrize("checkpoint", ["qwen-3.5"], indirect=True)
 def test_whole_engines_give_the_same_answers(
     checkpoint: Path, plain_answers: dict[int, list[int]], config: dict[str, Any]

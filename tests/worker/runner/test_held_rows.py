@@ -29,6 +29,7 @@ from nvcli.errors import WorkerError
 from one_rank import make_core as make_core_of
 from one_rank import make_runner, make_scheduler
 from requests_factory import make_request
+from warm_process import engines_are_copies
 
 CONFIG: dict[str, Any] = {"max_model_len": 400, "block_size": 4, "kv_cache_memory": 64 << 20, "max_num_seqs": 40}
 Outputs = dict[int, RequestOutput]
@@ -107,7 +108,8 @@ def test_all_ranks_leave_the_same_rows_out(requests: list[Request], answers: Out
     config = engine_config(
         model_path=demo_path(), tensor_parallel_size=2, max_num_batched_tokens=512, record_steps=True, **CONFIG
     )
-    client = EngineClient.start(config, runner="late_runner:create")
+    with engines_are_copies():
+        client = EngineClient.start(config, runner="late_runner:create")
     try:
         client.wait_ready()
         client.add(some)
