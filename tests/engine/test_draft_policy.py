@@ -11,6 +11,7 @@ from nvcli.core.messages import StepInput, StepOutput, pack
 from nvcli.engine.draft_costs import size_of
 from nvcli.engine.draft_evidence import DraftEvidence, Outcome
 from nvcli.engine.draft_policy import Drafting, DraftPolicy
+from nvcli.engine.request import EngineStats, SpeculationFigures
 from nvcli.engine.state import Prompt, RequestState
 from nvcli.sizing.graph_sizes import decode_sizes
 from requests_factory import make_request
@@ -193,6 +194,22 @@ def test_drafted_and_accepted_tokens_are_counted() -> None:
         ),
     )
     assert (policy.num_drafted, policy.num_accepted) == ([2, 2], [0, 2])
+
+
+def test_figures_of_drafts_are_those_of_all_replicas() -> None:
+    replicas = [
+        EngineStats(decode_rows=10, drafted=(8, 0), accepted=(5, 0)),
+        EngineStats(decode_rows=6, drafted=(2, 3), accepted=(1, 2)),
+    ]
+    figures = SpeculationFigures.of(replicas)
+    assert figures is not None
+    assert (figures.drafted_tokens, figures.accepted_tokens, figures.tokens_per_step) == (13, 8, 1.5)
+    by_source = {source: (of.drafted_tokens, of.accepted_tokens) for source, of in figures.by_source.items()}
+    assert by_source == {"lookup": (10, 6), "answers": (3, 2)}
+    only_own = SpeculationFigures.of(replicas[:1])
+    assert only_own is not None
+    assert only_own.by_source.keys() == {"lookup"}
+    assert SpeculationFigures.of([EngineStats(decode_rows=10)]) is None
 
 
 def state_of(request_id: int, prompt: list[int], answer: list[int]) -> RequestState:

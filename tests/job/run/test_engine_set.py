@@ -72,7 +72,7 @@ def test_engines_that_do_not_fit_are_started_anew(tmp_path: Path, model_folder: 
 
 
 def test_statistics_since_an_earlier_job() -> None:
-    before = EngineStats(prompt_tokens=50, cached_tokens=20, generated_tokens=9, num_running=3, kv_bytes_saved=7)
-    now = EngineStats(prompt_tokens=60, cached_tokens=25, generated_tokens=9, num_running=2, kv_bytes_saved=7)
-    assert now.since(before) == EngineStats(prompt_tokens=10, cached_tokens=5, num_running=2)
+    before = EngineStats(prompt_tokens=50, cached_tokens=20, num_running=3, kv_bytes_saved=7, drafted=(8, 4))
+    now = EngineStats(prompt_tokens=60, cached_tokens=25, num_running=2, kv_bytes_saved=7, drafted=(9, 6))
+    assert now.since(before) == EngineStats(prompt_tokens=10, cached_tokens=5, num_running=2, drafted=(1, 2))
     assert now.since(EngineStats()) is now
