@@ -13,8 +13,8 @@ from pathlib import Path
 
 from nvcli.core.validation import show
 from nvcli.errors import ConfigError, LoadError
-from nvcli.models.adapters.adapter_config import AdapterConfig, read_adapter_config
-from nvcli.models.adapters.adapter_files import AdapterTensors, read_adapter_tensors
+from nvcli.models.adapters.adapter_config import MERGE_IT, AdapterConfig, read_adapter_config
+from nvcli.models.adapters.adapter_files import AdapterTensors, quote, read_adapter_tensors
 from nvcli.models.adapters.changes import AdapterReader, Changes
 from nvcli.models.adapters.decoder_names import DecoderNames
 from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO
@@ -146,6 +146,13 @@ def _replaced(
     layout = replace(names.layout, renamed=(), is_part=False, left=(), is_headless=False)
     located = dict(locate_tensors(layout, found, wanted).tensors)
     for name, info in located.items():
-        if info.shape != names.shapes[name]:
+        wanted_shape = names.shapes[name]
+        has_rows = name in (TIED_TO, TIED_HEAD) and info.shape[1:] == wanted_shape[1:]
+        if has_rows and info.shape[0] != wanted_shape[0]:
+            raise LoadError(
+                f"{info.file}: tensor {quote(info.name)} has {info.shape[0]:,} tokens, and the model "
+                f"{wanted_shape[0]:,}: training resized the vocabulary, which is not served; {MERGE_IT}"
+            )
+        if info.shape != wanted_shape:
             raise reader.mismatch(info, name)
     return located

@@ -34,7 +34,7 @@ _REFUSED = {
 _KNOWN_SWITCHES = ("use_rslora", "use_dora")
 _KNOWN_SETTINGS = ("loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config", "megatron_config")
 """Settings of a beginning (`init_lora_weights`) or of training."""
-_WAY_OUT = "merge it into its base model with peft's merge_and_unload, and give the result as --model"
+MERGE_IT = "merge it into its base model with peft's merge_and_unload, and give the result as --model"
 _LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 
 
@@ -120,7 +120,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     file = JsonFile.read(folder / ADAPTER_CONFIG)
     kind = file.values.get("peft_type")
     if kind not in ("LORA", None):
-        raise file.error("peft_type", f"{show(kind)} is not supported; supported: LORA; {_WAY_OUT}")
+        raise file.error("peft_type", f"{show(kind)} is not supported; supported: LORA; {MERGE_IT}")
     _refuse_variants(file)
     rank = file.positive("r", most=MAX_RANK)
     bias = file.get("bias", str, "none")
@@ -150,7 +150,7 @@ def _refuse_variants(file: JsonFile) -> None:
     one."""
     for key, why in _REFUSED.items():
         if file.values.get(key):
-            raise file.error(key, f"{why}; {_WAY_OUT}")
+            raise file.error(key, f"{why}; {MERGE_IT}")
     begin = file.values.get("init_lora_weights", True)
     begin = begin.lower() if isinstance(begin, str) else begin
     if begin is not None and not any(begin is known or begin == known for known in _CHANGES_NO_BASE):
@@ -163,7 +163,7 @@ def _refuse_variants(file: JsonFile) -> None:
         is_variant = key.startswith("use_") and key not in _KNOWN_SWITCHES
         is_variant |= key.endswith("_config") and key not in _KNOWN_SETTINGS
         if is_variant and value:
-            raise file.error(key, f"{show(value)} is not supported; {_WAY_OUT}")
+            raise file.error(key, f"{show(value)} is not supported; {MERGE_IT}")
 
 
 def _targets(file: JsonFile) -> TargetModules:

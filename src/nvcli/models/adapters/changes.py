@@ -101,7 +101,7 @@ class AdapterReader:
         for place in places:
             change = LowRankChange(up=up, down=down, scaling=scaling, features=place.features, magnitude=magnitude)
             self._add_change(place.name, change)
-        if self._config.adds_biases and not module.is_embedding:
+        if "bias" in module.tensors or (self._config.adds_biases and not module.is_embedding):
             self._add_biases(module, places, scaling, num_features=up.shape[1])
 
     def _check_product(self, up: TensorInfo, down: TensorInfo, rank: int, places: list[Place], *, num: int = 1) -> None:
@@ -140,7 +140,9 @@ class AdapterReader:
         values = module.tensors.get("bias")
         biases = [place.name.removesuffix(".weight") + ".bias" for place in places]
         problem = None
-        if values is None:
+        if not self._config.adds_biases:
+            problem = f"false, and {module.any_tensor.file.name} has a bias of {quote(module.name)}; make them agree"
+        elif values is None:
             problem = (
                 f"{module.any_tensor.file.name} lacks the bias of {quote(module.name)}; download the adapter again"
             )

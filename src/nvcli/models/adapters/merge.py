@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
+from nvcli.errors import LoadError
 from nvcli.models.stored_values import OpenFiles
 from nvcli.models.tensor_info import BiasChange, LowRankChange, RowsChange, TensorInfo
 
@@ -39,7 +41,7 @@ def _add_product(files: OpenFiles, values: Tensor, change: LowRankChange, part: 
     rows, columns = part
     device, features, ranks = values.device, change.features.range(rows), slice(0, change.down.shape[0])
     up = _read_features(files, change.up, features, device)
-    down = files.read(change.down, (ranks, columns), device).to(device).float()
+    down = _read(files, change.down, (ranks, columns), device)
     values = torch.addmm(values, up.t(), down, alpha=change.scaling)
     if change.magnitude is None:
         return values
@@ -52,8 +54,15 @@ def _read_features(files: OpenFiles, info: TensorInfo, features: slice, device: 
     """Read some of the features of a matrix [rank, features] or a vector [features], in float32 on `device`."""
     part = slice(features.start, features.stop)
     whole = [slice(0, length) for length in info.shape[:-1]]
-    values: Tensor = files.read(info, (*whole, part), device)[..., :: features.step]
-    return values.to(device).float()
+    return _read(files, info, (*whole, part), device)[..., :: features.step]
+
+
+def _read(files: OpenFiles, info: TensorInfo, part: Sequence[slice], device: torch.device) -> Tensor:
+    """Read a part of an adapter's tensor in float32. Raises LoadError, which names the adapter's file."""
+    try:
+        return files.read(info, part, device).to(device).float()
+    except (SafetensorError, OSError) as error:
+        raise LoadError(f"{info.file}: cannot be read ({error}); download it again") from None
 
 
 def _replace_rows(files: OpenFiles, values: Tensor, change: RowsChange, part: Sequence[slice]) -> Tensor:
@@ -61,6 +70,6 @@ def _replace_rows(files: OpenFiles, values: Tensor, change: RowsChange, part: Se
     found = [(row - rows.start, number) for number, row in enumerate(change.rows) if rows.start <= row < rows.stop]
     if not found:
         return values
-    replaced = files.read(change.values, (slice(0, len(change.rows)), columns), values.device)
+    replaced = _read(files, change.values, (slice(0, len(change.rows)), columns), values.device)
     places, numbers = torch.tensor(found, device=values.device).unbind(1)
-    return values.index_copy(0, places, replaced.to(values.device).float()[numbers])
+    return values.index_copy(0, places, replaced[numbers])
