@@ -17,19 +17,18 @@ from typing import Any
 import pytest
 
 from demo_tasks import Example, messages, raw_prompt, sample, sample_lookups
-from fake_command import nvcli_with_runner
+from fake_command import ENVIRON, nvcli_with_runner
 from fault_job import descendants
 from shared_memory import left_in_shared_memory, shared_memory
 from warm_process import WarmPopen, run_warm
 
 COMMAND = [sys.executable, "-P", "-m", "nvcli", "generate"]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 
 
 def nvcli(*args: object, stdin: bytes = b"", run: Any = run_warm) -> subprocess.CompletedProcess[bytes]:
     """`nvcli generate … -m demo`; output captured."""
     command = [*COMMAND, *map(str, args), "-m", "demo"]
-    return run(command, input=stdin, capture_output=True, env=ENVIRONMENT, timeout=120)
+    return run(command, input=stdin, capture_output=True, env=ENVIRON, timeout=120)
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
@@ -208,7 +207,7 @@ def start_long_job(tmp_path: Path, *args: str, runner: str | None = None) -> sub
     command = COMMAND if runner is None else nvcli_with_runner(runner, "generate", cwd=tmp_path)
     process = (subprocess.Popen if runner is None else WarmPopen)(
         [*command, str(path), "-m", "demo", "--set", "job.sync_seconds=0.05", *args],
-        env=ENVIRONMENT,
+        env=ENVIRON,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -286,7 +285,7 @@ def test_end_while_ranks_warm_up(tmp_path: Path, action: signal.Signals, code: i
     settings = ["-m", "demo", "--tp", "2", "--set", "device=cpu", "--set", "step_timeout=1"]
     process = WarmPopen(
         nvcli_with_runner("SlowWarmUpRunner", "generate", str(path), *settings, cwd=tmp_path),
-        env={**ENVIRONMENT, "NVCLI_TEST_FOLDER": str(tmp_path)},
+        env={**ENVIRON, "NVCLI_TEST_FOLDER": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -312,7 +311,7 @@ def test_exception_in_a_step_names_rank_and_step(tmp_path: Path) -> None:
         *("--set", "device=cpu"),
         cwd=tmp_path,
     )
-    done = run_warm(command, env=ENVIRONMENT, capture_output=True)
+    done = run_warm(command, env=ENVIRON, capture_output=True)
     assert done.returncode == 3
     path = tmp_path / "in.out.jsonl.traceback.txt"
     line = f"nvcli: error: rank 0 failed at step 5: ZeroDivisionError: as planned (traceback: {path})\n"
@@ -329,7 +328,7 @@ def test_a_lost_copys_traceback_is_kept(tmp_path: Path) -> None:
         *("--set", "device=cpu", "--set", "job.plan=false", "--keep-going"),
         cwd=tmp_path,
     )
-    done = run_warm(command, env=ENVIRONMENT, capture_output=True)
+    done = run_warm(command, env=ENVIRON, capture_output=True)
     assert done.returncode == 3
     path = tmp_path / "in.out.jsonl.traceback.txt"
     assert len(re.findall(rb"copy \d of the model: rank 0 failed at step 5: .* \(traceback: .*\)\n", done.stderr)) == 2
@@ -346,7 +345,7 @@ def test_two_runs_at_once_do_not_meet(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         path = write_rows(tmp_path / name / "in.jsonl", rows)
         command = [*COMMAND, str(path), "-m", "demo", "--tp", "2", "--set", "device=cpu"]
-        runs.append(WarmPopen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        runs.append(WarmPopen(command, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
     outcomes = [(process.communicate(timeout=120)[1], process.returncode) for process in runs]
     assert [code for _, code in outcomes] == [0, 0], outcomes
     first, second = (read_rows(tmp_path / name / "in.out.jsonl") for name in ("a", "b"))
@@ -379,7 +378,7 @@ def test_ctrl_c(tmp_path: Path) -> None:
 def test_ctrl_c_while_the_model_loads(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "in.jsonl", questions(13))
     process = WarmPopen(
-        [*COMMAND, str(path), "-m", "demo"], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*COMMAND, str(path), "-m", "demo"], env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     deadline = time.monotonic() + 30
     while len(descendants(process.pid)) < 2:
@@ -424,7 +423,7 @@ def test_with_keep_going_the_other_copy_takes_over(tmp_path: Path) -> None:
     # Rows are seen in the file soon after they are answered, so that many are left when the engine dies.
     settings = ["--dp", "2", "--set", "device=cpu", "--set", "max_num_seqs=4", "--set", "job.sync_seconds=0.05"]
     command = [*COMMAND, str(path), "-m", "demo", *settings, "--keep-going"]
-    process = WarmPopen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = WarmPopen(command, env=ENVIRON, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     output = tmp_path / "in.out.jsonl"
     deadline = time.monotonic() + 60
     while not (output.exists() and output.read_text().count("\n") >= 8):

@@ -14,11 +14,9 @@ from typing import Any
 
 import pytest
 
-from fake_command import NvcliHere
+from fake_command import ENVIRON, NvcliHere
 from nvcli.demo import demo_path
 from warm_process import run_warm
-
-ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 
 
 def doctor(*arguments: str, cwd: Path, run: Any = run_warm, **environ: str) -> subprocess.CompletedProcess[str]:
