@@ -59,6 +59,7 @@ class Bench:
         kv_dtype: torch.dtype | None = None,
         device: str = "cpu",
         max_num_seqs: int = 256,
+        max_decode_width: int = 8,
         max_shared_rows: int = 0,
         poison: float = float("nan"),
     ) -> None:
@@ -101,6 +102,8 @@ class Bench:
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=16_384,
+            max_decode_width=max_decode_width,
+            max_draft_step_tokens=512,
             max_shared_rows=max_shared_rows,
         )
         self.backend = backend(self.case)

@@ -16,8 +16,8 @@ A step may be captured where `can_capture` says so, after `prepare_capture(batch
 as long as the batch's tensors stay where they are; `plan` before a replay is given the batch that was captured, with
 the host values of the step. What padding rows and tokens are is said in `forward_batch.py`: they get finite values.
 
-A backend implements two halves, rows of one token and prefill chunks, so that two backends can share a run
-(`hybrid.py`). Decode rows of several tokens count as chunks.
+A backend implements two halves, decode rows and prefill chunks, so that two backends can share a run (`hybrid.py`).
+Decode rows of several tokens count as chunks, except where a backend says that it decodes them (`num_decoded_rows`).
 """
 
 from __future__ import annotations
@@ -52,6 +52,10 @@ class AttentionCase:
     """The maximum rows of a step, padding included; workspaces are sized by it."""
     max_num_batched_tokens: int = 8192
     """The maximum tokens of a step, padding included."""
+    max_decode_width: int = 1
+    """The maximum tokens of a decode row: its last one and drafts."""
+    max_draft_step_tokens: int = 0
+    """The maximum tokens, padding included, of all decode rows of a step in which they have drafts."""
     max_model_len: int = 8192
     """The maximum tokens of a request."""
     batch_invariant: bool = False
@@ -116,6 +120,10 @@ class AttentionBackend(ABC):
         """Return the reasons why this backend cannot serve `case`; empty if it can. Imports nothing heavy if it
         cannot."""
 
+    def num_decoded_rows(self, shape: BatchShape) -> int:
+        """Return the number of leading rows that `decode` serves; the others count as chunks."""
+        return shape.num_single_rows
+
     def can_capture(self, shape: BatchShape) -> bool:
         """Whether a step of this shape may be captured in a CUDA graph."""
         return False
@@ -127,16 +135,16 @@ class AttentionBackend(ABC):
 
     def plan(self, batch: ForwardBatch) -> None:
         """Prepare for a step on the host, from host values alone; called outside CUDA graphs."""
-        if batch.num_single_rows:
+        if batch.num_decoded_rows:
             self.plan_decode(batch)
-        if batch.shape.num_rows > batch.num_single_rows:
+        if batch.shape.num_rows > batch.num_decoded_rows:
             self.plan_prefill(batch)
 
     def plan_on_device(self, batch: ForwardBatch) -> None:
         """Prepare for a step on the device, behind `plan` and before the first layer; may be captured."""
-        if batch.num_single_rows:
+        if batch.num_decoded_rows:
             self.plan_decode_on_device(batch)
-        if batch.shape.num_rows > batch.num_single_rows:
+        if batch.shape.num_rows > batch.num_decoded_rows:
             self.plan_prefill_on_device(batch)
 
     def forward(
@@ -157,36 +165,37 @@ class AttentionBackend(ABC):
         sinks: [num_heads] float32, the layer's own, where `spec.has_sinks`; they are not scaled.
         → [T, num_heads, head_dim], contiguous.
         """
-        num_single, one = batch.num_single_rows, AttentionLayer(spec, layer, sinks)
+        num_rows, first, one = batch.num_decoded_rows, batch.num_decoded_tokens, AttentionLayer(spec, layer, sinks)
         if batch.shape.num_rows == 0:
             return output_buffer(None, q)
-        if num_single == batch.shape.num_rows:
+        if num_rows == batch.shape.num_rows:
             return self.decode(one, q, batch, None)
-        if num_single == 0:
+        if num_rows == 0:
             return self.prefill(one, q, None if k is None else (k, v), batch, None)
         out = output_buffer(None, q)
-        self.decode(one, q[:num_single], batch, out[:num_single])
-        new = None if k is None else (k[num_single:], v[num_single:])
-        self.prefill(one, q[num_single:], new, batch, out[num_single:])
+        self.decode(one, q[:first], batch, out[:first])
+        new = None if k is None else (k[first:], v[first:])
+        self.prefill(one, q[first:], new, batch, out[first:])
         return out
 
     # ------------------------------------------------------------------ the halves
 
     def plan_decode(self, batch: ForwardBatch) -> None:  # noqa: B027
-        """`plan` for the rows of one token."""
+        """`plan` for the decode rows."""
 
     def plan_prefill(self, batch: ForwardBatch) -> None:  # noqa: B027
-        """`plan` for the chunks: the rows from `batch.num_single_rows` on."""
+        """`plan` for the chunks: the rows from `batch.num_decoded_rows` on."""
 
     def plan_decode_on_device(self, batch: ForwardBatch) -> None:  # noqa: B027
-        """`plan_on_device` for the rows of one token."""
+        """`plan_on_device` for the decode rows."""
 
     def plan_prefill_on_device(self, batch: ForwardBatch) -> None:  # noqa: B027
         """`plan_on_device` for the chunks."""
 
     @abstractmethod
     def decode(self, layer: AttentionLayer, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
-        """Attend the rows of one token. q: [rows, num_heads, head_dim] → the same shape, in `out` where it is given."""
+        """Attend the decode rows. q: [their tokens, num_heads, head_dim] → the same shape, in `out` where it is
+        given."""
 
     @abstractmethod
     def prefill(self, layer: AttentionLayer, q: Tensor, new: NewKV, batch: ForwardBatch, out: Tensor | None) -> Tensor:

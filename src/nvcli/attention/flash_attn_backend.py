@@ -75,12 +75,13 @@ class FlashAttnBackend(AttentionBackend):
         return True
 
     def plan_decode_on_device(self, batch: ForwardBatch) -> None:
-        rows = slice(0, batch.num_single_rows)
+        rows = slice(0, batch.num_decoded_rows)
         self._decode_tables = self._gather(batch, rows)
 
     def plan_prefill_on_device(self, batch: ForwardBatch) -> None:
-        first = batch.num_single_rows
-        num_tokens = batch.num_tokens - first
+        first = batch.num_decoded_rows
+        first_token = batch.num_decoded_tokens
+        num_tokens = batch.num_tokens - first_token
         # A captured graph must serve any chunks of its shape.
         is_captured = torch.cuda.is_current_stream_capturing()
         longest = num_tokens if is_captured else int(batch.num_tokens_host[first:].max())
@@ -88,7 +89,7 @@ class FlashAttnBackend(AttentionBackend):
         self._chunk_tables = {group: F.pad(table, (0, 0, 0, 1)) for group, table in tables.items()}
         seq_lens = F.pad(batch.seq_lens[first:], (0, 1))
         self._chunks = _Chunks(
-            query_starts=F.pad(batch.query_start_loc[first:] - first, (0, 1), value=num_tokens),
+            query_starts=F.pad(batch.query_start_loc[first:] - first_token, (0, 1), value=num_tokens),
             key_starts=F.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0)),
             seq_lens=seq_lens,
             longest=max(longest, 2),
@@ -97,7 +98,7 @@ class FlashAttnBackend(AttentionBackend):
 
     def decode(self, layer: AttentionLayer, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
         tables = {"page_table" if self._is_version_3 else "block_table": self._decode_tables[layer.spec.kv_group]}
-        seq_lens = batch.seq_lens[: batch.num_single_rows]
+        seq_lens = batch.seq_lens[: batch.num_decoded_rows]
         cache = batch.kv_cache.layer(layer.number)
         result = self._with_kvcache(q.unsqueeze(1), *cache, cache_seqlens=seq_lens, **tables, **_options(layer.spec))
         return copied_to(out, result.squeeze(1))

@@ -73,10 +73,10 @@ class FlashInferBackend(AttentionBackend):
         return []
 
     def can_capture(self, shape: BatchShape) -> bool:
-        return shape.num_single_rows == shape.num_rows
+        return self.num_decoded_rows(shape) == shape.num_rows
 
     def prepare_capture(self, batch: ForwardBatch) -> None:
-        num_rows, max_blocks = batch.num_single_rows, batch.block_tables.shape[2]
+        num_rows, max_blocks = batch.num_decoded_rows, batch.block_tables.shape[2]
         known = self._captured_decodes.get(num_rows)
         if known is None or known.max_blocks != max_blocks:
             self._captured_decodes[num_rows] = _CapturedDecodes(
@@ -84,7 +84,7 @@ class FlashInferBackend(AttentionBackend):
             )
 
     def plan_decode(self, batch: ForwardBatch) -> None:
-        num_rows = batch.num_single_rows
+        num_rows = batch.num_decoded_rows
         captured = self._captured_decodes.get(num_rows)
         fits = captured is not None and batch.block_tables.shape[2] == captured.max_blocks
         self._decodes = captured.by_kind if captured is not None and fits else self._eager_decodes
@@ -94,10 +94,10 @@ class FlashInferBackend(AttentionBackend):
 
     def plan_decode_on_device(self, batch: ForwardBatch) -> None:
         for planned in self._decodes.values():
-            planned.gather_ids(batch, slice(0, batch.num_single_rows))
+            planned.gather_ids(batch, slice(0, batch.num_decoded_rows))
 
     def plan_prefill(self, batch: ForwardBatch) -> None:
-        chunks = slice(batch.num_single_rows, batch.shape.num_rows)
+        chunks = slice(batch.num_decoded_rows, batch.shape.num_rows)
         blocks = _HostBlocks(batch, chunks, self._case.block_size)
         query_starts = _running_sums(batch.num_tokens_host[chunks])
         for planned in self._prefills.values():
@@ -105,7 +105,7 @@ class FlashInferBackend(AttentionBackend):
 
     def plan_prefill_on_device(self, batch: ForwardBatch) -> None:
         for planned in self._prefills.values():
-            planned.gather_ids(batch, slice(batch.num_single_rows, batch.shape.num_rows))
+            planned.gather_ids(batch, slice(batch.num_decoded_rows, batch.shape.num_rows))
 
     def decode(self, layer: AttentionLayer, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
         decode, cache = self._decodes[self._kind_of[layer.spec]], batch.kv_cache.layer(layer.number)
@@ -113,7 +113,7 @@ class FlashInferBackend(AttentionBackend):
 
     def prefill(self, layer: AttentionLayer, q: Tensor, new: NewKV, batch: ForwardBatch, out: Tensor | None) -> Tensor:
         out = output_buffer(out, q)
-        num_tokens = int(batch.num_tokens_host[batch.num_single_rows :].sum())
+        num_tokens = int(batch.num_tokens_host[batch.num_decoded_rows :].sum())
         out[num_tokens:].zero_()  # padding, which FlashInfer does not write
         cache = batch.kv_cache.layer(layer.number)
         self._prefills[self._kind_of[layer.spec]].run(q, cache, layer.spec.scale, out)

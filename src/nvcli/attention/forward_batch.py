@@ -59,7 +59,7 @@ class BatchShape:
 
     @property
     def num_single_rows(self) -> int:
-        """Leading rows that compute one token each, which backends may serve by a kernel of their own."""
+        """Leading rows that compute one token each."""
         return self.decode_rows if self.tokens_per_row == 1 else 0
 
 
@@ -67,6 +67,9 @@ class LayerAttention(Protocol):
     """The part of an attention backend (`AttentionBackend`) that a layer calls."""
 
     reads_new_keys: bool
+
+    def num_decoded_rows(self, shape: BatchShape) -> int:
+        """Return the number of leading rows that a kernel for decode rows serves; the others count as chunks."""
 
     def forward(
         self,
@@ -143,6 +146,15 @@ class ForwardBatch:
             num_single_rows=self.num_single_rows,
             num_draft_rows=self.shape.decode_rows - self.num_single_rows,
         )
+
+    @property
+    def num_decoded_rows(self) -> int:
+        """Leading rows that the backend's kernel for decode rows serves; the others count as chunks."""
+        return self.backend.num_decoded_rows(self.shape)
+
+    @property
+    def num_decoded_tokens(self) -> int:
+        return self.num_decoded_rows * self.shape.tokens_per_row
 
     def gather_block_tables(self, group: int, rows: slice, num_columns: int) -> Tensor:
         """Copy the first columns of some rows' block tables: → [rows, num_columns] int32."""

@@ -1,4 +1,4 @@
-"""Two backends in one run: one attends prefill chunks, the other decode rows of one token."""
+"""Two backends in one run: one attends prefill chunks, the other decode rows."""
 
 from __future__ import annotations
 
@@ -25,19 +25,22 @@ class HybridBackend(AttentionBackend):
     def unsupported(cls, case: AttentionCase) -> list[str]:
         return []  # the two were asked
 
+    def num_decoded_rows(self, shape: BatchShape) -> int:
+        return self._decode.num_decoded_rows(shape)
+
     def can_capture(self, shape: BatchShape) -> bool:
-        if shape.num_single_rows == shape.num_rows:
+        if self.num_decoded_rows(shape) == shape.num_rows:
             return self._decode.can_capture(shape)
-        if shape.num_single_rows == 0:
+        if self.num_decoded_rows(shape) == 0:
             return self._prefill.can_capture(shape)
-        singles = BatchShape(decode_rows=shape.decode_rows)
+        singles = BatchShape(decode_rows=shape.decode_rows, tokens_per_row=shape.tokens_per_row)
         chunks = BatchShape(prefill_rows=shape.prefill_rows, prefill_tokens=shape.prefill_tokens)
         return self._decode.can_capture(singles) and self._prefill.can_capture(chunks)
 
     def prepare_capture(self, batch: ForwardBatch) -> None:
-        if batch.num_single_rows:
+        if batch.num_decoded_rows:
             self._decode.prepare_capture(batch)
-        if batch.shape.num_rows > batch.num_single_rows:
+        if batch.shape.num_rows > batch.num_decoded_rows:
             self._prefill.prepare_capture(batch)
 
     def plan_decode(self, batch: ForwardBatch) -> None:

@@ -46,13 +46,13 @@ class RowByRowBackend(AttentionBackend):
         return TorchBackend.unsupported(case)
 
     def plan_decode_on_device(self, batch: ForwardBatch) -> None:
-        ends = batch.seq_lens[: batch.num_single_rows].tolist()
+        ends = batch.seq_lens[: batch.num_decoded_rows].tolist()
         self._decodes = {
             kind: [self._lay_out(kind, batch, row, end) for row, end in enumerate(ends)] for kind in self._kinds
         }
 
     def plan_prefill_on_device(self, batch: ForwardBatch) -> None:
-        first = batch.num_single_rows
+        first = batch.num_decoded_rows
         lens = batch.seq_lens[first:].tolist()
         counts = batch.num_tokens_host[first:].tolist()
         ends = [

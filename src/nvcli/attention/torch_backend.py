@@ -118,13 +118,13 @@ class TorchBackend(AttentionBackend):
         ]
 
     def plan_decode_on_device(self, batch: ForwardBatch) -> None:
-        lens = batch.seq_lens[: batch.num_single_rows].tolist()
+        lens = batch.seq_lens[: batch.num_decoded_rows].tolist()
         self._decodes = {kind: self._lay_out_decodes(kind, batch, lens) for kind in self._kinds}
 
     def plan_prefill_on_device(self, batch: ForwardBatch) -> None:
-        lens = batch.seq_lens[batch.num_single_rows :].tolist()
+        lens = batch.seq_lens[batch.num_decoded_rows :].tolist()
         self._chunks = {kind: list(self._lay_out_chunks(kind, batch, lens)) for kind in self._kinds}
-        counts, block_size = batch.num_tokens_host[batch.num_single_rows :].tolist(), self._case.block_size
+        counts, block_size = batch.num_tokens_host[batch.num_decoded_rows :].tolist(), self._case.block_size
         self._prefix_reads = {
             (window, group): plan_prefix_reads(batch, group, block_size, counts, lens)
             for window, group in self._kinds
@@ -296,7 +296,7 @@ class TorchBackend(AttentionBackend):
                 self._scratch = torch.empty(numel, dtype=self._case.dtype, device=device)
 
     def _lay_out_chunks(self, kind: _Kind, batch: ForwardBatch, lens: list[int]) -> Iterator[_Chunk]:
-        case, first_row = self._case, batch.num_single_rows
+        case, first_row = self._case, batch.num_decoded_rows
         window, kv_group = kind
         counts = batch.num_tokens_host[first_row:].tolist()
         shares = [False] * len(lens)

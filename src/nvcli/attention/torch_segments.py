@@ -86,7 +86,7 @@ def plan_prefix_reads(
     the rest of each chunk's keys. `counts` and `lens`: tokens and keys of each chunk; tokens are counted from the
     first chunk's."""
     assert batch.prefixes is not None
-    first_row, device = batch.num_single_rows, batch.slots.device
+    first_row, device = batch.num_decoded_rows, batch.slots.device
     ends = batch.prefixes.ends[first_row:].tolist()
     group_ends = [row - first_row for row in batch.prefixes.group_ends[first_row:].tolist()]
     starts = [0, *accumulate(counts)]

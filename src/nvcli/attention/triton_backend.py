@@ -27,10 +27,17 @@ class TritonBackend(AttentionBackend):
 
     def __init__(self, case: AttentionCase) -> None:
         # Triton is imported only by runs that use it.
-        from nvcli.attention.triton_kernels import ChunkedPrefill, SegmentedDecode, attention_shape, layer_inputs
+        from nvcli.attention.triton_kernels import (
+            ChunkedPrefill,
+            SegmentedDecode,
+            attention_shape,
+            layer_inputs,
+            row_tokens,
+        )
         from nvcli.kernels.triton.attention.decode_attention import DecodeAttention
 
-        self._inputs = layer_inputs
+        self._inputs, self._row_tokens = layer_inputs, row_tokens
+        self._max_width = case.max_decode_width
         windows: dict[Geometry, set[int | None]] = {}
         for spec in case.specs:
             windows.setdefault(spec.geometry, set()).add(spec.window)
@@ -40,6 +47,8 @@ class TritonBackend(AttentionBackend):
                 attention_shape(case, geometry),
                 windows=kinds,
                 max_rows=case.max_num_seqs,
+                max_width=case.max_decode_width,
+                max_tokens=case.max_draft_step_tokens,
                 is_invariant=case.batch_invariant,
             )
         self._prefill = ChunkedPrefill(case)
@@ -66,6 +75,9 @@ class TritonBackend(AttentionBackend):
             reasons.append(failure)
         return reasons
 
+    def num_decoded_rows(self, shape: BatchShape) -> int:
+        return shape.decode_rows if shape.tokens_per_row <= self._max_width else 0
+
     def can_capture(self, shape: BatchShape) -> bool:
         return True
 
@@ -74,9 +86,9 @@ class TritonBackend(AttentionBackend):
             assert self._segmented is not None
             self._segmented.plan(batch)
             return
-        num_rows = batch.num_single_rows
+        num_rows, tokens = batch.num_decoded_rows, self._row_tokens(batch)
         for decode in self._decodes.values():
-            decode.plan(batch.seq_lens[:num_rows], batch.slots[:num_rows])
+            decode.plan(batch.seq_lens[:num_rows], batch.slots[:num_rows], tokens)
 
     def plan_prefill_on_device(self, batch: ForwardBatch) -> None:
         self._prefill.plan(batch)
@@ -88,7 +100,7 @@ class TritonBackend(AttentionBackend):
             assert self._segmented is not None
             self._segmented.run(layer.spec, inputs, batch, out)
         else:
-            self._decodes[layer.spec.geometry].run(inputs, out)
+            self._decodes[layer.spec.geometry].run(inputs, out, tokens=self._row_tokens(batch))
         return out
 
     def prefill(self, layer: AttentionLayer, q: Tensor, new: NewKV, batch: ForwardBatch, out: Tensor | None) -> Tensor:

@@ -19,13 +19,14 @@ from nvcli.attention.spec import AttentionSpec, Geometry
 from nvcli.kernels.triton.attention import prefill_choice
 from nvcli.kernels.triton.attention.attention_launch import AttentionShape, LayerInputs
 from nvcli.kernels.triton.attention.decode_attention import DecodeAttention
-from nvcli.kernels.triton.attention.decode_work_list import DecodeWorkList
+from nvcli.kernels.triton.attention.decode_work_list import DecodeWorkList, RowTokens
 from nvcli.kernels.triton.attention.prefill_attention import PrefillAttention, PrefillKind
 from nvcli.kernels.triton.attention.prefill_choice import PrefillKernel, TileLists, attends_prefixes, attends_segments
 from nvcli.kernels.triton.attention.prefill_tiles import Chunks, PrefillTiles, TilePart
 from nvcli.kernels.triton.attention.segment_attention import SegmentAttention
 from nvcli.kernels.triton.attention.segment_merge import merge_segments
 from nvcli.kernels.triton.attention.segment_work_list import SegmentWorkList
+from nvcli.kernels.triton.attention.token_rows import TokenRows
 
 _PARTS = TilePart.PREFIX, TilePart.REST, TilePart.OTHERS
 """Prefix first; the rest continues its softmax."""
@@ -51,6 +52,13 @@ def layer_inputs(layer: AttentionLayer, q: Tensor, batch: ForwardBatch) -> Layer
     k_cache, v_cache = batch.kv_cache.layer(number)
     tables = batch.block_tables[spec.kv_group]
     return LayerInputs(q, k_cache, v_cache, tables, spec.scale, spec.window, spec.soft_cap, sinks)
+
+
+def row_tokens(batch: ForwardBatch) -> RowTokens | None:
+    """Return the tokens of decode rows that may have several; None: they have one each."""
+    if batch.shape.tokens_per_row == 1:
+        return None
+    return RowTokens(batch.query_start_loc[: batch.num_decoded_rows + 1], batch.shape.tokens_per_row)
 
 
 class ChunkedPrefill:
@@ -95,13 +103,12 @@ class ChunkedPrefill:
 
     def plan(self, batch: ForwardBatch) -> None:
         """List the step's work."""
-        first = batch.num_single_rows
         chunks = Chunks(
             query_start_loc=batch.query_start_loc,
             seq_lens=batch.seq_lens,
             slots=batch.slots,
-            first=first,
-            num_tokens=batch.num_tokens - first,
+            first=batch.num_decoded_rows,
+            num_tokens=batch.num_tokens - batch.num_decoded_tokens,
             prefixes=batch.prefixes,
         )
         self._tiles.plan(chunks)
@@ -146,14 +153,22 @@ class SegmentedDecode:
     ) -> None:
         self._kernels: dict[tuple[Geometry, bool], _Kernels] = {}
         self._lists: dict[tuple[Geometry, int | None, int], _Lists] = {}
+        max_tokens = max(case.max_shared_rows, case.max_draft_step_tokens)
         for spec in case.specs:
             geometry, kind = spec.geometry, (spec.geometry, spec.window is not None)
             if kind not in self._kernels:
                 shape, max_rows = attention_shape(case, geometry), case.max_shared_rows
                 own = decodes[geometry]
                 if kind in on_hopper:
-                    own = DecodeAttention(shape, windows=[None], max_rows=max_rows, is_beside=True)
-                shared = SegmentAttention(shape, max_rows=max_rows, on_hopper=kind in on_hopper)
+                    own = DecodeAttention(
+                        shape,
+                        windows=[None],
+                        max_rows=max_rows,
+                        max_width=case.max_decode_width,
+                        max_tokens=case.max_draft_step_tokens,
+                        is_beside=True,
+                    )
+                shared = SegmentAttention(shape, max_rows=max_tokens, on_hopper=kind in on_hopper)
                 self._kernels[kind] = _Kernels(shared, own)
             kernels = self._kernels[kind]
             key = geometry, spec.window, spec.kv_group
@@ -161,23 +176,34 @@ class SegmentedDecode:
                 lists = kernels.shared.work_list(spec.window), kernels.own.work_list(spec.window)
                 self._lists[key] = _Lists(spec.kv_group, *lists)
         most_heads = max(spec.geometry[0] for spec in case.specs)
-        self._log_sums = torch.empty(case.max_shared_rows * most_heads, dtype=torch.float32, device=case.device)
+        self._log_sums = torch.empty(max_tokens * most_heads, dtype=torch.float32, device=case.device)
+        self._token_rows = TokenRows.empty(case.max_draft_step_tokens, case.device)
 
     def plan(self, batch: ForwardBatch) -> None:
         """List the step's work; the batch has segments."""
-        tables, num_rows = batch.segments, batch.num_single_rows
+        tables, num_rows = batch.segments, batch.num_decoded_rows
         assert tables is not None
         seq_lens, slots = batch.seq_lens[:num_rows], batch.slots[:num_rows]
+        tokens = row_tokens(batch)
+        if tokens is not None:
+            self._token_rows.fill(tokens, seq_lens, slots)
         for lists in self._lists.values():
-            group = lists.kv_group
-            lists.shared.plan(seq_lens, slots, tables.segments[group], tables.slot_segments[group])
-            lists.own.plan(seq_lens, slots, lists.shared.lists.own_begins)
+            group, width = lists.kv_group, batch.shape.tokens_per_row
+            lists.shared.plan(*self._rows_of_tokens(batch), tables.segments[group], tables.slot_segments[group], width)
+            lists.own.plan(seq_lens, slots, lists.shared.lists.own_begins, tokens)
 
     def run(self, spec: AttentionSpec, inputs: LayerInputs, batch: ForwardBatch, out: Tensor) -> None:
-        """Attend the rows of one token as planned; the arguments are those of `AttentionBackend.decode`."""
-        num_rows = batch.num_single_rows
+        """Attend the decode rows as planned; the arguments are those of `AttentionBackend.decode`."""
         lists = self._lists[spec.geometry, spec.window, spec.kv_group]
         kernels = self._kernels[spec.geometry, spec.window is not None]
-        results = kernels.shared.run(inputs, lists.shared, batch.slots[:num_rows], batch.seq_lens[:num_rows])
-        kernels.own.run(inputs, out, own=(lists.own, self._log_sums))
+        seq_lens, slots = self._rows_of_tokens(batch)
+        results = kernels.shared.run(inputs, lists.shared, slots, seq_lens)
+        kernels.own.run(inputs, out, own=(lists.own, self._log_sums), tokens=row_tokens(batch))
         merge_segments(out, self._log_sums, results)
+
+    def _rows_of_tokens(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Return the lengths and slots of the decode rows' tokens."""
+        num_tokens = batch.num_decoded_tokens
+        if batch.shape.tokens_per_row == 1:
+            return batch.seq_lens[:num_tokens], batch.slots[:num_tokens]
+        return self._token_rows.lens[:num_tokens], self._token_rows.slots[:num_tokens]

@@ -223,6 +223,8 @@ class ModelRunner:
             kv_dtype=self.kv_dtype,
             max_num_seqs=config.max_padded_rows,
             max_num_batched_tokens=config.max_padded_tokens,
+            max_decode_width=1 + config.max_draft_tokens,
+            max_draft_step_tokens=config.max_draft_step_tokens,
             max_model_len=config.max_row_tokens,
             batch_invariant=config.batch_invariant,
             has_states=any(layer.is_state for layer in self.model.cache_layers),

@@ -1,42 +1,37 @@
-"""Paged decode attention in Triton: one query token for each request, over its keys and values in blocks.
+"""Paged decode attention in Triton: the query tokens of each request, one or a last token and drafts, over its keys and
+values in blocks.
 
-The attention kernel takes one chunk of the work list (`decode_work_list.py`) and one KV head for each program. The last
-chunk of a sequence to finish reduces all of them, so that there is no second kernel (the split is FlashDecoding's, Dao
-et al. 2023). The grid holds the most chunks that the rows can be cut into; programs behind the list's end leave at
-once, so that a launch captured in a CUDA graph serves any lengths.
+There are three kernels: that of `decode_kernel.py`, one for FP8 keys and few queries (`fp8_decode_attention.py`), and
+that of batch-invariant runs (`invariant_attention.py`). Their grids hold the most chunks that the rows can be cut into;
+programs behind the list's end leave at once, so that a launch captured in a CUDA graph serves any lengths.
 
 Held to `attention/torch_backend.py` by tests/attention.
-Shapes: B rows, H query heads, KV heads, G = H / KV, D head_dim.
+Shapes: B rows, T tokens, H query heads, KV heads, G = H / KV, D head_dim.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from nvcli.kernels.triton.attention.attention_fold import (
-    ITEM_FIELDS,
-    Tile,
-    fold_keys,
-    load_query,
-    load_sinks,
-    weighted_mean,
-)
+from nvcli.kernels.triton.attention.attention_fold import Tile
 from nvcli.kernels.triton.attention.attention_launch import AttentionLauncher, AttentionShape, LayerInputs
-from nvcli.kernels.triton.attention.decode_work_list import FEW_ROWS, SPLIT, DecodeWorkList
+from nvcli.kernels.triton.attention.decode_kernel import decode_attention_kernel
+from nvcli.kernels.triton.attention.decode_work_list import FEW_ROWS, MAX_PARTIALS, SPLIT, DecodeWorkList, RowTokens
 from nvcli.kernels.triton.attention.invariant_attention import (
     invariant_attention_kernel,
     invariant_decode_tile,
+    invariant_draft_tile,
     invariant_registers,
 )
-from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
+from nvcli.kernels.triton.launch.dependent_launch import dependent
 from nvcli.kernels.triton.launch.triton_version import has_known_gluon
-from nvcli.kernels.whole_numbers import next_power_of_2
+from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
 _DIRECT_TILE, _DIRECT_TILE_OF_MANY_ROWS = 32, 16
 """Keys of a tile of `fp8_decode_attention.py`. With 16, a multiprocessor has room for 16 programs instead of 12, but
@@ -44,139 +39,14 @@ each of them is slower, and so is the end of a step in which all are resident at
 139 with 16 for 256 rows of 100 to 1,620 keys, 425 and 419 for 1,024 such rows, 552 and 532 for 1,024 of about 1,100."""
 _MANY_ROWS = 512
 """From this many rows on, tiles of `fp8_decode_attention.py` have the smaller size."""
+_DIRECT_QUERIES = 16
+"""The most queries of a row that `fp8_decode_attention.py` takes for a KV head."""
 _FEWEST_ROWS = 3
 """From this many rows on, `fp8_decode_attention.py` is used. It takes an H200 11.6 µs for 4 rows of 860 keys, where the
 kernel of this file takes 12.1; 16 and 23 for 16 of 860, 74 and 103 for 16 of 8,192, and 73 and 130 for 32 of 4,000. A
 warm-up runs 64 rows and 2, so that both kernels are compiled before they are needed."""
 _TILE_BYTES = 16 << 10
 """Bytes of keys, and as many of values, in each pipeline stage: more loses occupancy (measured on an H200)."""
-
-
-@triton.jit(do_not_specialize=["window", "block_table_stride"], do_not_specialize_on_alignment=["block_tables"])
-def decode_attention_kernel(
-    q,  # [B, H, D], rows q_stride apart
-    k_cache,
-    v_cache,
-    block_tables,  # [slots, ...] int32, rows block_table_stride apart
-    sinks,  # [H] float32, if heads have them
-    out,  # [B, H, D], contiguous
-    items,  # [capacity, ITEM_FIELDS] int32
-    num_items,  # [1] int32
-    log_sums,  # [B, H] float32, log-sum-exp of each row's scores, base 2, written; None: nobody asks for them
-    partial_out,  # [chunks of cut rows, KV, G, D] float32
-    partial_lse,  # [chunks of cut rows, KV, G] float32, base 2
-    arrivals,  # [B, KV] int32, 0 between launches
-    window,
-    scale_log2,
-    q_stride,
-    block_table_stride,
-    KIND: tl.constexpr,
-    TILE: tl.constexpr,
-    IS_BESIDE: tl.constexpr,  # the kernel launched before may still run, and ends before this one does
-    DEPENDENT: tl.constexpr,
-):
-    """Program (KV head, entry of the work list)."""
-    kv_head = tl.program_id(0)
-    index = tl.program_id(1)
-    await_kernel_before(DEPENDENT)
-    if IS_BESIDE:
-        is_last = (kv_head == KIND.num_kv_heads - 1) & (index == tl.num_programs(1) - 1)
-        if is_last:
-            tl.extra.cuda.gdc_wait()
-    if index >= tl.load(num_items):
-        return
-    item = items + index * ITEM_FIELDS
-    row = tl.load(item)
-    begin = tl.load(item + 1)
-    end = tl.load(item + 2)
-    num_chunks = tl.load(item + 3)
-    table = block_tables + tl.load(item + 6).to(tl.int64) * block_table_stride
-    first_seen = None
-    if KIND.has_window:
-        first_seen = tl.load(item + 7)
-
-    IS_FP8: tl.constexpr = k_cache.dtype.element_ty == tl.float8e4nv
-    ROWS: tl.constexpr = TILE.rows
-    HEAD_DIM: tl.constexpr = KIND.head_dim
-    group = tl.arange(0, ROWS)
-    dims = tl.arange(0, HEAD_DIM)
-    in_group = group < KIND.group
-    head = kv_head * KIND.group + group
-    query, unit = load_query(q, k_cache, row.to(tl.int64), head, in_group, q_stride, scale_log2, HEAD_DIM)
-    highest = tl.full([ROWS], -float("inf"), tl.float32)
-    weight_sum = tl.zeros([ROWS], tl.float32)
-    acc_unit = tl.zeros([ROWS], tl.float32)
-    if KIND.has_sinks:
-        # A row's first chunk alone counts the sink, so that the sum over chunks has it once.
-        is_first = tl.load(item + 5) == 0
-        highest = tl.where(is_first, load_sinks(sinks, head, in_group), highest)
-        weight_sum = tl.where(is_first, 1.0, weight_sum)
-    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
-    highest, weight_sum, acc, acc_unit = fold_keys(
-        query, unit, highest, weight_sum, acc, acc_unit, k_cache, v_cache, table, kv_head, begin, end, None,
-        first_seen, None, None, KIND, TILE.keys, TILE.num_stages, True, IS_FP8,
-    )  # fmt: skip
-    acc = weighted_mean(acc, weight_sum, acc_unit, IS_FP8)
-
-    out_row = out + row.to(tl.int64) * (KIND.num_kv_heads * KIND.group * HEAD_DIM)
-    if num_chunks == 1:
-        tl.store(out_row + head[:, None] * HEAD_DIM + dims[None, :], acc.to(out.dtype.element_ty), in_group[:, None])
-        if log_sums is not None:
-            place = row * (KIND.num_kv_heads * KIND.group) + head
-            tl.store(log_sums + place, highest + tl.log2(weight_sum), mask=in_group)
-    else:
-        first_partial = tl.load(item + 4)
-        partial = ((first_partial + tl.load(item + 5)) * KIND.num_kv_heads + kv_head) * KIND.group + group
-        tl.store(partial_out + partial[:, None] * HEAD_DIM + dims[None, :], acc, mask=in_group[:, None])
-        tl.store(partial_lse + partial, highest + tl.log2(weight_sum), mask=in_group)
-        # All threads have stored before one of them says so; acquire and release order it across programs.
-        tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals + row * KIND.num_kv_heads + kv_head, 1, sem="acq_rel")
-        if arrived == num_chunks - 1:
-            tl.store(arrivals + row * KIND.num_kv_heads + kv_head, 0)  # for the next layer
-            _reduce_chunks(out_row, log_sums, partial_out, partial_lse, row, first_partial, num_chunks, kv_head, KIND)
-
-
-@triton.jit
-def _reduce_chunks(
-    out_row,  # [H, D], contiguous, written
-    log_sums,
-    partial_out,
-    partial_lse,
-    row,
-    first_partial,  # the row's chunks are the partial results from here on
-    num_chunks,
-    kv_head,
-    KIND: tl.constexpr,
-):
-    """Weigh a row's partial results for one KV head into its output, 16 chunks at a time."""
-    HEAD_DIM: tl.constexpr = KIND.head_dim
-    dims = tl.arange(0, HEAD_DIM)
-    lanes = tl.arange(0, 16)
-    for member in tl.range(0, KIND.group, num_stages=1):
-        highest = tl.full([1], -float("inf"), tl.float32)
-        weight_sum = tl.zeros([1], tl.float32)
-        acc = tl.zeros([HEAD_DIM], tl.float32)
-        for start in tl.range(0, num_chunks, 16, num_stages=1):
-            is_chunk = start + lanes < num_chunks
-            partial = ((first_partial + start + lanes) * KIND.num_kv_heads + kv_head) * KIND.group + member
-            # .cg: past the L1 cache, which may hold what was there before the other programs stored.
-            lse = tl.load(partial_lse + partial, mask=is_chunk, other=-float("inf"), cache_modifier=".cg")
-            value = tl.load(
-                partial_out + partial[:, None] * HEAD_DIM + dims[None, :],
-                mask=is_chunk[:, None], other=0.0, cache_modifier=".cg",
-            )  # fmt: skip
-            new_highest = tl.maximum(highest, tl.max(lse, 0))
-            decay = tl.exp2(highest - new_highest)
-            weights = tl.exp2(lse - new_highest)
-            weight_sum = weight_sum * decay + tl.sum(weights, 0)
-            acc = acc * decay + tl.sum(value * weights[:, None], 0)
-            highest = new_highest
-        head = kv_head * KIND.group + member
-        tl.store(out_row + head * HEAD_DIM + dims, (acc / weight_sum).to(out_row.dtype.element_ty))
-        if log_sums is not None:
-            place = row * (KIND.num_kv_heads * KIND.group) + head + tl.arange(0, 1)
-            tl.store(log_sums + place, highest + tl.log2(weight_sum))
 
 
 def _load_direct_kernel(shape: AttentionShape, align: int) -> JITFunction[...] | None:
@@ -205,6 +75,7 @@ class DecodeAttention:
     Call `plan` each step, then `run` in each layer. Neither waits for the device or allocates anything, so both may be
     captured in a CUDA graph. Everything must be launched on one stream at a time: the scratch memory is shared.
 
+    max_width, max_tokens: the most tokens of a row, and of all rows that have several.
     is_beside: the kernel begins as soon as the one launched just before lets it, and ends after it
     (`hopper_segment_kernel.py`). It has a part of the multiprocessors, and tiles of half the size, so that twice as
     many programs run on each.
@@ -217,6 +88,8 @@ class DecodeAttention:
         *,
         windows: Iterable[int | None],
         max_rows: int,
+        max_width: int = 1,
+        max_tokens: int = 0,
         is_beside: bool = False,
         is_invariant: bool = False,
     ) -> None:
@@ -230,11 +103,19 @@ class DecodeAttention:
         self._direct_kernel = _load_direct_kernel(shape, self._align)
         self._max_rows = max_rows
         self._lists = {window: self.work_list(window) for window in windows}
-        partials = (max(one.max_partials for one in self._lists.values()), shape.num_kv_heads, shape.group)
-        self._memory = [torch.empty(*partials, shape.head_dim, dtype=torch.float32, device=shape.device)]
+        most_chunks = max(one.max_partials for one in self._lists.values())
+        most_queries, most_tiles = most_chunks * shape.group, max_rows
+        for width in range(2, max_width + 1):
+            num_rows, num_tiles = min(max_rows, max_tokens // width), self._num_tiles(width)
+            num_queries = num_tiles * self._draft_tile(width).rows
+            most_tiles = max(most_tiles, num_rows * num_tiles)
+            own = MAX_PARTIALS.value * shape.group + num_rows * num_queries
+            most_queries = max(most_queries, own if is_invariant else most_chunks * num_queries)
+        partials = most_queries * shape.num_kv_heads
+        self._memory = [torch.empty(partials, shape.head_dim, dtype=torch.float32, device=shape.device)]
         for _ in range(2 if is_invariant else 1):
             self._memory.append(torch.empty(partials, dtype=torch.float32, device=shape.device))
-        self._memory.append(torch.zeros(max_rows, shape.num_kv_heads, dtype=torch.int32, device=shape.device))
+        self._memory.append(torch.zeros(most_tiles, shape.num_kv_heads, dtype=torch.int32, device=shape.device))
 
     def work_list(self, window: int | None) -> DecodeWorkList:
         """Make a work list for this geometry."""
@@ -246,39 +127,60 @@ class DecodeAttention:
             max_rows=self._max_rows,
             device=self._shape.device,
             lone_warps_from=None if self._direct_kernel is None else _FEWEST_ROWS,
+            lone_warps_width=_DIRECT_QUERIES // self._shape.group,
             has_splits=self._is_invariant,
         )
 
-    def plan(self, seq_lens: Tensor, slots: Tensor) -> None:
+    def plan(self, seq_lens: Tensor, slots: Tensor, tokens: RowTokens | None = None) -> None:
         """List the step's chunks. seq_lens: [B] int32, keys of each row, 0 for padding; slots: [B] int64, the slot of
-        each row, by which its block table is found."""
+        each row, by which its block table is found; tokens: those of rows that may have several (None: one each)."""
+        max_partials = MAX_PARTIALS.value
+        if tokens is not None:
+            queries = self._num_tiles(tokens.width) * self._draft_tile(tokens.width).rows
+            max_partials = max_partials * self._shape.group // queries
         for work_list in self._lists.values():
-            work_list.plan(seq_lens, slots)
+            work_list.plan(seq_lens, slots, tokens=tokens, max_partials=max_partials)
 
-    def run(self, layer: LayerInputs, out: Tensor, own: tuple[DecodeWorkList, Tensor] | None = None) -> None:
-        """Attend as planned, in one of the windows that this was made for. q, out: [B, H, D]; out is contiguous.
+    def run(
+        self,
+        layer: LayerInputs,
+        out: Tensor,
+        own: tuple[DecodeWorkList, Tensor] | None = None,
+        tokens: RowTokens | None = None,
+    ) -> None:
+        """Attend as planned, in one of the windows that this was made for. q, out: [T, H, D], with T = B for rows of
+        one token; out is contiguous.
 
         `own`: the list of the keys that are to be attended, planned by the caller, and the tensor for the log-sum-exp
-        of their scores, at least [B, H] float32, base 2.
+        of their scores, at least [T, H] float32, base 2.
         """
-        num_rows = layer.q.shape[0]
         work_list, log_sums = (self._lists[layer.window], None) if own is None else own
         assert out.is_contiguous()
-        memory = out, work_list.items, work_list.num_items, log_sums, *self._memory
-        shape, num_programs = self._shape, work_list.capacity(num_rows)
-        grid = (shape.num_kv_heads, num_programs)
+        shape, starts, width = self._shape, None, 1
+        num_rows = layer.q.shape[0]
+        if tokens is not None:
+            starts, width = tokens
+            num_rows = len(starts) - 1
+        memory = out, work_list.items, work_list.num_items, starts, log_sums, *self._memory
+        num_heads = shape.num_kv_heads if tokens is None else shape.num_kv_heads * self._num_tiles(width)
+        grid: tuple[int, ...] = (num_heads, work_list.capacity(num_rows, tokens))
         if self._is_invariant:
-            tile = invariant_decode_tile(shape, num_rows)
-            programs, registers = (shape.num_kv_heads * num_programs,), invariant_registers(shape, tile)
-            self._launch(invariant_attention_kernel, programs, layer, memory, tile, True, maxnreg=registers)
-        elif self._direct_kernel is not None and num_rows >= _FEWEST_ROWS:
+            tile, registers = self._draft_tile(width), None
+            if tokens is None:
+                tile, grid = invariant_decode_tile(shape, num_rows), (math.prod(grid),)
+                registers = invariant_registers(shape, tile)
+            self._launch(invariant_attention_kernel, grid, layer, memory, tile, True, maxnreg=registers)
+        elif work_list.has_lone_warps(num_rows, tokens):
             assert not self._is_beside
-            keys = _DIRECT_TILE if num_rows < _MANY_ROWS else _DIRECT_TILE_OF_MANY_ROWS
-            tile = Tile(rows=8, keys=keys, num_warps=1, num_stages=1)
+            is_many = tokens is None and num_rows >= _MANY_ROWS
+            keys = _DIRECT_TILE_OF_MANY_ROWS if is_many else _DIRECT_TILE
+            tile = Tile(rows=8 if width * shape.group <= 8 else 16, keys=keys, num_warps=1, num_stages=1)
+            grid = shape.num_kv_heads, grid[1]
             self._launch(self._direct_kernel, grid, layer, memory, tile)
         else:
             waits = not self._is_beside and dependent(shape.device)["DEPENDENT"]
-            constants = self._tile(num_rows), self._is_beside, waits
+            tile = self._tile(num_rows) if tokens is None else self._draft_tile(width)
+            constants = tile, self._is_beside, waits
             self._launch(decode_attention_kernel, grid, layer, memory, *constants, launch_pdl=self._is_beside or waits)
 
     def _tile(self, num_rows: int) -> Tile:
@@ -292,3 +194,17 @@ class DecodeAttention:
             num_warps=2 * num_warps if shape.is_fp8 and shape.head_dim > 128 else num_warps,
             num_stages=2 if self._is_full_tile and num_rows > FEW_ROWS else 3,
         )
+
+    def _num_tiles(self, width: int) -> int:
+        """Return the tiles of a row's queries in a KV head, with up to `width` tokens a row."""
+        return ceil_div(width * self._shape.group, self._draft_tile(width).rows)
+
+    def _draft_tile(self, width: int) -> Tile:
+        """Choose the tiles for rows of up to `width` tokens."""
+        shape = self._shape
+        if self._is_invariant:
+            return invariant_draft_tile(shape, width)
+        usual = self._tile(FEW_ROWS + 1)
+        most = 64 if shape.head_dim <= 128 else 32 if shape.head_dim <= 256 else 16
+        rows = max(usual.rows, min(most, next_power_of_2(width * shape.group)))
+        return replace(usual, rows=rows, num_warps=max(usual.num_warps, rows // 16))

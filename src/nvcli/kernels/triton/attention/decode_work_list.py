@@ -5,7 +5,9 @@ come to a few programs for each multiprocessor, and lists the chunks, longest fi
 2025, moved to the GPU). Nothing depends on host values but the number of rows: a launch captured in a CUDA graph for
 some number of rows serves any lengths.
 
-With a window only the last `window` keys of a row are listed, so that blocks behind the window are never read.
+With a window only the last `window` keys of a row are listed, so that blocks behind the window are never read. A row of
+several tokens, which are its last one and drafts, is cut as any other, at the keys that its last token sees; with a
+window it begins where that of its first token does.
 
 Batch-invariant attention (`invariant_attention.py`) cuts keys into splits: those from a multiple of SPLIT to the next,
 counted from the request's first token, so that the split to which a key belongs depends on its position alone. A list
@@ -14,6 +16,8 @@ it deals out the splits changes how fast a step is, and no bit of a result.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -32,6 +36,8 @@ _MIN_CHUNK = tl.constexpr(128)
 """The fewest keys of a chunk of a row that is cut: shorter chunks cost more in reduction than they gain."""
 FEW_ROWS = 8
 """Up to this many rows, fewer programs with deeper pipelines are faster; above, more programs (measured on an H200)."""
+_USUAL_PROGRAMS = 4
+"""Programs to aim for on each multiprocessor (measured on an H200)."""
 _LONE_WARPS = 8
 """Programs of one warp to aim for on each multiprocessor, which has room for 12 with heads of 128. Rows are cut into
 whole chunks, so there are more programs than that, and a few too many wait for a second round: an H200 takes 89 µs for
@@ -41,17 +47,33 @@ _ROWS, _COLUMNS = tl.constexpr(16), tl.constexpr(256)
 """The rows of a planning program, and the rows with which it compares them at a time."""
 
 
+class RowTokens(NamedTuple):
+    """The tokens of B decode rows that may have several each."""
+
+    starts: Tensor
+    """[B + 1] int32, the first token of each row; the last entry is where the last row ends."""
+    width: int
+    """The most tokens of a row."""
+
+
 @triton.jit
-def _own_keys(seq_lens, rows, num_rows, own_begins, window, HAS_WINDOW: tl.constexpr, ALIGN: tl.constexpr):
+def _own_keys(seq_lens, starts, rows, num_rows, own_begins, window, HAS_WINDOW: tl.constexpr, ALIGN: tl.constexpr):
     """Find the first key that each row attends to on its own, rounded down to a multiple of ALIGN, and the end of its
     keys: rows [R] → [R] int32 each."""
     is_row = rows < num_rows
     lens = tl.load(seq_lens + rows, mask=is_row, other=0)
     first_keys = tl.zeros_like(lens)
     if HAS_WINDOW:
-        first_keys = tl.maximum(lens - window, 0) // ALIGN * ALIGN
+        first_seen = lens - window
+        if starts is not None:
+            num_tokens = tl.load(starts + rows + 1, mask=is_row, other=1) - tl.load(starts + rows, mask=is_row, other=0)
+            first_seen -= tl.maximum(num_tokens, 1) - 1
+        first_keys = tl.maximum(first_seen, 0) // ALIGN * ALIGN
     if own_begins is not None:
-        first_keys = tl.maximum(first_keys, tl.load(own_begins + rows, mask=is_row, other=0))
+        first_token = rows
+        if starts is not None:
+            first_token = tl.load(starts + rows, mask=is_row, other=0)
+        first_keys = tl.maximum(first_keys, tl.load(own_begins + first_token, mask=is_row, other=0))
     return first_keys, lens
 
 
@@ -68,55 +90,56 @@ def cut(spans, chunk, TILE: tl.constexpr, HAS_SPLITS: tl.constexpr = False):
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "target_programs", "window"],
-    do_not_specialize_on_alignment=["seq_lens", "slots", "own_begins"],
+    do_not_specialize=["num_rows", "target_programs", "window", "max_partials"],
+    do_not_specialize_on_alignment=["seq_lens", "starts", "slots", "own_begins"],
 )
 def plan_decode_kernel(
     seq_lens,  # [num_rows] int32, keys of each row
+    starts,  # [num_rows + 1] int32, the first token of each row; None: they have one each
     slots,  # [num_rows] int64
     # [capacity, ITEM_FIELDS] int32, written: row, first key, end of the keys, number of the row's chunks, the row's
     # first partial result, number of this chunk, the row's slot, and the first key that the row sees (the first chunk
-    # may begin before it, at the beginning of a tile of keys or of a split)
+    # may begin before it, at the beginning of a tile of keys or of a split), or with `starts` the end of the row's keys
     items,
     num_items,  # [1] int32, written
-    own_begins,  # [num_rows] int32, the first key behind each row's shared segments; None: there are none
+    own_begins,  # [tokens] int32, the first key behind each token's shared segments; None: there are none
     num_rows,
     target_programs,
-    window,  # keys that a row sees at most, where HAS_WINDOW
+    window,  # keys that a token sees at most, where HAS_WINDOW
+    max_partials,  # of rows that are cut into splits
     NUM_KV_HEADS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     ALIGN: tl.constexpr,
     TILE: tl.constexpr,
     HAS_SPLITS: tl.constexpr,
-    MAX_PARTIALS: tl.constexpr,  # of rows that are cut into splits
 ):
     """Program i lists the chunks of _ROWS rows, behind those of all rows with longer chunks, and of earlier rows with
     chunks of equal length."""
     columns = tl.arange(0, _COLUMNS)
     tokens = tl.zeros([_COLUMNS], tl.int64)
     for start in range(0, num_rows, _COLUMNS):
-        begins, ends = _own_keys(seq_lens, start + columns, num_rows, own_begins, window, HAS_WINDOW, ALIGN)
+        begins, ends = _own_keys(seq_lens, starts, start + columns, num_rows, own_begins, window, HAS_WINDOW, ALIGN)
         tokens += ends - begins
     per_program = tl.cdiv(tl.sum(tokens, 0) * NUM_KV_HEADS, target_programs).to(tl.int32)
     chunk = tl.maximum(tl.cdiv(per_program, TILE) * TILE, SPLIT if HAS_SPLITS else _MIN_CHUNK)
     if HAS_SPLITS:
         partials = tl.zeros([_COLUMNS], tl.int64)
         for start in range(0, num_rows, _COLUMNS):
-            begins, ends = _own_keys(seq_lens, start + columns, num_rows, own_begins, window, HAS_WINDOW, ALIGN)
+            begins, ends = _own_keys(seq_lens, starts, start + columns, num_rows, own_begins, window, HAS_WINDOW, ALIGN)
             partials += tl.where(ends - begins > chunk, tl.cdiv(ends - begins, SPLIT), 0)
-        if tl.sum(partials, 0) > MAX_PARTIALS:
+        if tl.sum(partials, 0) > max_partials:
             chunk = 2147483647
 
     rows = tl.program_id(0) * _ROWS + tl.arange(0, _ROWS)
     row_slots = tl.load(slots + rows, mask=rows < num_rows, other=0).to(tl.int32)
-    first_keys, lens = _own_keys(seq_lens, rows, num_rows, own_begins, window, HAS_WINDOW, ALIGN)
+    first_keys, lens = _own_keys(seq_lens, starts, rows, num_rows, own_begins, window, HAS_WINDOW, ALIGN)
     size, num_chunks = cut(lens - first_keys, chunk, TILE, HAS_SPLITS)
     first_item = tl.zeros([_ROWS], tl.int32)
     first_partial = tl.zeros([_ROWS], tl.int32)
     total = tl.zeros([_COLUMNS], tl.int32)
     for start in range(0, num_rows, _COLUMNS):
         others = start + columns
-        begins, ends = _own_keys(seq_lens, others, num_rows, own_begins, window, HAS_WINDOW, ALIGN)
+        begins, ends = _own_keys(seq_lens, starts, others, num_rows, own_begins, window, HAS_WINDOW, ALIGN)
         other_size, other_chunks = cut(ends - begins, chunk, TILE, HAS_SPLITS)
         other_chunks = tl.where(others < num_rows, other_chunks, 0)
         total += other_chunks
@@ -137,7 +160,9 @@ def plan_decode_kernel(
         tl.store(item + 4, first_partial, mask=is_mine)
         tl.store(item + 5, tl.zeros([_ROWS], tl.int32) + index, mask=is_mine)
         tl.store(item + 6, row_slots, mask=is_mine)
-        if HAS_WINDOW:
+        if starts is not None:
+            tl.store(item + 7, lens, mask=is_mine)
+        elif HAS_WINDOW:
             tl.store(item + 7, tl.maximum(lens - window, 0), mask=is_mine)
     if tl.program_id(0) == 0:
         tl.store(num_items, tl.sum(total, 0))
@@ -149,7 +174,7 @@ class DecodeWorkList:
     align: the first key of a row is rounded down to a multiple of it, so that a tile of keys lies in one block.
     tile: the number of keys that the attention kernel takes at a time.
     lone_warps_from: from this many rows on, programs of the attention kernel are single warps, of which more fit on a
-    multiprocessor (None: they never are).
+    multiprocessor (None: they never are); with rows of several tokens, if these are `lone_warps_width` at most.
     has_splits: rows are cut into splits; `align` is SPLIT then.
     """
 
@@ -163,22 +188,25 @@ class DecodeWorkList:
         max_rows: int,
         device: torch.device,
         lone_warps_from: int | None = None,
+        lone_warps_width: int = 1,
         has_splits: bool = False,
     ) -> None:
         self._window, self._num_kv_heads = window, num_kv_heads
         self._tile, self._align = tile, align
-        self._max_rows, self._lone_warps_from, self._has_splits = max_rows, lone_warps_from, has_splits
+        self._max_rows, self._has_splits = max_rows, has_splits
+        self._lone_warps_from, self._lone_warps_width = lone_warps_from, lone_warps_width
         self._num_processors = num_multiprocessors(device)
-        size = max_rows + MAX_PARTIALS.value if has_splits else self.capacity(max_rows) + 1
+        most_chunks = self._most_programs // num_kv_heads + max_rows
+        size = max_rows + MAX_PARTIALS.value if has_splits else most_chunks + 1
         self.items = torch.zeros(size, ITEM_FIELDS.value, dtype=torch.int32, device=device)
         """[capacity, ITEM_FIELDS] int32, the chunks, longest first."""
         self.num_items = torch.zeros(1, dtype=torch.int32, device=device)
         """[1] int32, the number of chunks."""
 
-    def capacity(self, num_rows: int) -> int:
+    def capacity(self, num_rows: int, tokens: RowTokens | None = None) -> int:
         """The most chunks into which `num_rows` rows are cut: target / KV heads + rows. There may be more splits, which
         this many programs for each KV head take in turn, in most steps one each."""
-        return self._target(num_rows) // self._num_kv_heads + num_rows
+        return self._target(num_rows, tokens) // self._num_kv_heads + num_rows
 
     @property
     def max_partials(self) -> int:
@@ -187,35 +215,55 @@ class DecodeWorkList:
         place there as well, behind those of splits."""
         if self._has_splits:
             return int(MAX_PARTIALS.value) + self._max_rows
-        return 2 * (self._target(self._max_rows) // self._num_kv_heads + 1)
+        return 2 * (self._most_programs // self._num_kv_heads + 1)
 
-    def plan(self, seq_lens: Tensor, slots: Tensor, own_begins: Tensor | None = None) -> None:
+    def plan(
+        self,
+        seq_lens: Tensor,
+        slots: Tensor,
+        own_begins: Tensor | None = None,
+        tokens: RowTokens | None = None,
+        max_partials: int = MAX_PARTIALS.value,
+    ) -> None:
         """List the step's chunks. seq_lens: [B] int32, keys of each row, 0 for padding; slots: [B] int64; own_begins:
-        [B] int32, the first key of each row that is not read with other rows' (None: the first one)."""
+        [T] int32, the first key of each token that is not read with other rows' (None: the first one); tokens: those of
+        rows that may have several (None: one each); max_partials: the most splits of rows that are cut into them."""
         num_rows = seq_lens.shape[0]
         assert num_rows <= self._max_rows, f"{num_rows} decode rows, and the backend was made for {self._max_rows}"
         plan_decode_kernel[(triton.cdiv(num_rows, _ROWS.value),)](
             seq_lens,
+            None if tokens is None else tokens.starts,
             slots,
             self.items,
             self.num_items,
             own_begins,
             num_rows,
-            self._target(num_rows),
+            self._target(num_rows, tokens),
             self._window or 0,
+            max_partials,
             NUM_KV_HEADS=self._num_kv_heads,
             HAS_WINDOW=self._window is not None,
             ALIGN=self._align,
             TILE=self._tile,
             HAS_SPLITS=self._has_splits,
-            MAX_PARTIALS=MAX_PARTIALS.value,
             num_warps=4,
         )
 
-    def _target(self, num_rows: int) -> int:
+    @property
+    def _most_programs(self) -> int:
+        """The most programs that are aimed for."""
+        return self._num_processors * (_USUAL_PROGRAMS if self._lone_warps_from is None else _LONE_WARPS)
+
+    def has_lone_warps(self, num_rows: int, tokens: RowTokens | None = None) -> bool:
+        """Whether programs of the attention kernel are single warps."""
+        if self._lone_warps_from is None:
+            return False
+        return num_rows >= self._lone_warps_from if tokens is None else tokens.width <= self._lone_warps_width
+
+    def _target(self, num_rows: int, tokens: RowTokens | None = None) -> int:
         """The number of programs to aim for."""
-        if self._lone_warps_from is not None and num_rows >= self._lone_warps_from:
+        if self.has_lone_warps(num_rows, tokens):
             return self._num_processors * _LONE_WARPS
         if num_rows <= FEW_ROWS and not self._has_splits:
             return self._num_processors * 5 // 2
-        return self._num_processors * 4
+        return self._num_processors * _USUAL_PROGRAMS

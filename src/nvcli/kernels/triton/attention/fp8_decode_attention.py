@@ -1,7 +1,7 @@
 """Paged decode attention over keys and values in FP8 that go from memory straight to the registers that a product
 takes, in Gluon, the layer of Triton that says which thread has what.
 
-A program is one warp. In `decode_attention.py` keys and values pass through shared memory, and what brings them from
+A program is one warp. In `decode_kernel.py` keys and values pass through shared memory, and what brings them from
 there to a product's operands takes more instructions than the products. Here each thread loads pieces of 16 bytes, and
 the products are arranged so that these are just what it has to hand to the tensor cores. Thread 4 g + c loads
 
@@ -15,7 +15,7 @@ So there is neither shared memory nor a barrier in the loop, and the next tile's
 is multiplied. Registers decide how many warps a multiprocessor holds, and so how many bytes are on their way: up to 168
 for each thread 12 warps, up to 128 it holds 16.
 
-A weight is 2 to the power of its score's distance from the query's reference. In `decode_attention.py` that is the
+A weight is 2 to the power of its score's distance from the query's reference. In `decode_kernel.py` that is the
 highest score so far, found anew in each tile. Here it is raised only when a weight times the scale of its value exceeds
 256, which seldom happens behind the first tile: float16 is as exact there, and the other tiles need no maximum over
 threads and leave the sums as they are.
@@ -24,9 +24,9 @@ Two KV heads a program, whose keys lie side by side in memory, did not pay: 130 
 1,620 keys on an H200, as their chunks are half as long, and 446 instead of 457 for 1,024.
 
 It does not share the fold of `attention_fold.py`, through which 256 rows of about 860 keys took 147 µs on an H200, and
-126 so. The work list and the other arguments are those of `decode_attention.py`, to which tests on a GPU hold it. It
-serves head sizes 64 and 128, up to 8 query heads for each KV head, and work lists whose chunks begin at multiples of a
-tile that does not straddle blocks.
+126 so. The work list and the other arguments are those of `decode_kernel.py`; tests on a GPU hold it to the reference.
+It serves head sizes 64 and 128, up to 8 queries of a row for each KV head, or 16 with more registers, and work lists
+whose chunks begin at multiples of a tile that does not straddle blocks.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _log2(x):
 
 @gluon.jit
 def _transposed(x):
-    """[rows, 8] float16, as a product leaves it → the same with each 8 × 8 numbers transposed."""
+    """[rows, queries] float16, as a product leaves it → the same with each 8 × 8 numbers transposed."""
     return gl.inline_asm_elementwise(
         "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [x], dtype=gl.float16, is_pure=True, pack=2
     )
@@ -186,7 +186,8 @@ def _left_operand(values, TILE: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["window", "block_table_stride"], do_not_specialize_on_alignment=["block_tables"])
 def fp8_decode_attention_kernel(
-    q,  # the arguments are those of decode_attention_kernel; a tile has 16 or 32 keys
+    q,  # the arguments are those of decode_attention_kernel; a tile has 8 or 16 queries, all of a row, and 16 or 32
+    # keys
     k_cache,
     v_cache,
     block_tables,
@@ -194,6 +195,7 @@ def fp8_decode_attention_kernel(
     out,
     items,
     num_items,
+    starts,
     log_sums,
     partial_out,
     partial_lse,
@@ -208,6 +210,7 @@ def fp8_decode_attention_kernel(
     """Program (KV head, entry of the work list)."""
     HEAD_DIM: gl.constexpr = KIND.head_dim
     KEYS: gl.constexpr = TILE.keys
+    QUERIES: gl.constexpr = TILE.rows
     kv_head = gl.program_id(0)
     index = gl.program_id(1)
     if index >= gl.load(num_items):
@@ -217,9 +220,24 @@ def fp8_decode_attention_kernel(
     begin = gl.load(item + 1)
     end = gl.load(item + 2)
     num_chunks = gl.load(item + 3)
+    # Keys up to the first end and from the last beginning on are those that all of the row's tokens see.
     first_seen = 0
-    if KIND.has_window:
+    first_end = end
+    last_begin = 0
+    first_token = row
+    num_queries = KIND.group
+    if starts is not None:
+        first_token = gl.load(starts + row)
+        num_tokens = gl.load(starts + row + 1) - first_token
+        num_queries = num_tokens * KIND.group
+        first_end = gl.load(item + 7) - num_tokens + 1
+        if KIND.has_window:
+            first_seen = gl.maximum(first_end - window, 0)
+            last_begin = first_end + num_tokens - 1 - window
+    elif KIND.has_window:
         first_seen = gl.load(item + 7)
+        last_begin = first_seen
+    if KIND.has_window:
         begin = gl.maximum(begin, first_seen // KEYS * KEYS)  # no tile is without a key that is seen
     last_key = gl.maximum(end - 1, 0)
     table = block_tables + gl.load(item + 6).to(gl.int64) * block_table_stride
@@ -242,15 +260,19 @@ def fp8_decode_attention_kernel(
 
     # Queries as numbers below 2 and powers of 2, as `float16_query` makes them. Dimension d is in column
     # (d4, d3 d2, d1, d6 d5, d0) of bits of d; with heads of 64 in column (d3 d2, d1, d5 d4, d0).
-    heads = gl.arange(0, 8, memory_rows)
+    heads = gl.arange(0, QUERIES, memory_rows)
     column = gl.arange(0, HEAD_DIM, memory_columns)
     QUARTER: gl.constexpr = HEAD_DIM // 4
     dims = (column & 1) | (column >> 3 & 1) << 1 | (column >> 4 & 3) << 2 | column >> 6 << 4
     dims += (column >> 1 & 3) * QUARTER
-    places = (kv_head * KIND.group + heads)[:, None] * HEAD_DIM + dims[None, :]
-    query = gl.load(q + row.to(gl.int64) * q_stride + places, mask=(heads < KIND.group)[:, None], other=0.0).to(
-        gl.float32
-    )
+    if starts is None:
+        places = (kv_head * KIND.group + heads)[:, None] * HEAD_DIM + dims[None, :]
+    else:
+        places = (heads // KIND.group * q_stride + (kv_head * KIND.group + heads % KIND.group) * HEAD_DIM)[:, None]
+        places += dims[None, :]
+    query = gl.load(
+        q + first_token.to(gl.int64) * q_stride + places, mask=(heads < num_queries)[:, None], other=0.0
+    ).to(gl.float32)
     largest = gl.maximum(gl.max(gl.abs(query), axis=1), 1e-30)
     power = (largest.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
     query = gl.convert_layout((query * (1.0 / power)[:, None]).to(gl.float16).permute([1, 0]), right)
@@ -266,14 +288,14 @@ def fp8_decode_attention_kernel(
     value_words = kv_head * NUM_WORDS + gl.arange(0, NUM_WORDS, gl.SliceLayout(0, value_layout))
     value_place = (value_row * ROW)[:, None] + value_words[None, :]
 
-    no_scores = gl.zeros([KEYS, 8], gl.float32, product)
-    reference = gl.full([8], -1e30, gl.float32, by_query)
-    weight_sum = gl.sum(no_scores.reshape([PER_ROW, 8, 8]), 0)
+    no_scores = gl.zeros([KEYS, QUERIES], gl.float32, product)
+    reference = gl.full([QUERIES], -1e30, gl.float32, by_query)
+    weight_sum = gl.sum(no_scores.reshape([PER_ROW, 8, QUERIES]), 0)
     # [words, queries] for each byte of a word
-    acc0 = gl.zeros([NUM_WORDS, 8], gl.float32, product)
-    acc1 = gl.zeros([NUM_WORDS, 8], gl.float32, product)
-    acc2 = gl.zeros([NUM_WORDS, 8], gl.float32, product)
-    acc3 = gl.zeros([NUM_WORDS, 8], gl.float32, product)
+    acc0 = gl.zeros([NUM_WORDS, QUERIES], gl.float32, product)
+    acc1 = gl.zeros([NUM_WORDS, QUERIES], gl.float32, product)
+    acc2 = gl.zeros([NUM_WORDS, QUERIES], gl.float32, product)
+    acc3 = gl.zeros([NUM_WORDS, QUERIES], gl.float32, product)
 
     # Each thread loads the tile's block id: a wait for what is in a register of all threads would come at once.
     offset = begin % KIND.block_size
@@ -304,12 +326,19 @@ def fp8_decode_attention_kernel(
         key_block = gl.load(table + gl.minimum(following + KEYS + key_row, last_key) // KIND.block_size)
         if KIND.soft_cap > 0:
             scores = _soft_capped(scores * unit[None, :], KIND.soft_cap)
-        if (following > end) | (start < first_seen):
+        if (following > first_end) | (start < last_begin):
             # What an earlier owner of the block left may be NaN, and 0 × NaN too.
             row_of_product = gl.arange(0, KEYS, by_key)
             in_rows = start + row_of_product % 8 * PER_ROW + row_of_product // 8
             is_key = (in_rows >= first_seen) & (in_rows < end)
-            scores = gl.where(is_key[:, None], scores, -float("inf"))
+            if starts is None:
+                scores = gl.where(is_key[:, None], scores, -float("inf"))
+            else:
+                ends = first_end + gl.arange(0, QUERIES, by_query) // KIND.group
+                is_seen = is_key[:, None] & (in_rows[:, None] < ends[None, :])
+                if KIND.has_window:
+                    is_seen = is_seen & (in_rows[:, None] >= (ends - window)[None, :])
+                scores = gl.where(is_seen, scores, -float("inf"))
             factors = gl.where(is_key, factors, 1.0)
             value_slice: gl.constexpr = values.type.layout
             quarter = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, value_slice))) * (2 * PER_ROW)
@@ -321,7 +350,7 @@ def fp8_decode_attention_kernel(
         else:
             weights = gl.exp2(scores * unit[None, :] - reference[None, :])
         scaled = weights * factors[:, None]
-        if gl.max(scaled.to(gl.int32, bitcast=True).reshape([KEYS * 8]), 0) > 0x43800000:  # 256.0
+        if gl.max(scaled.to(gl.int32, bitcast=True).reshape([KEYS * QUERIES]), 0) > 0x43800000:  # 256.0
             if KIND.soft_cap == 0:
                 scores = scores * unit[None, :]
             new_reference = gl.maximum(reference, gl.max(scores + _log2(factors)[:, None], 0))
@@ -334,9 +363,9 @@ def fp8_decode_attention_kernel(
             acc3 = acc3 * decay[None, :]
             weights = gl.exp2(scores - reference[None, :])
             scaled = weights * factors[:, None]
-        weight_sum += gl.sum(weights.reshape([PER_ROW, 8, 8]), 0)
-        scaled = _transposed(scaled.to(gl.float16)).reshape([PER_ROW, 8, 8]).permute([0, 2, 1]).reshape([KEYS, 8])
-        scaled = gl.convert_layout(scaled, right)
+        weight_sum += gl.sum(weights.reshape([PER_ROW, 8, QUERIES]), 0)
+        scaled = _transposed(scaled.to(gl.float16)).reshape([PER_ROW, 8, QUERIES // 8, 8]).permute([0, 3, 2, 1])
+        scaled = gl.convert_layout(scaled.reshape([KEYS, QUERIES]), right)
         byte0, byte1, byte2, byte3 = _numbers_of_values(gl.convert_layout(values, value_pairs))
         acc0 = mma_v2(_left_operand(byte0, KEYS, left), scaled, acc0)
         acc1 = mma_v2(_left_operand(byte1, KEYS, left), scaled, acc1)
@@ -347,15 +376,17 @@ def fp8_decode_attention_kernel(
         value_block = gl.load(table + gl.minimum(following + KEYS + value_row, last_key) // KIND.block_size)
 
     # Rows of the sums are (place in a piece, piece).
-    acc = gl.join(gl.join(acc0, acc2), gl.join(acc1, acc3)).reshape([NUM_WORDS // 8, 8, 8, 4]).permute([2, 1, 0, 3])
-    acc = gl.convert_layout(acc.reshape([8, HEAD_DIM]), in_memory)
+    acc = gl.join(gl.join(acc0, acc2), gl.join(acc1, acc3)).reshape([NUM_WORDS // 8, 8, QUERIES, 4])
+    acc = gl.convert_layout(acc.permute([2, 1, 0, 3]).reshape([QUERIES, HEAD_DIM]), in_memory)
     highest = gl.convert_layout(reference, memory_rows)
     weight_sum = gl.convert_layout(gl.sum(weight_sum, 0), memory_rows)
-    group = gl.arange(0, 8, memory_rows)
-    in_group = group < KIND.group
+    group = gl.arange(0, QUERIES, memory_rows)
+    in_group = group < num_queries
+    PARTIALS: gl.constexpr = KIND.group if starts is None else QUERIES
+    head = kv_head * KIND.group + (group if starts is None else group % KIND.group)
     if KIND.has_sinks:
         # A row's first chunk alone counts the sink, so that the sum over chunks has it once.
-        sink = gl.load(sinks + kv_head * KIND.group + group, mask=in_group, other=0.0) * 1.4426950408889634
+        sink = gl.load(sinks + head, mask=in_group, other=0.0) * 1.4426950408889634
         sink = gl.where(gl.load(item + 5) == 0, sink, -float("inf"))
         new_highest = gl.maximum(highest, sink)
         decay = gl.exp2(highest - new_highest)
@@ -366,16 +397,20 @@ def fp8_decode_attention_kernel(
     # A padding row has no key: it gets zeros.
     acc = acc / gl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
 
-    out_row = out + row.to(gl.int64) * (KIND.num_kv_heads * KIND.group * HEAD_DIM)
+    if starts is not None:
+        head += group // KIND.group * (KIND.num_kv_heads * KIND.group)
+    out_row = out + first_token.to(gl.int64) * (KIND.num_kv_heads * KIND.group * HEAD_DIM)
+    row_sums = log_sums
+    if log_sums is not None:
+        row_sums = log_sums + first_token * (KIND.num_kv_heads * KIND.group)
     if num_chunks == 1:
-        out_places = (kv_head * KIND.group + group)[:, None] * HEAD_DIM + dims[None, :]
+        out_places = head[:, None] * HEAD_DIM + dims[None, :]
         gl.store(out_row + out_places, acc.to(out.dtype.element_ty), mask=in_group[:, None])
         if log_sums is not None:
-            head_places = (row * KIND.num_kv_heads + kv_head) * KIND.group + group
-            gl.store(log_sums + head_places, highest + gl.log2(weight_sum), mask=in_group)
+            gl.store(row_sums + head, highest + gl.log2(weight_sum), mask=in_group)
     else:
         first_partial = gl.load(item + 4)
-        partial = ((first_partial + gl.load(item + 5)) * KIND.num_kv_heads + kv_head) * KIND.group
+        partial = ((first_partial + gl.load(item + 5)) * KIND.num_kv_heads + kv_head) * PARTIALS
         gl.store(partial_out + ((partial + group)[:, None] * HEAD_DIM + dims[None, :]), acc, mask=in_group[:, None])
         gl.store(partial_lse + partial + group, highest + gl.log2(weight_sum), mask=in_group)
         # All threads have stored before one of them says so; acquire and release order it across programs.
@@ -384,36 +419,39 @@ def fp8_decode_attention_kernel(
         if arrived == num_chunks - 1:
             gl.store(arrivals + row * KIND.num_kv_heads + kv_head, 0)  # for the next layer
             _reduce_chunks(
-                out_row, log_sums, partial_out, partial_lse, row, first_partial, num_chunks, kv_head, in_memory,
-                KIND,
+                out_row, row_sums, partial_out, partial_lse, head, in_group, first_partial, num_chunks, kv_head,
+                in_memory, KIND, QUERIES, PARTIALS,
             )  # fmt: skip
 
 
 @gluon.jit
 def _reduce_chunks(
     out_row,
-    log_sums,
+    row_sums,
     partial_out,
     partial_lse,
-    row,
+    head,  # [QUERIES], the place of each query among the row's heads
+    in_group,
     first_partial,
     num_chunks,
     kv_head,
     layout: gl.constexpr,
     KIND: gl.constexpr,
+    QUERIES: gl.constexpr,
+    PARTIALS: gl.constexpr,
 ):
-    """Weigh a row's partial results for one KV head into its output, a chunk at a time for all query heads."""
+    """Weigh a row's partial results for one KV head into its output, a chunk at a time for all queries."""
     HEAD_DIM: gl.constexpr = KIND.head_dim
-    group = gl.arange(0, 8, gl.SliceLayout(1, layout))
+    group = gl.arange(0, QUERIES, gl.SliceLayout(1, layout))
     dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
-    in_group = group < KIND.group
-    highest = gl.full([8], -float("inf"), gl.float32, gl.SliceLayout(1, layout))
-    weight_sum = gl.zeros([8], gl.float32, gl.SliceLayout(1, layout))
-    acc = gl.zeros([8, HEAD_DIM], gl.float32, layout)
-    for first in range(0, num_chunks, 4):
-        for chunk in gl.static_range(4):  # loaded together
+    highest = gl.full([QUERIES], -1e30, gl.float32, gl.SliceLayout(1, layout))
+    weight_sum = gl.zeros([QUERIES], gl.float32, gl.SliceLayout(1, layout))
+    acc = gl.zeros([QUERIES, HEAD_DIM], gl.float32, layout)
+    TOGETHER: gl.constexpr = 32 // QUERIES  # chunks that are loaded together
+    for first in range(0, num_chunks, TOGETHER):
+        for chunk in gl.static_range(TOGETHER):
             is_chunk = in_group & (first + chunk < num_chunks)
-            partial = ((first_partial + first + chunk) * KIND.num_kv_heads + kv_head) * KIND.group + group
+            partial = ((first_partial + first + chunk) * KIND.num_kv_heads + kv_head) * PARTIALS + group
             # .cg: past the L1 cache, which may hold what was there before the other programs stored.
             lse = gl.load(partial_lse + partial, mask=is_chunk, other=-1e30, cache_modifier=".cg")
             value = gl.load(
@@ -426,8 +464,7 @@ def _reduce_chunks(
             weight_sum = weight_sum * decay + weight
             acc = acc * decay[:, None] + value * weight[:, None]
             highest = new_highest
-    places = (kv_head * KIND.group + group)[:, None] * HEAD_DIM + dims[None, :]
+    places = head[:, None] * HEAD_DIM + dims[None, :]
     gl.store(out_row + places, (acc / weight_sum[:, None]).to(out_row.dtype.element_ty), mask=in_group[:, None])
-    if log_sums is not None:
-        place = (row * KIND.num_kv_heads + kv_head) * KIND.group + group
-        gl.store(log_sums + place, highest + gl.log2(weight_sum), mask=in_group)
+    if row_sums is not None:
+        gl.store(row_sums + head, highest + gl.log2(weight_sum), mask=in_group)

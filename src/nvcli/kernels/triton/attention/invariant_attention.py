@@ -99,16 +99,15 @@ def _join_parts(
     partial_out,
     partial_highest,
     partial_sum,
-    first_partial,
+    first_place,  # [ROWS], the places of the tile's queries in the first part
+    part_queries,  # places of a part
     num_parts,
     arrival,
-    kv_head,
-    KIND: tl.constexpr,
     ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
 ):
     """Join the parts of a row that was cut, in the last of their programs to finish: → whether this is the last
     program, or the only one, and the row's sum and weighted values."""
-    HEAD_DIM: tl.constexpr = KIND.head_dim
     is_last = True
     if num_parts > 1:
         # All threads have stored before one of them says so; acquire and release order it across programs.
@@ -119,7 +118,7 @@ def _join_parts(
             total_sum = start_sum
             total = tl.zeros([ROWS, HEAD_DIM], tl.float32)
             for part in tl.range(0, num_parts, num_stages=1):
-                place = ((first_partial + part) * KIND.num_kv_heads + kv_head) * KIND.group + tl.arange(0, ROWS)
+                place = first_place + part * part_queries
                 place_offset = place[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
                 # .cg: past the L1 cache, which may hold what was there before the other programs stored.
                 total_highest, total_sum, total = _merge(
@@ -143,11 +142,12 @@ def invariant_attention_kernel(
     out,  # [T, H, D], contiguous
     items,  # [capacity, ITEM_FIELDS] int32: tiles of `prefill_tiles.py`, or with IS_DECODE chunks of whole splits
     num_items,  # [1] int32
+    starts,  # with IS_DECODE, [B + 1] int32, the first token of each row; None: they have one each
     log_sums,  # None
-    partial_out,  # [MAX_PARTIALS + B, KV, G, D] float32; this and the next three with IS_DECODE
-    partial_highest,  # [MAX_PARTIALS + B, KV, G] float32
-    partial_sum,  # [MAX_PARTIALS + B, KV, G] float32
-    arrivals,  # [B, KV] int32, 0 between launches
+    partial_out,  # [most parts + B, KV, G, D] float32; this and the next three with IS_DECODE
+    partial_highest,  # [most parts + B, KV, G] float32; with `starts` tiles of queries in place of G
+    partial_sum,  # the same
+    arrivals,  # [B, KV] int32, or [B, KV, tiles of queries], 0 between launches
     window,
     scale_log2,
     q_stride,
@@ -156,29 +156,47 @@ def invariant_attention_kernel(
     TILE: tl.constexpr,
     IS_DECODE: tl.constexpr,
 ):
-    """Program i takes KV head i % KV, and items i / KV, i / KV + programs of a head and so on. Row r of an item's tile
-    is head r % G of token r / G of the request's chunk."""
+    """Program i takes KV head i % KV, and items i / KV, i / KV + programs of a head and so on; with `starts` program
+    (i, j) takes tile i % tiles of the queries in KV head i / tiles, and items j, j + programs and so on. Row r of an
+    item's tile is head r % G of token r / G of the request's chunk."""
     ROWS: tl.constexpr = TILE.rows
     HEAD_DIM: tl.constexpr = KIND.head_dim
-    kv_head = tl.program_id(0) % KIND.num_kv_heads
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, HEAD_DIM)
-    first_program, num_programs = tl.program_id(0) // KIND.num_kv_heads, tl.num_programs(0) // KIND.num_kv_heads
+    if starts is None:
+        kv_head = tl.program_id(0) % KIND.num_kv_heads
+        first_program, num_programs = tl.program_id(0) // KIND.num_kv_heads, tl.num_programs(0) // KIND.num_kv_heads
+    else:
+        num_tiles = tl.num_programs(0) // KIND.num_kv_heads
+        query_tile = tl.program_id(0) % num_tiles
+        kv_head = tl.program_id(0) // num_tiles
+        first_program, num_programs = tl.program_id(1), tl.num_programs(1)
     for index in range(first_program, tl.load(num_items), num_programs):
         item = items + index * ITEM_FIELDS
         first_seen = None  # the first key that any row sees, and that each one does
         first_of_row = None
         last_of_row = None
         if IS_DECODE:
-            first_token = tl.load(item)
+            batch_row = tl.load(item)
             end = tl.load(item + 2)
             num_parts = tl.load(item + 3)
             slot = tl.load(item + 6)
             first_split = tl.load(item + 1) // SPLIT
-            first_row = 0
-            num_tokens = 1
-            if KIND.has_window:
-                first_seen = tl.load(item + 7)
+            if starts is None:
+                first_token = batch_row
+                first_row = 0
+                num_tokens = 1
+                if KIND.has_window:
+                    first_seen = tl.load(item + 7)
+            else:
+                first_token = tl.load(starts + batch_row)
+                first_row = query_tile * ROWS
+                num_tokens = tl.load(starts + batch_row + 1) - first_token
+                prefix = tl.load(item + 7) - num_tokens
+                last_of_row = prefix + (first_row + rows) // KIND.group
+                if KIND.has_window:
+                    first_seen = tl.maximum(prefix + first_row // KIND.group - window + 1, 0)
+                    first_of_row = last_of_row - window + 1
         else:
             slot, first_row, first_token, num_tokens, num_keys = read_tile(items, index)
             prefix = num_keys - num_tokens  # below 0 for tokens that attend to nothing
@@ -205,8 +223,17 @@ def invariant_attention_kernel(
         if IS_DECODE:
             # A part of a cut row leaves its result in a place of its own, and any other row its running one.
             is_cut = num_parts > 1
-            place = tl.where(is_cut, tl.load(item + 4) + tl.load(item + 5), MAX_PARTIALS + first_token)
-            place = (place * KIND.num_kv_heads + kv_head) * KIND.group + rows
+            if starts is None:
+                place = tl.where(is_cut, tl.load(item + 4) + tl.load(item + 5), MAX_PARTIALS + first_token)
+                place = (place * KIND.num_kv_heads + kv_head) * KIND.group + rows
+                arrival = arrivals + first_token * KIND.num_kv_heads + kv_head
+                part_queries = KIND.num_kv_heads * KIND.group
+            else:
+                place = tl.where(is_cut, tl.load(item + 4) + tl.load(item + 5), batch_row)
+                place = (place * KIND.num_kv_heads + kv_head) * num_tiles + query_tile
+                place = place * ROWS + rows + tl.where(is_cut, 0, MAX_PARTIALS * (KIND.num_kv_heads * KIND.group))
+                arrival = arrivals + (batch_row * KIND.num_kv_heads + kv_head) * num_tiles + query_tile
+                part_queries = KIND.num_kv_heads * num_tiles * ROWS
             place_offset = place[:, None] * HEAD_DIM + dims[None, :]
         total_highest = start_highest
         total_sum = start_sum
@@ -253,7 +280,7 @@ def invariant_attention_kernel(
         if IS_DECODE:
             is_last, total_sum, total = _join_parts(
                 total_sum, total, start_highest, start_sum, in_chunk, partial_out, partial_highest, partial_sum,
-                tl.load(item + 4), num_parts, arrivals + first_token * KIND.num_kv_heads + kv_head, kv_head, KIND, ROWS,
+                place - tl.load(item + 5) * part_queries, part_queries, num_parts, arrival, ROWS, HEAD_DIM,
             )  # fmt: skip
         if is_last:
             out_offset = (flat_token * (KIND.num_kv_heads * KIND.group) + head)[:, None] * HEAD_DIM + dims[None, :]
@@ -274,6 +301,13 @@ def invariant_decode_tile(shape: AttentionShape, num_rows: int) -> Tile:
     num_warps = 4 if num_rows <= _FEW_ROWS or shape.head_dim > 256 else 2
     num_stages = _SMALL_STAGES if _is_small(shape, num_warps) else _DECODE_STAGES
     return Tile(rows=rows, keys=_keys(shape), num_warps=num_warps, num_stages=num_stages)
+
+
+def invariant_draft_tile(shape: AttentionShape, width: int) -> Tile:
+    """Choose the tile for decode rows of up to `width` tokens."""
+    rows = min(64, max(16, next_power_of_2(width * shape.group)))
+    num_warps = 4 if rows >= 64 or shape.head_dim > 256 else 2
+    return Tile(rows=rows, keys=_keys(shape), num_warps=num_warps, num_stages=2)
 
 
 def invariant_registers(shape: AttentionShape, tile: Tile) -> int | None:

@@ -299,7 +299,7 @@ class PrefillAttention:
             programs = min(programs, num_multiprocessors(self._shape.device))
             self._launch(self._kernel, (programs,), layer, memory, None, is_prefix)
         elif self.kind is PrefillKind.INVARIANT:
-            self._launch(invariant_attention_kernel, (programs,), layer, (*memory, *[None] * 4), self._tile, False)
+            self._launch(invariant_attention_kernel, (programs,), layer, (*memory, *[None] * 5), self._tile, False)
         else:
             if tiles.num_before is not None:
                 programs = min(programs, _PROGRAMS_FOR_THE_REST)

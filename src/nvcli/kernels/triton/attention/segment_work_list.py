@@ -148,7 +148,7 @@ def join_levels_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "target_programs"],
+    do_not_specialize=["num_rows", "target_programs", "width"],
     do_not_specialize_on_alignment=["slots", "seq_lens", "segments"],
 )
 def plan_segments_kernel(
@@ -159,6 +159,7 @@ def plan_segments_kernel(
     max_rows,
     num_rows,
     target_programs,
+    width,  # so many rows stand for the tokens of one, which read their own keys together
     NUM_KV_HEADS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -177,7 +178,7 @@ def plan_segments_kernel(
     is_row = rows < num_rows
     row_slots = tl.load(slots + rows, mask=is_row, other=0).to(tl.int32)
     own = tl.load(seq_lens + rows, mask=is_row, other=0) - tl.load(lists.own_begins + rows, mask=is_row, other=0)
-    tl.atomic_add(lists.work + 1, tl.sum(tl.maximum(own, 0), 0), sem="relaxed")
+    tl.atomic_add(lists.work + 1, tl.sum(tl.maximum(own, 0), 0) // width, sem="relaxed")
     tile_keys = tl.zeros([_ROWS], tl.int32)
     first_partial = tl.zeros([_ROWS], tl.int32)
     for level in tl.static_range(LEVELS):
@@ -262,9 +263,9 @@ class SegmentWorkList:
         least all rows' keys × KV heads / programs / rows of a tile."""
         return self.max_rows * int(LEVELS.value) + self._tile_rows * self.num_programs // self._num_kv_heads
 
-    def plan(self, seq_lens: Tensor, slots: Tensor, segments: Tensor, slot_segments: Tensor) -> None:
+    def plan(self, seq_lens: Tensor, slots: Tensor, segments: Tensor, slot_segments: Tensor, width: int = 1) -> None:
         """List the step's tiles. seq_lens: [R] int32, keys of each row; slots: [R] int64; segments and slot_segments:
-        the KV group's of `SegmentTables`."""
+        the KV group's of `SegmentTables`; width: the number of rows that stand for the tokens of one."""
         num_rows = seq_lens.shape[0]
         assert num_rows <= self.max_rows, f"{num_rows} rows, and the list was made for {self.max_rows}"
         grid = (triton.cdiv(num_rows, _ROWS.value),)
@@ -297,6 +298,7 @@ class SegmentWorkList:
             self.max_rows,
             num_rows,
             self.num_programs,
+            width,
             NUM_KV_HEADS=self._num_kv_heads,
             TILE_ROWS=self._tile_rows,
             KEYS=self._keys,

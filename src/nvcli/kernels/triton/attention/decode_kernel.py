@@ -1,0 +1,237 @@
+"""The kernel of paged decode attention in Triton: rows of one query token, or of a last token and drafts, over their
+keys and values in blocks.
+
+A program takes one chunk of the work list (`decode_work_list.py`) and one KV head. The last chunk of a row to finish
+reduces all of them, so that there is no second kernel (the split is FlashDecoding's, Dao et al. 2023).
+
+Where rows may have several tokens, their query heads stand beside each other in a tile, so that keys are read once for
+all of them; a row with more than fill a tile has several. Each token sees the keys up to its own. The kernel reads on
+the device how many tokens each row has. Where all have one, it is compiled without any of this.
+
+Shapes: B rows, T tokens, H query heads, KV heads, G = H / KV, D head_dim, ROWS queries of a tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nvcli.kernels.triton.attention.attention_fold import (
+    ITEM_FIELDS,
+    fold_keys,
+    load_query,
+    load_sinks,
+    weighted_mean,
+)
+from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before
+
+_LEAST = tl.constexpr(-1e30)
+"""The highest score of a query that has seen no key: finite, so that it can be subtracted from itself."""
+_REDUCE_STAGES = tl.constexpr(3)
+"""Chunks whose results are loaded at a time."""
+
+
+@triton.jit(do_not_specialize=["window", "block_table_stride"], do_not_specialize_on_alignment=["block_tables"])
+def decode_attention_kernel(
+    q,  # [T, H, D], tokens q_stride apart
+    k_cache,
+    v_cache,
+    block_tables,  # [slots, ...] int32, rows block_table_stride apart
+    sinks,  # [H] float32, if heads have them
+    out,  # [T, H, D], contiguous
+    items,  # [capacity, ITEM_FIELDS] int32
+    num_items,  # [1] int32
+    starts,  # [B + 1] int32, the first token of each row; None: they have one each
+    log_sums,  # [T, H] float32, log-sum-exp of each token's scores, base 2, written; None: nobody asks for them
+    partial_out,  # [chunks of cut rows, KV, G, D] float32; with `starts` a tile of queries in place of G
+    partial_lse,  # the same without D, base 2
+    arrivals,  # [B, KV] int32, or [B, KV, tiles of queries], 0 between launches
+    window,
+    scale_log2,
+    q_stride,
+    block_table_stride,
+    KIND: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_BESIDE: tl.constexpr,  # the kernel launched before may still run, and ends before this one does
+    DEPENDENT: tl.constexpr,
+):
+    """Program (KV head, entry of the work list); with `starts` also each tile of the row's queries, side by side."""
+    kv_head = tl.program_id(0)
+    if starts is not None:
+        num_tiles = tl.num_programs(0) // KIND.num_kv_heads
+        query_tile = kv_head % num_tiles
+        kv_head = kv_head // num_tiles
+    index = tl.program_id(1)
+    await_kernel_before(DEPENDENT)
+    if IS_BESIDE:
+        is_last = (tl.program_id(0) == tl.num_programs(0) - 1) & (index == tl.num_programs(1) - 1)
+        if is_last:
+            tl.extra.cuda.gdc_wait()
+    if index >= tl.load(num_items):
+        return
+    item = items + index * ITEM_FIELDS
+    row = tl.load(item)
+    begin = tl.load(item + 1)
+    end = tl.load(item + 2)
+    num_chunks = tl.load(item + 3)
+    table = block_tables + tl.load(item + 6).to(tl.int64) * block_table_stride
+
+    IS_FP8: tl.constexpr = k_cache.dtype.element_ty == tl.float8e4nv
+    ROWS: tl.constexpr = TILE.rows
+    HEAD_DIM: tl.constexpr = KIND.head_dim
+    lanes = tl.arange(0, ROWS)
+    dims = tl.arange(0, HEAD_DIM)
+    first_seen = None
+    firsts = None
+    lasts = None
+    PARTIALS: tl.constexpr = KIND.group if starts is None else ROWS
+    if starts is None:
+        token = row.to(tl.int64)
+        is_query = lanes < KIND.group
+        head = kv_head * KIND.group + lanes
+        highest = tl.full([ROWS], -float("inf"), tl.float32)
+        place = row * KIND.num_kv_heads + kv_head
+        num_places = KIND.num_kv_heads
+        if KIND.has_window:
+            first_seen = tl.load(item + 7)
+    else:
+        # Query i of a row is head i % G of its token i // G.
+        first_token = tl.load(starts + row)
+        num_tokens = tl.load(starts + row + 1) - first_token
+        first_query = query_tile * ROWS
+        if first_query >= num_tokens * KIND.group:
+            return
+        number = (first_query + lanes) // KIND.group
+        token = (first_token + number).to(tl.int64)
+        is_query = number < num_tokens
+        head = kv_head * KIND.group + (first_query + lanes) % KIND.group
+        highest = tl.full([ROWS], _LEAST, tl.float32)  # no key of a chunk may be one that the token sees
+        num_places = KIND.num_kv_heads * num_tiles
+        place = row * num_places + kv_head * num_tiles + query_tile
+        num_before = tl.load(item + 7) - num_tokens  # keys before the row's own tokens
+        lasts = num_before + number
+        if KIND.has_window:
+            first_seen = tl.maximum(num_before + first_query // KIND.group - window + 1, 0)
+            firsts = lasts - window + 1
+    query, unit = load_query(q, k_cache, token, head, is_query, q_stride, scale_log2, HEAD_DIM)
+    weight_sum = tl.zeros([ROWS], tl.float32)
+    acc_unit = tl.zeros([ROWS], tl.float32)
+    if KIND.has_sinks:
+        # A row's first chunk alone counts the sink, so that the sum over chunks has it once.
+        is_first = tl.load(item + 5) == 0
+        highest = tl.where(is_first, load_sinks(sinks, head, is_query), highest)
+        weight_sum = tl.where(is_first, 1.0, weight_sum)
+    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    highest, weight_sum, acc, acc_unit = fold_keys(
+        query, unit, highest, weight_sum, acc, acc_unit, k_cache, v_cache, table, kv_head, begin, end, None,
+        first_seen, firsts, lasts, KIND, TILE.keys, TILE.num_stages, True, IS_FP8,
+    )  # fmt: skip
+    acc = weighted_mean(acc, weight_sum, acc_unit, IS_FP8)
+
+    out_head = token * (KIND.num_kv_heads * KIND.group) + head
+    if num_chunks == 1:
+        tl.store(out + out_head[:, None] * HEAD_DIM + dims[None, :], acc.to(out.dtype.element_ty), is_query[:, None])
+        if log_sums is not None:
+            tl.store(log_sums + out_head, highest + tl.log2(weight_sum), mask=is_query)
+    else:
+        first_partial = tl.load(item + 4) * num_places + place - row * num_places
+        partial = (first_partial + tl.load(item + 5) * num_places) * PARTIALS + lanes
+        tl.store(partial_out + partial[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_query[:, None])
+        tl.store(partial_lse + partial, highest + tl.log2(weight_sum), mask=is_query)
+        # All threads have stored before one of them says so; acquire and release order it across programs.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals + place, 1, sem="acq_rel")
+        if arrived == num_chunks - 1:
+            tl.store(arrivals + place, 0)  # for the next layer
+            if starts is None:
+                out_row = out + row.to(tl.int64) * (KIND.num_kv_heads * KIND.group * HEAD_DIM)
+                _reduce_chunks(
+                    out_row, log_sums, partial_out, partial_lse, row, tl.load(item + 4), num_chunks, kv_head, KIND
+                )
+            else:
+                _reduce_tile(
+                    out, log_sums, partial_out, partial_lse, out_head, is_query, first_partial, num_places, num_chunks,
+                    ROWS, HEAD_DIM,
+                )  # fmt: skip
+
+
+@triton.jit
+def _reduce_chunks(
+    out_row,  # [H, D], contiguous, written
+    log_sums,
+    partial_out,
+    partial_lse,
+    row,
+    first_partial,  # the row's chunks are the partial results from here on
+    num_chunks,
+    kv_head,
+    KIND: tl.constexpr,
+):
+    """Weigh a row's partial results for one KV head into its output, 16 chunks at a time."""
+    HEAD_DIM: tl.constexpr = KIND.head_dim
+    dims = tl.arange(0, HEAD_DIM)
+    lanes = tl.arange(0, 16)
+    for member in tl.range(0, KIND.group, num_stages=1):
+        highest = tl.full([1], -float("inf"), tl.float32)
+        weight_sum = tl.zeros([1], tl.float32)
+        acc = tl.zeros([HEAD_DIM], tl.float32)
+        for start in tl.range(0, num_chunks, 16, num_stages=1):
+            is_chunk = start + lanes < num_chunks
+            partial = ((first_partial + start + lanes) * KIND.num_kv_heads + kv_head) * KIND.group + member
+            # .cg: past the L1 cache, which may hold what was there before the other programs stored.
+            lse = tl.load(partial_lse + partial, mask=is_chunk, other=-float("inf"), cache_modifier=".cg")
+            value = tl.load(
+                partial_out + partial[:, None] * HEAD_DIM + dims[None, :],
+                mask=is_chunk[:, None], other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            new_highest = tl.maximum(highest, tl.max(lse, 0))
+            decay = tl.exp2(highest - new_highest)
+            weights = tl.exp2(lse - new_highest)
+            weight_sum = weight_sum * decay + tl.sum(weights, 0)
+            acc = acc * decay + tl.sum(value * weights[:, None], 0)
+            highest = new_highest
+        head = kv_head * KIND.group + member
+        tl.store(out_row + head * HEAD_DIM + dims, (acc / weight_sum).to(out_row.dtype.element_ty))
+        if log_sums is not None:
+            place = row * (KIND.num_kv_heads * KIND.group) + head + tl.arange(0, 1)
+            tl.store(log_sums + place, highest + tl.log2(weight_sum))
+
+
+@triton.jit
+def _reduce_tile(
+    out,  # [T, H, D], contiguous, written
+    log_sums,
+    partial_out,
+    partial_lse,
+    out_head,  # [ROWS] int64, the place of each query among the tokens' heads
+    is_query,
+    first_partial,  # the tile's results in the row's first chunk, in tiles
+    num_places,  # tiles of a chunk's results
+    num_chunks,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Weigh the partial results of a tile of queries into their outputs, a chunk at a time."""
+    lanes = tl.arange(0, ROWS)
+    dims = tl.arange(0, HEAD_DIM)
+    highest = tl.full([ROWS], _LEAST, tl.float32)
+    weight_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    for chunk in tl.range(0, num_chunks, num_stages=_REDUCE_STAGES):
+        partial = (first_partial + chunk * num_places) * ROWS + lanes
+        # .cg: past the L1 cache, which may hold what was there before the other programs stored.
+        lse = tl.load(partial_lse + partial, mask=is_query, other=-float("inf"), cache_modifier=".cg")
+        value = tl.load(
+            partial_out + partial[:, None] * HEAD_DIM + dims[None, :],
+            mask=is_query[:, None], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        new_highest = tl.maximum(highest, lse)
+        decay = tl.exp2(highest - new_highest)
+        weight = tl.exp2(lse - new_highest)
+        weight_sum = weight_sum * decay + weight
+        acc = acc * decay[:, None] + value * weight[:, None]
+        highest = new_highest
+    acc = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
+    tl.store(out + out_head[:, None] * HEAD_DIM + dims[None, :], acc.to(out.dtype.element_ty), is_query[:, None])
+    if log_sums is not None:
+        tl.store(log_sums + out_head, highest + tl.log2(weight_sum), mask=is_query)
