@@ -21,7 +21,7 @@ from combinations import beyond_pairs
 from fake_command import NvcliHere
 from nvcli.job.text.tokenizer import Tokenizer
 from shared_memory import left_in_shared_memory, shared_memory
-from warm_process import warm_children
+from warm_process import engines_are_copies, warm_children
 from weightless_model import write_weightless_model
 
 # A slow machine is no failure; on CI the examples are the same every time, so that a red run can be repeated.
@@ -78,6 +78,13 @@ def tokenizer(model_folder: Path) -> Tokenizer:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the import of transformers is not what these tests are about
         return Tokenizer.load(model_folder)
+
+
+@pytest.fixture(scope="module")
+def warm_engines() -> Iterator[None]:
+    """Engines that a module's tests start, and their ranks, are copies of a process that has imported torch."""
+    with engines_are_copies():
+        yield
 
 
 @pytest.fixture

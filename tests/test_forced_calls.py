@@ -17,7 +17,8 @@ from nvcli.job.job import CallRule, Job, JobResult, RowContext
 from nvcli.job.text.model_limits import ModelLimits
 from nvcli.job.text.prepare import Preparer
 from nvcli.job.text.tokenizer import Tokenizer
-from warm_process import engines_are_copies
+
+pytestmark = pytest.mark.usefixtures("warm_engines")
 
 WEATHER = {
     "type": "object",
@@ -43,7 +44,7 @@ def chat(**body: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     model = give_marks(tmp_path_factory.mktemp("forced") / "model")
-    with engines_are_copies(), LLM(str(model), max_num_seqs=8) as llm:
+    with LLM(str(model), max_num_seqs=8) as llm:
         yield llm
 
 

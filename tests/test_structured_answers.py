@@ -18,7 +18,8 @@ from nvcli.tools.check.check import CheckOptions, check_job
 from nvcli.tools.check.progress import CheckProgress
 from schema_maker import make_schemas
 from structured_rows import blank_tokens, describe_fault, make_rows
-from warm_process import engines_are_copies
+
+pytestmark = pytest.mark.usefixtures("warm_engines")
 
 NUM_SCHEMAS, NUM_ROWS = 12, 48
 NUMBER = {
@@ -47,7 +48,7 @@ MESSAGES = [
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with engines_are_copies(), LLM("demo", max_num_seqs=24) as llm:
+    with LLM("demo", max_num_seqs=24) as llm:
         yield llm
 
 

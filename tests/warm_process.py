@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 import pytest
 
 CHILD_MODULE = "nvcli.worker.executor.child_process"
+_Popen = subprocess.Popen  # which may be replaced
 _PR_SET_NAME = 15
 _ONE_AT_A_TIME = threading.Lock()
 """Whoever starts a process asks for the ends of the others, and an end can be read once."""
@@ -73,22 +74,34 @@ class WarmPopen(subprocess.Popen[Any]):
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
-    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+    def _internal_poll(self, *options: Any, **named: Any) -> int | None:
+        if self._process is None:
+            return super()._internal_poll(*options, **named)  # type: ignore[misc, no-any-return]
         with _ONE_AT_A_TIME:
             self.returncode = self._process.exitcode
         return self.returncode
 
     def _wait(self, timeout: float | None) -> int | None:
+        if self._process is None:
+            return super()._wait(timeout)  # type: ignore[misc, no-any-return]
         if not wait([self._process.sentinel], timeout):
             raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         return self._internal_poll()
+
+
+class _EngineOrInterpreter(WarmPopen):
+    """`subprocess.Popen`, by which engines are copies and other processes are not."""
+
+    def _execute_child(self, args: Any, *options: Any) -> None:
+        kind = WarmPopen if CHILD_MODULE in args else _Popen
+        kind._execute_child(self, args, *options)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
 def engines_are_copies() -> Iterator[None]:
     """Engines that this process starts meanwhile are copies too, and so are their ranks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess, "Popen", WarmPopen)
+        patch.setattr(subprocess, "Popen", _EngineOrInterpreter)
         yield
 
 

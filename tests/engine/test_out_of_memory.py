@@ -24,6 +24,8 @@ from nvcli.errors import CapacityError, LimitsTooHigh
 from nvcli.worker.runner.interface import RankContext
 from requests_factory import make_request
 
+pytestmark = pytest.mark.usefixtures("warm_engines")
+
 
 class FailingExecutor:
     """A rank in this process whose steps run out of memory as `fails` says, some of them half done."""

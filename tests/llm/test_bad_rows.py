@@ -15,6 +15,8 @@ import pytest
 from nvcli.errors import ConfigError
 from nvcli.llm.llm import LLM
 
+pytestmark = pytest.mark.usefixtures("warm_engines")
+
 HALF = "a\ud800"  # half of a character, which UTF-8 cannot hold
 HUGE = 10**5000  # more digits than Python writes
 

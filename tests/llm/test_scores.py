@@ -15,7 +15,7 @@ from nvcli.core.validation import convert
 from nvcli.errors import ConfigError
 from nvcli.llm.llm import LLM
 
-pytestmark = pytest.mark.usefixtures("tokenizer")  # imports transformers once
+pytestmark = pytest.mark.usefixtures("tokenizer", "warm_engines")  # the first imports transformers once
 
 
 @pytest.fixture(scope="module")

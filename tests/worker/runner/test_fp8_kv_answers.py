@@ -8,7 +8,7 @@ from demo_tasks import TASKS, raw_prompt, sample
 from nvcli import LLM
 
 
-def test_held_out_questions() -> None:
+def test_held_out_questions(warm_engines: None) -> None:
     """With prompts in chunks, and once more with their prefixes from the cache. All of 800 questions were answered
     right with either cache; one of these may go wrong."""
     rng = random.Random(3)
