@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from generation import generate, generate_here
 
 from checkpoints import write_tiny_model
@@ -202,3 +203,15 @@ def test_recurrent_states_take_in_only_what_is_right(
     assert stats.accepted_tokens > 50
     assert (stats.num_preemptions > 0) == ("num_kv_tokens" in config)
     assert (stats.cached_tokens > 0) == config.get("enable_prefix_caching", True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_recurrent_states_on_a_gpu(
+    with_states: Path, expected_of_states: dict[int, RequestOutput], enforce_eager: bool
+) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    settings = {"block_size": 16, "dtype": "float32", "enforce_eager": enforce_eager}
+    core = make_core(make_runner(with_states, **settings, **DRAFTS))
+    assert_equal(run_core(core, samples_of(few_tokens_requests())), expected_of_states)
+    assert core.stats.accepted_tokens > 50
