@@ -35,7 +35,7 @@ from nvcli.core.messages import pack, unpack
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.engine.client import EngineClient
 from nvcli.engine.request import Request
-from nvcli.job.run.resolve import load_model, resolve_engine_config
+from nvcli.job.run.engine_settings import load_model, resolve_engine_config
 from nvcli.tools.bench.shapes import model_folder
 
 PROMPT_TOKENS = (20, 600)

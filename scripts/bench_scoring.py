@@ -27,7 +27,7 @@ from demo_tasks import WORDS
 from nvcli import LLM
 from nvcli.core.config import RunConfig
 from nvcli.demo import demo_path
-from nvcli.job.run.resolve import load_model, resolve_engine_config
+from nvcli.job.run.engine_settings import load_model, resolve_engine_config
 from nvcli.sizing.costs import model_costs
 from nvcli.tools.bench.ceilings import measure_ceilings
 

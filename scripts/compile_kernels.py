@@ -42,7 +42,7 @@ from nvcli.core.config import RunConfig
 from nvcli.core.messages import SlotSampling
 from nvcli.core.speculation_config import SpeculationConfig
 from nvcli.errors import NvcliError, first_line
-from nvcli.job.run.resolve import load_model, resolve_engine_config
+from nvcli.job.run.engine_settings import load_model, resolve_engine_config
 from nvcli.kernels import candidates, embedding, late_masks, token_mask
 from nvcli.kernels.peer_memory import PeerLayout, PeerMemory
 from nvcli.kernels.triton.launch.compile_ahead import Placeholder

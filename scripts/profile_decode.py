@@ -35,7 +35,7 @@ from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.engine_process import scheduler_limits
 from nvcli.engine.scheduler import Scheduler
-from nvcli.job.run.resolve import resolve_engine_config
+from nvcli.job.run.engine_settings import resolve_engine_config
 from nvcli.models.config import load_model_config
 from nvcli.tools.bench.command import parse_range, parse_shared_prefix
 from nvcli.tools.bench.shapes import SHAPES, write_shape

@@ -10,7 +10,8 @@ from nvcli.core.config import RunConfig
 from nvcli.errors import CapacityError
 from nvcli.job.row_set import AnsweredRows
 from nvcli.job.run import plan
-from nvcli.job.run.resolve import resolve_engine_config, resolve_job
+from nvcli.job.run.engine_settings import resolve_engine_config
+from nvcli.job.run.resolve import resolve_job
 from nvcli.models.config import load_model_config
 from nvcli.sizing.ram import check_ram
 from nvcli.tools.bench import command as bench_command

@@ -12,8 +12,8 @@ from checkpoints import write_tiny_model
 from nvcli.core.config import RunConfig
 from nvcli.core.system.nvidia_smi import SmiReport, parse_gpus
 from nvcli.errors import ConfigError
+from nvcli.job.run.engine_settings import load_model, resolve_engine_config
 from nvcli.job.run.kept_weights import explain_choice, keep_weights
-from nvcli.job.run.resolve import load_model, resolve_engine_config
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.tools.check.machine import named_gpus
 from quantised_checkpoints import FORMATS, fp8_blocks, write_quantised

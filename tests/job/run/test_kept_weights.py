@@ -13,8 +13,8 @@ from checkpoints import edit_json
 from nvcli.core.config import RunConfig
 from nvcli.core.system.nvidia_smi import SmiGpu, SmiReport
 from nvcli.errors import ConfigError
+from nvcli.job.run.engine_settings import load_model, resolve_engine_config
 from nvcli.job.run.kept_weights import explain_choice, keep_weights
-from nvcli.job.run.resolve import load_model, resolve_engine_config
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.sizing.memory import estimate
 from nvcli.sizing.weights import weight_bytes

@@ -13,7 +13,7 @@ from nvcli.core.system.nvidia_smi import SmiGpu, SmiReport
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.job.planning.job_time import Lengths
 from nvcli.job.planning.layout import Layout, choose_layout, estimate_layout, resolve_layout
-from nvcli.job.run.resolve import resolve_engine_config
+from nvcli.job.run.engine_settings import resolve_engine_config
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.tools.bench.shapes import write_shape
 

@@ -16,7 +16,8 @@ from nvcli.demo import demo_path
 from nvcli.errors import ConfigError
 from nvcli.job.run import device, resolve
 from nvcli.job.run.device import detect_device, unused_gpu
-from nvcli.job.run.resolve import resolve_engine_config, sampling_defaults
+from nvcli.job.run.engine_settings import resolve_engine_config
+from nvcli.job.run.resolve import sampling_defaults
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.tools.bench.shapes import write_shape
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from nvcli.core.config import RunConfig
-from nvcli.job.run.resolve import resolve_engine_config
+from nvcli.job.run.engine_settings import resolve_engine_config
 from nvcli.models.config import load_model_config
 from nvcli.tools.bench.ceilings import measure_ceilings
 from nvcli.tools.bench.shapes import write_shape

@@ -12,7 +12,7 @@ from nvcli.core.messages import ForwardMode
 from nvcli.core.system.nvidia_smi import SmiGpu
 from nvcli.engine.request import StepRecord
 from nvcli.job.planning.layout import choose_layout
-from nvcli.job.run.resolve import resolve_engine_config
+from nvcli.job.run.engine_settings import resolve_engine_config
 from nvcli.models.config import load_model_config
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.sizing.costs import model_costs

@@ -10,7 +10,7 @@ from test_gpus import GIB, gpu
 
 from nvcli.core.config import RunConfig
 from nvcli.core.engine_config import EngineConfig
-from nvcli.job.run.resolve import resolve_engine_config
+from nvcli.job.run.engine_settings import resolve_engine_config
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.tools.bench.shapes import write_shape
 from nvcli.tools.doctor.findings import Level

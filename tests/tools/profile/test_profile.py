@@ -17,7 +17,7 @@ from nvcli.core.byte_sizes import parse_size
 from nvcli.core.config import RunConfig, load_run_config
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.histogram import Bucket
-from nvcli.job.run.resolve import resolve_engine_config
+from nvcli.job.run.engine_settings import resolve_engine_config
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.sizing.costs import model_costs
 from nvcli.sizing.graph_sizes import launch_bound_tokens, step_graph_sizes

@@ -11,7 +11,7 @@ import sys
 from nvcli.core.config import RunConfig
 from nvcli.demo import demo_path
 from nvcli.models.config import load_model_config
-from nvcli.job.run.resolve import resolve_engine_config
+from nvcli.job.run.engine_settings import resolve_engine_config
 from nvcli.worker.runner.interface import RankContext
 from nvcli.worker.runner.model_runner import ModelRunner
 

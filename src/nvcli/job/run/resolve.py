@@ -14,11 +14,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from nvcli.core.byte_sizes import parse_size
 from nvcli.core.chat_template import read_chat_template, unknown_variables
-from nvcli.core.config import AttentionBackends, JobConfig, RunConfig
-from nvcli.core.config_types import ModelDtype
-from nvcli.core.engine_config import EngineConfig, kv_dtype
+from nvcli.core.config import JobConfig, RunConfig
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.job_config import MESSAGES_KEY, PROMPT_KEY
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.system.nvidia_smi import SmiGpu
@@ -31,7 +29,6 @@ from nvcli.job.input.known_input import KnownInput, is_repeatable, know_inputs
 from nvcli.job.input.reader import RowDigests, RowReader, check_first_rows
 from nvcli.job.job import Caller, Job, JobResult
 from nvcli.job.output.manifest import Manifest, load_manifest
-from nvcli.job.planning.layout import layout_as_given
 from nvcli.job.row_set import AnsweredRows
 from nvcli.job.rows.native_row import RowKeys
 from nvcli.job.rows.parser import RowParser
@@ -42,10 +39,9 @@ from nvcli.job.rows.row_warnings import RowWarnings
 from nvcli.job.rows.task_rows import TaskRows
 from nvcli.job.run.chat_choice import ChatChoice, choose_chat, keep_choice
 from nvcli.job.run.default_sampling import check_default_sampling
-from nvcli.job.run.device import detect_device
+from nvcli.job.run.engine_settings import load_with_adapter, resolve_engine_config
 from nvcli.job.run.feeder import Feeder, RowSource
 from nvcli.job.run.job_facts import job_facts
-from nvcli.job.run.kept_weights import check_fast_accumulation, keep_weights
 from nvcli.job.run.settings import SetterOf, unknown_setter
 from nvcli.job.run.several_prompts import split_rows
 from nvcli.job.run.task import task_rows
@@ -55,12 +51,9 @@ from nvcli.job.text.grammar_maker import GrammarMaker
 from nvcli.job.text.model_limits import ModelLimits
 from nvcli.job.text.prepare import PreparedRow, Preparer
 from nvcli.job.text.tokenizer import Tokenizer, check_tokenizer_files, has_chat_template
-from nvcli.models.adapters.adapter import Adapter, read_adapter
-from nvcli.models.adapters.find import find_adapter
+from nvcli.models.adapters.adapter import Adapter
 from nvcli.models.checkpoint import check_weight_files, is_hub_id, resolve_model
-from nvcli.models.config import ModelConfig, load_model_config
-from nvcli.sizing.graph_sizes import default_batched_tokens
-from nvcli.sizing.kv_cache import default_block_size
+from nvcli.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,129 +354,6 @@ def model_of_rows(
         task=task,
         adapter=adapter,
     )
-
-
-def load_model(
-    run: RunConfig,
-    model_path: Path,
-    *,
-    found_device: Literal["cpu", "cuda"] | None = None,
-    gpus: Sequence[SmiGpu] | None = None,
-    gpu_bytes: int | None = None,
-) -> ModelConfig:
-    """Load a checkpoint's configuration, with weights as a run's ranks keep them. Raises LoadError and ConfigError.
-
-    `found_device` is what `device: auto` stands for (None: look for a GPU). `gpus` are those that the run is for, or
-    `gpu_bytes` is the memory of one of which nothing else is known (None: those here).
-    """
-    return load_with_adapter(run, model_path, found_device=found_device, gpus=gpus, gpu_bytes=gpu_bytes)[0]
-
-
-def load_with_adapter(
-    run: RunConfig,
-    model_path: Path,
-    *,
-    found_device: Literal["cpu", "cuda"] | None = None,
-    gpus: Sequence[SmiGpu] | None = None,
-    gpu_bytes: int | None = None,
-) -> tuple[ModelConfig, Adapter | None]:
-    """Load a checkpoint's configuration as `load_model` does, and what the run's LoRA adapter changes of it; None: the
-    run has no adapter. Raises LoadError and ConfigError, also where the adapter does not fit the model."""
-    model = load_model_config(model_path, expert_parallel=run.enable_expert_parallel, overrides=run.hf_overrides)
-    adapter = None
-    if run.lora is not None:
-        adapter = read_adapter(find_adapter(run.lora), model.headless() if run.task == "embed" else model)
-        model = adapter.adapt(model)
-    device = (found_device or detect_device()) if run.device == "auto" else run.device
-    return keep_weights(run, model, device, gpus=gpus, gpu_bytes=gpu_bytes, adapter=adapter), adapter
-
-
-def resolve_engine_config(
-    run: RunConfig, model_path: Path, model: ModelConfig, *, found_device: Literal["cpu", "cuda"] | None = None
-) -> EngineConfig:
-    """Resolve every `auto` and null that can be decided here. Raises ConfigError.
-
-    With `quantization: auto` weights are kept as `model` does it (`load_model`). An automatic `tensor_parallel_size` is
-    1 until `resolve_layout` chooses. `found_device` is what `device: auto` stands for; None: look for a GPU.
-    """
-    tensor_parallel_size = layout_as_given(run).tensor_parallel_size
-    if run.quantization != "auto":
-        model = model.with_quantization(run.quantization)
-    model.check_tensor_parallel(tensor_parallel_size)
-    model.check_pipeline_parallel(run.pipeline_parallel_size)
-    max_model_len = run.max_model_len or model.max_position_embeddings
-    if max_model_len > model.max_position_embeddings:
-        raise ConfigError(
-            f"`max_model_len` is {max_model_len}, and {run.model} was made for at most "
-            f"{model.max_position_embeddings} tokens (max_position_embeddings); lower it or leave it out, or stretch "
-            "the model with `hf_overrides`"
-        )
-    device = (found_device or detect_device()) if run.device == "auto" else run.device
-    dtype = run.dtype
-    if dtype == "auto":
-        dtype = model.dtype if device == "cuda" else "float32"
-    max_num_batched_tokens = run.max_num_batched_tokens
-    if max_num_batched_tokens is None:
-        max_num_batched_tokens = max(default_batched_tokens(model, device), run.max_num_seqs)
-    attention_backend = attention_choice(run.attention_backend)
-    if run.batch_invariant:
-        _check_batch_invariant(run, model, dtype, attention_backend)
-    if run.fp8_accumulation == "fast":
-        check_fast_accumulation(run, model, device)
-    return EngineConfig(
-        model_path=model_path,
-        hf_overrides=run.hf_overrides,
-        lora_path=None if run.lora is None else find_adapter(run.lora),
-        device=device,
-        dtype=dtype,
-        tensor_parallel_size=tensor_parallel_size,
-        enable_expert_parallel=run.enable_expert_parallel,
-        pipeline_parallel_size=run.pipeline_parallel_size,
-        max_model_len=max_model_len,
-        max_num_seqs=run.max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        gpu_memory_utilization=run.gpu_memory_utilization,
-        kv_cache_memory=parse_size(run.kv_cache_memory),
-        block_size=run.block_size
-        or default_block_size(model, dtype, kv_dtype(run.kv_cache_dtype, dtype), attention_backend),
-        kv_cache_dtype=run.kv_cache_dtype,
-        attention_backend=attention_backend,
-        enable_prefix_caching=run.enable_prefix_caching,
-        enable_cascade_attention=run.enable_cascade_attention,
-        plan_admission=run.job.plan,
-        enforce_eager=run.enforce_eager or run.task != "generate",  # prompts are computed without graphs
-        step_timeout=run.step_timeout,
-        quantization=model.quantization,
-        fp8_accumulation=run.fp8_accumulation,
-        embedding_size=model.hidden_size if run.task == "embed" else 0,
-        batch_invariant=run.batch_invariant,
-        max_draft_tokens=run.speculation.num_draft_tokens if run.task == "generate" else 0,
-        draft_policy=run.speculation.policy,
-        prepare_grammars=run.task == "generate" and run.sampling.get("structured") is not None,
-    )
-
-
-def _check_batch_invariant(run: RunConfig, model: ModelConfig, dtype: ModelDtype, attention_backend: str) -> None:
-    """Raise ConfigError if the model or another key makes `batch_invariant` impossible."""
-    model.check_batch_invariant()
-    for name in attention_backend.split(":"):
-        if name not in ("auto", "torch", "triton"):
-            raise ConfigError(
-                f"`attention_backend` {name} gives a row other bits in other batches, and `batch_invariant` is true; "
-                "use auto, triton or torch, or set `batch_invariant` to false"
-            )
-    if kv_dtype(run.kv_cache_dtype, dtype) != dtype:
-        raise ConfigError(
-            f"`kv_cache_dtype` is {run.kv_cache_dtype}, and `batch_invariant` keeps keys and values in the model's "
-            f"type ({dtype}); leave one of the two out"
-        )
-
-
-def attention_choice(choice: str | AttentionBackends) -> str:
-    """Return `EngineConfig.attention_backend` for the choice in a RunConfig."""
-    if isinstance(choice, str):
-        return choice
-    return choice.prefill if choice.prefill == choice.decode else f"{choice.prefill}:{choice.decode}"
 
 
 def sampling_defaults(run: RunConfig, model: ModelConfig) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from nvcli.core.system.host_memory import available_ram
 from nvcli.engine.request import Request
 from nvcli.errors import ConfigError
 from nvcli.job.planning.layout import resolve_layout
-from nvcli.job.run.resolve import load_model, model_of_rows, resolve_engine_config
+from nvcli.job.run.engine_settings import load_model, resolve_engine_config
+from nvcli.job.run.resolve import model_of_rows
 from nvcli.sizing.ram import check_ram
 from nvcli.tools.bench.ablation import parse_ablations
 from nvcli.tools.bench.bench import BenchResult, bench

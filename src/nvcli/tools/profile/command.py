@@ -12,7 +12,8 @@ from nvcli.core.config import RunConfig
 from nvcli.core.system.host_memory import available_ram
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.job.planning.layout import resolve_layout
-from nvcli.job.run.resolve import ResolvedModel, load_model, model_of_rows, resolve_engine_config
+from nvcli.job.run.engine_settings import load_model, resolve_engine_config
+from nvcli.job.run.resolve import ResolvedModel, model_of_rows
 from nvcli.job.text.prepare import PreparedRow
 from nvcli.sizing.ram import check_ram
 from nvcli.tools.bench.file_workload import prepared_rows

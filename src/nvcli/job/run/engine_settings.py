@@ -1,0 +1,148 @@
+"""The configuration of the engines: the checkpoint's own, with the weights that are kept, and every `auto` decided.
+
+Starts no process and imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from nvcli.core.byte_sizes import parse_size
+from nvcli.core.config import AttentionBackends, RunConfig
+from nvcli.core.config_types import ModelDtype
+from nvcli.core.engine_config import EngineConfig, kv_dtype
+from nvcli.core.system.nvidia_smi import SmiGpu
+from nvcli.errors import ConfigError
+from nvcli.job.planning.layout import layout_as_given
+from nvcli.job.run.device import detect_device
+from nvcli.job.run.kept_weights import check_fast_accumulation, keep_weights
+from nvcli.models.adapters.adapter import Adapter, read_adapter
+from nvcli.models.adapters.find import find_adapter
+from nvcli.models.config import ModelConfig, load_model_config
+from nvcli.sizing.graph_sizes import default_batched_tokens
+from nvcli.sizing.kv_cache import default_block_size
+
+
+def load_model(
+    run: RunConfig,
+    model_path: Path,
+    *,
+    found_device: Literal["cpu", "cuda"] | None = None,
+    gpus: Sequence[SmiGpu] | None = None,
+    gpu_bytes: int | None = None,
+) -> ModelConfig:
+    """Load a checkpoint's configuration, with weights as a run's ranks keep them. Raises LoadError and ConfigError.
+
+    `found_device` is what `device: auto` stands for (None: look for a GPU). `gpus` are those that the run is for, or
+    `gpu_bytes` is the memory of one of which nothing else is known (None: those here).
+    """
+    return load_with_adapter(run, model_path, found_device=found_device, gpus=gpus, gpu_bytes=gpu_bytes)[0]
+
+
+def load_with_adapter(
+    run: RunConfig,
+    model_path: Path,
+    *,
+    found_device: Literal["cpu", "cuda"] | None = None,
+    gpus: Sequence[SmiGpu] | None = None,
+    gpu_bytes: int | None = None,
+) -> tuple[ModelConfig, Adapter | None]:
+    """Load a checkpoint's configuration as `load_model` does, and what the run's LoRA adapter changes of it; None: the
+    run has no adapter. Raises LoadError and ConfigError, also where the adapter does not fit the model."""
+    model = load_model_config(model_path, expert_parallel=run.enable_expert_parallel, overrides=run.hf_overrides)
+    adapter = None
+    if run.lora is not None:
+        adapter = read_adapter(find_adapter(run.lora), model.headless() if run.task == "embed" else model)
+        model = adapter.adapt(model)
+    device = (found_device or detect_device()) if run.device == "auto" else run.device
+    return keep_weights(run, model, device, gpus=gpus, gpu_bytes=gpu_bytes, adapter=adapter), adapter
+
+
+def resolve_engine_config(
+    run: RunConfig, model_path: Path, model: ModelConfig, *, found_device: Literal["cpu", "cuda"] | None = None
+) -> EngineConfig:
+    """Resolve every `auto` and null that can be decided here. Raises ConfigError.
+
+    With `quantization: auto` weights are kept as `model` does it (`load_model`). An automatic `tensor_parallel_size` is
+    1 until `resolve_layout` chooses. `found_device` is what `device: auto` stands for; None: look for a GPU.
+    """
+    tensor_parallel_size = layout_as_given(run).tensor_parallel_size
+    if run.quantization != "auto":
+        model = model.with_quantization(run.quantization)
+    model.check_tensor_parallel(tensor_parallel_size)
+    model.check_pipeline_parallel(run.pipeline_parallel_size)
+    max_model_len = run.max_model_len or model.max_position_embeddings
+    if max_model_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"`max_model_len` is {max_model_len}, and {run.model} was made for at most "
+            f"{model.max_position_embeddings} tokens (max_position_embeddings); lower it or leave it out, or stretch "
+            "the model with `hf_overrides`"
+        )
+    device = (found_device or detect_device()) if run.device == "auto" else run.device
+    dtype = run.dtype
+    if dtype == "auto":
+        dtype = model.dtype if device == "cuda" else "float32"
+    max_num_batched_tokens = run.max_num_batched_tokens
+    if max_num_batched_tokens is None:
+        max_num_batched_tokens = max(default_batched_tokens(model, device), run.max_num_seqs)
+    attention_backend = attention_choice(run.attention_backend)
+    if run.batch_invariant:
+        _check_batch_invariant(run, model, dtype, attention_backend)
+    if run.fp8_accumulation == "fast":
+        check_fast_accumulation(run, model, device)
+    return EngineConfig(
+        model_path=model_path,
+        hf_overrides=run.hf_overrides,
+        lora_path=None if run.lora is None else find_adapter(run.lora),
+        device=device,
+        dtype=dtype,
+        tensor_parallel_size=tensor_parallel_size,
+        enable_expert_parallel=run.enable_expert_parallel,
+        pipeline_parallel_size=run.pipeline_parallel_size,
+        max_model_len=max_model_len,
+        max_num_seqs=run.max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        gpu_memory_utilization=run.gpu_memory_utilization,
+        kv_cache_memory=parse_size(run.kv_cache_memory),
+        block_size=run.block_size
+        or default_block_size(model, dtype, kv_dtype(run.kv_cache_dtype, dtype), attention_backend),
+        kv_cache_dtype=run.kv_cache_dtype,
+        attention_backend=attention_backend,
+        enable_prefix_caching=run.enable_prefix_caching,
+        enable_cascade_attention=run.enable_cascade_attention,
+        plan_admission=run.job.plan,
+        enforce_eager=run.enforce_eager or run.task != "generate",  # prompts are computed without graphs
+        step_timeout=run.step_timeout,
+        quantization=model.quantization,
+        fp8_accumulation=run.fp8_accumulation,
+        embedding_size=model.hidden_size if run.task == "embed" else 0,
+        batch_invariant=run.batch_invariant,
+        max_draft_tokens=run.speculation.num_draft_tokens if run.task == "generate" else 0,
+        draft_policy=run.speculation.policy,
+        prepare_grammars=run.task == "generate" and run.sampling.get("structured") is not None,
+    )
+
+
+def _check_batch_invariant(run: RunConfig, model: ModelConfig, dtype: ModelDtype, attention_backend: str) -> None:
+    """Raise ConfigError if the model or another key makes `batch_invariant` impossible."""
+    model.check_batch_invariant()
+    for name in attention_backend.split(":"):
+        if name not in ("auto", "torch", "triton"):
+            raise ConfigError(
+                f"`attention_backend` {name} gives a row other bits in other batches, and `batch_invariant` is true; "
+                "use auto, triton or torch, or set `batch_invariant` to false"
+            )
+    if kv_dtype(run.kv_cache_dtype, dtype) != dtype:
+        raise ConfigError(
+            f"`kv_cache_dtype` is {run.kv_cache_dtype}, and `batch_invariant` keeps keys and values in the model's "
+            f"type ({dtype}); leave one of the two out"
+        )
+
+
+def attention_choice(choice: str | AttentionBackends) -> str:
+    """Return `EngineConfig.attention_backend` for the choice in a RunConfig."""
+    if isinstance(choice, str):
+        return choice
+    return choice.prefill if choice.prefill == choice.decode else f"{choice.prefill}:{choice.decode}"
