@@ -2,11 +2,13 @@
 
     python scripts/fuzz_checkpoints.py --cases 500 --seed 7
     python scripts/fuzz_checkpoints.py --cases 1 --seed 7 --first 132   # one case again, with all that it printed
+    python scripts/fuzz_checkpoints.py --cases 500 --seed 7 --adapters
 
 A case is a copy of the built-in model, in one file or in two with an index, mutated once to three times
-(`hostile_checkpoints.py`). `generate` answers a prompt and a conversation with it: the whole command, in a process that
-was forked from one with all imports done, and with the engine and its rank in that process. Every `--commands`-th case
-is run as a user types it too, with `generate`, `bench`, `profile-memory` and `doctor` in turn.
+(`hostile_checkpoints.py`); with `--adapters` it is sound, and a LoRA adapter in its folder is mutated. `generate`
+answers a prompt and a conversation with it: the whole command, in a process that was forked from one with all imports
+done, and with the engine and its rank in that process. Every `--commands`-th case is run as a user types it too, with
+`generate`, `bench`, `profile-memory` and `doctor` in turn.
 
 A run may answer, or end with exit code 2 and one error that names a file of the checkpoint or says that its weights
 are too large for this machine. It must not print a traceback or call anything a bug, take longer than `--seconds`, take
@@ -34,7 +36,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from fuzzing import make_parser, print_counts
-from hostile_checkpoints import CANARY, INDEX, mutate
+from hostile_checkpoints import ADAPTER, CANARY, INDEX, MUTATIONS, OF_ADAPTERS, mutate
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady
 from nvcli.demo import demo_path
@@ -70,6 +72,7 @@ _MODULES = (
 )
 """Modules that a run imports, most of them late."""
 _MODEL, _INPUT, _OUTPUT = "checkpoint", "in.jsonl", "out.jsonl"
+_ADAPTER = f"{_MODEL}/lora"
 _TOO_LARGE = "the weights take "
 _FORBIDDEN = ("Traceback", "bug in nvcli", "panicked at")
 
@@ -243,6 +246,29 @@ def write_bases(folder: Path) -> list[Path]:
     return [whole, parts]
 
 
+def write_adapter(folder: Path) -> None:
+    """Write a LoRA adapter of the built-in model: of some projections, a norm and two tokens."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder.mkdir()
+    tensors, prefix = {}, "base_model.model."
+    for name, weight in load_file(demo_path() / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        if module.endswith(("q_proj", "down_proj")):
+            tensors[f"{prefix}{module}.lora_A.weight"] = torch.randn(4, weight.shape[1]) * 0.01
+            tensors[f"{prefix}{module}.lora_B.weight"] = torch.randn(weight.shape[0], 4) * 0.01
+        elif module.endswith(".0.input_layernorm"):
+            tensors[f"{prefix}{name}"] = weight.float()
+        elif module == "model.embed_tokens":
+            rows = f"{prefix}{module}.token_adapter.trainable_tokens_delta"
+            tensors[rows] = weight[:2].float().contiguous()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    values = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
+    values |= {"trainable_token_indices": [3, 5], "modules_to_save": ["layers.0.input_layernorm"]}
+    (folder / ADAPTER).write_text(json.dumps(values))
+
+
 def make_folder(place: Path, base: Path) -> Path:
     """Make the working folder of a case: a checkpoint, and rows for it."""
     shutil.rmtree(place, ignore_errors=True)
@@ -252,9 +278,10 @@ def make_folder(place: Path, base: Path) -> Path:
     return place
 
 
-def commands() -> dict[str, list[str]]:
+def commands(*, with_adapter: bool = False) -> dict[str, list[str]]:
     """The arguments of each command, by its name."""
-    common = ["-m", _MODEL, *(word for limit in _LIMITS for word in ("--set", limit))]
+    lora = ["--lora", _ADAPTER] if with_adapter else []
+    common = ["-m", _MODEL, *lora, *(word for limit in _LIMITS for word in ("--set", limit))]
     return {
         "generate": ["generate", _INPUT, "-o", _OUTPUT, "--progress", "none", "--overwrite", *common],
         "bench": ["bench", "--num-requests", "2", "--input-len", "8:16", "--output-len", "4", *common],
@@ -269,22 +296,26 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--commands", type=int, default=10, help="each such case is run as commands too; 0: none")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long a run may take")
+    parser.add_argument("--adapters", action="store_true", help="mutate an adapter of a sound checkpoint")
     options = parser.parse_args()
     os.environ |= _ENVIRONMENT
     prepare()
     started = time.monotonic()
     ends: Counter[str] = Counter()
     slowest, largest, num_wrong = 0.0, 0, 0
-    arguments = commands()
+    arguments = commands(with_adapter=options.adapters)
+    mutated, mutations_of = (_ADAPTER, OF_ADAPTERS) if options.adapters else (_MODEL, MUTATIONS)
     with tempfile.TemporaryDirectory() as name:
         bases = write_bases(Path(name))
+        for base in bases if options.adapters else ():
+            write_adapter(base / Path(_ADAPTER).name)
         place = Path(name) / "case"
         sound = run_here(arguments["generate"], make_folder(place, bases[0]), options.seconds)
         assert sound.code == 0, sound.text
         for number in range(options.first, options.first + options.cases):
             rng = random.Random(f"{options.seed} {number}")
             make_folder(place, rng.choice(bases))
-            mutations = "; ".join(mutate(place / _MODEL, rng))
+            mutations = "; ".join(mutate(place / mutated, rng, mutations_of))
             runs = [("generate here", run_here(arguments["generate"], place, options.seconds))]
             if options.commands and number % options.commands == 0:
                 command = [*arguments][number // options.commands % len(arguments)]

@@ -23,7 +23,8 @@ Mutation = Callable[[Path, random.Random], str]
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER, TOKENIZER_CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 INDEX = "model.safetensors.index.json"
-JSON_FILES = (CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, INDEX)
+ADAPTER = "adapter_config.json"
+JSON_FILES = (CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, INDEX, ADAPTER)
 CANARY = "canary"
 """Code of the checkpoint that is run leaves a file of this name in its folder."""
 
@@ -281,11 +282,19 @@ MUTATIONS: tuple[tuple[Mutation, int], ...] = (
     (plant_code, 1),
 )
 """Each mutation with how often it is drawn."""
+OF_ADAPTERS: tuple[tuple[Mutation, int], ...] = (
+    (mutate_json, 10),
+    (mutate_text, 1),
+    (mutate_kind, 2),
+    (mutate_header, 4),
+    (mutate_body, 2),
+)
+"""The mutations that there are of a LoRA adapter's folder."""
 
 
-def mutate(folder: Path, rng: random.Random) -> list[str]:
-    """Mutate a checkpoint once to three times, and say how."""
-    mutations, weights = zip(*MUTATIONS, strict=True)
+def mutate(folder: Path, rng: random.Random, mutations_of: tuple[tuple[Mutation, int], ...] = MUTATIONS) -> list[str]:
+    """Mutate a checkpoint, or with `OF_ADAPTERS` an adapter, once to three times, and say how."""
+    mutations, weights = zip(*mutations_of, strict=True)
     count = rng.choice([1, 1, 1, 2, 3])
     return [mutation(folder, rng) for mutation in rng.choices(mutations, weights, k=count)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from adapters import ATTENTION, LINEAR, PREFIX, STACKS, low_rank, low_rank_of_st
 from checkpoints import write_tiny_model
 from expert_shapes import EXPERT_SHAPES
 from family_shapes import SHAPES
-from hostile_checkpoints import hostile_value, mutate_body, mutate_header
+from hostile_checkpoints import OF_ADAPTERS, mutate
 from nvcli.errors import ConfigError, LoadError
 from nvcli.kernels.fp8_types import numbers
 from nvcli.models.adapters.adapter import read_adapter
@@ -279,23 +278,7 @@ def test_hostile_adapters_end_with_an_error_or_load(base: Path, tmp_path: Path) 
     ends = []
     for number in range(120):
         folder = write_adapter(tmp_path / str(number), plain)
-        file = folder / "adapter_config.json"
-        if number % 2:
-            rng.choice([mutate_header, mutate_body])(folder, rng)
-        else:
-            keys = [
-                "r",
-                "lora_alpha",
-                "bias",
-                "target_parameters",
-                "trainable_token_indices",
-                "base_model_name_or_path",
-            ]
-            keys += ["rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform"]
-            keys += ["layers_pattern", "modules_to_save", "use_dora", "lora_bias", "init_lora_weights", "peft_type"]
-            value = hostile_value(rng)
-            nested = rng.choice([value, [value], {"q_proj": value}])
-            file.write_text(json.dumps({**json.loads(file.read_text()), rng.choice(keys): nested}))
+        mutate(folder, rng, OF_ADAPTERS)
         try:
             load_model(base, lora=folder)
             ends.append("loads")

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from fake_command import ENVIRON
-from fuzz_checkpoints import Outcome
-from hostile_checkpoints import CANARY, MUTATIONS
+from fuzz_checkpoints import Outcome, write_adapter
+from hostile_checkpoints import CANARY, MUTATIONS, OF_ADAPTERS
+from nvcli.demo import demo_path
+from nvcli.models.adapters.adapter import read_adapter
+from nvcli.models.config import load_model_config
 from weightless_model import write_weightless_model
 
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "fuzz_checkpoints.py"
@@ -36,6 +39,13 @@ def test_every_mutation_copes_with_what_others_left(tmp_path: Path) -> None:
     for _ in range(5):
         for mutation, _ in MUTATIONS:
             assert mutation(folder, rng)
+
+
+def test_adapters_fit_the_built_in_model_until_they_are_mutated(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "lora")
+    assert len(read_adapter(tmp_path / "lora", load_model_config(demo_path())).changes) > 2
+    for mutation, _ in OF_ADAPTERS:
+        assert mutation(tmp_path / "lora", random.Random(0))
 
 
 NO_FILE = "not one error that names a file or calls the model too large"
