@@ -19,18 +19,20 @@ class DraftCosts:
     def __init__(self) -> None:
         self._plain: dict[int, tuple[float, int]] = {}
         """Mean seconds of steps without drafts, and how many were seen, by size."""
+        self._begun: set[tuple[int, int]] = set()
+        """Sizes and widths of steps with drafts of which the first was seen."""
         self._ratios: dict[tuple[int, int], tuple[float, int]] = {}
         """Mean time of steps with drafts as a multiple of those without, and how many were seen, by size and width."""
 
     def learn(self, size: int, width: int, seconds: float, idle_seconds: float) -> None:
-        """Take in the time of a step, and that for which the device waited before it: not for longer than the step
-        took, and not before the first of a shape, when it waits for the capture of a graph."""
-        idle = min(seconds, idle_seconds)
+        """Take in the time of a step, and that for which the device waited before it, but for no longer than the step
+        took. The first step of a shape with drafts does not count: its graph is captured, and is new to the device."""
+        seconds += min(seconds, idle_seconds)
         if width == 1:
-            self._plain[size] = _mean(self._plain.get(size), seconds + idle)
+            self._plain[size] = _mean(self._plain.get(size), seconds)
+        elif (key := (size, width)) not in self._begun:
+            self._begun.add(key)
         elif size in self._plain:
-            key = size, width
-            seconds += idle if key in self._ratios else 0.0
             self._ratios[key] = _mean(self._ratios.get(key), seconds / self._plain[size][0])
 
     def plain(self, size: int) -> float | None:
@@ -39,11 +41,15 @@ class DraftCosts:
         return None if mean is None else mean[0]
 
     def is_known(self, size: int, width: int) -> bool:
-        """Whether a step of this size and width was seen."""
+        """Whether a step of this size and width was measured."""
         return (size, width) in self._ratios
 
+    def has_graph(self, size: int, width: int) -> bool:
+        """Whether a step of this size and width has run."""
+        return (size, width) in self._begun
+
     def knows_from(self, size: int) -> bool:
-        """Whether a step with drafts was seen that had as many rows, or more."""
+        """Whether a step with drafts was measured that had as many rows, or more."""
         return any(rows >= size for rows, _ in self._ratios)
 
     def ratio(self, size: int, width: int) -> float:

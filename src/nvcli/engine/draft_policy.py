@@ -27,6 +27,8 @@ from nvcli.engine.state import RequestState
 
 _ROWS_SEEN, _STEPS_SEEN = 64, 10
 """Rows that weigh as much in the acceptance rates as all before them, in at least so many steps."""
+_FEW_ROWS = 16
+"""Rows whose first drafts say more than the evidence."""
 _UNSEEN = 4
 """Wrong drafts that are assumed before any evidence."""
 _LOOKS = 32
@@ -92,8 +94,8 @@ class DraftPolicy:
         self._debt = 0.0
         """Seconds that drafts have cost, less what they have gained and what is forgiven. Below 0 tries may cost so
         much."""
-        self._num_tested = 0
-        """The most drafts that a row had."""
+        self._num_tests = [0] * most
+        """Steps whose rows had a first, a second, … draft."""
         self._width = 1
         self._steps_with_drafts = 0
         """Steps since the last one without drafts."""
@@ -153,11 +155,12 @@ class DraftPolicy:
         for source, num_drafted, count in zip(sources, drafted, counts, strict=True):
             self.num_drafted[source] += num_drafted
             self.num_accepted[source] += max(0, count - 1)
-        self._num_tested = max(self._num_tested, width - 1)
         if sum(count > 1 for count in counts) / num_rows > self._survival[0] + _NEWS:
             self._pause = _FIRST_PAUSE
-        weight = min(1 / _STEPS_SEEN, num_rows / _ROWS_SEEN)
         for place in range(width - 1):
+            self._num_tests[place] += 1
+            first = min(1.0, num_rows / _FEW_ROWS) / self._num_tests[place]
+            weight = max(first, min(1 / _STEPS_SEEN, num_rows / _ROWS_SEEN))
             share = sum(count > place + 1 for count in counts) / num_rows
             self._survival[place] += weight * (share - self._survival[place])
 
@@ -185,7 +188,7 @@ class DraftPolicy:
             likeliest = max(likeliest, (gain, width))
             if not costs.is_known(size, width):
                 saved = (gain - 1) * max(self._elapsed, _HORIZON)
-                if self._steps_to_wait > 0 or saved < _TRY_SECONDS + max(0.0, self._debt):
+                if self._steps_to_wait > 0 or saved < self._price(size, width) + max(0.0, self._debt):
                     continue
                 gain /= _LEAST_TO_TRY
             if gain > best_gain:
@@ -203,7 +206,7 @@ class DraftPolicy:
         earlier one; where rows never had so many, it is right as often as the first if those before it are."""
         shares: list[float] = []
         for place, share in enumerate(self._survival):
-            if place and place >= self._num_tested:
+            if place and not self._num_tests[place]:
                 share = max(share, shares[-1] * shares[0])
             shares.append(min(share, shares[-1]) if place else share)
         return shares
@@ -213,12 +216,15 @@ class DraftPolicy:
         if self._steps_to_try > 0:
             self._steps_to_try -= 1
             return 1
-        costs = self._costs
-        ratio, plain = costs.ratio(size, width), costs.plain(size)
-        assert plain is not None
-        price = (ratio - 1) * plain + (0.0 if costs.is_known(size, width) else _TRY_SECONDS)
-        if width < _LEAST_GAIN * ratio or self._debt + price > 0:
+        if width < _LEAST_GAIN * self._costs.ratio(size, width) or self._debt + self._price(size, width) > 0:
             return 1
         self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
         self._steps_to_try = self._pause
         return width
+
+    def _price(self, size: int, width: int) -> float:
+        """Return the seconds that a step with drafts costs if all of them are wrong."""
+        plain = self._costs.plain(size)
+        assert plain is not None
+        capture = 0.0 if self._costs.has_graph(size, width) else _TRY_SECONDS
+        return (self._costs.ratio(size, width) - 1) * plain + capture
