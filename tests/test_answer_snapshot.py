@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,6 +27,7 @@ from fake_command import ENVIRON
 from nvcli.cli.main import app
 from output_jobs import plain_bytes
 from snapshot_rows import JOBS, TEMPLATE, rows_of_groups
+from warm_process import run_warm
 
 SNAPSHOT = Path(__file__).parent / "snapshots" / "answers.txt"
 SETTINGS = [
@@ -75,10 +75,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for job, groups in JOBS.items():
         (folder / f"{job}.jsonl").write_text("".join(line + "\n" for _, line in rows_of_groups(groups)))
     command = [sys.executable, "-P", "-m", "nvcli", "generate", *(f"{job}.jsonl" for job in JOBS)]
-    done = subprocess.run(
-        [*command, "-o", "shards/", "--shard", "0/1", *SETTINGS],
-        cwd=folder, env=ENVIRON, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    command += ["-o", "shards/", "--shard", "0/1", *SETTINGS]
+    done = run_warm(command, cwd=folder, env=ENVIRON, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1, done.stderr  # some rows are bad
     for job in JOBS:
         for kind in ("jsonl", *FORMATS, *(f"{kind}.{suffix}" for kind, suffix in COMPRESSED if job == "native")):

@@ -197,15 +197,16 @@ def test_existing_output_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "in.out.jsonl").read_text() == "precious\n"
 
 
-def start_long_job(tmp_path: Path, *args: str, runner: str | None = None) -> subprocess.Popen[bytes]:
-    """A job that would take minutes; returns once some rows are answered. `runner`: one of `fake_runners`, and
-    processes are copies of a warm one."""
+def start_long_job(
+    tmp_path: Path, *args: str, runner: str | None = None, start: type[subprocess.Popen[bytes]] = WarmPopen
+) -> subprocess.Popen[bytes]:
+    """A job that would take minutes; returns once some rows are answered. `runner`: one of `fake_runners`."""
     rows = [
         {"prompt": "a b c", "sampling": {"max_tokens": 1500 if i > 3 else 5, "ignore_eos": True}} for i in range(99)
     ]
     path = write_rows(tmp_path / "in.jsonl", rows)
     command = COMMAND if runner is None else nvcli_with_runner(runner, "generate", cwd=tmp_path)
-    process = (subprocess.Popen if runner is None else WarmPopen)(
+    process = start(
         [*command, str(path), "-m", "demo", "--set", "job.sync_seconds=0.05", *args],
         env=ENVIRON,
         stdout=subprocess.PIPE,
@@ -355,7 +356,7 @@ def test_two_runs_at_once_do_not_meet(tmp_path: Path) -> None:
 
 
 def test_killed_parent_leaves_nothing_but_the_output(tmp_path: Path) -> None:
-    process = start_long_job(tmp_path, "--tp", "2", "--set", "device=cpu")
+    process = start_long_job(tmp_path, "--tp", "2", "--set", "device=cpu", start=subprocess.Popen)
     pids = descendants(process.pid)
     process.kill()
     process.communicate(timeout=10)

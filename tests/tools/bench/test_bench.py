@@ -15,6 +15,8 @@ from nvcli import __version__
 from nvcli.tools.bench.ceilings import Ceilings
 from nvcli.tools.bench.workload import Workload
 
+pytestmark = pytest.mark.usefixtures("warm_engines")
+
 
 @pytest.fixture
 def known_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ import pytest
 from nvcli.tools.doctor.all_reduce import check_all_reduce
 from nvcli.tools.doctor.findings import Finding, Level
 
+pytestmark = pytest.mark.usefixtures("warm_engines")
+
 
 def check(
     device: str, target: str, *, timeout: float = 60.0, num_replicas: int = 1, gpus: tuple[int, ...] = ()
