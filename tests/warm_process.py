@@ -31,6 +31,8 @@ from typing import Any, NoReturn
 import pytest
 
 CHILD_MODULE = "nvcli.worker.executor.child_process"
+HAS_GPU = Path("/dev/nvidiactl").exists()
+"""Then all processes are new interpreters: CUDA may have been opened by an import, and a copy could not use it."""
 _Popen = subprocess.Popen  # which may be replaced
 _PR_SET_NAME = 15
 _ONE_AT_A_TIME = threading.Lock()
@@ -54,6 +56,9 @@ class WarmPopen(subprocess.Popen[Any]):
     _process: Any = None
 
     def _execute_child(self, args: Any, *options: Any) -> None:
+        if HAS_GPU:
+            super()._execute_child(args, *options)  # type: ignore[misc]
+            return
         _executable, _preexec, _close, pass_fds, cwd, env, _info, _flags, _shell, *pipes = options[:15]
         new_session, process_group = options[-2:]
         stdin, _, _, stdout, _, stderr = pipes
