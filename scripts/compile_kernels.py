@@ -43,9 +43,18 @@ from nvcli.core.messages import SlotSampling
 from nvcli.core.speculation_config import SpeculationConfig
 from nvcli.errors import NvcliError, first_line
 from nvcli.job.run.engine_settings import load_model, resolve_engine_config
-from nvcli.kernels import candidates, embedding, late_masks, token_mask
+from nvcli.kernels import candidates, embedding, late_masks, lora, token_mask
+from nvcli.kernels.lora_types import (
+    BLOCK_FIELDS,
+    PAGE_RANKS,
+    AdaptedLayer,
+    AdapterBank,
+    feature_blocks,
+    page_columns,
+)
 from nvcli.kernels.peer_memory import PeerLayout, PeerMemory
 from nvcli.kernels.triton.launch.compile_ahead import Placeholder
+from nvcli.models.adapter_bank import BLOCK_FEATURES
 from nvcli.models.loader import materialize
 from nvcli.tools.bench.shapes import model_folder
 from nvcli.worker.runner import model_runner
@@ -203,6 +212,38 @@ def launch_rare(runner: ModelRunner) -> None:
         memory.sum(residual)
         memory.add_rms_norm(memory.part(num_rows), residual, residual[0], 1e-6)
     memory.max(packed)
+    launch_adapters(model.hidden_size, runner.dtype, device)
+
+
+def launch_adapters(hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Launch the products of LoRA adapters of small and large ranks, for rows that decode and for prompts."""
+    runs = [(hidden, 0), (hidden, 1)]
+    blocks, align = feature_blocks(runs, BLOCK_FEATURES)
+    layer = AdaptedLayer(
+        in_features=hidden,
+        out_features=2 * hidden,
+        first_projection=0,
+        num_projections=2,
+        down_offset=0,
+        up_offset=2 * PAGE_RANKS * hidden,
+        blocks=torch.empty(len(blocks), BLOCK_FIELDS, dtype=torch.int32, device=device),
+        block_features=BLOCK_FEATURES,
+        feature_align=align,
+    )
+    for rank, num_rows in ((16, 256), (16, 4096), (256, 256), (256, 4096)):
+        bank = AdapterBank(
+            pages=torch.empty(1, 4 * PAGE_RANKS * hidden, dtype=dtype, device=device),
+            page_table=torch.empty(8, page_columns(rank), dtype=torch.int32, device=device),
+            ranks=torch.empty(8, 2, dtype=torch.int32, device=device),
+            scales=torch.empty(8, 2, device=device),
+        )
+        adapters = torch.empty(num_rows, dtype=torch.int32, device=device)
+        lora.spread_adapters(adapters, adapters, adapters, adapters)
+        rows = lora.group_rows(adapters, bank.num_places)
+        x = torch.empty(num_rows, hidden, dtype=dtype, device=device)
+        out = torch.empty(num_rows, 2 * hidden, dtype=dtype, device=device)
+        lora.add_low_rank(out, x, rows, bank, layer)
+        lora.activate_with_low_rank(out, x, rows, bank, layer, "silu")
 
 
 def report(found: Mapping[str, list[Variant]]) -> bool:

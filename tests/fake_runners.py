@@ -171,6 +171,11 @@ class HashingRunner(CountingRunner):
         """By KV group and number: first key, end of the keys, and parent."""
         self.slot_segments: dict[tuple[int, int], int] = {}
         """By KV group and slot, the last segment."""
+        self.adapters: dict[int, int] = {}
+        """By place, the adapter that was loaded last."""
+        self.adapter_places: dict[int, int] = {}
+        """By slot, the place of its adapter; 0: it has none."""
+        self.num_adapter_loads = 0
         self.num_shared = 0
         """Segments that steps read once for several rows."""
         self.num_prefixes = 0
@@ -197,6 +202,7 @@ class HashingRunner(CountingRunner):
         for row in sorted(range(len(rows)), key=starts.__getitem__):
             (slot, num_tokens, num_logits), bound = rows[row], bounds[row]
             assert slot in self.slots
+            assert step.has_adapters or not self.adapter_places[slot]
             assert self.lens[slot] + num_tokens <= bound, "longer than the upper bound"
             assert self.accept is not None or self.lens[slot] + num_tokens == bound
             if step.copies_new_keys:
@@ -237,7 +243,11 @@ class HashingRunner(CountingRunner):
             self.tokens[new.slot] = {}
             for group in range(len(self.windows)):
                 self.tables[group, new.slot] = {}
+            self.adapter_places[new.slot] = new.adapter_place
         super().apply(step)
+        for place, adapter in zip(*[iter(unpack(step.adapter_loads))] * 2, strict=True):
+            self.adapters[place] = adapter
+            self.num_adapter_loads += 1
         columns = (step.block_groups, step.block_slots, step.block_columns, step.block_ids)
         for group, slot, column, block in zip(*map(unpack, columns), strict=True):
             assert slot in self.slots
@@ -319,10 +329,13 @@ class HashingRunner(CountingRunner):
         if limit is not None:
             count = min(count, limit - start)
         given: list[int] = []
+        place = self.adapter_places[slot]
+        adapter = self.adapters[place] if place else 0
         last = self.check_past(slot, start)
         for position in range(start, start + num_tokens):
             is_right = position < start + num_certain or len(given) < count
-            key = Key(position, last, hash((last, known[position] if is_right else self.BAD_TOKEN)))
+            token = known[position] if is_right else self.BAD_TOKEN
+            key = Key(position, last, hash((last, token, adapter) if adapter else (last, token)))
             for group in range(len(self.windows)):
                 if group not in self.state_groups:
                     self.kv[self.place(group, slot, position)] = key

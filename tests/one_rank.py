@@ -54,6 +54,7 @@ def make_scheduler(
         segment_costs=segment_costs,
         prefix_costs=prefix_costs,
         drafting=drafting_of(config, runner.ready),
+        max_loaded_adapters=runner.ready.max_loaded_adapters,
     )
     num_blocks = num_blocks or runner.ready.num_blocks
     return Scheduler(limits, BlockManager(num_blocks, enable_prefix_caching=config.enable_prefix_caching))

@@ -14,6 +14,7 @@ from types import FrameType
 import pytest
 
 from nvcli.core.messages import pack
+from nvcli.engine.adapter_places import AdapterPlaces
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.limits import SchedulerLimits
@@ -94,6 +95,7 @@ def test_a_block_for_a_long_request_takes_no_more_than_one_for_a_short_one() -> 
                 freed_slots=[],
                 registered=[],
                 restarts=False,
+                adapters=AdapterPlaces(0),
                 sharing=tables.share(draft, 1),
             )
             assert step.input.block_columns == pack([column])

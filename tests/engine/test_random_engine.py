@@ -30,6 +30,7 @@ Tokens = dict[int, list[int]]
 FULL, NARROW, WIDE = KVGroup(), KVGroup(window=6), KVGroup(window=17)
 STATE = KVGroup(window=2, is_state=True)
 EASY_LOOP = StopRepetition(max_pattern_size=30, min_count=2, min_tokens=2)
+MOST_ADAPTERS = 6
 FORCED = [60, 61, 62]
 """Tokens that no rank gives."""
 
@@ -152,6 +153,7 @@ def random_case(seed: int, groups: tuple[KVGroup, ...], *, shares_prefixes: bool
         if seed % 2 or shares_prefixes
         else None,
         plans_admission=seed % 3 == 0,
+        max_loaded_adapters=random.Random(seed).choice([1, 2, 3]),
     )
     failures = min(rng.choice([0, 0, rng.randint(1, 4)]), num_lowerings(limits))
     share = rng.choice([0.03, 0.1, 0.5])
@@ -213,7 +215,13 @@ def run_at_random(case: Case, *, hold_back: float, abort: float) -> tuple[dict[i
 def expected_answers(requests: list[Request]) -> dict[int, tuple[list[int], str | None, list[int] | None]]:
     """The tokens, the reason for their end and what is read of the prompt, by request: one token at a time, one group
     that keeps all, and room for everything."""
-    plain = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=MAX_MODEL_LEN, block_size=4)
+    plain = SchedulerLimits(
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+        max_model_len=MAX_MODEL_LEN,
+        block_size=4,
+        max_loaded_adapters=MOST_ADAPTERS,
+    )
     case = Case(random.Random(0), plain, RankInProcess(plain), 1000, requests)
     done, tokens = run_at_random(case, hold_back=0, abort=0)
     return {i: (tokens[i], output.finish_reason, case.read.get(i)) for i, output in done.items()}
@@ -267,6 +275,21 @@ def test_requests_that_copy_keys_are_answered_as_one_token_at_a_time(monkeypatch
         num_early += case.rank.runner.num_early_copies
     assert num_copied > 1_000
     assert num_early > 50
+
+
+def test_requests_with_adapters_are_answered_as_one_token_at_a_time() -> None:
+    """With too few places for the adapters that requests want."""
+    num_loads = 0
+    for seed in range(10):
+        case = random_case(seed, [*GROUPS.values()][seed % len(GROUPS)])
+        most = case.rng.randint(1, MOST_ADAPTERS)
+        case.requests = [
+            msgspec.structs.replace(request, adapter=case.rng.choice([0, case.rng.randint(1, most)]))
+            for request in case.requests
+        ]
+        check_answers(case)
+        num_loads += case.rank.runner.num_adapter_loads
+    assert num_loads > 50
 
 
 def check_answers(case: Case) -> None:

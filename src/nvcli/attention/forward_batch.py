@@ -25,6 +25,7 @@ from nvcli.attention.kv_cache import KVCache
 from nvcli.attention.spec import AttentionSpec
 from nvcli.kernels.chunk_prefixes import ChunkPrefixes
 from nvcli.kernels.key_copies import KeyCopies
+from nvcli.kernels.lora_types import BatchAdapters
 from nvcli.kernels.segment_tables import SegmentTables
 from nvcli.kernels.state_rows import StateRows
 
@@ -44,6 +45,8 @@ class BatchShape:
     """Whether decode rows share segments of keys that are read once for all of them."""
     shares_prefixes: bool = False
     """Whether prefill chunks share prefixes that are read for several of them at a time."""
+    has_adapters: bool = False
+    """Whether some rows may have LoRA adapters."""
 
     @property
     def num_rows(self) -> int:
@@ -125,6 +128,8 @@ class ForwardBatch:
     key_copies: KeyCopies | None = None
     """Keys and values that each layer copies within its cache, after storing the batch's own and before attending;
     None: nothing."""
+    adapters: BatchAdapters | None = None
+    """The LoRA adapters of the tokens; None: they have none."""
 
     @property
     def num_tokens(self) -> int:

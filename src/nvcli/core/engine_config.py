@@ -99,6 +99,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     mean nothing. None: look drafts up, and accept those that are right."""
     overlap_steps: bool = True
     """Schedule a step while the previous one runs; false: to measure what that gains."""
+    lora_paths: tuple[Path, ...] = ()
+    """Local folders of the LoRA adapters that requests choose from: adapter n is the n-th, from 1."""
+    max_loaded_adapters: int | None = None
+    """Maximum adapters on the device at a time; None: the ranks decide."""
     embedding_size: int = 0
     """Size of the hidden states, if requests ask for these instead of tokens: the model then needs no LM head.
     0: requests ask for tokens and their probabilities."""

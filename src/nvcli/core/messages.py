@@ -28,6 +28,8 @@ CONSTRAINT_FAILED = -2
 
 MAX_STEP_GRAMMAR_BYTES = 2 * MAX_GRAMMAR_BYTES
 """The maximum bytes of the different grammars in a step."""
+NO_ADAPTER = 0
+"""Stands for the number of an adapter, or of its place on the device, where a request has none."""
 FORBIDDEN = -1e30
 """Added to the logit of a token that must not be chosen. It is finite, so that a row with nothing else left still
 gets a token, and stays finite when divided by the lowest temperature."""
@@ -109,6 +111,8 @@ class NewSlot(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     sampling: SlotSampling
     constraint: int | None = None
     """The index of the answer's constraint in `StepInput.constraints`; None: unconstrained."""
+    adapter_place: int = NO_ADAPTER
+    """The place on the device of the request's LoRA adapter, from 1; NO_ADAPTER: it has none."""
 
 
 class PromptQuery(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -196,6 +200,11 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     copies_new_keys: bool = False
     """Whether the step itself computes some of these keys, so that each layer copies after storing them; else all
     are copied before the step."""
+    adapter_loads: bytes = b""
+    """Two numbers for each LoRA adapter that is loaded before the step: its place on the device and its number, both
+    from 1 (`engine.adapter_places`). It takes the place of the one that was there."""
+    has_adapters: bool = False
+    """Whether some rows may have adapters."""
 
     @property
     def num_rows(self) -> int:
@@ -339,6 +348,8 @@ class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_onl
     prefix_tile_tokens: int = 0
     """`AttentionBackend.prefix_tile_tokens`, if the ranks attend prefill chunks that share prefixes together; 0:
     they do not."""
+    max_loaded_adapters: int = 0
+    """Places for LoRA adapters on the ranks; 0 only without adapters."""
     seconds: dict[str, float]
     """The seconds that each part of rank 0's start took: imports, process group, loading weights, warm-up and so on."""
     notes: list[str] = []
@@ -363,15 +374,15 @@ def max_step_input_bytes(
     prefixes that travel for penalties, bad words and grammars are together held under `max_model_len +
     max_num_batched_tokens` tokens by the scheduler. A row takes 16 bytes in the batch, 24 in two spans of tokens, 4
     where its slot was freed before, 32 where its prompt is read, plus the targets, and 6 for its part of a group of
-    chunks, and 4 for its limit. A new slot may have keys copied in each KV group. Of requests that wait for their last
-    token, a row brings up to `max_draft_tokens` more.
+    chunks, and 4 for its limit. A new slot may have keys copied in each KV group, and its adapter loaded. Of requests
+    that wait for their last token, a row brings up to `max_draft_tokens` more.
     """
     num_ids = MAX_STOP_IDS + MAX_BIASED_TOKENS + MAX_END_IDS + 2 * MAX_MARK_IDS
     new_slot_bytes = 256 + 5 * num_ids + 9 * MAX_BIASED_TOKENS
     block_bytes = 4 * 4 * max_blocks_per_seq
     segment_bytes = MAX_KV_GROUPS * (3 + 5) * 4
     copy_bytes = MAX_KV_GROUPS * MOST_KEY_COPIES * 5 * 4
-    per_seq = new_slot_bytes + block_bytes + segment_bytes + copy_bytes + 13 * 4 + 32 + 6
+    per_seq = new_slot_bytes + block_bytes + segment_bytes + copy_bytes + 15 * 4 + 32 + 6
     num_tokens = 3 * max_num_batched_tokens + max_model_len
     grammar_bytes = MAX_STEP_GRAMMAR_BYTES + 5 * max_num_seqs
     return 1024 + grammar_bytes + max_num_seqs * (per_seq + 4 * max_draft_tokens) + 4 * num_tokens

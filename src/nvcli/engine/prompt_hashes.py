@@ -32,13 +32,14 @@ class PromptHashes:
         self._runs: OrderedDict[tuple[BlockHash, bytes], _Run] = OrderedDict()
         """(hash before the run, tokens of its first block) → run, oldest first."""
 
-    def of(self, token_bytes: bytes) -> list[BlockHash]:
-        """Return the hashes of all full blocks of a prompt of packed int32 tokens. The caller may modify the list."""
+    def of(self, token_bytes: bytes, root: BlockHash = b"") -> list[BlockHash]:
+        """Return the hashes of all full blocks of a prompt of packed int32 tokens, which begin from `root`. The caller
+        may modify the list."""
         block_bytes = self.block_size * TOKEN_BYTES
         end = len(token_bytes) // block_bytes * block_bytes
         hashes: list[BlockHash] = []
         while (start := len(hashes) * block_bytes) < end:
-            parent = hashes[-1] if hashes else b""
+            parent = hashes[-1] if hashes else root
             key = parent, token_bytes[start : start + block_bytes]
             run = self._runs.get(key)
             if run is None:

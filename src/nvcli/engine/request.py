@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from nvcli.core.messages import DRAFT_SOURCES, ForwardMode, PromptQueryResult, TokenLogprobs
+from nvcli.core.messages import DRAFT_SOURCES, NO_ADAPTER, ForwardMode, PromptQueryResult, TokenLogprobs
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.structured import Constraint
 
@@ -82,6 +82,8 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The form of the answer; None if any will do. `sampling` need not repeat it."""
     read: PromptScoring | Pooling | None = None
     """A request to read the prompt itself, carried by the first sample."""
+    adapter: int = NO_ADAPTER
+    """The number of its LoRA adapter in `EngineConfig.lora_paths`, from 1; NO_ADAPTER: it has none."""
 
     @property
     def needs_tokens(self) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from nvcli.core.messages import pack
+from nvcli.engine.adapter_places import AdapterPlaces
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.decode_queue import DecodeQueue
 from nvcli.engine.limits import SchedulerLimits
@@ -19,7 +20,7 @@ _MAX_LENGTHS = 512
 
 
 class RunningRequests:
-    """The running requests of one replica, in order of admission."""
+    """The running requests of one replica, in order of admission, and the places of their adapters."""
 
     def __init__(self, limits: SchedulerLimits, block_manager: BlockManager) -> None:
         self._limits = limits
@@ -27,6 +28,7 @@ class RunningRequests:
         self.prefilling: list[RequestState] = []
         """Requests with known tokens still to be computed, as prefill chunks."""
         self.decoding = DecodeQueue()
+        self.adapters = AdapterPlaces(limits.max_loaded_adapters)
         self._states: dict[RequestState, None] = {}
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []
@@ -47,6 +49,7 @@ class RunningRequests:
     def enter(self, state: RequestState) -> None:
         """Give a slot to a request that has taken its first blocks (`Admission.enter`)."""
         state.slot = self._free_slots.pop()
+        state.adapter_place = self.adapters.hold(state.request.adapter)
         self._states[state] = None
         self.tables.entered(state)
 
@@ -57,6 +60,7 @@ class RunningRequests:
         self._freed_slots.append(state.slot)
         self._free_slots.append(state.slot)
         state.slot = None
+        self.adapters.release(state.request.adapter)
         del self._states[state]
         if state in self.prefilling:
             self.prefilling.remove(state)
@@ -90,9 +94,10 @@ class RunningRequests:
         return freed
 
     def free_all_slots(self) -> None:
-        """Tell the ranks again which slots are free, because steps that would have told them did not run. No request
-        may be running."""
+        """Tell the ranks again which slots are free, and load adapters again, because steps that would have told them
+        did not run. No request may be running."""
         assert not self._states
+        self.adapters.forget()
         self._freed_slots = list(range(len(self._free_slots)))
 
     def lower_limits(self, limits: SchedulerLimits) -> None:
@@ -128,6 +133,9 @@ class RunningRequests:
         slots = [state.slot for state in self._states if state.slot is not None]
         assert len(slots) == len(self._states)
         assert sorted([*self._free_slots, *slots]) == list(range(self._limits.max_num_seqs))
+        self.adapters.check_integrity(
+            [(state.request.adapter, state.adapter_place) for state in self._states if state.request.adapter]
+        )
         self.decoding.check_integrity(self.prefilling, self._states)
         for state in self.prefilling:
             assert not state.num_pending

@@ -171,6 +171,7 @@ class Scheduler:
             freed_slots=self._running.take_freed_slots(),
             registered=registered,
             restarts=self._restarts,
+            adapters=self._running.adapters,
             sharing=self._tables.share(draft, len(rows) if width == 1 else 0),
         )
         self._next_step_id += 1
@@ -339,9 +340,13 @@ class Scheduler:
         most_prefix_ids = limits.max_model_len + limits.max_num_batched_tokens
         now = self._next_step_id // limits.num_micro_batches
         while waiting and budget > 0 and self._running.has_free_slot:
+            if waiting[0].finished:
+                waiting.popleft()
+                continue
+            if not self._running.adapters.bring_forward(waiting):
+                break
             state = waiting[0]
             if state.finished:
-                waiting.popleft()
                 continue
             if state.num_pending:
                 break  # preempted a moment ago; its last tokens are still on their way

@@ -6,7 +6,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from nvcli.core.messages import CONSTRAINT_FAILED, NOT_FINITE, TokenLogprobs, unpack
+from nvcli.core.messages import CONSTRAINT_FAILED, NO_ADAPTER, NOT_FINITE, TokenLogprobs, pack, unpack
 from nvcli.engine.answer_watch import AnswerWatch, watch_of
 from nvcli.engine.block_manager import TOKEN_BYTES, BlockHash, hash_blocks
 from nvcli.engine.prompt_hashes import PromptHashes
@@ -17,13 +17,15 @@ from nvcli.engine.request import FinishReason, Request, RequestOutput
 class Prompt:
     """A request's prompt, shared by its samples. Only its cached hashes ever change."""
 
-    __slots__ = ("_block_hashes", "_packed_ids", "num_tokens", "stop_ids")
+    __slots__ = ("_block_hashes", "_packed_ids", "hash_root", "num_tokens", "stop_ids")
 
     def __init__(self, request: Request) -> None:
         self._packed_ids = request.prompt_ids
         self.num_tokens = len(request.prompt_ids) // TOKEN_BYTES
         self.stop_ids = frozenset((*request.stop_ids, NOT_FINITE, CONSTRAINT_FAILED))
         """The ids that end an answer when they come back: the request's own, and those that stand for failures."""
+        self.hash_root: BlockHash = pack([request.adapter]) if request.adapter != NO_ADAPTER else b""
+        """What the hashes of blocks begin from: keys and values under one adapter are never those under another."""
         self._block_hashes: list[BlockHash] | None = None
 
     def tokens(self, start: int, end: int) -> array[int]:
@@ -36,7 +38,7 @@ class Prompt:
         `hashes` has the same block size in every call.
         """
         if self._block_hashes is None:
-            self._block_hashes = hashes.of(self._packed_ids)
+            self._block_hashes = hashes.of(self._packed_ids, self.hash_root)
         return self._block_hashes
 
 
@@ -79,6 +81,8 @@ class RequestState:
     num_counted: int = 0
     """Leading prompt tokens that the statistics have counted; recomputed tokens count once."""
     slot: int | None = None
+    adapter_place: int = NO_ADAPTER
+    """The place on the device of its adapter, while it has a slot."""
     blocks: list[list[int]] = field(default_factory=list)
     """The block ids of each KV group, set by `BlockTables`: entry c holds the tokens from c × block_size on. It is 0
     where the group's window has passed the block, and where a state is not kept. A state that moved from one column to
@@ -223,7 +227,7 @@ class RequestState:
             return shared[first:end]
         own, block_size = self.block_hashes, hashes.block_size
         if (num_known := num_shared + len(own)) < end:
-            parent = own[-1] if own else shared[-1] if shared else b""
+            parent = own[-1] if own else shared[-1] if shared else self.prompt.hash_root
             own += hash_blocks(
                 self.tokens(num_known * block_size, end * block_size).tobytes(), block_size, parent=parent
             )

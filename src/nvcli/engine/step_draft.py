@@ -11,19 +11,19 @@ from typing import NamedTuple
 import msgspec
 
 from nvcli.core.messages import (
-    FORBIDDEN,
     MAX_STEP_GRAMMAR_BYTES,
     NewSlot,
     PromptQuery,
-    SlotSampling,
     StepInput,
     StepOutput,
     pack,
     unpack,
 )
 from nvcli.core.structured import Constraint
+from nvcli.engine.adapter_places import AdapterPlaces
 from nvcli.engine.chunk_groups import Arrangement, Chunk
 from nvcli.engine.shared_segments import SegmentChanges
+from nvcli.engine.slot_sampling import slot_sampling
 from nvcli.engine.state import RequestState
 
 
@@ -132,8 +132,9 @@ class StepDraft:
             NewSlot(
                 slot=state.slot,
                 num_cached_tokens=state.num_computed,
-                sampling=_slot_sampling(state),
+                sampling=slot_sampling(state.request, num_prompt=state.num_prompt),
                 constraint=self._place_of(state.request.constraint),
+                adapter_place=state.adapter_place,
             )
         )
         for group, (blocks, first) in enumerate(zip(state.blocks, state.first_columns, strict=True)):
@@ -233,6 +234,7 @@ class StepDraft:
         freed_slots: Sequence[int],
         registered: list[int],
         restarts: bool,
+        adapters: AdapterPlaces,
         sharing: Sharing,
     ) -> ScheduledStep:
         """Return the step, which has something to compute.
@@ -275,6 +277,8 @@ class StepDraft:
             shared_prefixes=pack(n for first, count, keys in groups for n in (num_decodes + first, count, keys)),
             key_copies=sharing.key_copies,
             copies_new_keys=sharing.copies_new_keys,
+            adapter_loads=adapters.take_loads(),
+            has_adapters=adapters.has_holders,
             queries=[msgspec.structs.replace(query, row=num_decodes + query.row) for query in self._queries],
         )
         sampling = [
@@ -307,28 +311,3 @@ def _pack_blocks(runs: Sequence[tuple[int, int, int, Sequence[int]]]) -> list[by
 
 def _pack_columns(rows: Sequence[tuple[int, int, int, int]]) -> list[bytes]:
     return [pack(column) for column in zip(*rows, strict=True)] if rows else [b""] * 4
-
-
-def _slot_sampling(state: RequestState) -> SlotSampling:
-    request = state.request
-    params = request.sampling
-    return SlotSampling(
-        seed=request.seed,
-        row=request.row,
-        sample=request.sample,
-        prompt_len=state.num_prompt,
-        temperature=0.0 if params.is_greedy else params.temperature,
-        top_k=max(params.top_k, 0),
-        top_p=params.top_p,
-        min_p=params.min_p,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        min_tokens=params.min_tokens,
-        num_logprobs=-1 if params.logprobs is None else params.logprobs,
-        stop_ids=request.stop_ids if params.min_tokens else [],
-        bias_ids=[*map(int, params.logit_bias), *request.forbidden_ids],
-        bias_values=[*params.logit_bias.values(), *[FORBIDDEN] * len(request.forbidden_ids)],
-        allowed_ids=params.allowed_token_ids or [],
-        bad_words=[list(word) for word in request.bad_words],
-    )

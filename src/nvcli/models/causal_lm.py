@@ -78,6 +78,7 @@ class DecoderLayer(nn.Module):
         the attention. `own` is the layer's input beside the stream [T, P]."""
         x = _input(self.before_attention, delta, residual)
         mixed = self.mixer(x, angles, batch)
+        adapters = None if batch.adapters is None else batch.adapters.tokens if rows is None else batch.adapters.kept
         if rows is not None:
             if len(rows) == 0:
                 return None, residual[rows]
@@ -87,13 +88,13 @@ class DecoderLayer(nn.Module):
                 x = x[rows]
             residual = self.group.residual_rows(residual, rows)
         if self.is_parallel:
-            return _add_part(self.mlp(x, None), self.mixer.o_proj.part(mixed)), residual
-        delta = self.mixer.o_proj(mixed, residual if self.after_attention is None else None)
+            return _add_part(self.mlp(x, None, adapters), self.mixer.o_proj.part(mixed, None, adapters)), residual
+        delta = self.mixer.o_proj(mixed, residual if self.after_attention is None else None, adapters)
         del mixed  # the MLP can have its memory
         if self.after_attention is not None:
             delta = self.after_attention(delta, residual)
         x = _input(self.before_mlp, delta, residual)
-        delta = self.mlp(x, residual if self.gives_stream else None)
+        delta = self.mlp(x, residual if self.gives_stream else None, adapters)
         if self.after_mlp is not None:
             delta = self.after_mlp(delta, residual)
         if self.input is not None:

@@ -69,7 +69,7 @@ class GatedDeltaNet(TokenMixer):
         rows = batch.state_rows(self.spec.kv_group)
         kept = None if batch.kept_states is None else batch.kept_states.layer(self.cache_layer)
         heads, num_heads = self.heads, self.heads.num_value_heads
-        projected = self.in_proj(x)
+        projected = self.in_proj(x, None if batch.adapters is None else batch.adapters.tokens)
         gate_end = heads.num_channels + num_heads * heads.value_dim
         qkv = causal_conv(projected[:, : heads.num_channels], self.conv.weight.squeeze(1), conv_pool, rows, kept)
         gates = DeltaGates(

@@ -20,6 +20,7 @@ from nvcli.kernels.expert_types import ExpertScales, ExpertWeights, Routes, W4Sc
 from nvcli.kernels.experts import apply_experts
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.gates import gate_rows
+from nvcli.kernels.lora_types import AdapterRows
 from nvcli.kernels.norm import sum_in_order
 from nvcli.kernels.routing import route, route_row_by_row, router_logits
 from nvcli.models.layers import FeedForward
@@ -48,14 +49,14 @@ class MixtureOfExperts(FeedForward):
             self.shared_expert = SharedExpert(build, f"{path}.shared_expert", config.shared, gate)
         self.num_parts = config.routing.experts_per_token + (self.shared_expert is not None)
 
-    def forward(self, x: Activations, residual: Tensor | None) -> Tensor:
+    def forward(self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None) -> Tensor:
         """`residual` is for blocks that add themselves to the stream, which this one does not."""
         assert isinstance(x, Tensor), "experts quantise what they read by themselves"
         parts = torch.empty(self.num_parts, *x.shape, dtype=x.dtype, device=x.device)
         routes = self.gate(x)
         self.experts(x, routes, parts[: routes.experts.shape[1]])
         if self.shared_expert is not None:
-            self.shared_expert(x, parts[-1])
+            self.shared_expert(x, parts[-1], adapters)
         return part_of_sum(self.group, parts, batch_invariant=self.batch_invariant)
 
 
@@ -217,10 +218,10 @@ class SharedExpert(nn.Module):
         self.down_proj = RowParallelLinear(build, f"{path}.down_proj")
         self.gate = None if gate is None else SharedGate(build, gate)
 
-    def forward(self, x: Tensor, out: Tensor) -> None:
+    def forward(self, x: Tensor, out: Tensor, adapters: AdapterRows | None) -> None:
         """Write the result to `out`, which is contiguous."""
-        hidden = self.gate_up_proj.gated(x, self.activation)
+        hidden = self.gate_up_proj.gated(x, self.activation, adapters=adapters)
         assert isinstance(hidden, Tensor)
         if self.gate is not None:
             self.gate(hidden, x)
-        self.down_proj.part(hidden, out)
+        self.down_proj.part(hidden, out, adapters)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nvcli.kernels.fp8_types import Activations
+from nvcli.kernels.lora_types import AdapterRows
 from nvcli.models.experts import Experts, Router, part_of_sum
 from nvcli.models.layers import FeedForward, GatedMLP, InputNorm, ResultNorm
 from nvcli.models.mixers.experts import ExpertsConfig
@@ -44,10 +45,10 @@ class ExpertsBesideMLP(FeedForward):
     def input_proj(self) -> ColumnParallelLinear:
         return self.shared_expert.gate_up_proj
 
-    def forward(self, x: Activations, residual: Tensor | None) -> Tensor:
+    def forward(self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None) -> Tensor:
         """The stream is up to date in all rows: what was added to it last was alike on all ranks."""
         assert residual is not None
-        result: Tensor = self.shared_expert_norm(self.shared_expert(x, None), residual)
+        result: Tensor = self.shared_expert_norm(self.shared_expert(x, None, adapters), residual)
         if self.group.size > 1:
             result = result.clone()  # it holds until the next sum
         routes = self.gate(self.gate_norm(None, residual))

@@ -40,7 +40,7 @@ def read_kept(files: OpenFiles, info: TensorInfo, source: WeightSource, device: 
     files that cannot be read.
     """
     if source.scales is None:
-        values = _in_order(read_values(files, info, source.read, device), source.tensor.row_order)
+        values = in_order(read_values(files, info, source.read, device), source.tensor.row_order)
         offset, factor = source.tensor.offset, source.tensor.factor
         return KeptPart(values if (offset, factor) == (0.0, 1.0) else (values.float() + offset) * factor)
     scaling = source.scales.scaling
@@ -69,15 +69,15 @@ def _read_fp8(
 ) -> KeptPart:
     order = source.tensor.row_order
     if not has_kept_codes(info, source):
-        values = _in_order(read_values(files, info, source.read, device).to(device), order)
+        values = in_order(read_values(files, info, source.read, device).to(device), order)
         if scaling == "block" or info.codes is None or not info.codes.has_small_scales or info.changes:
             return KeptPart(*quantise_weight(values, scaling))
         return KeptPart(*_move_to_fp8(values, files.read_factor(info, device)))
     stored = files.read_codes(info, source.read, device)
-    codes = _in_order(stored.codes.view(torch.uint8), order).view(FP8)
+    codes = in_order(stored.codes.view(torch.uint8), order).view(FP8)
     if scaling == "block":
         return KeptPart(codes, stored.scales)
-    return KeptPart(codes, _in_order(stored.scales.expand(len(codes), 1).squeeze(1), order))
+    return KeptPart(codes, in_order(stored.scales.expand(len(codes), 1).squeeze(1), order))
 
 
 def _move_to_fp8(values: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -124,11 +124,11 @@ def _read_w4(
             "to keep its weight in 4 bits: use quantization: none"
         )
     shape, rows = (len(codes), len(groups)), source.tensor.row_order
-    codes, scales = (_in_order(one, rows) for one in (codes, _of_groups(scales, groups, shape)))
+    codes, scales = (in_order(one, rows) for one in (codes, _of_groups(scales, groups, shape)))
     if is_mxfp4:
         return KeptPart(pack(codes, kept), join_exponents(scales, kept), order)
     assert zeros is not None
-    return KeptPart(pack(codes, kept), join_scales(scales, _in_order(_of_groups(zeros, groups, shape), rows)), order)
+    return KeptPart(pack(codes, kept), join_scales(scales, in_order(_of_groups(zeros, groups, shape), rows)), order)
 
 
 def _of_groups(grid: Tensor, groups: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -137,7 +137,7 @@ def _of_groups(grid: Tensor, groups: Tensor, shape: tuple[int, int]) -> Tensor:
     return (grid if grid.shape[1] == 1 else grid[:, groups[:, 0]]).expand(shape)
 
 
-def _in_order(values: Tensor, order: Sequence[int] | None) -> Tensor:
+def in_order(values: Tensor, order: Sequence[int] | None) -> Tensor:
     """Put the rows of each head into another order. values: [heads × len(order), ...] → the same shape."""
     if order is None:
         return values

@@ -22,6 +22,7 @@ from nvcli.kernels.fp8 import norm_and_quantise
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.gates import gate_values
 from nvcli.kernels.key_copies import copy_keys
+from nvcli.kernels.lora_types import AdapterRows
 from nvcli.kernels.norm import add_rms_norm, rms_norm
 from nvcli.kernels.rotary import apply_rope, qk_norm_rope_store
 from nvcli.kernels.weight_formats import FP8Scaling
@@ -63,7 +64,7 @@ class InputNorm(Norm):
 
     def quantise_for(self, layer: ColumnParallelLinear) -> None:
         """Quantise what is normed from now on as `layer` does, which alone reads it."""
-        self._scaling = layer.method.input_scaling
+        self._scaling = layer.input_scaling
 
     def forward(self, delta: Tensor | None, residual: Tensor) -> Activations:
         if self._scaling is not None and (delta is None or self.is_summed or self.group.size == 1):
@@ -116,7 +117,8 @@ class FeedForward(nn.Module, ABC):
 
     is_summed: bool = False
     """Whether it reads the residual stream itself, and gives its whole result, alike on all ranks; else it gives this
-    rank's part of a sum, and a `residual` of None is one that nothing may be added to yet."""
+    rank's part of a sum, and a `residual` of None is one that nothing may be added to yet. `adapters`: the LoRA
+    adapters of the tokens."""
 
     @property
     def input_proj(self) -> ColumnParallelLinear | None:
@@ -124,7 +126,9 @@ class FeedForward(nn.Module, ABC):
         return None
 
     @abstractmethod
-    def forward(self, x: Activations, residual: Tensor | None) -> Tensor | None: ...
+    def forward(
+        self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None
+    ) -> Tensor | None: ...
 
 
 class GatedMLP(FeedForward):
@@ -141,9 +145,9 @@ class GatedMLP(FeedForward):
     def input_proj(self) -> ColumnParallelLinear:
         return self.gate_up_proj
 
-    def forward(self, x: Activations, residual: Tensor | None) -> Tensor | None:
-        hidden = self.gate_up_proj.gated(x, self.activation, self.down_proj.method.input_scaling)
-        delta: Tensor | None = self.down_proj(hidden, residual)
+    def forward(self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None) -> Tensor | None:
+        hidden = self.gate_up_proj.gated(x, self.activation, self.down_proj.input_scaling, adapters)
+        delta: Tensor | None = self.down_proj(hidden, residual, adapters)
         return delta
 
 
@@ -216,7 +220,7 @@ class Attention(TokenMixer):
     def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
         """Store the tokens' keys and values, and attend: [T, H] → [T, this rank's heads × D], the input of `o_proj`."""
         k_cache, v_cache = batch.kv_cache.layer(self.cache_layer)
-        qkv = self.qkv_proj(x)
+        qkv = self.qkv_proj(x, None if batch.adapters is None else batch.adapters.tokens)
         gate: Tensor | None = None
         if self.config.has_gate:
             gate = qkv[:, -self.spec.num_heads * self.spec.head_dim :]

@@ -6,7 +6,8 @@ norm are one operation. The group is passed in; nothing here is global. Shapes: 
 whole layer. Which part a rank has is said by the model's tensors (`geometry.py`).
 
 How a linear layer stores and multiplies its piece is its `LinearMethod`'s business, which a factory chooses for each
-layer when the model is built: the place where quantised weights and adapters come in.
+layer when the model is built: the place where quantised weights come in. What LoRA adapters add to single rows is
+added behind the product, by the layer.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from nvcli.kernels.embedding import embed_part
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.invariant_linear import invariant_linear
 from nvcli.kernels.linear import gated_linear, linear, linear_for_sum
+from nvcli.kernels.lora import activate_with_low_rank, add_low_rank
+from nvcli.kernels.lora_types import AdaptedLayer, AdapterBank, AdapterRows
 from nvcli.kernels.weight_formats import FP8Scaling
 from nvcli.models.tensor_spec import StoredDtype, TensorSpec
 from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, length
@@ -51,6 +54,8 @@ class ShardedLinear(WeightModule):
     """Only where the weight is in FP8 or 4 bits (`fp8_linear.py`, `w4_linear.py`)."""
     column_order: nn.Parameter
     """[pieces, columns] int32, where columns in 4 bits have an order of their own."""
+    low_rank: LowRankProducts | None = None
+    """What LoRA adapters of single rows add, set when they are prepared; None: there are no adapters for the layer."""
 
     def __init__(self, build: BuildContext, path: str, projections: Sequence[str | LinearPiece]) -> None:
         """`path` is the layer's dotted name in the model; the projections stand beside it in the checkpoint. One of
@@ -63,12 +68,40 @@ class ShardedLinear(WeightModule):
         )
         self.method = build.linear_method(path, self.pieces)
         self.method.create(self)
+        self.takes_adapters = build.has_adapters
+
+    @property
+    def input_scaling(self) -> FP8Scaling | None:
+        """How the input is best quantised by what comes before; None: not at all. Adapters need it as it is."""
+        return None if self.takes_adapters else self.method.input_scaling
+
+    def add_adapters(self, out: Tensor, x: Activations, adapters: AdapterRows | None) -> None:
+        """Add to the product `out` [T, rows] of `x` [T, columns] what the rows' adapters add."""
+        if adapters is not None and self.low_rank is not None:
+            assert isinstance(x, Tensor), "`input_scaling` says so"
+            self.low_rank.add(out, x, adapters)
 
     def weight_sources(self) -> Iterator[WeightSource]:
         return self.method.sources(self)
 
     def weight_problem(self) -> str | None:
         return self.method.weight_problem(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRankProducts:
+    """What the adapters on the device add to a linear layer's product, whatever way its method multiplies."""
+
+    bank: AdapterBank
+    layer: AdaptedLayer
+
+    def add(self, out: Tensor, x: Tensor, adapters: AdapterRows) -> None:
+        """Add to `out` [T, rows], which is contiguous, the products of `x` [T, columns] with the rows' adapters."""
+        add_low_rank(out, x, adapters, self.bank, self.layer)
+
+    def activate(self, gate_up: Tensor, x: Tensor, adapters: AdapterRows, activation: Activation) -> Tensor:
+        """Compute activation(gate) × up, likewise with what the adapters add. gate_up: [T, rows] → [T, rows / 2]."""
+        return activate_with_low_rank(gate_up, x, adapters, self.bank, self.layer, activation)
 
 
 class LinearMethod(ABC):
@@ -174,6 +207,8 @@ class BuildContext:
     """Whether products with FP8 weights may quantise activations; otherwise these stay plain."""
     batch_invariant: bool = False
     """Whether a token's results must have the same bits in every batch."""
+    has_adapters: bool = False
+    """Whether rows may have LoRA adapters."""
 
     @property
     def product(self) -> Callable[[Tensor, Tensor], Tensor]:
@@ -184,13 +219,25 @@ class BuildContext:
 class ColumnParallelLinear(ShardedLinear):
     """Projections of the same input, each cut by outputs, multiplied as one. [T, in] → [T, this rank's outputs]."""
 
-    def forward(self, x: Activations) -> Tensor:
-        return self.method.apply(self, x, with_bias=True)
+    def forward(self, x: Activations, adapters: AdapterRows | None = None) -> Tensor:
+        out = self.method.apply(self, x, with_bias=True)
+        self.add_adapters(out, x, adapters)
+        return out
 
-    def gated(self, x: Activations, activation: Activation = "silu", scaling: FP8Scaling | None = None) -> Activations:
+    def gated(
+        self,
+        x: Activations,
+        activation: Activation = "silu",
+        scaling: FP8Scaling | None = None,
+        adapters: AdapterRows | None = None,
+    ) -> Activations:
         """Compute activation(first projection) × second: [T, in] → [T, this rank's outputs / 2], which may be quantised
         where the layer behind it asks for that by its `scaling`."""
-        return self.method.apply_gated(self, x, activation, scaling)
+        if adapters is None or self.low_rank is None:
+            return self.method.apply_gated(self, x, activation, scaling)
+        assert isinstance(x, Tensor), "`input_scaling` says so"
+        gate_up = self.method.apply(self, x, with_bias=True)
+        return self.low_rank.activate(gate_up, x, adapters, activation)
 
 
 class RowParallelLinear(ShardedLinear):
@@ -205,16 +252,23 @@ class RowParallelLinear(ShardedLinear):
         super().__init__(build, path, (path.rpartition(".")[2],))
         self.out_features = self.pieces[0].weight.shape[0]
 
-    def forward(self, x: Activations, residual: Tensor | None) -> Tensor | None:
+    def forward(self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None) -> Tensor | None:
         """`residual` is the stream [T, out] that the projection belongs to; None: it is not to be added yet."""
-        if self.group.size == 1:
-            return self.method.apply_for_sum(self, x, residual)
-        return self.part(x, self.group.partial_sum_buffer((x.shape[0], self.out_features), x.dtype))
+        if self.group.size > 1:
+            buffer = self.group.partial_sum_buffer((x.shape[0], self.out_features), x.dtype)
+            return self.part(x, buffer, adapters)
+        delta = self.method.apply_for_sum(self, x, residual)
+        target = residual if delta is None else delta[0] if delta.dim() == 3 else delta
+        assert target is not None, "without a residual nothing has been added to it"
+        self.add_adapters(target, x, adapters)
+        return delta
 
-    def part(self, x: Activations, out: Tensor | None = None) -> Tensor:
+    def part(self, x: Activations, out: Tensor | None = None, adapters: AdapterRows | None = None) -> Tensor:
         """Compute this rank's part [T, out] of a sum, in `out` (contiguous) or in memory of its own."""
         # Every rank holds the bias, one adds it: it must enter the sum once.
-        return self.method.apply(self, x, with_bias=self.group.rank == 0, out=out)
+        part = self.method.apply(self, x, with_bias=self.group.rank == 0, out=out)
+        self.add_adapters(part, x, adapters)
+        return part
 
 
 class TensorShards(WeightModule):

@@ -30,6 +30,7 @@ def build_model(
     has_fp8_units: bool = True,
     fp8_accumulation: FP8Accumulation = "exact",
     batch_invariant: bool = False,
+    has_adapters: bool = False,
 ) -> CausalLM:
     """Build this rank's part of the model on the meta device; `loader.begin_loading` gives it memory and weights.
 
@@ -38,6 +39,7 @@ def build_model(
     `has_fp8_units` says whether FP8 weights are multiplied with activations in FP8, or with plain ones, and
     `fp8_accumulation` how such products are added up (`RunConfig`).
     `batch_invariant`: a token's results have the same bits in every batch (see `ModelConfig.check_batch_invariant`).
+    `has_adapters`: rows may have LoRA adapters, which the layers are given later (`adapter_bank.py`).
     Raises ConfigError where the shapes do not divide by the group's size, or the layers are too few.
     """
     import torch
@@ -64,6 +66,7 @@ def build_model(
         dtype=stored_dtype,
         has_fp8_units=has_fp8_units,
         batch_invariant=batch_invariant,
+        has_adapters=has_adapters,
     )
     with torch.device("meta"):
         return CausalLM(config, build)

@@ -30,7 +30,7 @@ def read_values(files: OpenFiles, info: TensorInfo, part: Sequence[slice], devic
         if isinstance(change, RowsChange):
             values = _replace_rows(files, values, change, read)
         elif isinstance(change, BiasChange):
-            added = _read_features(files, change.values, change.features.range(rows), device)
+            added = read_features(files, change.values, change.features.range(rows), device)
             values = values + change.scaling * added
         else:
             values = _add_product(files, values, change, read)
@@ -40,24 +40,24 @@ def read_values(files: OpenFiles, info: TensorInfo, part: Sequence[slice], devic
 def _add_product(files: OpenFiles, values: Tensor, change: LowRankChange, part: Sequence[slice]) -> Tensor:
     rows, columns = part
     device, features, ranks = values.device, change.features.range(rows), slice(0, change.down.shape[0])
-    up = _read_features(files, change.up, features, device)
-    down = _read(files, change.down, (ranks, columns), device)
+    up = read_features(files, change.up, features, device)
+    down = read_floats(files, change.down, (ranks, columns), device)
     values = torch.addmm(values, up.t(), down, alpha=change.scaling)
     if change.magnitude is None:
         return values
-    magnitude = _read_features(files, change.magnitude, features, device)
+    magnitude = read_features(files, change.magnitude, features, device)
     lengths: Tensor = torch.linalg.vector_norm(values, dim=1)
     return values * (magnitude / lengths).unsqueeze(1)
 
 
-def _read_features(files: OpenFiles, info: TensorInfo, features: slice, device: torch.device) -> Tensor:
+def read_features(files: OpenFiles, info: TensorInfo, features: slice, device: torch.device) -> Tensor:
     """Read some of the features of a matrix [rank, features] or a vector [features], in float32 on `device`."""
     part = slice(features.start, features.stop)
     whole = [slice(0, length) for length in info.shape[:-1]]
-    return _read(files, info, (*whole, part), device)[..., :: features.step]
+    return read_floats(files, info, (*whole, part), device)[..., :: features.step]
 
 
-def _read(files: OpenFiles, info: TensorInfo, part: Sequence[slice], device: torch.device) -> Tensor:
+def read_floats(files: OpenFiles, info: TensorInfo, part: Sequence[slice], device: torch.device) -> Tensor:
     """Read a part of an adapter's tensor in float32. Raises LoadError, which names the adapter's file."""
     try:
         return files.read(info, part, device).to(device).float()
@@ -70,6 +70,6 @@ def _replace_rows(files: OpenFiles, values: Tensor, change: RowsChange, part: Se
     found = [(row - rows.start, number) for number, row in enumerate(change.rows) if rows.start <= row < rows.stop]
     if not found:
         return values
-    replaced = _read(files, change.values, (slice(0, len(change.rows)), columns), values.device)
+    replaced = read_floats(files, change.values, (slice(0, len(change.rows)), columns), values.device)
     places, numbers = torch.tensor(found, device=values.device).unbind(1)
     return values.index_copy(0, places, replaced[numbers])

@@ -42,6 +42,7 @@ class Program:
             config,
             model_path=Path(),
             lora_path=None,
+            lora_paths=(Path(),) * bool(config.lora_paths),
             replica=0,
             gpus=(),
             kv_blocks_before=None,

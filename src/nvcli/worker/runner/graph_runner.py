@@ -103,6 +103,7 @@ class GraphRunner(Generic[T]):
                 and (shape.decode_rows == 0 or candidate.tokens_per_row == shape.tokens_per_row)
                 and candidate.shares_segments == shape.shares_segments
                 and candidate.shares_prefixes == shape.shares_prefixes
+                and candidate.has_adapters == shape.has_adapters
             ):
                 return candidate
         return None
@@ -138,7 +139,7 @@ def shapes_to_run(shapes: Sequence[BatchShape]) -> set[BatchShape]:
     first: dict[object, BatchShape] = {}
     for shape in shapes:
         kind = shape.decode_rows > 0, shape.prefill_rows > 0, shape.tokens_per_row, shape.shares_segments
-        first.setdefault((*kind, shape.shares_prefixes, (shape.num_tokens - 1).bit_length()), shape)
+        first.setdefault((*kind, shape.shares_prefixes, shape.has_adapters, (shape.num_tokens - 1).bit_length()), shape)
     return set(first.values())
 
 

@@ -72,6 +72,9 @@ class GraphShapes:
             for rows, width in draft_graph_sizes(config, draft_widths)
             if backend.can_capture(BatchShape(decode_rows=rows, tokens_per_row=width))
         ]
+        if config.lora_paths:  # most steps of such a job have adapters
+            late = [*at_start, *late, *(replace(shape, has_adapters=True) for shape in late)]
+            at_start = [replace(shape, has_adapters=True) for shape in at_start]
         return cls(at_start, late)
 
     def estimate_bytes(self, graphs: GraphRunner[Any], device: torch.device) -> int:

@@ -60,6 +60,7 @@ def exact_shape(step: StepInput) -> BatchShape:
         prefill_tokens=int(num_tokens[num_decodes:].sum()),
         shares_segments=step.shares_segments,
         shares_prefixes=bool(step.shared_prefixes),
+        has_adapters=step.has_adapters,
     )
 
 

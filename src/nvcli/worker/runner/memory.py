@@ -17,6 +17,8 @@ from nvcli.sizing.memory_plan import MemoryPlan
 
 _CPU_SHARE = 0.25
 """Share of the free RAM that the caches of all ranks take together, unless kv_cache_memory is set."""
+_ADAPTERS_SHARE = 0.15
+"""Share of a GPU's memory, free beside the weights, that adapters take unless lora.max_loaded is set."""
 _OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "DefaultCPUAllocator")
 
 
@@ -124,6 +126,28 @@ def check_weights_fit(num_bytes: int, device: torch.device) -> None:
             f"{format_bytes(held)}). To make it fit: raise tensor_parallel_size (--tp) or pipeline_parallel_size "
             "(--pp), or free the GPU"
         )
+
+
+def choose_places(config: EngineConfig, num_bytes: Callable[[int], int], device: torch.device) -> int:
+    """Return how many LoRA adapters are on the device at a time: as many as the configuration says, or as many as
+    requests may run with and take a small share of a GPU's free memory. `num_bytes`: what so many take.
+
+    Raises CapacityError if there is no memory for them.
+    """
+    most = min(len(config.lora_paths), config.max_num_seqs)
+    if config.max_loaded_adapters is not None:
+        most = min(most, config.max_loaded_adapters)
+    if device.type == "cpu":
+        return most
+    free = torch.cuda.mem_get_info(device)[0]
+    if config.max_loaded_adapters is None:
+        most = next((fewer for fewer in range(most, 1, -1) if num_bytes(fewer) <= free * _ADAPTERS_SHARE), 1)
+    if num_bytes(most) > free:
+        raise CapacityError(
+            f"{most:,} LoRA adapters take {format_bytes(num_bytes(most))} of each GPU, but GPU {device.index} has only "
+            f"{format_bytes(free)} free: lower lora.max_loaded, or raise tensor_parallel_size (--tp)"
+        )
+    return most
 
 
 def free_bytes(device: torch.device) -> int:

@@ -22,6 +22,7 @@ from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady, MemoryUse, StepInput
 from nvcli.core.structured import MAX_END_IDS
 from nvcli.kernels.triton.launch.compile_processes import CompileProcesses
+from nvcli.models.adapter_bank import LoadedAdapters
 from nvcli.models.adapters.adapter import read_adapter
 from nvcli.models.config import load_model_config
 from nvcli.models.kv_groups import kv_groups
@@ -47,6 +48,7 @@ from nvcli.worker.runner.masked_choice import MaskedChoice
 from nvcli.worker.runner.memory import (
     check_positions_fit,
     check_weights_fit,
+    choose_places,
     free_bytes,
     oom_as_limits_error,
     other_bytes,
@@ -60,6 +62,7 @@ from nvcli.worker.runner.memory import (
 from nvcli.worker.runner.query_reader import PromptQueryReader
 from nvcli.worker.runner.sampler import Sampler
 from nvcli.worker.runner.slot_table import SlotTable
+from nvcli.worker.runner.step_adapters import StepAdapters
 from nvcli.worker.runner.step_clock import StepClock
 from nvcli.worker.runner.step_results import PendingStep
 from nvcli.worker.runner.step_runner import StepRunner
@@ -91,6 +94,7 @@ class ModelRunner:
             self._select_attention()
             self._choose_graphs()
             self._make_slots()
+            self._make_adapters()
             self._compile_kernels()
             self._finish_weights()
             self._warm_up()
@@ -114,6 +118,7 @@ class ModelRunner:
             reads_segments=self._max_shared_rows > 0,
             may_draft=self._may_draft,
             prefix_tile_tokens=self._prefix_tile_tokens,
+            max_loaded_adapters=self._max_loaded_adapters,
             seconds=self._seconds,
             notes=self._notes,
             memory=[self._memory_use],
@@ -166,6 +171,7 @@ class ModelRunner:
                 has_fp8_units=has_fp8_units(self.device, self.config.fp8_accumulation),
                 fp8_accumulation=self.config.fp8_accumulation,
                 batch_invariant=self.config.batch_invariant,
+                has_adapters=bool(self.config.lora_paths),
             )
 
     def _share_memory(self) -> None:
@@ -292,6 +298,28 @@ class ModelRunner:
             steps_in_flight=config.max_steps_in_flight,
         )
 
+    def _make_adapters(self) -> None:
+        """Make places on the device for the adapters that requests choose from."""
+        config = self.config
+        self._adapters: StepAdapters | None = None
+        self._max_loaded_adapters = 0
+        if not config.lora_paths:
+            return
+        with self._phase("make adapters"):
+            adapters = [read_adapter(path, self.model_config) for path in config.lora_paths]
+            loaded = LoadedAdapters(self.model, adapters, self.dtype)
+            num_places = choose_places(config, loaded.num_bytes, self.device)
+            self._max_loaded_adapters = self._groups.world.min(num_places)
+            loaded.make_places(self._max_loaded_adapters)
+            self._adapters = StepAdapters(
+                loaded,
+                self.slots.upload,
+                self.device,
+                num_slots=config.max_num_seqs + 1,
+                max_tokens=config.max_padded_tokens,
+                batch_invariant=config.batch_invariant,
+            )
+
     def _may_hold_rows(self) -> bool:
         """Whether a step may give fewer tokens for a row than it computed, so that the next one computes them again."""
         if self.config.pipeline_parallel_size > 1 or self.backend.needs_exact_lens:
@@ -344,6 +372,7 @@ class ModelRunner:
             max_shared_rows=self._max_shared_rows,
             shares_prefixes=self._prefix_tile_tokens > 0,
             draft_widths=self._draft_widths(),
+            num_places=self._max_loaded_adapters,
         )
 
     def _measure_graphs(self) -> None:
@@ -401,6 +430,7 @@ class ModelRunner:
             drafter,
             masks,
             PromptQueryReader(self.model, self.group, self.device, batch_invariant=config.batch_invariant),
+            self._adapters,
             self.link,
             self._clock,
             kept_states=self.kept_states,

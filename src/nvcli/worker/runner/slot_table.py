@@ -25,9 +25,9 @@ from nvcli.kernels.step_tensors import SlotState
 from nvcli.worker.runner.sampling_table import SamplingTable
 from nvcli.worker.runner.uploader import Uploader
 
-_INTS_PER_NEW_SLOT = 64
-"""An upper bound on the int32 words uploaded per new slot: its number, its length, its sampling parameters and the rows
-that the sampler names."""
+_INTS_PER_NEW_SLOT = 66
+"""An upper bound on the int32 words uploaded per new slot: its number, its length, its sampling parameters, the rows
+that the sampler names, and the place of its adapter."""
 
 
 def unpack_ids(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

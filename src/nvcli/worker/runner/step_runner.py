@@ -29,6 +29,7 @@ from nvcli.worker.runner.masked_choice import MaskedChoice
 from nvcli.worker.runner.query_reader import PromptQueryReader, QueryPlan
 from nvcli.worker.runner.sampler import Sampler
 from nvcli.worker.runner.slot_table import SlotTable, partly_filled_blocks, unpack_ids
+from nvcli.worker.runner.step_adapters import StepAdapters
 from nvcli.worker.runner.step_clock import StepClock
 from nvcli.worker.runner.step_results import PendingStep, StageOutput, StepLogits
 
@@ -50,6 +51,7 @@ class StepRunner:
         drafter: Drafter,
         masks: MaskedChoice,
         reader: PromptQueryReader,
+        adapters: StepAdapters | None,
         link: StageLink,
         clock: StepClock,
         *,
@@ -60,11 +62,11 @@ class StepRunner:
     ) -> None:
         """`kept_states`: for a model with recurrent states whose rows may have drafts. `sets_lengths`: the lengths of
         requests come with each step (`SlotTable.set_lengths`). `max_sampled` is the most numbers that a step
-        returns: its tokens, and three for each row with drafts."""
+        returns: its tokens, and three for each row with drafts. `adapters` None: no request has an adapter."""
         self._model, self._slots, self._buffers = model, slots, buffers
         self._kv_cache, self._backend = kv_cache, backend
         self._sampler, self._drafter, self._masks, self._reader = sampler, drafter, masks, reader
-        self._link, self._clock = link, clock
+        self._adapters, self._link, self._clock = adapters, link, clock
         self._kept_states, self._sets_lengths = kept_states, sets_lengths
         self._graphs: GraphRunner[StepLogits | StageOutput] | None = None
         self._graph_batches: dict[BatchShape, StepBatch] = {}
@@ -114,6 +116,8 @@ class StepRunner:
         self._slots.apply(step)
         if self._sets_lengths:
             self._slots.set_lengths(step)
+        if self._adapters is not None:
+            self._adapters.apply(step)
         if step.block_ids and self._backend.reads_behind_rows:
             (blocks,) = self._slots.upload(partly_filled_blocks(step, self._kv_cache.spec.state_groups))
             self._kv_cache.clear(blocks.long())
@@ -186,6 +190,8 @@ class StepRunner:
         self._drafter.find(batch)
         prepare_inputs(batch.rows, self._slots.state, batch.inputs)
         self._drafter.limit_positions(batch)
+        if self._adapters is not None and forward.shape.has_adapters:
+            forward = replace(forward, adapters=self._adapters.prepare(batch.rows, forward))
         self._backend.plan_on_device(forward)
         hidden = self._model.forward(forward, self._link.received(forward.num_tokens))
         if isinstance(hidden, StageState):

@@ -4,11 +4,12 @@ other kernels: a middling number of tokens, and decode rows that share segments 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
 from nvcli.core.engine_config import EngineConfig
-from nvcli.core.messages import NewSlot, PromptQuery, SlotSampling, StepInput, pack
+from nvcli.core.messages import NO_ADAPTER, NewSlot, PromptQuery, SlotSampling, StepInput, pack
 from nvcli.errors import LimitsTooHigh
 from nvcli.worker.runner.device import wait_for_gpu
 
@@ -32,10 +33,11 @@ def run_largest_batches(
     max_shared_rows: int,
     shares_prefixes: bool,
     draft_widths: Sequence[int] = (),
+    num_places: int = 0,
 ) -> None:
     """Run the steps that exercise a rank with `launch`, the largest first. Up to `max_shared_rows` requests may share
     segments of keys and, with `shares_prefixes`, chunks a prefix. Decode rows with drafts have as many tokens as
-    `draft_widths` lists. Raises LimitsTooHigh if memory runs out.
+    `draft_widths` lists. Requests have LoRA adapters in `num_places` places. Raises LimitsTooHigh if memory runs out.
 
     A CPU's KV cache has its own budget, so there a small batch is enough, to load everything that loads lazily.
     """
@@ -46,7 +48,13 @@ def run_largest_batches(
     shares_prefixes = shares_prefixes and num_seqs > 1
     drafts = [(min(num_seqs, config.max_draft_step_tokens // width), width) for width in draft_widths]
     for step in warm_up_steps(
-        config, num_tokens, num_seqs, num_sharing, shares_prefixes=shares_prefixes, drafts=drafts
+        config,
+        num_tokens,
+        num_seqs,
+        num_sharing,
+        shares_prefixes=shares_prefixes,
+        drafts=drafts,
+        num_places=num_places,
     ):
         try:
             launch(step)
@@ -66,6 +74,7 @@ def warm_up_steps(
     *,
     shares_prefixes: bool = False,
     drafts: Sequence[tuple[int, int]] = (),
+    num_places: int = 0,
 ) -> Iterator[StepInput]:
     """Yield steps with `num_tokens` and at most 512 prompt tokens (with FP8 weights, also with powers of two between),
     each in as few requests as possible, then one that decodes `num_seqs` requests. The first step also scores all of
@@ -73,24 +82,25 @@ def warm_up_steps(
 
     If `num_sharing` requests may share segments of keys (0: none), steps that read these once for all follow, with this
     many requests and with fewer. With `shares_prefixes` a step has two chunks that share a block. The last steps have
-    `drafts`: (rows, tokens per row) of each step with drafts.
+    `drafts`: (rows, tokens per row) of each step with drafts. Requests have adapters in `num_places` places (0: none).
     """
-    yield _step(_prompt_lens(config, num_tokens), num_decodes=0, is_scored=True)
+    make = partial(_step, num_places=num_places)
+    yield make(_prompt_lens(config, num_tokens), num_decodes=0, is_scored=True)
     for fewer in _fp8_tokens(config, num_tokens) if config.quantization == "fp8" else ():
-        yield _step(_prompt_lens(config, fewer), num_decodes=0)
+        yield make(_prompt_lens(config, fewer), num_decodes=0)
     if num_tokens > _MIDDLING_TOKENS:
-        yield _step(_prompt_lens(config, _MIDDLING_TOKENS), num_decodes=0)
+        yield make(_prompt_lens(config, _MIDDLING_TOKENS), num_decodes=0)
     # Slots filled again start at length 0: every request decodes its first token.
     for rows in (num_seqs, *(_fewer(num_seqs) if config.enforce_eager else ())):  # a graph's capture runs its own
-        yield _step([1] * rows, num_decodes=rows)
+        yield make([1] * rows, num_decodes=rows)
     if num_sharing > 1:
         for rows in (num_sharing, *_fewer(num_sharing)):
-            yield _step([1] * rows, num_decodes=rows, shares_segments=True)
+            yield make([1] * rows, num_decodes=rows, shares_segments=True)
     if shares_prefixes and config.block_size < config.max_model_len:
-        yield _step([1, 1], num_decodes=0, num_shared=config.block_size)
+        yield make([1, 1], num_decodes=0, num_shared=config.block_size)
     for rows, width in drafts:
         if rows:
-            yield _step([width] * rows, num_decodes=rows)
+            yield make([width] * rows, num_decodes=rows)
 
 
 def _fp8_tokens(config: EngineConfig, num_tokens: int) -> Iterator[int]:
@@ -122,17 +132,28 @@ def _step(
     is_scored: bool = False,
     shares_segments: bool = False,
     num_shared: int = 0,
+    num_places: int = 0,
 ) -> StepInput:
     """Make a step that brings its tokens along and gives every slot the null block, to load the code that takes
     these in. For the same reason it has a segment without keys, a slot without segments, and a key copied onto itself;
-    none of these changes anything. Decode rows of several tokens have drafts.
+    none of these changes anything. Decode rows of several tokens have drafts. With `num_places` the slots have LoRA
+    adapters in these places, where none is loaded yet.
 
     `num_shared`: keys that all requests begin with, already in the cache.
     """
     slots, nothing = range(len(lens)), pack([0] * len(lens))
     return StepInput(
         step_id=-1,
-        new_slots=[NewSlot(slot=slot, num_cached_tokens=num_shared, sampling=_SAMPLING) for slot in slots],
+        new_slots=[
+            NewSlot(
+                slot=slot,
+                num_cached_tokens=num_shared,
+                sampling=_SAMPLING,
+                adapter_place=1 + slot % num_places if num_places else NO_ADAPTER,
+            )
+            for slot in slots
+        ],
+        has_adapters=num_places > 0,
         block_groups=nothing,
         block_slots=pack(slots),
         block_columns=nothing,

@@ -1,0 +1,79 @@
+"""Low-rank products of LoRA adapters, many in one batch: out += scale × (x Aᵀ) Bᵀ with each row's own A and B.
+
+Plain torch is the reference; CUDA tensors take the Triton kernels that are held to it. Rows without an adapter cost
+nothing. Shapes are those of `lora_types.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
+from nvcli.kernels.lora_types import PAGE_RANKS, AdaptedLayer, AdapterBank, AdapterRows
+
+
+def spread_adapters(adapters_of_slots: Tensor, slots: Tensor, query_start_loc: Tensor, out: Tensor) -> None:
+    """Write each row's adapter into `out` [T] int32 for all of its tokens.
+
+    adapters_of_slots: [slots] int32; slots: [R] int32; query_start_loc: [R + 1] int32, where the tokens of each begin.
+    """
+    if out.is_cuda:
+        from nvcli.kernels.triton.products import lora_rows as kernels
+
+        kernels.spread_adapters(adapters_of_slots, slots, query_start_loc, out)
+        return
+    spread = torch.repeat_interleave(adapters_of_slots[slots.long()], query_start_loc.diff().long())
+    out[: len(spread)] = spread
+
+
+def group_rows(adapters: Tensor, num_places: int, *, batch_invariant: bool = False) -> AdapterRows:
+    """Sort rows by adapter and cut them into tiles. adapters: [T] int32, contiguous. `batch_invariant`: see
+    `AdapterRows`."""
+    if not adapters.is_cuda:
+        nothing = adapters.new_empty(0)
+        return AdapterRows(adapters, nothing, nothing, nothing, 0, batch_invariant)
+    from nvcli.kernels.triton.products import lora_rows as kernels
+
+    return kernels.group_rows(adapters, num_places, batch_invariant=batch_invariant)
+
+
+def add_low_rank(out: Tensor, x: Tensor, rows: AdapterRows, bank: AdapterBank, layer: AdaptedLayer) -> None:
+    """Add the low-rank products of a layer to its result. x: [T, in]; out: [T, out], contiguous, written."""
+    if x.is_cuda:
+        from nvcli.kernels.triton.products import lora as kernels
+
+        kernels.add_low_rank(out, x, rows, bank, layer)
+        return
+    for place in range(bank.num_places):
+        chosen = (rows.adapters == place + 1).nonzero().squeeze(1)
+        if len(chosen) == 0:
+            continue
+        pages = bank.pages[bank.page_table[place].long()]
+        for first, count, projection, _ in layer.blocks.tolist():
+            number = layer.first_projection + projection
+            rank = int(bank.ranks[place, number])
+            if rank == 0:
+                continue
+            down = pages[:, layer.down_offset :][:, : layer.num_projections * PAGE_RANKS * layer.in_features]
+            down = down.reshape(len(pages), layer.num_projections, PAGE_RANKS, -1)[:, projection].flatten(0, 1)[:rank]
+            up = pages[:, layer.up_offset :][:, : PAGE_RANKS * layer.out_features]
+            up = up.reshape(len(pages) * PAGE_RANKS, -1)[:rank, first : first + count]
+            low = (x[chosen].float() @ down.float().t()) * bank.scales[place, number]
+            added = low.to(x.dtype).float() @ up.float()
+            out[chosen, first : first + count] = (out[chosen, first : first + count].float() + added).to(out.dtype)
+
+
+def activate_with_low_rank(
+    gate_up: Tensor, x: Tensor, rows: AdapterRows, bank: AdapterBank, layer: AdaptedLayer, activation: Activation
+) -> Tensor:
+    """Compute activation(gate) × up of a gated MLP, with its low-rank products added to the one and the other.
+
+    x: [T, in]; gate_up: [T, 2 I], contiguous, may be written over → [T, I].
+    """
+    if x.is_cuda:
+        from nvcli.kernels.triton.products import lora as kernels
+
+        return kernels.activate_with_low_rank(gate_up, x, rows, bank, layer, activation)
+    add_low_rank(gate_up, x, rows, bank, layer)
+    return ACTIVATE_AND_MUL[activation](gate_up)

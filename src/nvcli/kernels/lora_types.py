@@ -1,0 +1,122 @@
+"""How the matrices of LoRA adapters lie on the device, and which rows of a step have which (`lora.py`).
+
+The matrices of all adapters lie in *pages* of `PAGE_RANKS` ranks of every layer (S-LoRA, Sheng et al. 2023, pages in
+the same way): an adapter has as many as its rank needs, anywhere, and ranks may differ without padding to the largest.
+
+Shapes: T rows, `in` and `out` features of a linear layer on this rank, L places for adapters on the device, J
+projections that a layer fuses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from nvcli.kernels.whole_numbers import next_power_of_2
+
+PAGE_RANKS = 16
+"""Ranks of a page: the fewest that tensor cores multiply by."""
+_MOST_ALIGN = 16
+RANKS_AT_ONCE = 64
+"""The most ranks that a program multiplies by at a time."""
+TILE_FIELDS = 4
+"""The int32 words of a tile: the place of its adapter from 0 (as many as there are: none), its first place in the
+order, its number of rows, unused."""
+BLOCK_FIELDS = 4
+"""The int32 words of a block of output features: its first feature, their number, its projection, unused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterBank:
+    """The matrices of the adapters on the device. Place l is that of adapter number l + 1 in `AdapterRows`."""
+
+    pages: Tensor
+    """[pages, elements], in the model's type: of each layer A [J, PAGE_RANKS, in], then B [PAGE_RANKS, out]."""
+    page_table: Tensor
+    """[L, most pages of an adapter] int32."""
+    ranks: Tensor
+    """[L, projections of all layers] int32, the rank of each adapter; 0: it leaves the projection as it is."""
+    scales: Tensor
+    """[L, projections of all layers] float32."""
+
+    @property
+    def num_places(self) -> int:
+        return self.page_table.shape[0]
+
+    @property
+    def max_rank(self) -> int:
+        """The most ranks that an adapter has room for: `page_columns` pages."""
+        return self.page_table.shape[1] * PAGE_RANKS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedLayer:
+    """Where a linear layer's matrices are in the pages."""
+
+    in_features: int
+    out_features: int
+    first_projection: int
+    """The column of its first projection in `AdapterBank.ranks`."""
+    num_projections: int
+    down_offset: int
+    """The first element of A in a page."""
+    up_offset: int
+    """The first element of B in a page."""
+    blocks: Tensor
+    """[blocks, BLOCK_FIELDS] int32: its output features, each block of one projection."""
+    block_features: int
+    """The most features of a block."""
+    feature_align: int
+    """A power of two that divides where blocks begin, and their sizes."""
+
+
+class AdapterRows(NamedTuple):
+    """The adapters of some rows: of a step's tokens, or of those that go on behind the last attention."""
+
+    adapters: Tensor
+    """[T] int32: a place on the device, from 1; NO_ADAPTER: none."""
+    order: Tensor
+    """[T] int32: the rows sorted by adapter, those without one last; none on a CPU."""
+    tiles: Tensor
+    """[most tiles, TILE_FIELDS] int32: tiles of rows of one adapter, then of rows without; none on a CPU."""
+    num_tiles: Tensor
+    """[2] int32: the number of tiles of rows with adapters, and of all; none on a CPU."""
+    row_tile: int
+    """The most rows of a tile."""
+    batch_invariant: bool = False
+    """Whether a row's products have the same bits whatever other rows there are."""
+
+
+class BatchAdapters(NamedTuple):
+    """The adapters of a step."""
+
+    tokens: AdapterRows
+    kept: AdapterRows
+    """Those of the tokens that go on behind the last attention."""
+
+
+def page_columns(max_rank: int) -> int:
+    """Return the pages that `AdapterBank.page_table` has room for: those of the largest rank, rounded up to what the
+    kernels multiply by at a time."""
+    pages = -(-max_rank // PAGE_RANKS)
+    return (
+        next_power_of_2(pages)
+        if pages <= RANKS_AT_ONCE // PAGE_RANKS
+        else -(-max_rank // RANKS_AT_ONCE) * (RANKS_AT_ONCE // PAGE_RANKS)
+    )
+
+
+def feature_blocks(projections: Sequence[tuple[int, int]], block_features: int) -> tuple[list[list[int]], int]:
+    """Return the blocks of a layer's output features, and `AdaptedLayer.feature_align`. projections: (number of
+    features, projection) of consecutive runs of features."""
+    blocks, first = [], 0
+    for num_features, projection in projections:
+        for start in range(0, num_features, block_features):
+            blocks.append([first + start, min(block_features, num_features - start), projection, 0])
+        first += num_features
+    align = math.gcd(_MOST_ALIGN, *(number for first, num_features, *_ in blocks for number in (first, num_features)))
+    return blocks, align

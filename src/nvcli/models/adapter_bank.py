@@ -1,0 +1,228 @@
+"""LoadedAdapters: the LoRA adapters that rows choose from, on the device and in host memory.
+
+Each rank keeps the part of A and B that belongs to its part of a linear layer: where ranks share a layer's outputs, all
+of A and some of B, and where they share its inputs, some of A and all of B. An adapter is read from its file when it is
+first loaded, and then stays in host memory as the pages that the device gets (`kernels/lora.py`), one copy for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nvcli.kernels.lora_types import PAGE_RANKS, AdaptedLayer, AdapterBank, feature_blocks, page_columns
+from nvcli.models.adapters.adapter import Adapter
+from nvcli.models.adapters.merge import read_features, read_floats
+from nvcli.models.kept_values import in_order
+from nvcli.models.parallel import LinearPiece, LowRankProducts, ShardedLinear
+from nvcli.models.stored_values import OpenFiles
+from nvcli.models.tensor_info import LowRankChange
+from nvcli.models.weights import length
+
+BLOCK_FEATURES = 256
+"""Output features of a tile of products."""
+_PAGE_ALIGN = 64
+"""Elements: pages begin where kernels read 16 bytes at a time."""
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LinearPlan:
+    """A linear layer that some adapters change."""
+
+    linear: ShardedLinear
+    names: tuple[str, ...]
+    """The weight of each projection."""
+    layer: AdaptedLayer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HostAdapter:
+    """What a rank has of an adapter, in host memory."""
+
+    pages: Tensor
+    """[its pages, elements], in the model's type."""
+    ranks: Tensor
+    """[projections of all layers] int32."""
+    scales: Tensor
+    """[projections of all layers] float32."""
+
+
+class LoadedAdapters:
+    """The adapters of one rank. Everything that it gives to the device keeps its address."""
+
+    bank: AdapterBank
+
+    def __init__(self, model: nn.Module, adapters: Sequence[Adapter], dtype: torch.dtype) -> None:
+        """Find what `adapters` change in the linear layers of a model that has its memory. None is loaded, and there is
+        no place for any yet."""
+        self._adapters, self._dtype = adapters, dtype
+        self._device = next(model.parameters()).device
+        self._plans, self._num_elements = _plan(model, adapters, self._device)
+        self._largest = sorted((_num_pages(adapter) for adapter in adapters), reverse=True)
+        """The pages of each adapter, the largest first."""
+        self._free_pages: list[int] = []
+        self._pages: dict[int, list[int]] = {}
+        """Place → the pages of the adapter there."""
+        self._on_host: dict[int, _HostAdapter] = {}
+
+    def num_bytes(self, num_places: int) -> int:
+        """Return the memory that places for any so many of the adapters take on the device."""
+        return sum(self._largest[:num_places]) * self._num_elements * self._dtype.itemsize
+
+    def make_places(self, num_places: int) -> None:
+        """Allocate places on the device, and give the linear layers what the adapters there add."""
+        device, dtype, num_pages = self._device, self._dtype, sum(self._largest[:num_places])
+        num_projections = sum(len(plan.names) for plan in self._plans)
+        columns = page_columns(max(map(_max_rank, self._adapters)))
+        self.bank = AdapterBank(
+            pages=torch.zeros(num_pages, self._num_elements, dtype=dtype, device=device),
+            page_table=torch.zeros(num_places, columns, dtype=torch.int32, device=device),
+            ranks=torch.zeros(num_places, num_projections, dtype=torch.int32, device=device),
+            scales=torch.zeros(num_places, num_projections, dtype=torch.float32, device=device),
+        )
+        for plan in self._plans:
+            plan.linear.low_rank = LowRankProducts(bank=self.bank, layer=plan.layer)
+        self._free_pages = list(range(num_pages))
+
+    def load(self, place: int, number: int) -> None:
+        """Put adapter `number` into `place`, both from 1, in the order of the device's work. The one that was there is
+        gone.
+
+        Raises LoadError where its file cannot be read.
+        """
+        on_host = self._on_host.get(number)
+        if on_host is None:
+            on_host = self._on_host[number] = self._read(self._adapters[number - 1])
+        self._free_pages += self._pages.pop(place, [])
+        mine = self._pages[place] = [self._free_pages.pop() for _ in range(len(on_host.pages))]
+        for page, values in zip(mine, on_host.pages, strict=True):
+            self.bank.pages[page].copy_(values, non_blocking=True)
+        row = self.bank.page_table[place - 1, : len(mine)]
+        row.copy_(self._pinned(torch.tensor(mine, dtype=torch.int32, device=_CPU)), non_blocking=True)
+        self.bank.ranks[place - 1].copy_(on_host.ranks, non_blocking=True)
+        self.bank.scales[place - 1].copy_(on_host.scales, non_blocking=True)
+
+    def _pinned(self, values: Tensor) -> Tensor:
+        """Return the same values where a GPU can read them while the host goes on. The allocator keeps the memory until
+        the copy has finished."""
+        return values.pin_memory() if self.bank.pages.is_cuda else values
+
+    def _read(self, adapter: Adapter) -> _HostAdapter:
+        bank = self.bank
+        pages = torch.zeros(_num_pages(adapter), bank.pages.shape[1], dtype=bank.pages.dtype, device=_CPU)
+        ranks, scales = [], []
+        with OpenFiles() as files:
+            for plan in self._plans:
+                for projection, name in enumerate(plan.names):
+                    change = _low_rank_change(adapter, name)
+                    if change is not None:
+                        _fill(files, pages, plan, projection, change)
+                    ranks.append(0 if change is None else change.down.shape[0])
+                    scales.append(0.0 if change is None else change.scaling)
+        return _HostAdapter(
+            pages=self._pinned(pages),
+            ranks=self._pinned(torch.tensor(ranks, dtype=torch.int32, device=_CPU)),
+            scales=self._pinned(torch.tensor(scales, dtype=torch.float32, device=_CPU)),
+        )
+
+
+def _plan(model: nn.Module, adapters: Sequence[Adapter], device: torch.device) -> tuple[list[_LinearPlan], int]:
+    """Return the linear layers that adapters change, with their places in a page, and the elements of a page."""
+    changed = {name for adapter in adapters for name in adapter.changes}
+    plans: list[_LinearPlan] = []
+    offset = first_projection = 0
+    for linear in model.modules():
+        if not isinstance(linear, ShardedLinear):
+            continue
+        names = tuple(dict.fromkeys(piece.weight.name for piece in linear.pieces))
+        if changed.isdisjoint(names):
+            continue
+        runs = [(length(piece.rows), names.index(piece.weight.name)) for piece in linear.pieces]
+        in_features = length(linear.pieces[0].columns)
+        out_features = sum(num_features for num_features, _ in runs)
+        up_offset = _aligned(offset + len(names) * PAGE_RANKS * in_features)
+        blocks, align = feature_blocks(_merged(runs), BLOCK_FEATURES)
+        layer = AdaptedLayer(
+            in_features=in_features,
+            out_features=out_features,
+            first_projection=first_projection,
+            num_projections=len(names),
+            down_offset=offset,
+            up_offset=up_offset,
+            blocks=torch.tensor(blocks, dtype=torch.int32, device=device),
+            block_features=BLOCK_FEATURES,
+            feature_align=align,
+        )
+        plans.append(_LinearPlan(linear=linear, names=names, layer=layer))
+        first_projection += len(names)
+        offset = _aligned(up_offset + PAGE_RANKS * out_features)
+    return plans, offset
+
+
+def _merged(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join neighbouring runs of features of the same projection."""
+    joined: list[tuple[int, int]] = []
+    for num_features, projection in runs:
+        if joined and joined[-1][1] == projection:
+            num_features += joined.pop()[0]
+        joined.append((num_features, projection))
+    return joined
+
+
+def _fill(files: OpenFiles, pages: Tensor, plan: _LinearPlan, projection: int, change: LowRankChange) -> None:
+    """Read a projection's A and B of an adapter into its pages."""
+    layer, rank = plan.layer, change.down.shape[0]
+    size = PAGE_RANKS * layer.in_features
+    downs = pages[:, layer.down_offset + projection * size :][:, :size].view(len(pages), PAGE_RANKS, -1)
+    ups = pages[:, layer.up_offset :][:, : PAGE_RANKS * layer.out_features].view(len(pages), PAGE_RANKS, -1)
+    first_feature, is_first = 0, True
+    for piece in plan.linear.pieces:
+        features = slice(first_feature, first_feature + length(piece.rows))
+        first_feature = features.stop
+        if piece.weight.name != plan.names[projection]:
+            continue
+        if is_first:
+            down = read_floats(files, change.down, (slice(0, rank), piece.columns), _CPU)
+            for page, rows in _page_rows(down):
+                downs[page, : len(rows)] = rows
+            is_first = False
+        for page, rows in _page_rows(_read_up(files, piece, change)):
+            ups[page, : len(rows), features] = rows
+
+
+def _read_up(files: OpenFiles, piece: LinearPiece, change: LowRankChange) -> Tensor:
+    """Read B of a piece, [rank, rows of the piece], in the order in which ranks keep these."""
+    up = read_features(files, change.up, change.features.range(piece.rows), _CPU)
+    assert piece.weight.offset == 0.0
+    return in_order(up.t(), piece.weight.row_order).t() * piece.weight.factor
+
+
+def _page_rows(values: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Cut a matrix [rank, features] into the rows of each page."""
+    firsts = range(0, len(values), PAGE_RANKS)
+    return ((number, values[first : first + PAGE_RANKS]) for number, first in enumerate(firsts))
+
+
+def _low_rank_change(adapter: Adapter, name: str) -> LowRankChange | None:
+    changes = adapter.changes.get(name, ())
+    return next((change for change in changes if isinstance(change, LowRankChange)), None)
+
+
+def _num_pages(adapter: Adapter) -> int:
+    return -(-_max_rank(adapter) // PAGE_RANKS)
+
+
+def _max_rank(adapter: Adapter) -> int:
+    return max(change.down.shape[0] for change in _low_rank_changes(adapter.changes))
+
+
+def _low_rank_changes(changes: Mapping[str, Sequence[object]]) -> Iterator[LowRankChange]:
+    return (change for of_name in changes.values() for change in of_name if isinstance(change, LowRankChange))
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // _PAGE_ALIGN) * _PAGE_ALIGN

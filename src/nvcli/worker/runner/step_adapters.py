@@ -1,0 +1,65 @@
+"""StepAdapters: the LoRA adapters of a step's requests, from the engine's message to the rows of linear layers.
+
+A request brings the place of its adapter on the device, its slot keeps it, and before the forward pass every token gets
+that of its slot and tokens are sorted by adapter. All of this but the engine's changes is on the device, at fixed
+addresses, so that one graph serves any mix of adapters. Steps whose rows have none launch nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.core.messages import NO_ADAPTER, StepInput
+from nvcli.kernels.lora import group_rows, spread_adapters
+from nvcli.kernels.lora_types import BatchAdapters
+from nvcli.kernels.step_tensors import StepRows
+from nvcli.models.adapter_bank import LoadedAdapters
+from nvcli.worker.runner.slot_table import unpack_ids
+from nvcli.worker.runner.uploader import Uploader
+
+
+class StepAdapters:
+    """The adapter of each slot, and those on the device."""
+
+    def __init__(
+        self,
+        loaded: LoadedAdapters,
+        upload: Uploader,
+        device: torch.device,
+        *,
+        num_slots: int,
+        max_tokens: int,
+        batch_invariant: bool,
+    ) -> None:
+        """`num_slots` counts the padding slot, which has no adapter."""
+        self._loaded, self._upload, self._batch_invariant = loaded, upload, batch_invariant
+        self._places = torch.full((num_slots,), NO_ADAPTER, dtype=torch.int32, device=device)
+        self._places_host = np.full(num_slots, NO_ADAPTER, dtype=np.int32)
+        """The same on the host, so that only changes are uploaded."""
+        self._of_tokens = torch.full((max_tokens,), NO_ADAPTER, dtype=torch.int32, device=device)
+
+    def apply(self, step: StepInput) -> None:
+        """Load adapters, and give new slots theirs. Raises LoadError where an adapter's file cannot be read."""
+        for place, number in unpack_ids(step.adapter_loads).reshape(-1, 2).tolist():
+            self._loaded.load(place, number)
+        places = {
+            new.slot: new.adapter_place for new in step.new_slots if new.adapter_place != self._places_host[new.slot]
+        }
+        if places:
+            slots, values = np.array(list(places)), np.array(list(places.values()))
+            self._places_host[slots] = values
+            on_device, uploaded = self._upload(slots, values)
+            self._places[on_device.long()] = uploaded
+
+    def prepare(self, rows: StepRows, batch: ForwardBatch) -> BatchAdapters:
+        """Sort the tokens of a step by adapter. A graph can hold it."""
+        of_tokens = self._of_tokens[: batch.num_tokens]
+        spread_adapters(self._places, rows.slots, rows.query_start_loc, of_tokens)
+        num_places = self._loaded.bank.num_places
+        tokens = group_rows(of_tokens, num_places, batch_invariant=self._batch_invariant)
+        if batch.logits_rows is None:
+            return BatchAdapters(tokens, tokens)
+        kept = group_rows(of_tokens[batch.logits_rows], num_places, batch_invariant=self._batch_invariant)
+        return BatchAdapters(tokens, kept)

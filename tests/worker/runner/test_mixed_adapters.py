@@ -1,0 +1,98 @@
+"""Requests with different LoRA adapters and with none in the same steps: each answer is that of the checkpoint that its
+adapter makes, whatever runs beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from generation import EOS, generate, generate_here
+from generation import prompts as all_prompts
+
+from adapters import LINEAR, low_rank, merge, write_adapter
+from checkpoints import write_tiny_model
+from nvcli.core.messages import unpack
+from nvcli.engine.request import Request
+from requests_factory import make_request
+
+MODULES: list[tuple[int, tuple[str, ...]]] = [(4, LINEAR), (20, ("q_proj", "v_proj")), (7, LINEAR)]
+"""The rank of each adapter, and what it changes."""
+ANSWER = 12
+
+
+def prompts() -> list[list[int]]:
+    """Prompts of 1 to 80 tokens, some of which begin alike."""
+    return [prompt for prompt in all_prompts() if len(prompt) <= 80][3::2]
+
+
+class Adapters:
+    """A tiny model, its adapters, and the answers of the checkpoints that they make."""
+
+    def __init__(self, folder: Path) -> None:
+        self.base = write_tiny_model(folder / "base", "Qwen3")
+        self.folders, merged = [], [self.base]
+        for number, (rank, modules) in enumerate(MODULES, 1):
+            tensors = low_rank(self.base, modules, rank=rank, seed=number)
+            settings = {"r": rank, "lora_alpha": 2 * rank, "target_modules": list(modules)}
+            self.folders.append(write_adapter(folder / f"adapter {number}", tensors, **settings))
+            merged.append(merge(self.base, tensors, folder / f"merged {number}"))
+        self.expected = [tokens_of(generate_here(path, requests_of(0))[0]) for path in merged]
+
+
+def requests_of(adapter: int, first_id: int = 0) -> list[Request]:
+    """The same prompts, some of which share prefixes, for an adapter."""
+    return [
+        make_request(first_id + number, prompt, ANSWER, stop_ids=[EOS], adapter=adapter)
+        for number, prompt in enumerate(prompts())
+    ]
+
+
+def mixed_requests() -> list[Request]:
+    """Every prompt with every adapter and with none, one after the other."""
+    by_adapter = [requests_of(adapter, 100 * adapter) for adapter in range(len(MODULES) + 1)]
+    return [request for of_prompt in zip(*by_adapter, strict=True) for request in of_prompt]
+
+
+def tokens_of(outputs: dict[int, Any]) -> dict[int, list[int]]:
+    return {number: unpack(output.token_ids).tolist() for number, output in outputs.items()}
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
+    return Adapters(tmp_path_factory.mktemp("adapters"))
+
+
+def check(adapters: Adapters, outputs: dict[int, Any]) -> None:
+    answers = tokens_of(outputs)
+    assert len(answers) == len(adapters.expected) * len(prompts())
+    for adapter, expected in enumerate(adapters.expected):
+        assert {number - 100 * adapter: answers[number] for number in answers if number // 100 == adapter} == expected
+    assert len({tuple(map(tuple, one.values())) for one in adapters.expected}) == len(adapters.expected)
+
+
+def config_of(adapters: Adapters, **config: Any) -> dict[str, Any]:
+    return {"lora_paths": tuple(adapters.folders), **config}
+
+
+def test_chunked_preempted_and_evicted(adapters: Adapters) -> None:
+    """Two places for three adapters; too few blocks for all that run; equal prompts under different adapters share
+    nothing, and under the same one they do."""
+    config = config_of(adapters, max_loaded_adapters=2, num_kv_tokens=180)
+    outputs, stats = generate_here(adapters.base, mixed_requests(), **config)
+    check(adapters, outputs)
+    assert stats.num_preemptions > 0
+    assert 0 < stats.cached_tokens < stats.prompt_tokens
+
+
+def test_drafts(adapters: Adapters) -> None:
+    outputs, stats = generate_here(
+        adapters.base, mixed_requests(), **config_of(adapters, max_draft_tokens=3, draft_policy="always")
+    )
+    check(adapters, outputs)
+    assert stats.accepted_tokens > 0
+
+
+def test_tensor_parallel_ranks(adapters: Adapters) -> None:
+    outputs, _ = generate(adapters.base, mixed_requests(), **config_of(adapters, tensor_parallel_size=2))
+    check(adapters, outputs)
