@@ -86,13 +86,53 @@ def test_what_does_not_fit_ends_the_command_before_it_loads_anything(
     assert "the adapter was made for someone/large (base_model_name_or_path)" in done.stderr
 
 
-def test_names_and_several_adapters_are_refused(folder: Path, nvcli_here: NvcliHere) -> None:
-    done = nvcli_here("generate", "in.jsonl", "-m", "demo", "--lora", "sql=one", cwd=folder)
+def test_rows_choose_adapters_by_name(folder: Path, nvcli_here: NvcliHere) -> None:
+    """In one run, and one of them by the model of an OpenAI row; rows without a name have the base model."""
+    names = [None, "sql", "chat", "sql", "law"]
+    rows = [{"prompt": ROWS[1]["prompt"], "lora": name} for name in names] + [{"prompt": ROWS[1]["prompt"]}]
+    body = {"model": "chat", "prompt": ROWS[1]["prompt"], "max_tokens": 12, "temperature": 0}
+    rows.append({"custom_id": "other", "method": "POST", "url": "/v1/completions", "body": body})
+    (folder / "mixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    always = ("mixed.jsonl", "-m", "demo", "--temperature", "0", "--max-tokens", "12")
+    done = nvcli_here("generate", *always, "--lora", "sql=one", "--lora", "chat=two", cwd=folder)
+    assert done.returncode == 1, done.stderr
+    *given, openai = sorted(rows_of(folder / "mixed.out.jsonl"), key=lambda row: row.get("index", len(rows)))
+    texts = [row["choices"][0]["text"] if row["choices"] else row["error"] for row in given]
+    expected = []
+    for merged in (None, folder / "one", folder / "two"):
+        with LLM("demo", seed=0, lora=None if merged is None else str(merged)) as llm:
+            (answer,) = llm.generate([rows[0]["prompt"]], sampling={"temperature": 0, "max_tokens": 12})
+            expected.append(answer.text)
+    base, sql, chat = expected
+    assert len({base, sql, chat}) == 3
+    error = {"type": "invalid_value", "message": 'line 5: `lora` is "law", which is no adapter; allowed: chat, sql'}
+    assert texts == [base, sql, chat, sql, error, base]
+    assert openai["response"]["body"]["choices"][0]["text"] == chat
+    manifest = load_manifest(folder / "mixed.out.jsonl")
+    assert manifest is not None
+    assert "lora sql adapter_model.safetensors" in manifest.facts
+
+
+def test_adapters_that_rows_cannot_choose_are_refused(folder: Path, nvcli_here: NvcliHere) -> None:
+    done = nvcli_here("generate", "in.jsonl", "-m", "demo", "--lora", "one", "--lora", "sql=two", cwd=folder)
     assert done.returncode == 2
-    assert "`lora` is sql=one: adapters with names, of which each row has one, are not served" in done.stderr
-    done = nvcli_here("generate", "in.jsonl", "-m", "demo", "--lora", "one", "--lora", "two", cwd=folder)
+    assert "`lora` has 2 adapters, and one has no name; name each (--lora NAME=PATH)" in done.stderr
+    done = nvcli_here("generate", "in.jsonl", "-m", "demo", "--lora", "a=one", "--lora", "a=two", cwd=folder)
     assert done.returncode == 2
-    assert "--lora is given 2 times; one adapter serves all rows of a run" in done.stderr
+    assert "`lora` names a twice" in done.stderr
+    tensors = low_rank(demo_path(), LINEAR)
+    write_adapter(folder / "dora", {**tensors, **magnitudes(tensors)}, use_dora=True)
+    done = nvcli_here("generate", "in.jsonl", "-m", "demo", "--lora", "a=dora", cwd=folder)
+    assert done.returncode == 2
+    assert "`use_dora`: DoRA is nothing that single rows can have; give it alone as --lora PATH" in done.stderr
     done = nvcli_here("bench", "--shape", "qwen3-0.6b", "--lora", "one", cwd=folder)
     assert done.returncode == 2
-    assert "--shape qwen3-0.6b makes up weights, and `lora` is one" in done.stderr
+    assert "--shape qwen3-0.6b makes up weights, and `lora` is" in done.stderr
+
+
+def magnitudes(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name.replace("lora_B.weight", "lora_magnitude_vector"): tensor.abs().sum(1) + 1
+        for name, tensor in tensors.items()
+        if "lora_B" in name
+    }

@@ -259,8 +259,6 @@ def test_names_of_other_classes_of_a_model(base: Path, tmp_path: Path) -> None:
 def test_folders_that_hold_no_adapter(base: Path, tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"the folder has no adapter_config.json; a LoRA adapter is a folder"):
         find_adapter(str(base))
-    with pytest.raises(ConfigError, match="`lora` is sql=some/where: adapters with names"):
-        find_adapter("sql=some/where")
     with pytest.raises(LoadError, match="no such folder"):
         find_adapter("./nowhere")
     with pytest.raises(LoadError, match="a file; a LoRA adapter is a folder"):

@@ -147,7 +147,7 @@ def _typer_option(field: FlaggedField) -> inspect.Parameter:
         kind = bool | None
     elif bool in kinds:
         kind, default = bool, False
-    elif flag.once is not None or any(get_origin(each) in (list, Sequence) for each in kinds):
+    elif any(get_origin(each) in (list, Sequence) for each in kinds):
         kind = list[str] | None
     words = [word for each in kinds if get_origin(each) is Literal for word in get_args(each)]
     complete = getattr(completion, flag.completes) if flag.completes else completion.words(*words) if words else None
@@ -214,10 +214,6 @@ def _read_struct(
         values["flags"] = {}
     for field in of_keys:
         flag, value = field.flag, given[_name(field.flag)]
-        if flag.once is not None and value:
-            if len(value) > 1:
-                raise ConfigError(f"{flag.name} is given {len(value)} times; {flag.once}")
-            (value,) = value
         if flag.switch is not None and value is not None:
             off = flag.names.partition("/")[2]
             values["flags"] |= {flag.name: flag.switch[0]} if value else {off: flag.switch[1]}

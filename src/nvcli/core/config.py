@@ -32,6 +32,7 @@ from nvcli.core.config_types import (
 )
 from nvcli.core.flags import MODEL, SAMPLING, Flag, FlaggedField, flagged_fields
 from nvcli.core.job_config import MESSAGES_KEY, JobConfig, MessageTemplate
+from nvcli.core.lora_config import LoraConfig
 from nvcli.core.other_names import own_keys
 from nvcli.core.sampling_params import MAX_INT, SamplingParams
 from nvcli.core.speculation_config import SpeculationConfig
@@ -66,16 +67,17 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Flag("--revision", MODEL, "Branch, tag or commit of a model on the Hugging Face hub [default: main]", "NAME"),
     ] = None
     lora: Annotated[
-        str | None,
+        str | list[str] | LoraConfig | None,
         Flag(
             "--lora",
             MODEL,
-            "LoRA adapter of PEFT for all rows: folder or Hugging Face id, which may end in @REVISION.",
-            "PATH|NAME",
-            once="one adapter serves all rows of a run: give each adapter a run of its own",
+            "LoRA adapter of PEFT for all rows: folder or Hugging Face id, which may end in @REVISION. With a NAME: "
+            "for rows that name it; may be repeated.",
+            "[NAME=]PATH",
         ),
     ] = None
-    """It is merged into the weights as they are loaded. null: the model as it is."""
+    """One without a name is merged into the weights as they are loaded; those with names (`NAME=PATH`) are for rows
+    with `"lora": "NAME"`. null: the model as it is."""
     hf_overrides: Annotated[
         dict[str, Any],
         Flag(

@@ -41,8 +41,6 @@ class Flag:
     """Example of a JSON object, shown in the help of an option that takes one."""
     switch: tuple[str, str] | None = None
     """Values for on and off, if the field is not a `bool`."""
-    once: str | None = None
-    """Message for an option that is given several times, where the last one must not silently win; None: it wins."""
     completes: Literal["models", "shapes", "gpus", "keys"] | None = None
     """Values that the shell completes (`cli.completion`); None: those of the field's type."""
 

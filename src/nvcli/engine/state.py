@@ -25,7 +25,7 @@ class Prompt:
         self.stop_ids = frozenset((*request.stop_ids, NOT_FINITE, CONSTRAINT_FAILED))
         """The ids that end an answer when they come back: the request's own, and those that stand for failures."""
         self.hash_root: BlockHash = pack([request.adapter]) if request.adapter != NO_ADAPTER else b""
-        """What the hashes of blocks begin from: keys and values under one adapter are never those under another."""
+        """The beginning of the hashes of blocks: keys and values under one adapter are never those under another."""
         self._block_hashes: list[BlockHash] | None = None
 
     def tokens(self, start: int, end: int) -> array[int]:

@@ -182,6 +182,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     prompts: Sequence[Prompt] = ()
     """Several prompts in any of these forms, each computed as a job of its own (`job.run.several_prompts`)."""
     sampling: SamplingParams
+    adapter: int = 0
+    """The number of its LoRA adapter among those of the run, from 1; 0: it has none of its own."""
     task: PromptTask | None = None
     """The task that the row asks for instead of a generated answer; None: an answer."""
 

@@ -55,7 +55,7 @@ class AdapterBank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedLayer:
-    """Where a linear layer's matrices are in the pages."""
+    """The places of a linear layer's matrices in the pages."""
 
     in_features: int
     out_features: int
@@ -96,7 +96,7 @@ class BatchAdapters(NamedTuple):
 
     tokens: AdapterRows
     kept: AdapterRows
-    """Those of the tokens that go on behind the last attention."""
+    """The adapters of the tokens that go on behind the last attention."""
 
 
 def page_columns(max_rank: int) -> int:

@@ -133,7 +133,15 @@ class Session:
             self._calls.add(call)
         keys = row_keys(self.run.job)
         chat = self._resolved.choose_chat(is_task=task is not None)
-        parser = make_parser(self.run.job, for_all, chat=chat, keep=lambda value: value, caller=call, task=task)
+        parser = make_parser(
+            self.run.job,
+            for_all,
+            chat=chat,
+            keep=lambda value: value,
+            caller=call,
+            task=task,
+            adapters=self._resolved.adapter_names,
+        )
 
         def read_rows() -> None:
             error: BaseException | None = None

@@ -41,7 +41,7 @@ class _LinearPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HostAdapter:
-    """What a rank has of an adapter, in host memory."""
+    """A rank's part of an adapter, in host memory."""
 
     pages: Tensor
     """[its pages, elements], in the model's type."""

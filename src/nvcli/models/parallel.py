@@ -55,7 +55,8 @@ class ShardedLinear(WeightModule):
     column_order: nn.Parameter
     """[pieces, columns] int32, where columns in 4 bits have an order of their own."""
     low_rank: LowRankProducts | None = None
-    """What LoRA adapters of single rows add, set when they are prepared; None: there are no adapters for the layer."""
+    """The products that LoRA adapters of single rows add, set when adapters get their places; None: no adapter changes
+    the layer."""
 
     def __init__(self, build: BuildContext, path: str, projections: Sequence[str | LinearPiece]) -> None:
         """`path` is the layer's dotted name in the model; the projections stand beside it in the checkpoint. One of
@@ -90,7 +91,7 @@ class ShardedLinear(WeightModule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRankProducts:
-    """What the adapters on the device add to a linear layer's product, whatever way its method multiplies."""
+    """The products that the adapters on the device add to a linear layer's own, whatever way its method multiplies."""
 
     bank: AdapterBank
     layer: AdaptedLayer

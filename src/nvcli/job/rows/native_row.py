@@ -19,6 +19,8 @@ from nvcli.job.rows.conversation import check_messages, conversation_options
 from nvcli.job.rows.prompt_rules import PromptKind, PromptRules
 from nvcli.job.rows.raw_values import decode, decode_list, is_null
 
+ADAPTER_KEY = "lora"
+"""The key that names a row's LoRA adapter, where adapters have names."""
 _CONVERSATIONS = "conversations"
 """ShareGPT's key of a conversation."""
 _INSTRUCTION, _INPUT = "instruction", "input"
@@ -43,6 +45,8 @@ class RowKeys(msgspec.Struct, frozen=True, kw_only=True):
     id: str = "id"
     sampling: str = "sampling"
     chat_template_kwargs: str = "chat_template_kwargs"
+    adapter: str | None = None
+    """The key that names a row's LoRA adapter; None: adapters have no names, and rows do not choose one."""
     deciding: str | None = None
     """The key that wins in rows with several of `prompts`; None: such rows are errors."""
 
@@ -62,7 +66,8 @@ class RowKeys(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def beside_prompt(self) -> frozenset[str]:
-        return frozenset((self.id, self.sampling, self.chat_template_kwargs))
+        adapter = () if self.adapter is None else (self.adapter,)
+        return frozenset((self.id, self.sampling, self.chat_template_kwargs, *adapter))
 
 
 class RowDefaults:

@@ -6,7 +6,7 @@ made of it could take thirty times the memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -65,12 +65,14 @@ class RowParser:
         keep_input: bool = False,
         caller: Caller | None = None,
         task: TaskRows | None = None,
+        adapters: Sequence[str] = (),
     ) -> None:
         """`sampling_defaults` are valid as SamplingParams; a row's own keys go over them.
 
         `keep` turns a value that is passed through into what `RowContext.extra` holds. With `keep_input`, keys that say
         something to nvcli are passed through as all others are. `caller` waits for all these rows. `task` is what is
-        made of them in place of answers.
+        made of them in place of answers. `adapters` are the names that rows may have under the key of
+        adapters.
         """
         self._keep = keep
         self._keep_input = keep_input
@@ -80,7 +82,7 @@ class RowParser:
         # A template reads columns, whatever their names.
         prompts = () if self.rules.has_template else self.keys.prompts
         self._own_keys = self.keys.beside_prompt.union(prompts)
-        self._task = task
+        self._task, self._adapters = task, adapters
         if task is not None:
             self._own_keys = self._own_keys - {self.keys.sampling} | task.keys
         # Beside a prompt they are columns like others.
@@ -191,6 +193,8 @@ class RowParser:
             job = openai_job(values, context, defaults, rules)
             if context.form is RowForm.COMPLETION and job.prompt_token_ids is None:
                 kind = PromptKind.OTHER_TEXT
+        if self._adapters:
+            job = self._with_adapter(job, values, is_native=is_native)
         if kind is not None:
             self.kinds.add(kind)
         if job.messages is None:
@@ -206,6 +210,18 @@ class RowParser:
             return PromptKind.PROMPT, self._own_keys  # most rows
         kind = self._kind_of(row, given)
         return kind, self._keys_of_native(given, kind)
+
+    def _with_adapter(self, job: Job, values: Mapping[str, Any], *, is_native: bool) -> Job:
+        """Return the job with the LoRA adapter that the row names. OpenAI rows name one as their model, and have none
+        where that is no adapter's name. Raises RowError."""
+        key = self.keys.adapter
+        name = values.get(key) if is_native and key is not None else job.context.model
+        if name is None or (not is_native and name not in self._adapters):
+            return job
+        if not isinstance(name, str) or name not in self._adapters:
+            known = ", ".join(sorted(self._adapters))
+            raise RowError("invalid_value", f"`{key}` is {show(name)}, which is no adapter; allowed: {known}")
+        return msgspec.structs.replace(job, adapter=1 + self._adapters.index(name))
 
     def _kind_of(self, row: Row, given: Mapping[str, Any]) -> PromptKind | None:
         """Return the kind of a native row's text prompt; None if it has none."""

@@ -13,6 +13,7 @@ from nvcli.core.byte_sizes import parse_size
 from nvcli.core.config import AttentionBackends, RunConfig
 from nvcli.core.config_types import ModelDtype
 from nvcli.core.engine_config import EngineConfig, kv_dtype
+from nvcli.core.lora_config import adapter_choice
 from nvcli.core.system.nvidia_smi import SmiGpu
 from nvcli.errors import ConfigError
 from nvcli.job.planning.layout import layout_as_given
@@ -20,6 +21,7 @@ from nvcli.job.run.device import detect_device
 from nvcli.job.run.kept_weights import check_fast_accumulation, keep_weights
 from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.adapters.find import find_adapter
+from nvcli.models.adapters.row_adapters import check_row_adapter
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.sizing.graph_sizes import default_batched_tokens
 from nvcli.sizing.kv_cache import default_block_size
@@ -38,26 +40,33 @@ def load_model(
     `found_device` is what `device: auto` stands for (None: look for a GPU). `gpus` are those that the run is for, or
     `gpu_bytes` is the memory of one of which nothing else is known (None: those here).
     """
-    return load_with_adapter(run, model_path, found_device=found_device, gpus=gpus, gpu_bytes=gpu_bytes)[0]
+    return load_with_adapters(run, model_path, found_device=found_device, gpus=gpus, gpu_bytes=gpu_bytes)[0]
 
 
-def load_with_adapter(
+def load_with_adapters(
     run: RunConfig,
     model_path: Path,
     *,
     found_device: Literal["cpu", "cuda"] | None = None,
     gpus: Sequence[SmiGpu] | None = None,
     gpu_bytes: int | None = None,
-) -> tuple[ModelConfig, Adapter | None]:
-    """Load a checkpoint's configuration as `load_model` does, and what the run's LoRA adapter changes of it; None: the
-    run has no adapter. Raises LoadError and ConfigError, also where the adapter does not fit the model."""
+) -> tuple[ModelConfig, Adapter | None, dict[str, Adapter]]:
+    """Load a checkpoint's configuration as `load_model` does, what the LoRA adapter for all rows changes of it (None:
+    the run has none), and what those that rows choose change, by name.
+
+    Raises LoadError and ConfigError, also where an adapter does not fit the model.
+    """
     model = load_model_config(model_path, expert_parallel=run.enable_expert_parallel, overrides=run.hf_overrides)
-    adapter = None
-    if run.lora is not None:
-        adapter = read_adapter(find_adapter(run.lora), model.headless() if run.task == "embed" else model)
+    adapter, choice = None, adapter_choice(run.lora)
+    base = model.headless() if run.task == "embed" else model
+    named = {name: read_adapter(find_adapter(path), base) for name, path in choice.named.items()}
+    for one in named.values():
+        check_row_adapter(one, base)
+    if choice.merged is not None:
+        adapter = read_adapter(find_adapter(choice.merged), base)
         model = adapter.adapt(model)
     device = (found_device or detect_device()) if run.device == "auto" else run.device
-    return keep_weights(run, model, device, gpus=gpus, gpu_bytes=gpu_bytes, adapter=adapter), adapter
+    return keep_weights(run, model, device, gpus=gpus, gpu_bytes=gpu_bytes, adapter=adapter), adapter, named
 
 
 def resolve_engine_config(
@@ -92,10 +101,13 @@ def resolve_engine_config(
         _check_batch_invariant(run, model, dtype, attention_backend)
     if run.fp8_accumulation == "fast":
         check_fast_accumulation(run, model, device)
+    adapters = adapter_choice(run.lora)
     return EngineConfig(
         model_path=model_path,
         hf_overrides=run.hf_overrides,
-        lora_path=None if run.lora is None else find_adapter(run.lora),
+        lora_path=None if adapters.merged is None else find_adapter(adapters.merged),
+        lora_paths=tuple(map(find_adapter, adapters.named.values())),
+        max_loaded_adapters=adapters.max_loaded,
         device=device,
         dtype=dtype,
         tensor_parallel_size=tensor_parallel_size,

@@ -16,6 +16,7 @@ import msgspec
 from nvcli.core.config import RunConfig
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.job_config import MESSAGES_KEY
+from nvcli.core.lora_config import adapter_choice
 from nvcli.errors import LoadError
 from nvcli.job.input.known_input import digest_file
 from nvcli.job.output.manifest import CHAT_FACT
@@ -69,9 +70,12 @@ def job_facts(
     num_samples = max(_MIN_FILE_SAMPLES, _WEIGHT_SAMPLES // max(1, len(large)))
     for file in large:
         facts[f"model {file.name}"] = _describe_weights(file, num_samples)
-    if config.lora_path is not None:
-        facts[f"lora {ADAPTER_CONFIG}"] = f"sha256 {_digest(config.lora_path / ADAPTER_CONFIG)}"
-        facts[f"lora {ADAPTER_WEIGHTS}"] = _describe_weights(config.lora_path / ADAPTER_WEIGHTS, _WEIGHT_SAMPLES)
+    adapters = {"lora": config.lora_path} if config.lora_path is not None else {}
+    names = adapter_choice(run.lora).named
+    adapters |= {f"lora {name}": path for name, path in zip(names, config.lora_paths, strict=True)}
+    for name, path in adapters.items():
+        facts[f"{name} {ADAPTER_CONFIG}"] = f"sha256 {_digest(path / ADAPTER_CONFIG)}"
+        facts[f"{name} {ADAPTER_WEIGHTS}"] = _describe_weights(path / ADAPTER_WEIGHTS, _WEIGHT_SAMPLES)
     facts |= {
         "dtype": config.dtype,
         "max_model_len": config.max_model_len,

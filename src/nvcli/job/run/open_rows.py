@@ -111,6 +111,7 @@ class OpenRow:
             constraint=prepared.constraint,
             stream=bool(sampling.stop) or self.streams,
             read=prompt_scoring(prepared),
+            adapter=prepared.adapter,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import msgspec
 
 from nvcli.core.config import RunConfig
 from nvcli.core.engine_config import EngineConfig
+from nvcli.core.lora_config import adapter_choice
 from nvcli.core.system.host_memory import available_ram
 from nvcli.core.validation import show
 from nvcli.errors import ConfigError
@@ -83,23 +84,25 @@ def plan_replicas(resolved: ResolvedModel, *, num_requests: int | None) -> RunPl
         engine_configs=tuple(
             msgspec.structs.replace(config, replica=replica) for replica in range(layout.data_parallel_size)
         ),
-        warnings=tuple(f"warning: {line}" for line in (unused_gpu(run), _other_base(resolved)) if line is not None),
+        warnings=tuple(f"warning: {line}" for line in (unused_gpu(run), *_other_bases(resolved)) if line is not None),
         why="; ".join(filter(None, (kept, layout.why))),
     )
 
 
-def _other_base(resolved: ResolvedModel) -> str | None:
-    """Return a line for the user if the adapter names another base model than the run's; else None. Folders count by
-    their last names, or by that in the Hugging Face cache."""
-    base, model = None if resolved.adapter is None else resolved.adapter.config.base, Path(resolved.run.model)
-    if base is None or Path(base).name.lower() == model.name.lower():
-        return None
-    if f"models--{base.replace('/', '--')}" in model.parts:
-        return None
-    return (
-        f"the adapter {resolved.run.lora} was made for {show(base)[1:-1]} (base_model_name_or_path), and the model is "
-        f"{resolved.run.model}; its shapes fit"
-    )
+def _other_bases(resolved: ResolvedModel) -> Iterator[str]:
+    """Yield a line for the user for each adapter that names another base model than the run's. Folders count by their
+    last names, or by that in the Hugging Face cache."""
+    choice, model = adapter_choice(resolved.run.lora), Path(resolved.run.model)
+    adapters = {} if resolved.adapter is None or choice.merged is None else {choice.merged: resolved.adapter}
+    for name, adapter in {**adapters, **resolved.row_adapters}.items():
+        base = adapter.config.base
+        if base is None or Path(base).name.lower() == model.name.lower():
+            continue
+        if f"models--{base.replace('/', '--')}" not in model.parts:
+            yield (
+                f"the adapter {name} was made for {show(base)[1:-1]} (base_model_name_or_path), and the model is "
+                f"{resolved.run.model}; its shapes fit"
+            )
 
 
 def count_requests(inputs: Sequence[str], reader: RowReader, *, enough: int) -> int:

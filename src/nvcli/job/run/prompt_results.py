@@ -53,6 +53,7 @@ def task_requests(prepared: PreparedRow, task: PreparedTask, first_id: int) -> l
             row=0,
             sample=0,
             read=read,
+            adapter=prepared.adapter,
         )
         for number, (prompt_ids, read) in enumerate(wanted)
     ]

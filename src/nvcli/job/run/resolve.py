@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from nvcli.core.chat_template import read_chat_template, unknown_variables
 from nvcli.core.config import JobConfig, RunConfig
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.job_config import MESSAGES_KEY, PROMPT_KEY
+from nvcli.core.lora_config import adapter_choice
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.system.nvidia_smi import SmiGpu
 from nvcli.core.text_template import TextTemplate
@@ -30,7 +31,7 @@ from nvcli.job.input.reader import RowDigests, RowReader, check_first_rows
 from nvcli.job.job import Caller, Job, JobResult
 from nvcli.job.output.manifest import Manifest, load_manifest
 from nvcli.job.row_set import AnsweredRows
-from nvcli.job.rows.native_row import RowKeys
+from nvcli.job.rows.native_row import ADAPTER_KEY, RowKeys
 from nvcli.job.rows.parser import RowParser
 from nvcli.job.rows.prompt_rules import PromptKind, PromptRules, TextKinds, describe_kind
 from nvcli.job.rows.raw_values import as_json
@@ -39,7 +40,7 @@ from nvcli.job.rows.row_warnings import RowWarnings
 from nvcli.job.rows.task_rows import TaskRows
 from nvcli.job.run.chat_choice import ChatChoice, choose_chat, keep_choice
 from nvcli.job.run.default_sampling import check_default_sampling
-from nvcli.job.run.engine_settings import load_with_adapter, resolve_engine_config
+from nvcli.job.run.engine_settings import load_with_adapters, resolve_engine_config
 from nvcli.job.run.feeder import Feeder, RowSource
 from nvcli.job.run.job_facts import job_facts
 from nvcli.job.run.settings import SetterOf, unknown_setter
@@ -75,6 +76,8 @@ class ResolvedModel:
     """The task computed instead of answers; None: answers."""
     adapter: Adapter | None = None
     """The LoRA adapter that is merged into the weights; None: there is none."""
+    row_adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    """The LoRA adapters that rows choose, by name."""
     tokenizer: Tokenizer | None = None
     """The tokenizer, if a setting had to be looked up in it; None: not loaded yet."""
 
@@ -104,7 +107,13 @@ class ResolvedModel:
             chat=chat,
             has_chat_template=self.has_chat_template,
             task=self.task,
+            adapters=self.adapter_names,
         )
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """The names of the LoRA adapters that rows may choose."""
+        return tuple(adapter_choice(self.run.lora).named)
 
     def load_tokenizer(self, warnings: RowWarnings | None = None) -> Tokenizer:
         """Return the tokenizer, and load it if needed. Raises LoadError.
@@ -262,7 +271,7 @@ def resolve_job(
         inputs=[(known.name, known.description) for known in known_inputs],
     )
     return ResolvedJob(
-        **{field.name: getattr(resolved, field.name) for field in fields(resolved)},
+        **{each.name: getattr(resolved, each.name) for each in fields(resolved)},
         inputs=tuple(names),
         output=output,
         chat=chat.kinds,
@@ -291,7 +300,7 @@ def _chat_choice(
     """Return which texts of the inputs become messages. Raises ConfigError. `begun` holds the output's facts."""
 
     def has_rows(kinds: TextKinds) -> bool:
-        parser = make_parser(resolved.run.job, resolved.sampling_defaults, task=resolved.task)
+        parser = resolved.make_parser(frozenset())
         return any(not kinds.isdisjoint(parser.kinds) for _ in RowReader(inputs, parser).batches())
 
     is_task = resolved.task is not None
@@ -318,13 +327,13 @@ def resolve_settings(
     `found_device`, `gpus` and `setter_of` are as in `resolve_job`.
     """
     model_path = resolve_model(run.model, weights=weights, revision=run.revision, overrides=run.hf_overrides)
-    model, adapter = load_with_adapter(run, model_path, found_device=found_device, gpus=gpus)
+    model, adapter, row_adapters = load_with_adapters(run, model_path, found_device=found_device, gpus=gpus)
     task = task_rows(run, model, model_path)
     check_tokenizer_files(model_path)
     if weights:
         check_weight_files(model_path)
     config = resolve_engine_config(run, model_path, model, found_device=found_device)
-    resolved = model_of_rows(run, model_path, model, config, task=task, adapter=adapter)
+    resolved = model_of_rows(run, model_path, model, config, task=task, adapter=adapter, row_adapters=row_adapters)
     resolved.choose_chat(is_task=task is not None, setter_of=setter_of)  # which may be an error
     if task is not None:
         return resolved
@@ -340,8 +349,9 @@ def model_of_rows(
     *,
     task: TaskRows | None = None,
     adapter: Adapter | None = None,
+    row_adapters: Mapping[str, Adapter] | None = None,
 ) -> ResolvedModel:
-    """Put together what rows need of a model that was loaded (`load_with_adapter`, `resolve_engine_config`)."""
+    """Put together what rows need of a model that was loaded (`load_with_adapters`, `resolve_engine_config`)."""
     chat_template = own_chat_template(run.job)
     return ResolvedModel(
         run=run,
@@ -353,6 +363,7 @@ def model_of_rows(
         sampling_defaults=sampling_defaults(run, model) if task is None else {},
         task=task,
         adapter=adapter,
+        row_adapters=row_adapters or {},
     )
 
 
@@ -382,10 +393,12 @@ def make_parser(
     has_chat_template: bool = True,
     caller: Caller | None = None,
     task: TaskRows | None = None,
+    adapters: Sequence[str] = (),
 ) -> RowParser:
     """Make a parser of a job's rows, in which texts become messages as `chat` says.
 
-    `has_chat_template` says whether the model has one. `keep`, `caller` and `task` are those of `RowParser`.
+    `has_chat_template` says whether the model has one. `keep`, `caller`, `task` and `adapters` are those of
+    `RowParser`.
     """
     rules = PromptRules(
         prompt_template=None if job.prompt_template is None else TextTemplate(job.prompt_template),
@@ -395,8 +408,16 @@ def make_parser(
         system=job.system,
         chat_template_kwargs=job.chat_template_kwargs,
     )
+    keys = msgspec.structs.replace(row_keys(job), adapter=ADAPTER_KEY) if adapters else row_keys(job)
     return RowParser(
-        sampling_defaults, row_keys(job), rules, keep=keep, keep_input=job.keep_input, caller=caller, task=task
+        sampling_defaults,
+        keys,
+        rules,
+        keep=keep,
+        keep_input=job.keep_input,
+        caller=caller,
+        task=task,
+        adapters=adapters,
     )
 
 

@@ -71,6 +71,8 @@ class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
     Such rows are greedy or have a seed of their own, and have the same token ids and sampling. None where the answer
     also depends on the row's place in the file, and where its text is wanted as it comes, which a known answer is not.
     """
+    adapter: int = 0
+    """See `Job.adapter`."""
     num_bytes: int = 0
     """Approximate bytes in memory while the row waits."""
     task: PreparedTask | None = None
@@ -200,7 +202,8 @@ class Preparer:
                 max_tokens=1,
                 stop_ids=[],
                 sampling=msgspec.structs.replace(job.sampling, n=max(1, len(texts))),
-                answer_key=prepared.answer_key(prompt_ids),
+                answer_key=prepared.answer_key(prompt_ids, job.adapter),
+                adapter=job.adapter,
                 num_bytes=_ROW_BYTES + len(prompt_ids) + 8 * prepared.num_tokens + (_num_bytes(extra) if extra else 0),
                 task=prepared,
             )
@@ -272,6 +275,8 @@ class Preparer:
                 read_as += b"" if called is None else called.text.encode()
                 if job.context.part is not None and not sampling.is_greedy:
                     read_as += b"prompt %d" % job.context.part.number  # which has random numbers of its own
+                if job.adapter:
+                    read_as += b"adapter %d" % job.adapter
                 # 128 bits: two different rows do not meet in practice.
                 answer_key = blake2b(
                     b"%b%d:%b%b" % (rules.answers_follow_from, max_tokens, prompt_ids, read_as), digest_size=16
@@ -300,6 +305,7 @@ class Preparer:
                 reading=reading,
                 thought_limit=thought_limit,
                 answer_key=answer_key,
+                adapter=job.adapter,
                 num_bytes=num_bytes,
             )
         except RowError as error:

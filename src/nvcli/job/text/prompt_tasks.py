@@ -44,9 +44,9 @@ class PreparedTask(msgspec.Struct, frozen=True, kw_only=True):
         """Number of tokens of all texts."""
         return sum(len(text.ids) for text in self.texts) // 4
 
-    def answer_key(self, prompt_ids: bytes) -> bytes:
-        """Return a key that is equal for rows with equal answers."""
-        parts = (self.task, prompt_ids, [text.ids for text in self.texts])
+    def answer_key(self, prompt_ids: bytes, adapter: int) -> bytes:
+        """Return a key that is equal for rows with equal answers, under an adapter (`Job.adapter`)."""
+        parts = (self.task, prompt_ids, [text.ids for text in self.texts], adapter)
         return blake2b(msgspec.msgpack.encode((type(self.task).__name__, *parts)), digest_size=16).digest()
 
 

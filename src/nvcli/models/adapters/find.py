@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from nvcli.errors import ConfigError, LoadError
+from nvcli.errors import LoadError
 from nvcli.models.adapters.adapter_config import read_adapter_config
 from nvcli.models.hub import adapter_files, cached_adapter, download_adapter
 from nvcli.models.other_checkpoints import ADAPTER_CONFIG
@@ -19,8 +19,7 @@ def find_adapter(name: str) -> Path:
     """Return the folder of the adapter `name`: a local one, or that of a Hugging Face id, which may end in `@REVISION`
     and is downloaded where it is not in the local cache.
 
-    Raises ConfigError for what names no adapter, and LoadError where there is none, or before its weights are fetched
-    where it does what is not served.
+    Raises LoadError where there is none, or before its weights are fetched where it does what is not served.
     """
     found = find_local_adapter(name)
     if found is not None:
@@ -44,12 +43,6 @@ def find_local_adapter(name: str) -> Path | None:
         return path
     if is_there:
         raise LoadError(f"adapter {name}: a file; {_WHAT}")
-    named, _, folder = name.partition("=")
-    if folder:
-        raise ConfigError(
-            f"`lora` is {name}: adapters with names, of which each row has one, are not served; give one for all rows "
-            f"without `{named}=`"
-        )
     if not _HUB_ID.fullmatch(name) or name.startswith((".", "~", os.sep)):
         raise LoadError(f"adapter {name}: no such folder; {_WHAT}")
     return cached_adapter(*_split(name))

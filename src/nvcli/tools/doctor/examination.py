@@ -13,6 +13,7 @@ from nvcli.attention.kv_layout import KVDtype
 from nvcli.attention.spec import AttentionSpec, attention_kinds
 from nvcli.core.config import RunConfig
 from nvcli.core.engine_config import EngineConfig
+from nvcli.core.lora_config import adapter_choice
 from nvcli.core.system.host_memory import available_ram
 from nvcli.core.system.nvidia_smi import SmiReport, ask_nvidia_smi
 from nvcli.errors import CapacityError, ConfigError
@@ -59,7 +60,7 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
                 revision=run.revision,
                 expert_parallel=run.enable_expert_parallel,
                 overrides=run.hf_overrides,
-                lora=run.lora,
+                adapters=adapter_choice(run.lora),
             )
         config, layout, config_findings = _layout(run, files, device, smi)
         num_ranks = layout.num_ranks

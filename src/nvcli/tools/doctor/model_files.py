@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from nvcli.core.byte_sizes import counted
+from nvcli.core.lora_config import NO_ADAPTERS, AdapterChoice
 from nvcli.core.system.hub_access import DownloadSize
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.adapters.find import find_local_adapter
+from nvcli.models.adapters.row_adapters import check_row_adapter
 from nvcli.models.checkpoint import find_model, read_tensors, weight_files
 from nvcli.models.config import GENERATION_CONFIG_FILE, ModelConfig, load_model_config
 from nvcli.models.config_overrides import NO_OVERRIDES
@@ -35,7 +37,7 @@ class ModelFiles:
     tensors: Mapping[str, TensorInfo] | None
     findings: list[Finding]
     adapter: Adapter | None = None
-    """The LoRA adapter, where one was asked for that fits the model."""
+    """The LoRA adapter for all rows, where one was asked for that fits the model."""
 
 
 def check_model_files(
@@ -44,11 +46,10 @@ def check_model_files(
     revision: str | None = None,
     expert_parallel: bool = False,
     overrides: Mapping[str, Any] = NO_OVERRIDES,
-    lora: str | None = None,
+    adapters: AdapterChoice = NO_ADAPTERS,
 ) -> ModelFiles:
     """Check the configured model. Nothing is downloaded. `revision` is that of `find_model`,
-    `expert_parallel` and `overrides` are those of `load_model_config`, and `lora` is the adapter; None: there is
-    none."""
+    `expert_parallel` and `overrides` are those of `load_model_config`."""
     path, finding = _find(name, revision)
     if path is None:
         return ModelFiles(path=None, config=None, tensors=None, findings=[finding])
@@ -56,8 +57,10 @@ def check_model_files(
     tensors, weight_findings = _read_weights(path)
     findings = [finding, *config_findings, *weight_findings]
     adapter: Adapter | None = None
-    if lora is not None and config is not None:
-        adapter, adapter_finding = _read_adapter(lora, config)
+    if config is not None:
+        findings += [_read_adapter(one, config, is_of_rows=True)[1] for one in adapters.named.values()]
+    if adapters.merged is not None and config is not None:
+        adapter, adapter_finding = _read_adapter(adapters.merged, config)
         findings.append(adapter_finding)
         config = config if adapter is None else adapter.adapt(config)
     return ModelFiles(path=path, config=config, tensors=tensors, findings=findings, adapter=adapter)
@@ -109,13 +112,16 @@ def _read_config(
     return config, [ok("config", found), _generation_config(path, config)]
 
 
-def _read_adapter(name: str, config: ModelConfig) -> tuple[Adapter | None, Finding]:
+def _read_adapter(name: str, config: ModelConfig, *, is_of_rows: bool = False) -> tuple[Adapter | None, Finding]:
+    """`is_of_rows`: rows choose it, and have nothing else of their own."""
     try:
         path = find_local_adapter(name)
         if path is None:
             found = f"{name} is not in the local Hugging Face cache; the first run would download it"
             return None, warning("adapter", found, "hf download it, then run this again: its files were not checked")
         adapter = read_adapter(path, config)
+        if is_of_rows:
+            check_row_adapter(adapter, config)
     except (ConfigError, LoadError) as error:
         return None, problem("adapter", str(error), "choose an adapter of this model: --lora FOLDER")
     changed = len({*adapter.changes, *adapter.replaced})

@@ -1,0 +1,62 @@
+"""The key `lora`: LoRA adapters of PEFT, one for all rows, or several with names that rows choose from."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from nvcli.errors import ConfigError
+
+_NAMED = re.compile(r"([\w.:-]+)=(.+)", re.DOTALL)
+
+
+class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Adapters with names, of which each row has one or none."""
+
+    adapters: dict[str, str]
+    """Name → folder or Hugging Face id, which may end in @REVISION."""
+    max_loaded: Annotated[int, Meta(ge=1)] | None = None
+    """Maximum adapters on each GPU at a time. null: as many as a small share of its memory holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterChoice:
+    """The adapters that the key names."""
+
+    merged: str | None = None
+    """The adapter for all rows; None: there is none."""
+    named: Mapping[str, str] = field(default_factory=dict)
+    """Name → the adapter of rows that name it."""
+    max_loaded: int | None = None
+
+
+NO_ADAPTERS = AdapterChoice()
+
+
+def adapter_choice(lora: str | Sequence[str] | LoraConfig | None) -> AdapterChoice:
+    """Return what the key `lora` says. Raises ConfigError."""
+    if isinstance(lora, LoraConfig):
+        return AdapterChoice(named=lora.adapters, max_loaded=lora.max_loaded)
+    given = [lora] if isinstance(lora, str) else list(lora or ())
+    named: dict[str, str] = {}
+    unnamed: list[str] = []
+    for one in given:
+        match = None if os.path.lexists(os.path.expanduser(one)) else _NAMED.fullmatch(one)
+        if match is None:
+            unnamed.append(one)
+        elif match[1] in named:
+            raise ConfigError(f"`lora` names {match[1]} twice; give each adapter (--lora NAME=PATH) a name of its own")
+        else:
+            named[match[1]] = match[2]
+    if len(given) > 1 and unnamed:
+        raise ConfigError(
+            f"`lora` has {len(given)} adapters, and {unnamed[0]} has no name; name each (--lora NAME=PATH), and rows "
+            'choose by "lora": "NAME", or give one without a name, for all rows'
+        )
+    return AdapterChoice(merged=unnamed[0] if unnamed else None, named=named)
