@@ -18,6 +18,8 @@ from nvcli.demo import demo_path
 from nvcli.errors import LoadError, RowError
 from nvcli.job.text.chat_renderer import ChatRenderer, Conversation
 
+pytestmark = pytest.mark.usefixtures("warm_engines")  # what renders is a copy too
+
 TEMPLATE = """
 {%- set text = messages[0].content -%}
 {%- if text == "loop" -%}{%- for i in range(99999) -%}{%- for j in range(99999) -%}{%- endfor -%}{%- endfor -%}

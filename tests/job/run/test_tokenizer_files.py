@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from fake_command import ENVIRON
 from nvcli.demo import demo_path
 from nvcli.errors import LoadError, RowError
 from nvcli.job.text.tokenizer import Tokenizer, check_tokenizer_files
+from warm_process import run_warm
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries
 
@@ -80,9 +80,7 @@ def test_bench_runs_no_code_when_yes_is_piped_in(folder: Path) -> None:
     canary = ask_for_code(folder)
     (folder / "in.jsonl").write_text('{"prompt": "x"}\n')
     command = [sys.executable, "-m", "nvcli", "bench", "-m", str(folder), "--input", "in.jsonl"]
-    result = subprocess.run(
-        command, cwd=folder, env=ENVIRON, input="y\n" * 9, capture_output=True, text=True, timeout=120, check=False
-    )
+    result = run_warm(command, cwd=folder, env=ENVIRON, input="y\n" * 9, capture_output=True, text=True)
     assert result.returncode == 2, result.stderr
     assert "which nvcli never runs" in result.stderr
     assert "[y/N]" not in result.stderr + result.stdout
