@@ -39,12 +39,14 @@ each of them is slower, and so is the end of a step in which all are resident at
 139 with 16 for 256 rows of 100 to 1,620 keys, 425 and 419 for 1,024 such rows, 552 and 532 for 1,024 of about 1,100."""
 _MANY_ROWS = 512
 """From this many rows on, tiles of `fp8_decode_attention.py` have the smaller size."""
-_DIRECT_QUERIES = 16
-"""The most queries of a row that `fp8_decode_attention.py` takes for a KV head."""
 _FEWEST_ROWS = 3
 """From this many rows on, `fp8_decode_attention.py` is used. It takes an H200 11.6 µs for 4 rows of 860 keys, where the
 kernel of this file takes 12.1; 16 and 23 for 16 of 860, 74 and 103 for 16 of 8,192, and 73 and 130 for 32 of 4,000. A
 warm-up runs 64 rows and 2, so that both kernels are compiled before they are needed."""
+_FEWEST_ROWS_OF_DRAFTS = ((8, _FEWEST_ROWS), (16, 32))
+"""The same for rows of several tokens, by the most queries of a row for a KV head. With 8 queries it takes an H200
+145 µs for 256 rows of 500 to 1,500 keys (one token: 140), 19 for 16 and 319 for 40 of 16,000, where the other kernel
+takes 179, 26 and 527; with 16 it takes 152, 29 and 449, and the other 180, 27 and 527."""
 _TILE_BYTES = 16 << 10
 """Bytes of keys, and as many of values, in each pipeline stage: more loses occupancy (measured on an H200)."""
 
@@ -127,7 +129,9 @@ class DecodeAttention:
             max_rows=self._max_rows,
             device=self._shape.device,
             lone_warps_from=None if self._direct_kernel is None else _FEWEST_ROWS,
-            lone_warps_width=_DIRECT_QUERIES // self._shape.group,
+            lone_warps_of_drafts=()
+            if self._direct_kernel is None
+            else [(queries // self._shape.group, rows) for queries, rows in _FEWEST_ROWS_OF_DRAFTS],
             has_splits=self._is_invariant,
         )
 
@@ -200,11 +204,27 @@ class DecodeAttention:
         return ceil_div(width * self._shape.group, self._draft_tile(width).rows)
 
     def _draft_tile(self, width: int) -> Tile:
-        """Choose the tiles for rows of up to `width` tokens."""
+        """Choose the tiles for rows of up to `width` tokens. It is the same for any number of rows, so that a warm-up
+        need not run many.
+
+        On an H200 a layer of 32 query heads and 8 KV heads of 128 takes, with 4 and with 8 tokens a row, 255 and 275 µs
+        for 256 rows of 500 to 1,500 keys in bfloat16, where one token takes 250 and the prefill kernel 345 and 347; 29
+        and 34 for 16 such rows (26; 32 and 32); 605 and 685 for 40 rows of 16,000 (612; 755 and 756). With 2 warps and
+        2 stages, tiles of 16 queries take 735 there. In FP8, 8 tokens a row take 334, 38 and 816 (one: 140, 16 and 316;
+        prefill: 738, 63 and 2,154).
+        """
         shape = self._shape
         if self._is_invariant:
             return invariant_draft_tile(shape, width)
         usual = self._tile(FEW_ROWS + 1)
         most = 64 if shape.head_dim <= 128 else 32 if shape.head_dim <= 256 else 16
         rows = max(usual.rows, min(most, next_power_of_2(width * shape.group)))
-        return replace(usual, rows=rows, num_warps=max(usual.num_warps, rows // 16))
+        if shape.head_dim > 128:
+            return replace(usual, rows=rows, num_warps=max(usual.num_warps, rows // 16))
+        is_small = rows <= 16
+        return Tile(
+            rows=rows,
+            keys=self._keys,
+            num_warps=2 if is_small and shape.is_fp8 else 4,
+            num_stages=2 if is_small and not shape.is_fp8 else 3,
+        )

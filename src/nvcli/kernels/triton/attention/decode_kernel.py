@@ -124,7 +124,7 @@ def decode_attention_kernel(
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     highest, weight_sum, acc, acc_unit = fold_keys(
         query, unit, highest, weight_sum, acc, acc_unit, k_cache, v_cache, table, kv_head, begin, end, None,
-        first_seen, firsts, lasts, KIND, TILE.keys, TILE.num_stages, True, IS_FP8,
+        first_seen, firsts, lasts, KIND, TILE.keys, TILE.num_stages, True, IS_FP8 and starts is None,
     )  # fmt: skip
     acc = weighted_mean(acc, weight_sum, acc_unit, IS_FP8)
 

@@ -17,6 +17,7 @@ it deals out the splits changes how fast a step is, and no bit of a result.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -174,7 +175,8 @@ class DecodeWorkList:
     align: the first key of a row is rounded down to a multiple of it, so that a tile of keys lies in one block.
     tile: the number of keys that the attention kernel takes at a time.
     lone_warps_from: from this many rows on, programs of the attention kernel are single warps, of which more fit on a
-    multiprocessor (None: they never are); with rows of several tokens, if these are `lone_warps_width` at most.
+    multiprocessor (None: they never are).
+    lone_warps_of_drafts: the same for rows of several tokens, as (most tokens of a row, rows).
     has_splits: rows are cut into splits; `align` is SPLIT then.
     """
 
@@ -188,13 +190,13 @@ class DecodeWorkList:
         max_rows: int,
         device: torch.device,
         lone_warps_from: int | None = None,
-        lone_warps_width: int = 1,
+        lone_warps_of_drafts: Sequence[tuple[int, int]] = (),
         has_splits: bool = False,
     ) -> None:
         self._window, self._num_kv_heads = window, num_kv_heads
         self._tile, self._align = tile, align
         self._max_rows, self._has_splits = max_rows, has_splits
-        self._lone_warps_from, self._lone_warps_width = lone_warps_from, lone_warps_width
+        self._lone_warps_from, self._lone_warps_of_drafts = lone_warps_from, lone_warps_of_drafts
         self._num_processors = num_multiprocessors(device)
         most_chunks = self._most_programs // num_kv_heads + max_rows
         size = max_rows + MAX_PARTIALS.value if has_splits else most_chunks + 1
@@ -256,9 +258,9 @@ class DecodeWorkList:
 
     def has_lone_warps(self, num_rows: int, tokens: RowTokens | None = None) -> bool:
         """Whether programs of the attention kernel are single warps."""
-        if self._lone_warps_from is None:
-            return False
-        return num_rows >= self._lone_warps_from if tokens is None else tokens.width <= self._lone_warps_width
+        if tokens is None:
+            return self._lone_warps_from is not None and num_rows >= self._lone_warps_from
+        return any(tokens.width <= width and num_rows >= rows for width, rows in self._lone_warps_of_drafts)
 
     def _target(self, num_rows: int, tokens: RowTokens | None = None) -> int:
         """The number of programs to aim for."""
