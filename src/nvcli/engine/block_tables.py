@@ -96,7 +96,7 @@ class BlockTables:
         self._segments.enter(state)
 
     def share(self, draft: StepDraft, num_decodes: int) -> Sharing:
-        """Return what a step's rows share: this many decode rows of one token, and the chunks of its draft."""
+        """Return what a step's rows share: this many decode rows, and the chunks of its draft."""
         return Sharing(
             self._chunk_groups.arrange(draft.chunks),
             self._segments.take_changes(num_decodes),

@@ -172,7 +172,7 @@ class Scheduler:
             registered=registered,
             restarts=self._restarts,
             adapters=self._running.adapters,
-            sharing=self._tables.share(draft, len(rows) if width == 1 else 0),
+            sharing=self._tables.share(draft, len(rows)),
         )
         self._next_step_id += 1
         self._num_with_drafts += bool(row_limits)

@@ -60,6 +60,7 @@ def compiled_variants() -> set[tuple[str, str]]:
         segment_attention,
         segment_merge,
         segment_work_list,
+        token_rows,
     )
 
     kernels: list[Any] = [
@@ -69,6 +70,7 @@ def compiled_variants() -> set[tuple[str, str]]:
         segment_merge.merge_segments_kernel,
         segment_work_list.find_segments_kernel,
         segment_work_list.plan_segments_kernel,
+        token_rows.expand_rows_kernel,
         prefill_attention.prefill_attention_kernel,
         prefill_tiles.plan_prefill_kernel,
     ]
@@ -92,4 +94,23 @@ def test_a_job_with_shared_segments_compiles_nothing() -> None:
         runner, sorted(prompts), 8, num_blocks=300, costs=EAGER_COSTS, prefix_costs=EAGER_PREFIX_COSTS
     )
     assert num_steps > 1
+    assert compiled_variants() == warmed_up
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_rows_with_drafts_share_segments_and_compile_nothing(enforce_eager: bool) -> None:
+    """In float32: the answers are those of steps that share nothing."""
+    runner = make_runner(
+        demo_path(), dtype="float32", max_num_seqs=24, max_model_len=1024, block_size=16, max_num_batched_tokens=200,
+        enforce_eager=enforce_eager, draft_policy="always", max_draft_tokens=3,
+    )  # fmt: skip
+    warmed_up = compiled_variants()
+    prompts = prompts_of_a_tree(random.Random(3), 60, 640, lengths=(16, 48, 160))
+    expected, _, _ = answers(runner, prompts, 40, num_blocks=300, costs=None)
+    found, num_steps, _ = answers(runner, prompts, 40, num_blocks=300, costs=EAGER_COSTS)
+    assert found == expected
+    assert num_steps > 10
+    graphs = runner.steps._graphs
+    shapes = () if graphs is None else graphs._graphs
+    assert enforce_eager or any(shape.shares_segments and shape.tokens_per_row > 1 for shape in shapes)
     assert compiled_variants() == warmed_up

@@ -67,10 +67,12 @@ class GraphShapes:
                 (shape.decode_rows, shape.prefill_rows, shape.prefill_tokens), most_shared, most_tokens
             )
         ]
+        sizes_of_drafts = draft_graph_sizes(config, draft_widths)
+        drafts = [BatchShape(decode_rows=rows, tokens_per_row=width) for rows, width in sizes_of_drafts]
+        drafts = [shape for shape in drafts if backend.can_capture(shape)]
+        late += drafts
         late += [
-            BatchShape(decode_rows=rows, tokens_per_row=width)
-            for rows, width in draft_graph_sizes(config, draft_widths)
-            if backend.can_capture(BatchShape(decode_rows=rows, tokens_per_row=width))
+            replace(shape, shares_segments=True) for shape in drafts if may_share(shape.decode_rows, max_shared_rows)
         ]
         if config.lora_paths:  # most steps of such a job have adapters
             late = [*at_start, *late, *(replace(shape, has_adapters=True) for shape in late)]

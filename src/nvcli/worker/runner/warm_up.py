@@ -82,7 +82,8 @@ def warm_up_steps(
 
     If `num_sharing` requests may share segments of keys (0: none), steps that read these once for all follow, with this
     many requests and with fewer. With `shares_prefixes` a step has two chunks that share a block. The last steps have
-    `drafts`: (rows, tokens per row) of each step with drafts. Requests have adapters in `num_places` places (0: none).
+    `drafts`: (most rows, tokens per row) of each step with drafts, which may share segments too; there are also steps
+    with fewer rows. Requests have adapters in `num_places` places (0: none).
     """
     make = partial(_step, num_places=num_places)
     yield make(_prompt_lens(config, num_tokens), num_decodes=0, is_scored=True)
@@ -98,9 +99,12 @@ def warm_up_steps(
             yield make([1] * rows, num_decodes=rows, shares_segments=True)
     if shares_prefixes and config.block_size < config.max_model_len:
         yield make([1, 1], num_decodes=0, num_shared=config.block_size)
-    for rows, width in drafts:
-        if rows:
+    for most, width in drafts:
+        for rows in sorted({most, min(most, _FEWER_ROWS[-1])} - {0}, reverse=True):
             yield make([width] * rows, num_decodes=rows)
+            if min(rows, num_sharing) > 1:
+                sharing = min(rows, num_sharing)
+                yield make([width] * sharing, num_decodes=sharing, shares_segments=True)
 
 
 def _fp8_tokens(config: EngineConfig, num_tokens: int) -> Iterator[int]:
