@@ -1,9 +1,10 @@
 """Times the attention backends on this GPU: decode by lengths and rows, prompts by shapes.
 
     python scripts/bench_attention.py [--only decode|prompts] [--backends triton,flash-attn,…] [--rows 1,16,64,…]
-                                      [--window N]
+                                      [--window N] [--width N]
 
-bf16 on random data, KV heads 8 × 128. Decode lengths are uniform in 100 to 1,620. A time is that of a layer: the median
+bf16 on random data, KV heads 8 × 128. Decode lengths are uniform in 100 to 1,620. With a width, decode rows have so
+many tokens each: the last one and drafts. A time is that of a layer: the median
 of several replays of a CUDA graph over several layers' caches, so that no layer finds its keys in the L2 cache. With a
 window, bytes and operations count the keys that are seen alone. Plans are those of a step, on the host and on the GPU.
 """
@@ -38,7 +39,12 @@ CACHE_BYTES = 32 << 30
 
 
 def make_case(
-    num_heads: int, block_size: int, window: int | None, max_num_seqs: int = 1024, max_tokens: int = 16_384
+    num_heads: int,
+    block_size: int,
+    window: int | None,
+    max_num_seqs: int = 1024,
+    max_tokens: int = 16_384,
+    width: int = 1,
 ) -> AttentionCase:
     spec = AttentionSpec(
         num_heads=num_heads, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, scale=HEAD_DIM**-0.5, window=window
@@ -50,6 +56,8 @@ def make_case(
         block_size=block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_tokens,
+        max_decode_width=width,
+        max_draft_step_tokens=max_num_seqs * width if width > 1 else 0,
     )
 
 
@@ -89,10 +97,15 @@ def make_cache(num_blocks: int, block_size: int) -> KVCache:
 
 
 def make_batch(
-    chunk_lens: list[int], seq_lens: np.ndarray, block_size: int, backend: AttentionBackend, spread: int = 1
+    chunk_lens: list[int],
+    seq_lens: np.ndarray,
+    block_size: int,
+    backend: AttentionBackend,
+    spread: int = 1,
+    width: int = 1,
 ) -> ForwardBatch:
-    """Prefill chunks of these lengths, or decode rows where there are none; blocks in random order among `spread` times
-    as many; in order where it is 0."""
+    """Prefill chunks of these lengths, or decode rows of `width` tokens where there are none; blocks in random order
+    among `spread` times as many; in order where it is 0."""
     num_blocks = -(-seq_lens // block_size)
     total = int(num_blocks.sum())
     ids = np.random.default_rng(0).permutation(spread * total)[:total] + 1 if spread else np.arange(total) + 1
@@ -100,12 +113,12 @@ def make_batch(
     for row, (end, count) in enumerate(zip(np.cumsum(num_blocks), num_blocks, strict=True)):
         tables[row, :count] = ids[end - count : end]
     num_rows = len(seq_lens)
-    query_lens = np.array(chunk_lens or [1] * num_rows)
+    query_lens = np.array(chunk_lens or [width] * num_rows)
     nothing = torch.empty(0, device=DEVICE)
     slots = np.random.default_rng(2).permutation(num_rows)
     slot_tables = np.zeros_like(tables)
     slot_tables[slots] = tables
-    shape = BatchShape(decode_rows=num_rows)
+    shape = BatchShape(decode_rows=num_rows, tokens_per_row=width)
     if chunk_lens:
         shape = BatchShape(prefill_rows=num_rows, prefill_tokens=sum(chunk_lens))
     return ForwardBatch(
@@ -170,12 +183,12 @@ def plan_times(batch: ForwardBatch) -> Figures:
     }
 
 
-def measure_decode(name: str, num_heads: int, num_rows: int, window: int | None, number: int) -> Figures:
+def measure_decode(name: str, num_heads: int, num_rows: int, window: int | None, width: int, number: int) -> Figures:
     lens = np.random.default_rng(1).integers(100, 1620, num_rows)
     num_keys = int(np.minimum(lens, window or lens.max()).sum())
-    case = make_case(num_heads, block_size_of(name), window)
+    case = make_case(num_heads, block_size_of(name), window, width=width)
     backend = selection._load(name, case)(case)
-    batch = make_batch([], lens, case.block_size, backend)
+    batch = make_batch([], lens, case.block_size, backend, width=width)
     backend.prepare_capture(batch)
     backend.plan(batch)
     backend.plan_on_device(batch)
@@ -238,7 +251,7 @@ def cases(options: argparse.Namespace, stack: ExitStack) -> Iterator[Case]:
         heads = f"{num_heads}/{NUM_KV_HEADS} heads"
         for num_rows in options.rows:
             for name in names:
-                measure = partial(measure_decode, name, num_heads, num_rows, window)
+                measure = partial(measure_decode, name, num_heads, num_rows, window, options.width)
                 yield Case(f"decode, {heads}, {num_rows} rows: {name}", measure)
         for title in PROMPTS:
             for name in names:
@@ -251,6 +264,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=numbers, default="1,16,64,256,1024")
     parser.add_argument("--heads", type=numbers, default="16,32")
     parser.add_argument("--window", type=int)
+    parser.add_argument("--width", type=int, default=1)
 
 
 if __name__ == "__main__":
