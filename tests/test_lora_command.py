@@ -17,6 +17,8 @@ from nvcli.job.output.manifest import load_manifest
 from nvcli.job.run.plan import plan_replicas
 from nvcli.job.run.resolve import resolve_settings
 
+pytestmark = pytest.mark.usefixtures("warm_engines")
+
 ROWS = [{"prompt": f"What is {number} + 58?\n", "lora": "a column"} for number in (3, 37, 512)]
 
 
