@@ -158,7 +158,7 @@ def _explain(text: str, data: Any, kind: type, under: Path) -> InvalidValue:
         full = under + path + (key,)
         shown = join_path((*under, *path, shorten(key)))
         return InvalidValue(
-            full, f"unknown key `{shown}`; {suggest(key, _field_names(_container(info)))}", unknown_key=True
+            full, f"unknown key `{shown}`; {suggest(key, _field_names(_container(info, value)))}", unknown_key=True
         )
     if not match["reason"].startswith(("Expected ", "Invalid enum value", "Object missing")):
         return InvalidValue(under + path, match["reason"])  # a struct's own __post_init__: complete as it is
@@ -173,7 +173,7 @@ def _follow(steps: str, data: Any, info: inspect.Type) -> tuple[Path, Any, inspe
     """Follow msgspec's path (`.job.order`, `.stop[0]`, `.logit_bias[...]`) through the data and its type."""
     path: Path = ()
     for step in _STEP.finditer(steps):
-        info = _container(info)
+        info = _container(info, data)
         if isinstance(info, inspect.StructType):
             field = next(field for field in info.fields if field.encode_name == step["name"])
             path, data, info = (*path, field.encode_name), data[field.encode_name], field.type
@@ -185,13 +185,13 @@ def _follow(steps: str, data: Any, info: inspect.Type) -> tuple[Path, Any, inspe
         elif isinstance(info, inspect.ListType):
             index = int(step["item"])
             path, data, info = (*path, index), data[index], info.item_type
-    return path, data, info if steps else _container(info)
+    return path, data, info if steps else _container(info, data)
 
 
-def _container(info: inspect.Type) -> inspect.Type:
-    """Return the member of a union that a path can go through."""
+def _container(info: inspect.Type, value: Any) -> inspect.Type:
+    """Return the member of a union that a path through the value goes through."""
     if isinstance(info, inspect.UnionType):
-        inner = (inspect.StructType, inspect.DictType, inspect.ListType)
+        inner = inspect.ListType if isinstance(value, list | tuple) else inspect.StructType | inspect.DictType
         return next((part for part in info.types if isinstance(part, inner)), info)
     return info
 
