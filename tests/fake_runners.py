@@ -159,6 +159,10 @@ class HashingRunner(CountingRunner):
         """By block with a state, the slot whose row has written it in this step."""
         self.accept: Callable[[int], int] | None = None
         """Given a row's number of logits, how many of its tokens count."""
+        self.force: Callable[[], int] | None = None
+        """How many of the tokens that follow a row's are told ahead, as those that a grammar forces are."""
+        self.forced_until: dict[int, int] = {}
+        """By slot, the position of the last token that was told."""
         self.kv: dict[tuple[int, int], Key] = {}
         self.tables: dict[tuple[int, int], dict[int, int]] = {}
         """By KV group and slot, column → block."""
@@ -204,7 +208,7 @@ class HashingRunner(CountingRunner):
             assert slot in self.slots
             assert step.has_adapters or not self.adapter_places[slot]
             assert self.lens[slot] + num_tokens <= bound, "longer than the upper bound"
-            assert self.accept is not None or self.lens[slot] + num_tokens == bound
+            assert self.accept or self.force or self.lens[slot] + num_tokens == bound
             if step.copies_new_keys:
                 self.copy_keys(step, [slot])
             limit = row_limits[row] if row < len(row_limits) else None
@@ -218,9 +222,33 @@ class HashingRunner(CountingRunner):
                 step_id=step.step_id,
                 token_ids=pack(tokens),
                 counts=pack(counts) if self.accept or row_limits else b"",
+                forced=b"" if self.force is None else self.told([slot for slot, _, _ in rows], given),
                 query_results=[self.read(step, starts, read) for read in step.queries],
             )
         )
+
+    def told(self, slots: list[int], given: list[list[int]]) -> bytes:
+        """Tell tokens that must follow those given; nothing may keep rows from giving them from now on."""
+        numbers: list[int] = []
+        index = -1
+        for slot, of_row in zip(slots, given, strict=True):
+            index += len(of_row)
+            position = self.lens[slot]
+            if not of_row or self.force is None:
+                continue
+            if (count := self.forced_until[slot] - position) <= 0:
+                count = self.force()
+            run: list[int] = []
+            last = self.check_past(slot, position) if count else 0
+            for at in range(position, position + count):
+                key = self.key(slot, at, last, self.tokens[slot][at])
+                self.tokens[slot][at + 1] = self.sample(slot, at, key)
+                run.append(self.tokens[slot][at + 1])
+                last = key.hash
+            if run:
+                self.forced_until[slot] = position + count
+                numbers += (index, len(run), *run)
+        return pack(numbers)
 
     def read(self, step: StepInput, starts: list[int], read: PromptQuery) -> PromptQueryResult:
         """What a real rank reads of some positions depends on all tokens up to each of them, and on its target."""
@@ -241,6 +269,7 @@ class HashingRunner(CountingRunner):
             assert new.slot not in self.slots, "the slot is taken"
             self.slots.add(new.slot)
             self.tokens[new.slot] = {}
+            self.forced_until[new.slot] = 0
             for group in range(len(self.windows)):
                 self.tables[group, new.slot] = {}
             self.adapter_places[new.slot] = new.adapter_place
@@ -326,16 +355,16 @@ class HashingRunner(CountingRunner):
         num_certain = num_tokens - max(0, num_logits - 1)  # the others are drafted
         count = num_logits if self.accept is None else self.accept(num_logits)
         assert 0 <= count <= num_logits
+        if num_logits and start + num_certain <= self.forced_until[slot]:
+            count = 1
         if limit is not None:
             count = min(count, limit - start)
         given: list[int] = []
-        place = self.adapter_places[slot]
-        adapter = self.adapters[place] if place else 0
         last = self.check_past(slot, start)
         for position in range(start, start + num_tokens):
             is_right = position < start + num_certain or len(given) < count
             token = known[position] if is_right else self.BAD_TOKEN
-            key = Key(position, last, hash((last, token, adapter) if adapter else (last, token)))
+            key = self.key(slot, position, last, token)
             for group in range(len(self.windows)):
                 if group not in self.state_groups:
                     self.kv[self.place(group, slot, position)] = key
@@ -355,6 +384,12 @@ class HashingRunner(CountingRunner):
         self.lens[slot] = start + num_tokens - num_logits + count
         self.num_short_rows += count < num_logits
         return given
+
+    def key(self, slot: int, position: int, last: int, token: int) -> Key:
+        """The key of a token behind others, of which `last` is the hash."""
+        place = self.adapter_places[slot]
+        adapter = self.adapters[place] if place else 0
+        return Key(position, last, hash((last, token, adapter) if adapter else (last, token)))
 
     def check_past(self, slot: int, start: int) -> int:
         """Read what the token at `start` attends to; the hash of all tokens before it."""

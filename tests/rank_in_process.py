@@ -36,13 +36,16 @@ class RankInProcess:
         limits: SchedulerLimits,
         *,
         accept: Callable[[int], int] | None = None,
+        force: Callable[[], int] | None = None,
         fails: Callable[[StepInput], bool] = lambda step: False,
         blocks_anew: Callable[[], int] | None = None,
     ) -> None:
-        """`accept`: given a row's number of logits, how many of its tokens count (None: all). `fails`: which steps run
-        out of memory. `blocks_anew`: then the rank is replaced by a new one with so many KV blocks."""
+        """`accept`: given a row's number of logits, how many of its tokens count (None: all). `force`: how many of the
+        next tokens are told ahead. `fails`: which steps run out of memory. `blocks_anew`: then the rank is replaced by
+        a new one with so many KV blocks."""
         self.limits = limits
         self.accept = accept
+        self.force = force
         self.fails = fails
         self.blocks_anew = blocks_anew
         self.steps: list[StepInput] = []
@@ -59,6 +62,7 @@ class RankInProcess:
         runner.windows = [group.window for group in self.limits.kv_groups]
         runner.state_groups = [number for number, group in enumerate(self.limits.kv_groups) if group.is_state]
         runner.accept = self.accept
+        runner.force = self.force
         return runner
 
     def submit(self, step: StepInput) -> None:

@@ -200,13 +200,13 @@ def test_drafted_and_accepted_tokens_are_counted() -> None:
 def test_figures_of_drafts_are_those_of_all_replicas() -> None:
     replicas = [
         EngineStats(decode_rows=10, drafted=(8, 0), accepted=(5, 0)),
-        EngineStats(decode_rows=6, drafted=(2, 3), accepted=(1, 2)),
+        EngineStats(decode_rows=6, drafted=(2, 3), accepted=(1, 2), forced_tokens=4),
     ]
     figures = SpeculationFigures.of(replicas)
     assert figures is not None
-    assert (figures.drafted_tokens, figures.accepted_tokens, figures.tokens_per_step) == (13, 8, 1.5)
+    assert (figures.drafted_tokens, figures.accepted_tokens, figures.tokens_per_step) == (17, 12, 1.75)
     by_source = {source: (of.drafted_tokens, of.accepted_tokens) for source, of in figures.by_source.items()}
-    assert by_source == {"lookup": (10, 6), "answers": (3, 2)}
+    assert by_source == {"lookup": (10, 6), "answers": (3, 2), "grammar": (4, 4)}
     only_own = SpeculationFigures.of(replicas[:1])
     assert only_own is not None
     assert only_own.by_source.keys() == {"lookup"}

@@ -15,7 +15,7 @@ from enum import IntEnum
 import msgspec
 
 from nvcli.core.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROBS
-from nvcli.core.structured import MAX_END_IDS, MAX_GRAMMAR_BYTES, MAX_MARK_IDS, Constraint
+from nvcli.core.structured import MAX_END_IDS, MAX_FORCED_TOKENS, MAX_GRAMMAR_BYTES, MAX_MARK_IDS, Constraint
 
 MAX_STOP_IDS = MAX_BIASED_TOKENS + 64
 """The maximum ids that a request may stop on: its own and the model's end-of-sequence ids."""
@@ -257,6 +257,9 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The packed number of drafts of each decode row, up to `num_tokens - 1`; empty: they have none."""
     draft_sources: bytes = b""
     """The source of each decode row's drafts, packed indices of `DRAFT_SOURCES`; empty: they have no drafts."""
+    forced: bytes = b""
+    """Tokens that must follow some of the tokens given, because grammars allow nothing else. For each of those, packed:
+    its index in `token_ids`, a number of tokens, and the tokens. The engine may use them or not."""
     logprobs: list[TokenLogprobs | None] = []
     """One entry for each token if any request of the batch asked; else empty."""
     seconds: float = 0.0
@@ -395,5 +398,5 @@ def max_step_output_bytes(
     alternatives each, and as many for each prompt token that is read. `hidden_size`: that of the hidden states that
     requests may ask for; 0: they may not."""
     per_token = 4 + 32 + MAX_LOGPROBS * (5 + 9)
-    per_seq = 3 * 4 + 32 + 4 * hidden_size
+    per_seq = 3 * 4 + 4 * (2 + MAX_FORCED_TOKENS) + 32 + 4 * hidden_size
     return 1024 + max_step_logits * per_token + max_num_seqs * per_seq + max_num_batched_tokens * 8 * (1 + MAX_LOGPROBS)

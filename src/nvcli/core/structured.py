@@ -19,6 +19,9 @@ MAX_MARK_IDS = 64
 MAX_END_IDS = 64
 """Maximum end-of-sequence ids of a constraint; bounds the size of a step's input."""
 
+MAX_FORCED_TOKENS = 15
+"""Maximum tokens that are told at a time because a grammar forces them; bounds the size of a step's output."""
+
 _FORMS = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 

@@ -160,6 +160,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Drafted tokens from each of `DRAFT_SOURCES`."""
     accepted: tuple[int, ...] = (0,) * len(DRAFT_SOURCES)
     """Drafted tokens that the model would have given too, from each of `DRAFT_SOURCES`."""
+    forced_tokens: int = 0
+    """Tokens that grammars gave without decode rows of their own."""
     running_lengths: bytes = b""
     """The running answers' lengths, three int32 each (`messages.pack`): (generated tokens, `max_tokens`, prompt
     tokens). They are updated less often than the rest, and cover only a sample if many requests run."""
@@ -197,7 +199,7 @@ class SpeculationFigures(DraftFigures, frozen=True, kw_only=True):
     tokens_per_step: float
     """The tokens that a decoding request got in a step, on average."""
     by_source: dict[str, DraftFigures]
-    """The tokens by what they were drafted from (`DRAFT_SOURCES`), where anything was."""
+    """The tokens by what they were drafted from (`DRAFT_SOURCES`, and grammars), where anything was."""
 
     @staticmethod
     def of(replicas: Sequence[EngineStats]) -> SpeculationFigures | None:
@@ -209,16 +211,17 @@ class SpeculationFigures(DraftFigures, frozen=True, kw_only=True):
             )
             for number, source in enumerate(DRAFT_SOURCES)
         }
-        rows, drafted, accepted = (
+        rows, drafted, accepted, forced = (
             sum(getattr(stats, name) for stats in replicas)
-            for name in ("decode_rows", "drafted_tokens", "accepted_tokens")
+            for name in ("decode_rows", "drafted_tokens", "accepted_tokens", "forced_tokens")
         )
-        if not drafted:
+        if not drafted and not forced:
             return None
+        by_source["grammar"] = DraftFigures(drafted_tokens=forced, accepted_tokens=forced)
         return SpeculationFigures(
-            drafted_tokens=drafted,
-            accepted_tokens=accepted,
-            tokens_per_step=round((rows + accepted) / max(1, rows), 3),
+            drafted_tokens=drafted + forced,
+            accepted_tokens=accepted + forced,
+            tokens_per_step=round((rows + accepted + forced) / max(1, rows), 3),
             by_source={source: figures for source, figures in by_source.items() if figures.drafted_tokens},
         )
 
@@ -230,6 +233,7 @@ _COUNTS_SINCE_START = (
     "num_preemptions",
     "kv_bytes_saved",
     "decode_rows",
+    "forced_tokens",
 )
 
 

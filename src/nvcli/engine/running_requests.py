@@ -72,9 +72,9 @@ class RunningRequests:
         self.prefilling = [state for state in self.prefilling if state.num_uncomputed]
 
     def prefill_again(self, state: RequestState) -> None:
-        """Move a decoding request with new known tokens to `prefilling`."""
+        """Move a decoding request with new known tokens to `prefilling`, before prompts, which would hold it up."""
         self.decoding.remove(state)
-        self.prefilling.append(state)
+        self.prefilling.insert(0, state)
 
     def choose_victim(self) -> RequestState:
         """Return the request to preempt, out of at least two: among those admitted last, the last one that shares no

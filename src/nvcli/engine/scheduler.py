@@ -8,8 +8,9 @@ A step gives 0 to l tokens for a row, and is in flight while the next one is sch
 n+1 before `process` is called for step n. So a request is scheduled by upper bounds (`RequestState`), and holds exactly
 the blocks of its upper bound; `process` takes back what a step did not give, blocks included. A row may give more
 tokens than the request can use: those after a stop id or `max_tokens` are dropped, as is everything that a step gives
-for a request that turns out to have ended. A request waits for its tokens, while others go on, when it has requested as
-many as it may, or when it needs its last token (`RequestState.needs_last_token`); then the next row brings that token.
+for a request that turns out to have ended, or to have the tokens already (`ForcedTokens`). A request waits for its
+tokens, while others go on, when it has requested as many as it may, or when it needs its last token
+(`RequestState.needs_last_token`); then the next row brings that token.
 
 Decode rows go first; the rest of the token budget goes to prompts, oldest first. Blocks for all known tokens of a
 prompt are taken when it is admitted (in KV groups with a window, as its chunks are scheduled); decoding takes one at a
@@ -41,6 +42,7 @@ from nvcli.engine.admission import Admission
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.draft_policy import DraftPolicy
 from nvcli.engine.failures import Failure, FirstPrompts
+from nvcli.engine.forced_tokens import ForcedTokens
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import EngineStats, FinishReason, Request, RequestOutput
 from nvcli.engine.running_requests import RunningRequests
@@ -60,6 +62,7 @@ class Scheduler:
         self._drafts = DraftPolicy(limits.drafting)
         self._num_with_drafts = 0
         """Steps in flight that have drafts."""
+        self._forced = ForcedTokens(self._running)
         self._by_id: dict[int, RequestState] = {}
         self._registered: list[int] = []
         """Blocks registered for reuse since the last step."""
@@ -122,9 +125,10 @@ class Scheduler:
             generated_tokens=self._generated_tokens,
             num_preemptions=self._num_preemptions,
             kv_bytes_saved=self._running.num_bytes_saved,
-            decode_rows=self._num_decode_rows,
+            decode_rows=self._num_decode_rows + self._forced.num_runs,
             drafted=tuple(self._drafts.num_drafted),
             accepted=tuple(self._drafts.num_accepted),
+            forced_tokens=self._forced.num_taken,
         )
 
     def running_lengths(self) -> bytes:
@@ -176,6 +180,7 @@ class Scheduler:
         )
         self._next_step_id += 1
         self._num_with_drafts += bool(row_limits)
+        self._forced.scheduled(step)
         self._num_decode_rows += len(rows)
         self._restarts = False
         return step
@@ -186,7 +191,7 @@ class Scheduler:
         Raises ModelError if many prompts, and only such prompts, have had non-finite logits.
         """
         assert output.step_id == step.input.step_id
-        owners = step.sampling
+        owners: Sequence[RequestState] = step.sampling
         if output.counts or len(output.token_ids) > 4 * len(owners):
             owners = self._take_back_missing(step, output)
         self._num_with_drafts -= bool(step.input.row_limits)
@@ -197,7 +202,8 @@ class Scheduler:
                     state.logprobs.append(logprobs)
         step.take_query_results(output)
         num_dropped = 0
-        for state, token in zip(owners, unpack(output.token_ids), strict=True):
+        owners, tokens = self._forced.take(owners, unpack(output.token_ids), output.forced)
+        for state, token in zip(owners, tokens, strict=True):
             # This loop runs for every token of the job, so it is flat.
             if state.slot is None:
                 if state.finished:
@@ -264,6 +270,7 @@ class Scheduler:
         self._running.free_all_slots()
         self._restarts = True
         self._num_with_drafts = 0
+        self._forced.put_back()
         self._tables.forget_told()
 
     def lower_limits(self) -> bool:
@@ -309,9 +316,7 @@ class Scheduler:
         """
         counts: Sequence[int] = unpack(output.counts) if output.counts else step.num_logits
         rows = zip(step.sampling, step.num_logits, counts, strict=True)
-        missing = [(state, num_logits - count) for state, num_logits, count in rows if count != num_logits]
-        for state, num_missing in missing:
-            assert num_missing > 0
+        for state, num_missing in self._forced.missing(rows):
             if state.slot is None:
                 state.num_owed -= num_missing
             else:

@@ -66,8 +66,8 @@ class ScheduledStep:
 
     def put_back(self) -> None:
         """Take the step back, because it did not run: its requests get no tokens from it, and it read nothing."""
-        for state, num_logits in zip(self.sampling, self.num_logits, strict=True):
-            state.num_owed -= num_logits
+        for state in self.sampling:
+            state.num_owed = 0
         for state, query in zip(self.querying, self.input.queries, strict=True):
             assert state.queries is not None
             state.queries.put_back(query.count)

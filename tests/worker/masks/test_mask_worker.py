@@ -20,7 +20,15 @@ from nvcli.core.grammars import Vocabulary, grammar_of
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.structured import Constraint, Structured
 from nvcli.worker.masks import mask_worker
-from nvcli.worker.masks.mask_messages import FollowGrammar, MaskOrders, MaskTable, WantMask, answered, next_token
+from nvcli.worker.masks.mask_messages import (
+    WHOLE_RUN,
+    FollowGrammar,
+    MaskOrders,
+    MaskTable,
+    WantMask,
+    answered,
+    next_token,
+)
 from nvcli.worker.masks.mask_worker import CompiledGrammars, GrammarAnswer, MaskWorker, OrderReader, serve
 from requests_factory import make_request
 
@@ -120,6 +128,75 @@ def test_masks_behind_one_more_token_are_asked_for_by_the_memory(vocabulary: Voc
         token = five if row in asked else nine
         assert table.masks[row, token // 32] == 1 << token % 32
         assert np.count_nonzero(table.masks[row]) == 1
+
+
+def test_tokens_that_must_come_next_are_found_with_the_mask_of_the_first(vocabulary: Vocabulary) -> None:
+    """Whether the answer takes them at once, one by one, or with others behind them."""
+    tokens = vocabulary.tokenizer.greedy_tokenize("9594")
+    grammar = grammar_of(Structured(regex="9594[0-3]{2}95"))
+    own = Worker(vocabulary)
+    own.worker = MaskWorker(vocabulary, own.table, finds_runs=True)
+    own.begin(*range(4), grammar=grammar)
+    own.want(*(want(row) for row in range(3)), want(3, held_back=[600]))
+    own.make_all()
+    assert own.table.runs[:3, :5].tolist() == [[4, *tokens]] * 3
+    assert own.table.runs[3, 0] == 0
+    assert own.allowed(0) == {tokens[0]}
+    digits = {vocabulary.tokenizer.greedy_tokenize(digit)[0] for digit in "0123"}
+
+    own.want(want(0, 2, [WHOLE_RUN]), *(want(1, number + 2, [token]) for number, token in enumerate(tokens)))
+    own.make_all()
+    assert own.allowed(0) == own.allowed(1) == digits
+    assert own.table.runs[:2, 0].tolist() == [0, 0]
+    zero = vocabulary.tokenizer.greedy_tokenize("0")
+    own.want(want(0, 3, zero), want(0, 4, zero))
+    own.make_all()
+    assert own.table.runs[0, :3].tolist() == [2, *vocabulary.tokenizer.greedy_tokenize("95")]
+    own.want(want(0, 5, [WHOLE_RUN]))
+    own.make_all()
+    assert own.allowed(0) == set(END_IDS)
+
+    own.want(want(1, 6, zero))
+    own.want(want(2, 2, [*tokens, *zero]))
+    own.make_all()
+    assert own.allowed(1) == own.allowed(2) == digits
+    assert own.numbers[:3].tolist() == [answered(number, has_failed=False) for number in (5, 6, 2)]
+
+
+class ShortOfRoom:
+    """A matcher that cannot consume one of the tokens."""
+
+    def __init__(self, matcher: Any, token: int) -> None:
+        self._matcher, self._token = matcher, token
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+    def consume_token(self, token: int) -> bool:
+        return token != self._token and bool(self._matcher.consume_token(token))
+
+    def consume_tokens(self, tokens: list[int]) -> bool:
+        return self._token not in tokens and bool(self._matcher.consume_tokens(tokens))
+
+
+def test_an_answer_that_cannot_take_a_forced_token_fails_there_and_not_before(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = vocabulary.tokenizer.greedy_tokenize("9584")
+    compile_one = CompiledGrammars.compile
+    monkeypatch.setattr(
+        CompiledGrammars, "compile", lambda self, text: ShortOfRoom(compile_one(self, text), tokens[-1])
+    )
+    monkeypatch.setattr(CompiledGrammars, "begin", lambda self, text: self.compile(text))
+    own = Worker(vocabulary)
+    own.worker = MaskWorker(vocabulary, own.table, finds_runs=True)
+    own.begin(0, grammar=grammar_of(Structured(regex="9584[0-3]{2}")))
+    for number, token in enumerate([[], *([token] for token in tokens)]):
+        own.want(want(0, number, token))
+        own.make_all()
+        assert own.numbers[0] == answered(number, has_failed=number == len(tokens))
+        assert own.table.runs[0, 0] == 0
+        assert own.allowed(0) == {tokens[number]} if number < len(tokens) else set(range(640))
 
 
 def test_what_cannot_be_followed_says_so(vocabulary: Vocabulary) -> None:

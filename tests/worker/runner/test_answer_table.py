@@ -13,7 +13,7 @@ import pytest
 from nvcli.core.messages import NOT_FINITE
 from nvcli.core.structured import Constraint
 from nvcli.worker.masks.answer_table import AnswerTable, FollowedAnswer
-from nvcli.worker.masks.mask_messages import WantMask
+from nvcli.worker.masks.mask_messages import WHOLE_RUN, WantMask
 from nvcli.worker.masks.mask_rows import MaskRowAllocator, num_mask_rows
 
 END_IDS = [0, 2]
@@ -93,9 +93,10 @@ def test_answers_are_followed_together_as_alone(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_an_answer_that_begins_anew_tells_all_tokens_of_its_grammar_once_more(seed: int) -> None:
     """At any time: what a process was told since an answer last began are the tokens of its grammar, in their order, up
-    to each mask that is asked for; and the mask that was not there when it began anew is asked for again."""
+    to each mask that is asked for; and the mask that was not there when it began anew is asked for again. In between it
+    is in runs, which it takes bit by bit, as they are sampled or known, or leaves."""
     rng = random.Random(seed)
-    num_anew = num_steady = 0
+    num_anew = num_steady = num_whole = num_left = 0
     for _ in range(150):
         answer = make_answer(rng, 0)
         twin = copy.deepcopy(answer)
@@ -103,16 +104,29 @@ def test_an_answer_that_begins_anew_tells_all_tokens_of_its_grammar_once_more(se
         table.use_end_ids(END_IDS)
         table.enter(0, answer)
         tokens, own, told = [], [], []
+        run: list[int] = []
+        """The run that was begun last."""
+        rest: list[int] = []
+        """Its tokens that the answer does not have."""
         has_mask = True
         while not twin.is_over and len(tokens) < 25:
             due, orders = table.want(np.array([0]))
             num_steady += len(due)
             if orders or len(due):
-                told += orders[0].tokens if orders else [int(table.last_tokens[0])]
+                asked = orders[0].tokens if orders else [int(table.last_tokens[0])]
+                if asked[:1] == [WHOLE_RUN]:
+                    asked = run + asked[1:]
+                    num_whole += 1
+                told += asked
                 assert told == own
                 has_mask = rng.random() < 0.7
+            if not rest and has_mask and table.may_begin_run(np.array([0])) and rng.random() < 0.3:
+                run = [rng.randrange(3, 9) for _ in range(rng.randint(1, 6))]
+                rest = run.copy()
+                table.begin_run(0, run.copy())
             if rng.random() < 0.2:
                 num_anew += 1
+                rest = []
                 before = int(table.wanted[0])
                 table.follow_anew(0, lambda _, start, end, of=tokens: of[start - 3 : end - 3], has_mask=has_mask)
                 told = []
@@ -121,14 +135,27 @@ def test_an_answer_that_begins_anew_tells_all_tokens_of_its_grammar_once_more(se
                     assert (order.number, order.tokens) == (before + 1, own)
                     told = own.copy()
             has_mask = True
-            token = rng.choice([*range(3, 9), 1, END_IDS[0]])
-            num_unread = len(twin.unread)
-            twin.take(token)
-            own += twin.unread[num_unread:]
-            tokens.append(token)
-            table.take(np.array([0]), np.array([token]))
+            some = [rng.choice([*range(3, 9), 1, END_IDS[0]])]
+            if rest and rng.random() < 0.9:
+                some = rest[: rng.randint(1, len(rest))]
+                rest = rest[len(some) :]
+            elif rest:
+                some, rest = [10, 11], []
+                num_left += 1
+            if len(some) == 1:
+                table.take(np.array([0]), np.array(some))
+            else:
+                known = tokens[len(tokens) - min(len(tokens), rng.randrange(3)) :] + some
+                table.take_known(0, 3 + len(tokens) + len(some) - len(known), np.array(known))
+            for token in some:
+                num_unread = len(twin.unread)
+                twin.take(token)
+                own += twin.unread[num_unread:]
+                tokens.append(token)
     assert num_anew > 100
     assert num_steady > 100
+    assert num_whole > 20
+    assert num_left > 5
 
 
 def test_the_rows_of_one_grammar_are_those_of_different_processes() -> None:

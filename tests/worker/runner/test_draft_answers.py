@@ -15,13 +15,15 @@ from constrained_requests import END_IDS, WANTED, load_vocabulary
 from family_shapes import SHAPES
 from nvcli.core.messages import unpack
 from nvcli.core.sampling_params import SamplingParams, StopRepetition
-from nvcli.core.structured import Constraint
+from nvcli.core.structured import Constraint, Structured
 from nvcli.demo import demo_path
 from nvcli.engine.request import PromptScoring, Request, RequestOutput, ThoughtLimit
 from one_rank import make_core, make_runner, make_scheduler, run_core
 from requests_factory import make_request
+from schema_maker import make_schemas
 
 DRAFTS: dict[str, Any] = {"draft_policy": "always", "max_draft_tokens": 5}
+STRUCTURED_STEPS: dict[str, Any] = {"max_num_seqs": 24, "max_num_batched_tokens": 64}
 NEWLINE = 5
 SAMPLINGS = [
     SamplingParams(temperature=0),
@@ -86,6 +88,32 @@ def requests() -> list[Request]:
     return mixed_requests(60)
 
 
+@pytest.fixture(scope="module")
+def structured() -> list[Request]:
+    """Rows under schemas of many kinds, and one choice; their ids are not those of `requests`."""
+    vocabulary = load_vocabulary()
+    wanted = [Structured(json_schema=schema) for schema in make_schemas(23, seed=1)]
+    samplings = [*SAMPLINGS[:4], SamplingParams(temperature=1.0, presence_penalty=0.5), SAMPLINGS[6]]
+    return [
+        make_request(
+            5 + 10 * number,
+            [20 + number, 30],
+            [70, 33][number % 2],
+            stop_ids=END_IDS,
+            sampling=samplings[number % len(samplings)],
+            row=number,
+            constraint=Constraint(grammar=vocabulary.compile(each), end_ids=END_IDS),
+        )
+        for number, each in enumerate([Structured(choice=["spoon of the kitchen", "fork"]), *wanted])
+    ]
+
+
+@pytest.fixture(scope="module")
+def structured_answers(structured: list[Request]) -> Any:
+    """Their answers, and the statistics, where every token has a step of its own."""
+    return run_here(structured, **STRUCTURED_STEPS)
+
+
 def run_here(requests: list[Request], num_blocks: int | None = None, **config: Any) -> Any:
     """The answers of one rank in this process, and its statistics."""
     own = {"max_model_len": 160, "block_size": 4, "kv_cache_memory": 64 << 20}
@@ -121,17 +149,31 @@ def test_answers_are_those_without_drafts(
     if config.get("draft_policy") != "auto":
         assert stats.accepted_tokens > 100
         assert stats.accepted[1] > 0, "other answers"
+    assert stats.forced_tokens > 1
     if num_blocks is not None:
         assert stats.num_preemptions > 0
 
 
 def test_ranks_that_share_a_model_take_the_same_drafts(
-    requests: list[Request], expected: dict[int, RequestOutput]
+    requests: list[Request], expected: dict[int, RequestOutput], structured: list[Request], structured_answers: Any
 ) -> None:
-    fewer = requests[:24]
-    found, stats = generate(demo_path(), samples_of(fewer), tensor_parallel_size=2, **DRAFTS)
-    assert_equal(found, {sample.request_id: expected[sample.request_id] for sample in samples_of(fewer)})
+    fewer = [*samples_of(requests[:24]), *structured[:8]]
+    found, stats = generate(demo_path(), fewer, tensor_parallel_size=2, **DRAFTS)
+    all_expected = expected | structured_answers[0]
+    assert_equal(found, {request.request_id: all_expected[request.request_id] for request in fewer})
     assert stats.accepted_tokens > 30
+    assert stats.forced_tokens > 10
+
+
+def test_tokens_that_grammars_force_come_several_a_step(structured: list[Request], structured_answers: Any) -> None:
+    """With schemas of many kinds. A row that asks for log-probabilities takes its tokens one at a time."""
+    expected, without = structured_answers
+    found, stats = run_here(structured, **STRUCTURED_STEPS, max_draft_tokens=1)
+    assert_equal(found, expected)
+    assert without.forced_tokens == 0
+    assert stats.forced_tokens > 80
+    assert stats.generated_tokens == without.generated_tokens
+    assert stats.decode_rows < without.decode_rows - stats.forced_tokens // 2
 
 
 def test_runs_that_cannot_take_tokens_back_draft_nothing_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,11 +185,15 @@ def test_runs_that_cannot_take_tokens_back_draft_nothing_and_say_so(monkeypatch:
     assert make_scheduler(runner).limits.drafting is None
 
 
-def test_stages_take_the_same_drafts(requests: list[Request], expected: dict[int, RequestOutput]) -> None:
-    fewer = requests[:24]
-    found, stats = generate(demo_path(), samples_of(fewer), pipeline_parallel_size=2, **DRAFTS)
-    assert_equal(found, {sample.request_id: expected[sample.request_id] for sample in samples_of(fewer)})
+def test_stages_take_the_same_drafts(
+    requests: list[Request], expected: dict[int, RequestOutput], structured: list[Request], structured_answers: Any
+) -> None:
+    fewer = [*samples_of(requests[:24]), *structured[:8]]
+    found, stats = generate(demo_path(), fewer, pipeline_parallel_size=2, **DRAFTS)
+    all_expected = expected | structured_answers[0]
+    assert_equal(found, {request.request_id: all_expected[request.request_id] for request in fewer})
     assert stats.accepted_tokens > 100
+    assert stats.forced_tokens > 10
 
 
 def few_tokens_requests() -> list[Request]:

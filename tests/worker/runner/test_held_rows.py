@@ -80,6 +80,7 @@ def answers(requests: list[Request]) -> Outputs:
         ("chunked", {"max_num_seqs": 7, "max_num_batched_tokens": 9}),
         ("preempted", {"num_blocks": 30}),
         ("one step in flight", {"overlap_steps": False}),
+        ("with forced tokens", {"max_draft_tokens": 1}),
     ],
 )
 def test_answers_are_the_same_whichever_masks_are_late(
@@ -100,6 +101,7 @@ def test_answers_are_the_same_whichever_masks_are_late(
     assert late.num_held > 4
     assert scheduler.stats.generated_tokens == sum(len(output.token_ids) // 4 for output in answers.values())
     assert (scheduler.stats.num_preemptions > 0) == (circumstance == "preempted")
+    assert (scheduler.stats.forced_tokens > 0) == (circumstance == "with forced tokens")
 
 
 def test_all_ranks_leave_the_same_rows_out(requests: list[Request], answers: Outputs) -> None:
@@ -216,6 +218,7 @@ def test_a_slot_is_taken_again_while_a_mask_of_its_last_answer_is_made(
         ("together", {}),
         ("preempted", {"num_blocks": 30}),
         ("one step in flight", {"overlap_steps": False}),
+        ("with forced tokens", {"max_draft_tokens": 1}),
     ],
 )
 def test_answers_are_the_same_whichever_processes_are_killed(

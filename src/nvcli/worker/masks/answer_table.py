@@ -4,6 +4,9 @@ Most answers are *steady*: they are inside their grammar, and no token is held b
 per steady answer, so these are kept in arrays with one entry per row of the mask memory, and Python does the same small
 amount of work however many rows a step has. All other answers (in or before a free part, too short to end, or with
 tokens that were not sampled here) are followed one by one (`FollowedAnswer`) until they are steady.
+
+A steady answer may be in a run of tokens that must come next (`mask_messages`). No masks are requested in it: the rank
+knows them. Its worker hears of the run's tokens when all of them are there.
 """
 
 from __future__ import annotations
@@ -15,9 +18,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nvcli.core.structured import Constraint
-from nvcli.worker.masks.mask_messages import WantMask
+from nvcli.worker.masks.mask_messages import WHOLE_RUN, WantMask
 
 _NO_ROW = -1
+
+
+@dataclass(slots=True)
+class _Run:
+    """A run of tokens that must come next."""
+
+    tokens: list[int]
+    num_taken: int = 0
+    """The tokens that the answer has."""
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +139,12 @@ class AnswerTable:
         """[rows], whether the answer is steady and the mask of its next token has yet to be requested."""
         self._is_over = np.zeros(num_rows, dtype=np.bool_)
         """[rows], whether a steady answer has ended; any further token is dropped."""
-        self._num_tokens = np.zeros(num_rows, dtype=np.int64)
+        self.num_tokens: np.ndarray = np.zeros(num_rows, dtype=np.int64)
+        """[rows], the number of tokens of a steady answer."""
+        self.is_in_run: np.ndarray = np.zeros(num_rows, dtype=np.bool_)
+        """[rows], whether the answer is in a run."""
+        self._runs: dict[int, _Run] = {}
+        """Row → the run that its answer is in."""
         self._end_ids = np.zeros((0, 1), dtype=np.int64)
 
     def __len__(self) -> int:
@@ -151,6 +168,7 @@ class AnswerTable:
         self._row_of[slot] = _NO_ROW
         del self._answers[row]
         self._is_steady[row] = self._is_due[row] = False
+        self._end_run(row)
         return row
 
     def rows(self, slots: np.ndarray) -> np.ndarray:
@@ -170,9 +188,13 @@ class AnswerTable:
             rows, tokens = rows[is_taken], tokens[is_taken]
         is_end = (tokens == self._end_ids).any(axis=0)
         self.last_tokens[rows] = tokens
-        self._num_tokens[rows] += 1
+        self.num_tokens[rows] += 1
         self._is_over[rows] = is_end
         self._is_due[rows] = ~is_end
+        if self._runs:
+            is_inside = self.is_in_run[rows]
+            for row, token in zip(rows[is_inside].tolist(), tokens[is_inside].tolist(), strict=True):
+                self._go_on_in_run(row, [token])
 
     def take_known(self, slot: int, start: int, tokens: np.ndarray) -> None:
         """Take known tokens of the answer in a slot, the first of which is at position `start` of its request. Tokens
@@ -181,12 +203,52 @@ class AnswerTable:
         if row == _NO_ROW:
             return
         answer = self._answers[row]
-        num_tokens = int(self._num_tokens[row]) if self._is_steady[row] else answer.num_tokens
+        num_tokens = int(self.num_tokens[row]) if self._is_steady[row] else answer.num_tokens
         first = max(0, answer.prompt_len + num_tokens - start)
         if first < len(tokens):
+            if row in self._runs and self._go_on_in_run(row, tokens[first:].tolist()):
+                self.num_tokens[row] += len(tokens) - first
+                return
             self._follow_alone(answer)
             for token in tokens[first:].tolist():
                 answer.take(token)
+
+    def begin_run(self, row: int, tokens: list[int]) -> None:
+        """Note that these tokens must come next in a steady answer, whose last mask has been made: it allows the first
+        of them."""
+        assert self._is_steady[row]
+        assert not self._is_due[row]
+        self._runs[row] = _Run(tokens)
+        self.is_in_run[row] = True
+
+    def rest_of_run(self, row: int) -> list[int]:
+        """Return the tokens of a row's run that its answer does not have yet, at least one."""
+        run = self._runs[row]
+        return run.tokens[run.num_taken :]
+
+    def _go_on_in_run(self, row: int, tokens: list[int]) -> bool:
+        """Take tokens of a run; return False if other tokens are among them."""
+        run = self._runs[row]
+        end = run.num_taken + len(tokens)
+        if run.tokens[run.num_taken : end] != tokens:
+            return False
+        run.num_taken = end
+        is_whole = end == len(run.tokens)
+        self._is_over[row] = tokens[-1] in self._end_ids
+        self._is_due[row] = is_whole and not self._is_over[row]
+        if is_whole:
+            self.last_tokens[row] = WHOLE_RUN
+            self._end_run(row)
+        return True
+
+    def _end_run(self, row: int) -> None:
+        self._runs.pop(row, None)
+        self.is_in_run[row] = False
+
+    def may_begin_run(self, rows: np.ndarray) -> np.ndarray:
+        """Tell which of these rows [n], whose masks have been made, may begin a run: [n] bool."""
+        may: np.ndarray = self._is_steady[rows] & ~self.is_in_run[rows]
+        return may
 
     def follow_anew(self, row: int, tokens_of: Callable[[int, int, int], list[int]], *, has_mask: bool) -> None:
         """Restart the answer in a row, as if none of its grammar had been followed yet.
@@ -230,13 +292,17 @@ class AnswerTable:
         """Keep an answer in the arrays from now on. Its mask has just been requested."""
         self._is_steady[answer.row] = True
         self._is_due[answer.row] = self._is_over[answer.row] = False
-        self._num_tokens[answer.row] = answer.num_tokens
+        self.num_tokens[answer.row] = answer.num_tokens
 
     def _follow_alone(self, answer: FollowedAnswer) -> None:
         """Follow an answer on its own from now on."""
         row = answer.row
         if self._is_steady[row]:
-            answer.num_tokens = int(self._num_tokens[row])
+            answer.num_tokens = int(self.num_tokens[row])
             answer.is_over, answer.is_due = bool(self._is_over[row]), bool(self._is_due[row])
             answer.unread = [int(self.last_tokens[row])] if answer.is_due else []
+            if row in self._runs:
+                answer.unread = self._runs[row].tokens[: self._runs[row].num_taken]
+                answer.is_due = bool(answer.unread) and not answer.is_over
+                self._end_run(row)
             self._is_steady[row] = self._is_due[row] = False

@@ -4,6 +4,9 @@ The memory has a row for each answer that may run, in several parts (`MaskTable`
 the number under which the mask was requested (`answered`). Most requests are for the mask after one more token and
 nothing else: these are written to the memory as well (`next_token`). A worker polls the memory many times per step, and
 gets a message for such a request only while it sleeps.
+
+Where a mask allows a single token, a worker goes on to the mask after that token, and so on: the tokens that it finds
+are a *run*, which the memory brings along with the first of these masks.
 """
 
 from __future__ import annotations
@@ -15,13 +18,18 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
+from nvcli.core.structured import MAX_FORCED_TOKENS
+
 N = TypeVar("N", int, np.ndarray)
 
 _PAGE = 4096
 _TOKEN_BITS = 24
 """Bits of the token in an entry of `MaskTable.next_tokens`; the higher bits hold the mask's number."""
+WHOLE_RUN = (1 << _TOKEN_BITS) - 1
+"""Stands for all tokens of the run that the worker found last, as the first token of a request."""
 _NUM_NUMBERS = 4
-"""Numbers that the memory holds per row, besides the mask."""
+"""Numbers that the memory holds per row, besides the run and the mask."""
+_RUN_WORDS = 1 + MAX_FORCED_TOKENS
 
 
 class MaskStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +44,8 @@ class MaskStart(msgspec.Struct, frozen=True, kw_only=True):
     """The number of workers. The descriptors from which they read orders arrive over the socket."""
     stays_awake: bool
     """Whether workers poll for orders before they sleep, which takes part of a core each."""
+    finds_runs: bool
+    """Whether workers look for runs."""
     memory_fd: int
     """The memory, empty until the vocabulary is loaded."""
     report_fd: int
@@ -90,7 +100,7 @@ class WantMask(msgspec.Struct, frozen=True, array_like=True):
     number: int
     """A number that no other mask of its row has."""
     tokens: list[int]
-    """Tokens by which the answer advances first."""
+    """Tokens by which the answer advances first; the first of them may be `WHOLE_RUN`."""
     is_free: bool
     """Whether any token may come next, except those held back."""
     held_back: list[int]
@@ -124,6 +134,9 @@ class MaskTable:
     at_work: np.ndarray
     """[rows] int64, one entry per worker: the row, plus 1, whose mask it is building, negative while it begins that
     row's answer; 0: none. Set by the workers, so that the rank knows what a worker was doing when it died."""
+    runs: np.ndarray
+    """[rows, 1 + MAX_FORCED_TOKENS] int32, the length of the run that begins with the last mask written, and its
+    tokens. Set by the workers."""
     masks: np.ndarray
     """[rows, W] uint32, one bit per token."""
 
@@ -131,21 +144,30 @@ class MaskTable:
     def empty(cls, num_rows: int, num_words: int) -> MaskTable:
         """Make a table in memory that is not shared."""
         numbers = np.zeros((_NUM_NUMBERS, num_rows), dtype=np.int64)
+        runs = np.zeros((num_rows, _RUN_WORDS), dtype=np.int32)
         masks = np.zeros((num_rows, num_words), dtype=np.uint32)
-        return cls(numbers[0], numbers[1], numbers[2], numbers[3], masks)
+        return cls(numbers[0], numbers[1], numbers[2], numbers[3], runs, masks)
 
     @classmethod
     def of(cls, memory: mmap.mmap, num_rows: int, num_words: int) -> MaskTable:
         """View a memory of `memory_bytes` as a table."""
         numbers = np.frombuffer(memory, dtype=np.int64, count=_NUM_NUMBERS * num_rows).reshape(_NUM_NUMBERS, num_rows)
+        runs = np.frombuffer(memory, dtype=np.int32, count=num_rows * _RUN_WORDS, offset=numbers.nbytes)
         count = num_rows * num_words
         masks = np.frombuffer(memory, dtype=np.uint32, count=count, offset=masks_offset(num_rows))
-        return cls(numbers[0], numbers[1], numbers[2], numbers[3], masks.reshape(num_rows, num_words))
+        return cls(
+            numbers[0],
+            numbers[1],
+            numbers[2],
+            numbers[3],
+            runs.reshape(num_rows, _RUN_WORDS),
+            masks.reshape(num_rows, num_words),
+        )
 
 
 def masks_offset(num_rows: int) -> int:
     """Return the offset of the masks in the memory, in bytes."""
-    return -(-8 * _NUM_NUMBERS * num_rows // _PAGE) * _PAGE
+    return -(-(8 * _NUM_NUMBERS + 4 * _RUN_WORDS) * num_rows // _PAGE) * _PAGE
 
 
 def memory_bytes(num_rows: int, num_words: int) -> int:
@@ -168,3 +190,9 @@ def answered(number: N, *, has_failed: bool) -> N:
     """Return the entry that says that the mask with this number is there (or the entries, for several numbers).
     `has_failed`: the answer's grammar cannot be followed any further."""
     return 2 * number + has_failed
+
+
+def allow_only(mask: np.ndarray, token: int) -> None:
+    """Make a mask of uint32 words allow one token alone, in place."""
+    mask[:] = 0
+    mask[token >> 5] = 1 << (token & 31)

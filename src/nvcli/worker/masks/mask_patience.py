@@ -13,6 +13,7 @@ _LAUNCHES, _LIKELY = 16, 0.9
 twice as long as others, and cannot be foreseen. Going on too early costs little, because the device itself waits for
 late masks; going on too late makes it wait for the launch."""
 _FIRST_LAUNCH_SECONDS = 1e-3
+_MOST_SPARE_SECONDS = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,13 @@ class PatienceTimer:
         busy = max(0.0, seconds - self.launch_seconds) if self._on_gpu else 0.0
         # The host may take longer for a step than the device does.
         return Patience(self._free_since + busy, max(seconds, self._step_seconds))
+
+    @property
+    def spare_seconds(self) -> float:
+        """The seconds for which a step's output may wait without delaying the device, which computes the next step
+        meanwhile: the engine needs the rest of that time for the step after it."""
+        seconds = self._forward_seconds.get(self._has_chunks, 0.0) if self._on_gpu else 0.0
+        return min(_MOST_SPARE_SECONDS, max(0.0, seconds / 2 - self.launch_seconds))
 
     def went_on(self) -> None:
         """Note that the step goes on with the masks that have arrived."""

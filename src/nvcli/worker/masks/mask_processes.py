@@ -120,7 +120,7 @@ def _work(
         sleep_exactly()
         memory = mmap.mmap(start.memory_fd, memory_bytes(start.num_rows, vocabulary.num_words))
         table = MaskTable.of(memory, start.num_rows, vocabulary.num_words)
-        worker = MaskWorker(vocabulary, table, first=number, step=start.num_workers)
+        worker = MaskWorker(vocabulary, table, first=number, step=start.num_workers, finds_runs=start.finds_runs)
         orders = OrderReader(order_fd, stays_awake=start.stays_awake)
         limit_more_memory(max_memory)
         threading.stack_size(FOLLOW_STACK_BYTES)

@@ -22,7 +22,17 @@ import msgspec
 import numpy as np
 
 from nvcli.core.grammars import GrammarError, Vocabulary
-from nvcli.worker.masks.mask_messages import FollowGrammar, MaskOrders, MaskTable, WantMask, answered, read_next_token
+from nvcli.core.structured import MAX_FORCED_TOKENS
+from nvcli.worker.masks.mask_messages import (
+    WHOLE_RUN,
+    FollowGrammar,
+    MaskOrders,
+    MaskTable,
+    WantMask,
+    allow_only,
+    answered,
+    read_next_token,
+)
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -93,61 +103,112 @@ class GrammarAnswer:
 
     When the cache that it shares with other answers is full, it continues with a grammar compiled for it alone, so that
     no answer fails because of others.
+
+    Its matcher may be ahead of it, by tokens that must come next: each of them is the only one that its mask allows.
     """
 
-    def __init__(self, grammar: str | None, grammars: CompiledGrammars) -> None:
-        """`grammar` None: the answer has failed."""
+    def __init__(self, grammar: str | None, grammars: CompiledGrammars, text_end_ids: Sequence[int] = ()) -> None:
+        """`grammar` None: the answer has failed. `text_end_ids`: those of `Vocabulary`."""
         self._grammar, self._grammars = grammar or "", grammars
+        self._text_end_bits = _bits(text_end_ids)
         self._matcher = None if grammar is None else grammars.begin(grammar)
         self._is_alone = False
         """Whether no other answer shares its compiled grammar."""
         self._tokens = array("i")
-        """The tokens that the matcher has consumed."""
+        """The answer's tokens."""
+        self._ahead: list[int] = []
+        """The tokens after those that the matcher has consumed, too."""
+        self._finds_runs = True
 
     @property
     def has_failed(self) -> bool:
         """Whether the grammar cannot be followed any further."""
         return self._matcher is None
 
-    @property
-    def may_end(self) -> bool:
-        """Whether the grammar lets the answer end here."""
-        return self._matcher is not None and bool(self._matcher.is_accepting())
-
-    def write_mask(self, tokens: list[int], address: int, num_bytes: int) -> None:
-        """Advance by tokens, and write the mask of the next one to an address, unless the answer has failed."""
+    def write_mask(self, tokens: list[int], mask: np.ndarray) -> None:
+        """Advance by tokens, and write the mask of the next one, unless the answer has failed."""
+        ahead = self._ahead
+        if tokens and tokens[0] == WHOLE_RUN:
+            tokens = ahead + tokens[1:]
         self._tokens.extend(tokens)
-        if self._matcher is not None and tokens and not self._matcher.consume_tokens(tokens):
+        if self._matcher is None:
+            return
+        if ahead:
+            num_met = min(len(tokens), len(ahead))
+            if tokens[:num_met] != ahead[:num_met]:
+                self._matcher.rollback(len(ahead))
+                ahead.clear()
+            else:
+                del ahead[:num_met]
+                tokens = tokens[num_met:]
+                if ahead:
+                    allow_only(mask, ahead[0])
+                    return
+        if tokens and not self._matcher.consume_tokens(tokens):
             self._begin_anew()
-        if self._matcher is not None:
-            self._matcher.unsafe_compute_mask_ptr(address, num_bytes)
-            if self._matcher.is_error():
-                self._begin_anew()
-                if self._matcher is not None:
-                    self._matcher.unsafe_compute_mask_ptr(address, num_bytes)
-                    if self._matcher.is_error():
-                        self._matcher = None
+        if self._matcher is not None and not self._write(mask):
+            self._begin_anew()
+            if self._matcher is not None and not self._write(mask):
+                self._matcher = None
+
+    def find_run(self, mask: np.ndarray) -> list[int]:
+        """Return the tokens that must come next, up to `MAX_FORCED_TOKENS`. `mask` is the one just written.
+
+        Behind the first token llguidance tells them without making masks: a mask allows the first of the tokens that it
+        forces, and no other (`TokenParser::compute_mask`). Some masks of a single token are not known this way; they
+        end the run, which therefore costs no more than the masks of its tokens would.
+        """
+        ahead = self._ahead
+        if ahead or self._matcher is None or not self._finds_runs:
+            return ahead
+        token = _only_token(mask)
+        while token is not None and not self._matcher.is_stopped():
+            if not self._matcher.consume_token(token):
+                # The answer fails, if it does, behind these tokens and not before.
+                ahead.clear()
+                self._finds_runs = False
+                self._matcher = self._compile()
+                break
+            ahead.append(token)
+            forced = [] if len(ahead) == MAX_FORCED_TOKENS else self._matcher.compute_ff_tokens()
+            token = forced[0] if forced else None
+        return ahead
+
+    def _write(self, mask: np.ndarray) -> bool:
+        """Write the mask of the token after those that the matcher has consumed; return False if it cannot."""
+        assert self._matcher is not None
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._matcher.is_error():
+            return False
+        if self._text_end_bits and not self._matcher.is_accepting():
+            _hold_back(mask, self._text_end_bits)
+        return True
 
     def _begin_anew(self) -> None:
-        """Compile the grammar for this answer alone, and advance it to the current position, unless that was done."""
+        """Compile the grammar for this answer alone, unless that was done."""
         self._matcher = None
         if not self._is_alone:
             self._is_alone = True
             self._grammars.forget(self._grammar)
-            matcher = self._grammars.compile(self._grammar)
-            if matcher is not None and matcher.consume_tokens(self._tokens.tolist()):
-                self._matcher = matcher
+            self._matcher = self._compile()
+
+    def _compile(self) -> LLMatcher | None:
+        """Return a matcher of its own, at the current position, or None if there can be none."""
+        matcher = self._grammars.compile(self._grammar)
+        return matcher if matcher is not None and matcher.consume_tokens(self._tokens.tolist()) else None
 
 
 class MaskWorker:
     """Builds the masks of some rows."""
 
-    def __init__(self, vocabulary: Vocabulary, table: MaskTable, *, first: int = 0, step: int = 1) -> None:
-        """`table` is the memory; this worker has every `step`-th row from `first` on."""
+    def __init__(
+        self, vocabulary: Vocabulary, table: MaskTable, *, first: int = 0, step: int = 1, finds_runs: bool = False
+    ) -> None:
+        """`table` is the memory; this worker has every `step`-th row from `first` on. `finds_runs`: see `MaskStart`."""
         self._grammars = CompiledGrammars(vocabulary)
-        self._text_end_bits = _bits(vocabulary.text_end_ids)
-        self._numbers, self._masks = table.numbers, table.masks
-        self._address, self._stride = table.masks.ctypes.data, table.masks.strides[0]
+        self._text_end_ids = vocabulary.text_end_ids
+        self._finds_runs = finds_runs
+        self._numbers, self._masks, self._runs = table.numbers, table.masks, table.runs
         self._first, self._step = first, step
         self.is_asleep = table.is_asleep[first : first + 1]
         """[1], as in `MaskTable`."""
@@ -205,7 +266,7 @@ class MaskWorker:
     def _begin(self, new: FollowGrammar) -> None:
         self._slow_rows.discard(new.row)
         self._at_work[0] = -(new.row + 1)
-        self._answers[new.row] = GrammarAnswer(new.grammar, self._grammars)
+        self._answers[new.row] = GrammarAnswer(new.grammar, self._grammars, self._text_end_ids)
         self._at_work[0] = 0
 
     def next_is_urgent(self) -> bool:
@@ -227,9 +288,12 @@ class MaskWorker:
         answer = self._answers[want.row]
         self._at_work[0] = want.row + 1
         self._make(want, answer)
+        seconds = time.perf_counter() - began_at
+        if self._finds_runs:
+            self._find_run(want, answer)
         self._numbers[want.row] = answered(want.number, has_failed=answer.has_failed)
         self._at_work[0] = 0
-        if time.perf_counter() - began_at > _SLOW_SECONDS:
+        if seconds > _SLOW_SECONDS:
             self._slow_rows.add(want.row)
         else:
             self._slow_rows.discard(want.row)
@@ -238,15 +302,21 @@ class MaskWorker:
         if want.is_free:
             self._masks[want.row] = _ALL
         else:
-            answer.write_mask(want.tokens, self._address + want.row * self._stride, self._stride)
+            answer.write_mask(want.tokens, self._masks[want.row])
             if answer.has_failed:
                 self._masks[want.row] = _ALL
-            elif self._text_end_bits and not answer.may_end:
-                _hold_back(self._masks[want.row], self._text_end_bits)
             if want.opening is not None:
                 _let_open(self._masks[want.row], want.opening, is_only=want.is_opened)
         if want.held_back:
             _hold_back(self._masks[want.row], _bits(want.held_back))
+
+    def _find_run(self, want: WantMask, answer: GrammarAnswer) -> None:
+        """Write the run that begins with a mask just made, which is empty where the mask is not the grammar's alone."""
+        run: list[int] = []
+        if not want.is_free and want.opening is None and not want.held_back:
+            run = answer.find_run(self._masks[want.row])
+        self._runs[want.row, 0] = len(run)
+        self._runs[want.row, 1 : 1 + len(run)] = run
 
 
 def _let_open(mask: np.ndarray, token: int, *, is_only: bool) -> None:
@@ -254,6 +324,15 @@ def _let_open(mask: np.ndarray, token: int, *, is_only: bool) -> None:
     if is_only:
         mask[:] = 0
     mask[token >> 5] |= np.uint32(1 << (token & 31))
+
+
+def _only_token(mask: np.ndarray) -> int | None:
+    """Return the token that a mask of uint32 words allows, if it is a single one."""
+    if np.count_nonzero(mask) != 1:
+        return None
+    word = int(mask.argmax())
+    bits = mask.item(word)
+    return None if bits & (bits - 1) else 32 * word + bits.bit_length() - 1
 
 
 def _bits(token_ids: Sequence[int]) -> list[tuple[int, int]]:

@@ -42,6 +42,7 @@ from nvcli.worker.masks.mask_messages import (
     Raised,
     Report,
     WantMask,
+    allow_only,
     memory_bytes,
     next_token,
 )
@@ -76,6 +77,7 @@ class MaskWorkers:
         num_rows: int,
         num_workers: int,
         stays_awake: bool,
+        finds_runs: bool = False,
     ) -> None:
         """Begin to start the workers, which load the model's tokens; see `MaskStart`."""
         self.end_ids = [*end_ids]
@@ -89,6 +91,7 @@ class MaskWorkers:
             num_rows=num_rows,
             num_workers=num_workers,
             stays_awake=stays_awake,
+            finds_runs=finds_runs,
             memory_fd=self._memory_fd,
             report_fd=theirs.fileno(),
             parent_pid=os.getpid(),
@@ -147,6 +150,22 @@ class MaskWorkers:
     def answered(self) -> np.ndarray:
         """[rows], the last mask that is there for each row (`mask_messages.answered`)."""
         return self._table.numbers
+
+    @property
+    def run_lengths(self) -> np.ndarray:
+        """[rows], the length of the run that begins with each row's last mask."""
+        lengths: np.ndarray = self._table.runs[:, 0]
+        return lengths
+
+    def run(self, row: int) -> list[int]:
+        """Return the tokens of the run that begins with a row's last mask."""
+        length = self._table.runs.item(row, 0)
+        tokens: list[int] = self._table.runs[row, 1 : 1 + length].tolist()
+        return tokens
+
+    def allow_only(self, row: int, token: int) -> None:
+        """Write a row's mask, which allows one token, in place of its worker. No mask may be requested for the row."""
+        allow_only(self._table.masks[row], token)
 
     def begin(self, grammar: str) -> int:
         """Begin an answer, and return its row. `send` sends its orders."""

@@ -15,13 +15,17 @@ CPU only the host waits.
 Only the rank that posts the tokens (`EngineConfig.output_rank`) follows grammars; it tells the others the masks and
 which rows are held. A request that re-enters a slot, after a preemption, brings the tokens of its answer along, and its
 grammar is followed again from the start.
+
+With `finds_runs`, an answer whose mask allows a single token may be in a run of such tokens, which the step's output
+brings along (`MaskOutcome.runs`): the engine may compute all of them in one step. Until it does, the rank itself writes
+their masks, so that the answer goes on token by token.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +35,7 @@ from torch import Tensor
 from nvcli.core.messages import CONSTRAINT_FAILED, NewSlot, StepInput
 from nvcli.core.structured import Constraint
 from nvcli.worker.masks.answer_table import AnswerTable, FollowedAnswer
+from nvcli.worker.masks.forced_runs import ForcedRuns, Runs
 from nvcli.worker.masks.mask_memory import MaskMemory
 from nvcli.worker.masks.mask_messages import answered
 from nvcli.worker.masks.mask_patience import Patience, PatienceTimer
@@ -48,7 +53,10 @@ costs the rank as much as it saves."""
 _OTHER_CORES = 3
 """Cores reserved, if there are enough, for the rank, its engine and the parent."""
 
-
+_LEAST_RUN = 2
+"""The fewest tokens of a run that the engine hears of."""
+_STEPS_WITHOUT_RUNS = 32
+"""Steps without a new run after which outputs no longer wait for any."""
 _MOST_NANOSECONDS = 2**31 - 1
 
 
@@ -67,6 +75,8 @@ class StepMasks:
     """The source of late masks; None if none can be late."""
     late_seconds: float = 0.0
     """Seconds that the device may wait for each late mask."""
+    runs: ForcedRuns = field(default_factory=lambda: ForcedRuns({}))
+    """The tokens that must follow those of the step."""
 
     @property
     def any_late(self) -> bool:
@@ -97,6 +107,8 @@ class MaskOutcome:
     """[n] bool, rows that had failed when the host went on."""
     late: Tensor | None
     """[2, num_sampled] int32 on the host, as returned by `take_late_masks`; None: no mask was late."""
+    runs: ForcedRuns = field(default_factory=lambda: ForcedRuns({}))
+    """`StepMasks.runs`"""
 
     @property
     def is_held(self) -> np.ndarray:
@@ -140,6 +152,8 @@ class _Chosen:
     """Outcome of the masks; complete with the ids."""
     rows: np.ndarray
     """[n], the answers' rows in the mask memory."""
+    num_tokens: np.ndarray
+    """[n], the number of tokens of each steady answer, without the step's."""
 
     @property
     def is_there(self) -> bool:
@@ -159,11 +173,15 @@ class Constraints:
         follows: bool,
         may_hold: bool,
         token_ids: Tensor,
+        finds_runs: bool = False,
+        awaits_runs: bool = False,
         workers: MaskWorkers | None = None,
     ) -> None:
         """`vocab_size` is the number of the model's logits, and `max_answers` the number of slots. `follows`: whether
         this rank follows grammars. `may_hold`: whether a step may leave rows out. `token_ids` are the tokens of all
-        slots (`SlotState`). `workers` build the masks, if they were started early (`start_workers`)."""
+        slots (`SlotState`). `finds_runs`: whether the engine is told of tokens that must come next; `awaits_runs`:
+        whether outputs may wait for them, while the device computes the next step. `workers` build the masks, if they
+        were started early (`start_workers`)."""
         self.may_hold = may_hold
         self._model_path = model_path
         self._vocab_size = vocab_size
@@ -171,6 +189,11 @@ class Constraints:
         self._max_answers = max_answers
         self._follows = follows
         self._token_ids = token_ids
+        self._finds_runs, self._awaits_runs = finds_runs, awaits_runs
+        self._num_without_runs = 0
+        """Steps since a run began."""
+        self._previous: _Chosen | None = None
+        """The last choice."""
         self._answers = AnswerTable(max_answers, num_mask_rows(max_answers))
         self._chosen: deque[_Chosen] = deque()
         self._timer = PatienceTimer(device)
@@ -223,9 +246,10 @@ class Constraints:
         grammars."""
         return self._memory
 
-    def masks(self, slots: np.ndarray, num_rows: int) -> StepMasks:
+    def masks(self, slots: np.ndarray, num_rows: int, may_force: np.ndarray, places: np.ndarray) -> StepMasks:
         """Make the masks of the next tokens of constrained answers in `slots` [n], which are among the `num_rows` rows
-        that the step samples."""
+        that the step samples, at `places` [n]. `may_force` [n] bool: which answers choose a token that a mask alone
+        allows, whatever else they ask for, and without its log-probability."""
         if self._memory is None or self._workers is None:
             anything = TokenMasks.allowing_all(len(slots), -(-self._vocab_size // 32), self._device)
             has_failed = np.full(len(slots), self._follows)
@@ -242,8 +266,9 @@ class Constraints:
             self._want(rows)
         self._timer.went_on()
         found = self._workers.answered[rows]
-        self._memory.bring(rows)
         is_late = found < wanted
+        runs = self._find_runs(rows, places, may_force & ~is_late & (found % 2 == 0))
+        self._memory.bring(rows)
         low = wanted.astype(np.int32)
         low[low == 0] = 1  # after 2**31 masks of a row: 0 would mean that it is there
         return StepMasks(
@@ -252,7 +277,41 @@ class Constraints:
             has_failed=~is_late & (found % 2 == 1),
             memory=self._memory,
             late_seconds=0.0 if patience is None else patience.step_seconds / num_rows,
+            runs=runs,
         )
+
+    def _find_runs(self, rows: np.ndarray, places: np.ndarray, may_begin: np.ndarray) -> ForcedRuns:
+        """Begin the runs of answers in rows [n], of which those that `may_begin` [n] have just got their masks, and
+        write the masks inside runs. Returns the runs for the step, whose sampled rows are at `places` [n], and
+        completes those of the previous step."""
+        answers, workers = self._answers, self._workers
+        if not self._finds_runs:
+            return ForcedRuns({})
+        assert workers is not None
+        for row in rows[answers.is_in_run[rows]].tolist():
+            workers.allow_only(row, answers.rest_of_run(row)[0])
+        is_new = may_begin & (workers.run_lengths[rows] >= _LEAST_RUN) & answers.may_begin_run(rows)
+        for row in rows[is_new].tolist():
+            answers.begin_run(row, workers.run(row))
+        previous, self._previous = self._previous, None
+        if previous is not None:
+            previous.outcome.runs.complete(self._runs_behind(previous, rows[is_new]))
+        self._num_without_runs = 0 if is_new.any() else self._num_without_runs + 1
+        is_inside = answers.is_in_run[rows]
+        known = {
+            place: answers.rest_of_run(row)[1:]
+            for row, place in zip(rows[is_inside].tolist(), places[is_inside].tolist(), strict=True)
+        }
+        waits = self._awaits_runs and self._num_without_runs < _STEPS_WITHOUT_RUNS
+        return ForcedRuns(known, wait_seconds=self._timer.spare_seconds if waits else 0.0)
+
+    def _runs_behind(self, chosen: _Chosen, rows: np.ndarray) -> Runs:
+        """Return the new runs in rows [n] that follow tokens of an earlier choice immediately."""
+        if not len(rows):
+            return {}
+        is_next = (self._answers.num_tokens[chosen.rows] == chosen.num_tokens + 1) & np.isin(chosen.rows, rows)
+        found = zip(chosen.rows[is_next].tolist(), chosen.outcome.rows[is_next].tolist(), strict=True)
+        return {place: self._answers.rest_of_run(row) for row, place in found}
 
     def record_choice(self, ids: Tensor, slots: np.ndarray, outcome: MaskOutcome) -> None:
         """Record a step's sampled tokens: ids [num_sampled] int32, on the host or on their way there, as is the outcome
@@ -263,7 +322,10 @@ class Constraints:
         if self._device.type == "cuda":
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        self._chosen.append(_Chosen(ids, event, outcome, self._answers.rows(slots)))
+        rows = self._answers.rows(slots)
+        chosen = _Chosen(ids, event, outcome, rows, self._answers.num_tokens[rows])
+        self._chosen.append(chosen)
+        self._previous = chosen
 
     def _take(self, chosen: _Chosen) -> None:
         """Take in tokens that have reached the host."""
@@ -336,7 +398,12 @@ class Constraints:
         """Wait for the workers; all requests to a model have the same end-of-sequence ids."""
         if self._workers is None or self._workers.end_ids != [*end_ids]:
             self._workers = start_workers(
-                self._model_path, self._vocab_size, end_ids, self._device, max_answers=self._max_answers
+                self._model_path,
+                self._vocab_size,
+                end_ids,
+                self._device,
+                max_answers=self._max_answers,
+                finds_runs=self._finds_runs,
             )
         self._answers.use_end_ids(end_ids)
         num_words = self._workers.wait_ready()
@@ -372,7 +439,13 @@ class Constraints:
 
 
 def start_workers(
-    model_path: Path, vocab_size: int, end_ids: Sequence[int], device: torch.device, *, max_answers: int
+    model_path: Path,
+    vocab_size: int,
+    end_ids: Sequence[int],
+    device: torch.device,
+    *,
+    max_answers: int,
+    finds_runs: bool,
 ) -> MaskWorkers:
     """Begin to start a rank's mask workers, which take most of a second to load the tokens."""
     num_free = own_cores(device) - _OTHER_CORES
@@ -385,4 +458,5 @@ def start_workers(
         num_rows=num_mask_rows(max_answers),
         num_workers=num_workers,
         stays_awake=num_workers <= num_free,
+        finds_runs=finds_runs,
     )

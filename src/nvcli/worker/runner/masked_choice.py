@@ -36,6 +36,9 @@ from nvcli.worker.runner.slot_table import SlotTable
 _STEPS_BEFORE = 32
 """Steps of a shape that choose twice before the shape is split, which costs as much as some hundred choices."""
 _PATIENCE_WORDS = 2
+_MAY_NOT_FORCE = SamplingFlag.ALLOWED | SamplingFlag.BAD_WORDS | SamplingFlag.LOGPROBS
+"""Demands of rows that may choose another token than the only one that a mask allows, or ask for its
+log-probability."""
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
@@ -124,7 +127,10 @@ class MaskedChoice:
         if needs.is_simple and ids is not None:
             return ids[:num_sampled], None
         rows = _NO_ROWS if needs.is_simple else needs.rows(SamplingFlag.CONSTRAINED)
-        masks = self._constraints.masks(needs.slots[rows], num_sampled) if len(rows) else None
+        masks = None
+        if len(rows):
+            may_force = needs.flags[rows] & _MAY_NOT_FORCE == 0
+            masks = self._constraints.masks(needs.slots[rows], num_sampled, may_force, rows)
         logprobs, late = None, None
         if padded in self._sources and needs.is_simple_behind_masks:
             assert padded is not None
@@ -159,7 +165,7 @@ class MaskedChoice:
         if late is not None and self._on_gpu:
             self._arriving = self._arriving[1:] + self._arriving[:1]
             late = self._arriving[0][: late.numel()].view(late.shape).copy_(late.contiguous(), non_blocking=True)
-        outcome = MaskOutcome(rows, masks.has_failed, late)
+        outcome = MaskOutcome(rows, masks.has_failed, late, masks.runs)
         self._constraints.record_choice(host_ids, slots, outcome)
         return outcome
 

@@ -191,7 +191,12 @@ class ModelRunner:
         end_ids = [token for token in model.eos_token_ids if token < model.vocab_size][:MAX_END_IDS]
         if config.prepare_grammars and end_ids and self._context.rank == config.output_rank:
             self._mask_workers = start_workers(
-                config.model_path, model.vocab_size, end_ids, self.device, max_answers=config.max_num_seqs
+                config.model_path,
+                model.vocab_size,
+                end_ids,
+                self.device,
+                max_answers=config.max_num_seqs,
+                finds_runs=config.max_draft_tokens > 0,
             )
 
     def _begin_weights(self) -> None:
@@ -288,6 +293,8 @@ class ModelRunner:
             follows=follows,
             may_hold=self._may_hold_rows(),
             token_ids=self.slots.state.token_ids,
+            finds_runs=config.max_draft_tokens > 0,
+            awaits_runs=config.overlap_steps and config.pipeline_parallel_size == 1,
             workers=self._mask_workers,
         )
         self.buffers = InputBuffers(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import compress
 
+import numpy as np
 from torch import Tensor
 
-from nvcli.core.messages import StepOutput
+from nvcli.core.messages import StepOutput, pack
 from nvcli.worker.distributed.tensor_parallel import StageState
+from nvcli.worker.masks.forced_runs import Runs
 from nvcli.worker.runner.constraints import MaskOutcome
 from nvcli.worker.runner.drafter import PendingDrafts
 from nvcli.worker.runner.graph_runner import unowned
@@ -74,6 +76,7 @@ class PendingStep:
             counts, is_given = self.drafts.counts()
         elif counts is not None:
             is_given = counts > 0
+        forced = b"" if self.masks is None else _pack_runs(self.masks.runs.take(), None if counts is None else is_given)
         if counts is not None:
             ids = ids[is_given]
             logprobs = list(compress(logprobs, is_given.tolist()))
@@ -83,6 +86,7 @@ class PendingStep:
             counts=b"" if counts is None else counts.tobytes(),
             drafted=b"" if self.drafts is None else self.drafts.drafted.numpy().tobytes(),
             draft_sources=b"" if self.drafts is None else self.drafts.sources.numpy().tobytes(),
+            forced=forced,
             logprobs=logprobs,
             seconds=self.time.seconds,
             idle_seconds=self.time.idle_seconds,
@@ -90,3 +94,15 @@ class PendingStep:
             query_results=[] if self.query_results is None else self.query_results.result(),
             note=self.note,
         )
+
+
+def _pack_runs(runs: Runs, is_given: np.ndarray | None) -> bytes:
+    """Pack runs as `StepOutput.forced`. `is_given`: [num_sampled] bool, the sampled ids that count; None: all."""
+    if not runs:
+        return b""
+    index = None if is_given is None else np.cumsum(is_given) - 1
+    numbers: list[int] = []
+    for place, tokens in runs.items():
+        if tokens and (is_given is None or is_given[place]):
+            numbers += (place if index is None else int(index[place]), len(tokens), *tokens)
+    return pack(numbers)

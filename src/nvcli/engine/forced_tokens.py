@@ -1,0 +1,134 @@
+"""ForcedTokens: tokens that must come next in answers, because their grammars allow nothing else.
+
+The ranks find them, and they come with the output of the step whose token they follow (`StepOutput.forced`). The next
+step may already be on its way by then: its token for the answer is the first of them. The answer takes all of them at
+once if that saves a step, and goes on with a chunk of known tokens, as behind forced tokens of a thought. If not, the
+steps give them one by one, as they do anyway.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from nvcli.core.messages import unpack
+from nvcli.engine.running_requests import RunningRequests
+from nvcli.engine.state import RequestState
+from nvcli.engine.step_draft import ScheduledStep
+
+_MOST_RUNS = 32
+"""The most runs that are taken at a time. With more chunks, a step's CUDA graph would compute many more tokens
+(`sizing.graph_sizes`)."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """Tokens that must come next in an answer."""
+
+    tokens: array[int]
+    widths: list[int] = field(default_factory=list)
+    """The number of logits of each row of the request in flight. Such a row gives one token, the run's next."""
+
+    @property
+    def num_saved(self) -> int:
+        """The decode rows that the request does not need if it takes the run."""
+        return len(self.tokens) - len(self.widths)
+
+
+class ForcedTokens:
+    """The forced tokens of one replica's requests."""
+
+    def __init__(self, running: RunningRequests) -> None:
+        self._running = running
+        self.num_taken = 0
+        """Tokens that were taken without a decode row of their own."""
+        self.num_runs = 0
+        """Runs that were taken."""
+        self._in_flight: deque[ScheduledStep] = deque()
+        self._coming: dict[RequestState, int] = {}
+        """The tokens that steps in flight will give for requests that have them already."""
+
+    def scheduled(self, step: ScheduledStep) -> None:
+        """Note that a step is in flight."""
+        self._in_flight.append(step)
+
+    def put_back(self) -> None:
+        """Note that no step in flight runs."""
+        self._in_flight.clear()
+        self._coming.clear()
+
+    def missing(self, rows: Iterable[tuple[RequestState, int, int]]) -> list[tuple[RequestState, int]]:
+        """Return the requests whose rows in the oldest step in flight gave too few tokens, and how many too few, but
+        for those whose bounds `take` has made exact. `rows`: request, number of logits and of tokens given."""
+        return [(state, n - count) for state, n, count in rows if count != n and state not in self._coming]
+
+    def take(
+        self, owners: Sequence[RequestState], tokens: array[int], packed: bytes
+    ) -> tuple[Sequence[RequestState], array[int]]:
+        """Take in the tokens [n] of the oldest step in flight and their `owners` [n], with its `StepOutput.forced`.
+
+        Returns the tokens that are new, forced ones included, with their owners. Requests that take forced tokens go on
+        with chunks. Their bounds are made exact: such a request has no drafts, so a step in flight computes one token
+        for it, however wide its row is.
+        """
+        self._in_flight.popleft()
+        if not packed and not self._coming:
+            return owners, tokens
+        runs = self._choose(owners, _unpack_runs(packed))
+        new_owners: list[RequestState] = []
+        new_tokens = array("i")
+        for index, (state, token) in enumerate(zip(owners, tokens, strict=True)):
+            if state in self._coming:
+                self._coming[state] -= 1
+                if not self._coming[state]:
+                    del self._coming[state]
+                continue
+            new_owners.append(state)
+            new_tokens.append(token)
+            run = runs.get(index)
+            if run is None:
+                continue
+            new_owners += [state] * len(run.tokens)
+            new_tokens += run.tokens
+            if run.widths:
+                self._coming[state] = len(run.widths)
+            if num_surplus := sum(run.widths) - len(run.widths):
+                state.num_computed -= num_surplus
+                self._running.tables.trim(state)
+                self._running.decoding.bounds_changed()
+            self._running.prefill_again(state)
+            self.num_taken += run.num_saved
+            self.num_runs += 1
+        return new_owners, new_tokens
+
+    def _choose(self, owners: Sequence[RequestState], found: dict[int, array[int]]) -> dict[int, _Run]:
+        """Choose the runs that are taken among those found behind some tokens, by the index of the token."""
+        runs: dict[int, _Run] = {}
+        by_owner: dict[RequestState, _Run] = {}
+        for index, tokens in found.items():
+            state = owners[index]
+            if state.slot is not None and state not in self._coming and state.barrier >= state.max_len:
+                runs[index] = by_owner[state] = _Run(tokens)
+        if not runs:
+            return {}
+        for step in self._in_flight:
+            for state, num_logits in zip(step.sampling, step.num_logits, strict=True):
+                if state in by_owner:
+                    by_owner[state].widths.append(num_logits)
+        saving = {index: run for index, run in runs.items() if run.num_saved > 0}
+        if len(saving) > _MOST_RUNS:
+            best = sorted(saving, key=lambda index: saving[index].num_saved, reverse=True)[:_MOST_RUNS]
+            saving = {index: saving[index] for index in best}
+        return saving
+
+
+def _unpack_runs(packed: bytes) -> dict[int, array[int]]:
+    """Return the tokens that follow each token, by its index."""
+    numbers, runs, place = unpack(packed), {}, 0
+    while place < len(numbers):
+        index, count = numbers[place : place + 2]
+        runs[index] = numbers[place + 2 : place + 2 + count]
+        place += 2 + count
+    return runs
