@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import fcntl
 import gc
 import json
@@ -34,7 +33,7 @@ CHILD_MODULE = "nvcli.worker.executor.child_process"
 HAS_GPU = Path("/dev/nvidiactl").exists()
 """Then all processes are new interpreters: CUDA may have been opened by an import, and a copy could not use it."""
 _Popen = subprocess.Popen  # which may be replaced
-_PR_SET_NAME = 15
+_THREAD_NAME = Path("/proc/thread-self/comm")
 _ONE_AT_A_TIME = threading.Lock()
 """Whoever starts a process asks for the ends of the others, and an end can be read once."""
 
@@ -198,15 +197,18 @@ class _CopyOrInterpreter(subprocess.Popen[Any]):
         stdin, _, _, stdout, _, stderr = pipes
         sys.stdout.flush()
         sys.stderr.flush()
+        own_arguments = args[args.index(CHILD_MODULE) :]
+        before = _THREAD_NAME.read_text()
+        # A copy has its name from its first moment on: it is found by that, and there is no command line to go by.
+        _THREAD_NAME.write_text(own_arguments[1].partition(":")[0].rpartition(".")[2][:15])
         self.pid = os.fork()
         if self.pid == 0:
             os.setpgid(0, 0)
-            own_arguments = args[args.index(CHILD_MODULE) :]
             _begin(own_arguments, [stdin, stdout, stderr], env, kept=pass_fds)
-            _name_process(own_arguments[1].partition(":")[0].rpartition(".")[2])
             from nvcli.worker.executor.child_process import _main
 
             _end_with(_main)
+        _THREAD_NAME.write_text(before)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
@@ -236,7 +238,7 @@ def _run_command(
     for number, fd in own.items():
         os.dup2(fd, number)
     _begin([main, *arguments], streams, env, kept=tuple(fds))
-    _name_process("nvcli")
+    _THREAD_NAME.write_text("nvcli")
     subprocess.Popen = _CopyOrInterpreter  # type: ignore[misc]
     if main == CHILD_MODULE:
         sys.argv[-1] = str(os.getppid())  # the process that this one is to end with
@@ -291,10 +293,6 @@ def _end_with(main: Callable[[], Any]) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
-
-
-def _name_process(name: str) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15])
 
 
 def warm_children() -> list[str]:
