@@ -185,7 +185,7 @@ def test_answers_say_how_they_are_read(llm: LLM) -> None:
     ("keywords", "message"),
     [
         ({"use_tqdm": True}, r"takes no `use_tqdm`; .*tqdm\(llm.generate\(rows\), total=len\(rows\)\)"),
-        ({"lora_request": object()}, "takes no `lora_request`; one LoRA adapter serves all rows"),
+        ({"lora_request": object()}, "takes no `lora_request`; LoRA adapters are given with the model"),
         ({"guided_json": {}}, 'put it into the sampling: sampling_params={"structured": {"json_schema": {}}}'),
         ({"temperature": 0}, 'takes no `temperature`; put it into the sampling: sampling_params={"temperature": 0}'),
         (

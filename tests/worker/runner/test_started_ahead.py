@@ -40,7 +40,7 @@ def test_the_first_rows_say_whether_it_is_prepared(
 
 def test_what_is_started_ahead_is_taken_if_it_is_what_answers_need() -> None:
     device = torch.device("cpu")
-    workers = start_workers(demo_path(), 640, [0, 2], device, max_answers=2)
+    workers = start_workers(demo_path(), 640, [0, 2], device, max_answers=2, finds_runs=False)
     for end_ids, is_taken in (([0, 2], True), ([2], False)):
         constraints = Constraints(
             demo_path(),
@@ -58,4 +58,4 @@ def test_what_is_started_ahead_is_taken_if_it_is_what_answers_need() -> None:
 
 
 def test_without_tokens_every_answer_fails(tmp_path: Path) -> None:
-    assert start_workers(tmp_path, 640, [0], torch.device("cpu"), max_answers=2).wait_ready() == 0
+    assert start_workers(tmp_path, 640, [0], torch.device("cpu"), max_answers=2, finds_runs=False).wait_ready() == 0
