@@ -1,4 +1,4 @@
-"""The key `lora`: LoRA adapters of PEFT, one for all rows, or several with names that rows choose from."""
+"""The key `lora`: PEFT LoRA adapters, either one for all rows or several with names that rows choose from."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _NAMED = re.compile(r"([\w.:-]+)=(.+)", re.DOTALL)
 
 
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Adapters with names, of which each row has one or none."""
+    """Named adapters, of which each row uses one or none."""
 
     adapters: dict[str, str]
     """Name → folder or Hugging Face id, which may end in @REVISION."""
     max_loaded: Annotated[int, Meta(ge=1)] | None = None
-    """Maximum adapters on each GPU at a time. null: as many as a small share of its memory holds."""
+    """Maximum adapters on each GPU at a time. null: as many as fit into a small share of its memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterChoice:
-    """The adapters that the key names."""
+    """The adapters that the key `lora` asks for."""
 
     merged: str | None = None
     """The adapter for all rows; None: there is none."""
@@ -40,7 +40,7 @@ NO_ADAPTERS = AdapterChoice()
 
 
 def adapter_choice(lora: str | Sequence[str] | LoraConfig | None) -> AdapterChoice:
-    """Return what the key `lora` says. Raises ConfigError."""
+    """Return the adapters that the key `lora` asks for. Raises ConfigError."""
     if isinstance(lora, LoraConfig):
         return AdapterChoice(named=lora.adapters, max_loaded=lora.max_loaded)
     given = [lora] if isinstance(lora, str) else list(lora or ())
@@ -56,7 +56,7 @@ def adapter_choice(lora: str | Sequence[str] | LoraConfig | None) -> AdapterChoi
             named[match[1]] = match[2]
     if len(given) > 1 and unnamed:
         raise ConfigError(
-            f"`lora` has {len(given)} adapters, and {unnamed[0]} has no name; name each (--lora NAME=PATH), and rows "
-            'choose by "lora": "NAME", or give one without a name, for all rows'
+            f"`lora` has {len(given)} adapters, and {unnamed[0]} has no name; name each (--lora NAME=PATH), so that "
+            'rows can choose with "lora": "NAME", or give a single one without a name, for all rows'
         )
     return AdapterChoice(merged=unnamed[0] if unnamed else None, named=named)

@@ -1,9 +1,9 @@
 """AdapterPlaces: which LoRA adapters are on the device, and where.
 
-The ranks have a limited number of *places*, each of which holds one adapter for any number of requests. An entering
-request holds its adapter's place until it leaves. An adapter that no request holds stays until another one needs its
-place; the least recently held goes first. Steps run in order, so a place may be given away while steps with the adapter
-before are in flight.
+The ranks have a limited number of *places*, each of which holds one adapter for any number of requests. A request holds
+its adapter's place from when it enters until it leaves. An adapter that no request holds stays until another one needs
+its place; the least recently held goes first. Steps run in order, so a place may be reassigned while steps that use its
+previous adapter are in flight.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from nvcli.core.messages import NO_ADAPTER, pack
 from nvcli.engine.state import RequestState
 
 _REACH = 512
-"""Waiting requests that are looked at for one that may pass those in front."""
+"""Maximum waiting requests that are searched for one that may overtake."""
 _MOST_PASSING = 2048
-"""Requests that may pass one that waits for a place."""
+"""Maximum times that a request waiting for a place may be overtaken."""
 
 
 class AdapterPlaces:
@@ -34,11 +34,11 @@ class AdapterPlaces:
         self._unheld: OrderedDict[int, None] = OrderedDict()
         """Adapters in places that no request holds, the least recently held first."""
         self._passed: RequestState | None = None
-        """The waiting request that others have passed."""
+        """The waiting request that others have overtaken."""
         self._num_passing = 0
-        """The requests that have passed it."""
+        """The number of requests that have overtaken it."""
         self._loads: list[int] = []
-        """Place and adapter of each load since the last step, one after the other."""
+        """(place, adapter) of each load since the last step, flattened."""
 
     @property
     def has_holders(self) -> bool:
@@ -50,9 +50,9 @@ class AdapterPlaces:
         return adapter == NO_ADAPTER or adapter in self._places or bool(self._free or self._unheld)
 
     def bring_forward(self, waiting: deque[RequestState]) -> bool:
-        """Bring the first waiting request whose adapter has a place, or can have one, to the front, past others that
-        wait for a place; return whether there is one. Rows of the adapters on the device so go first, and none waits
-        forever."""
+        """Move the first waiting request whose adapter has a place, or can get one, to the front of the queue, past
+        others that wait for a place; return whether there is one. So rows whose adapters are on the device go first,
+        and none waits forever."""
         first = waiting[0]
         if self.has_room_for(first.request.adapter):
             if first is self._passed:
@@ -71,7 +71,7 @@ class AdapterPlaces:
         return False
 
     def hold(self, adapter: int) -> int:
-        """Return the place of an adapter that a request enters with, loaded if it was not there."""
+        """Return the place of an entering request's adapter, and have it loaded if it is not on the device."""
         if adapter == NO_ADAPTER:
             return NO_ADAPTER
         place = self._places.get(adapter)
@@ -98,7 +98,7 @@ class AdapterPlaces:
         return pack(loads)
 
     def forget(self) -> None:
-        """Take all places for empty, because steps that would have loaded adapters did not run. No request may hold
+        """Treat all places as empty, because steps that would have loaded adapters did not run. No request may hold
         one."""
         assert not self._num_holders
         self._free = list(range(self._num_places, 0, -1))

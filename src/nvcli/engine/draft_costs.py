@@ -1,32 +1,35 @@
-"""DraftCosts: how much longer a step takes with drafts, as measured and as guessed from what was measured."""
+"""DraftCosts: the time of steps with drafts relative to steps without, measured where possible and otherwise estimated
+from the measurements."""
 
 from __future__ import annotations
 
 import math
 
 _GUESSED_COST = 0.02
-"""The assumed cost of another token per row, as a share of a step without drafts, before any was measured."""
+"""Assumed cost of one more token per row before any was measured, as a share of a step without drafts."""
 _FURTHER_COST = 0.25
-"""The assumed cost of another draft, as a share of those measured. Attention of rows with drafts may be another kernel,
-which then takes long whatever the number of drafts."""
+"""Assumed cost of one more draft, as a share of the measured cost per draft. Rows with drafts may use another attention
+kernel, whose extra time does not depend on the number of drafts."""
 _STEPS_SEEN = 8
-"""Steps that weigh as much in a measurement as all before them."""
+"""Each new measurement weighs at least 1 / `_STEPS_SEEN` in a running mean."""
 
 
 class DraftCosts:
-    """The costs of one replica's steps without prompts. A *size* is `size_of` the number of their rows."""
+    """Step times of one replica, for steps without prompts. A *size* is a padded number of rows (`size_of`)."""
 
     def __init__(self) -> None:
         self._plain: dict[int, tuple[float, int]] = {}
-        """Mean seconds of steps without drafts, and how many were seen, by size."""
+        """Mean seconds of steps without drafts, and the number of measurements (at most `_STEPS_SEEN`), by size."""
         self._begun: set[tuple[int, int]] = set()
-        """Sizes and widths of steps with drafts of which the first was seen."""
+        """(size, width) of each shape with drafts that has run at least once."""
         self._ratios: dict[tuple[int, int], tuple[float, int]] = {}
-        """Mean time of steps with drafts as a multiple of those without, and how many were seen, by size and width."""
+        """Mean time of steps with drafts relative to those without, and the number of measurements, by (size,
+        width)."""
 
     def learn(self, size: int, width: int, seconds: float, idle_seconds: float) -> None:
-        """Take in the time of a step, and that for which the device waited before it, but for no longer than the step
-        took. The first step of a shape with drafts does not count: its graph is captured, and is new to the device."""
+        """Record a step's time plus the time that the device was idle before it, up to the step's own time. The first
+        step of a shape with drafts is not counted, because it captures the shape's graph and runs it for the first
+        time."""
         seconds += min(seconds, idle_seconds)
         if width == 1:
             self._plain[size] = _mean(self._plain.get(size), seconds)
@@ -36,7 +39,7 @@ class DraftCosts:
             self._ratios[key] = _mean(self._ratios.get(key), seconds / self._plain[size][0])
 
     def plain(self, size: int) -> float | None:
-        """Return the seconds of a step without drafts; None if none was seen."""
+        """Return the mean seconds of a step without drafts; None if none was measured."""
         mean = self._plain.get(size)
         return None if mean is None else mean[0]
 
@@ -49,12 +52,12 @@ class DraftCosts:
         return (size, width) in self._begun
 
     def knows_from(self, size: int) -> bool:
-        """Whether a step with drafts was measured that had as many rows, or more."""
+        """Whether a step with drafts of at least this size was measured."""
         return any(rows >= size for rows, _ in self._ratios)
 
     def ratio(self, size: int, width: int) -> float:
-        """Return the time of a step with drafts as a multiple of one without. In one that was not seen
-        yet the drafts of a row cost as many seconds as in the nearest size that was. The size must have a time without
+        """Return the time of a step with drafts relative to one without. A shape that was not measured is assumed to
+        take as many extra seconds per row as at the nearest size that was. The size must have a measured time without
         drafts."""
         mean = self._ratios.get((size, width))
         if mean is not None:
@@ -66,8 +69,8 @@ class DraftCosts:
         return 1 + scale * self._extra(rows, width)
 
     def _extra(self, rows: int, width: int) -> float:
-        """Return how much longer a step of a size takes with drafts, as a multiple of one without: on the line through
-        the two nearest widths that were seen, or with `_FURTHER_COST` behind the only one."""
+        """Return the extra time of a step with drafts relative to one without, at a size that was measured: on the line
+        through the two nearest measured widths; beyond the only measured one, at `_FURTHER_COST` of its slope."""
         points = [(known, ratio - 1) for (size, known), (ratio, _) in self._ratios.items() if size == rows]
         first, *others = sorted(points, key=lambda point: (abs(point[0] - width), point))
         others += [(1, 0.0)] if width < first[0] or not others else []
@@ -79,7 +82,7 @@ class DraftCosts:
 
 
 def size_of(num_rows: int) -> int:
-    """Return the rows to which a step is padded (`nvcli.sizing.graph_sizes.decode_sizes`), roughly."""
+    """Return roughly the number of rows that a step is padded to (`nvcli.sizing.graph_sizes.decode_sizes`)."""
     if num_rows <= 8:
         return 1 << (num_rows - 1).bit_length()
     step = max(8, 1 << ((num_rows - 1).bit_length() - 3))

@@ -1,8 +1,8 @@
-"""DraftEvidence: how many drafts would have been right, seen from the answers as they come back, without any draft.
+"""DraftEvidence: estimates how many drafts would have been right, from the answers as they come back, without drafting.
 
-Now and then an answer is looked at: its last tokens are taken away and looked up in what precedes them, as the ranks do
-(`nvcli.kernels.drafts`), and compared with what is found. So a run learns whether drafts are worth their time before it
-spends any on them. Of other answers only a few are kept, so what they give is seen roughly.
+Now and then the last tokens of an answer are removed, drafted from what precedes them in the same way as on the ranks
+(`nvcli.kernels.drafts`), and compared. So a run learns whether drafts are worth their time before it spends any on
+them. Only a few other answers are kept, so what other answers would contribute is a rough estimate.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from nvcli.engine.block_manager import TOKEN_BYTES
 from nvcli.engine.state import RequestState
 
 _MATCHES = (8, 4, 3, 2)
-"""Numbers of equal tokens that are looked for, the most first."""
+"""Lengths of the runs of tokens that are searched for, longest first."""
 _LEAST_OWN = 3
-"""With fewer equal tokens in its own text, other answers are looked at."""
+"""Other answers are searched if the request's own text has no match of at least this many tokens."""
 _ANSWERS_KEPT = 8
 _LONGEST = 8192
-"""Tokens of a request that are looked at, the latest."""
+"""Maximum tokens of a request that are searched, the latest ones."""
 
 
 class Outcome(NamedTuple):
     """The result that drafts would have had."""
 
     num_right: int
-    """The drafts that were right before the first wrong one."""
+    """Drafts that were right, up to the first wrong one."""
     num_drafts: int
-    """The drafts that could be compared."""
+    """Drafts that could be compared."""
 
 
 class DraftEvidence:
-    """The evidence of one replica."""
+    """Evidence about the drafts of one replica."""
 
     def __init__(self, most: int, accept_rate: float | None = None) -> None:
-        """`most`: drafts of a row. `accept_rate`: the probability with which the ranks take drafts, whatever they are
-        (`EngineConfig.draft_accept_rate`); None: those that are right."""
+        """`most`: maximum drafts per row. `accept_rate`: the probability with which the ranks accept each draft, right
+        or wrong (`EngineConfig.draft_accept_rate`); None: they accept those that are right."""
         self._most = most
         self._accept_rate = accept_rate
         self._random = random.Random(0)
         self._answers: dict[int, bytes] = {}
-        """The packed tokens of answers looked at lately, by the ids of their requests."""
+        """Request id → the packed tokens of its answer, for the answers looked at most recently."""
 
     def of(self, state: RequestState) -> Outcome | None:
-        """Return what drafts would have done for the last tokens of a request; None if it has no tokens yet."""
+        """Return how drafts of a request's last tokens would have done; None if it has generated no tokens yet."""
         num_known = min(self._most, len(state.generated))
         if not num_known:
             return None
@@ -71,7 +71,7 @@ class DraftEvidence:
         return num_right
 
     def _drafts(self, text: bytes, request_id: int) -> array[int]:
-        """Return what would be drafted to follow a packed text."""
+        """Return the tokens that would be drafted to follow a packed text."""
         for length in _MATCHES:
             if length < _LEAST_OWN:
                 break
@@ -87,13 +87,13 @@ class DraftEvidence:
         return array("i")
 
     def _following(self, text: bytes, end: int) -> array[int]:
-        """Return the drafts that follow byte `end` of a packed text, which go on from there where it ends."""
+        """Return the drafts that follow byte `end` of a packed text, repeated from there if the text ends first."""
         following = unpack(text[end : end + self._most * TOKEN_BYTES])
         return (following * self._most)[: self._most]
 
 
 def _num_equal(tokens: array[int], drafts: array[int]) -> int:
-    """Count the equal tokens at the beginning of both."""
+    """Count the leading tokens that are equal."""
     num_equal = 0
     for token, draft in zip(tokens, drafts, strict=False):
         if token != draft:
@@ -103,7 +103,7 @@ def _num_equal(tokens: array[int], drafts: array[int]) -> int:
 
 
 def _end_of_last(run: bytes, text: bytes) -> int | None:
-    """Return the byte behind the last place of `run` in a text, both packed tokens; None if it is nowhere."""
+    """Return the byte after the last occurrence of `run` in `text`, both packed tokens; None if there is none."""
     end = len(text)
     while run and (place := text.rfind(run, 0, end)) >= 0:
         if place % TOKEN_BYTES == 0:

@@ -1,17 +1,18 @@
 """DraftPolicy: how many tokens to draft for each decode row of the next step.
 
 An accepted draft saves its row a step, but every draft makes the step longer, and the first step of a shape captures
-its graph. The policy takes the width with the most tokens per second, or no drafts if none gains. It knows
+its graph. The policy takes the width with the most tokens per second, or no drafts if none is faster. It relies on
 
-- how often the first, the second, … draft of a row is right: from the drafts that ran, and from the answers, in which
-  it sees without any draft what would have been right (`DraftEvidence`);
-- how long steps take (`DraftCosts`). A width that was never seen is tried if it is likely to pay for the try.
+- how often the first, second, … draft of a row is right: measured on the drafts that ran, and estimated from the
+  answers, which show without any draft what would have been right (`DraftEvidence`);
+- how long steps take (`DraftCosts`). A width that has not run yet is tried if it is likely to pay for the try.
 
-What drafts have cost and not yet gained is a debt, of which a small share of the time is forgiven. While it is large,
-there are no drafts. Where nothing speaks for drafts, they are tried when that makes no debt, and ever more rarely:
-there may be some that the evidence does not see. So wrong guesses cost a bounded part of the run.
+The time that drafts have cost and not yet won back is a debt, of which a small share of the elapsed time is written
+off. While the debt is large, there are no drafts. If the estimates speak against drafts, they are still tried where
+that creates no debt, and ever more rarely, because the evidence may miss some. So wrong guesses cost a bounded part of
+the run.
 
-All of it is arithmetic on the host, on numbers that come with the outputs of steps.
+All of this is arithmetic on the host, on numbers that come with the outputs of steps.
 """
 
 from __future__ import annotations
@@ -26,36 +27,37 @@ from nvcli.engine.draft_evidence import DraftEvidence
 from nvcli.engine.state import RequestState
 
 _ROWS_SEEN, _STEPS_SEEN = 64, 10
-"""Rows that weigh as much in the acceptance rates as all before them, in at least so many steps."""
+"""Length of the moving averages of the acceptance rates: in rows, and at least this many steps."""
 _FEW_ROWS = 16
-"""Rows whose first drafts say more than the evidence."""
+"""Number of rows whose first drafts replace the estimate from the evidence."""
 _UNSEEN = 4
-"""Wrong drafts that are assumed before any evidence."""
+"""Number of looks with only wrong drafts that are assumed before the first real one."""
 _LOOKS = 32
-"""Requests looked at in as many steps; afterwards in every fourth step, or every 16th with drafts."""
+"""Number of looks at the start, one per step; afterwards there is one every fourth step, or every 16th with drafts."""
 _LEAST_GAIN, _LEAST_TO_STAY, _LEAST_TO_TRY = 1.03, 1.01, 1.1
-"""Minimum gain at which a step has drafts if the one before had none, and if it had some; and by how much a shape that
-was never seen must be better."""
+"""Minimum gain for a step with drafts if the previous step had none, and if it had some; and the additional factor by
+which a shape that was never measured must be better."""
 _TRY_SECONDS = 0.03
 """The assumed cost of the first step of a shape (15 to 35 ms for Qwen3-0.6B and 8B on an H200)."""
 _HORIZON = 1.0
-"""A run is expected to go on for as long as it has gone on, and for so many seconds at least."""
+"""A run is expected to continue for as long as it has run so far, and for at least this many seconds."""
 _MOST_IDLE = 1.0
-"""Seconds before a step, at most, that are put down to its drafts."""
+"""Maximum seconds of idle time before a step that are counted as a cost of its drafts."""
 _MOST_DEBT = 0.2
-"""Seconds of debt up to which steps have drafts."""
+"""Maximum debt in seconds at which steps have drafts."""
 _MOST_SAVED = 0.2
-"""The most seconds that are saved for later tries."""
+"""Maximum seconds that are saved up for later tries."""
 _TRIED_SHARE = 0.005
-"""Share of the time that is forgiven."""
+"""Share of the elapsed time that is written off the debt."""
 _STEPS_IN_FLIGHT = 4
-"""At least the steps whose outputs are awaited when a step is scheduled."""
+"""Upper bound on the steps whose outputs are still awaited when a step is scheduled."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 4096
-"""Steps without drafts before the next try where nothing speaks for them: at first, and at most."""
+"""Steps without drafts before the next try when the estimates speak against drafts: at first, and at most."""
 _NEWS = 0.1
-"""The share by which more drafts than assumed must be right for the pause to be short again."""
+"""The acceptance rate must exceed its estimate by this much for the pause to be short again."""
 _PLAIN_EVERY, _PLAIN_OFTEN = 128, 32
-"""Steps with drafts before one without, whose time is measured; often: if the gain is less than `_LARGE_GAIN`."""
+"""Steps with drafts before one without, whose time is measured; the second applies unless the gain exceeds
+`_LARGE_GAIN`."""
 _LARGE_GAIN = 1.2
 
 
@@ -64,20 +66,20 @@ class Drafting:
     """The limits of drafts."""
 
     widths: tuple[int, ...]
-    """Numbers of tokens that rows with drafts may have, at least one, ascending."""
+    """Allowed numbers of tokens per row in steps with drafts, ascending; not empty."""
     policy: DraftPolicyName = "auto"
-    """auto: as many as make the run faster; always: as many as possible."""
+    """auto: as many drafts as make the run faster; always: as many as possible."""
     max_step_tokens: int = 1 << 30
-    """Maximum tokens of a step's decode rows together, if they have drafts."""
+    """Maximum tokens of all decode rows of a step with drafts."""
     accept_rate: float | None = None
     """See `EngineConfig.draft_accept_rate`."""
 
 
 class DraftPolicy:
-    """The widths of one replica's steps."""
+    """Chooses the number of tokens per decode row for one replica's steps."""
 
     def __init__(self, drafting: Drafting | None) -> None:
-        """None: decode rows have no drafts."""
+        """`drafting` None: decode rows have no drafts."""
         self._drafting = drafting
         self.num_drafted = [0] * len(DRAFT_SOURCES)
         """Drafted tokens from each of `DRAFT_SOURCES`."""
@@ -92,17 +94,17 @@ class DraftPolicy:
         self._elapsed = 0.0
         """Seconds of all steps."""
         self._debt = 0.0
-        """Seconds that drafts have cost, less what they have gained and what is forgiven. Below 0 tries may cost so
-        much."""
+        """Seconds that drafts have cost, less what they have gained and what was written off. Below 0: the seconds that
+        tries may cost."""
         self._num_tests = [0] * most
-        """Steps whose rows had a first, a second, … draft."""
+        """Number of steps whose rows had a first, second, … draft."""
         self._width = 1
         self._steps_with_drafts = 0
         """Steps since the last one without drafts."""
         self._steps_to_wait = 0
-        """Steps before another shape is tried: those in flight when one was."""
+        """Steps to wait before another shape is tried, until the steps in flight at the last try have finished."""
         self._pause = self._steps_to_try = _FIRST_PAUSE
-        """Steps without drafts before the next try, and how many of them are left."""
+        """Steps without drafts between two tries, and how many are left until the next one."""
 
     def width(self, num_rows: int, max_tokens: int, *, has_prompts: bool) -> int:
         """Return the number of tokens for each of a step's `num_rows` decode rows, up to `max_tokens` in all.
@@ -122,8 +124,8 @@ class DraftPolicy:
         return self._width
 
     def learn(self, step: StepInput, output: StepOutput, decoding: Sequence[RequestState] = ()) -> None:
-        """Take in a step's output and how long it took. `decoding`: the requests of its decode rows, before they have
-        the step's tokens."""
+        """Learn from a step's output and duration. `decoding`: the requests of its decode rows, before the step's
+        tokens are added to them."""
         if self._drafting is None:
             return
         num_rows = step.num_decodes
@@ -148,7 +150,7 @@ class DraftPolicy:
             self._look(decoding[self._num_looks % len(decoding)])
 
     def _count(self, output: StepOutput, counts: Sequence[int], width: int) -> None:
-        """Take in the numbers of tokens that rows with drafts gave."""
+        """Update the acceptance rates from the number of tokens that each row with drafts gave."""
         num_rows = len(counts)
         drafted = unpack(output.drafted) if output.drafted else [width - 1] * num_rows
         sources = unpack(output.draft_sources) if output.draft_sources else [0] * num_rows
@@ -165,7 +167,7 @@ class DraftPolicy:
             self._survival[place] += weight * (share - self._survival[place])
 
     def _look(self, state: RequestState) -> None:
-        """Learn from a request's answer what drafts would have done."""
+        """Update the acceptance rates from how drafts would have done for a request."""
         self._num_looks += 1
         outcome = self._evidence.of(state)
         if outcome is None:
@@ -202,8 +204,9 @@ class DraftPolicy:
         return self._try(size, likeliest[1])
 
     def _shares(self) -> list[float]:
-        """Return the share of rows whose first, second, … draft is right. A later one is right no more often than an
-        earlier one; where rows never had so many, it is right as often as the first if those before it are."""
+        """Return the share of rows whose first, second, … draft is right. A later draft is right at most as often as an
+        earlier one. One that was never tested is assumed to be right, given those before it, at least as often as the
+        first."""
         shares: list[float] = []
         for place, share in enumerate(self._survival):
             if place and not self._num_tests[place]:
@@ -212,7 +215,7 @@ class DraftPolicy:
         return shares
 
     def _try(self, size: int, width: int) -> int:
-        """Return `width` if it is time to try it although nothing speaks for it, else 1."""
+        """Return `width` if it is time to try it although the estimates speak against it, else 1."""
         if self._steps_to_try > 0:
             self._steps_to_try -= 1
             return 1
@@ -223,7 +226,7 @@ class DraftPolicy:
         return width
 
     def _price(self, size: int, width: int) -> float:
-        """Return the seconds that a step with drafts costs if all of them are wrong."""
+        """Return the seconds that a step with drafts wastes if all of them are wrong."""
         plain = self._costs.plain(size)
         assert plain is not None
         capture = 0.0 if self._costs.has_graph(size, width) else _TRY_SECONDS

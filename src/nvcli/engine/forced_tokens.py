@@ -1,9 +1,9 @@
-"""ForcedTokens: tokens that must come next in answers, because their grammars allow nothing else.
+"""ForcedTokens: tokens that must come next in an answer because its grammar allows nothing else.
 
-The ranks find them, and they come with the output of the step whose token they follow (`StepOutput.forced`). The next
-step may already be on its way by then: its token for the answer is the first of them. The answer takes all of them at
-once if that saves a step, and goes on with a chunk of known tokens, as behind forced tokens of a thought. If not, the
-steps give them one by one, as they do anyway.
+The ranks find them and return them with the output of the step whose token they follow (`StepOutput.forced`). By then
+the next step may already be in flight; its token for the answer is the first of them. If it saves a step, the answer
+takes all of them at once and continues with a prefill chunk of known tokens, as it does after the forced tokens of a
+thought. Otherwise they are decoded one at a time, as usual.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nvcli.engine.state import RequestState
 from nvcli.engine.step_draft import ScheduledStep
 
 _MOST_RUNS = 32
-"""The most runs that are taken at a time. With more chunks, a step's CUDA graph would compute many more tokens
+"""Maximum number of runs taken at a time. With more chunks, a step would use a CUDA graph for many more tokens
 (`sizing.graph_sizes`)."""
 
 
@@ -29,11 +29,11 @@ class _Run:
 
     tokens: array[int]
     widths: list[int] = field(default_factory=list)
-    """The number of logits of each row of the request in flight. Such a row gives one token, the run's next."""
+    """The number of logits of each of the request's rows in flight. Such a row gives one token, the next of the run."""
 
     @property
     def num_saved(self) -> int:
-        """The decode rows that the request does not need if it takes the run."""
+        """Decode rows that the request saves by taking the run."""
         return len(self.tokens) - len(self.widths)
 
 
@@ -43,35 +43,36 @@ class ForcedTokens:
     def __init__(self, running: RunningRequests) -> None:
         self._running = running
         self.num_taken = 0
-        """Tokens that were taken without a decode row of their own."""
+        """Tokens taken without a decode row of their own."""
         self.num_runs = 0
-        """Runs that were taken."""
+        """Runs taken."""
         self._in_flight: deque[ScheduledStep] = deque()
         self._coming: dict[RequestState, int] = {}
-        """The tokens that steps in flight will give for requests that have them already."""
+        """Request → the number of tokens that steps in flight will give and that it already has."""
 
     def scheduled(self, step: ScheduledStep) -> None:
-        """Note that a step is in flight."""
+        """Record that a step is in flight."""
         self._in_flight.append(step)
 
     def put_back(self) -> None:
-        """Note that no step in flight runs."""
+        """Record that none of the steps in flight will run."""
         self._in_flight.clear()
         self._coming.clear()
 
     def missing(self, rows: Iterable[tuple[RequestState, int, int]]) -> list[tuple[RequestState, int]]:
-        """Return the requests whose rows in the oldest step in flight gave too few tokens, and how many too few, but
-        for those whose bounds `take` has made exact. `rows`: request, number of logits and of tokens given."""
+        """Return the requests whose rows in the oldest step in flight gave fewer tokens than they have logits, and how
+        many fewer. Requests whose bounds `take` has made exact are left out. `rows`: (request, number of logits, number
+        of tokens given)."""
         return [(state, n - count) for state, n, count in rows if count != n and state not in self._coming]
 
     def take(
         self, owners: Sequence[RequestState], tokens: array[int], packed: bytes
     ) -> tuple[Sequence[RequestState], array[int]]:
-        """Take in the tokens [n] of the oldest step in flight and their `owners` [n], with its `StepOutput.forced`.
+        """Process the tokens [n] of the oldest step in flight, their `owners` [n], and the step's `StepOutput.forced`.
 
-        Returns the tokens that are new, forced ones included, with their owners. Requests that take forced tokens go on
-        with chunks. Their bounds are made exact: such a request has no drafts, so a step in flight computes one token
-        for it, however wide its row is.
+        Returns the new tokens, forced ones included, with their owners. Requests that take forced tokens continue with
+        chunks. Their bounds are made exact: such a request has no drafts, so a step in flight computes one token for
+        it, however wide its row is.
         """
         self._in_flight.popleft()
         if not packed and not self._coming:
@@ -104,7 +105,8 @@ class ForcedTokens:
         return new_owners, new_tokens
 
     def _choose(self, owners: Sequence[RequestState], found: dict[int, array[int]]) -> dict[int, _Run]:
-        """Choose the runs that are taken among those found behind some tokens, by the index of the token."""
+        """Choose which of the runs found to take. Both mappings are keyed by the index of the token that the run
+        follows."""
         runs: dict[int, _Run] = {}
         by_owner: dict[RequestState, _Run] = {}
         for index, tokens in found.items():
@@ -125,7 +127,7 @@ class ForcedTokens:
 
 
 def _unpack_runs(packed: bytes) -> dict[int, array[int]]:
-    """Return the tokens that follow each token, by its index."""
+    """Return the tokens that follow each token, by the token's index."""
     numbers, runs, place = unpack(packed), {}, 0
     while place < len(numbers):
         index, count = numbers[place : place + 2]

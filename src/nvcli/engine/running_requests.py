@@ -34,7 +34,7 @@ class RunningRequests:
         self._freed_slots: list[int] = []
         """Slots released since the last step; the next step tells the ranks."""
         self._bytes_saved_before = 0
-        """`num_bytes_saved` by earlier ranks, before a restart."""
+        """`num_bytes_saved` before the ranks were last restarted."""
 
     def __len__(self) -> int:
         return len(self._states)
@@ -101,13 +101,13 @@ class RunningRequests:
         self._freed_slots = list(range(len(self._free_slots)))
 
     def lower_limits(self, limits: SchedulerLimits) -> None:
-        """Go on with lower limits. No request may be running."""
+        """Continue with lower limits. No request may be running."""
         assert not self._states
         self._limits = limits
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
 
     def start_anew(self, num_blocks: int) -> None:
-        """Begin again with new ranks, whose slots and KV blocks are empty. No request may be running."""
+        """Start over with new ranks, whose slots and KV blocks are empty. No request may be running."""
         assert not self._states
         self._bytes_saved_before += self.tables.num_bytes_saved
         enable_prefix_caching = self.tables.block_manager.enable_prefix_caching

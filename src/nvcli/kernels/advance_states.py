@@ -1,5 +1,5 @@
-"""The states of rows with drafts move on by the tokens that count. Plain torch is the reference; CUDA tensors take the
-Triton kernels that are held to it.
+"""Advances the states of rows with drafts by the tokens that count. Plain torch is the reference; CUDA tensors take the
+Triton kernels, which are tested against it.
 
 Shapes as in `kept_inputs.py`; R rows, K taps of the convolution.
 """
@@ -15,11 +15,10 @@ from nvcli.kernels.state_rows import StateRows
 
 
 def advance_states(kept: KeptInputs, conv_pool: Tensor, pool: Tensor, rows: StateRows, counts: Tensor) -> None:
-    """Bring the states of a step's rows with drafts behind the tokens that count.
+    """Advance the states of a step's rows with drafts by the tokens that count.
 
-    kept: of all L layers; conv_pool: [L, num_blocks, K - 1, C]; pool: [L, num_blocks, Hv, Dk, Dv] float32, both
-    written; counts: [R] int32, the number of each row's first tokens that count. The state of a row of which none does
-    stays as it is.
+    kept: all L layers; conv_pool: [L, num_blocks, K - 1, C]; pool: [L, num_blocks, Hv, Dk, Dv] float32, both written;
+    counts: [R] int32, how many of each row's leading tokens count. A row of which none counts keeps its state.
     """
     if pool.is_cuda:
         from nvcli.kernels.triton.recurrent import advance_states as kernels

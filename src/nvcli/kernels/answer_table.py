@@ -1,14 +1,14 @@
-"""AnswerTable: what followed the last tokens of a row in other answers, so that it may be drafted.
+"""AnswerTable: the tokens that followed each run of tokens in other answers, to draft from.
 
-The table knows one token for each run of `RUN` tokens: the one that followed it most recently, in whichever answer. The
-tokens of an answer are entered by every step with drafts, and when its slot is filled anew. Runs whose hashes meet
-share a place, and the later one takes it; a part of the hash that is kept in the entry tells most of them apart. A
-wrong entry makes a wrong draft and nothing else.
+For each run of `RUN` tokens the table holds one token: the one that followed it most recently, in any answer. Every
+step with drafts enters the tokens of its answers, and so does refilling a slot. Runs that hash to the same place share
+it, and the later one replaces the earlier; part of the hash is kept in the entry and tells most of them apart. A wrong
+entry makes a wrong draft and does no other harm.
 
-An entry holds, from its highest bits: the time it was made, `CHECK_BITS` of the hash, and the token. Of entries made at
-one time the largest stays, so that all ranks have the same table, in whatever order their programs run.
+An entry holds, from its highest bits: the time it was made, `CHECK_BITS` of the hash, and the token. Among entries made
+at the same time the largest stays, so that all ranks have the same table, in whatever order their programs run.
 
-Plain torch is the reference; CUDA tensors take the Triton kernels that are held to it.
+Plain torch is the reference; CUDA tensors take the Triton kernels, which are tested against it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Word = TypeVar("_Word", int, Tensor)
 
 
 def empty_answer_table(num_bytes: int, num_slots: int, device: torch.device) -> AnswerTable:
-    """Make a table of `num_bytes`, a power of two, for so many slots, the padding slot included."""
+    """Make a table of `num_bytes`, a power of two, for `num_slots` slots, the padding slot included."""
     return AnswerTable(
         entries=torch.zeros(num_bytes // 8, dtype=torch.int64, device=device),
         ends=torch.full((num_slots,), torch.iinfo(torch.int32).max, dtype=torch.int32, device=device),
@@ -34,14 +34,14 @@ def empty_answer_table(num_bytes: int, num_slots: int, device: torch.device) -> 
 
 
 def forget_answers(answers: AnswerTable) -> None:
-    """Empty the table. Tokens of a slot are not entered until it is filled anew."""
+    """Empty the table. A slot's tokens are not entered again until the slot is refilled."""
     answers.entries.zero_()
     answers.ends.fill_(torch.iinfo(torch.int32).max)
 
 
 def refill_answers(answers: AnswerTable, state: SlotState, slots: Tensor, prompt_lens: Tensor) -> None:
-    """Enter what is left of the answers in `slots`, before these are filled with requests whose prompts have
-    `prompt_lens` tokens. Both [n] int32."""
+    """Enter the remaining tokens of the answers in `slots`, before the slots are refilled with requests whose prompts
+    have `prompt_lens` tokens. Both [n] int32."""
     if slots.is_cuda:
         from nvcli.kernels.triton.elementwise import answer_table as kernels
 

@@ -1,5 +1,5 @@
 """The short causal convolution of a recurrent layer, over each channel by itself, then SiLU. Plain torch is the
-reference; CUDA tensors take the Triton kernel that is held to it.
+reference; CUDA tensors take the Triton kernels, which are tested against it.
 
 Its state is the last K - 1 inputs of a request. Shapes: T tokens, C channels, K taps, R rows.
 """
@@ -15,11 +15,11 @@ from nvcli.kernels.state_rows import StateRows
 
 
 def causal_conv(x: Tensor, weight: Tensor, pool: Tensor, rows: StateRows, kept: KeptInputs | None = None) -> Tensor:
-    """Compute silu(Σ weight[:, i] × input i - (K - 1)) of each token, and store the inputs that come next.
+    """Compute silu(Σ weight[:, i] × input i - (K - 1)) of each token, and store the last inputs of each row.
 
-    x: [T, C], rows may lie apart; weight: [C, K], the last tap is the token's own; pool: [num_blocks, K - 1, C], the
+    x: [T, C], rows may be strided; weight: [C, K], the last tap is the token's own; pool: [num_blocks, K - 1, C], the
     inputs of each block's last tokens, the latest last, written → [T, C]. Tokens that belong to no row get zeros. The
-    states of rows with drafts stay as they are, and `kept`, which is needed for them alone, gets their inputs.
+    states of rows with drafts are left unchanged; their inputs are written to `kept`, which only these rows need.
     """
     if x.is_cuda:
         from nvcli.kernels.triton.recurrent import causal_conv as kernels

@@ -1,13 +1,13 @@
 """The gated delta rule (Gated Delta Networks, https://arxiv.org/abs/2412.06464): attention whose memory is one matrix
-for each head, and not the keys and values of all tokens. Plain torch is the reference; CUDA tensors take the Triton
-kernels that are held to it.
+per head instead of the keys and values of all tokens. Plain torch is the reference; CUDA tensors take the Triton
+kernels, which are tested against it.
 
-With state S [Dk, Dv], a token decays it and writes the part of its value that its key does not read yet:
-S ← exp(g) S, then S ← S + k (β (v - kᵀ S))ᵀ; its result is qᵀ S. Queries and keys have length 1, queries are then
-scaled by Dk^-½. One token at a time that is a row of products with a vector (`delta_step`); of many tokens, chunks of
-them are products of matrices (`delta_chunks`, the paper's section 3.3).
+With state S [Dk, Dv], a token decays the state and writes the part of its value that its key does not read from it yet:
+S ← exp(g) S, then S ← S + k (β (v - kᵀ S))ᵀ; its result is qᵀ S. Queries and keys have length 1; queries are then
+scaled by Dk^-½. One token at a time, that takes matrix-vector products (`delta_step`); many tokens are computed in
+chunks, with matrix-matrix products (`delta_chunks`, the paper's section 3.3).
 
-Shapes: T tokens, R rows, N tokens of one row, Hk key heads, Hv value heads, Dk and Dv their sizes. Value head h has the
+Shapes: T tokens, R rows, N tokens of one row, Hk key heads, Hv value heads, Dk and Dv their sizes. Value head h uses
 key head h // (Hv / Hk).
 """
 
@@ -21,17 +21,17 @@ from nvcli.kernels.kept_inputs import KeptInputs
 from nvcli.kernels.state_rows import StateRows
 
 CHUNK = 64
-"""Tokens that are computed at once."""
+"""Tokens computed at a time."""
 
 
 def delta_rule(
     qkv: Tensor, gates: DeltaGates, pool: Tensor, rows: StateRows, heads: DeltaHeads, kept: KeptInputs | None = None
 ) -> Tensor:
-    """Compute the rule for a step's tokens, and store the states behind them.
+    """Compute the rule for a step's tokens, and store the states after them.
 
     qkv: [T, heads.num_channels], queries of all heads, then keys, then values; pool: [num_blocks, Hv, Dk, Dv] float32,
     the state of each block, written → [T, Hv, Dv] like qkv. Tokens that belong to no row get zeros. The states of rows
-    with drafts stay as they are, and `kept`, which is needed for them alone, gets what their tokens write.
+    with drafts are left unchanged; what their tokens would write goes to `kept`, which only these rows need.
     """
     if qkv.is_cuda:
         from nvcli.kernels.triton.recurrent import delta_net as kernels
@@ -73,14 +73,14 @@ def delta_step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, sta
     """Compute one token of each row, from the formula.
 
     q, k: [R, Hv, Dk]; v: [R, Hv, Dv]; decay (logarithms), beta: [R, Hv]; state: [R, Hv, Dk, Dv]. All float32 → results
-    [R, Hv, Dv], states behind them.
+    [R, Hv, Dv], states after them.
     """
     out, state, _ = _step(q, k, v, decay, beta, state)
     return out, state
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `delta_step`, and return what each token writes too, [R, Hv, Dv]."""
+    """Compute `delta_step`, and also return what each token writes, [R, Hv, Dv]."""
     state = state * decay.exp()[..., None, None]
     read = (state * k.unsqueeze(-1)).sum(-2)
     written = (v - read) * beta.unsqueeze(-1)
@@ -91,11 +91,11 @@ def _step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: T
 def delta_chunks(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, *, chunk: int = CHUNK
 ) -> tuple[Tensor, Tensor]:
-    """Compute the tokens of one row, `chunk` of them at once.
+    """Compute the tokens of one row, `chunk` of them at a time.
 
     In a chunk, token i writes w_i = β_i (v_i - what it reads), and it reads what the state and the tokens before it
     have written: (I + L) w = β (v - decayed k S), where L is below the diagonal. q, k: [N, Hv, Dk]; v: [N, Hv, Dv];
-    decay, beta: [N, Hv]; state: [Hv, Dk, Dv]. All float32 → results [N, Hv, Dv], the state behind them.
+    decay, beta: [N, Hv]; state: [Hv, Dk, Dv]. All float32 → results [N, Hv, Dv], the state after them.
     """
     out = torch.empty_like(v)
     for start in range(0, len(q), chunk):
@@ -103,7 +103,7 @@ def delta_chunks(
         queries, keys, values = (x[part].transpose(0, 1) for x in (q, k, v))  # [Hv, chunk, D]
         betas = beta[part].T.unsqueeze(-1)
         total = decay[part].cumsum(0).T  # [Hv, chunk]
-        # exp of a difference that is masked first: above the diagonal it may be too large for a float.
+        # Masked before exp: above the diagonal the difference may be too large for it.
         between = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril()
         between = between.exp().tril()
         total = total.unsqueeze(-1)
@@ -118,7 +118,7 @@ def delta_chunks(
 
 
 def _heads(qkv: Tensor, heads: DeltaHeads) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut queries, keys and values into heads, one key head for each value head, norm and scale: float32
+    """Split queries, keys and values into heads, one key head for each value head, then normalise and scale: float32
     [T, Hv, Dk] twice, and [T, Hv, Dv]."""
     key_size = heads.num_key_heads * heads.key_dim
     sizes = [key_size, key_size, heads.num_value_heads * heads.value_dim]

@@ -1,4 +1,4 @@
-"""Inputs of the gated delta rule (`delta_net.py`) beside queries, keys and values. T tokens, Hv value heads."""
+"""Inputs of the gated delta rule (`delta_net.py`) besides queries, keys and values. T tokens, Hv value heads."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _NORM_EPS = 1e-6
 
 
 def unit_length(x: Tensor) -> Tensor:
-    """Divide the vectors of the last dimension, float32, by their lengths."""
+    """Normalise the vectors of the last dimension, float32, to length 1."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaHeads:
-    """The heads of one rank's part of a layer. Kernels take it whole: each field is a constant of theirs."""
+    """The heads of one rank's part of a layer. Passed to kernels as a whole; each field is a constant there."""
 
     num_key_heads: int
     key_dim: int
@@ -33,10 +33,10 @@ class DeltaHeads:
 
 
 class DeltaGates(NamedTuple):
-    """Tensors from which a layer's gates are computed."""
+    """The tensors that a layer's gates are computed from."""
 
     beta: Tensor
-    """[T, Hv], of which β is the sigmoid."""
+    """[T, Hv]; β is its sigmoid."""
     step: Tensor
     """[T, Hv], see `decay`."""
     log_rate: Tensor

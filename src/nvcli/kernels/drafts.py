@@ -1,14 +1,15 @@
-"""Drafts: tokens that are likely to follow a row's last one, and the check which of them do.
+"""Drafts: guesses at the tokens that follow a row's last one, and the check of which are right.
 
-A decode row with drafts computes its last token and the drafts behind it. Every position is sampled with its own random
-number, and a draft is accepted while it is what was sampled before it. So the tokens that a row gives are those that it
-would give one at a time; the sample behind the last accepted draft is one of them.
+A decode row with drafts computes its last token and the drafts after it. Every position is sampled with its own random
+number, and drafts are accepted up to the first one that differs from the token sampled for its position. So a row gives
+the same tokens as it would one at a time; the token sampled after the last accepted draft is one of them.
 
-Drafts are looked up in the row's own tokens: what followed the latest of the longest equal runs of tokens there. Where
-these runs are short, drafts are what followed in other answers (`nvcli.kernels.answer_table`), if that is known.
+Drafts are looked up in the row's own tokens: they are what followed the longest earlier match of the last tokens, the
+latest one if several are equally long. If that match is short, drafts are what followed in other answers
+(`nvcli.kernels.answer_table`), if that is known.
 
-Plain torch is the reference; CUDA tensors take the Triton kernels that are held to it, which a CUDA graph can hold. All
-of it is arithmetic on integers that are the same on every rank.
+Plain torch is the reference; CUDA tensors take the Triton kernels, which are tested against it and can run in a CUDA
+graph. Everything is arithmetic on integers that are the same on every rank.
 """
 
 from __future__ import annotations
@@ -20,26 +21,26 @@ from nvcli.kernels.answer_table import enter_answer, follow_answers
 from nvcli.kernels.step_tensors import RUN, AnswerTable, DraftRows, SlotState, StepInputs, StepRows
 
 LONGEST_MATCH = 8
-"""The most tokens that are compared; of longer runs the latest is taken."""
+"""Maximum tokens that are compared; among matches at least this long, the latest is taken."""
 LEAST_MATCH = 2
-"""The fewest tokens that must be equal."""
+"""Minimum tokens that must be equal."""
 OWN_TEXT, OTHER_ANSWERS = range(2)
 """Sources of drafts, as indices of `nvcli.core.messages.DRAFT_SOURCES`."""
 _COIN = 1 << 16
 
 
 def accepted_of(accept_rate: float | None) -> int:
-    """Return the share of drafts that is accepted, as the kernels take it: of 65,536, or -1 where it depends on what
-    was sampled."""
+    """Return the acceptance rate as the kernels take it: in units of 1 / 65,536, or -1 if drafts are accepted when they
+    equal what was sampled."""
     return -1 if accept_rate is None else round(accept_rate * _COIN)
 
 
 def find_drafts(
     rows: StepRows, state: SlotState, drafts: DraftRows, answers: AnswerTable | None, *, for_all: bool = False
 ) -> None:
-    """Put drafts behind each row's last token into `state.token_ids`, up to `drafts.most`, and note their numbers in
-    `drafts.num_drafts` and what they are from in `drafts.sources`. Called before `prepare_inputs`. `for_all`: rows
-    without a match get drafts too, out of their own tokens. `answers` None: no drafts are from other answers."""
+    """Write drafts after each row's last token into `state.token_ids`, up to `drafts.most`, and their numbers and
+    sources into `drafts.num_drafts` and `drafts.sources`. Runs before `prepare_inputs`. `for_all`: rows without a match
+    get drafts too, from their own tokens. `answers` None: no drafts come from other answers."""
     if rows.slots.is_cuda:
         from nvcli.kernels.triton.elementwise import drafts as kernels
 
@@ -68,8 +69,8 @@ def find_drafts(
 
 
 def _latest_match(tokens: Tensor) -> tuple[int, int]:
-    """Return the length of the longest run of tokens that is equal to the last ones, and where it ends, the latest if
-    there are several. (0, 0): there is none."""
+    """Return the length of the longest earlier run of tokens that equals the last ones, and the position where it ends,
+    the latest if there are several; (0, 0) if there is none."""
     last = len(tokens) - 1
     lengths = torch.zeros(last, dtype=torch.int64)
     runs_on = torch.ones(last, dtype=torch.bool)
@@ -92,11 +93,11 @@ def accept_drafts(
     *,
     accepted: int = -1,
 ) -> None:
-    """Count the tokens that each row gives (`drafts.counts`), put them into `state.token_ids` and `answers`, and set
-    `state.lengths` accordingly. May be called again for other `ids` of the same step.
+    """Count the tokens that each row gives (`drafts.counts`), write them into `state.token_ids` and `answers`, and set
+    `state.lengths` accordingly. May be called again with other `ids` for the same step.
 
-    ids: [N] int32 as sampled; held: [N] int32, rows whose first entry is not 0 give nothing (None: all give);
-    accepted: see `accepted_of`.
+    ids: [N] int32 as sampled; held: [N] int32, rows whose first entry is not 0 give nothing (None: all give); accepted:
+    see `accepted_of`.
     """
     if rows.slots.is_cuda:
         from nvcli.kernels.triton.elementwise import drafts as kernels
@@ -136,7 +137,7 @@ def accept_drafts(
 
 
 def _coin(slot: int, position: int) -> int:
-    """Return a number below 65,536 that looks random (the finalizer of MurmurHash3; Appleby)."""
+    """Return a pseudo-random number below 65,536 (the finalizer of MurmurHash3; Appleby)."""
     word = (position * 0x9E3779B1 + slot * 0x85EBCA77) & 0xFFFFFFFF
     word = ((word ^ (word >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
     word = ((word ^ (word >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF

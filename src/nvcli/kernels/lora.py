@@ -1,7 +1,7 @@
 """Low-rank products of LoRA adapters, many in one batch: out += scale × (x Aᵀ) Bᵀ with each row's own A and B.
 
-Plain torch is the reference; CUDA tensors take the Triton kernels that are held to it. Rows without an adapter cost
-nothing. Shapes are those of `lora_types.py`.
+Plain torch is the reference; CUDA tensors take the Triton kernels, which are tested against it. Rows without an adapter
+cost nothing. Shapes are those of `lora_types.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nvcli.kernels.lora_types import PAGE_RANKS, AdaptedLayer, AdapterBank, Adap
 def spread_adapters(adapters_of_slots: Tensor, slots: Tensor, query_start_loc: Tensor, out: Tensor) -> None:
     """Write each row's adapter into `out` [T] int32 for all of its tokens.
 
-    adapters_of_slots: [slots] int32; slots: [R] int32; query_start_loc: [R + 1] int32, where the tokens of each begin.
+    adapters_of_slots: [slots] int32; slots: [R] int32; query_start_loc: [R + 1] int32, the first token of each row.
     """
     if out.is_cuda:
         from nvcli.kernels.triton.products import lora_rows as kernels
@@ -28,7 +28,7 @@ def spread_adapters(adapters_of_slots: Tensor, slots: Tensor, query_start_loc: T
 
 
 def group_rows(adapters: Tensor, num_places: int, *, batch_invariant: bool = False) -> AdapterRows:
-    """Sort rows by adapter and cut them into tiles. adapters: [T] int32, contiguous. `batch_invariant`: see
+    """Sort rows by adapter and split them into tiles. adapters: [T] int32, contiguous. `batch_invariant`: see
     `AdapterRows`."""
     if not adapters.is_cuda:
         nothing = adapters.new_empty(0)
@@ -39,7 +39,7 @@ def group_rows(adapters: Tensor, num_places: int, *, batch_invariant: bool = Fal
 
 
 def add_low_rank(out: Tensor, x: Tensor, rows: AdapterRows, bank: AdapterBank, layer: AdaptedLayer) -> None:
-    """Add the low-rank products of a layer to its result. x: [T, in]; out: [T, out], contiguous, written."""
+    """Add a layer's low-rank products to its result. x: [T, in]; out: [T, out], contiguous, written."""
     if x.is_cuda:
         from nvcli.kernels.triton.products import lora as kernels
 
@@ -67,9 +67,9 @@ def add_low_rank(out: Tensor, x: Tensor, rows: AdapterRows, bank: AdapterBank, l
 def activate_with_low_rank(
     gate_up: Tensor, x: Tensor, rows: AdapterRows, bank: AdapterBank, layer: AdaptedLayer, activation: Activation
 ) -> Tensor:
-    """Compute activation(gate) × up of a gated MLP, with its low-rank products added to the one and the other.
+    """Compute activation(gate) × up of a gated MLP, with the low-rank products added to both gate and up.
 
-    x: [T, in]; gate_up: [T, 2 I], contiguous, may be written over → [T, I].
+    x: [T, in]; gate_up: [T, 2 I], contiguous, may be overwritten → [T, I].
     """
     if x.is_cuda:
         from nvcli.kernels.triton.products import lora as kernels

@@ -1,7 +1,8 @@
-"""How the matrices of LoRA adapters lie on the device, and which rows of a step have which (`lora.py`).
+"""The layout of LoRA adapters' matrices on the device, and the adapter of each row of a step (`lora.py`).
 
-The matrices of all adapters lie in *pages* of `PAGE_RANKS` ranks of every layer (S-LoRA, Sheng et al. 2023, pages in
-the same way): an adapter has as many as its rank needs, anywhere, and ranks may differ without padding to the largest.
+The matrices of all adapters are stored in *pages*, each of which holds `PAGE_RANKS` ranks of every layer (paging as in
+S-LoRA, Sheng et al. 2023). An adapter takes as many pages as its rank needs, anywhere in memory, so adapters of
+different ranks need no padding to the largest.
 
 Shapes: T rows, `in` and `out` features of a linear layer on this rank, L places for adapters on the device, J
 projections that a layer fuses.
@@ -19,27 +20,27 @@ from torch import Tensor
 from nvcli.kernels.whole_numbers import next_power_of_2
 
 PAGE_RANKS = 16
-"""Ranks of a page: the fewest that tensor cores multiply by."""
+"""Ranks in a page: the fewest that tensor cores multiply by."""
 _MOST_ALIGN = 16
 RANKS_AT_ONCE = 64
-"""The most ranks that a program multiplies by at a time."""
+"""Maximum ranks that a program multiplies by at a time."""
 TILE_FIELDS = 4
-"""The int32 words of a tile: the place of its adapter from 0 (as many as there are: none), its first place in the
-order, its number of rows, unused."""
+"""The int32 words of a tile: the place of its adapter, counted from 0 (the number of places: none), the position of its
+first row in the order, its number of rows, unused."""
 BLOCK_FIELDS = 4
-"""The int32 words of a block of output features: its first feature, their number, its projection, unused."""
+"""The int32 words of a block of output features: its first feature, its number of features, its projection, unused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterBank:
-    """The matrices of the adapters on the device. Place l is that of adapter number l + 1 in `AdapterRows`."""
+    """The matrices of the adapters on the device. Place l holds adapter number l + 1 of `AdapterRows`."""
 
     pages: Tensor
-    """[pages, elements], in the model's type: of each layer A [J, PAGE_RANKS, in], then B [PAGE_RANKS, out]."""
+    """[pages, elements], in the model's type: for each layer A [J, PAGE_RANKS, in], then B [PAGE_RANKS, out]."""
     page_table: Tensor
-    """[L, most pages of an adapter] int32."""
+    """[L, maximum pages of an adapter] int32."""
     ranks: Tensor
-    """[L, projections of all layers] int32, the rank of each adapter; 0: it leaves the projection as it is."""
+    """[L, projections of all layers] int32, the rank of each adapter; 0: it does not change the projection."""
     scales: Tensor
     """[L, projections of all layers] float32."""
 
@@ -49,13 +50,13 @@ class AdapterBank:
 
     @property
     def max_rank(self) -> int:
-        """The most ranks that an adapter has room for: `page_columns` pages."""
+        """Maximum rank that the page table has room for (`page_columns`)."""
         return self.page_table.shape[1] * PAGE_RANKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedLayer:
-    """The places of a linear layer's matrices in the pages."""
+    """The position of a linear layer's matrices in the pages."""
 
     in_features: int
     out_features: int
@@ -67,26 +68,26 @@ class AdaptedLayer:
     up_offset: int
     """The first element of B in a page."""
     blocks: Tensor
-    """[blocks, BLOCK_FIELDS] int32: its output features, each block of one projection."""
+    """[blocks, BLOCK_FIELDS] int32: the layer's output features, in blocks that belong to one projection each."""
     block_features: int
-    """The most features of a block."""
+    """Maximum features of a block."""
     feature_align: int
-    """A power of two that divides where blocks begin, and their sizes."""
+    """A power of two that divides the first feature and the size of every block."""
 
 
 class AdapterRows(NamedTuple):
-    """The adapters of some rows: of a step's tokens, or of those that go on behind the last attention."""
+    """The adapters of a step's tokens, or of those that are kept after the last attention."""
 
     adapters: Tensor
-    """[T] int32: a place on the device, from 1; NO_ADAPTER: none."""
+    """[T] int32: a place on the device, counted from 1; NO_ADAPTER: none."""
     order: Tensor
-    """[T] int32: the rows sorted by adapter, those without one last; none on a CPU."""
+    """[T] int32: the rows sorted by adapter, those without one last; empty on a CPU."""
     tiles: Tensor
-    """[most tiles, TILE_FIELDS] int32: tiles of rows of one adapter, then of rows without; none on a CPU."""
+    """[maximum tiles, TILE_FIELDS] int32: tiles of rows of one adapter, then of rows without; empty on a CPU."""
     num_tiles: Tensor
-    """[2] int32: the number of tiles of rows with adapters, and of all; none on a CPU."""
+    """[2] int32: the number of tiles of rows with adapters, and of all tiles; empty on a CPU."""
     row_tile: int
-    """The most rows of a tile."""
+    """Maximum rows of a tile."""
     batch_invariant: bool = False
     """Whether a row's products have the same bits whatever other rows there are."""
 
@@ -96,12 +97,12 @@ class BatchAdapters(NamedTuple):
 
     tokens: AdapterRows
     kept: AdapterRows
-    """The adapters of the tokens that go on behind the last attention."""
+    """The adapters of the tokens that are kept after the last attention."""
 
 
 def page_columns(max_rank: int) -> int:
-    """Return the pages that `AdapterBank.page_table` has room for: those of the largest rank, rounded up to what the
-    kernels multiply by at a time."""
+    """Return how many pages of an adapter `AdapterBank.page_table` has room for: those of the largest rank, rounded up
+    to what the kernels multiply by at a time."""
     pages = -(-max_rank // PAGE_RANKS)
     return (
         next_power_of_2(pages)

@@ -1,13 +1,14 @@
-"""StateRows: where each row of a step finds the recurrent state of its request, and where it leaves it.
+"""StateRows: the blocks from which each row of a step reads the recurrent state of its request, and to which it writes
+it.
 
-A recurrent state is kept in KV blocks as keys are: the block of a column of a request's table holds the state behind
-the last token that was computed in that column. So a full block holds the state at its end, where another request
-with the same prefix can go on from it. A request's first token begins from zeros. A column without a block (the null
-block) keeps nothing; the column of a row's last token has one. A block may stand in two columns, one behind the other:
-then the row that begins the second column takes its state along.
+A recurrent state is kept in KV blocks as keys are: the block of a column of a request's table holds the state after the
+last token that was computed in that column. So a full block holds the state at its end, from which another request with
+the same prefix can continue. A request's first token starts from zeros. A column without a block (the null block) keeps
+nothing; the column of a row's last token has one. Two consecutive columns may have the same block: then the row that
+begins the second column takes its state along.
 
-The rows of one step that go on from each other's blocks come in order; kernels run them side by side, so the engine
-schedules no such rows.
+The rows of one step that continue from each other's blocks would have to run in order; kernels run rows side by side,
+so the engine schedules no such rows.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ class StateSpan(NamedTuple):
 
     start: int
     end: int
-    """They are [start, end) of the step's tokens."""
+    """The span has tokens [start, end) of the step."""
     begins_row: bool
-    """Whether they are the first of their row; others go on from the state behind the span before."""
+    """Whether they are the first of their row; other spans continue from the state after the span before."""
     source: int | None
-    """The block whose state the row goes on from; None: zeros."""
+    """The block whose state the row continues from; None: zeros."""
     target: int
-    """The block that takes the state behind them; 0, the null block: none does."""
+    """The block that takes the state after them; 0, the null block: it is not stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ class StateRows:
     slots: Tensor
     """[R] int64, the row of each row's request in `block_tables`."""
     seq_lens: Tensor
-    """[R] int32, tokens of each row's request behind this step."""
+    """[R] int32, tokens of each row's request after this step."""
     query_start_loc: Tensor
     """[R + 1] int32, first token of each row."""
     slot_mapping: Tensor
@@ -60,7 +61,7 @@ class StateRows:
         return self.num_single_rows + self.num_draft_rows
 
     def sources(self) -> Tensor:
-        """The block that each row goes on from: [R] int64, 0 for rows that begin from zeros or have no tokens."""
+        """The block that each row continues from: [R] int64, 0 for rows that start from zeros or have no tokens."""
         before = self.seq_lens.long() - self.query_start_loc.diff()
         columns = (before - 1).clamp_(min=0) // self.block_size
         return torch.where(before > 0, self.block_tables[self.slots, columns].long(), 0)
@@ -70,7 +71,7 @@ class StateRows:
         return self.slot_mapping[: self.num_single_rows] // self.block_size
 
     def draft_spans(self) -> Iterator[tuple[int, int, int | None]]:
-        """Yield the tokens [start, end) of each row with drafts, and the block whose state it goes on from (None:
+        """Yield the tokens [start, end) of each row with drafts, and the block whose state it continues from (None:
         zeros). Waits for the device."""
         starts, sources = self.query_start_loc.tolist(), self.sources().tolist()
         for row in range(self.num_draft_rows):

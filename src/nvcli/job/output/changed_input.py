@@ -1,13 +1,13 @@
 """Updates an output to inputs that have changed: unchanged rows keep their answers, under their new index.
 
-It is all or nothing, whenever the run is killed or the power fails:
+The update is all or nothing, even if the run is killed or the power fails:
 
-    1. the lines that are kept and the new digests are written beside the old ones, and synced
-    2. the manifest names the new inputs, and says that the files beside are to take their places
-    3. they do
-    4. the manifest says so
+    1. the lines to keep and the new digests are written to files beside the old ones, and synced
+    2. the manifest names the new inputs, and records that the new files are to replace the old ones
+    3. the new files replace the old ones
+    4. the manifest records that they have
 
-Before the second step nothing has changed, and from there on any run does the rest (`settle_update`).
+Before the second step nothing has changed; after it, any run completes the rest (`settle_update`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ChangedInput:
     def __init__(
         self, output: Path, file: LockedFile, old: Manifest, new: Manifest, rows: InputRows, *, shard: Shard = WHOLE
     ) -> None:
-        """Compare the inputs. Raises ConfigError where nothing tells which rows have changed, and OSError.
+        """Compare the inputs. Raises ConfigError if nothing shows which rows have changed, and OSError.
 
         `file` holds the rows of the output, which are those of the `shard`. `old` and `new` differ in their inputs, and
         `rows` are all rows of the new ones.

@@ -1,8 +1,8 @@
 """Compares the rows of a changed input with those an output was made from.
 
 A row is the same one if it has the same bytes, wherever it stands. Of the others, rows are paired by their ids, and
-rows without an id (in one input or in both) by the places where they stand: these rows were edited. What has no partner
-is new or gone.
+rows without an id (in one input or in both) by the places where they stand: these rows were edited. A row without a
+partner is new or gone.
 """
 
 from __future__ import annotations

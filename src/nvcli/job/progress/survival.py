@@ -1,16 +1,17 @@
 """Estimates the lengths of answers from those that have ended and those still running.
 
-Short answers end first. So the mean of the answers that have ended is too small, and what runs must count too: an
-answer that runs at 500 tokens says that it is longer than 500. `Survival` gives for each length the share of the
-samples that came so far and ended there, whatever becomes of the others (the estimator of Kaplan and Meier, JASA 53,
-1958). A sample that was cut at its `max_tokens` is one that came so far and did not end.
+Short answers end first. So the mean of the answers that have ended is too small, and running answers must count too:
+one that has 500 tokens so far will be longer than 500. For each length, `Survival` gives the share of the samples that
+reached it and ended there, whatever becomes of the others (the Kaplan-Meier estimator, JASA 53, 1958). A sample that
+was cut at its `max_tokens` is one that reached that length and did not end.
 
-At lengths that few samples of a class have come to, the samples of all classes say more, stretched to this class: by
-`max_tokens` or by the length of the prompt, if lengths go with either. Where few of these have come, the rest of an
-answer is taken to be exponential, with the mean of what the longest have shown (`_tail`). Each of the two counts as one
-sample (the beta process of Hjort, Ann. Stat. 18, 1990).
+At lengths that few samples of a class have reached, the samples of all classes say more, rescaled to this class: by
+`max_tokens` or by the length of the prompt, if lengths depend on either. Where few samples of any class have got that
+far, the rest of an answer is taken to be exponential, with the mean that the longest ones show (`_tail`). Each of the
+two counts as one sample (the beta process of Hjort, Ann. Stat. 18, 1990).
 
-Each estimate is made three times (`Range`): for answers as short as they may well become, as expected, and as long.
+Each estimate is made three times (`Range`): for answers as short as they may plausibly be, as expected, and as long as
+they may plausibly be.
 """
 
 from __future__ import annotations
@@ -26,18 +27,20 @@ from nvcli.job.progress.speed import Range
 from nvcli.job.run.counts import bin_middle, bin_of, bin_start
 
 _USUAL = 100.0
-"""Usual length of answers in tokens. Where rows ask for a number of tokens, it is the mean of this and of half of that,
-on a logarithmic scale."""
+"""Usual length of answers in tokens. If rows set `max_tokens`, the geometric mean of this and of half of `max_tokens`
+takes its place."""
 _SEVERAL = 4
-"""Number of samples that must have come to a length before it says something about longer ones."""
+"""Number of samples that must have reached a length before it says something about longer ones."""
 _TAIL_SHARE = 0.5
-"""Part of that length from which on samples count as long."""
+"""Share of that length from which samples count as long."""
 _POWERS = ((0.0, 0.0, 0.3), (1.0, 0.0, 0.4), (0.0, 0.5, 0.15), (0.0, 1.0, 0.15))
-"""Powers of `max_tokens` and of the prompt's length that lengths may scale with, and the probability of each pair."""
+"""Powers of `max_tokens` and of the prompt's length with which lengths may scale, and the prior probability of each
+pair."""
 _MAX_ENDED = 40.0
-"""Maximum number of samples that say which of them it is, because no answers scale exactly like this."""
+"""Maximum number of samples that count as evidence for one of these pairs, because no answers scale exactly like
+this."""
 _DEVIATIONS = (-1.28, 0.0, 1.28)
-"""Distance of the outlooks from the middle, in standard deviations of the counts."""
+"""Distances of the three estimates from the middle, in standard deviations of the counts."""
 
 
 class Known(NamedTuple):
@@ -60,10 +63,10 @@ class Known(NamedTuple):
 
 
 class Belief:
-    """A guess at the lengths of answers of several classes."""
+    """An estimate of the answer lengths of several classes."""
 
     def __init__(self, classes: Sequence[Known], *, is_asked: bool) -> None:
-        """`is_asked`: rows name their `max_tokens`; otherwise it is the room that the model has."""
+        """`is_asked`: rows set their `max_tokens`; otherwise it is the room that the model has."""
         self._most = _geometric_mean([known.most for known in classes])
         self._prompt = _geometric_mean([max(1.0, known.prompt) for known in classes])
         usual = math.sqrt(_USUAL * self._most / 2) if is_asked else _USUAL
@@ -84,7 +87,7 @@ class Belief:
         )
 
     def _stretch(self, known: Known, max_power: float, prompt_power: float) -> float:
-        """Return how much longer the samples of a class are than the mean."""
+        """Return the ratio of a class's lengths to those of the mean class."""
         by_prompt = math.pow(max(1.0, known.prompt) / self._prompt, prompt_power)
         return math.pow(known.most / self._most, max_power) * by_prompt
 
@@ -104,7 +107,7 @@ class Belief:
         return -min(count, _MAX_ENDED) / 2 * math.log(max(0.01, squares / count - (total / count) ** 2))
 
     def _pool(self, classes: Sequence[Known]) -> Known:
-        """Join classes, with lengths as those of the mean class."""
+        """Join classes, with their lengths scaled to the mean class."""
         joined: list[defaultdict[int, float]] = [defaultdict(float) for _ in range(3)]
         for known in classes:
             stretch = self._stretch(known, *self._powers)
@@ -116,11 +119,11 @@ class Belief:
 
 
 class Survival:
-    """The distribution of the lengths of one class of samples."""
+    """The distribution of the answer lengths of one class."""
 
     def __init__(self, known: Known, believed: Callable[[float], float], *, deviations: float = 0.0) -> None:
-        """`believed` gives the share of samples that become longer than a length, and counts as one sample. The result
-        is so many standard deviations of the counts away from the middle, with longer answers above it.
+        """`believed` gives the prior share of samples longer than a length, and counts as one sample. The result is
+        `deviations` standard deviations of the counts away from the middle; above it, answers are longer.
         """
         exponent = math.exp(-deviations / math.sqrt(sum(known.stopped.values()) + _SEVERAL))
         coarse = range(0, bin_of(math.ceil(known.most)) + 1, 4)
@@ -133,7 +136,7 @@ class Survival:
         for number, end in zip(edges, [*edges[1:], edges[-1] + 1], strict=True):
             before, after = after, believed(bin_start(end) - 0.5)
             stopped, running = known.stopped.get(number, 0), known.running.get(number, 0.0)
-            # Those that run and are in the bin have come half through it. (The life table of the actuaries.)
+            # Running samples in the bin are taken to be halfway through it (the actuarial life table).
             risk = before + max(stopped, at_risk - running / 2)
             left *= max(0.0, 1 - (before - after + stopped) / risk) if risk > 1e-9 else 0.0
             self._lengths.append(float(bin_start(end)))
@@ -141,21 +144,22 @@ class Survival:
             at_risk -= known.num_in(number)
 
     def share_beyond(self, length: float) -> float:
-        """Return the share of samples that become longer."""
+        """Return the share of samples longer than `length`."""
         return 1 - _between(self._lengths, self._ended, length)
 
     def length(self, quantile: float, *, age: float, most: float) -> float:
-        """Return the length at a quantile (from 0 to 1) of the samples that have more than `age` tokens, at most
+        """Return the length at a quantile (0 to 1) of the samples that have more than `age` tokens, capped at
         `most`."""
         ended = _between(self._lengths, self._ended, age) if age else 0.0
         return min(most, max(age, _between(self._ended, self._lengths, ended + quantile * (1 - ended), beyond=most)))
 
 
 def _tail(known: Known, usual: float, deviations: float) -> Callable[[float], float]:
-    """Return the share of samples that become longer than a length, judging by the longest of `known`.
+    """Return a function for the share of samples longer than a length, judging by the longest of `known`.
 
-    Their mean rest is the number of tokens that they have beyond a point, for each that ended there. While none ends,
-    it grows with what they have come to, but no faster: they may all end together.
+    Their mean remaining length is the number of tokens that they have beyond a point, divided by the number that ended
+    beyond it. As long as none ends, it grows with the length that they have reached, but no faster: they may all end
+    together.
     """
     everyone = {number: known.num_in(number) for number in {*known.stopped, *known.cut, *known.running}}
     numbers = sorted(everyone, reverse=True)

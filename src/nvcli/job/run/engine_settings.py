@@ -1,4 +1,5 @@
-"""The configuration of the engines: the checkpoint's own, with the weights that are kept, and every `auto` decided.
+"""Resolves the configuration of the engines: the checkpoint's own, the format that weights are kept in, and every
+`auto`.
 
 Starts no process and imports no torch.
 """
@@ -35,10 +36,11 @@ def load_model(
     gpus: Sequence[SmiGpu] | None = None,
     gpu_bytes: int | None = None,
 ) -> ModelConfig:
-    """Load a checkpoint's configuration, with weights as a run's ranks keep them. Raises LoadError and ConfigError.
+    """Load a checkpoint's configuration, with weights in the format that a run's ranks keep. Raises LoadError and
+    ConfigError.
 
-    `found_device` is what `device: auto` stands for (None: look for a GPU). `gpus` are those that the run is for, or
-    `gpu_bytes` is the memory of one of which nothing else is known (None: those here).
+    `found_device` is the device that `device: auto` stands for (None: look for a GPU). `gpus` are the run's GPUs;
+    `gpu_bytes` is the memory of one about which nothing else is known. If both are None, this machine's GPUs count.
     """
     return load_with_adapters(run, model_path, found_device=found_device, gpus=gpus, gpu_bytes=gpu_bytes)[0]
 
@@ -51,10 +53,10 @@ def load_with_adapters(
     gpus: Sequence[SmiGpu] | None = None,
     gpu_bytes: int | None = None,
 ) -> tuple[ModelConfig, Adapter | None, dict[str, Adapter]]:
-    """Load a checkpoint's configuration as `load_model` does, what the LoRA adapter for all rows changes of it (None:
-    the run has none), and what those that rows choose change, by name.
+    """Load a checkpoint's configuration as `load_model` does, with the LoRA adapter for all rows (None: the run has
+    none) and those that rows choose, by name.
 
-    Raises LoadError and ConfigError, also where an adapter does not fit the model.
+    Raises LoadError and ConfigError, also if an adapter does not fit the model.
     """
     model = load_model_config(model_path, expert_parallel=run.enable_expert_parallel, overrides=run.hf_overrides)
     adapter, choice = None, adapter_choice(run.lora)
@@ -74,8 +76,9 @@ def resolve_engine_config(
 ) -> EngineConfig:
     """Resolve every `auto` and null that can be decided here. Raises ConfigError.
 
-    With `quantization: auto` weights are kept as `model` does it (`load_model`). An automatic `tensor_parallel_size` is
-    1 until `resolve_layout` chooses. `found_device` is what `device: auto` stands for; None: look for a GPU.
+    With `quantization: auto` weights are kept in the format of `model` (`load_model`). An automatic
+    `tensor_parallel_size` is 1 until `resolve_layout` chooses. `found_device` is the device that `device: auto` stands
+    for; None: look for a GPU.
     """
     tensor_parallel_size = layout_as_given(run).tensor_parallel_size
     if run.quantization != "auto":
@@ -143,8 +146,8 @@ def _check_batch_invariant(run: RunConfig, model: ModelConfig, dtype: ModelDtype
     for name in attention_backend.split(":"):
         if name not in ("auto", "torch", "triton"):
             raise ConfigError(
-                f"`attention_backend` {name} gives a row other bits in other batches, and `batch_invariant` is true; "
-                "use auto, triton or torch, or set `batch_invariant` to false"
+                f"`attention_backend` {name} gives rows different bits in different batches, and `batch_invariant` is "
+                "true; use auto, triton or torch, or set `batch_invariant` to false"
             )
     if kv_dtype(run.kv_cache_dtype, dtype) != dtype:
         raise ConfigError(

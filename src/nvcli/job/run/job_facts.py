@@ -30,9 +30,9 @@ Fact = str | int | float | bool | None
 _SMALL_FILES = ("*.json", "*.jinja", "tokenizer.model", "vocab.txt", "spiece.model", "*.tiktoken", "merges.txt")
 """Files of configuration, tokenizer and chat template, which are compared by all of their bytes."""
 _WEIGHT_SAMPLES = 512
-"""Weights are told apart by name, size and so many samples over all files of a checkpoint, which takes milliseconds.
+"""Weights are identified by name, size and this many samples over all files of a checkpoint, which takes milliseconds.
 
-Training moves nearly all weights, or at least those of whole layers, and the samples of a model of 16 GB lie 32 MB
+Training changes nearly all weights, or at least those of whole layers, and the samples of a model of 16 GB are 32 MB
 apart."""
 _MIN_FILE_SAMPLES = 8
 _WEIGHT_SAMPLE_BYTES = 4096
@@ -53,7 +53,7 @@ def job_facts(
 ) -> dict[str, Fact]:
     """Return the facts of a job, under names that a user knows.
 
-    `config` and `sampling_defaults` are what `run` and the checkpoint come to, `chat_template` is the text of the
+    `config` and `sampling_defaults` follow from `run` and the checkpoint, `chat_template` is the text of the
     template that the job brings, `chat` says which texts become messages (`chat_choice`), `shard` is the part of the
     rows that the output has, None: all, and `task` what is made of the rows in place of answers. `weights` false: facts
     of the weights are left out. Raises LoadError for a file of the checkpoint that cannot be read.

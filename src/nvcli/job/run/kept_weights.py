@@ -1,9 +1,10 @@
-"""How the ranks of a run keep weights: what `quantization: auto` means for a checkpoint and the GPUs at hand.
+"""The format in which the ranks of a run keep weights: what `quantization: auto` means for a checkpoint and the GPUs at
+hand.
 
 A checkpoint in FP8 stays in FP8 on GPUs with units for FP8 products: they are faster, and take half the memory. So does
-MXFP8, whose scales go into those of rows. What a checkpoint has in 4 bits is faster in 16 bits for large batches, as
-its products are. It stays in 4 bits, or where ranks cannot keep these (NVFP4) becomes FP8, where 16 would leave the KV
-cache little memory, with which batches would be small. On a CPU all weights are plain.
+MXFP8, whose scales are folded into the scales of rows. A checkpoint in 4 bits runs large batches faster in 16 bits. It
+stays in 4 bits (or becomes FP8 if ranks cannot keep its format, such as NVFP4) only if 16 bits would leave little
+memory for the KV cache, so that batches would be small. On a CPU all weights are plain.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ def keep_weights(
     environ: Mapping[str, str] = os.environ,
     adapter: Adapter | None = None,
 ) -> ModelConfig:
-    """Return the model with its weights as a run's ranks keep them. Raises ConfigError, also for 4 bits of weights that
-    an `adapter` changes.
+    """Return the model with its weights in the format that a run's ranks keep. Raises ConfigError, also if an `adapter`
+    changes weights that would stay in 4 bits.
 
-    `gpus` are those that the run is for, or `gpu_bytes` is the memory of one of which nothing else is known. Both None:
-    those in `report`, which is what nvidia-smi says (None: ask it).
+    `gpus` are the run's GPUs; `gpu_bytes` is the memory of one about which nothing else is known. If both are None, the
+    GPUs in `report` count, which is the output of nvidia-smi (None: run it).
     """
     if run.quantization != "auto":
         kept = model.with_quantization(run.quantization)

@@ -90,8 +90,8 @@ def plan_replicas(resolved: ResolvedModel, *, num_requests: int | None) -> RunPl
 
 
 def _other_bases(resolved: ResolvedModel) -> Iterator[str]:
-    """Yield a line for the user for each adapter that names another base model than the run's. Folders count by their
-    last names, or by that in the Hugging Face cache."""
+    """Yield a note for each adapter whose base model is not the run's. Folders are compared by their last names, or by
+    their names in the Hugging Face cache."""
     choice, model = adapter_choice(resolved.run.lora), Path(resolved.run.model)
     adapters = {} if resolved.adapter is None or choice.merged is None else {choice.merged: resolved.adapter}
     for name, adapter in {**adapters, **resolved.row_adapters}.items():

@@ -351,7 +351,7 @@ def model_of_rows(
     adapter: Adapter | None = None,
     row_adapters: Mapping[str, Adapter] | None = None,
 ) -> ResolvedModel:
-    """Put together what rows need of a model that was loaded (`load_with_adapters`, `resolve_engine_config`)."""
+    """Collect what rows need from a model that was loaded (`load_with_adapters`, `resolve_engine_config`)."""
     chat_template = own_chat_template(run.job)
     return ResolvedModel(
         run=run,

@@ -1,6 +1,7 @@
-"""SamplingRules: what a row's sampling means for its tokens, whatever the prompt: stop ids, biases, and a grammar.
+"""SamplingRules: what a row's sampling parameters mean for its tokens, whatever the prompt: stop ids, biases, and a
+grammar.
 
-Most rows of a job have one sampling, so this is worked out once for all of them.
+Most rows of a job have the same parameters, so this is worked out once for all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from nvcli.job.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRules:
-    """The consequences of one sampling for one model."""
+    """The consequences of one set of sampling parameters for one model."""
 
     sampling: SamplingParams
     stop_ids: list[int]
@@ -31,8 +32,8 @@ class SamplingRules:
     constraint: Constraint | None
     """The same for the engine."""
     answers_follow_from: bytes | None
-    """A key of the sampling with which an answer follows from the prompt alone; None: it also depends on the row's
-    place in the file."""
+    """A key for the sampling parameters, if an answer depends on nothing but these and the prompt; None: it also
+    depends on the row's place in the file."""
 
 
 def sampling_rules(
@@ -44,10 +45,10 @@ def sampling_rules(
     *,
     under: str,
 ) -> SamplingRules:
-    """Work out the rules of a sampling. Raises RowError for what the model or the tokenizer does not have.
+    """Work out the rules for sampling parameters. Raises RowError for what the model or the tokenizer does not have.
 
-    `grammars` None: rows that ask for structured answers are refused. `under` is the key that holds the sampling's keys
-    in the row.
+    `grammars` None: rows that ask for structured answers are refused. `under` is the row's key that holds the
+    parameters.
     """
     check_vocabulary(f"`{under}.stop_token_ids`", sampling.stop_token_ids, limits)
     rules = token_rules(sampling, tokenizer, under=under)
@@ -112,6 +113,7 @@ def constraint_of(grammar: Grammar, eos_ids: list[int], name: str) -> Constraint
 
 
 def structured_name(wanted: Structured, under: str) -> str:
-    """Return what messages call the form that a row asks for. `under` is the key of its sampling."""
+    """Return the name that messages use for the form that a row asks for. `under` is the key of its sampling
+    parameters."""
     form = wanted.form
     return f"`sampling.structured.{form}`" if under == "sampling" else f"the {form} that `{under}` asks for"

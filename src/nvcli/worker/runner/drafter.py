@@ -29,7 +29,7 @@ class PendingDrafts:
     drafted: Tensor
     """[num_decodes] int32, the number of drafts of each decode row."""
     sources: Tensor
-    """[num_decodes] int32, what each decode row is drafted from, as an index of `DRAFT_SOURCES`."""
+    """[num_decodes] int32, the source of each decode row's drafts, as an index of `DRAFT_SOURCES`."""
     row_counts: Tensor
     """[rows of the batch] int32, the number of tokens that each row gives."""
     rows: np.ndarray
@@ -67,15 +67,15 @@ class Drafter:
             batch.forward.positions.clamp_(max=self._max_positions - 1)
 
     def keep_drafts(self, inputs: StepInputs, num_rows: int) -> None:
-        """Store the tokens computed by a step, for its first `num_rows` rows of logits, where a choice looks for
-        preceding tokens: an earlier choice may have stored others there."""
+        """Restore the tokens that a step computed, for its first `num_rows` rows of logits, in the table where sampling
+        looks up preceding tokens: an earlier choice may have stored others there."""
         ids = inputs.input_ids[inputs.logits_rows[:num_rows]]
         positions = inputs.sample_positions[:num_rows] - 1
         keep_tokens(self._slots.state.token_ids, inputs.sample_slots[:num_rows], positions, ids)
 
     def keep(self, batch: StepBatch, ids: Tensor, held: Tensor | None = None) -> None:
-        """Store the sampled ids [N] that rows give, and make their slots forget the step's other tokens.
-        `held`: [N] int32; rows whose first entry is not 0 give nothing."""
+        """Store the sampled ids [N] that rows give, and drop the step's other tokens from their slots. `held`: [N]
+        int32; rows whose first entry is not 0 give nothing."""
         inputs, drafts = batch.inputs, batch.drafts
         if drafts is not None:
             state, answers = self._slots.state, self._slots.answers
@@ -87,7 +87,8 @@ class Drafter:
             self._slots.take_back(slots, held)
 
     def numbers(self, step: StepInput, batch: StepBatch, drafts: DraftRows) -> Tensor:
-        """Return what the host learns about a step's drafts, besides its ids: [rows + 2 num_decodes] int32."""
+        """Return what the host needs to know about a step's drafts besides the sampled ids: the tokens of each row,
+        then the drafts of each decode row, then their sources, [rows + 2 num_decodes] int32."""
         num_rows, num_decodes = batch.forward.shape.num_rows, step.num_decodes
         return torch.cat([drafts.counts[:num_rows], drafts.num_drafts[:num_decodes], drafts.sources[:num_decodes]])
 

@@ -18,7 +18,7 @@ from nvcli.sizing.memory_plan import MemoryPlan
 _CPU_SHARE = 0.25
 """Share of the free RAM that the caches of all ranks take together, unless kv_cache_memory is set."""
 _ADAPTERS_SHARE = 0.15
-"""Share of a GPU's memory, free beside the weights, that adapters take unless lora.max_loaded is set."""
+"""Share of a GPU's free memory after weights that adapters take unless lora.max_loaded is set."""
 _OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "DefaultCPUAllocator")
 
 
@@ -129,8 +129,9 @@ def check_weights_fit(num_bytes: int, device: torch.device) -> None:
 
 
 def choose_places(config: EngineConfig, num_bytes: Callable[[int], int], device: torch.device) -> int:
-    """Return how many LoRA adapters are on the device at a time: as many as the configuration says, or as many as
-    requests may run with and take a small share of a GPU's free memory. `num_bytes`: what so many take.
+    """Return how many LoRA adapters are on the device at a time: at most `max_loaded_adapters`, or by default as many
+    as requests can use at once and as fit into a small share of a GPU's free memory. `num_bytes` returns the size of
+    that many adapters.
 
     Raises CapacityError if there is no memory for them.
     """

@@ -1,8 +1,9 @@
-"""StepAdapters: the LoRA adapters of a step's requests, from the engine's message to the rows of linear layers.
+"""StepAdapters: brings the LoRA adapters of a step's requests from the engine's message to the rows of linear layers.
 
-A request brings the place of its adapter on the device, its slot keeps it, and before the forward pass every token gets
-that of its slot and tokens are sorted by adapter. All of this but the engine's changes is on the device, at fixed
-addresses, so that one graph serves any mix of adapters. Steps whose rows have none launch nothing.
+A request arrives with the place of its adapter on the device, and its slot keeps it. Before the forward pass every
+token gets the place of its slot, and tokens are sorted by adapter. Apart from the engine's changes, all of this happens
+on the device at fixed addresses, so that one graph serves any mix of adapters. Steps whose rows have none launch
+nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from nvcli.worker.runner.uploader import Uploader
 
 
 class StepAdapters:
-    """The adapter of each slot, and those on the device."""
+    """The adapter of each slot, and the adapters on the device."""
 
     def __init__(
         self,
@@ -37,11 +38,11 @@ class StepAdapters:
         self._loaded, self._upload, self._batch_invariant = loaded, upload, batch_invariant
         self._places = torch.full((num_slots,), NO_ADAPTER, dtype=torch.int32, device=device)
         self._places_host = np.full(num_slots, NO_ADAPTER, dtype=np.int32)
-        """The same on the host, so that only changes are uploaded."""
+        """A copy on the host, so that only changes are uploaded."""
         self._of_tokens = torch.full((max_tokens,), NO_ADAPTER, dtype=torch.int32, device=device)
 
     def apply(self, step: StepInput) -> None:
-        """Load adapters, and give new slots theirs. Raises LoadError where an adapter's file cannot be read."""
+        """Load adapters, and record the adapters of new slots. Raises LoadError if an adapter's file cannot be read."""
         for place, number in unpack_ids(step.adapter_loads).reshape(-1, 2).tolist():
             self._loaded.load(place, number)
         places = {
@@ -54,7 +55,7 @@ class StepAdapters:
             self._places[on_device.long()] = uploaded
 
     def prepare(self, rows: StepRows, batch: ForwardBatch) -> BatchAdapters:
-        """Sort the tokens of a step by adapter. A graph can hold it."""
+        """Sort the tokens of a step by adapter. Can run in a CUDA graph."""
         of_tokens = self._of_tokens[: batch.num_tokens]
         spread_adapters(self._places, rows.slots, rows.query_start_loc, of_tokens)
         num_places = self._loaded.bank.num_places

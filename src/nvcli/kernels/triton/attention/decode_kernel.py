@@ -1,12 +1,13 @@
-"""The kernel of paged decode attention in Triton: rows of one query token, or of a last token and drafts, over their
-keys and values in blocks.
+"""The kernel for paged decode attention in Triton: rows of one query token, or of a last token and its drafts, over
+their keys and values in blocks.
 
 A program takes one chunk of the work list (`decode_work_list.py`) and one KV head. The last chunk of a row to finish
-reduces all of them, so that there is no second kernel (the split is FlashDecoding's, Dao et al. 2023).
+reduces all of them, so no second kernel is needed (the split is FlashDecoding's, Dao et al. 2023).
 
-Where rows may have several tokens, their query heads stand beside each other in a tile, so that keys are read once for
-all of them; a row with more than fill a tile has several. Each token sees the keys up to its own. The kernel reads on
-the device how many tokens each row has. Where all have one, it is compiled without any of this.
+Where rows may have several tokens, the query heads of a row's tokens stand side by side in a tile, so that keys are
+read once for all of them; a row that does not fit into one tile has several. Each token sees the keys up to its own.
+The kernel reads on the device how many tokens each row has. Where all rows have one, it is compiled without any of
+this.
 
 Shapes: B rows, T tokens, H query heads, KV heads, G = H / KV, D head_dim, ROWS queries of a tile.
 """
@@ -26,9 +27,9 @@ from nvcli.kernels.triton.attention.attention_fold import (
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before
 
 _LEAST = tl.constexpr(-1e30)
-"""The highest score of a query that has seen no key: finite, so that it can be subtracted from itself."""
+"""The initial maximum of the scores of a query, before any key: finite, so that it can be subtracted from itself."""
 _REDUCE_STAGES = tl.constexpr(3)
-"""Chunks whose results are loaded at a time."""
+"""Number of chunks whose results are loaded at a time."""
 
 
 @triton.jit(do_not_specialize=["window", "block_table_stride"], do_not_specialize_on_alignment=["block_tables"])
@@ -42,7 +43,7 @@ def decode_attention_kernel(
     items,  # [capacity, ITEM_FIELDS] int32
     num_items,  # [1] int32
     starts,  # [B + 1] int32, the first token of each row; None: they have one each
-    log_sums,  # [T, H] float32, log-sum-exp of each token's scores, base 2, written; None: nobody asks for them
+    log_sums,  # [T, H] float32, log-sum-exp of each token's scores, base 2, written; None: not wanted
     partial_out,  # [chunks of cut rows, KV, G, D] float32; with `starts` a tile of queries in place of G
     partial_lse,  # the same without D, base 2
     arrivals,  # [B, KV] int32, or [B, KV, tiles of queries], 0 between launches
@@ -52,10 +53,11 @@ def decode_attention_kernel(
     block_table_stride,
     KIND: tl.constexpr,
     TILE: tl.constexpr,
-    IS_BESIDE: tl.constexpr,  # the kernel launched before may still run, and ends before this one does
+    IS_BESIDE: tl.constexpr,  # the kernel launched before may still be running; this one ends after it
     DEPENDENT: tl.constexpr,
 ):
-    """Program (KV head, entry of the work list); with `starts` also each tile of the row's queries, side by side."""
+    """Program (KV head, entry of the work list); with `starts` the first axis is (KV head, tile of the row's
+    queries)."""
     kv_head = tl.program_id(0)
     if starts is not None:
         num_tiles = tl.num_programs(0) // KIND.num_kv_heads
@@ -105,7 +107,7 @@ def decode_attention_kernel(
         token = (first_token + number).to(tl.int64)
         is_query = number < num_tokens
         head = kv_head * KIND.group + (first_query + lanes) % KIND.group
-        highest = tl.full([ROWS], _LEAST, tl.float32)  # no key of a chunk may be one that the token sees
+        highest = tl.full([ROWS], _LEAST, tl.float32)  # a token may see no key of a chunk
         num_places = KIND.num_kv_heads * num_tiles
         place = row * num_places + kv_head * num_tiles + query_tile
         num_before = tl.load(item + 7) - num_tokens  # keys before the row's own tokens
@@ -117,7 +119,7 @@ def decode_attention_kernel(
     weight_sum = tl.zeros([ROWS], tl.float32)
     acc_unit = tl.zeros([ROWS], tl.float32)
     if KIND.has_sinks:
-        # A row's first chunk alone counts the sink, so that the sum over chunks has it once.
+        # Only a row's first chunk counts the sink, so that the sum over chunks has it once.
         is_first = tl.load(item + 5) == 0
         highest = tl.where(is_first, load_sinks(sinks, head, is_query), highest)
         weight_sum = tl.where(is_first, 1.0, weight_sum)
@@ -138,7 +140,7 @@ def decode_attention_kernel(
         partial = (first_partial + tl.load(item + 5) * num_places) * PARTIALS + lanes
         tl.store(partial_out + partial[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_query[:, None])
         tl.store(partial_lse + partial, highest + tl.log2(weight_sum), mask=is_query)
-        # All threads have stored before one of them says so; acquire and release order it across programs.
+        # All threads store before one of them signals it; acquire and release order this across programs.
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals + place, 1, sem="acq_rel")
         if arrived == num_chunks - 1:
@@ -162,12 +164,12 @@ def _reduce_chunks(
     partial_out,
     partial_lse,
     row,
-    first_partial,  # the row's chunks are the partial results from here on
+    first_partial,  # index of the row's first partial result
     num_chunks,
     kv_head,
     KIND: tl.constexpr,
 ):
-    """Weigh a row's partial results for one KV head into its output, 16 chunks at a time."""
+    """Combine a row's partial results for one KV head into its output, 16 chunks at a time."""
     HEAD_DIM: tl.constexpr = KIND.head_dim
     dims = tl.arange(0, HEAD_DIM)
     lanes = tl.arange(0, 16)
@@ -178,7 +180,7 @@ def _reduce_chunks(
         for start in tl.range(0, num_chunks, 16, num_stages=1):
             is_chunk = start + lanes < num_chunks
             partial = ((first_partial + start + lanes) * KIND.num_kv_heads + kv_head) * KIND.group + member
-            # .cg: past the L1 cache, which may hold what was there before the other programs stored.
+            # .cg bypasses the L1 cache, which may hold values from before the other programs stored theirs.
             lse = tl.load(partial_lse + partial, mask=is_chunk, other=-float("inf"), cache_modifier=".cg")
             value = tl.load(
                 partial_out + partial[:, None] * HEAD_DIM + dims[None, :],
@@ -211,7 +213,7 @@ def _reduce_tile(
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Weigh the partial results of a tile of queries into their outputs, a chunk at a time."""
+    """Combine the partial results of a tile of queries into their outputs, one chunk at a time."""
     lanes = tl.arange(0, ROWS)
     dims = tl.arange(0, HEAD_DIM)
     highest = tl.full([ROWS], _LEAST, tl.float32)
@@ -219,7 +221,7 @@ def _reduce_tile(
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     for chunk in tl.range(0, num_chunks, num_stages=_REDUCE_STAGES):
         partial = (first_partial + chunk * num_places) * ROWS + lanes
-        # .cg: past the L1 cache, which may hold what was there before the other programs stored.
+        # .cg bypasses the L1 cache, which may hold values from before the other programs stored theirs.
         lse = tl.load(partial_lse + partial, mask=is_query, other=-float("inf"), cache_modifier=".cg")
         value = tl.load(
             partial_out + partial[:, None] * HEAD_DIM + dims[None, :],

@@ -1,5 +1,5 @@
-"""Rows of several tokens as rows of one token each, for attention over shared segments: all tokens of a row share what
-the row shares, and stand in tiles as rows do."""
+"""Expands rows of several tokens into rows of one token each, for attention over shared segments: every token shares
+what its row shares, and is placed in tiles as a row is."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TokenRows(NamedTuple):
 
     @classmethod
     def empty(cls, max_tokens: int, device: torch.device) -> TokenRows:
-        """Make the memory, in which every token sees nothing and has slot 0."""
+        """Allocate the memory; every token sees no keys and has slot 0."""
         ints = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         return cls(ints, torch.zeros(max_tokens, dtype=torch.int64, device=device))
 

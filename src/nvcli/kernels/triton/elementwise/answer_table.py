@@ -1,4 +1,4 @@
-"""The table of what followed runs of tokens in answers, in Triton."""
+"""The table of what followed runs of tokens in answers, in Triton: see `nvcli.kernels.answer_table`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from nvcli.kernels.step_tensors import AnswerTable, SlotState
 
 _TOKENS = 128
-"""Tokens that a program enters at once."""
+"""Tokens that a program enters at a time."""
 _TOKEN_BITS = tl.constexpr(TOKEN_BITS)
 _TOKEN_MASK = tl.constexpr((1 << TOKEN_BITS) - 1)
 _CHECK_MASK = tl.constexpr((1 << CHECK_BITS) - 1)
@@ -23,7 +23,7 @@ _RUN = tl.constexpr(RUN)
 
 @triton.jit
 def _hash(first, second, third):
-    """A hash of 32 bits of three tokens, as `nvcli.kernels.answer_table` makes it."""
+    """Return a 32-bit hash of three tokens, as `nvcli.kernels.answer_table` makes it."""
     word = first.to(tl.uint32) * 0x9E3779B1 + second.to(tl.uint32) * 0x85EBCA77 + third.to(tl.uint32) * 0xC2B2AE3D
     word = (word ^ (word >> 16)) * 0x85EBCA6B
     word = (word ^ (word >> 13)) * 0xC2B2AE35
@@ -32,7 +32,7 @@ def _hash(first, second, third):
 
 @triton.jit
 def enter_answer(entries_ptr, tokens_ptr, first, last, time, NUM_ENTRIES: tl.constexpr, TOKENS: tl.constexpr):
-    """Enter the tokens at positions `first` to `last`, where those of one slot begin at `tokens_ptr`."""
+    """Enter the tokens at positions `first` to `last` of a slot whose tokens begin at `tokens_ptr`."""
     for start in range(tl.maximum(first, _RUN), last + 1, TOKENS):
         position = start + tl.arange(0, TOKENS)
         inside = position <= last
@@ -50,8 +50,8 @@ def enter_answer(entries_ptr, tokens_ptr, first, last, time, NUM_ENTRIES: tl.con
 
 @triton.jit
 def follow_answers(entries_ptr, tokens_ptr, last, most, NUM_ENTRIES: tl.constexpr):
-    """Put up to `most` tokens behind the one at `last`, each of which followed those before it in some answer, where
-    the tokens of a slot begin at `tokens_ptr`. Returns their number."""
+    """Write up to `most` tokens after the one at `last`, each of which followed those before it in some answer. The
+    slot's tokens begin at `tokens_ptr`. Returns the number of tokens written."""
     num_found = 0
     num_wanted = tl.where(last + 1 >= _RUN, most, 0)
     place = tokens_ptr + tl.maximum(last, _RUN - 1)

@@ -1,4 +1,4 @@
-"""The finding of drafts and their check, in Triton."""
+"""Finding and checking drafts, in Triton: see `nvcli.kernels.drafts`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from nvcli.kernels.step_tensors import AnswerTable, DraftRows, SlotState, StepInputs, StepRows
 
 _TOKENS = 1024
-"""Tokens that a program compares at once."""
+"""Tokens that a program compares at a time."""
 _DRAFTS = 16
-"""At least the drafts of a row, and its tokens."""
+"""Upper bound on a row's drafts, and on its tokens in a step."""
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -61,7 +61,7 @@ def _find_drafts_kernel(
                 there = tl.load(tokens_ptr + end - back, mask=runs_on & (end >= back), other=-1)
                 runs_on = runs_on & (there == wanted)
                 length += runs_on.to(tl.int32)
-            # The longest, and of these the latest.
+            # The longest match, and among equally long ones the latest.
             best = tl.maximum(best, tl.max((length.to(tl.int64) << 32) | end, axis=0))
         is_found = (best >> 32) >= LEAST
         found = tl.where(is_found, (best & 0x7FFFFFFF).to(tl.int32), 0)
@@ -90,7 +90,7 @@ def find_drafts(
     longest: int,
     least: int,
 ) -> None:
-    """See `nvcli.kernels.drafts.find_drafts`. `longest`, `least`: the most tokens that are compared, and the fewest
+    """See `nvcli.kernels.drafts.find_drafts`. `longest`, `least`: maximum number of tokens compared, and minimum number
     that must be equal."""
     _find_drafts_kernel[(len(rows.slots),)](
         rows.slots,
@@ -115,7 +115,7 @@ def find_drafts(
 
 @triton.jit
 def _coins(slot, positions):
-    """[n] numbers below 65,536, as `nvcli.kernels.drafts` makes them."""
+    """Return [n] numbers below 65,536, as `nvcli.kernels.drafts` makes them."""
     word = positions.to(tl.uint32) * 0x9E3779B1 + slot.to(tl.uint32) * 0x85EBCA77
     word = (word ^ (word >> 16)) * 0x85EBCA6B
     word = (word ^ (word >> 13)) * 0xC2B2AE35

@@ -1,17 +1,17 @@
 """The low-rank products of LoRA adapters in Triton: see `nvcli.kernels.lora`.
 
-A step's rows are sorted by adapter once (`lora_rows.py`), and a *tile* is up to `row_tile` rows of one adapter. For
-each layer one launch multiplies tiles by A (*shrink*; Punica, Chen et al. 2023), for all projections that the layer
-fuses, and another multiplies what it gives by B and adds it to the layer's result (*expand*). The activation of a gated
-MLP, which reads and writes the same values, is part of that launch. With few rows the input features are shared out to
-several programs, whose sums are float32 *parts*; expanding adds these up in one order, so that nothing depends on which
-program ends first.
+A step's rows are sorted by adapter once (`lora_rows.py`); a *tile* is up to `row_tile` rows of one adapter. For each
+layer one launch multiplies the tiles by A (*shrink*; Punica, Chen et al. 2023), for all projections that the layer
+fuses, and another multiplies the result by B and adds it to the layer's output (*expand*). The activation of a gated
+MLP, which reads and writes the same values, is part of the second launch. With few rows the input features are split
+among several programs, whose sums are float32 *parts*; expanding adds these up in a fixed order, so that nothing
+depends on which program ends first.
 
-How many tiles there are is known on the GPU only: a few programs for each multiprocessor take one unit of work after
-the other until there is none. So launches that a CUDA graph holds serve any mix of adapters, and cost little where it
-has few. A program reads what it works on before it waits for the kernel before: rows are grouped at the step's start,
-and between that and the first of these launches there is one that is not a dependent launch (of the embedding, or of
-the rotary tables), by which everything before it has ended.
+The number of tiles is known on the GPU only: a few programs per multiprocessor take one unit of work after another
+until none is left. So launches in a CUDA graph serve any mix of adapters, and cost little if there are few tiles. A
+program reads which tile it works on before it waits for the previous kernel: rows are grouped at the start of the step,
+and between that and the first of these launches comes one that is not a dependent launch (of the embedding, or of the
+rotary tables), which starts only when everything before it has ended.
 
 Shapes: T rows, J projections of a layer, L places for adapters, P parts, R ranks that an adapter has room for.
 """
@@ -41,21 +41,21 @@ from nvcli.kernels.triton.products.product_launch import Gate
 from nvcli.kernels.whole_numbers import ceil_div
 
 _FEW_ROWS = 1024
-"""Up to so many rows input features are shared out: steps that decode."""
+"""Maximum rows with which input features are split: decode steps."""
 _GATED_FEATURES = 128
 
 
 class LowRankLaunch(NamedTuple):
-    """How the products of one number of rows are launched."""
+    """The launch parameters of the products for some number of rows."""
 
     in_tile: int
     """Input features that a program multiplies at a time."""
     part_features: int
-    """Input features of a part; 0: all."""
+    """Input features per part; 0: all."""
     most_parts: int
-    """The most parts: of many features, each has more."""
+    """Maximum parts; if there are many features, each part has more of them."""
     shrink_programs: int
-    """Programs for each multiprocessor."""
+    """Programs per multiprocessor."""
     expand_programs: int
     shrink_warps: int = 4
     expand_warps: int = 4
@@ -63,7 +63,7 @@ class LowRankLaunch(NamedTuple):
 
 @triton.jit
 def _page_elements(page_table_ptr, place, ranks, page_stride, MAX_RANK: tl.constexpr, PAGE_RANKS: tl.constexpr):
-    """Return the first element of the page that each rank of an adapter is in."""
+    """Return, for each rank of an adapter, the first element of the page that it is in."""
     pages = tl.load(page_table_ptr + place * (MAX_RANK // PAGE_RANKS) + ranks // PAGE_RANKS)
     return pages.to(tl.int64) * page_stride
 
@@ -193,8 +193,8 @@ def _expand_kernel(
     BLOCK_FIELDS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """A unit of work is (tile, block of features). The kernel before is the one that shrinks, which has waited for the
-    product that is added to."""
+    """A unit of work is (tile, block of features). The previous kernel is the one that shrinks; it has waited for the
+    layer's product, to which this one adds."""
     for unit in tl.range(tl.program_id(0), tl.load(num_tiles_ptr) * NUM_BLOCKS, tl.num_programs(0), num_stages=1):
         tile = tiles_ptr + unit // NUM_BLOCKS * TILE_FIELDS
         block = blocks_ptr + unit % NUM_BLOCKS * BLOCK_FIELDS
@@ -264,7 +264,7 @@ def _expand_gated_kernel(
     TILE_FIELDS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """A unit of work is (tile, block of features), of rows without adapters too."""
+    """A unit of work is (tile, block of features); there are also tiles of rows without adapters."""
     for unit in tl.range(tl.program_id(0), tl.load(num_tiles_ptr + 1) * NUM_BLOCKS, tl.num_programs(0), num_stages=1):
         tile = tiles_ptr + unit // NUM_BLOCKS * TILE_FIELDS
         place = tl.load(tile)
@@ -412,8 +412,8 @@ def activate_with_low_rank(
 
 
 def _shrink(x: Tensor, rows: AdapterRows, bank: AdapterBank, layer: AdaptedLayer, launch: LowRankLaunch) -> Tensor:
-    """Multiply rows by A: [P, T, J, R] float32 parts, by place in the order of the rows. Those without adapters are
-    undefined."""
+    """Multiply rows by A: [P, T, J, R] float32 parts, in the sorted order of the rows. The parts of rows without
+    adapters are undefined."""
     assert bank.pages.is_contiguous()
     assert x.stride(1) == 1
     num_rows, in_features = len(x), layer.in_features
@@ -454,17 +454,18 @@ def _shrink(x: Tensor, rows: AdapterRows, bank: AdapterBank, layer: AdaptedLayer
 
 
 def _grid(units: int, programs: int, device: torch.device) -> tuple[int]:
-    """Return the number of programs for at most so many units of work."""
+    """Return the number of programs for at most `units` units of work."""
     return (max(1, min(units, programs * num_multiprocessors(device))),)
 
 
 def choose_launch(rows: AdapterRows) -> LowRankLaunch:
-    """Choose the launch for some rows. One that is batch-invariant adds up in the same order for any number of them.
+    """Choose the launch parameters for some rows. A batch-invariant launch adds up in the same order for any number of
+    rows.
 
-    That of few rows was the best of 13 that an H200 ran. The linear layers of one of an 8B model's layers with the
-    activation (H 4,096, I 12,288, 256 rows, rank 16 on all of them) take 165 µs without adapters, 182 where no row has
-    one, 213 with one adapter, 218 with 8 and 297 with 64. With twice as many programs, and 4 warps, they take 229, 228
-    and 294; with parts of 512 features 215, 225 and 310.
+    The parameters for few rows were the best of 13 tried on an H200. There the linear layers and the activation of one
+    layer of an 8B model (H 4,096, I 12,288, 256 rows, rank 16 on all linear layers) take 165 µs without adapters, 182
+    if no row has one, 213 with one adapter, 218 with 8 and 297 with 64. With twice as many programs and 4 warps they
+    take 229, 228 and 294; with parts of 512 features 215, 225 and 310.
     """
     if rows.batch_invariant:
         return LowRankLaunch(256, 0, 1, 8, 8)

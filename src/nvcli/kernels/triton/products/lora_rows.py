@@ -1,8 +1,8 @@
-"""A step's rows sorted by LoRA adapter on the GPU, and the tiles of the products over them: see `nvcli.kernels.lora`.
+"""Sorts a step's rows by LoRA adapter on the GPU and splits them into tiles for the products: see `nvcli.kernels.lora`.
 
-Every program looks at all rows, and writes those of its own adapter: where follows from how many rows have others, so
-that no program waits for another. The last one writes the rows without an adapter, which come last. Both kernels are
-launched as ever, because the products over the rows read them before they wait (`lora.py`).
+Every program looks at all rows and writes those of its own adapter. Their position follows from how many rows have
+adapters in earlier places, so no program waits for another. The last program writes the rows without an adapter, which
+come last. Neither kernel is a dependent launch, because the products read the sorted rows before they wait (`lora.py`).
 
 Shapes: T tokens, R rows, L places for adapters.
 """
@@ -19,7 +19,7 @@ from nvcli.kernels.lora_types import TILE_FIELDS, AdapterRows
 from nvcli.kernels.whole_numbers import next_power_of_2
 
 _FEW_ROWS = 1024
-"""Up to so many rows a tile has `_FEW_ROWS_TILE` of them: steps that decode, in which an adapter has few."""
+"""Maximum rows with which a tile has `_FEW_ROWS_TILE` rows: decode steps, in which an adapter has few."""
 _FEW_ROWS_TILE, _ROW_TILE = 16, 64
 _TOKENS_AT_ONCE = 256
 _ROWS_AT_ONCE = 1024
@@ -45,7 +45,8 @@ def _spread_kernel(
 
 @triton.jit
 def _load_places(adapters_ptr, rows, num_rows, NUM_PLACES: tl.constexpr, NO_ADAPTER: tl.constexpr):
-    """Load the place of each row's adapter, from 0; NUM_PLACES: it has none; NUM_PLACES + 1: there is no row."""
+    """Load the place of each row's adapter, counted from 0; NUM_PLACES: it has none; NUM_PLACES + 1: there is no such
+    row."""
     adapters = tl.load(adapters_ptr + rows, mask=rows < num_rows, other=NO_ADAPTER)
     places = tl.where(adapters == NO_ADAPTER, NUM_PLACES, adapters - 1)
     return tl.where(rows < num_rows, places, NUM_PLACES + 1)
@@ -65,7 +66,7 @@ def _group_kernel(
     NO_ADAPTER: tl.constexpr,
     TILE_FIELDS: tl.constexpr,
 ):
-    """Program (place); the last is for the rows without an adapter."""
+    """Program (place); the last one is for the rows without an adapter."""
     place = tl.program_id(0)
     counts = tl.zeros([BINS], tl.int32)
     for start in range(0, num_rows, ROWS):

@@ -1,8 +1,8 @@
-"""The states of rows with drafts move on, in Triton: two kernels for all layers of a KV group, one for the states of
+"""Advances the states of rows with drafts, in Triton: two kernels for all layers of a KV group, one for the states of
 delta nets and one for those of their convolutions.
 
-A row may read its state from a block and leave its new state in the same block: each program reads all that it needs of
-a state before it writes its part of it, which no other reads.
+A row may read its state from a block and write its new state to the same block: each program reads all that it needs
+before it writes its part of the state, which no other program reads.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from nvcli.kernels.triton.recurrent.state_rows import RowTensors, row_of
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
 _TILE, _WARPS = 64, 4
-"""Measured on an H200 with 3 layers of 128 rows of 32 heads of 128, one token of each of which counts: 409 µs, in which
-states are read and written at 3.9 TB/s."""
+"""Measured on an H200 with 3 layers, 128 rows and 32 heads of 128, where one token of each row counts: 409 µs, with
+states read and written at 3.9 TB/s."""
 _CHANNELS = 1024
 
 
 @triton.jit
 def _blocks_of(row, rows, counts_ptr, BLOCK_SIZE: tl.constexpr):
-    """Return a row's first token, the number of its tokens that count, the block of its state and the one of its next
-    state; 0: none."""
+    """Return a row's first token, how many of its tokens count, and the blocks of its present state and its next one;
+    0: none."""
     start, _, before, source = row_of(row, rows, BLOCK_SIZE)
     count = tl.load(counts_ptr + row)
     slot = tl.load(rows.slots + row)
@@ -109,7 +109,7 @@ def _advance_inputs_kernel(
         )
         at = layer * num_tokens + start + place - (TAPS - 1)
         own = tl.load(inputs_ptr + at * NUM_CHANNELS + channel, mask=inside & is_own, other=0.0).to(before.dtype)
-        tl.debug_barrier()  # a block may be its own source, which has been read by now
+        tl.debug_barrier()  # a row may write to the block that it read from, which has been read by now
         places = channels + target * pool_stride + tap * NUM_CHANNELS
         tl.store(pool_ptr + places, tl.where(is_own, own, before), mask=inside)
 

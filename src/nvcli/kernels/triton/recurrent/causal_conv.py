@@ -1,8 +1,8 @@
 """The short causal convolution in Triton, in four kernels: one for rows of one token, which also updates their states;
-one for rows with drafts, which leaves these as they are; one for the tokens of all chunks, which reads the states; and
-one, launched last, that stores the chunks' new states.
+one for rows with drafts, which leaves the states unchanged; one for the tokens of all chunks, which reads the states;
+and one, launched last, that stores the chunks' new states.
 
-A row may read its state from a block and leave its new state in the same block, so no program of a launch reads what
+A row may read its state from a block and write its new state to the same block, so no program of a launch reads what
 another one writes.
 """
 
@@ -20,12 +20,12 @@ from nvcli.kernels.triton.recurrent.state_rows import RowTensors, row_of
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
 _STEP_CHANNELS = 1024
-"""Measured on an H200 with 256 rows of 8,192 channels: 9.3 µs; with 512 12.4, with 2,048 11."""
+"""Measured on an H200 with 256 rows of 8,192 channels: 9.3 µs; 12.4 with 512, 11 with 2,048."""
 _DRAFT_CHANNELS = 512
-"""Measured on an H200 with 128 rows of 8 tokens and 8,192 channels: 29 µs; with 256 49."""
+"""Measured on an H200 with 128 rows of 8 tokens and 8,192 channels: 29 µs; 49 with 256."""
 _TOKENS, _CHANNELS = 64, 64
-"""Fewer channels than threads: otherwise the compiler moves the inputs to the layout of the weights. Measured on an
-H200 with 8,192 tokens and channels: 120 µs; with 16 and 256 135. Memory alone takes 62."""
+"""Fewer channels than threads: otherwise the compiler converts the inputs to the layout of the weights. Measured on an
+H200 with 8,192 tokens and channels: 120 µs; 135 with 16 and 256. Memory traffic alone takes 62."""
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def _step_kernel(
     out = total * tl.sigmoid(total)
     out_ptr += token.to(tl.int64) * NUM_CHANNELS + channel
     tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=inside)
-    # Input i becomes entry i - 1 of the next state. A block may be its own source, which has been read by now.
+    # Input i becomes entry i - 1 of the next state. A row may write to the block that it read, hence the barrier.
     tl.debug_barrier()
     is_kept = inside & (tap > 0) & (tap < TAPS) & (target > 0)
     tl.store(pool_ptr + target * pool_stride + (tap - 1) * NUM_CHANNELS + channel, value, mask=is_kept)
@@ -82,8 +82,8 @@ def _draft_kernel(
     TAPS_TILE: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Program (row, tile of channels), for a row with drafts. It computes what `_step_kernel` does for one token after
-    the other."""
+    """Program (row, tile of channels), for a row with drafts: computes one token after another, each as `_step_kernel`
+    does."""
     start, end, _, source = row_of(tl.program_id(0), rows, BLOCK_SIZE)
     tap = tl.arange(0, TAPS_TILE)[:, None]
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
@@ -106,7 +106,7 @@ def _draft_kernel(
 
 @triton.jit
 def _row_of_token(token, starts_ptr, first_row, num_rows, num_halvings):
-    """Return the last row that begins at a token or before it, of rows `first_row` to `num_rows`, for each token."""
+    """Return, for each token, the last of rows `first_row` to `num_rows` that begins at or before it."""
     low = tl.zeros_like(token) + first_row
     high = tl.zeros_like(token) + num_rows
     for _ in range(num_halvings):
@@ -136,9 +136,9 @@ def _chunk_kernel(
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Program (tile of tokens, tile of channels), for the tokens of the rows from `first_row` on. Tokens behind the
-    last row get zeros. `num_halvings` steps find a row; it is no constant, or each number of rows would
-    compile anew."""
+    """Program (tile of tokens, tile of channels), for the tokens of the rows from `first_row` on. Tokens after the last
+    row get zeros. A row is found in `num_halvings` steps; this is not a constant, because each new number of rows would
+    then be compiled."""
     token = tl.load(rows.starts + first_row) + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     end = tl.load(rows.starts + num_rows)
     is_token = token < end
@@ -148,7 +148,7 @@ def _chunk_kernel(
     row = _row_of_token(tl.minimum(token, end - 1), rows.starts, first_row, num_rows, num_halvings)
     start = tl.load(rows.starts + row)
     before = tl.load(rows.seq_lens + row) - (tl.load(rows.starts + row + 1) - start)
-    # Some inputs of a row's first tokens are in the state that it goes on from.
+    # Some inputs of a row's first tokens are in the state that it continues from.
     reads_state = is_token & (token - start < TAPS - 1) & (before > 0)
     places = tl.load(rows.slots + row) * rows.table_stride + tl.maximum(before - 1, 0) // BLOCK_SIZE
     source = tl.load(rows.tables + places, mask=reads_state, other=0).to(tl.int64)
@@ -187,7 +187,7 @@ def _keep_inputs_kernel(
     BLOCK_SIZE: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Program (row - first_row, tile of channels): it stores the last inputs of each of the row's columns that has a
+    """Program (row - first_row, tile of channels): stores the last inputs of each of the row's columns that has a
     block."""
     row = tl.program_id(0) + first_row
     start, end, before, source = row_of(row, rows, BLOCK_SIZE)
@@ -198,7 +198,7 @@ def _keep_inputs_kernel(
         first = tl.minimum(first + BLOCK_SIZE - (before + first - start) % BLOCK_SIZE, end)
         block = tl.load(rows.places + first - 1) // BLOCK_SIZE
         if block > 0:
-            # As in _step_kernel, no entry is read that was overwritten.
+            # As in _step_kernel, no entry is read after it was overwritten.
             for tap in tl.static_range(1, TAPS):
                 at = first - (TAPS - tap)
                 value = tl.load(

@@ -1,6 +1,6 @@
 """The gated delta rule for chunks of 64 tokens in Triton, in two kernels. The first has a program for each chunk and
 solves the chunk's triangular system, which does not depend on states. The second has a program for some columns of one
-head's state, which goes through a row's chunks one after the other.
+head's state, and goes through a row's chunks one after another.
 
 With queries Q, keys K, values V and state S, decayed as each token sees them, a chunk's tokens write W = A (V - K S),
 where A is the inverse of a unit lower triangular matrix times β, and they read Q S + P W. The first kernel computes A
@@ -30,13 +30,13 @@ from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 NORM_EPS = tl.constexpr(1e-6)
 _CHUNK = 64
 _MORE_CHUNKS = tl.constexpr(3)
-"""The most chunks of a row beyond those that its tokens fill: it may begin and end in the middle of one, and cross the
-end of a block that is no multiple of a chunk."""
+"""Maximum number of chunks of a row beyond those that its tokens fill: it may begin and end inside a chunk, and cross
+the end of a block whose size is not a multiple of a chunk."""
 _SOLVE_WARPS, _SOLVE_REGISTERS = 4, 168
-"""The limit of registers makes room for three programs on a multiprocessor. Both kernels together take an H200 289 µs
-for 8,192 tokens of 14 rows, with 32 heads of 128; without a limit 309."""
+"""The register limit makes room for three programs on a multiprocessor. Both kernels together take an H200 289 µs for
+8,192 tokens of 14 rows, with 32 heads of 128; 309 without a limit."""
 _VALUE_TILE, _PASS_WARPS, _PASS_STAGES = 64, 4, 2
-"""Measured likewise: 289 µs; with tiles of 128 and 8 warps 304, with one stage 345."""
+"""Measured in the same way: 289 µs; 304 with tiles of 128 and 8 warps, 345 with one stage."""
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def _chunk_of(position, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def _chunk_tokens(chunk, start, end, before, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the first of a row's tokens in a chunk, and their number."""
+    """Return a row's first token in a chunk, and the number of its tokens there."""
     CHUNKS: tl.constexpr = (BLOCK_SIZE + CHUNK - 1) // CHUNK
     block = chunk // CHUNKS * BLOCK_SIZE
     first = block + chunk % CHUNKS * CHUNK
@@ -71,7 +71,7 @@ def _chunk_tokens(chunk, start, end, before, BLOCK_SIZE: tl.constexpr, CHUNK: tl
 @triton.jit
 def _find_chunk(index, rows, first_row, num_rows, num_halvings, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr):
     """Return the row and the chunk of a program. Each row from `first_row` on has as many programs as it may have
-    chunks; some of them get a chunk behind the row's last one."""
+    chunks; some of them get a chunk after the row's last one."""
     CHUNKS: tl.constexpr = (BLOCK_SIZE + CHUNK - 1) // CHUNK
     origin = tl.load(rows.starts + first_row)
     low = first_row
@@ -88,7 +88,7 @@ def _find_chunk(index, rows, first_row, num_rows, num_halvings, BLOCK_SIZE: tl.c
 
 @triton.jit
 def _blocks_of_16(matrix, SIZE: tl.constexpr):
-    """Take the blocks on the diagonal: [SIZE, SIZE] → [SIZE / 16, 16, 16]."""
+    """Return the blocks on the diagonal: [SIZE, SIZE] → [SIZE / 16, 16, 16]."""
     NUM: tl.constexpr = SIZE // 16
     n = tl.arange(0, NUM)
     own = (n[:, None] == n[None, :])[:, None, :, None]
@@ -97,9 +97,9 @@ def _blocks_of_16(matrix, SIZE: tl.constexpr):
 
 @triton.jit
 def _join(inverse, lower, i, j, level, PRECISION: tl.constexpr):
-    """Make the inverses of blocks of 2^(level + 1) from those of 2^level, on a matrix's diagonal."""
+    """Compute the inverses of the blocks of size 2^(level + 1) on a matrix's diagonal from those of size 2^level."""
     between = tl.where((((i ^ j) >> level) == 1) & (i > j), lower, 0.0)
-    # The numbers of an inverse are at most 1, so float16 holds them as well as tf32 does.
+    # The entries of an inverse are at most 1, so float16 holds them as well as tf32 does.
     HALF: tl.constexpr = PRECISION == "float16"
     inner = inverse.to(tl.float16) if HALF else inverse
     between = between.to(inner.dtype)
@@ -109,12 +109,12 @@ def _join(inverse, lower, i, j, level, PRECISION: tl.constexpr):
 
 @triton.jit
 def _unit_lower_inverse(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """Return (I + lower)⁻¹ of a matrix of 64 rows, where only what is below its diagonal counts."""
+    """Return (I + lower)⁻¹ for a matrix of 64 rows, of which only the part below the diagonal is used."""
     tl.static_assert(SIZE == 64)
     small = _blocks_of_16(lower, SIZE)
     r = tl.arange(0, 16)[None, :, None]
     c = tl.arange(0, 16)[None, None, :]
-    # Blocks of one number are their own inverses, so the first size needs no product.
+    # Blocks of size 1 are their own inverses, so the first size needs no product.
     blocks = tl.where(r == c, 1.0, tl.where(((r ^ c) == 1) & (r > c), -small, 0.0))
     for level in tl.static_range(1, 4):
         blocks = _join(blocks, small, r, c, level, PRECISION)
@@ -134,8 +134,8 @@ def _solve_kernel(
     gates,  # `DeltaGates`, rows beta_stride and step_stride apart
     solved_ptr,  # [T, VALUE_HEADS, CHUNK], written: A
     scores_ptr,  # [T, VALUE_HEADS, CHUNK], written: P
-    scales_ptr,  # [4, VALUE_HEADS, T] float32, written: of queries that read the state behind the chunk before, of keys
-    # that read it, of keys that write the state behind the chunk, and what is left of the state before
+    scales_ptr,  # [4, VALUE_HEADS, T] float32, written: for queries that read the state before the chunk, for keys that
+    # read it, for keys that write the state after the chunk, and the decay from the chunk's start to each token
     rows,  # `RowTensors`
     first_row,
     num_rows,
@@ -168,7 +168,7 @@ def _solve_kernel(
         token = (first + n).to(tl.int64)
         q_ptrs = qkv_ptr + token[:, None] * qkv_stride + key_head * KEY_DIM + i[None, :]
         mask = is_token[:, None] & (i < KEY_DIM)[None, :]
-        # Behind the chunk everything is zero: such tokens write nothing and decay nothing.
+        # After the chunk everything is zero: such tokens write nothing and decay nothing.
         q = tl.load(q_ptrs, mask=mask, other=0.0)
         k = tl.load(q_ptrs + KEY_HEADS * KEY_DIM, mask=mask, other=0.0)
         q_scale = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + NORM_EPS) * scale
@@ -274,7 +274,7 @@ def _pass_kernel(
             target = tl.load(rows.places + first + count - 1) // BLOCK_SIZE
             tl.store(pool_ptr + target * pool_stride + places, tl.trans(state), mask=inside & (target > 0))
     if row == num_rows - 1:
-        # Tokens behind the last row's.
+        # Tokens after the last row.
         first = end
         while first < num_tokens:
             token = first + n
@@ -287,15 +287,15 @@ def _pass_kernel(
 def compute_chunks(
     qkv: Tensor, gates: DeltaGates, pool: Tensor, rows: StateRows, heads: DeltaHeads, out: Tensor
 ) -> None:
-    """Compute the rows behind the decode rows into `out`, as `nvcli.kernels.delta_net.delta_rule` does, with zeros for
-    tokens behind the last row."""
+    """Compute the rows after the decode rows into `out`, as `nvcli.kernels.delta_net.delta_rule` does, with zeros for
+    tokens after the last row."""
     num_tokens, num_rows, first_row = len(qkv), len(rows.slots), rows.num_decode_rows
     tensors = RowTensors.of(rows)
     solved, scores = torch.empty(2, num_tokens, heads.num_value_heads, _CHUNK, dtype=qkv.dtype, device=qkv.device)
     scales = torch.empty(4, heads.num_value_heads, num_tokens, dtype=torch.float32, device=qkv.device)
     is_half = qkv.element_size() == 2
     precision = "tf32" if is_half else "tf32x3"
-    # A product of matrices has 16 rows and columns at least.
+    # Matrix products need at least 16 rows and columns.
     key_tile = max(16, next_power_of_2(heads.key_dim))
     sizes = {
         "BLOCK_SIZE": rows.block_size,
@@ -351,7 +351,7 @@ def compute_chunks(
 
 
 def _holds_two_chunks(qkv: Tensor, key_tile: int) -> bool:
-    """Tell whether shared memory holds the current chunk and the next one, 48 KiB each with keys of 128."""
+    """Whether shared memory holds the current chunk and the next one, 48 KiB each with keys of 128."""
     if not qkv.is_cuda or qkv.element_size() > 2 or key_tile > 128:
         return False
     return shared_memory_bytes(qkv.device) >= 128 << 10

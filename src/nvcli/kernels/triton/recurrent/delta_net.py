@@ -1,6 +1,6 @@
 """The gated delta rule in Triton. For a row of one token, each program updates some columns of one head's state in a
-single pass; for one with drafts, it takes the tokens one after the other and leaves the state as it is. Other rows of
-more tokens are computed in chunks (`delta_chunks.py`).
+single pass. For a row with drafts, it computes one token after another and leaves the stored state unchanged. All other
+rows are computed in chunks (`delta_chunks.py`).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from nvcli.kernels.triton.recurrent.state_rows import RowTensors, row_of
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
 _STEP_TILE, _STEP_WARPS = 64, 4
-"""Measured on an H200 with 256 rows of 32 heads of 128: 280 µs, in which states are read and written at 3.84 TB/s; with
-tiles of 32 327, with 128 and 4 warps 281. Hints to the caches make it slower (282 to 290)."""
+"""Measured on an H200 with 256 rows of 32 heads of 128: 280 µs, with states read and written at 3.84 TB/s; 327 with
+tiles of 32, 281 with tiles of 128 and 4 warps. Cache hints make it slower (282 to 290)."""
 _DRAFT_TILE, _DRAFT_WARPS = 32, 1
-"""Measured on an H200 with 16 rows of 8 tokens and 32 heads of 128: 27.8 µs, where one token takes 14.2; with 2 warps
-34.2, with 4 warps 47.1, with tiles of 16 and 1 warp 32.7, with 64 and 4 warps 36.9. With 128 rows of 4 tokens: 130 µs,
-where one token takes 141, because no state is written."""
+"""Measured on an H200 with 16 rows of 8 tokens and 32 heads of 128: 27.8 µs, where one token takes 14.2; 34.2 with 2
+warps, 47.1 with 4 warps, 32.7 with tiles of 16 and 1 warp, 36.9 with tiles of 64 and 4 warps. With 128 rows of 4
+tokens: 130 µs, where one token takes 141, because no state is written."""
 
 
 @triton.jit
 def _add_token(state, token, head, i, j, qkv_ptr, gates, beta_stride, step_stride, scale, HEADS: tl.constexpr):
     """Add one token, whose queries, keys and values begin at `qkv_ptr`, to columns `j` of one head's state [i, j].
-    Returns the state, the token's result, and what it wrote and by how much it decayed the state."""
+    Returns the state, the token's result, what it wrote, and the logarithm of the decay that it applied."""
     KEY_HEADS: tl.constexpr = HEADS.num_key_heads
     VALUE_HEADS: tl.constexpr = HEADS.num_value_heads
     KEY_DIM: tl.constexpr = HEADS.key_dim
@@ -95,7 +95,7 @@ def _draft_kernel(
     gates,
     pool_ptr,  # read
     out_ptr,
-    kept,  # `KeptInputs` of the layer, of which all but the inputs are written
+    kept,  # `KeptInputs` of the layer; all but its inputs are written
     rows,
     qkv_stride,
     beta_stride,

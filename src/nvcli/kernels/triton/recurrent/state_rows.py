@@ -35,7 +35,8 @@ class RowTensors(NamedTuple):
 
 @triton.jit
 def row_span(row, rows):
-    """Return a row's first token, the token behind its last one, and the tokens of its request before it."""
+    """Return a row's first token, the token after its last one, and the number of tokens of its request before the
+    row."""
     start = tl.load(rows.starts + row)
     end = tl.load(rows.starts + row + 1)
     return start, end, tl.load(rows.seq_lens + row) - (end - start)
@@ -43,8 +44,8 @@ def row_span(row, rows):
 
 @triton.jit
 def row_of(row, rows, BLOCK_SIZE: tl.constexpr):
-    """Return a row's first token, the token behind its last one, the tokens of its request before it, and the block of
-    the state that it goes on from; 0: zeros."""
+    """Return a row's first token, the token after its last one, the number of tokens of its request before the row, and
+    the block of the state that it continues from; 0: zeros."""
     start, end, before = row_span(row, rows)
     column = tl.maximum(before - 1, 0) // BLOCK_SIZE
     slot = tl.load(rows.slots + row)
