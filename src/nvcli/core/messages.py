@@ -29,7 +29,7 @@ CONSTRAINT_FAILED = -2
 MAX_STEP_GRAMMAR_BYTES = 2 * MAX_GRAMMAR_BYTES
 """The maximum bytes of the different grammars in a step."""
 NO_ADAPTER = 0
-"""Stands for the number of an adapter, or of its place on the device, where a request has none."""
+"""The number of an adapter, or of its place on the device, for requests without one."""
 FORBIDDEN = -1e30
 """Added to the logit of a token that must not be chosen. It is finite, so that a row with nothing else left still
 gets a token, and stays finite when divided by the lowest temperature."""
@@ -201,8 +201,8 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Whether the step itself computes some of these keys, so that each layer copies after storing them; else all
     are copied before the step."""
     adapter_loads: bytes = b""
-    """Two numbers for each LoRA adapter that is loaded before the step: its place on the device and its number, both
-    from 1 (`engine.adapter_places`). It takes the place of the one that was there."""
+    """The place on the device and the number, both from 1, of each LoRA adapter to load before the step
+    (`engine.adapter_places`). It replaces the adapter that was in the place."""
     has_adapters: bool = False
     """Whether some rows may have adapters."""
 
@@ -258,8 +258,8 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     draft_sources: bytes = b""
     """The source of each decode row's drafts, packed indices of `DRAFT_SOURCES`; empty: they have no drafts."""
     forced: bytes = b""
-    """Tokens that must follow some of the tokens given, because grammars allow nothing else. For each of those, packed:
-    its index in `token_ids`, a number of tokens, and the tokens. The engine may use them or not."""
+    """Tokens that must follow some of the tokens given, because grammars allow nothing else. For each of these, packed:
+    its index in `token_ids`, the number of tokens that must follow it, and those tokens. The engine may ignore them."""
     logprobs: list[TokenLogprobs | None] = []
     """One entry for each token if any request of the batch asked; else empty."""
     seconds: float = 0.0

@@ -20,7 +20,7 @@ MAX_END_IDS = 64
 """Maximum end-of-sequence ids of a constraint; bounds the size of a step's input."""
 
 MAX_FORCED_TOKENS = 15
-"""Maximum tokens that are told at a time because a grammar forces them; bounds the size of a step's output."""
+"""Maximum forced tokens that are reported at a time; bounds the size of a step's output."""
 
 _FORMS = ("json_schema", "json_object", "regex", "choice", "grammar")
 

@@ -32,7 +32,7 @@ class SchedulerLimits:
     """Costs that decide which prefill chunks attend together to their shared prefix; None if the ranks process each
     chunk on its own."""
     max_loaded_adapters: int = 0
-    """The most LoRA adapters on the ranks at a time; 0 only where no request has one."""
+    """Maximum LoRA adapters on the ranks at a time; 0 only if no request has one."""
     plans_admission: bool = False
     """Whether requests are admitted by forecasts of their answers' lengths (`Admission`), rather than while blocks are
     free."""

@@ -199,7 +199,7 @@ class SpeculationFigures(DraftFigures, frozen=True, kw_only=True):
     tokens_per_step: float
     """The tokens that a decoding request got in a step, on average."""
     by_source: dict[str, DraftFigures]
-    """The tokens by what they were drafted from (`DRAFT_SOURCES`, and grammars), where anything was."""
+    """Drafted and accepted tokens by source (`DRAFT_SOURCES`, and grammars), without sources that gave none."""
 
     @staticmethod
     def of(replicas: Sequence[EngineStats]) -> SpeculationFigures | None:

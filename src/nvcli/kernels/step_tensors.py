@@ -11,11 +11,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 RUN = 3
-"""Tokens in a row whose successor an `AnswerTable` knows."""
+"""Length of the runs of tokens whose successors an `AnswerTable` knows."""
 TOKEN_BITS = 20
-"""Bits of a token's id in an entry of the table. Ids of larger vocabularies are cut off, which makes wrong drafts."""
+"""Bits of a token id in an entry of the table. Larger ids are cut off, which makes wrong drafts and does no other
+harm."""
 CHECK_BITS = 12
-"""Bits of an entry that the hash has besides those that say its place, of which there are at most 2 ** 20."""
+"""Bits of the hash that an entry keeps. They are not among those that select the entry: a table has at most
+2 ** 20 entries."""
 
 
 class StepRows(NamedTuple):
@@ -40,9 +42,9 @@ class DraftRows(NamedTuple):
     """The drafts of a step's rows, for steps in which decode rows have some. All tensors are [R + 1] int32."""
 
     limits: Tensor
-    """The most tokens of each row's request that may be computed when the step is over."""
+    """Maximum tokens of each row's request that may be computed when the step is over."""
     most: Tensor
-    """The most drafts of each row; 0 for rows that have none."""
+    """Maximum drafts of each row; 0 for rows that have none."""
     num_drafts: Tensor
     """The number of each row's drafts, as `find_drafts` fills it in."""
     sources: Tensor
@@ -52,7 +54,7 @@ class DraftRows(NamedTuple):
 
 
 class AnswerTable(NamedTuple):
-    """A hash table of what followed each run of tokens in answers, whichever slot they were in
+    """A hash table of the tokens that followed each run of tokens in answers, in whichever slot
     (`nvcli.kernels.answer_table`)."""
 
     entries: Tensor
