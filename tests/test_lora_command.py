@@ -126,7 +126,7 @@ def test_adapters_that_rows_cannot_choose_are_refused(folder: Path, nvcli_here: 
     write_adapter(folder / "dora", {**tensors, **magnitudes(tensors)}, use_dora=True)
     done = nvcli_here("generate", "in.jsonl", "-m", "demo", "--lora", "a=dora", cwd=folder)
     assert done.returncode == 2
-    assert "`use_dora`: DoRA is nothing that single rows can have; give it alone as --lora PATH" in done.stderr
+    assert "`use_dora`: DoRA is not supported for single rows; give it alone as --lora PATH" in done.stderr
     done = nvcli_here("bench", "--shape", "qwen3-0.6b", "--lora", "one", cwd=folder)
     assert done.returncode == 2
     assert "--shape qwen3-0.6b makes up weights, and `lora` is" in done.stderr

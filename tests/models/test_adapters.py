@@ -160,7 +160,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rank": ({"r": 8}, "has rank 4, and `r` or `rank_pattern` in adapter_config.json says 8"),
     "no rank": ({"r": None}, "`r`: missing"),
     "rank of a pattern": ({"rank_pattern": {"q_proj": 3}}, "says 3"),
-    "rank zero": ({"rank_pattern": {"q_proj": 0}}, '`rank_pattern."q_proj"`: 0 is no rank'),
+    "rank zero": ({"rank_pattern": {"q_proj": 0}}, '`rank_pattern."q_proj"`: 0 is not a rank'),
     "alpha": ({"lora_alpha": "x"}, '`lora_alpha`: "x" is not a number'),
     "not chosen": ({"target_modules": ["k_proj"]}, '`target_modules`: leaves out "model.layers.0.self_attn.q_proj"'),
     "excluded": ({"exclude_modules": ["q_proj"]}, "`exclude_modules`: leaves out"),
@@ -202,7 +202,7 @@ def test_refused_by_a_tensor(base: Path, tmp_path: Path) -> None:
         (
             {n.replace("layers.0", "layers.7"): t for n, t in plain.items()},
             {},
-            f"belongs to nothing in this model.*{other_base}",
+            f"matches nothing in this model.*{other_base}",
         ),
         (head, {}, r"lm_head.weight.* has 120 tokens, and the model 97: training resized the vocabulary"),
         (rows, {"trainable_token_indices": [1, 97]}, "`trainable_token_indices`: 97 is not a token of this model"),

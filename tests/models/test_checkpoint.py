@@ -104,7 +104,7 @@ def test_paths_are_not_looked_up_in_the_hub(name: str) -> None:
 
 def test_a_file_is_not_a_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_text("")
-    with pytest.raises(LoadError, match="the folder around it"):
+    with pytest.raises(LoadError, match="the folder that holds it"):
         resolve_model(str(tmp_path / "model.safetensors"))
 
 

@@ -43,7 +43,7 @@ def test_poolings(tmp_path: Path, pooling: dict[str, Any] | None, kinds: Any, ex
 BAD: list[tuple[dict[str, Any] | None, tuple[str, ...], dict[str, Any], str]] = [
     ({"pooling_mode_max_tokens": True}, (), {}, '`pooling_mode_max_tokens`.* "max" is not supported; .* last'),
     ({"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": True}, (), {}, "pooling_mode_lasttoken and pooling"),
-    ({}, (), {}, "no pooling is asked for"),
+    ({}, (), {}, "no pooling selected"),
     ({"pooling_mode": "mean"}, ("models.Dense",), {}, "modules.json: `type` is .*Dense.*not supported; supported: Tr"),
     (None, (), {"is_causal": False}, "`is_causal`.* attends in both directions is not supported"),
     (None, (), {"use_bidirectional_attention": True}, "`use_bidirectional_attention`.* attends in both directions"),

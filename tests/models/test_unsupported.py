@@ -32,7 +32,7 @@ LLAMA = {
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": False}
 MLA = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "n_routed_experts": 8}
 QWEN3 = {"head_dim": 32, "attention_bias": False, "sliding_window": None}
-NONE = "its config.json fits none of the families that are"
+NONE = "its config.json fits no supported family"
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """LoadedAdapters: the LoRA adapters that rows choose from, on the device and in host memory.
 
-Each rank keeps the part of A and B that belongs to its part of a linear layer: where ranks share a layer's outputs, all
-of A and some of B, and where they share its inputs, some of A and all of B. An adapter is read from its file when it is
-first loaded, and then stays in host memory as the pages that the device gets (`kernels/lora.py`), one copy for each.
+Each rank keeps the parts of A and B that match its shard of a linear layer: all of A and part of B if the layer is
+sharded by outputs, part of A and all of B if it is sharded by inputs. An adapter is read from its file when it is first
+loaded. It then stays in host memory, laid out in the device's pages (`kernels/lora.py`), and loading it again takes one
+copy per page.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from nvcli.models.tensor_info import LowRankChange
 from nvcli.models.weights import length
 
 BLOCK_FEATURES = 256
-"""Output features of a tile of products."""
+"""Output features per tile of a product."""
 _PAGE_ALIGN = 64
-"""Elements: pages begin where kernels read 16 bytes at a time."""
+"""Elements. Matrices in a page start at multiples of it, so that kernels can read 16 bytes at a time."""
 _CPU = torch.device("cpu")
 
 
@@ -35,7 +36,7 @@ class _LinearPlan:
 
     linear: ShardedLinear
     names: tuple[str, ...]
-    """The weight of each projection."""
+    """The weight's name of each projection."""
     layer: AdaptedLayer
 
 
@@ -57,8 +58,8 @@ class LoadedAdapters:
     bank: AdapterBank
 
     def __init__(self, model: nn.Module, adapters: Sequence[Adapter], dtype: torch.dtype) -> None:
-        """Find what `adapters` change in the linear layers of a model that has its memory. None is loaded, and there is
-        no place for any yet."""
+        """Find the linear layers that `adapters` change, in a model that has its memory. Loads no adapter and allocates
+        no places."""
         self._adapters, self._dtype = adapters, dtype
         self._device = next(model.parameters()).device
         self._plans, self._num_elements = _plan(model, adapters, self._device)
@@ -70,11 +71,11 @@ class LoadedAdapters:
         self._on_host: dict[int, _HostAdapter] = {}
 
     def num_bytes(self, num_places: int) -> int:
-        """Return the memory that places for any so many of the adapters take on the device."""
+        """Return the device memory that `num_places` places take, whichever adapters they hold."""
         return sum(self._largest[:num_places]) * self._num_elements * self._dtype.itemsize
 
     def make_places(self, num_places: int) -> None:
-        """Allocate places on the device, and give the linear layers what the adapters there add."""
+        """Allocate places on the device, and attach the products of the adapters there to the linear layers."""
         device, dtype, num_pages = self._device, self._dtype, sum(self._largest[:num_places])
         num_projections = sum(len(plan.names) for plan in self._plans)
         columns = page_columns(max(map(_max_rank, self._adapters)))
@@ -89,10 +90,10 @@ class LoadedAdapters:
         self._free_pages = list(range(num_pages))
 
     def load(self, place: int, number: int) -> None:
-        """Put adapter `number` into `place`, both from 1, in the order of the device's work. The one that was there is
-        gone.
+        """Copy adapter `number` into `place`, both counted from 1, in stream order. It replaces the adapter that was
+        there.
 
-        Raises LoadError where its file cannot be read.
+        Raises LoadError if its file cannot be read.
         """
         on_host = self._on_host.get(number)
         if on_host is None:
@@ -107,8 +108,8 @@ class LoadedAdapters:
         self.bank.scales[place - 1].copy_(on_host.scales, non_blocking=True)
 
     def _pinned(self, values: Tensor) -> Tensor:
-        """Return the same values where a GPU can read them while the host goes on. The allocator keeps the memory until
-        the copy has finished."""
+        """Return the values in pinned memory if the bank is on a GPU, so that copies do not block the host. The
+        allocator keeps the memory until the copy has finished."""
         return values.pin_memory() if self.bank.pages.is_cuda else values
 
     def _read(self, adapter: Adapter) -> _HostAdapter:
@@ -131,7 +132,8 @@ class LoadedAdapters:
 
 
 def _plan(model: nn.Module, adapters: Sequence[Adapter], device: torch.device) -> tuple[list[_LinearPlan], int]:
-    """Return the linear layers that adapters change, with their places in a page, and the elements of a page."""
+    """Return the linear layers that adapters change, with their offsets in a page, and the number of elements in a
+    page."""
     changed = {name for adapter in adapters for name in adapter.changes}
     plans: list[_LinearPlan] = []
     offset = first_projection = 0
@@ -174,7 +176,7 @@ def _merged(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _fill(files: OpenFiles, pages: Tensor, plan: _LinearPlan, projection: int, change: LowRankChange) -> None:
-    """Read a projection's A and B of an adapter into its pages."""
+    """Read an adapter's A and B of one projection into its pages."""
     layer, rank = plan.layer, change.down.shape[0]
     size = PAGE_RANKS * layer.in_features
     downs = pages[:, layer.down_offset + projection * size :][:, :size].view(len(pages), PAGE_RANKS, -1)
@@ -195,14 +197,14 @@ def _fill(files: OpenFiles, pages: Tensor, plan: _LinearPlan, projection: int, c
 
 
 def _read_up(files: OpenFiles, piece: LinearPiece, change: LowRankChange) -> Tensor:
-    """Read B of a piece, [rank, rows of the piece], in the order in which ranks keep these."""
+    """Read B of a piece, [rank, rows of the piece], in the row order that ranks keep."""
     up = read_features(files, change.up, change.features.range(piece.rows), _CPU)
     assert piece.weight.offset == 0.0
     return in_order(up.t(), piece.weight.row_order).t() * piece.weight.factor
 
 
 def _page_rows(values: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Cut a matrix [rank, features] into the rows of each page."""
+    """Split a matrix [rank, features] into (page number, rows of that page)."""
     firsts = range(0, len(values), PAGE_RANKS)
     return ((number, values[first : first + PAGE_RANKS]) for number, first in enumerate(firsts))
 

@@ -1,6 +1,6 @@
 """CausalLM: the decoder of every family in `families/`, with its LM head.
 
-What a layer consists of, and where its norms stand, is said by its `LayerConfig`.
+Each layer's `LayerConfig` says which blocks it has and where its norms are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nvcli.worker.distributed.tensor_parallel import StageState
 
 
 class DecoderLayer(nn.Module):
-    """One decoder layer. It takes and gives the residual stream as `layers.py` describes."""
+    """One decoder layer. It takes and returns the residual stream as `layers.py` describes."""
 
     def __init__(
         self,
@@ -38,13 +38,13 @@ class DecoderLayer(nn.Module):
         *,
         has_input: bool,
     ) -> None:
-        """`has_input`: whether the layer has an input beside the residual stream."""
+        """Build the layer. `has_input`: whether it has an input besides the residual stream."""
         super().__init__()
         self.group = build.group
         self.is_parallel = config.norms.is_parallel
 
         def before(name: str | None, behind: str | None) -> InputNorm | None:
-            """The norm of a block's input; `behind` is the norm of the result that comes in."""
+            """Build the norm of a block's input; `behind` names the norm after the previous block."""
             return None if name is None else InputNorm(build, f"{path}.{name}", norm, is_summed=behind is not None)
 
         def after(name: str | None, *, is_summed: bool = False) -> ResultNorm | None:
@@ -74,8 +74,8 @@ class DecoderLayer(nn.Module):
         batch: ForwardBatch,
         rows: Tensor | None,
     ) -> tuple[Tensor | None, Tensor]:
-        """Give the next `delta` and `residual`: [T, H] each, or [N, H] where only the tokens `rows` [N] go on behind
-        the attention. `own` is the layer's input beside the stream [T, P]."""
+        """Return the next `delta` and `residual`: [T, H] each, or [N, H] if only the tokens `rows` [N] continue after
+        attention. `own` [T, P] is the layer's input besides the residual stream."""
         x = _input(self.before_attention, delta, residual)
         mixed = self.mixer(x, angles, batch)
         adapters = None if batch.adapters is None else batch.adapters.tokens if rows is None else batch.adapters.kept
@@ -90,7 +90,7 @@ class DecoderLayer(nn.Module):
         if self.is_parallel:
             return _add_part(self.mlp(x, None, adapters), self.mixer.o_proj.part(mixed, None, adapters)), residual
         delta = self.mixer.o_proj(mixed, residual if self.after_attention is None else None, adapters)
-        del mixed  # the MLP can have its memory
+        del mixed  # the MLP can reuse its memory
         if self.after_attention is not None:
             delta = self.after_attention(delta, residual)
         x = _input(self.before_mlp, delta, residual)
@@ -104,14 +104,14 @@ class DecoderLayer(nn.Module):
 
 
 class Scalar(TensorShard):
-    """Adds `delta` to `residual` and multiplies it by one number, in place. [T, H] → [T, H]."""
+    """Adds `delta` to `residual` and multiplies the sum by one number, in place. [T, H] → [T, H]."""
 
     def forward(self, delta: Tensor | None, residual: Tensor) -> Tensor:
         return (residual if delta is None else residual.add_(delta)).mul_(self.weight)
 
 
 class Decoder(nn.Module):
-    """The layers of one stage; in the first stage the embedding too, and in the last one the final norm."""
+    """The layers of one pipeline stage, with the embedding in the first stage and the final norm in the last."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Decoder(nn.Module):
                 for number, spec in zip(numbers, specs, strict=True)
             }
         )
-        # Behind a norm of the result, `delta` is alike on all ranks and need not be summed.
+        # After a norm of the block's output, `delta` is identical on all ranks and need not be summed.
         self.is_summed = layers[numbers[-1]].norms.after_mlp is not None
         self.norm = InputNorm(build, "model.norm", decoder.norm, is_summed=self.is_summed) if stage.is_last else None
 
@@ -161,7 +161,7 @@ class Decoder(nn.Module):
         *layers, last_layer = self.layers.values()
         for layer, own in zip(layers, inputs, strict=False):
             delta, residual = layer(delta, residual, own, angles, batch, None)
-        # Behind the last attention only rows that need logits are of use.
+        # After the last attention, only rows that need logits are computed further.
         rows = None if self.norm is None else batch.logits_rows
         delta, residual = last_layer(delta, residual, inputs[-1], angles, batch, rows)
         if self.norm is None:
@@ -175,7 +175,7 @@ class Decoder(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """A decoder with a language-model head, cut for one rank: what the runner, the loader and the tests know of it.
+    """One rank's shard of a decoder with a language-model head: the interface for the runner, the loader and the tests.
     Module names follow the checkpoint's tensor names."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
@@ -194,18 +194,18 @@ class CausalLM(nn.Module):
             self.lm_head = ParallelLMHead(build, name, tied_to=tied_to)
 
     def forward(self, batch: ForwardBatch, received: StageState | None = None) -> Tensor | StageState:
-        """Compute the hidden states behind the final norm of the tokens that need logits (`batch.logits_rows`): [N, H],
-        alike on every rank of the stage. A stage that is not the last gives what the next one needs. Keys and values
-        of all tokens are stored in the batch's cache.
+        """Compute the hidden states after the final norm for the tokens that need logits (`batch.logits_rows`): [N, H],
+        identical on every rank of the stage. A stage other than the last returns the state that the next one needs.
+        Keys and values of all tokens are stored in the batch's cache.
 
-        `received` is what the stage before sent, which is written over; None in the first stage.
+        `received` is the state that the previous stage sent, which is overwritten; None in the first stage.
         """
         out: Tensor | StageState = self.model(batch, received)
         return out
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Compute [N, H] → [N, M] in the model's dtype, for this rank's part of the vocabulary: M tokens from
-        rank × M on. Only the last stage can.
+        """Compute logits, [N, H] → [N, M] in the model's dtype, for this rank's part of the vocabulary: M tokens
+        starting at rank × M. Only the last stage can.
 
         All ranks have the same M: tokens from vocab_size on are padding.
         """
@@ -225,16 +225,17 @@ class CausalLM(nn.Module):
 
     @property
     def cache_layers(self) -> tuple[CacheSpec, ...]:
-        """Each layer's part of the KV cache on this rank, in the order of the layers."""
+        """Each layer's part of the KV cache on this rank, in layer order."""
         return tuple(mixer.spec for mixer in self.mixers)
 
     @property
     def attention_kinds(self) -> tuple[AttentionSpec, ...]:
-        """The kinds of attention of this rank, each once."""
+        """The distinct kinds of attention on this rank."""
         return attention_kinds(self.cache_layers)
 
     def weight_bytes(self) -> dict[str, int]:
-        """Bytes of this rank's parameters by what they belong to. One that is shared counts where it is first."""
+        """Return the bytes of this rank's parameters by part of the model. A shared parameter is counted where it first
+        appears."""
         parts: dict[str, int] = {}
         for module in self.modules():
             if isinstance(module, WeightModule):
@@ -250,7 +251,7 @@ class CausalLM(nn.Module):
 
 
 def _input(norm: InputNorm | None, delta: Tensor | None, residual: Tensor) -> Activations:
-    """Make a block's input: `delta` and `residual` added up, normed where there is a norm."""
+    """Compute a block's input: `delta` + `residual`, normed if there is a norm."""
     if norm is not None:
         x: Activations = norm(delta, residual)
         return x

@@ -1,4 +1,4 @@
-"""The way to a model's files: names to folders, folders to safetensors files, files to the tensors in them.
+"""Locating a model's files: from its name to a folder, from the folder to safetensors files, from these to tensors.
 
 Torch-free; the hub (`models.hub`) is asked only for a name that is neither `demo` nor a folder.
 """
@@ -35,11 +35,12 @@ def resolve_model(
     revision: str | None = None,
     overrides: Mapping[str, Any] = NO_OVERRIDES,
 ) -> Path:
-    """Folder of the model `name`: `demo`, a local folder, or a Hugging Face id (local cache first, then download).
+    """Return the folder of the model `name`: `demo`, a local folder, or a Hugging Face id (local cache first, then
+    download).
 
     `weights` false: configuration and tokenizer are enough, and no weights are downloaded. `revision` is a branch, tag
-    or commit of the hub; None: its main branch. `overrides` are those of `load_model_config`, by which a model is
-    looked at before its weights are downloaded.
+    or commit of the hub; None: its main branch. `overrides` are those of `load_model_config`, which checks the model
+    before its weights are downloaded.
     """
     found = find_model(name, weights=weights, revision=revision)
     if found is not None:
@@ -48,10 +49,10 @@ def resolve_model(
 
 
 def find_model(name: str, *, weights: bool = True, revision: str | None = None) -> Path | None:
-    """Find the folder of the model `name` on this machine; None where `resolve_model` would try a download.
+    """Find the folder of the model `name` on this machine; None if `resolve_model` would try a download.
 
-    `weights` false: a folder without weights counts too. `revision`: as in `resolve_model`. Raises ConfigError where
-    the name is empty or its model has no revisions, and LoadError where it cannot be a model.
+    `weights` false: a folder without weights counts too. `revision`: as in `resolve_model`. Raises ConfigError if the
+    name is empty or its model has no revisions, and LoadError if it cannot be a model.
     """
     if name == "demo":
         from nvcli.demo import demo_path
@@ -70,7 +71,7 @@ def find_model(name: str, *, weights: bool = True, revision: str | None = None) 
     if is_there:
         if is_gguf(name):
             raise gguf_error(name)
-        raise LoadError(f"{name}: a file; `model` is the folder around it, in Hugging Face layout")
+        raise LoadError(f"{name}: a file; `model` is the folder that holds it, in Hugging Face layout")
     if name.startswith((".", "~", os.sep)) or not _HUB_ID.fullmatch(name):
         at = "; a revision of a model on the hub is named with --revision" if _WITH_REVISION.fullmatch(name) else ""
         raise LoadError(f"{name}: no such folder{at}")
@@ -82,7 +83,8 @@ def find_model(name: str, *, weights: bool = True, revision: str | None = None) 
 
 
 def _local_folder(path: Path, name: str, revision: str | None) -> Path:
-    """Return the folder of a model that is named by a folder. Raises ConfigError and LoadError."""
+    """Return the folder of a model given as a folder, which may be its folder in the Hugging Face cache. Raises
+    ConfigError and LoadError."""
     if not (path / "snapshots").is_dir() or (path / CONFIG_FILE).exists():
         _check_no_revision(name, "a folder", revision)
         check_kind(path, name)
@@ -103,18 +105,19 @@ def _local_folder(path: Path, name: str, revision: str | None) -> Path:
 def _check_no_revision(name: str, kind: str, revision: str | None) -> None:
     if revision is not None:
         raise ConfigError(
-            f"`revision` is {show(revision)}, and the model {name} is {kind}: revisions are those of models that are "
-            "named by their id on the Hugging Face hub; leave it out"
+            f"`revision` is {show(revision)}, and the model {name} is {kind}: only models named by "
+            "their id on the Hugging Face hub have revisions; leave it out"
         )
 
 
 def is_hub_id(name: str) -> bool:
-    """Tell whether a model that was found is named by its id on the Hugging Face hub: not `demo`, and no folder."""
+    """Whether the name of a model that was found is a Hugging Face id: neither `demo` nor a folder."""
     return name != "demo" and not Path(os.path.expanduser(name)).is_dir()
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder: those of the index where there is one. Raises LoadError."""
+    """Return the safetensors files of a checkpoint folder: those that the index lists, if there is one. Raises
+    LoadError."""
     if os.path.lexists(path / INDEX_FILE):
         return sorted({path / file for file in read_index(path).values()})
     single = path / SINGLE_FILE
@@ -128,9 +131,9 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def check_weight_files(path: Path) -> None:
-    """Raise LoadError where a weight file of a checkpoint folder is not there, or is no regular file.
+    """Raise LoadError if a weight file of a checkpoint folder is missing or not a regular file.
 
-    A folder that names no weights at all is left to the loader. Nothing is opened but the index.
+    A folder that names no weights at all is left to the loader. Only the index is opened.
     """
     if not os.path.lexists(path / INDEX_FILE) and not any(path.glob("*.safetensors")):
         return
@@ -142,7 +145,7 @@ def check_weight_files(path: Path) -> None:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Read which file of a folder holds which tensor (tensor name → file name); empty where there is no index."""
+    """Read which file of a folder holds which tensor (tensor name → file name); empty if there is no index."""
     index = JsonFile.read_if_present(path / INDEX_FILE)
     if not index.values:
         if os.path.lexists(index.path):
@@ -160,7 +163,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def read_tensors(path: Path) -> dict[str, TensorInfo]:
-    """Every tensor of a checkpoint folder, from the files' headers; no weights are read.
+    """Read the entry of every tensor of a checkpoint folder from the file headers; no weights are read.
 
     Raises LoadError for a missing, truncated or corrupt file, a tensor that the index promises and its file lacks, and
     a tensor in two files.
@@ -170,7 +173,7 @@ def read_tensors(path: Path) -> dict[str, TensorInfo]:
     for file in weight_files(path):
         for name, info in read_header(file).items():
             if index and index.get(name) != file.name:
-                continue  # by its own word not part of the checkpoint, or not this copy of it
+                continue  # the index leaves it out, or names another file for it
             if name in tensors:
                 raise LoadError(f"{path}: tensor {name} is both in {tensors[name].file.name} and {file.name}")
             tensors[name] = info
@@ -184,7 +187,7 @@ def read_tensors(path: Path) -> dict[str, TensorInfo]:
 
 
 def _is_complete(path: Path, *, weights: bool) -> bool:
-    """Whether the config, and the weights where they are asked for, are all there; a download may have been cut short.
+    """Whether the config, and the weights if asked for, are all there: a download may have been interrupted.
 
     A folder without weights has a tokenizer file beside its config.
     """

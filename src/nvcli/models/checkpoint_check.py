@@ -1,4 +1,4 @@
-"""Whether the tensors of a checkpoint are those that its config.json describes. Torch-free; reads headers only."""
+"""The check that a checkpoint has the tensors that its config.json describes. Torch-free; reads headers only."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from nvcli.models.tensor_spec import TensorSpec
 from nvcli.worker.distributed.stage import WHOLE, Stage
 
 TIED_HEAD, TIED_TO = f"{HEAD}.weight", f"{EMBEDDING}.weight"
-"""A tied LM head, which some tools write too, and the tensor whose values it must have."""
+"""A tied LM head, which some tools save as well, and the tensor whose values it must equal."""
 
 _UNUSED_ENDS = ("rotary_emb.inv_freq", ".q_scale")
-"""How the names end of tensors that checkpoints may have and that have no use here: angles, and scales of queries."""
+"""Name suffixes of tensors that checkpoints may have but nvcli does not use: rotary frequencies and query scales."""
 _FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
 def read_model_tensors(config: ModelConfig, path: Path) -> LocatedTensors:
-    """Read which tensors of a model a checkpoint folder has, and where. Raises LoadError."""
+    """Read which of a model's tensors a checkpoint folder has, and where they are. Raises LoadError."""
     wanted = model_tensors(config, config.dtype)
     return locate_tensors(config.decoder.layout, read_tensors(path), wanted, config.quantisation)
 
 
 def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo], path: Path, *, stage: Stage = WHOLE) -> None:
-    """Raise LoadError unless `tensors`, those that `read_model_tensors` found in `path`, are the model's.
+    """Raise LoadError unless `tensors`, which `read_model_tensors` found in `path`, are those of the model.
 
-    Every tensor that the stage needs must be there, in its shape and a type that can be read, and there must be none
-    that no stage knows.
+    Every tensor that the stage needs must be present, with the right shape and a readable type, and every tensor must
+    be known to some stage.
     """
     _check_needed(model_tensors(config, config.dtype, stage), tensors, path)
     known = {name for tensor in model_tensors(config, config.dtype) for name in tensor.stored_names}

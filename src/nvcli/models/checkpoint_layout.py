@@ -1,8 +1,8 @@
 """CheckpointLayout: how a family's published files name and fuse the tensors of its decoder. Torch-free.
 
-The decoder's tensors have one set of names (`geometry.py`), which are those of a Llama checkpoint wherever that has the
-tensor. A layout says what a family's files have instead, and nothing else knows: loader and checks see a checkpoint's
-tensors under the decoder's names (`locate_tensors`), each of them maybe some rows of a tensor in the file.
+The decoder's tensors have one set of names (`geometry.py`): those of a Llama checkpoint, for every tensor that Llama
+has. A layout maps a family's names to these, and nothing else knows the family's: loader and checks see a checkpoint's
+tensors under the decoder's names (`locate_tensors`), each of them possibly a range of rows of a tensor in the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TEXT_PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
     ("lm_head.", "lm_head."),
 )
-"""Prefixes of the text model's names in checkpoints of more than text: (in older or newer files, in the decoder)."""
+"""Prefixes of the text model's tensor names in multimodal checkpoints: (in older or newer files, in the decoder)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +31,13 @@ class CheckpointLayout:
     """Differences between the names in a family's files and the decoder's own."""
 
     renamed: tuple[tuple[str, str], ...] = ()
-    """Parts of names: (in the file, in the decoder)."""
+    """Parts of names that differ: (in the file, in the decoder)."""
     is_part: bool = False
     """Whether the checkpoint holds more than the text model. The rest is left on disk."""
     left: tuple[str, ...] = ()
-    """How the names of other tensors begin that are left on disk."""
+    """Name prefixes of other tensors that are left on disk."""
     interleaves_experts: bool = False
-    """Whether the rows of gate and up projections take turns in stacks of experts, and stacks that are not quantised
-    hold matrices [in, out]."""
+    """Whether gate and up rows alternate in stacks of experts, and unquantised stacks hold matrices [in, out]."""
     is_headless: bool = False
     """Whether the LM head is left on disk, and the decoder's names may lack `model.` in the files."""
 
@@ -58,7 +57,7 @@ class CheckpointLayout:
         return name
 
     def stored_modules(self, module: str) -> list[str]:
-        """Return the names that a decoder's layer may have in the files, as a part of a fused one too."""
+        """Return the names that a module of the decoder may have in the files, on its own or fused with others."""
         parent, _, last = module.rpartition(".")
         fused = [f"{parent}.{name}" for name, parts in FUSED.items() if last in parts]
         names = []
@@ -76,16 +75,16 @@ PLAIN_LAYOUT = CheckpointLayout()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocatedTensors:
-    """The tensors of a checkpoint, as the decoder names them."""
+    """A checkpoint's tensors under the decoder's names."""
 
     tensors: Mapping[str, TensorInfo]
     left: tuple[str, ...] = ()
-    """The names in the files of tensors that are not the text model's."""
+    """Names, as in the files, of tensors outside the text model."""
     left_bytes: int = 0
 
     @property
     def note(self) -> str | None:
-        """Note for the user about tensors that stay on disk; None: there are none."""
+        """Return the note for the user about tensors that stay on disk; None if there are none."""
         if not self.left:
             return None
         parts = ", ".join(dict.fromkeys(_part(name) for name in self.left))
@@ -104,8 +103,8 @@ def locate_tensors(
     """Find the tensors of a checkpoint (`stored`, by the names in its files) under the decoder's names.
 
     `wanted` are the tensors of the whole decoder, and `quantisation` is how the checkpoint's linear layers are stored.
-    Raises LoadError where a fused tensor is not as long as its parts, and for parts of quantised weights that do not
-    belong together.
+    Raises LoadError if a fused tensor does not have as many rows as its parts together, or if the parts of a quantised
+    weight do not fit together.
     """
     found: dict[str, TensorInfo] = {}
     left: dict[str, TensorInfo] = {}
@@ -127,14 +126,14 @@ def locate_tensors(
 
 
 def fused_parts(name: str) -> tuple[str, ...]:
-    """Return the names of the tensors that are fused in the tensor `name`; none where it is no fused one."""
+    """Return the names of the tensors that the tensor `name` fuses; empty if it is not a fused one."""
     parent, _, kind = name.rpartition(".")
     parent, _, last = parent.rpartition(".")
     return tuple(f"{parent}.{part}.{kind}" for part in FUSED.get(last, ()))
 
 
 def stacked_parts(name: str, shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
-    """Return the names of each expert's tensors in the stack `name`; none where it is no stack of known experts."""
+    """Return the names of each expert's tensors in the stack `name`; empty if it is not a stack of known experts."""
     parent, is_stack, last = name.partition(f".{EXPERTS}.")
     projection, _, kind = last.partition(".")
     parts = FUSED.get(projection, (projection,))
@@ -172,7 +171,7 @@ def _split(
     *,
     interleaves: bool = False,
 ) -> None:
-    """Put the parts of a fused tensor into `found`: their rows follow each other, or take turns."""
+    """Put the parts of a fused tensor into `found`: their rows are concatenated or interleaved."""
     lengths = [shapes[part][0] for part in parts]
     expected = sum(lengths)
     if not info.shape or info.shape[0] != expected:
@@ -193,7 +192,7 @@ def _split(
 
 
 def _part(name: str) -> str:
-    """Return the part of a model that a tensor belongs to: the first word of its name that says something."""
+    """Return the part of a model that a tensor belongs to: the first meaningful word of its name."""
     words = name.split(".")
     if words[:2] == ["model", "layers"]:
         return ".".join(words[:3])

@@ -1,4 +1,4 @@
-"""ModelConfig: what nvcli needs to know of a checkpoint, read from config.json and generation_config.json.
+"""ModelConfig: what nvcli needs to know about a checkpoint, read from config.json and generation_config.json.
 
 The one place that knows how transformers' versions spell these files. Torch-free and cheap to import. Everything that
 cannot be served is refused here, by name, before any process is started or weight is read.
@@ -35,10 +35,10 @@ CheckpointDtype = Literal["float32", "bfloat16", "float16"]
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 MAX_EOS_IDS = 64
-"""The most end-of-sequence ids; a message to the ranks has room for as many."""
+"""The most end-of-sequence ids; messages to the ranks have room for this many."""
 _TEXT, _TIED = "text_config", "tie_word_embeddings"
 _HEADLESS, _WITH_HEAD = "Model", "ForCausalLM"
-"""The ends of an architecture's name for a decoder alone, and for the same with an LM head."""
+"""Suffixes of an architecture's name: for the bare decoder, and for the decoder with an LM head."""
 _LIST_OF_MODELS = "`nvcli models` lists what is supported"
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -59,16 +59,16 @@ class ModelConfig:
     """The end-of-sequence ids of both files, each once."""
     generation_defaults: Mapping[str, Any] = field(hash=False)
     """Sampling defaults of generation_config.json, under `SamplingParams`' names; see `_generation_defaults`. They are
-    not checked: a run may do without them (`generation_config: none`)."""
+    not checked: a run may ignore them (`generation_config: none`)."""
     expert_parallel: bool = False
-    """Whether ranks that share a layer hold whole experts each (`enable_expert_parallel`), and not a part of each."""
+    """Whether each rank of a layer holds some experts whole (`enable_expert_parallel`) rather than a part of every
+    expert."""
     quantisation: Quantisation | None = None
-    """How the checkpoint's linear layers or experts are quantised; None: they are not."""
+    """How the checkpoint's linear layers or experts are quantised; None if they are not."""
     quantization: KeptWeights = "none"
     """How ranks keep the weights of linear layers: in the run's type, in FP8, or in the 4 bits of the checkpoint."""
     has_head: bool = True
-    """Whether the checkpoint has an LM head. Where its architecture is that of a decoder alone, it makes embeddings and
-    no tokens."""
+    """Whether the checkpoint has an LM head. A bare decoder computes embeddings and generates no tokens."""
 
     @property
     def num_layers(self) -> int:
@@ -76,18 +76,18 @@ class ModelConfig:
 
     @property
     def layers(self) -> tuple[LayerConfig, ...]:
-        """Each layer's kind, in the order of the layers."""
+        """Each layer's config, in layer order."""
         return self.decoder.layers
 
     @property
     def fp8_scaling(self) -> FP8Scaling:
-        """Scaling of weights that ranks keep in FP8: by blocks where the checkpoint has them, otherwise by rows."""
+        """Scaling of weights that ranks keep in FP8: per block if the checkpoint has blocks, otherwise per row."""
         blocks = self.quantisation is not None and self.quantisation.weight_block == (FP8_BLOCK, FP8_BLOCK)
         return "block" if blocks else "channel"
 
     @property
     def stored_groups(self) -> StoredGroups:
-        """How the checkpoint has weights in 4 bits. Raises ConfigError where it has none, or ranks cannot keep them."""
+        """How the checkpoint groups its 4-bit weights. Raises ConfigError if it has none or ranks cannot keep them."""
         return stored_groups(self.quantisation, has_experts=self.has_experts)
 
     @property
@@ -99,8 +99,8 @@ class ModelConfig:
         return Ranks(size=size, expert_parallel=self.expert_parallel)
 
     def with_quantization(self, quantization: KeptWeights) -> ModelConfig:
-        """Return the model with its weights kept so. Raises ConfigError where the checkpoint names layers that it left
-        alone by patterns that cannot be used, and where it does not have the 4 bits that ranks are to keep."""
+        """Return the model with its weights kept in `quantization`. Raises ConfigError if the checkpoint lists its
+        unquantised layers by patterns that cannot be used, or lacks the 4-bit weights that ranks are to keep."""
         if quantization != "none" and self.quantisation is not None:
             name_patterns(self.quantisation.left_alone)
         if quantization == "w4a16":
@@ -108,20 +108,20 @@ class ModelConfig:
         return replace(self, quantization=quantization)
 
     def leaves_alone(self, module: str) -> bool:
-        """Tell whether the checkpoint names a layer of the decoder among those that it did not quantise."""
+        """Whether the checkpoint lists a module of the decoder as not quantised."""
         if self.quantisation is None:
             return False
         patterns = name_patterns(self.quantisation.left_alone)
         return any(map(patterns.match, self.decoder.layout.stored_modules(module)))
 
     def headless(self) -> ModelConfig:
-        """Return the model as embeddings need it: what is in the files of the LM head is not looked at. The embedding
-        stands for it, which takes no memory."""
+        """Return the model as embedding runs need it: an LM head in the files is ignored, and the embedding takes its
+        place, which needs no memory."""
         layout = replace(self.decoder.layout, is_headless=True)
         return replace(self, tie_word_embeddings=True, decoder=replace(self.decoder, layout=layout))
 
     def check_tensor_parallel(self, size: int) -> None:
-        """Raise ConfigError where the model cannot be cut over `size` ranks."""
+        """Raise ConfigError if the model cannot be sharded over `size` ranks."""
         if problems := self._problems_of_cut(size):
             possible = [n for n in range(1, 17) if self.divides_by(n)]
             way_out = "" if self.quantization == "none" else "; or quantization: none"
@@ -131,11 +131,11 @@ class ModelConfig:
             )
 
     def check_pipeline_parallel(self, size: int) -> None:
-        """Raise ConfigError where the model has fewer layers than stages, or its layers cannot be parted."""
+        """Raise ConfigError if the model has fewer layers than stages, or its layers cannot be split into stages."""
         if size > 1 and self.decoder.layer_inputs is not None:
             raise ConfigError(
                 f"pipeline_parallel_size (--pp) is {size}, and each layer of this model has an input of its own, which "
-                "the first stage alone could compute: leave it out, or use --tp"
+                "only the first stage could compute: leave it out, or use --tp"
             )
         if size > 1 and any(layer.mixer.reads_kv_of is not None for layer in self.decoder.layer_kinds):
             raise ConfigError(
@@ -156,7 +156,7 @@ class ModelConfig:
                 )
 
     def check_batch_invariant(self) -> None:
-        """Raise ConfigError where a token's results cannot be had with the same bits in every batch."""
+        """Raise ConfigError if a token's results cannot be made bitwise identical in every batch."""
         blocks = (block for layer in self.decoder.layer_kinds for block in layer.blocks)
         problems = [block.batch_dependence for block in blocks if block.batch_dependence is not None]
         if self.quantization != "none":
@@ -171,11 +171,11 @@ class ModelConfig:
             )
 
     def divides_by(self, size: int) -> bool:
-        """Whether the model can be cut over `size` ranks."""
+        """Whether the model can be sharded over `size` ranks."""
         return not self._problems_of_cut(size)
 
     def _problems_of_cut(self, size: int) -> list[str]:
-        """Say why the model cannot be cut over `size` ranks; nothing if it can."""
+        """Return the reasons why the model cannot be sharded over `size` ranks; empty if it can."""
         problems: list[str] = []
         ranks = self.ranks(size)
         for layer in self.decoder.layer_kinds:
@@ -189,7 +189,7 @@ class ModelConfig:
         return list(dict.fromkeys(problems))
 
     def _problems_of_fp8(self, pieces: list[Piece]) -> Iterator[str]:
-        """Say which pieces of FP8 weights would not be whole blocks, or too narrow for FP8 units."""
+        """Yield the FP8 weights whose pieces would not be whole blocks, or would be too narrow for FP8 units."""
         unit, what = FP8_ALIGNMENT, f"multiples of {FP8_ALIGNMENT}"
         if self.fp8_scaling == "block":
             unit, what = FP8_BLOCK, f"blocks of {FP8_BLOCK} × {FP8_BLOCK}"
@@ -205,9 +205,9 @@ def load_model_config(
 ) -> ModelConfig:
     """Read the config files of a checkpoint folder.
 
-    `expert_parallel` is how ranks are to share its experts; see `ModelConfig`. `overrides` are laid over config.json.
-    Raises LoadError that names the file and the key, and ConfigError for an architecture that is not supported, where a
-    model without experts is to be shared so, and for an override that changes nothing.
+    `expert_parallel`: see `ModelConfig`. `overrides` replace values of config.json. Raises LoadError naming the file
+    and the key, and ConfigError for an unsupported architecture, for expert parallelism in a model without experts, and
+    for an override that changes nothing.
     """
     file = JsonFile.read(path / CONFIG_FILE)
     others = [JsonFile.read_if_present(path / name) for name in (GENERATION_CONFIG_FILE, QUANTISATION_FILE)]
@@ -244,7 +244,7 @@ def _read_model(config: JsonFile, generation: JsonFile, modelopt: JsonFile) -> M
 
 
 def _family(config: JsonFile, read: Callable[[JsonFile], object]) -> tuple[str, Family]:
-    """Return the architecture, and the family that it belongs to. Raises ConfigError where there is none.
+    """Return the architecture, and the family that it belongs to. Raises ConfigError if there is none.
 
     `read` reads a whole config.json.
     """
@@ -265,7 +265,7 @@ def _family(config: JsonFile, read: Callable[[JsonFile], object]) -> tuple[str, 
 
 
 def _text_config(config: JsonFile, family: Family) -> JsonFile:
-    """Return the settings of the text model: a section of their own where the checkpoint holds more than text."""
+    """Return the settings of the text model: a section of their own if the checkpoint holds more than text."""
     found = config.values.get(_TEXT)
     if found is None:
         return config.with_values({**family.defaults, **config.values})
@@ -275,7 +275,7 @@ def _text_config(config: JsonFile, family: Family) -> JsonFile:
 
 
 def _ties_embeddings(config: JsonFile, text: JsonFile, family: Family) -> bool:
-    """Read `tie_word_embeddings`, of the whole model if that says it."""
+    """Read `tie_word_embeddings`, preferably from the whole model's settings."""
     return config.get(_TIED, bool, text.get(_TIED, bool, family.ties_embeddings))
 
 

@@ -1,4 +1,4 @@
-"""`hf_overrides`: values that a user lays over those of a checkpoint's config.json. Torch-free.
+"""`hf_overrides`: values by which a user replaces those of a checkpoint's config.json. Torch-free.
 
 An override that nothing reads, such as a misspelled key, would silently leave the model as it is, so it is an error.
 """
@@ -16,15 +16,15 @@ from nvcli.models.json_file import JsonFile
 NO_OVERRIDES: Mapping[str, Any] = MappingProxyType({})
 
 _ROPE_KEYS = {"rope_scaling": "rope_parameters", "rope_parameters": "rope_scaling"}
-"""Two names of one section; a file has one of them."""
+"""Two names of the same section; a file has one of them."""
 _READ_ELSEWHERE = ("is_causal", "use_bidirectional_attention")
-"""Keys that embeddings alone read."""
+"""Keys that only embedding runs read."""
 _PROBES: tuple[Any, ...] = (None, False, True, [""])
-"""Values among which a reader of a key tells some apart, or refuses one."""
+"""Probe values: code that reads a key distinguishes some of them, or refuses one."""
 
 
 def with_overrides(file: JsonFile, overrides: Mapping[str, Any]) -> JsonFile:
-    """Return a config.json with `overrides` laid over its values, mappings key by key."""
+    """Return a config.json with `overrides` applied; mappings are merged key by key."""
     if not overrides:
         return file
     changed = {*overrides, *(_ROPE_KEYS[key] for key in overrides if key in _ROPE_KEYS)}
@@ -32,9 +32,9 @@ def with_overrides(file: JsonFile, overrides: Mapping[str, Any]) -> JsonFile:
 
 
 def check_overrides(file: JsonFile, overrides: Mapping[str, Any], read: Callable[[JsonFile], object]) -> None:
-    """Raise ConfigError where `read` does not look at an override, whatever its value.
+    """Raise ConfigError if `read` ignores an override, whatever its value.
 
-    `read` makes of a config.json what is needed of it, and raises LoadError or ConfigError for values that it refuses.
+    `read` parses a config.json, and raises LoadError or ConfigError for values that it refuses.
     """
     if not overrides:
         return
@@ -66,7 +66,7 @@ def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
 
 
 def _leaves(values: Mapping[str, Any], under: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the path of each value that is no mapping with keys of its own."""
+    """Yield the path of each value that is not a mapping with keys of its own."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, (*under, key))
@@ -81,8 +81,8 @@ def _replaced(overrides: Mapping[str, Any], path: tuple[str, ...], value: Any) -
 
 
 def is_read(with_value: Callable[[Any], object], wanted: object) -> bool:
-    """Tell whether a reader looks at a value. `with_value` reads all with another one in its place, and raises
-    LoadError or ConfigError where it refuses that; `wanted` is what is read with the value itself."""
+    """Whether a reader looks at a value. `with_value` reads the whole with another value in its place, and raises
+    LoadError or ConfigError if it refuses that; `wanted` is the result with the value itself."""
     for probe in _PROBES:
         try:
             if with_value(probe) != wanted:
@@ -93,7 +93,7 @@ def is_read(with_value: Callable[[Any], object], wanted: object) -> bool:
 
 
 def _suggestion(path: tuple[str, ...], values: Mapping[str, Any]) -> str:
-    """Return the end of a message: the key of the file that may be meant; empty where there is none."""
+    """Return the end of a message that suggests the key of the file that may be meant; empty if there is none."""
     known = {".".join(each): each[-1] for each in _leaves(values)}
     known |= {key: key for key in (*values, *_ROPE_KEYS)}
     known.pop(".".join(path), None)

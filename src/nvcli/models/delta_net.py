@@ -1,8 +1,8 @@
-"""GatedDeltaNet: a layer's recurrent attention (`kernels/delta_net.py`), cut over the ranks by key heads.
+"""GatedDeltaNet: a layer's recurrent attention (`kernels/delta_net.py`), sharded over the ranks by key heads.
 
-Whatever a checkpoint fuses, ranks keep the projections' rows in one order: queries, keys and values of all heads, the
-output's gates, then the numbers that make β and the decay. Shapes: T tokens, H hidden, Hv value heads of this rank, Dv
-their size.
+Whichever projections a checkpoint fuses, ranks keep their rows in one order: queries, keys and values of all heads, the
+output gates, then the inputs of β and the decay. Shapes: T tokens, H hidden, Hv value heads of this rank, Dv their
+size.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, le
 
 
 class GatedDeltaNet(TokenMixer):
-    """[T, H] → [T, Hv × Dv], the input of `o_proj`."""
+    """A gated delta net: [T, H] → [T, Hv × Dv], the input of `o_proj`."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class GatedDeltaNet(TokenMixer):
         self.o_proj = RowParallelLinear(build, f"{path}.out_proj")
 
     def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
-        """Compute the tokens' results, and store the states behind them, or what those of rows with drafts need to move
-        on."""
+        """Compute the tokens' outputs, and store the states after them; for rows with drafts, store what is needed to
+        advance their states later."""
         assert isinstance(x, Tensor), "its input is not quantised"
         conv_pool, pool = batch.kv_cache.state(self.cache_layer)
         rows = batch.state_rows(self.spec.kv_group)
@@ -88,7 +88,7 @@ class GatedDeltaNet(TokenMixer):
 
 
 class ConvWeight(WeightModule):
-    """The taps of this rank's channels, [channels, 1, taps]: those of its queries, keys and values."""
+    """The convolution's taps for this rank's channels, [channels, 1, taps]: its queries, keys and values."""
 
     def __init__(self, build: BuildContext, path: str, config: DeltaNetConfig) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def _parts(config: DeltaNetConfig, rank: int, size: int) -> tuple[slice, slice, 
 
 
 def _pieces(build: BuildContext, path: str, config: DeltaNetConfig) -> list[LinearPiece]:
-    """Cut projections that are each whole in the checkpoint."""
+    """Cut projections that the checkpoint stores separately."""
     qkv = linear_piece(build, f"{path}.in_proj_qkv")
     parts = _parts(config, build.group.rank, build.group.size)
     names = ("in_proj_z", "in_proj_b", "in_proj_a")
@@ -125,8 +125,8 @@ def _pieces(build: BuildContext, path: str, config: DeltaNetConfig) -> list[Line
 
 
 def _pieces_by_head(build: BuildContext, path: str, config: DeltaNetConfig) -> list[LinearPiece]:
-    """Cut projections that hold for each key head its query, its key, and its heads' values and gates one after the
-    other, and likewise what makes β and the decay."""
+    """Cut projections that are fused key head by key head: its query, its key, then the values and gates of its value
+    heads; the inputs of β and the decay are fused likewise."""
     values = config.value_size // config.num_key_heads
     heads = config.num_value_heads // config.num_key_heads
     qkvz = _by_head(linear_piece(build, f"{path}.in_proj_qkvz"), (config.key_dim, config.key_dim, values, values))
@@ -134,7 +134,8 @@ def _pieces_by_head(build: BuildContext, path: str, config: DeltaNetConfig) -> l
 
 
 def _by_head(piece: LinearPiece, sizes: tuple[int, ...]) -> list[LinearPiece]:
-    """Cut a projection that repeats parts of these sizes into pieces: all the first parts, then all the second."""
+    """Cut a projection that repeats parts of these sizes into pieces: all the first parts, then all the second, and so
+    on."""
     pieces = []
     for number, size in enumerate(sizes):
         first = piece.rows.start + sum(sizes[:number])

@@ -1,8 +1,8 @@
 """Embedding settings of a checkpoint: which hidden states become a vector, and whether its length is 1.
 
-The files are those of sentence-transformers: `modules.json` lists what follows the model, and the folder of the pooling
-has a `config.json` of its own. A checkpoint without them is taken for one that pools the last token and normalises, as
-embedding models made of decoders do (Qwen3-Embedding, E5-Mistral). Torch-free.
+The files are those of sentence-transformers: `modules.json` lists what follows the model, and the pooling's folder has
+a `config.json` of its own. A checkpoint without them is assumed to pool the last token and normalise, as embedding
+models built on decoders do (Qwen3-Embedding, E5-Mistral). Torch-free.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nvcli.models.json_file import JsonFile, read_json
 
 MODULES_FILE = "modules.json"
 _POOLINGS: dict[str, PoolingName] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
-"""The names of sentence-transformers' poolings that are served."""
+"""sentence-transformers' names of the supported poolings."""
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_lasttoken": "lasttoken",
@@ -31,20 +31,20 @@ _FLAGS = {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
-"""The keys that name a pooling in older files, where `pooling_mode` does in newer ones."""
+"""Keys that select a pooling in older files; newer files have `pooling_mode`."""
 
 
 class EmbeddingFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings in a checkpoint's files; None: they say nothing."""
+    """Embedding settings from a checkpoint's files; None if the files say nothing."""
 
     pooling: PoolingName | None = None
     normalizes: bool | None = None
 
 
 def read_embedding_files(path: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> EmbeddingFiles:
-    """Read what a checkpoint folder says about embeddings. `overrides` are laid over its config.json.
+    """Read what a checkpoint folder says about embeddings. `overrides` replace values of its config.json.
 
-    Raises LoadError that names the file and the key, for a module or a pooling that is not served, and for a model that
+    Raises LoadError naming the file and the key, for a module or pooling that is not supported, and for a model that
     attends in both directions.
     """
     config = with_overrides(JsonFile.read(path / "config.json"), overrides)
@@ -86,7 +86,7 @@ def _pooling(path: Path, file: Path, module: dict[str, Any]) -> PoolingName:
         given = [(flag, name) for flag, name in _FLAGS.items() if config.values.get(flag)]
         if len(given) != 1:
             what = "no pooling" if not given else " and ".join(flag for flag, _ in given)
-            raise config.error(key, f"{what} is asked for; supported is one of {', '.join(_POOLINGS)}")
+            raise config.error(key, f"{what} selected; supported: exactly one of {', '.join(_POOLINGS)}")
         key, named = given[0]
     if named not in _POOLINGS:
         raise config.error(key, f"{show(named)} is not supported; supported: {', '.join(_POOLINGS)}")

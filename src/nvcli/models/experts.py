@@ -1,10 +1,10 @@
-"""The mixture of experts of a layer: a router, the experts that it chooses from, and maybe one that all tokens share.
+"""A layer's mixture of experts: a router, the experts that it chooses from, and optionally a shared expert.
 
-Every rank routes all tokens alike. It has all experts, each cut by its intermediate size, so that the ranks have
-equally much to do whatever the routes are; or, with expert parallelism, some experts whole: it computes the tokens that
-chose them, and zeros for the choices of others. Either way what an expert computes for a token is a part of the
-residual sum, as the parts of a product are (`layers.py`): nothing adds them up before the norm that comes next, and the
-shared expert, which is always cut, is one part more.
+Every rank routes all tokens identically. It holds all experts, each sharded by its intermediate size, so that the ranks
+have equal work whatever the routes; or, with expert parallelism, some experts whole: it computes the tokens routed to
+them, and zeros for all other choices. Either way, an expert's output for a token is a part of the residual sum, like
+the parts of a product (`layers.py`): the parts are not added up before the next norm, and the shared expert, which is
+always sharded, is one more part.
 
 Shapes: T tokens, H hidden, E experts of this rank, k experts per token, I this rank's part of the intermediate size.
 """
@@ -34,8 +34,8 @@ from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
 
 class MixtureOfExperts(FeedForward):
-    """[T, H] → `delta` for the residual sum: parts [k, T, H] of a lone rank, with a shared expert [k + 1, T, H], or
-    [T, H], this rank's part of the sum over several ranks."""
+    """[T, H] → `delta` for the residual sum: on a single rank, parts [k, T, H], or [k + 1, T, H] with a shared expert;
+    on several ranks, this rank's part of the sum [T, H]."""
 
     def __init__(self, build: BuildContext, path: str, config: ExpertsConfig, norm: NormConfig) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class MixtureOfExperts(FeedForward):
         self.num_parts = config.routing.experts_per_token + (self.shared_expert is not None)
 
     def forward(self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None) -> Tensor:
-        """`residual` is for blocks that add themselves to the stream, which this one does not."""
+        """Compute the experts' outputs. `residual` is unused: only blocks that add to the stream themselves need it."""
         assert isinstance(x, Tensor), "experts quantise what they read by themselves"
         parts = torch.empty(self.num_parts, *x.shape, dtype=x.dtype, device=x.device)
         routes = self.gate(x)
@@ -61,8 +61,8 @@ class MixtureOfExperts(FeedForward):
 
 
 def part_of_sum(group: TensorParallelGroup, parts: Tensor, *, batch_invariant: bool) -> Tensor:
-    """Make this rank's part of a sum over the ranks of what adds up to it: [P, T, H] → [T, H]. Those of a lone rank
-    stay as they are; the norm behind them sums them."""
+    """Add up `parts` to this rank's part of a sum over the ranks: [P, T, H] → [T, H]. On a single rank they are
+    returned as they are; the next norm sums them."""
     if group.size == 1:
         return parts
     if batch_invariant:
@@ -104,24 +104,24 @@ _PARAMETERS = {
     "up_proj.bias": "gate_up_bias",
     "down_proj.bias": "down_bias",
 }
-"""The parameter of `Experts` that each of its tensors is in; of gate and up, the gate comes first."""
+"""The parameter of `Experts` that holds each of its tensors; the gate comes before up."""
 
 
 class Experts(WeightModule):
-    """This rank's experts, or its parts of all, that are chosen from. ([T, H], their routes) → [k, T, H], this rank's
-    part of each choice's result times its weight."""
+    """The routed experts of this rank, or its parts of all. ([T, H], routes) → [k, T, H], this rank's part of each
+    chosen expert's output times its weight."""
 
     gate_up_proj: nn.Parameter
-    """[E, 2 I, H], or words of 4 bits [E, 2 I, H / 4]."""
+    """[E, 2 I, H], or words of 4-bit codes [E, 2 I, H / 4]."""
     down_proj: nn.Parameter
     """[E, H, I], or words [E, H, I / 4]."""
     gate_up_scale: nn.Parameter
     down_scale: nn.Parameter
-    """Only where the weights are in FP8 or 4 bits: those of `ExpertScales` or `W4Scales`."""
+    """Present only if the weights are in FP8 or 4 bits; see `ExpertScales` and `W4Scales`."""
     gate_up_bias: nn.Parameter | None
     """[E, 2 I]."""
     down_bias: nn.Parameter | None
-    """[E, H]. Of ranks that hold parts of the same experts one adds it: it must enter the sum once."""
+    """[E, H]. Only one of the ranks that share an expert adds it: it must enter the sum once."""
 
     def __init__(self, build: BuildContext, path: str, config: ExpertsConfig) -> None:
         super().__init__()
@@ -195,8 +195,7 @@ class Experts(WeightModule):
 
 
 class SharedGate(TensorShard):
-    """How much of the shared expert each token has: multiplies `values` [T, I] by sigmoid(gate(x)), x: [T, H], in
-    place."""
+    """The shared expert's gate: multiplies `values` [T, I] by sigmoid(gate(x)), x: [T, H], in place."""
 
     def __init__(self, build: BuildContext, path: str) -> None:
         super().__init__(build, f"{path}.weight")
@@ -207,11 +206,11 @@ class SharedGate(TensorShard):
 
 
 class SharedExpert(nn.Module):
-    """The gated MLP of all tokens, its result multiplied by sigmoid(gate(x)) where there is a gate. [T, H] → [T, H],
-    this rank's part of a sum."""
+    """The gated MLP that all tokens share; its output is multiplied by sigmoid(gate(x)) if it has a gate. [T, H] → [T,
+    H], this rank's part of a sum."""
 
     def __init__(self, build: BuildContext, path: str, config: MLPConfig, gate: str | None) -> None:
-        """`gate` is the path of the gate's weight."""
+        """Build the expert. `gate` is the path of the gate's weight; None: it has no gate."""
         super().__init__()
         self.activation = config.activation
         self.gate_up_proj = ColumnParallelLinear(build, f"{path}.gate_up_proj", ("gate_proj", "up_proj"))

@@ -1,9 +1,9 @@
-"""A mixture of experts beside an MLP that all tokens have, each between norms of its own (Gemma 4 26B-A4B).
+"""A mixture of experts in parallel with an MLP for all tokens, each between norms of its own (Gemma 4 26B-A4B).
 
     MLP's norm(MLP(x)) + experts' norm(experts(input norm(s), routes of router(router's norm(s))))
 
-x is what the norm before the block makes of the residual stream s. Both terms are complete sums over the ranks before
-they are normed, so the result is alike on all ranks, and nothing sums it any more.
+x is the output of the norm before the block, whose input is the residual stream s. Both terms are summed over the ranks
+before they are normed, so the result is identical on all ranks and is not summed again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nvcli.models.tensor_spec import EXPERTS
 
 
 class ExpertsBesideMLP(FeedForward):
-    """([T, H], the residual stream [T, H], which is only read) → [T, H], the block's whole result."""
+    """([T, H], the residual stream [T, H], read only) → [T, H], the block's complete output."""
 
     is_summed = True
 
@@ -46,11 +46,12 @@ class ExpertsBesideMLP(FeedForward):
         return self.shared_expert.gate_up_proj
 
     def forward(self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None) -> Tensor:
-        """The stream is up to date in all rows: what was added to it last was alike on all ranks."""
+        """Compute the block's output. The stream is complete in all rows, as the last result added to it was identical
+        on all ranks."""
         assert residual is not None
         result: Tensor = self.shared_expert_norm(self.shared_expert(x, None, adapters), residual)
         if self.group.size > 1:
-            result = result.clone()  # it holds until the next sum
+            result = result.clone()  # its buffer is overwritten by the next sum
         routes = self.gate(self.gate_norm(None, residual))
         x = self.experts_input_norm(None, residual)
         assert isinstance(x, Tensor), "experts quantise what they read by themselves"

@@ -1,8 +1,8 @@
-"""Fp8LinearMethod: linear layers whose weights ranks keep in FP8, and whose inputs are quantised as they come; and
-Fp8WeightLinearMethod, for GPUs without FP8 units: inputs stay as they are, and weights are dequantised in the product.
+"""Fp8LinearMethod: linear layers with FP8 weights and dynamically quantised inputs; and Fp8WeightLinearMethod, for GPUs
+without FP8 units: inputs are not quantised, and weights are dequantised in the product.
 
-A weight's scales are those of the checkpoint where it has such ones; any other weight is quantised when it is loaded.
-Scales of the checkpoint for activations are not used: those of each token lose less.
+A weight keeps the checkpoint's FP8 scales if ranks can use scales of that shape; any other weight is quantised when it
+is loaded. The checkpoint's scales for activations are not used: per-token scales lose less.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Fp8LinearMethod(PlainLinearMethod):
     """Weights [rows, columns] e4m3, with scales [rows], or for blocks [rows / 128, columns / 128], rounded up."""
 
     def __init__(self, scaling: FP8Scaling, accumulation: FP8Accumulation = "exact") -> None:
-        """`accumulation` says how products are added up (`kernels/fp8.py`)."""
+        """Create the method. `accumulation` says how products are accumulated (`kernels/fp8.py`)."""
         self.scaling = scaling
         self.accumulation: FP8Accumulation = accumulation
 
@@ -66,7 +66,7 @@ class Fp8LinearMethod(PlainLinearMethod):
 
 
 class Fp8WeightLinearMethod(Fp8LinearMethod):
-    """Weights as Fp8LinearMethod keeps them, and inputs in the type of the model."""
+    """FP8 weights as in Fp8LinearMethod, and inputs in the model's type."""
 
     @property
     def input_scaling(self) -> FP8Scaling | None:
@@ -76,5 +76,5 @@ class Fp8WeightLinearMethod(Fp8LinearMethod):
         return self.apply(layer, x, with_bias=True)
 
     def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool, out: Tensor | None = None) -> Tensor:
-        assert isinstance(x, Tensor), "what comes before is not told to quantise"
+        assert isinstance(x, Tensor), "the preceding operation does not quantise"
         return fp8_weight_linear(x, layer.weight, layer.weight_scale, layer.bias if with_bias else None, out)

@@ -1,7 +1,7 @@
 """The tensors of a model: their names, shapes and types, how ranks share them, and what they belong to. Torch-free.
 
-This list is the one place that says a model's shapes. The layers make their parameters from it, the loader checks a
-checkpoint against it, and memory plans, limits and layouts add it up (`nvcli.sizing`).
+This list is the only definition of a model's shapes. Layers create their parameters from it, the loader checks
+checkpoints against it, and memory plans, limits and layouts add it up (`nvcli.sizing`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from nvcli.models.tensor_spec import EXPERTS, Sharding, StoredDtype, TensorSpec,
 from nvcli.worker.distributed.stage import WHOLE, Stage
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
-"""Names of the embedding and the LM head, whose tensors may be one."""
+"""Names of the embedding and the LM head, which may share one tensor."""
 LAYER_EMBEDDING = "model.embed_tokens_per_layer"
-"""Name of the embedding that has a part for each layer."""
+"""Name of the embedding of the layers' own inputs, with a part for each layer."""
 
 
 @lru_cache(maxsize=64)  # plans ask for the same few stages many times
 def model_tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage = WHOLE) -> tuple[TensorSpec, ...]:
-    """Every tensor that a stage of the model needs, in the order of the layers; each name once.
+    """Return every tensor that a stage of the model needs, in layer order, each name once.
 
     With a tied LM head the last of several stages needs the embedding, as its LM head.
     """
@@ -33,7 +33,7 @@ def model_tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage = WHOLE)
 
 
 def unused_tensors(config: ModelConfig) -> tuple[str, ...]:
-    """Return the names of tensors that a checkpoint may have and the model has no use for."""
+    """Return the names of tensors that a checkpoint may have but the model does not use."""
     return tuple(
         name
         for number, layer in enumerate(config.layers)
@@ -43,9 +43,9 @@ def unused_tensors(config: ModelConfig) -> tuple[str, ...]:
 
 
 def _quantised(tensors: tuple[TensorSpec, ...], config: ModelConfig) -> Iterator[TensorSpec]:
-    """Have ranks keep the weights of linear layers in FP8 or in 4 bits, but for those that the checkpoint left alone,
-    and experts with biases in FP8. A layer that fuses projections keeps all of them alike, and so does a mixture of
-    experts, whose weights are the only ones that MXFP4 checkpoints have in 4 bits."""
+    """Mark the weights of linear layers to be kept in FP8 or 4 bits, except those that the checkpoint did not quantise
+    and, in FP8, experts with biases. Projections that a layer fuses are kept in the same way, and so are those of a
+    mixture of experts, whose weights are the only 4-bit ones in MXFP4 checkpoints."""
     names = {tensor.name for tensor in tensors}
     for tensor in tensors:
         module, _, kind = tensor.name.rpartition(".")
@@ -90,8 +90,8 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
 
 
 def _layer(path: str, layer: LayerConfig, context: LayerContext, input_size: int | None) -> Iterator[TensorSpec]:
-    """The tensors of one layer. A norm's name says nothing of its place, and all norms of the layer are alike.
-    `input_size`: that of the layer's input beside the stream."""
+    """Yield the tensors of one layer. All its norms have the same form, whatever their place. `input_size` is the size
+    of the layer's input besides the residual stream; None: it has none."""
     hidden, dtype = context.hidden_size, context.dtype
     for block in layer.blocks:
         yield from block.tensors(f"{path}.{block.name}", context)

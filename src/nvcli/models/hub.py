@@ -1,7 +1,7 @@
-"""The Hugging Face hub: what of a model is in the local cache, what a download would bring, and the download.
+"""The Hugging Face hub: which files of a model are in the local cache, what a download would fetch, and the download.
 
 Nothing large is fetched for a model that could not run: its configuration is read first, and the size of the rest is
-held against the free disk space. Torch-free; huggingface_hub is imported when something is asked of it.
+compared with the free disk space. Torch-free; huggingface_hub is imported on first use.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _SMALL_FILES = {
     "allow_patterns": [pattern for pattern in _FILES["allow_patterns"] if not pattern.endswith(".safetensors")],
     "ignore_patterns": ["*.safetensors.index.json", *_FILES["ignore_patterns"]],
 }
-"""Everything but the weights: what is needed to know what a row's prompt is."""
+"""Everything but the weights: enough to build the rows' prompts."""
 _OF_ADAPTER = [ADAPTER_CONFIG, ADAPTER_WEIGHTS]
 
 
 def check_room(name: str, size: DownloadSize, kind: _Kind = "model") -> None:
-    """Raise LoadError where the disk has no room for the files of the model or adapter `name`."""
+    """Raise LoadError if the disk has no room for the files of the model or adapter `name`."""
     if size.problem is not None:
         raise LoadError(
             f"{kind} {name}: {size.problem}; free some space, or set HF_HUB_CACHE to a folder on a larger disk"
@@ -41,9 +41,9 @@ def check_room(name: str, size: DownloadSize, kind: _Kind = "model") -> None:
 
 
 def cached_snapshot(name: str, *, weights: bool = True, revision: str | None = None) -> Path | None:
-    """Return the folder of a model in the local cache, which may be incomplete; None where there is none.
+    """Return the folder of a model in the local cache, which may be incomplete; None if there is none.
 
-    `weights` false: a folder that was downloaded without weights is one too. `revision` is a branch, a tag or a commit;
+    `weights` false: a folder that was downloaded without weights counts too. `revision` is a branch, a tag or a commit;
     None: the main branch.
     """
     from huggingface_hub import snapshot_download
@@ -60,8 +60,8 @@ def download(name: str, revision: str | None = None, *, overrides: Mapping[str, 
     """Download the model `name`, and return its folder in the cache. `revision`: as in `cached_snapshot`, `overrides`:
     as in `load_model_config`.
 
-    Raises LoadError where the hub does not give it, and, before any weights are fetched, LoadError or ConfigError where
-    its config.json describes a model that cannot run, it has no safetensors files, or the disk has no room for it.
+    Raises LoadError if the hub does not provide it and, before any weights are fetched, LoadError or ConfigError if its
+    config.json describes a model that cannot run, it has no safetensors files, or the disk has no room for it.
     """
     from huggingface_hub import snapshot_download
 
@@ -83,7 +83,7 @@ def download(name: str, revision: str | None = None, *, overrides: Mapping[str, 
 def download_small_files(name: str, revision: str | None = None) -> Path:
     """Download the configuration and the tokenizer of the model `name`, and return their folder in the cache.
 
-    Raises LoadError where the hub does not give them.
+    Raises LoadError if the hub does not provide them.
     """
     from huggingface_hub import snapshot_download
 
@@ -96,9 +96,9 @@ def download_small_files(name: str, revision: str | None = None) -> Path:
 
 
 def download_size(name: str, revision: str | None = None) -> DownloadSize:
-    """Ask the hub how large the files of the model `name` are that are not in the cache.
+    """Ask the hub for the size of those files of the model `name` that are not in the cache.
 
-    Raises LoadError where the hub does not give them, or there are no safetensors files among them.
+    Raises LoadError if the hub does not provide them, or there are no safetensors files among them.
     """
     from huggingface_hub import constants, snapshot_download
 
@@ -110,7 +110,8 @@ def download_size(name: str, revision: str | None = None) -> DownloadSize:
 
 
 def check_reachable(name: str, revision: str | None = None) -> None:
-    """Raise LoadError where the hub does not have the model `name`, or not for us, or in GGUF; it says which."""
+    """Raise LoadError if the hub does not have the model `name`, denies access to it, or has it only in GGUF; the
+    message says which."""
     from huggingface_hub import HfApi
 
     with _hub_errors(name):
@@ -119,7 +120,7 @@ def check_reachable(name: str, revision: str | None = None) -> None:
 
 
 def cached_adapter(name: str, revision: str | None = None) -> Path | None:
-    """Return the folder of an adapter in the local cache; None where it is not complete there."""
+    """Return the folder of an adapter in the local cache; None unless it is complete there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -134,8 +135,8 @@ def cached_adapter(name: str, revision: str | None = None) -> Path | None:
 def adapter_files(name: str, revision: str | None = None) -> Path:
     """Download the configuration of the adapter `name`, and return its folder in the cache.
 
-    Raises LoadError where the hub does not give it, it lacks one of an adapter's files, or the disk has no room for
-    these.
+    Raises LoadError if the hub does not provide it, it lacks one of an adapter's files, or the disk has no room for
+    them.
     """
     from huggingface_hub import constants, snapshot_download
 
@@ -163,7 +164,7 @@ def download_adapter(name: str, revision: str | None = None) -> Path:
 
 @contextlib.contextmanager
 def _hub_errors(name: str, kind: _Kind = "model") -> Iterator[None]:
-    """Turn what goes wrong with the hub in the body of the `with` into a LoadError that says a way out."""
+    """Turn hub failures in the body of the `with` into a LoadError that says what to do."""
     try:
         yield
     except Exception as error:  # the hub's HTTP library differs by version, and with it its exceptions

@@ -16,15 +16,15 @@ from nvcli.errors import LoadError
 T = TypeVar("T", int, float, bool, str)
 
 _LEAST, _MOST = 1e-30, 1e30
-"""Bounds of positive numbers that are not sizes: their inverses, times a position, are finite in float32."""
+"""Bounds of positive numbers that are not sizes, so that their inverse times a position is finite in float32."""
 MAX_INT = (1 << 31) - 1
-"""The largest integer that a count, a size or a token id may be, as they travel in 32 bits."""
+"""The largest count, size or token id, as they are sent in 32 bits."""
 _MOST_BYTES = 100_000_000
-"""The largest JSON file of a checkpoint that is read; the largest index is about a hundredth of it."""
+"""The largest JSON file of a checkpoint that is read; the largest known index is about a hundredth of this."""
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file of a checkpoint. Raises LoadError that names the file; FileNotFoundError: there is none."""
+    """Read a JSON file of a checkpoint. Raises LoadError naming the file, and FileNotFoundError if there is none."""
     try:
         text = read_regular(path, most_bytes=_MOST_BYTES)
     except FileNotFoundError:
@@ -53,11 +53,11 @@ class JsonFile:
         self.values = values
         self.section = section
         self.changed = changed
-        """The keys of the whole file in which a user has changed something (`hf_overrides`)."""
+        """The file's top-level keys under which a user has changed something (`hf_overrides`)."""
 
     @classmethod
     def read(cls, path: Path) -> JsonFile:
-        """Read a file that must be there. Raises LoadError that names the file."""
+        """Read a file that must exist. Raises LoadError naming the file."""
         try:
             values = read_json(path)
         except FileNotFoundError as error:
@@ -71,15 +71,15 @@ class JsonFile:
 
     @classmethod
     def read_if_present(cls, path: Path) -> JsonFile:
-        """Read a file, or take a file that is not there for an empty object. A link that leads nowhere is an error."""
+        """Read a file, or return an empty object if it does not exist. A dangling link is an error."""
         return cls.read(path) if os.path.lexists(path) else cls(path, {})
 
     def with_values(self, values: Mapping[str, Any], section: str | None = None) -> Self:
-        """Return a part of the file, or the same part with other values; without `section` the part is the same."""
+        """Return another section of the file, or this one with other values (`section` None)."""
         return type(self)(self.path, values, self.section if section is None else section, self.changed)
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """The value of `key`. Where it is absent or null, it is `default`, and without one that is an error."""
+        """Return the value of `key`, or `default` if it is absent or null. Without a default, that is an error."""
         value = self.values.get(key)
         if value is None:
             if default is None:
@@ -95,7 +95,7 @@ class JsonFile:
         return value
 
     def positive(self, key: str, *, least: int = 1, most: int = MAX_INT) -> int:
-        """The value of `key`, which must be there, above zero, at least `least` and at most `most`."""
+        """Return the value of `key`, which must be present, above zero, at least `least` and at most `most`."""
         value = self.get(key, int)
         if value <= 0:
             raise self.error(key, f"{show(value)} is not positive")
@@ -106,15 +106,15 @@ class JsonFile:
         return value
 
     def positive_number(self, key: str, default: float | None = None) -> float:
-        """The value of `key`, a number above zero that float32 can divide by. Where it is absent or null, it is
-        `default`, and without one that is an error."""
+        """Return the value of `key`, a number above zero that float32 can divide by, or `default` if it is absent or
+        null. Without a default, that is an error."""
         value = self.get(key, float, default)
         if not _LEAST <= value <= _MOST:  # NaN is neither
             raise self.error(key, f"{show(value)} is not a number above zero; allowed: from {_LEAST:g} to {_MOST:g}")
         return value
 
     def error(self, key: str, problem: str) -> LoadError:
-        """The error that names the file, the key and what is wrong with its value."""
+        """Return the error that names the file, the key and what is wrong with its value."""
         name = f"{self.section}{key}"
         changed = ", changed by `hf_overrides`" if name.partition(".")[0] in self.changed else ""
         return LoadError(f"{self.path}{changed}: `{name}`: {problem}")

@@ -1,5 +1,5 @@
-"""Weights as ranks keep them, out of any format of a checkpoint: plain, in FP8 (`kernels/fp8.py`), or in 4 bits
-(`kernels/w4.py`). Codes and scales are those of the checkpoint where ranks keep the same."""
+"""Weights as ranks keep them, read from any checkpoint format: plain, in FP8 (`kernels/fp8.py`), or in 4 bits
+(`kernels/w4.py`). If ranks keep the checkpoint's format, its codes and scales are used as they are."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _FP8_CODES = "F8_E4M3"
 
 
 class KeptPart(NamedTuple):
-    """A part of a weight [rows, columns]."""
+    """A part of a weight [rows, columns], as ranks keep it."""
 
     weight: Tensor
-    """Values, codes [rows, columns] e4m3, or words of 4 bits [rows, columns / 4]."""
+    """Values, codes [rows, columns] e4m3, or words of 4-bit codes [rows, columns / 4]."""
     scales: Tensor | None = None
-    """[rows] or [rows / 128, columns / 128] float32, or of 4 bits [groups, rows]."""
+    """[rows] or [rows / 128, columns / 128] float32, or for 4 bits [groups, rows]."""
     order: Tensor | None = None
-    """[columns] int64: where each of the kept columns is in the checkpoint; None: in its place."""
+    """[columns] int64: the checkpoint's index of each kept column; None: columns keep their order."""
 
 
 def read_kept(files: OpenFiles, info: TensorInfo, source: WeightSource, device: torch.device) -> KeptPart:
     """Read what a rank keeps of a tensor.
 
-    Raises LoadError where the checkpoint does not have 4 bits as config.json says, and SafetensorError and OSError for
+    Raises LoadError if the checkpoint's 4-bit weights are not as config.json says, and SafetensorError and OSError for
     files that cannot be read.
     """
     if source.scales is None:
@@ -50,7 +50,7 @@ def read_kept(files: OpenFiles, info: TensorInfo, source: WeightSource, device: 
 
 
 def has_kept_codes(info: TensorInfo, source: WeightSource) -> bool:
-    """Tell whether the codes and scales of a checkpoint are those that the rank keeps."""
+    """Whether the rank keeps the checkpoint's codes and scales as they are."""
     if info.codes is None or info.dtype != _FP8_CODES or source.scales is None or info.changes:
         return False
     if info.codes.zeros is not None or info.codes.has_small_scales:
@@ -81,17 +81,17 @@ def _read_fp8(
 
 
 def _move_to_fp8(values: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Turn floating-point numbers with scales of small blocks into FP8 with a scale for each row [rows].
+    """Convert floating-point numbers with scales for small blocks to FP8 with a scale for each row [rows].
 
-    A row's scale is `factor`, which all scales have in common, times a power of 2. So numbers whose bits e4m3 has, as
-    most of those of MXFP8 and FP4 are, lose nothing; the others are rounded as in any FP8 weight.
+    A row's scale is `factor`, which all scales have in common, times a power of 2. Numbers that e4m3 represents
+    exactly, as most of MXFP8's and FP4's, thus lose nothing; others are rounded as in any FP8 weight.
     """
     common = torch.ones((), device=values.device)
     if factor is not None:
-        common = torch.where(factor > 0, factor, common)  # that of a weight of zeros may be 0
+        common = torch.where(factor > 0, factor, common)  # an all-zero weight may have a factor of 0
     largest = values.abs().amax(-1).clamp(min=LEAST_MAX)
     mantissas, exponents = torch.frexp(largest / (common * FP8_MAX))
-    exponents -= (mantissas == 0.5).int()  # the least with which no number is too large
+    exponents -= (mantissas == 0.5).int()  # the smallest with which no number is too large
     scales = ((exponents + 127) << 23).view(torch.float32) * common  # powers of 2 by their bits, exact on any device
     codes = (values / scales.unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
     return codes, scales
@@ -132,13 +132,13 @@ def _read_w4(
 
 
 def _of_groups(grid: Tensor, groups: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return the scale or zero [rows, groups] of each kept group, whose columns' groups in the checkpoint are `groups`
-    [groups, columns of one]."""
+    """Return the scale or zero [rows, groups] of each kept group. `groups` [groups, columns per group] gives the
+    checkpoint's group of each of its columns."""
     return (grid if grid.shape[1] == 1 else grid[:, groups[:, 0]]).expand(shape)
 
 
 def in_order(values: Tensor, order: Sequence[int] | None) -> Tensor:
-    """Put the rows of each head into another order. values: [heads × len(order), ...] → the same shape."""
+    """Reorder the rows of each head. values: [heads × len(order), ...] → the same shape."""
     if order is None:
         return values
     indices = torch.tensor(order, device="cpu")

@@ -1,10 +1,9 @@
-"""KV groups: which layers of a model keep the same KV blocks, and how large those blocks are. Torch-free.
+"""KV groups: which layers of a model share KV blocks, and how large these blocks are. Torch-free.
 
-A sequence has a list of blocks for each group. Layers of full attention keep the blocks of the whole sequence; layers
-with a window free those that the window has left behind, so layers with different windows are in different groups, and
-so are layers whose keys have other shapes. All groups take equally many bytes for a token, as nearly as they can, so
-that one pool of equally large blocks serves them all (as in vLLM's hybrid KV cache manager,
-vllm/v1/core/kv_cache_utils.py).
+A sequence has a list of blocks for each group. Full-attention layers keep the blocks of the whole sequence; layers with
+a window free blocks that the window has passed. Layers with different windows are therefore in different groups, and so
+are layers whose keys differ in shape. All groups take as nearly as possible the same number of bytes per token, so that
+one pool of equal-sized blocks serves them all (as in vLLM's hybrid KV cache manager, vllm/v1/core/kv_cache_utils.py).
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from nvcli.models.tensor_spec import StoredDtype
 from nvcli.worker.distributed.stage import WHOLE, Stage
 
 _FULL_PADDING_COST = 8
-"""A place without a layer in a group of full attention wastes memory of every block that a sequence has ever filled; in
-a group with a window only of those that the window covers. The cost of the latter, and of one more group, is 1."""
+"""Cost of an unused layer slot in a full-attention group, which wastes memory in every block of a sequence. In a group
+with a window it does so only in the blocks that the window covers: that costs 1, and so does one more group."""
 
 
 class _Kind(NamedTuple):
-    """The properties that layers of one group share."""
+    """The properties that all layers of a group share."""
 
     window: int | None
     num_kv_heads: int
@@ -40,7 +39,8 @@ class _Kind(NamedTuple):
 
 @lru_cache(maxsize=64)  # plans ask for the same few stages many times
 def kv_groups(config: ModelConfig, stage: Stage = WHOLE) -> tuple[KVGroup, ...]:
-    """The KV groups of a stage. Every stage has the same groups in the same order, each with the layers it holds."""
+    """Return the KV groups of a stage. Every stage has the same groups in the same order, each with the stage's own
+    layers."""
     held = stage.layers(config.num_layers)
     groups = []
     for numbers in _whole_groups(config):
@@ -51,8 +51,8 @@ def kv_groups(config: ModelConfig, stage: Stage = WHOLE) -> tuple[KVGroup, ...]:
 
 
 def layer_specs(config: ModelConfig, tensor_parallel_size: int, stage: Stage = WHOLE) -> tuple[CacheSpec, ...]:
-    """Return what each layer of a stage keeps in the KV cache, on one of its ranks. Layers that attend alike and are in
-    one KV group have equal ones."""
+    """Return the KV-cache spec of each layer of a stage, on one rank. Layers of one KV group that attend alike have
+    equal specs."""
     numbers, layers, owners = stage.layers(config.num_layers), config.layers, config.decoder.kv_owners
     group_of = {layer: number for number, group in enumerate(kv_groups(config, stage)) for layer in group.layers}
     return tuple(
@@ -71,8 +71,8 @@ def block_bytes(
     stage: Stage = WHOLE,
     kv_dtype: KVDtype | None = None,
 ) -> int:
-    """The bytes of one KV block on one rank: keys and values of `block_size` tokens, or the state, in each layer of a
-    group, of the group that needs most. `kv_dtype` is the type of keys and values; None: the model's `dtype`."""
+    """Return the bytes of one KV block on one rank: the keys and values of `block_size` tokens, or the state, in all
+    layers of the group that needs most. `kv_dtype` is the type of keys and values; None: the model's `dtype`."""
     keys, state = group_bytes(
         config,
         dtype,
@@ -94,8 +94,8 @@ def group_bytes(
     stage: Stage = WHOLE,
     kv_dtype: KVDtype | None = None,
 ) -> tuple[int, int]:
-    """Bytes that the layers of the largest KV group take on one rank: those of the keys and values of
-    `block_size` tokens, and those of a recurrent state (0: no layer has one)."""
+    """Return the bytes that the layers of the largest KV group take on one rank: for the keys and values of
+    `block_size` tokens, and for a recurrent state (0 if no layer has one)."""
     most, states = 0, 0
     for numbers, group in zip(_whole_groups(config), kv_groups(config, stage), strict=True):
         spec = config.layers[numbers[0]].mixer.kv_spec(tensor_parallel_size)
@@ -108,7 +108,7 @@ def group_bytes(
 
 
 def blocks_needed(config: ModelConfig, num_tokens: int, *, block_size: int, chunk: int) -> int:
-    """The most blocks that a sequence of `num_tokens` holds at a time, over all groups.
+    """Return the most blocks that a sequence of `num_tokens` holds at once, over all groups.
 
     `chunk` is the most tokens that one step computes for it: blocks behind a window are freed between steps.
     """
@@ -117,7 +117,7 @@ def blocks_needed(config: ModelConfig, num_tokens: int, *, block_size: int, chun
 
 @lru_cache(maxsize=64)
 def _whole_groups(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
-    """The layers of each group of the whole model, kinds in the order of their first layers."""
+    """Return the layers of each group of the whole model, with kinds in the order of their first layers."""
     kinds: dict[_Kind, list[int]] = {}
     with_states: dict[StateSpec, list[int]] = {}
     for number, layer in enumerate(config.layers):
@@ -130,10 +130,10 @@ def _whole_groups(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
     groups: list[tuple[int, ...]] = []
     for kind, numbers in kinds.items():
         count = -(-len(numbers) // (size // kind.elements))
-        # Every count-th layer: so each stage of a pipeline has about as many layers of each group.
+        # Every count-th layer, so that each pipeline stage has about as many layers of each group.
         groups += [tuple(numbers[first::count]) for first in range(count)]
     for index, numbers in enumerate(with_states.values()):
-        # A state is as large as the keys of many tokens, so the fewest layers of a group make the smallest blocks.
+        # A state is as large as the keys of many tokens, so groups with the fewest layers have the smallest blocks.
         count = (MAX_KV_GROUPS - len(groups)) // (len(with_states) - index)
         per_group = -(-len(numbers) // count)
         count = -(-len(numbers) // per_group)
@@ -142,8 +142,8 @@ def _whole_groups(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
 
 
 def _block_elements(counts: dict[_Kind, int]) -> int:
-    """How many elements a block has for each token: few groups, and little room in them that no layer fills. A block of
-    all layers of each kind leaves as many groups as kinds, and no model has more than `MAX_KV_GROUPS` of those."""
+    """Choose a block's elements per token so that there are few groups with few unused layer slots. Blocks that hold
+    all layers of a kind give one group per kind, and no model has more than `MAX_KV_GROUPS` kinds."""
     least = min(kind.elements for kind in counts)
 
     def cost(size: int) -> float:

@@ -1,7 +1,7 @@
-"""The scales that a checkpoint brings for an FP8 KV cache: under which names they stand. Torch-free.
+"""A checkpoint's scales for an FP8 KV cache, and the names that they have. Torch-free.
 
-A layer has one number for all its keys and one for all its values; a number is an e4m3 number times that scale. The
-names are those of compressed-tensors and ModelOpt, and those to which vLLM maps older ones
+A layer has one scale for all its keys and one for all its values; a cached number is an e4m3 number times its scale.
+The names are those of compressed-tensors and ModelOpt, and those to which vLLM maps older ones
 (`maybe_remap_kv_scale_name` in vllm/model_executor/model_loader/weight_utils.py).
 """
 
@@ -19,7 +19,7 @@ _SCALE = re.compile(
     r"|(?P<projection>[kv])_proj\.(?:(?P=projection)_scale|output_scale))"
 )
 _UNUSED = re.compile(r"model\.layers\.\d+\.self_attn\.(?:attn\.)?(?:q|prob)_scale")
-"""The scales of queries and of softmax weights, which are not rounded here."""
+"""The scales of queries and of softmax weights, which are not quantised here."""
 
 
 @dataclass(slots=True)
@@ -31,14 +31,14 @@ class LayerKVScales:
 
 
 def is_kv_scale(name: str) -> bool:
-    """Whether a tensor of this name, in the decoder's spelling, is a scale of keys, values, queries or weights."""
+    """Whether the decoder's name of a tensor is that of a scale of keys, values, queries or softmax weights."""
     return _SCALE.fullmatch(name) is not None or _UNUSED.fullmatch(name) is not None
 
 
 def find_kv_scales(tensors: Mapping[str, TensorInfo]) -> dict[int, LayerKVScales]:
-    """Return the scales among `tensors`, which are under the decoder's names, by the number of the layer.
+    """Return the scales among `tensors` (the decoder's name → tensor), by layer number.
 
-    One scale for both keys and values stands for either that has none of its own.
+    A scale for both keys and values serves whichever has none of its own.
     """
     found: dict[int, LayerKVScales] = {}
     for name, info in tensors.items():

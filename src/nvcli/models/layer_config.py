@@ -17,7 +17,7 @@ from nvcli.models.mixers.mixer import Block, FeedForward, Mixer, NormConfig
 class LayerNorms:
     """The places of norms in a layer, and their names in the checkpoint. None: there is no norm at that place.
 
-    A norm before a block reads the residual stream; a norm behind it reads the block's result, before that is added to
+    A norm before a block reads the residual stream; a norm after it reads the block's output, before that is added to
     the stream.
     """
 
@@ -28,11 +28,11 @@ class LayerNorms:
 
     @property
     def is_parallel(self) -> bool:
-        """Whether attention and MLP read the same normed input, and their results are added up."""
+        """Whether attention and MLP read the same normed input, and their outputs are added."""
         return self.before_mlp is None and self.after_mlp is None
 
     def names(self) -> Iterable[str]:
-        """The names of the norms that there are, in the order of the layer."""
+        """The names of the layer's norms, in their order in the layer."""
         places = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
         return (name for name in places if name is not None)
 
@@ -47,7 +47,7 @@ class LayerConfig:
     """The block that computes each token by itself."""
     norms: LayerNorms = LayerNorms()
     has_scalar: bool = False
-    """Whether the residual stream is multiplied by a number of the checkpoint at the layer's end."""
+    """Whether the residual stream is multiplied by a number from the checkpoint at the end of the layer."""
 
     @property
     def blocks(self) -> tuple[Block, Block]:
@@ -56,7 +56,7 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInputsConfig:
-    """Inputs of each layer beside the residual stream (`layer_inputs.py`)."""
+    """Inputs of each layer besides the residual stream (`layer_inputs.py`)."""
 
     vocab_size: int
     size: int
@@ -64,12 +64,12 @@ class LayerInputsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """All layers of a decoder, and what stands before and behind them."""
+    """All layers of a decoder, and what comes before and after them."""
 
     layer_kinds: tuple[LayerConfig, ...]
-    """The different layers, in the order of their first use."""
+    """The distinct layers, in the order of their first use."""
     kind_of_layer: tuple[int, ...]
-    """For each layer the index of its kind."""
+    """The index of each layer's kind."""
     norm: NormConfig
     embedding_scale: float = 1.0
     """Embeddings are multiplied by it."""
@@ -77,7 +77,7 @@ class DecoderConfig:
     """Whether `embedding_scale` is rounded to the type of the weights first."""
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
-    """Logits are taken through soft_cap × tanh(logit / soft_cap); None: they are not."""
+    """Logits become soft_cap × tanh(logit / soft_cap); None: no cap."""
     layer_inputs: LayerInputsConfig | None = None
     layout: CheckpointLayout = PLAIN_LAYOUT
 
@@ -87,24 +87,25 @@ class DecoderConfig:
 
     @property
     def layers(self) -> tuple[LayerConfig, ...]:
-        """Each layer's kind, in the order of the layers."""
+        """Each layer's config, in layer order."""
         return tuple(self.layer_kinds[kind] for kind in self.kind_of_layer)
 
     @property
     def kv_owners(self) -> tuple[int, ...]:
-        """For each layer the number of the layer whose keys and values it reads: itself, or one before it."""
+        """For each layer, the number of the layer whose keys and values it reads: its own, or that of an earlier
+        layer."""
         others = (layer.mixer.reads_kv_of for layer in self.layers)
         return tuple(number if other is None else other for number, other in enumerate(others))
 
     @property
     def angles_per_position(self) -> int:
-        """The cosines and sines of one position, over all rotations of the model."""
+        """The number of cosines and sines per position, over all rotations of the model."""
         rotations = {layer.mixer.rotation for layer in self.layer_kinds}
         return sum(head_dim for _, head_dim in filter(None, rotations))
 
 
 def index_kinds(layers: Iterable[LayerConfig]) -> tuple[tuple[LayerConfig, ...], tuple[int, ...]]:
-    """Return the different layers, and for each layer the index of its kind."""
+    """Return the distinct layers, and the index of each layer's kind."""
     kinds: dict[LayerConfig, int] = {}
     index = tuple(kinds.setdefault(layer, len(kinds)) for layer in layers)
     return tuple(kinds), index

@@ -1,7 +1,7 @@
-"""Inputs of each layer beside the residual stream: an embedding of the token's own for each layer (Gemma 4 E2B, E4B).
+"""Inputs of each layer besides the residual stream: each token has an embedding per layer (Gemma 4 E2B, E4B).
 
-They are computed for all layers before the first one, alike on all ranks, and each layer adds its own at its end.
-Shapes: T tokens, H hidden, L layers, P size of a layer's input.
+They are computed for all layers before the first layer runs, identically on all ranks, and each layer adds its own at
+its end. Shapes: T tokens, H hidden, L layers, P size of a layer's input.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nvcli.models.parallel import BuildContext, TensorShard, VocabParallelEmbedd
 
 
 class ReplicatedLinear(TensorShard):
-    """A projection that every rank has whole: [T, in] → [T, out]."""
+    """A projection that every rank holds whole: [T, in] → [T, out]."""
 
     def __init__(self, build: BuildContext, path: str) -> None:
         super().__init__(build, f"{path}.weight")
@@ -51,7 +51,7 @@ class LayerInputs(nn.Module):
 
 
 class LayerInput(nn.Module):
-    """Adds a layer's input [T, P] to `residual` [T, H] in place, through a gate that the residual opens."""
+    """Adds a layer's input [T, P] to `residual` [T, H] in place, through a gate computed from the residual."""
 
     def __init__(self, build: BuildContext, path: str, norm: NormConfig) -> None:
         super().__init__()

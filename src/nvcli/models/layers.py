@@ -1,11 +1,12 @@
-"""The building blocks of decoder models. They know no requests and no device; shapes come from the model's tensors.
+"""The building blocks of decoder models. They know nothing of requests or devices; shapes come from the model's
+tensors.
 
-Residual stream: a block takes `delta`, this rank's part of what the block before it computed (over the ranks, and with
-one rank maybe over parts of its own, it adds up), and `residual`, the stream; its first norm sums the one over the
-ranks, adds it to the other (in place) and norms the result in one go. A lone rank's product may also add itself to the
-stream, and give no `delta`. So nothing but a norm reads `delta`, and nothing but a norm and such a product touches
-`residual`; see `TensorParallelGroup.add_rms_norm`. Where a norm stands behind the block (`ResultNorm`), that one sums
-the ranks' parts, and `delta` is its result, alike on all ranks. Shapes: T tokens, H hidden, D head_dim.
+Residual stream: a block takes `delta`, this rank's part of the previous block's output, and `residual`, the stream. The
+parts of all ranks add up to the output; on a single rank, `delta` may itself be several parts. The block's first norm
+sums `delta` over the ranks, adds it to `residual` in place and norms the result, in one operation. On a single rank, a
+product may also add its result to the stream and return no `delta`. So only norms read `delta`, and only norms and such
+products touch `residual`; see `TensorParallelGroup.add_rms_norm`. If a norm follows the block (`ResultNorm`), it sums
+the ranks' parts, and `delta` is its output, identical on all ranks. Shapes: T tokens, H hidden, D head_dim.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from nvcli.models.rope import RotaryTable
 
 
 class Norm(TensorShard):
-    """The weight of a norm, which every rank has whole."""
+    """The weight of a norm, which every rank holds whole."""
 
     def __init__(self, build: BuildContext, path: str, config: NormConfig) -> None:
         super().__init__(build, f"{path}.weight")
@@ -51,10 +52,10 @@ class Norm(TensorShard):
 
 
 class InputNorm(Norm):
-    """Adds `delta` to `residual` in place (None: there is nothing to add) and norms it. [T, H] → [T, H].
+    """Adds `delta` to `residual` in place (None: there is nothing to add) and norms the sum. [T, H] → [T, H].
 
-    `delta` is this rank's part of a sum, or where `is_summed` the sum itself. Where the layer behind it multiplies FP8,
-    the result is quantised in the same kernel, unless other ranks have parts of the sum.
+    `delta` is this rank's part of a sum, or the sum itself if `is_summed`. If the next layer multiplies in FP8, the
+    result is quantised in the same kernel, unless other ranks have parts of the sum.
     """
 
     def __init__(self, build: BuildContext, path: str, config: NormConfig, *, is_summed: bool = False) -> None:
@@ -63,7 +64,7 @@ class InputNorm(Norm):
         self._scaling: FP8Scaling | None = None
 
     def quantise_for(self, layer: ColumnParallelLinear) -> None:
-        """Quantise what is normed from now on as `layer` does, which alone reads it."""
+        """From now on, quantise the output as `layer` does, which is its only reader."""
         self._scaling = layer.input_scaling
 
     def forward(self, delta: Tensor | None, residual: Tensor) -> Activations:
@@ -78,8 +79,8 @@ class InputNorm(Norm):
 
 
 class ResultNorm(Norm):
-    """Sums the ranks' parts of a block's result and norms the sum: [T, H] or parts [P, T, H] → [T, H], like `x`. Where
-    `is_summed`, the block gives the sum itself [T, H]."""
+    """Sums the ranks' parts of a block's result and norms the sum: [T, H] or parts [P, T, H] → [T, H], like `x`. If
+    `is_summed`, the block returns the sum itself [T, H]."""
 
     def __init__(self, build: BuildContext, path: str, config: NormConfig, *, is_summed: bool = False) -> None:
         super().__init__(build, path, config)
@@ -97,7 +98,7 @@ class TokenMixer(nn.Module, ABC):
 
     spec: CacheSpec
     cache_layer: int
-    """The layer's number in the KV cache of this rank."""
+    """The layer's index in this rank's KV cache."""
     o_proj: RowParallelLinear
     static_kv_scales: Tensor | None = None
     """[2] float32, the checkpoint's scales of all keys and all values in an FP8 cache, set when they are loaded; None:
@@ -105,7 +106,7 @@ class TokenMixer(nn.Module, ABC):
 
     @property
     def input_proj(self) -> ColumnParallelLinear | None:
-        """The one product that reads the block's input, where that may be quantised for it."""
+        """The only product that reads the block's input, if the input may be quantised for it; otherwise None."""
         return None
 
     @abstractmethod
@@ -116,13 +117,13 @@ class FeedForward(nn.Module, ABC):
     """The block of a layer that computes each token by itself: [T, H] → `delta` for `residual` [T, H]."""
 
     is_summed: bool = False
-    """Whether it reads the residual stream itself, and gives its whole result, alike on all ranks; else it gives this
-    rank's part of a sum, and a `residual` of None is one that nothing may be added to yet. `adapters`: the LoRA
-    adapters of the tokens."""
+    """Whether it reads the residual stream itself and returns its complete output, identical on all ranks; otherwise it
+    returns this rank's part of a sum, and `residual` is None if nothing may be added to the stream yet. `adapters`: the
+    LoRA adapters of the tokens."""
 
     @property
     def input_proj(self) -> ColumnParallelLinear | None:
-        """The one product that reads the block's input, where that may be quantised for it."""
+        """The only product that reads the block's input, if the input may be quantised for it; otherwise None."""
         return None
 
     @abstractmethod
@@ -132,8 +133,8 @@ class FeedForward(nn.Module, ABC):
 
 
 class GatedMLP(FeedForward):
-    """down(activation(gate(x)) × up(x)), cut over the ranks by intermediate size. [T, H] → `delta` for `residual`
-    [T, H], which is None where it is not to be added yet."""
+    """down(activation(gate(x)) × up(x)), sharded over the ranks by intermediate size. [T, H] → `delta` for `residual`
+    [T, H], which is None if nothing may be added to the stream yet."""
 
     def __init__(self, build: BuildContext, path: str, config: MLPConfig, norm: NormConfig) -> None:
         super().__init__()
@@ -158,12 +159,12 @@ class Angles:
         self._by_rope = by_rope
 
     def of(self, rotation: Rotation | None) -> Tensor | None:
-        """Return those of one kind of attention, [T, D] float32; None where it does not rotate."""
+        """Return the angles of one kind of attention, [T, D] float32; None if it does not rotate."""
         return None if rotation is None else self._by_rope[rotation]
 
 
 class RotaryTables(nn.Module):
-    """The tables of angles of a stage, one for each rotation of its layers."""
+    """A stage's tables of angles, one for each rotation of its layers."""
 
     def __init__(self, rotations: Iterator[Rotation | None], max_positions: int) -> None:
         super().__init__()
@@ -175,7 +176,7 @@ class RotaryTables(nn.Module):
 
 
 class Attention(TokenMixer):
-    """Grouped-query attention, cut over the ranks by heads. [T, H] → [T, this rank's heads × D].
+    """Grouped-query attention, sharded over the ranks by heads. [T, H] → [T, this rank's heads × D].
 
     With fewer KV heads than ranks, neighbouring ranks hold the same KV head.
     """
@@ -251,12 +252,12 @@ class Attention(TokenMixer):
         return attended if gate is None else gate_values(attended, gate)
 
     def _attend(self, q: Tensor, k: Tensor | None, v: Tensor, batch: ForwardBatch) -> Tensor:
-        """q: [T, this rank's heads, D]; k, v: those of `AttentionBackend.forward` → [T, this rank's heads × D]."""
+        """q: [T, this rank's heads, D]; k, v: as in `AttentionBackend.forward` → [T, this rank's heads × D]."""
         sinks = None if self.sinks is None else self.sinks.weight
         return batch.backend.forward(self.spec, self.cache_layer, q, k, v, batch, sinks).flatten(1)
 
     def _attend_to_cache(self, queries: Tensor, angles: Angles, batch: ForwardBatch) -> Tensor:
-        """Attend to what another layer has stored. [T, this rank's heads × D] → the same shape."""
+        """Attend to the keys and values that another layer has stored. [T, this rank's heads × D] → the same shape."""
         q = queries.view(len(queries), self.spec.num_heads, self.spec.head_dim)
         q = q if self.q_norm is None else rms_norm(q, self.q_norm.weight, self.eps)
         cos_sin = angles.of(self.rotation)
@@ -271,8 +272,8 @@ class Attention(TokenMixer):
 
 
 def _queries_and_gates(piece: LinearPiece, head_dim: int) -> tuple[list[LinearPiece], list[LinearPiece]]:
-    """Part a projection in which each head's gate follows its query. Gates are multiplied with what attention gives,
-    whose dimensions keep their order."""
+    """Split a projection in which each head's gate follows its query. Gates multiply the attention output, whose
+    dimensions keep their order."""
 
     def part(first: int, *, in_order: bool) -> LinearPiece:
         order = None if in_order else piece.weight.row_order

@@ -1,5 +1,5 @@
-"""The choice of a linear layer's method, by how ranks keep the weights of its pieces, and the method of runs that are
-batch-invariant: plain weights, and one way to multiply any number of rows."""
+"""The choice of a linear layer's method, by how ranks keep the weights of its pieces, and the method of batch-invariant
+runs: plain weights, multiplied in the same way for any number of rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nvcli.models.weights import length
 
 
 class InvariantLinearMethod(PlainLinearMethod):
-    """Weights as they are. A row's product has the same bits whatever other rows there are."""
+    """Plain weights. A row's product is bitwise the same whatever other rows there are."""
 
     def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool, out: Tensor | None = None) -> Tensor:
         assert isinstance(x, Tensor)
@@ -40,10 +40,10 @@ class InvariantLinearMethod(PlainLinearMethod):
 def linear_method(
     path: str, pieces: Sequence[LinearPiece], *, has_fp8_units: bool = True, fp8_accumulation: FP8Accumulation = "exact"
 ) -> LinearMethod:
-    """Return the method of the layer `path`. All pieces of a layer are kept alike (`geometry.py`).
+    """Return the method of the layer `path`. All pieces of a layer are kept in the same way (`geometry.py`).
 
-    `has_fp8_units` says whether activations may be multiplied in FP8, and `fp8_accumulation` how such products
-    are added up (`RunConfig`).
+    `has_fp8_units` says whether activations may be multiplied in FP8, and `fp8_accumulation` how such products are
+    accumulated (`RunConfig`).
     """
     weight = pieces[0].weight
     scaling, groups = weight.scaling, weight.w4
@@ -58,7 +58,7 @@ def linear_method(
 
 
 def invariant_linear_method(path: str, pieces: Sequence[LinearPiece]) -> LinearMethod:
-    """Return the method of the layer `path` in a run that is batch-invariant, whose weights are plain ones."""
+    """Return the method of the layer `path` in a batch-invariant run, whose weights are plain."""
     assert all(piece.weight.scaling is None is piece.weight.w4 for piece in pieces), (
         "ModelConfig.check_batch_invariant comes first"
     )

@@ -1,7 +1,7 @@
-"""Weights from a checkpoint folder into a model that was built on the meta device.
+"""Loading weights from a checkpoint folder into a model that was built on the meta device.
 
-The layers declare what goes where (`weights.py`), and `checkpoint_check.py` knows which tensors must be there; here are
-files and threads. Only this rank's slices are read, straight into the parameters.
+Layers declare what goes where (`weights.py`), and `checkpoint_check.py` knows which tensors must be present; this file
+handles files and threads. Only this rank's slices are read, straight into the parameters.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from nvcli.models.weights import DerivedModule, ScaleTarget, WeightModule, Weigh
 
 _MAX_THREADS = 8
 _STD, _FP8_STD = 0.02, 100.0
-"""Standard deviations of random weights, and of the codes of those in FP8."""
+"""Standard deviations of random weights, and of random FP8 codes."""
 _CODES_STD, _MIDDLE_CODE = 4.6, 8
 """Standard deviation and middle of random codes in 4 bits."""
 _MXFP4_SCALES = 0x78787878
-"""Four scales of 2^-7, with which such bits have about that standard deviation as numbers of MXFP4."""
+"""Four scales of 2^-7, with which random MXFP4 codes have about the standard deviation of random weights."""
 _RANDOM_ROWS = 4096
-"""Random codes are made from so many rows at a time in float32."""
+"""Rows of random codes that are made at a time, in float32."""
 _BYTES_PER_TASK = 256 << 20
-"""A file larger than it is read by several threads."""
+"""Larger files are read by several threads."""
 _PIECE_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 23}
-"""Weights that are dequantised or quantised are read in pieces of about so many numbers: on a CPU those in float32 stay
-in its cache, and on a GPU they take little memory beside the weights."""
+"""Weights that are dequantised or quantised are read in pieces of about this many numbers: on a CPU, a float32 piece
+fits in its cache; on a GPU, it takes little memory next to the weights."""
 _COMPARED_PLACES, _COMPARED_ROWS = 16, 64
-"""Two tensors are compared in this many places of this many rows: one that was trained differs everywhere, and reading
-all of both takes as long as loading them."""
+"""Two tensors are compared at this many places, of this many rows each: one that was trained separately differs
+everywhere, and reading all of both takes as long as loading them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class _Assignment:
     scales: Tensor | None
     """The parameter for scales, where `target` takes codes."""
     order: Tensor | None
-    """The parameter for the order of the columns, where they have one."""
+    """The parameter for the order of the columns, if they have one."""
 
     @property
     def num_bytes(self) -> int:
@@ -72,12 +72,12 @@ def begin_loading(
     adapter: Adapter | None = None,
     say: Callable[[str], object] = lambda note: None,
 ) -> Callable[[], None]:
-    """Give `model` memory on `device`, begin to fill it from the checkpoint folder `path` on threads, and return what
-    waits for them. Until then the model can be run on a GPU, and computes nothing of use. What an `adapter` changes is
-    merged into the weights as they are read.
+    """Allocate `model` on `device`, start threads that fill it from the checkpoint folder `path`, and return a function
+    that waits for them. Until then the model can be run on a GPU, but its results are meaningless. The changes of an
+    `adapter` are merged into the weights as they are read.
 
-    Tells `say` what stays on disk. Raises LoadError before any memory is taken where the checkpoint does not fit the
-    model; what is returned raises it for files that cannot be read.
+    Tells `say` what stays on disk. Raises LoadError, before any memory is allocated, if the checkpoint does not fit the
+    model; the returned function raises it for files that cannot be read.
     """
     located = read_model_tensors(model.config, path)
     tensors = located.tensors if adapter is None else adapter.over(located.tensors)
@@ -112,10 +112,10 @@ def begin_loading(
 
 
 def load_kv_scales(model: CausalLM, path: Path, device: torch.device) -> str | None:
-    """Give the model's layers the scales that the checkpoint folder `path` brings for an FP8 KV cache.
+    """Load the scales for an FP8 KV cache from the checkpoint folder `path` into the model's layers.
 
-    Returns what to tell the user about them; None: there are none. Raises LoadError for scales that are no positive
-    numbers, or more than one for a layer, and for files that cannot be read.
+    Returns a note about them for the user; None if there are none. Raises LoadError for scales that are not positive
+    numbers, for more than one per layer, and for files that cannot be read.
     """
     found = find_kv_scales(read_model_tensors(model.config, path).tensors)
     num_layers = num_scaled = 0
@@ -163,7 +163,8 @@ def _assignment(module: WeightModule, source: WeightSource) -> _Assignment:
 
 
 def init_random_weights(model: CausalLM, device: torch.device, seed: int = 0) -> int:
-    """Fill the model with random weights of a usual size, the same in every run, for benchmarks. Returns bytes."""
+    """Fill the model with random weights of realistic magnitude, the same in every run, for benchmarks. Returns
+    bytes."""
     materialize(model, device)
     generator = torch.Generator(device=device).manual_seed(seed)
     with torch.no_grad():
@@ -175,7 +176,7 @@ def init_random_weights(model: CausalLM, device: torch.device, seed: int = 0) ->
                 for first in range(0, len(flat), _RANDOM_ROWS):
                     rows = flat[first : first + _RANDOM_ROWS]
                     values = torch.empty(rows.shape, device=device).normal_(0.0, _FP8_STD, generator=generator)
-                    rows.copy_(values.clamp_(-FP8_MAX, FP8_MAX))  # what is larger would be NaN
+                    rows.copy_(values.clamp_(-FP8_MAX, FP8_MAX))  # larger values would be NaN
             elif parameter.dim() == 1:
                 parameter.fill_(1.0)
             else:
@@ -189,13 +190,13 @@ def init_random_weights(model: CausalLM, device: torch.device, seed: int = 0) ->
 
 
 def _random_words(parameter: Tensor, generator: torch.Generator) -> None:
-    """Fill words with random codes. Scales and orders of columns follow."""
+    """Fill words with random codes. Scales and column orders are filled separately."""
     limits = torch.iinfo(parameter.dtype)
     parameter.random_(limits.min, limits.max + 1, generator=generator)
 
 
 def _fill_scales(module: nn.Module, target: ScaleTarget) -> None:
-    """Give all codes of a parameter scales with which its values have a usual size."""
+    """Fill the scales of a parameter's codes so that its values have a realistic magnitude."""
     scales = getattr(module, target.parameter)
     if not isinstance(target.scaling, W4Format):
         scales.fill_(_STD / _FP8_STD)
@@ -207,15 +208,15 @@ def _fill_scales(module: nn.Module, target: ScaleTarget) -> None:
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give every parameter memory on `device`, and compute the buffers. What is shared stays shared. A GPU's memory is
-    zero, so that the model can be run before it has weights; a CPU's is not initialised."""
+    """Allocate every parameter on `device`, and compute the buffers. Shared parameters stay shared. On a GPU the memory
+    is zeroed, so that the model can be run before it has weights; on a CPU it is left uninitialised."""
     made: dict[int, nn.Parameter] = {}
     make = torch.zeros if device.type == "cuda" else torch.empty
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter.is_meta:
                 if id(parameter) not in made:
-                    # Not empty_like: of a meta tensor it imports sympy, which may take seconds.
+                    # Not empty_like: on a meta tensor it imports sympy, which may take seconds.
                     memory = make(parameter.shape, dtype=parameter.dtype, device=device)
                     made[id(parameter)] = nn.Parameter(memory, requires_grad=False)
                 setattr(module, name, made[id(parameter)])
@@ -224,9 +225,9 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 
 def _check_tied_head(model: CausalLM, tensors: Mapping[str, TensorInfo]) -> None:
-    """Raise LoadError where the checkpoint has a tied LM head with values of its own.
+    """Raise LoadError if the checkpoint's tied LM head has values of its own.
 
-    The model was trained with such a head, and transformers computes with it: what config.json says is wrong then.
+    The model was then trained with that head, and transformers computes with it: config.json is wrong.
     """
     if not (model.config.tie_word_embeddings and model.stage.is_last and TIED_HEAD in tensors):
         return
@@ -240,7 +241,7 @@ def _check_tied_head(model: CausalLM, tensors: Mapping[str, TensorInfo]) -> None
 
 
 def _are_equal(one: TensorInfo, other: TensorInfo, part: tuple[slice, ...]) -> bool:
-    """Whether two tensors hold the same values, as far as some rows of `part` show."""
+    """Whether two tensors hold the same values, judged by some rows of `part`."""
     if one.shape != other.shape:
         return False
     rows, columns = part
@@ -270,7 +271,7 @@ def _zero_padding(model: nn.Module, assignments: Iterable[_Assignment]) -> None:
 def _begin_to_read(
     assignments: Iterable[_Assignment], tensors: Mapping[str, TensorInfo]
 ) -> tuple[ThreadPoolExecutor, list[Future[None]]]:
-    """Start threads that read files. Return them with what they are asked to do."""
+    """Start threads that read files. Return the pool and its tasks."""
     tasks: list[tuple[Path, list[_Assignment], Mapping[str, TensorInfo]]] = []
     by_file: dict[Path, list[_Assignment]] = {}
     for a in assignments:
@@ -286,7 +287,7 @@ def _begin_to_read(
 
 def _read_task(file: Path, assignments: list[_Assignment], tensors: Mapping[str, TensorInfo]) -> None:
     try:
-        # The mode is a thread's own, and parameters made in inference mode may be written in it alone.
+        # Inference mode is per thread, and parameters made in it may only be written in it.
         with torch.inference_mode(), OpenFiles() as files:
             for whole in assignments:
                 info = tensors[whole.source.stored_name]
@@ -300,7 +301,7 @@ def _read_task(file: Path, assignments: list[_Assignment], tensors: Mapping[str,
 
 
 def _pieces(a: _Assignment, info: TensorInfo) -> Iterator[_Assignment]:
-    """Cut an assignment into whole blocks of rows, where its numbers are computed from others; elsewhere it stays one
+    """Split an assignment into whole blocks of rows if its numbers have to be computed; otherwise it stays one
     piece."""
     is_computed = (a.target.dtype == FP8 or bool(info.changes)) and not info.is_transposed and a.target.dim() == 2
     is_words = a.scales is not None and a.target.dtype != FP8

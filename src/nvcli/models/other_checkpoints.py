@@ -1,4 +1,4 @@
-"""Refusals of LoRA adapters and GGUF files that are given as models: they say what it is and what to do."""
+"""Errors for LoRA adapters and GGUF files that are given as models: they say what was given and what to do."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from nvcli.models.json_file import JsonFile
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _GGUF = ".gguf"
 _HARMLESS = re.compile(r"[\w./ ~+-]+")
-"""Names that can stand in a command which somebody copies; those in a checkpoint may be made to do harm."""
+"""Names that are safe in a command for users to copy; a name from a checkpoint may be malicious."""
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth")
 
 
 def check_kind(folder: Path, name: str) -> None:
-    """Raise LoadError where the folder of the model `name` holds an adapter alone, or weights for llama.cpp alone."""
+    """Raise LoadError if the folder of the model `name` holds only an adapter, or only weights for llama.cpp."""
     has_weights = any(not file.name.startswith("adapter_") for file in folder.glob("*.safetensors"))
     if has_weights:
         return
@@ -28,7 +28,7 @@ def check_kind(folder: Path, name: str) -> None:
 
 
 def check_repository(name: str, files: list[str]) -> None:
-    """Raise LoadError where a repository of the hub with these files holds GGUF files and no others of weights."""
+    """Raise LoadError if a hub repository with these files has GGUF files and no other weights."""
     if any(file.endswith(_GGUF) for file in files) and not any(file.endswith(".safetensors") for file in files):
         raise gguf_error(name)
 
@@ -43,12 +43,12 @@ def gguf_error(name: str) -> LoadError:
 
 
 def is_gguf(name: str) -> bool:
-    """Tell whether a file has the name of a GGUF file."""
+    """Whether a file's name is that of a GGUF file."""
     return name.lower().endswith(_GGUF)
 
 
 def other_weights(folder: Path) -> str | None:
-    """Return a file of a folder that holds weights in another format than safetensors; None where there is none."""
+    """Return a file of a folder that holds weights in a format other than safetensors; None if there is none."""
     return next(iter(sorted(file.name for pattern in _OTHER_WEIGHTS for file in folder.glob(pattern))), None)
 
 

@@ -1,13 +1,14 @@
-"""Tensor parallelism: the layers whose weights are cut over a group of ranks (`worker/distributed/tensor_parallel.py`).
+"""Tensor parallelism: the layers whose weights are sharded over a group of ranks
+(`worker/distributed/tensor_parallel.py`).
 
-A column-parallel layer owns rows of the weight (outputs). A row-parallel layer owns columns (inputs), and what it gives
-is this rank's part of a sum over the ranks, which the norm behind it takes: there the sum, the residual sum and the
-norm are one operation. The group is passed in; nothing here is global. Shapes: T tokens, `in`/`out` features of the
-whole layer. Which part a rank has is said by the model's tensors (`geometry.py`).
+A column-parallel layer owns rows of the weight (outputs). A row-parallel layer owns columns (inputs), and its output is
+this rank's part of a sum over the ranks. The next norm takes it, and does that sum, the residual sum and the norm in
+one operation. The group is passed in; nothing here is global. The model's tensors (`geometry.py`) say which part a rank
+has. Shapes: T tokens, `in`/`out` features of the whole layer.
 
-How a linear layer stores and multiplies its piece is its `LinearMethod`'s business, which a factory chooses for each
-layer when the model is built: the place where quantised weights come in. What LoRA adapters add to single rows is
-added behind the product, by the layer.
+A linear layer's `LinearMethod` stores its pieces and multiplies by them. A factory chooses it for each layer when the
+model is built, which is where quantised weights come in. The layer adds the LoRA products of single rows after its own
+product.
 """
 
 from __future__ import annotations
@@ -51,16 +52,16 @@ class ShardedLinear(WeightModule):
     weight: nn.Parameter
     bias: nn.Parameter | None
     weight_scale: nn.Parameter
-    """Only where the weight is in FP8 or 4 bits (`fp8_linear.py`, `w4_linear.py`)."""
+    """Present only if the weight is in FP8 or 4 bits (`fp8_linear.py`, `w4_linear.py`)."""
     column_order: nn.Parameter
-    """[pieces, columns] int32, where columns in 4 bits have an order of their own."""
+    """[pieces, columns] int32; present only if 4-bit columns have an order of their own."""
     low_rank: LowRankProducts | None = None
     """The products that LoRA adapters of single rows add, set when adapters get their places; None: no adapter changes
     the layer."""
 
     def __init__(self, build: BuildContext, path: str, projections: Sequence[str | LinearPiece]) -> None:
-        """`path` is the layer's dotted name in the model; the projections stand beside it in the checkpoint. One of
-        which not all of this rank's rows follow each other is given as its pieces."""
+        """Build the layer. `path` is its dotted name in the model; the projections are its siblings in the checkpoint.
+        A projection whose rows on this rank are not contiguous is given as its pieces."""
         super().__init__()
         self.group = build.group
         parent = path.rpartition(".")[0]
@@ -73,11 +74,11 @@ class ShardedLinear(WeightModule):
 
     @property
     def input_scaling(self) -> FP8Scaling | None:
-        """How the input is best quantised by what comes before; None: not at all. Adapters need it as it is."""
+        """How the preceding operation should quantise the input; None: not at all. Adapters need it unquantised."""
         return None if self.takes_adapters else self.method.input_scaling
 
     def add_adapters(self, out: Tensor, x: Activations, adapters: AdapterRows | None) -> None:
-        """Add to the product `out` [T, rows] of `x` [T, columns] what the rows' adapters add."""
+        """Add the products of `x` [T, columns] with the rows' adapters to the layer's product `out` [T, rows]."""
         if adapters is not None and self.low_rank is not None:
             assert isinstance(x, Tensor), "`input_scaling` says so"
             self.low_rank.add(out, x, adapters)
@@ -91,7 +92,7 @@ class ShardedLinear(WeightModule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRankProducts:
-    """The products that the adapters on the device add to a linear layer's own, whatever way its method multiplies."""
+    """The products that the adapters on the device add to that of a linear layer, whatever its method."""
 
     bank: AdapterBank
     layer: AdaptedLayer
@@ -101,7 +102,8 @@ class LowRankProducts:
         add_low_rank(out, x, adapters, self.bank, self.layer)
 
     def activate(self, gate_up: Tensor, x: Tensor, adapters: AdapterRows, activation: Activation) -> Tensor:
-        """Compute activation(gate) × up, likewise with what the adapters add. gate_up: [T, rows] → [T, rows / 2]."""
+        """Compute activation(gate) × up, with the adapters' products added to both. gate_up: [T, rows] → [T, rows /
+        2]."""
         return activate_with_low_rank(gate_up, x, adapters, self.bank, self.layer, activation)
 
 
@@ -114,19 +116,19 @@ class LinearMethod(ABC):
 
     @abstractmethod
     def sources(self, layer: ShardedLinear) -> Iterator[WeightSource]:
-        """Say where the parameters come from."""
+        """Yield the sources of the parameters."""
 
     def weight_problem(self, layer: ShardedLinear) -> str | None:
-        """Say why what was loaded does not belong together, and the way out; None: it does."""
+        """Say why the loaded weights cannot be used together, and what to do; None if they can."""
         return None
 
     @abstractmethod
     def apply(self, layer: ShardedLinear, x: Activations, *, with_bias: bool, out: Tensor | None = None) -> Tensor:
-        """Multiply: [T, columns] → [T, rows] of this rank, in `out` (contiguous) if that is given."""
+        """Multiply: [T, columns] → [T, rows] of this rank, in `out` (contiguous) if given."""
 
     @property
     def input_scaling(self) -> FP8Scaling | None:
-        """How the method quantises what it multiplies, so that what comes before may do it; None: not at all."""
+        """How the method quantises its input, so that the preceding operation may do it; None: not at all."""
         return None
 
     def apply_gated(
@@ -134,13 +136,13 @@ class LinearMethod(ABC):
     ) -> Activations:
         """Compute activation(gate) × up, for a layer that fuses the two. [T, columns] → [T, rows / 2].
 
-        The result may be quantised where the layer behind it asks for that by its `scaling`.
+        The result may be quantised if the next layer asks for it by its `scaling`.
         """
         return ACTIVATE_AND_MUL[activation](self.apply(layer, x, with_bias=True))
 
     def apply_for_sum(self, layer: ShardedLinear, x: Activations, residual: Tensor | None) -> Tensor | None:
-        """Multiply for the residual sum: [T, columns] → what is to be added to `residual` [T, rows], as [T, rows] or
-        float32 parts [P, T, rows], or None where it has been added in place. Without a `residual` it never is."""
+        """Multiply for the residual sum: [T, columns] → what to add to `residual` [T, rows], as [T, rows] or float32
+        parts [P, T, rows], or None if it has been added in place. Without a `residual` it never is."""
         return self.apply(layer, x, with_bias=True)
 
 
@@ -149,7 +151,7 @@ LinearMethodFactory = Callable[[str, Sequence[LinearPiece]], LinearMethod]
 
 
 class PlainLinearMethod(LinearMethod):
-    """Weights as they are, in the type that the model's tensors are kept in."""
+    """Unquantised weights, in the type in which the model's tensors are kept."""
 
     def create(self, layer: ShardedLinear) -> None:
         rows = sum(length(piece.rows) for piece in layer.pieces)
@@ -192,7 +194,7 @@ class PlainLinearMethod(LinearMethod):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildContext:
-    """The setting in which a model's layers are built. Model files hand it on without looking inside."""
+    """The context in which a model's layers are built. Model files pass it on without looking inside."""
 
     group: TensorParallelGroup
     tensors: Mapping[str, TensorSpec]
@@ -207,18 +209,18 @@ class BuildContext:
     has_fp8_units: bool = True
     """Whether products with FP8 weights may quantise activations; otherwise these stay plain."""
     batch_invariant: bool = False
-    """Whether a token's results must have the same bits in every batch."""
+    """Whether a token's results must be bitwise identical in every batch."""
     has_adapters: bool = False
     """Whether rows may have LoRA adapters."""
 
     @property
     def product(self) -> Callable[[Tensor, Tensor], Tensor]:
-        """x Wᵀ for weights that are no `ShardedLinear`: [T, in], [out, in] → [T, out]."""
+        """The product x Wᵀ for weights outside a `ShardedLinear`: [T, in], [out, in] → [T, out]."""
         return invariant_linear if self.batch_invariant else F.linear
 
 
 class ColumnParallelLinear(ShardedLinear):
-    """Projections of the same input, each cut by outputs, multiplied as one. [T, in] → [T, this rank's outputs]."""
+    """Projections of the same input, each sharded by outputs, multiplied as one. [T, in] → [T, this rank's outputs]."""
 
     def forward(self, x: Activations, adapters: AdapterRows | None = None) -> Tensor:
         out = self.method.apply(self, x, with_bias=True)
@@ -233,7 +235,7 @@ class ColumnParallelLinear(ShardedLinear):
         adapters: AdapterRows | None = None,
     ) -> Activations:
         """Compute activation(first projection) × second: [T, in] → [T, this rank's outputs / 2], which may be quantised
-        where the layer behind it asks for that by its `scaling`."""
+        if the next layer asks for it by its `scaling`."""
         if adapters is None or self.low_rank is None:
             return self.method.apply_gated(self, x, activation, scaling)
         assert isinstance(x, Tensor), "`input_scaling` says so"
@@ -242,11 +244,11 @@ class ColumnParallelLinear(ShardedLinear):
 
 
 class RowParallelLinear(ShardedLinear):
-    """A projection cut by inputs. [T, this rank's inputs] → [T, out], this rank's part: over the ranks they add up to
-    the projection. `TensorParallelGroup.add_rms_norm` sums them; whatever else reads one has to sum it first.
+    """A projection sharded by inputs. [T, this rank's inputs] → [T, out], this rank's part; the parts of all ranks add
+    up to the projection. `TensorParallelGroup.add_rms_norm` sums them; any other reader has to sum them first.
 
-    With one rank it may be float32 parts [P, T, out], for the residual sum to add up, or None where the layer has added
-    it to the residual stream itself.
+    On a single rank, the result may be float32 parts [P, T, out] for the residual sum to add up, or None if the layer
+    has added it to the residual stream itself.
     """
 
     def __init__(self, build: BuildContext, path: str) -> None:
@@ -254,7 +256,8 @@ class RowParallelLinear(ShardedLinear):
         self.out_features = self.pieces[0].weight.shape[0]
 
     def forward(self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None) -> Tensor | None:
-        """`residual` is the stream [T, out] that the projection belongs to; None: it is not to be added yet."""
+        """Compute the projection. `residual` is the stream [T, out] that it may be added to; None: it must not be added
+        yet."""
         if self.group.size > 1:
             buffer = self.group.partial_sum_buffer((x.shape[0], self.out_features), x.dtype)
             return self.part(x, buffer, adapters)
@@ -266,7 +269,7 @@ class RowParallelLinear(ShardedLinear):
 
     def part(self, x: Activations, out: Tensor | None = None, adapters: AdapterRows | None = None) -> Tensor:
         """Compute this rank's part [T, out] of a sum, in `out` (contiguous) or in memory of its own."""
-        # Every rank holds the bias, one adds it: it must enter the sum once.
+        # Every rank holds the bias, but only one adds it: it must enter the sum once.
         part = self.method.apply(self, x, with_bias=self.group.rank == 0, out=out)
         self.add_adapters(part, x, adapters)
         return part
@@ -278,7 +281,7 @@ class TensorShards(WeightModule):
     weight: nn.Parameter
 
     def __init__(self, build: BuildContext, names: Mapping[str, str]) -> None:
-        """`names`: parameter → tensor. A parameter whose tensor the model does not have is None."""
+        """Create the parameters. `names`: parameter → tensor. A parameter whose tensor the model lacks is None."""
         super().__init__()
         self.group = build.group
         self.tensors: dict[str, TensorSpec] = {}
@@ -305,7 +308,7 @@ class TensorShard(TensorShards):
 
 
 class VocabParallelEmbedding(TensorShard):
-    """[T] ids → [T, H], cut by vocabulary over the ranks and padded so that it divides."""
+    """[T] ids → [T, H], sharded by vocabulary over the ranks and padded to divide evenly."""
 
     def __init__(self, build: BuildContext, path: str) -> None:
         super().__init__(build, f"{path}.weight")
@@ -319,11 +322,11 @@ class VocabParallelEmbedding(TensorShard):
 
 
 class ParallelLMHead(TensorShard):
-    """The output projection: [N, H] → [N, M], for this rank's M tokens: those from rank × M on. Tokens past the
+    """The output projection: [N, H] → [N, M], for this rank's M tokens, starting at rank × M. Tokens past the
     vocabulary are padding."""
 
     def __init__(self, build: BuildContext, path: str, *, tied_to: TensorShard | None = None) -> None:
-        """`tied_to` is an embedding in this stage whose weight is used here too."""
+        """Build the head. `tied_to` is an embedding in this stage whose weight it shares."""
         super().__init__(build, f"{path}.weight")
         self.product = build.product
         self.is_tied = tied_to is not None

@@ -7,7 +7,7 @@ import re
 _QUANTIFIED_GROUP = re.compile(r"\)[*+?{]")
 _REPEATS = re.compile(r"(?<!\\)[*+{]")
 _MOST_REPEATS = 5
-"""With more of them, and names of a hundred characters, a match may take minutes."""
+"""With more repeats, matching a name of a hundred characters may take minutes."""
 _MOST_CHARACTERS = 1000
 
 
@@ -18,7 +18,7 @@ class BadPattern(ValueError):
 def compile_pattern(pattern: str, expression: str | None = None) -> re.Pattern[str]:
     """Compile `expression`, which is made from `pattern`; None: `pattern` itself.
 
-    Raises BadPattern where the pattern is no regular expression or could take very long to match.
+    Raises BadPattern if the pattern is not a regular expression or could take very long to match.
     """
     repeats = len(_REPEATS.findall(pattern))
     if len(pattern) > _MOST_CHARACTERS or repeats > _MOST_REPEATS or _QUANTIFIED_GROUP.search(pattern):

@@ -1,4 +1,4 @@
-"""Preparation of the fused projection before heads are normed and rotated: in plain torch, as few families need it.
+"""Preparation of the fused QKV projection before heads are normed and rotated, in plain torch as few families need it.
 
 Shapes: T tokens, D head_dim, KV heads of this rank.
 """
@@ -14,7 +14,7 @@ from nvcli.models.weights import DerivedModule
 
 
 class QKVPreparation(nn.Module):
-    """Norms whole rows of queries and keys, and makes values of keys, where a layer wants it.
+    """Norms whole rows of queries and keys, and makes values from keys, in layers that need it.
 
     [T, (heads + KV heads, or 2 KV heads) × D] → [T, (heads + 2 KV heads) × D].
     """
@@ -49,8 +49,8 @@ class QKVPreparation(nn.Module):
 
 
 class QKRowNorm(TensorShards):
-    """RMSNorm of all heads of a token together, of the queries and of the keys, in place. The ranks have some heads
-    each, and sum up their squares."""
+    """RMSNorm over all heads of a token together, for queries and for keys, in place. Each rank has some of the heads,
+    so their squares are summed over the ranks."""
 
     q_weight: nn.Parameter
     k_weight: nn.Parameter
@@ -59,7 +59,7 @@ class QKRowNorm(TensorShards):
         super().__init__(build, {f"{name}_weight": f"{path}.{name}_norm.weight" for name in ("q", "k")})
         self.eps = eps
         size = self.group.size
-        # Where ranks share a KV head, each of its squares is counted once for each of them.
+        # If ranks share a KV head, its squares are counted once for each of them.
         kv_heads = attention.kv_heads_per_rank(size) * size
         self.widths = (attention.num_heads * attention.head_dim, kv_heads * attention.head_dim)
 
@@ -74,7 +74,7 @@ class QKRowNorm(TensorShards):
 
 
 class QueryScaleTable(DerivedModule):
-    """The factor of a query at every position: positions [T] → [T, 1, 1] float32."""
+    """The factor on queries at every position: positions [T] → [T, 1, 1] float32."""
 
     table: Tensor
 

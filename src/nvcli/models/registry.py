@@ -1,4 +1,4 @@
-"""From a model's config to the modules that compute it. Nothing heavy is imported until a model is built."""
+"""Building a model's modules from its config. Nothing heavy is imported until a model is built."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def build_model(
     """Build this rank's part of the model on the meta device; `loader.begin_loading` gives it memory and weights.
 
     `max_positions` is the length of the longest sequence that will run (None: what the config says), `linear_method`
-    chooses how each linear layer is stored (None: as the model's tensors say), `stage` is the part of a pipeline, and
-    `has_fp8_units` says whether FP8 weights are multiplied with activations in FP8, or with plain ones, and
-    `fp8_accumulation` how such products are added up (`RunConfig`).
-    `batch_invariant`: a token's results have the same bits in every batch (see `ModelConfig.check_batch_invariant`).
-    `has_adapters`: rows may have LoRA adapters, which the layers are given later (`adapter_bank.py`).
-    Raises ConfigError where the shapes do not divide by the group's size, or the layers are too few.
+    chooses how each linear layer is stored (None: as the model's tensors say), `stage` is the pipeline stage,
+    `has_fp8_units` says whether FP8 weights are multiplied with activations in FP8 or with plain ones, and
+    `fp8_accumulation` how such products are accumulated (`RunConfig`). `batch_invariant`: a token's results are bitwise
+    identical in every batch (see `ModelConfig.check_batch_invariant`). `has_adapters`: rows may have LoRA adapters,
+    which the layers are given later (`adapter_bank.py`). Raises ConfigError if the shapes are not divisible by the
+    group's size, or there are too few layers.
     """
     import torch
 
@@ -73,5 +73,5 @@ def build_model(
 
 
 def _stored_dtype(dtype: torch.dtype) -> StoredDtype:
-    """The name of a torch type, as the geometry spells it."""
+    """Return the name of a torch type, as spelled in the geometry."""
     return next(name for name in get_args(StoredDtype) if str(dtype) == f"torch.{name}")

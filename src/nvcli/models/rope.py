@@ -19,7 +19,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> tup
     """Compute (inverse frequencies [rotary_dim / 2] float32 on the CPU, the factor on cosines and sines).
 
     `max_positions` is the length of the longest sequence of the run, by which longrope chooses its factors. Up to a
-    model's own length, which no run exceeds, dynamic rope is the default.
+    model's own length, which no run exceeds, dynamic rope equals default rope.
     """
     dim = rope.rotary_dim(head_dim)
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
@@ -44,7 +44,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int, max_positions: int) -> tup
 class RotaryTable(DerivedModule):
     """Cosines and sines of every position: positions [T] → [T, D] float32, D/2 cosines then D/2 sines.
 
-    They stand in the order of `RopeConfig.row_order`; dimensions that do not turn have an angle of 0.
+    They are in the order of `RopeConfig.row_order`; dimensions that are not rotated have an angle of 0.
     """
 
     table: Tensor
@@ -85,7 +85,7 @@ def _llama3(rope: RopeConfig, inv_freq: Tensor) -> Tensor:
 
 def _yarn(rope: RopeConfig, dim: int) -> Tensor:
     def dimension_of(rotations: float) -> float:
-        """The dimension whose angle turns that often over the original length."""
+        """Return the dimension whose angle makes that many rotations over the original length."""
         length = rope.original_max_position_embeddings
         return dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 

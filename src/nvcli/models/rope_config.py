@@ -13,7 +13,7 @@ from nvcli.models.json_file import JsonFile
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 
 _ALIASES = {"su": "longrope", "mrope": "default"}
-"""Older names. With text alone, the three positions of multimodal rope are one."""
+"""Older names. For text, the three positions of multimodal rope are equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +23,11 @@ class RopeConfig:
     rope_type: RopeType
     theta: float
     partial_rotary_factor: float = 1.0
-    """The share of each head that is rotated; of type `proportional`, the share of its frequencies that are not 0."""
+    """The fraction of each head that is rotated; for type `proportional`, the fraction of its frequencies that are not
+    0."""
     is_interleaved: bool = False
-    """Whether neighbouring dimensions of a head turn together; else dimension i turns with i + half of those that
-    turn."""
+    """Whether neighbouring dimensions of a head are rotated as pairs; otherwise dimension i is paired with i + half the
+    number of rotated dimensions."""
     factor: float = 1.0
     original_max_position_embeddings: int = 0
     """The context length before llama3, yarn or longrope stretched it."""
@@ -40,18 +41,19 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
     """The same for runs of longer sequences."""
     attention_factor: float = 1.0
-    """The factor on cosines and sines of yarn and longrope; transformers' rule derives it where the file does not give
+    """The factor on cosines and sines of yarn and longrope; derived by transformers' rule if the file does not give
     it."""
 
     def rotary_dim(self, head_dim: int) -> int:
-        """How many dimensions of a head turn: an even number."""
+        """Return the number of a head's dimensions that are rotated, which is even."""
         return head_dim if self.rope_type == "proportional" else int(head_dim * self.partial_rotary_factor)
 
     def row_order(self, head_dim: int) -> tuple[int, ...] | None:
-        """The order of a head's dimensions in which dimension i turns with i + head_dim / 2; None: as they are.
+        """Return the order of a head's dimensions in which dimension i is paired with i + head_dim / 2; None: as they
+        are.
 
-        Scores do not change when the dimensions of queries and keys change places together, so ranks keep their
-        projections in this order, and one rotation serves all.
+        Scores do not change when the dimensions of queries and keys are permuted alike, so ranks keep their projections
+        in this order, and one rotation serves all.
         """
         half, turned = head_dim // 2, self.rotary_dim(head_dim)
         if not self.is_interleaved and turned == head_dim:
@@ -76,8 +78,8 @@ def read_rope(
     """Read the rope settings of config.json, as old and new versions of transformers write them.
 
     transformers 5 has everything in `rope_parameters`, for some families by layer type. Before, `rope_theta` was at the
-    top level, and the rest, if any, in `rope_scaling`. `default_theta` stands for a theta that the file does not give;
-    where it is None too, that is a LoadError. `default_partial` stands likewise for `partial_rotary_factor`.
+    top level, and the rest, if any, in `rope_scaling`. `default_theta` is used if the file has no theta; if it is None,
+    a missing theta is a LoadError. `default_partial` is the default of `partial_rotary_factor`.
     """
     rope = rope_section(config, layer_type)
     rope_type = rope.get("rope_type", str, rope.get("type", str, "default"))
@@ -123,7 +125,7 @@ def read_rope(
 
 
 def rope_section(config: JsonFile, layer_type: str = "full_attention") -> JsonFile:
-    """Return the settings of a layer type, with `rope_theta` among them wherever the file has it."""
+    """Return the settings of a layer type, including `rope_theta`, wherever the file has it."""
     key = "rope_scaling" if config.values.get("rope_scaling") else "rope_parameters"
     found = config.values.get(key) or {}
     if not isinstance(found, dict):
@@ -177,13 +179,13 @@ def _factors(rope: JsonFile, key: str, count: int) -> tuple[float, ...]:
     if not isinstance(values, list):
         raise rope.error(key, "missing" if values is None else f"{show(values)} is not a list of numbers")
     if len(values) != count:
-        raise rope.error(key, f"has {len(values)} numbers, and {count} frequencies are rotated")
+        raise rope.error(key, f"has {len(values)} numbers, but {count} frequencies are rotated")
     numbers = rope.with_values({str(i): value for i, value in enumerate(values)}, f"{rope.section}{key}.")
     return tuple(numbers.positive_number(str(i)) for i in range(count))
 
 
 def _beta(rope: JsonFile, key: str, default: float) -> float:
-    """The value of `key`, which must be above zero. Absent or 0, it is `default`, as in transformers."""
+    """Return the value of `key`, which must be above zero, or `default` if it is absent or 0, as in transformers."""
     return default if rope.get(key, float, default) == 0.0 else rope.positive_number(key, default)
 
 

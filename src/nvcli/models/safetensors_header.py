@@ -25,7 +25,7 @@ _METADATA = "__metadata__"
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    """The header's entry of a tensor, as it is spelled there."""
+    """The header's entry of a tensor, with the fields' names as there."""
 
     dtype: str
     shape: tuple[Annotated[int, Meta(ge=0)], ...]
@@ -68,7 +68,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def unreadable(file: Path, error: OSError) -> LoadError:
-    """Return the error of a weight file that cannot be opened."""
+    """Return the error for a weight file that cannot be opened."""
     if isinstance(error, FileNotFoundError):
         return LoadError(f"{file}: {error.strerror}, though {INDEX_FILE} or a link names it; download it")
     return LoadError(f"{file}: cannot be read: {error.strerror}; download it again")

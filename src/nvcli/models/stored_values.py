@@ -1,7 +1,7 @@
 """OpenFiles: the values of a checkpoint's tensors, read piece by piece from the files that hold them.
 
-Whatever the format of a quantised weight, its codes, zeros and scales become matrices of the part that is asked for,
-and the values are (code - zero) × scale.
+Whatever the format of a quantised weight, its codes, zeros and scales are read as matrices of the requested part, and
+its values are (code - zero) × scale.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class StoredPart(NamedTuple):
 class OpenFiles:
     """The files of a checkpoint that one thread reads, each opened once. They are closed at the end of a `with`.
 
-    A part of a tensor is some of its rows, or rows and columns. Everything that is read raises SafetensorError and
-    OSError for files that cannot be read, and LoadError where the index of a column's group is not that of a group.
+    A part of a tensor is some of its rows, or rows and columns. Every read raises SafetensorError or OSError for files
+    that cannot be read, and LoadError if a column's group index is out of range.
     """
 
     def __init__(self) -> None:
@@ -56,8 +56,7 @@ class OpenFiles:
     def read(self, info: TensorInfo, part: Sequence[slice], device: torch.device) -> Tensor:
         """Read the values of a part that is not empty: [rows, columns] or [rows].
 
-        What has to be computed or rearranged first is moved to `device` and may be strided there, the rest is on the
-        CPU.
+        Values that are computed or rearranged first are on `device`, where they may be strided; others are on the CPU.
         """
         if info.codes is None:
             return self._read_stored(info, part, device)
@@ -164,7 +163,7 @@ class OpenFiles:
 
 
 def unpack(words: Tensor, packing: Packing, dim: int) -> Tensor:
-    """Return the codes of words or bytes, those of each one after the other along `dim`: with n codes a word, [A, B] →
+    """Unpack the codes of words or bytes, those of each word in sequence along `dim`: with n codes per word, [A, B] →
     uint8 [A × n, B] for dim 0 and [A, B × n] for dim 1."""
     shifts = torch.arange(0, 8 * words.element_size(), packing.bits, dtype=words.dtype, device=words.device)
     if packing.order is not None:
@@ -175,8 +174,8 @@ def unpack(words: Tensor, packing: Packing, dim: int) -> Tensor:
 
 
 def scale_codes(codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
-    """Compute (codes - zeros) × scales, in float32, or in bfloat16 where both are in it, as such numbers of FP4 are
-    exact. codes: of any shape; scales, zeros: as large, or 1 in dimensions that share them."""
+    """Compute (codes - zeros) × scales, in float32, or in bfloat16 if both are in it, which is exact for FP4. codes: of
+    any shape; scales, zeros: as large, or 1 in dimensions that share them."""
     if codes.dtype == scales.dtype:
         return codes * scales
     values = numbers(codes) if codes.dtype == FP8 else codes.float()  # a copy
@@ -184,16 +183,16 @@ def scale_codes(codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> T
 
 
 def _is_whole(part: slice, size: int) -> bool:
-    """Whether a part is whole blocks of `size`."""
+    """Whether a part consists of whole blocks of `size`."""
     return bool(part.start % size == 0 and part.stop % size == 0)
 
 
 def _blocks_of(part: slice, size: int, device: torch.device) -> Tensor:
-    """Return for each index of a part the number of its block, from the part's first one on."""
+    """Return the block number of each index of a part, counted from the part's first block."""
     return torch.arange(part.start, part.stop, device=device).floor_divide_(size).sub_(part.start // size)
 
 
 def _spread(grid: Tensor, row_of: Tensor | None, group_of: Tensor) -> Tensor:
-    """Give each row and column its number of a grid, whose dimensions of 1 all share."""
+    """Expand a grid to one number per row and column; a dimension of size 1 is shared by all."""
     grid = grid if row_of is None or len(grid) == 1 else grid[row_of]
     return grid if grid.shape[1] == 1 else grid[:, group_of]

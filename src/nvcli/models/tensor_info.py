@@ -1,4 +1,4 @@
-"""TensorInfo: where in a checkpoint's files a tensor is, and how they hold it. Torch-free."""
+"""TensorInfo: where in a checkpoint's files a tensor is, and how it is stored. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Numbers = Literal["integer", "fp8", "fp4"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Several codes under one index of a tensor."""
+    """Several codes stored under one index of a tensor."""
 
     bits: int
     """The size of a code."""
     dim: Literal[0, 1]
-    """The dimension of the weight [out, in] whose neighbours stand together."""
+    """The dimension of the weight [out, in] along which neighbours are packed together."""
     per_index: int
-    """How many codes stand under an index."""
+    """The number of codes per index."""
     block_size: int = 1
-    """How many elements of the file's tensor they fill, which are then its last dimension."""
+    """The number of elements of the file's tensor that they fill, which then form its last dimension."""
     order: tuple[int, ...] | None = None
-    """The place among its neighbours of each code of a word, from the lowest bits on; None: their own order."""
+    """The position of each code of a word among its neighbours, from the lowest bits up; None: in order."""
 
     @classmethod
     def in_words(cls, bits: int, dim: Literal[0, 1], order: tuple[int, ...] | None = None) -> Packing:
@@ -35,11 +35,11 @@ class Packing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codes:
-    """The values of a quantised weight's codes: (code - zero) × scale."""
+    """The decoding of a quantised weight's codes: (code - zero) × scale."""
 
     numbers: Numbers
     block: tuple[int, int]
-    """(rows, columns) that share a scale; 0 columns: those to which `groups` gives one number."""
+    """(rows, columns) that share a scale; 0 columns: those with the same number in `groups`."""
     scales: TensorInfo
     """Floating-point numbers, or exponents of 2 where they are stored as integers (`kernels/mxfp4.py`)."""
     zeros: TensorInfo | None = None
@@ -47,7 +47,7 @@ class Codes:
     zero: int = 0
     """A number that is added to stored zeros."""
     groups: TensorInfo | None = None
-    """The number of each column's group, where the columns of a group do not follow each other."""
+    """The number of each column's group, if the columns of a group are not contiguous."""
     factor: TensorInfo | None = None
     """A number by which all scales are multiplied."""
     divides: bool = False
@@ -55,7 +55,7 @@ class Codes:
 
     @property
     def has_small_scales(self) -> bool:
-        """Whether scales are numbers of few bits: exponents of 2, or times a factor."""
+        """Whether scales have few bits: powers of 2, or numbers times a factor."""
         return self.factor is not None or self.scales.dtype == "U8"
 
 
@@ -66,7 +66,7 @@ class Features:
     first: int = 0
     """The feature of the weight's first row."""
     step: int = 1
-    """How far the features of its rows are apart."""
+    """The distance between the features of its rows."""
 
     def range(self, rows: slice) -> slice:
         """Return the features of these rows of the weight, which is not empty."""
@@ -78,7 +78,7 @@ class Features:
 class LowRankChange:
     """A change of a weight W [out, in] by an adapter: W + scaling × upᵀ down.
 
-    With `magnitude` (DoRA) the rows of the sum are brought to these lengths.
+    With `magnitude` (DoRA) the rows of the sum are rescaled to these lengths.
     """
 
     up: TensorInfo
@@ -121,22 +121,22 @@ class TensorInfo:
     name: str
     """Its name in the file."""
     shape: tuple[int, ...]
-    """For codes, that of the weight."""
+    """For codes, the shape of the weight."""
     dtype: str
     """safetensors' name: F32, BF16, …"""
     num_bytes: int
     first_row: int = 0
     """The first of the rows in the file's tensor."""
     expert: int | None = None
-    """The number of its matrix, where the file's tensor is a stack of those of all experts."""
+    """The expert's number, if the file's tensor stacks the matrices of all experts."""
     row_step: int = 1
-    """How far the rows are apart in the file's tensor."""
+    """The distance between its rows in the file's tensor."""
     is_transposed: bool = False
     """Whether the file's matrices are [in, out]."""
     packing: Packing | None = None
-    """How codes are packed; None: each stands under an index of its own."""
+    """How codes are packed; None: each has an index of its own."""
     codes: Codes | None = None
-    """The values of its numbers, where they are the codes of a quantised weight."""
+    """The decoding of its numbers, if they are the codes of a quantised weight."""
     changes: tuple[WeightChange, ...] = ()
     """Changes by an adapter, in this order (`adapters/merge.py`)."""
 

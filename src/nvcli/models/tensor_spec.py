@@ -16,14 +16,14 @@ DTYPE_BYTES: dict[KeptDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, 
 """Bytes of one element."""
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Projections that files may hold as one tensor, whose rows are those of the projections one after the other."""
+"""Projections that files may hold as one tensor, which concatenates their rows."""
 
 EXPERTS = "experts"
-"""The name of a layer's experts in its MLP; behind it stands the number of one of them."""
+"""The name of a layer's experts in its MLP; an expert's number follows it."""
 
 Part = Literal["embeddings", "attention", "MLP", "experts", "norms", "LM head"]
-"""The items of a memory report that weights are counted under. Experts are those that a router chooses; the router
-itself and an expert of all tokens belong to the MLP."""
+"""The items of a memory report under which weights are counted. Experts are those that a router chooses; the router
+itself and a shared expert belong to the MLP."""
 
 
 class Sharding(Enum):
@@ -36,7 +36,7 @@ class Sharding(Enum):
     COLUMNS = "columns"
     """Each rank holds some of the columns of [out, in]."""
     EXPERTS = "experts"
-    """Each rank holds some of the experts of [experts, …], all of each."""
+    """Each rank holds some of the experts of [experts, …], each of them whole."""
     VOCAB = "vocab"
     """Each rank holds some of the rows of [vocabulary, hidden], padded so that all hold equally many."""
 
@@ -62,28 +62,28 @@ class TensorSpec:
     scaling: FP8Scaling | None = None
     """The scaling of a weight that ranks keep in FP8, with scales in float32; None: they keep it in another type."""
     w4: StoredGroups | None = None
-    """How the checkpoint has it in 4 bits, where ranks keep it so; None: they keep it in another type. `dtype` is then
-    that of the values."""
+    """How the checkpoint groups its 4-bit codes, if ranks keep these (`dtype` is then the type of the values); None:
+    ranks keep it in another type."""
     is_of_experts: bool = False
-    """Whether a checkpoint has it for each expert by itself; `stored_name` says under which names."""
+    """Whether a checkpoint stores it separately for each expert, under the names of `stored_name`."""
     kept_with: tuple[str, ...] = ()
-    """The projections, by the last parts of their names, that ranks keep alike in FP8 or 4 bits, itself among them,
-    where they keep weights so; none: it is never kept so."""
+    """The projections, by the last parts of their names and including this one, that ranks keep together in FP8 or 4
+    bits; empty: it is never kept so."""
 
     def stored_name(self, expert: int | None) -> str:
-        """The name in a checkpoint, of one expert's tensor where it is of experts."""
+        """Return its name in a checkpoint; `expert` selects one expert's tensor if it is of experts."""
         assert self.is_of_experts == (expert is not None)
         return self.name if expert is None else self.name.replace(f".{EXPERTS}.", f".{EXPERTS}.{expert}.")
 
     @property
     def stored_names(self) -> Iterator[str]:
-        """All its names in a checkpoint."""
+        """Yield all its names in a checkpoint."""
         experts = range(self.shape[0]) if self.is_of_experts else (None,)
         return (self.stored_name(expert) for expert in experts)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape of what stands under each of the names."""
+        """The shape of the tensor under each of these names."""
         return self.shape[1:] if self.is_of_experts else self.shape
 
     def shard(self, rank: int, size: int) -> tuple[slice, ...]:
@@ -101,7 +101,7 @@ class TensorSpec:
         return *whole[: self._axis], part, *whole[self._axis + 1 :]
 
     def kept_shape(self, size: int) -> tuple[int, ...]:
-        """The shape of what each of `size` ranks keeps, padding included."""
+        """Return the shape that each of `size` ranks keeps, including padding."""
         if self.sharding is Sharding.REPLICATED:
             return self.shape
         if self.sharding is Sharding.VOCAB:
@@ -110,7 +110,7 @@ class TensorSpec:
         return *self.shape[: self._axis], length, *self.shape[self._axis + 1 :]
 
     def kept_bytes(self, size: int) -> int:
-        """The bytes of what each of `size` ranks keeps, padding and scales included."""
+        """Return the bytes that each of `size` ranks keeps, including padding and scales."""
         shape = self.kept_shape(size)
         if (w4 := self.w4_format(size)) is not None:
             *outer, rows, columns = shape
@@ -124,7 +124,7 @@ class TensorSpec:
         return num_bytes + num_scales * DTYPE_BYTES["float32"]
 
     def w4_format(self, size: int) -> W4Format | None:
-        """How each of `size` ranks keeps it in 4 bits; None: they keep it in another type."""
+        """Return how each of `size` ranks keeps it in 4 bits; None: they keep it in another type."""
         if self.w4 is None:
             return None
         kept = self.w4.kept(self.kept_shape(size)[-1])
@@ -152,19 +152,19 @@ def matrix(
     part: Part,
     kept_with: tuple[str, ...] = (),
 ) -> TensorSpec:
-    """A weight [out, in], or another of several dimensions."""
+    """Return a weight [out, in], or one of more dimensions."""
     return TensorSpec(
         name=f"{name}.weight", shape=shape, sharding=sharding, dtype=dtype, part=part, kept_with=kept_with
     )
 
 
 def vector(name: str, size: int, sharding: Sharding, part: Part, dtype: StoredDtype = "float32") -> TensorSpec:
-    """Numbers [size] that are kept in the type in which they are used."""
+    """Return a vector [size], which is kept in the type in which it is used."""
     return TensorSpec(name=name, shape=(size,), sharding=sharding, dtype=dtype, part=part)
 
 
 def with_bias(weight: TensorSpec, *, bias: bool) -> Iterator[TensorSpec]:
-    """A projection's weight, and its bias [out], or [experts, out], where it has one."""
+    """Yield a projection's weight, and its bias [out], or [experts, out], if it has one."""
     yield weight
     if bias:
         sharding = Sharding.REPLICATED if weight.sharding is Sharding.COLUMNS else weight.sharding

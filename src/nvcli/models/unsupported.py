@@ -1,4 +1,4 @@
-"""A model whose architecture is not served: which kind of model it is, or which family its config.json fits."""
+"""Explanations for unsupported architectures: which kind of model it is, or which family its config.json fits."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ _INERT = frozenset(
         "use_sliding_window",
     )
 )
-"""Keys that say nothing of what a model computes, or only beside others."""
+"""Keys that say nothing about what a model computes, or do so only together with others."""
 _MOST_UNREAD = 2
-"""A family that reads all keys but so many may be meant; the message names them."""
+"""A family that reads all but at most this many keys may fit; the message names those keys."""
 _CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
 
 
 def describe_unsupported(name: str, config: JsonFile, read: Callable[[JsonFile], object]) -> str:
-    """Return what there is to say of an architecture that is not served.
+    """Return the explanation for an unsupported architecture.
 
-    `read` makes a model of a config.json; it raises LoadError or ConfigError for one that does not fit.
+    `read` makes a model from a config.json; it raises LoadError or ConfigError for one that does not fit.
     """
     kind = _kind(name, config.values)
     if kind is not None:
         return kind
     found = _nearest(name, config, read)
     if found is None:
-        return "its config.json fits none of the families that are"
+        return "its config.json fits no supported family"
     family, unread = found
     other = family.architectures[0]
     apart = f" but for {' and '.join(f'`{key}`' for key in unread)}" if unread else ""
@@ -75,7 +75,7 @@ def describe_unsupported(name: str, config: JsonFile, read: Callable[[JsonFile],
 
 
 def _kind(name: str, values: Mapping[str, Any]) -> str | None:
-    """Say which kind of model it is, where nvcli computes none of that kind; None where nothing says so."""
+    """Say which kind of model it is, if nvcli supports none of that kind; None if nothing says so."""
     kind = None
     if values.get("is_encoder_decoder") is True:
         kind = "an encoder with a decoder"
@@ -93,9 +93,10 @@ def _kind(name: str, values: Mapping[str, Any]) -> str | None:
 
 
 def _nearest(name: str, config: JsonFile, read: Callable[[JsonFile], object]) -> tuple[Family, list[str]] | None:
-    """Return the family that reads most of a config.json's keys, and those that it does not; None: no family fits.
+    """Return the family that reads most of a config.json's keys, and the keys that it does not read; None: no family
+    fits.
 
-    Among families that read as many, the name decides.
+    Among families that read equally many, the name decides.
     """
     fitting: list[tuple[Family, list[str]]] = []
     for family in FAMILIES:
@@ -116,7 +117,7 @@ def _nearest(name: str, config: JsonFile, read: Callable[[JsonFile], object]) ->
 
 
 def _first_word(name: str) -> str:
-    """Return the word with which an architecture's name begins: `Qwen3MoeForCausalLM` → `Qwen`."""
+    """Return the first word of an architecture's name: `Qwen3MoeForCausalLM` → `Qwen`."""
     return re.sub("(?<=[a-z])[^a-z].*", "", name)
 
 
@@ -125,5 +126,5 @@ def _is_inert(key: str, value: Any) -> bool:
 
 
 def _is_read(key: str, config: JsonFile, read: Callable[[JsonFile], object], model: object) -> bool:
-    """Tell whether a key of a config.json, of which `read` makes the model, is looked at."""
+    """Whether `read`, which makes `model` from a config.json, looks at a key of it."""
     return is_read(lambda value: read(config.with_values({**config.values, key: value})), model)

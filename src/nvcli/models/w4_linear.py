@@ -1,7 +1,7 @@
 """W4LinearMethod: linear layers whose weights ranks keep in the 4 bits of a checkpoint (`kernels/w4.py`).
 
-Where the checkpoint has chosen groups by importance (act-order), the columns of a weight are kept group by group, and
-the activations are put into the same order before they are multiplied.
+If the checkpoint grouped columns by importance (act-order), the columns of a weight are kept group by group, and
+activations are reordered to match before they are multiplied.
 """
 
 from __future__ import annotations
@@ -70,6 +70,6 @@ class W4LinearMethod(PlainLinearMethod):
         return w4_linear_for_sum(self._inputs(layer, x), layer.weight, layer.weight_scale, self.format, residual)
 
     def _inputs(self, layer: ShardedLinear, x: Activations) -> Tensor:
-        """Put activations into the order of the weight's columns."""
+        """Reorder activations to match the weight's columns."""
         assert isinstance(x, Tensor), "only FP8 layers take quantised rows"
         return x.index_select(1, layer.column_order[0]) if self.has_order else x

@@ -1,4 +1,4 @@
-"""How a model's parameters come from a checkpoint: each layer declares it, the loader carries it out.
+"""The mapping from checkpoint tensors to a model's parameters: layers declare it, and the loader carries it out.
 
 A layer knows which part of which tensor this rank has (`geometry.py`) and where it goes; the loader knows files and
 threads. Neither knows the other.
@@ -19,7 +19,7 @@ from nvcli.models.tensor_spec import TensorSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleTarget:
-    """The place of the scales of codes, in the module that declares the source of the codes."""
+    """The destination of the codes' scales, in the module that declares the source of the codes."""
 
     parameter: str
     write: tuple[int | slice, ...]
@@ -35,19 +35,19 @@ class WeightSource:
 
     tensor: TensorSpec
     expert: int | None = None
-    """The expert whose tensor it is, where the tensor is of experts."""
+    """The expert whose tensor it is, if the tensor is of experts."""
     read: tuple[slice, ...]
-    """This rank's part of the stored tensor. It is empty where that is all padding."""
+    """This rank's part of the stored tensor. It is empty if that is all padding."""
     parameter: str
     """The parameter's name in the module that declares the source."""
     write: tuple[int | slice, ...]
-    """Its place in the parameter; as large as `read`, or for words of 4-bit codes as these are."""
+    """Its place in the parameter; as large as `read`, or as the words of 4-bit codes."""
     scales: ScaleTarget | None = None
-    """The place of the scales, for a parameter that holds codes; None for other parameters."""
+    """The destination of the scales, for a parameter that holds codes; None for other parameters."""
 
     @property
     def stored_name(self) -> str:
-        """The name of what is read in a checkpoint."""
+        """The name of the checkpoint's tensor that is read."""
         return self.tensor.stored_name(self.expert)
 
     def in_fp8(self, parameter: str, scaling: FP8Scaling) -> WeightSource:
@@ -68,14 +68,14 @@ class WeightSource:
 
 
 class WeightModule(nn.Module, ABC):
-    """A module with parameters of its own. What its sources leave uncovered is padding and becomes zero."""
+    """A module with parameters of its own. Elements that its sources do not cover are padding and become zero."""
 
     @abstractmethod
     def weight_sources(self) -> Iterator[WeightSource]:
         """The sources of this module's own parameters. A module that uses another one's parameter declares none."""
 
     def weight_problem(self) -> str | None:
-        """Say why what was loaded does not belong together, and the way out; None: it does."""
+        """Say why the loaded weights cannot be used together, and what to do; None if they can."""
         return None
 
 
@@ -88,21 +88,22 @@ class DerivedModule(nn.Module, ABC):
 
 
 def empty_parameter(tensor: TensorSpec, *shape: int) -> nn.Parameter:
-    """A parameter of that shape, in the type that ranks keep the tensor in."""
+    """Return a parameter of this shape, in the type in which ranks keep the tensor."""
     memory: Tensor = torch.empty(shape, dtype=getattr(torch, tensor.dtype))
     return nn.Parameter(memory, requires_grad=False)
 
 
 def empty_fp8_scales(weight: nn.Parameter, scaling: FP8Scaling) -> nn.Parameter:
-    """The scales of a weight [..., out, in]: [..., out], or for blocks [..., out / 128, in / 128], rounded up."""
+    """Return the scales of a weight [..., out, in]: [..., out], or for blocks [..., out / 128, in / 128], rounded
+    up."""
     *outer, rows, columns = weight.shape
     scales = torch.empty(*outer, *scale_shape(rows, columns, scaling), dtype=torch.float32)
     return nn.Parameter(scales, requires_grad=False)
 
 
 def empty_w4(shape: Sequence[int], kept: W4Format) -> tuple[nn.Parameter, nn.Parameter]:
-    """The words and the scales of a weight [..., out, in] in 4 bits: [..., out, words] int16 and [..., groups, out]
-    int32."""
+    """Return the words and the scales of a weight [..., out, in] in 4 bits: [..., out, words] int16 and [..., groups,
+    out] int32."""
     *outer, rows, columns = shape
     words = torch.empty(*outer, rows, kept.words_of_row(columns), dtype=torch.int16)
     scales = torch.empty(*outer, kept.scales_of_row(columns), rows, dtype=torch.int32)
@@ -110,5 +111,5 @@ def empty_w4(shape: Sequence[int], kept: W4Format) -> tuple[nn.Parameter, nn.Par
 
 
 def length(part: slice) -> int:
-    """How many indices the slice covers."""
+    """Return the number of indices that the slice covers."""
     return int(part.stop) - int(part.start)

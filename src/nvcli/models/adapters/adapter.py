@@ -1,8 +1,8 @@
-"""Adapter: what a LoRA adapter changes of a decoder's tensors. Torch-free; reads headers only.
+"""Adapter: what a LoRA adapter changes in a decoder's tensors. Torch-free; reads headers only.
 
-PEFT names tensors by the modules of the model in transformers. Here they are found under the decoder's names, whatever
-one side fuses and the other does not, and are checked against its shapes. The loader lays the changes over the tensors
-of the checkpoint (`Adapter.over`), and whatever part of a tensor a rank reads comes with its changes (`merge.py`).
+PEFT names tensors after the modules of the model in transformers. Here they are mapped to the decoder's names, even if
+only one side fuses projections, and checked against its shapes. The loader attaches the changes to the checkpoint's
+tensors (`Adapter.over`), and whatever part of a tensor a rank reads includes its changes (`merge.py`).
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from nvcli.models.tensor_spec import TensorSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """The changes of an adapter, under the decoder's names of tensors, those of each expert by itself."""
+    """An adapter's changes by the decoder's tensor names, with each expert's tensors listed separately."""
 
     config: AdapterConfig
     changes: Changes
     replaced: Mapping[str, TensorInfo]
-    """Tensors that the adapter has in place of the checkpoint's."""
+    """Tensors of the adapter that replace the checkpoint's."""
     unties_head: bool
-    """Whether the LM head, which is tied to the embedding, needs a weight of its own."""
+    """Whether an LM head that is tied to the embedding needs a weight of its own."""
     keeps_tie: bool
     """Whether the LM head stays tied to the embedding."""
     left: tuple[str, ...]
-    """The names in the adapter of tensors for other parts than the text model."""
+    """Names of the adapter's tensors for parts other than the text model."""
 
     @property
     def note(self) -> str | None:
-        """Note for the user about tensors that have no effect; None: there are none."""
+        """Return the note for the user about tensors that have no effect; None if there are none."""
         if not self.left:
             return None
         return f"the adapter's {len(self.left):,} tensors for other parts of the model ({self.left[0]}, …) are left out"
@@ -52,15 +52,15 @@ class Adapter:
         return replace(model, tie_word_embeddings=False) if self.unties_head else model
 
     def check_kept(self, model: ModelConfig) -> None:
-        """Raise ConfigError where ranks keep a weight that is changed in the 4 bits of the checkpoint."""
+        """Raise ConfigError if ranks are to keep a weight in the checkpoint's 4 bits that the adapter changes."""
         for tensor in model_tensors(model, model.dtype):
             if tensor.w4 is None:
                 continue
             changed = next((n for n in tensor.stored_names if n in self.changes or n in self.replaced), None)
             if changed is not None:
                 raise ConfigError(
-                    f"`quantization` is w4a16, and the adapter (`lora`) changes {changed}, which then has no 4 bits in "
-                    "the checkpoint: use quantization: none, or fp8, which is made of the changed values"
+                    f"`quantization` is w4a16, and the adapter (`lora`) changes {changed}, whose new values the "
+                    "checkpoint's 4 bits do not hold: use quantization: none, or fp8, which quantises the new values"
                 )
 
     def over(self, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -69,7 +69,7 @@ class Adapter:
         if self.unties_head and TIED_TO in found:
             found.setdefault(TIED_HEAD, found[TIED_TO])
         if TIED_TO in self.replaced and self.keeps_tie:
-            found.pop(TIED_HEAD, None)  # a copy of what is replaced, where it is tied
+            found.pop(TIED_HEAD, None)  # if tied, a copy of what is replaced
         found |= {name: info for name, info in self.replaced.items() if name in found}
         found |= {
             name: replace(found[name], changes=changes) for name, changes in self.changes.items() if name in found
@@ -80,8 +80,8 @@ class Adapter:
 def read_adapter(folder: Path, model: ModelConfig) -> Adapter:
     """Read an adapter for a model.
 
-    Raises LoadError that names the file, and the tensor or the key, where the adapter is damaged, was made for another
-    model, or does what is not served.
+    Raises LoadError, naming the file and the tensor or key, if the adapter is damaged, was made for another model, or
+    needs something that is not supported.
     """
     config, stored = read_adapter_config(folder), read_adapter_tensors(folder)
     is_headless = model.decoder.layout.is_headless
@@ -97,7 +97,7 @@ def read_adapter(folder: Path, model: ModelConfig) -> Adapter:
         raise LoadError(f"{stored.file}: changes nothing of the text model; it has tensors of other parts only")
     unties = not is_headless and model.tie_word_embeddings and _needs_own_head(config, changes, replaced)
     keeps_tie = model.tie_word_embeddings and not unties
-    if keeps_tie:  # what changes the embedding changes the head
+    if keeps_tie:  # changes to the embedding apply to the head
         changes.pop(TIED_HEAD, None)
         replaced.pop(TIED_HEAD, None)
     return Adapter(
@@ -111,7 +111,7 @@ def read_adapter(folder: Path, model: ModelConfig) -> Adapter:
 
 
 def _needs_own_head(config: AdapterConfig, changes: Changes, replaced: Mapping[str, TensorInfo]) -> bool:
-    """Tell whether a tied LM head differs from the embedding once the adapter is merged."""
+    """Whether a tied LM head differs from the embedding once the adapter is merged."""
     of_embedding, of_head = changes.get(TIED_TO, ()), changes.get(TIED_HEAD, ())
     is_replaced = TIED_TO in replaced or TIED_HEAD in replaced
     if not (of_embedding or of_head or is_replaced):
@@ -119,7 +119,7 @@ def _needs_own_head(config: AdapterConfig, changes: Changes, replaced: Mapping[s
     if config.ties_weights and (of_embedding or TIED_TO in replaced):
         return False
     has_rows_alone = all(isinstance(change, RowsChange) for change in (*of_embedding, *of_head))
-    return is_replaced or not of_embedding or not has_rows_alone  # rows of tokens are those of both, as PEFT has it
+    return is_replaced or not of_embedding or not has_rows_alone  # token rows apply to both, as in PEFT
 
 
 def _replaced(
@@ -129,7 +129,7 @@ def _replaced(
     wanted: tuple[TensorSpec, ...],
     reader: AdapterReader,
 ) -> dict[str, TensorInfo]:
-    """Return the tensors that the adapter has whole: modules to save, biases, and embeddings that were saved along."""
+    """Return the tensors that the adapter stores whole: modules to save, biases, and embeddings that were saved too."""
     found: dict[str, TensorInfo] = {}
     for name, info in stored.whole.items():
         if (known := names.find(name)) is not None:

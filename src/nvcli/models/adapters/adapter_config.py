@@ -1,8 +1,8 @@
 """AdapterConfig: what PEFT's adapter_config.json says. Torch-free.
 
-Keys that change what an adapter computes are read or refused by their names; those about training alone (dropout, how
-the weights began) are passed over. Names of modules are those of the model in transformers, as PEFT writes them.
-Source of all rules: peft 0.21, `tuners/tuners_utils.py` and `tuners/lora`.
+Keys that change what an adapter computes are read or refused by name; those that concern only training (dropout, weight
+initialisation) are ignored. Names of modules are those of the model in transformers, as PEFT writes them. Source of all
+rules: peft 0.21, `tuners/tuners_utils.py` and `tuners/lora`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _ALL_LINEAR = "all-linear"
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 """Modules that `all-linear` leaves out."""
 _CHANGES_NO_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
-"""Values of `init_lora_weights` with which the base model stays as it is."""
+"""Values of `init_lora_weights` that leave the base model unchanged."""
 _REFUSED = {
     "alora_invocation_tokens": "it is active from some token on, and is not served",
     "layer_replication": "models with repeated layers are not served",
     "kasa_config": "it replaces the base model's weights, and is not served",
 }
-"""Keys with an effect that is not served, unless they are null or empty."""
+"""Keys whose effect is not supported, unless they are null or empty."""
 _KNOWN_SWITCHES = ("use_rslora", "use_dora")
 _KNOWN_SETTINGS = ("loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config", "megatron_config")
-"""Settings of a beginning (`init_lora_weights`) or of training."""
+"""Settings of the initialisation (`init_lora_weights`) or of training."""
 MERGE_IT = "merge it into its base model with peft's merge_and_unload, and give the result as --model"
 _LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 
@@ -44,7 +44,7 @@ class AdapterConfig:
 
     file: JsonFile
     base: str | None
-    """The name of its base model; None: it does not say."""
+    """The name of its base model; None if the file does not say."""
     rank: int
     alpha: float
     scales_by_root: bool
@@ -58,13 +58,13 @@ class AdapterConfig:
     """Whether its products have a bias (`lora_bias`)."""
     targets: TargetModules
     target_parameters: tuple[str, ...]
-    """Ends of the names of parameters that no linear layer has, such as stacks of experts."""
+    """Name suffixes of parameters that belong to no linear layer, such as stacks of experts."""
     modules_to_save: tuple[str, ...]
-    """Ends of the names of modules whose weights it replaces."""
+    """Name suffixes of modules whose weights it replaces."""
     token_ids: Mapping[str, tuple[int, ...]]
-    """End of an embedding's name → the tokens whose rows it replaces."""
+    """Suffix of an embedding's name → the tokens whose rows it replaces."""
     ties_weights: bool
-    """Whether what changes the embedding changes an LM head that is tied to it."""
+    """Whether changes to the embedding also apply to an LM head that is tied to it."""
 
     def scaling(self, module: str) -> tuple[int, float]:
         """Return the rank of a module's matrices, and the number by which their product is multiplied."""
@@ -73,24 +73,24 @@ class AdapterConfig:
         return rank, alpha / (math.sqrt(rank) if self.scales_by_root else rank)
 
     def chooses_parameter(self, name: str) -> bool:
-        """Tell whether `target_parameters` has a parameter."""
+        """Whether `target_parameters` names a parameter."""
         return any(name == end or name.endswith(f".{end}") for end in self.target_parameters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetModules:
-    """The choice of the modules that an adapter changes."""
+    """The rules that choose the modules that an adapter changes."""
 
     names: frozenset[str]
-    """Names, or whole words at their ends."""
+    """Names, or whole words at the end of names."""
     pattern: re.Pattern[str] | None
-    """A pattern of whole names, which stands for `names`."""
+    """A pattern for whole names, in place of `names`."""
     takes_all: bool
     """Whether all linear layers but the LM head are chosen."""
     excluded_names: frozenset[str]
     excluded_pattern: re.Pattern[str] | None
     layers: frozenset[int]
-    """The layers that `names` are chosen in; empty: all."""
+    """The layers in which `names` apply; empty: all."""
     layer_patterns: tuple[re.Pattern[str], ...]
     """Patterns that find the number of a module's layer; none: it is the first number in the name."""
 
@@ -116,7 +116,7 @@ class TargetModules:
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Read adapter_config.json in a folder. Raises LoadError that names the file and the key."""
+    """Read adapter_config.json in a folder. Raises LoadError naming the file and the key."""
     file = JsonFile.read(folder / ADAPTER_CONFIG)
     kind = file.values.get("peft_type")
     if kind not in ("LORA", None):
@@ -146,8 +146,8 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
 
 
 def _refuse_variants(file: JsonFile) -> None:
-    """Raise LoadError for a key that makes the adapter something else than W + B A, in this version of PEFT or another
-    one."""
+    """Raise LoadError for a key that makes the adapter something other than W + B A, in this version of PEFT or
+    another."""
     for key, why in _REFUSED.items():
         if file.values.get(key):
             raise file.error(key, f"{why}; {MERGE_IT}")
@@ -200,7 +200,7 @@ def _names(file: JsonFile, key: str) -> tuple[str, ...]:
 def _numbers(
     file: JsonFile, key: str, read: Callable[[JsonFile, Any, str], float]
 ) -> Iterator[tuple[re.Pattern[str], float]]:
-    """Read a mapping of patterns to numbers. A pattern matches a name, or whole words at its end."""
+    """Read a mapping of patterns to numbers. A pattern matches a whole name, or whole words at its end."""
     found = file.values.get(key) or {}
     if not isinstance(found, dict):
         raise file.error(key, f"{show(found)} is not a mapping of names to numbers")
@@ -210,7 +210,7 @@ def _numbers(
 
 def _rank(file: JsonFile, value: Any, key: str) -> float:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_RANK:
-        raise file.error(key, f"{show(value)} is no rank; allowed: from 1 to {MAX_RANK:,}")
+        raise file.error(key, f"{show(value)} is not a rank; allowed: from 1 to {MAX_RANK:,}")
     return value
 
 
@@ -253,6 +253,6 @@ def _matches(pattern: re.Pattern[str] | None, module: str) -> bool:
 
 
 def _ends(module: str) -> list[str]:
-    """Return a name and all whole words at its end, the longest first."""
+    """Return a name and all its endings that consist of whole words, the longest first."""
     words = module.split(".")
     return [".".join(words[first:]) for first in range(len(words))]

@@ -1,4 +1,4 @@
-"""The tensors of an adapter's folder, by the modules that they belong to. Torch-free; reads the header alone."""
+"""An adapter's tensors, by the modules that they belong to. Torch-free; reads the header alone."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _KINDS = {
     ".lora_magnitude_vector.weight": "magnitude",
     ".token_adapter.trainable_tokens_delta": "rows",
 }
-"""End of a tensor's name → what it is of its module. Everything else stands for a tensor of the base model."""
+"""Suffix of a tensor's name → its role in the module. Any other tensor replaces one of the base model."""
 _MATRICES = {"up": True, "down": False, "up of embedding": False, "down of embedding": True}
-"""Matrices → whether the file has [features, rank], and not [rank, features]."""
+"""Matrix → whether the file stores [features, rank] rather than [rank, features]."""
 _FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 _PICKLED = "adapter_model.bin"
 
@@ -40,14 +40,14 @@ class ModuleTensors:
     name: str
     """The module's name in transformers."""
     depth: int
-    """How many wrappers of PEFT stand around the parameter; those of one module are inside each other."""
+    """The number of PEFT wrappers around the parameter; the wrappers of one module are nested."""
     tensors: Mapping[str, TensorInfo]
     """up, down: [rank, features]; bias, magnitude: [features]; rows: [tokens, hidden]."""
     is_embedding: bool
 
     @property
     def any_tensor(self) -> TensorInfo:
-        """One of them, to name its file."""
+        """One of the tensors, to name its file in messages."""
         return next(iter(self.tensors.values()))
 
 
@@ -58,12 +58,12 @@ class AdapterTensors:
     file: Path
     modules: tuple[ModuleTensors, ...]
     whole: Mapping[str, TensorInfo]
-    """Tensors that replace those of the base model, by the names that transformers has for these."""
+    """Tensors that replace those of the base model, by their names in transformers."""
 
 
 def read_adapter_tensors(folder: Path) -> AdapterTensors:
     """Read which tensors an adapter has. Raises LoadError for a missing or corrupt file, pickled weights, and tensors
-    that are no floating-point numbers or have too many dimensions."""
+    that are not floating-point or have too many dimensions."""
     file = folder / ADAPTER_WEIGHTS
     if not os.path.lexists(file):
         pickled = (folder / _PICKLED).exists()
@@ -103,7 +103,7 @@ def _module(name: str, depth: int, tensors: dict[str, TensorInfo]) -> ModuleTens
 
 
 def _oriented(info: TensorInfo, kind: str) -> TensorInfo:
-    """Return a tensor of a module, a matrix as [rank, features]."""
+    """Return a tensor of a module, with matrices as [rank, features]."""
     wanted = 2 if kind in _MATRICES or kind == "rows" else 1
     if len(info.shape) != wanted or not all(info.shape):
         raise LoadError(

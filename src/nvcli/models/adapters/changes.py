@@ -1,4 +1,4 @@
-"""AdapterReader: an adapter's tensors, module by module, become changes of the decoder's tensors. Torch-free."""
+"""AdapterReader: turns an adapter's tensors, module by module, into changes of the decoder's tensors. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from nvcli.models.checkpoint_check import TIED_HEAD
 from nvcli.models.tensor_info import BiasChange, LowRankChange, RowsChange, TensorInfo, WeightChange
 
 Changes = dict[str, tuple[WeightChange, ...]]
-"""The decoder's name of a tensor → what changes it, in this order."""
+"""The decoder's name of a tensor → its changes, in this order."""
 
 _STACKS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-"""Parameters of transformers' stacks of experts, in the order of its classes, in which PEFT wraps those that it is to
-change: the first is the innermost."""
+"""Parameters of transformers' stacks of experts, in the order of its classes. PEFT wraps those that it changes in this
+order, so the first is the innermost."""
 
 
 class AdapterReader:
@@ -26,12 +26,12 @@ class AdapterReader:
     def __init__(self, config: AdapterConfig, names: DecoderNames) -> None:
         self.changes: Changes = {}
         self.left: list[str] = []
-        """The names of tensors for other parts than the text model."""
+        """Names of tensors for parts other than the text model."""
         self._config = config
         self._names = names
 
     def add(self, module: ModuleTensors) -> None:
-        """Add what changes a module."""
+        """Add the changes of a module."""
         tensors = module.tensors
         stack = self._stack(module)
         if stack is not None:
@@ -54,10 +54,8 @@ class AdapterReader:
         return None
 
     def unknown(self, info: TensorInfo) -> LoadError:
-        """Return the error for a tensor that belongs to nothing in the model."""
-        return LoadError(
-            f"{info.file}: tensor {quote(info.name)} belongs to nothing in this model; {self._other_base()}"
-        )
+        """Return the error for a tensor that matches nothing in the model."""
+        return LoadError(f"{info.file}: tensor {quote(info.name)} matches nothing in this model; {self._other_base()}")
 
     def mismatch(self, info: TensorInfo, name: str) -> LoadError:
         """Return the error for a tensor that does not fit the decoder's tensor `name`."""
@@ -77,7 +75,7 @@ class AdapterReader:
         values, file = module.tensors["rows"], self._config.file
         found = [ids for end, ids in self._config.token_ids.items() if f".{module.name}".endswith(f".{end}")]
         if not found:
-            raise file.error(key, f"names no tokens of {quote(module.name)}, of which {values.file.name} has rows")
+            raise file.error(key, f"names no tokens of {quote(module.name)}, but {values.file.name} has rows of it")
         vocab_size, hidden = self._names.shapes[place.name]
         if values.shape != (len(found[0]), hidden):
             raise self.mismatch(values, place.name)
@@ -86,7 +84,7 @@ class AdapterReader:
         self._add_change(place.name, RowsChange(rows=found[0], values=values))
 
     def _add_product(self, module: ModuleTensors, places: list[Place]) -> None:
-        """Add a product of two matrices for a module, which may be fused of several of the decoder's."""
+        """Add the product of two matrices for a module, which may fuse several of the decoder's."""
         parameter = f"{module.name}.weight"
         problem = self._config.targets.problem(module.name)
         is_parameter = problem is not None and self._config.chooses_parameter(parameter)
@@ -105,7 +103,7 @@ class AdapterReader:
             self._add_biases(module, places, scaling, num_features=up.shape[1])
 
     def _check_product(self, up: TensorInfo, down: TensorInfo, rank: int, places: list[Place], *, num: int = 1) -> None:
-        """`num` products of one rank stand in the two matrices."""
+        """Check two matrices that hold `num` products of the same rank."""
         for info in (up, down):
             if info.shape[0] != rank * num:
                 found = f"{info.shape[0]}" if num == 1 else f"{info.shape[0]:,} for {num:,} experts"
@@ -149,14 +147,14 @@ class AdapterReader:
         elif values.shape != (num_features,):
             problem = f"the bias of {quote(module.name)} has shape {list(values.shape)}; download the adapter again"
         elif any(bias not in self._names.shapes for bias in biases):
-            problem = f"{quote(module.name)} has no bias in the base model that one could be added to; not served"
+            problem = f"{quote(module.name)} has no bias in the base model to add one to; not served"
         if problem is not None or values is None:
             raise self._config.file.error("lora_bias", problem or "")
         for place, bias in zip(places, biases, strict=True):
             self._add_change(bias, BiasChange(values=values, scaling=scaling, features=place.features))
 
     def _stack(self, module: ModuleTensors) -> str | None:
-        """Return the name of the stacked experts' parameter that a module's product changes; None: it has no stacks."""
+        """Return the parameter of stacked experts that a module's product changes; None if the module has no stacks."""
         if all(self._names.find(f"{module.name}.{name}") is None for name in _STACKS[::2]):
             return None
         chosen = [name for name in _STACKS if self._config.chooses_parameter(f"{module.name}.{name}")]
@@ -169,7 +167,7 @@ class AdapterReader:
 
     def _add_stack(self, module: ModuleTensors, parameter: str) -> None:
         """Add the products for all experts: A is [experts × rank, in], expert by expert, and B [out, rank × experts],
-        where neighbours belong to different experts."""
+        in which neighbours belong to different experts."""
         name = self._names.find(parameter)
         if name is None or set(module.tensors) != {"up", "down"}:
             raise self.unknown(module.any_tensor)
@@ -189,13 +187,13 @@ class AdapterReader:
             isinstance(other, LowRankChange) for other in self.changes.get(name, ())
         ):
             raise LoadError(
-                f"{change.up.file}: tensor {quote(change.up.name)} changes {name}, as another one does; download the "
-                "adapter again"
+                f"{change.up.file}: tensor {quote(change.up.name)} changes {name}, which another tensor changes too; "
+                "download the adapter again"
             )
         self.changes[name] = (*self.changes.get(name, ()), change)
 
     def _not_chosen(self, module: ModuleTensors, key: str) -> LoadError:
         return self._config.file.error(
             key,
-            f"leaves out {quote(module.name)}, of which {module.any_tensor.file.name} has tensors; make them agree",
+            f"leaves out {quote(module.name)}, but {module.any_tensor.file.name} has tensors for it; make them agree",
         )

@@ -1,4 +1,4 @@
-"""DecoderNames: the decoder's tensors behind transformers' names for modules and parameters. Torch-free."""
+"""DecoderNames: maps transformers' names of modules and parameters to the decoder's tensors. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from nvcli.models.checkpoint_layout import CheckpointLayout, fused_parts, stacke
 from nvcli.models.tensor_info import Features
 
 _TEXT = ("model.layers.", "model.embed_tokens", "model.norm.", "lm_head.")
-"""How the decoder's own names begin."""
+"""Prefixes of the decoder's own names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A tensor of the decoder that is all or some features of what a name stands for."""
+    """A tensor of the decoder that holds all or some of the features of a tensor in transformers."""
 
     name: str
     features: Features
@@ -23,23 +23,23 @@ class Place:
 class DecoderNames:
     """The names of a decoder's tensors.
 
-    Adapters name modules as the class does that they were trained with: of the whole model with an LM head, of its text
-    part, or of a model without a head.
+    Adapters name modules as in the class that they were trained with: the whole model with an LM head, its text part,
+    or a model without a head.
     """
 
     def __init__(self, layout: CheckpointLayout, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes = shapes
-        """The decoder's names of tensors, those of each expert by itself → their shapes."""
+        """The decoder's tensor names, with each expert's tensors listed separately → shapes."""
         self.layout = layout
         self._layouts = (layout, replace(layout, is_part=False))
 
     def find(self, name: str) -> str | None:
-        """Return the decoder's name of a tensor of transformers, which may be fused of several or a stack of all
-        experts; None: the decoder has none such."""
+        """Return the decoder's name of a tensor in transformers, which may be a fused tensor or a stack of all experts;
+        None if the decoder has no such tensor."""
         return next((one for one in self._candidates(name) if self._is_known(one)), None)
 
     def places(self, name: str) -> list[Place]:
-        """Return the tensors that make up one which `find` found, and is no stack."""
+        """Return the tensors that make up a tensor that `find` found and that is not a stack."""
         if name in self.shapes:
             return [Place(name=name, features=Features())]
         return self._in_turn([part for part in fused_parts(name) if part in self.shapes])
@@ -56,7 +56,7 @@ class DecoderNames:
         ]
 
     def is_left(self, name: str) -> bool:
-        """Tell whether a tensor that was not found is of another part of the model, which stays on disk."""
+        """Whether a tensor that was not found belongs to another part of the model, which stays on disk."""
         return self.layout.decoder_name(name) is None and not any(
             candidate.startswith(_TEXT) for candidate in self._candidates(name)
         )
@@ -66,7 +66,7 @@ class DecoderNames:
         return any(part in self.shapes for part in parts) or bool(stacked_parts(name, self.shapes))
 
     def _in_turn(self, parts: list[str]) -> list[Place]:
-        """Return the parts of a fused tensor, whose rows follow each other."""
+        """Return the parts of a fused tensor, which concatenates their rows."""
         lengths = [self.shapes[part][0] for part in parts]
         return [Place(name=part, features=Features(first=sum(lengths[:number]))) for number, part in enumerate(parts)]
 

@@ -1,4 +1,4 @@
-"""The way to an adapter's folder, from what a user calls it. Torch-free."""
+"""Locating an adapter's folder from the name that a user gives. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _WHAT = "a LoRA adapter is a folder that peft wrote, with adapter_config.json an
 
 def find_adapter(name: str) -> Path:
     """Return the folder of the adapter `name`: a local one, or that of a Hugging Face id, which may end in `@REVISION`
-    and is downloaded where it is not in the local cache.
+    and is downloaded if it is not in the local cache.
 
-    Raises LoadError where there is none, or before its weights are fetched where it does what is not served.
+    Raises LoadError if there is none or, before its weights are fetched, if it needs something that is not supported.
     """
     found = find_local_adapter(name)
     if found is not None:
@@ -30,8 +30,8 @@ def find_adapter(name: str) -> Path:
 
 
 def find_local_adapter(name: str) -> Path | None:
-    """Return the folder of the adapter `name` on this machine; None where `find_adapter` would try a download. Raises
-    as that does."""
+    """Return the folder of the adapter `name` on this machine; None if `find_adapter` would try a download. Raises the
+    same errors."""
     path = Path(os.path.expanduser(name))
     try:
         is_folder, is_there = path.is_dir(), path.exists()

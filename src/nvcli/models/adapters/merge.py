@@ -1,5 +1,5 @@
-"""Values of a checkpoint's tensors with what an adapter changes of them: computed in float32, and rounded by the caller
-when they are stored."""
+"""Values of a checkpoint's tensors with an adapter's changes: computed in float32, and rounded by the caller when they
+are stored."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nvcli.models.tensor_info import BiasChange, LowRankChange, RowsChange, Tens
 def read_values(files: OpenFiles, info: TensorInfo, part: Sequence[slice], device: torch.device) -> Tensor:
     """Read the values of a part of a tensor that is not empty, [rows, columns] or [rows], with its changes.
 
-    Without changes they are as `OpenFiles.read` gives them, otherwise in float32 on `device`. Raises what that does.
+    Without changes they are as `OpenFiles.read` returns them, otherwise in float32 on `device`. Raises the same errors.
     """
     if not info.changes:
         return files.read(info, part, device)

@@ -1,4 +1,4 @@
-"""The check of an adapter for single rows, while other rows have other adapters or none. Torch-free."""
+"""The check of an adapter that only some rows use, while other rows use other adapters or none. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ _WAY_OUT = "give it alone as --lora PATH, for all rows: it is then merged into t
 
 
 def check_row_adapter(adapter: Adapter, model: ModelConfig) -> None:
-    """Raise LoadError that names the key or the tensor where an adapter changes more than products of linear layers,
-    which is what single rows may have of their own."""
+    """Raise LoadError, naming the key or the tensor, if an adapter changes more than products of linear layers, which
+    is all that is supported for single rows."""
     linear = {tensor.name for tensor in model_tensors(model, model.dtype) if _is_linear(tensor)}
     file = adapter.config.file
     if adapter.replaced:
         key = "bias" if adapter.config.saves_biases else "modules_to_save"
-        raise file.error(key, f"{next(iter(adapter.replaced))} is replaced, which single rows cannot have; {_WAY_OUT}")
+        raise file.error(
+            key, f"{next(iter(adapter.replaced))} is replaced, which is not supported for single rows; {_WAY_OUT}"
+        )
     for name, changes in adapter.changes.items():
         for change in changes:
             if (problem := _problem(change)) is not None:
                 key, what = problem
-                raise file.error(key, f"{what} is nothing that single rows can have; {_WAY_OUT}")
+                raise file.error(key, f"{what} is not supported for single rows; {_WAY_OUT}")
         if name not in linear:
             raise file.error(
                 "target_modules",
-                f"{show(name)[1:-1]} is changed, which is of no linear layer of attention or MLP, and single rows can "
-                f"have nothing else; {_WAY_OUT}",
+                f"{show(name)[1:-1]} is changed, but single rows can only change linear layers of attention or MLP; "
+                f"{_WAY_OUT}",
             )
 
 
@@ -41,7 +43,7 @@ def _is_linear(tensor: TensorSpec) -> bool:
 
 
 def _problem(change: WeightChange) -> tuple[str, str] | None:
-    """Return the key of what single rows cannot have, and what it is; None: they can have the change."""
+    """Return the key of a change that is not supported for single rows, and what it is; None if it is supported."""
     if isinstance(change, BiasChange):
         return "lora_bias", "a bias"
     if isinstance(change, RowsChange):
@@ -50,4 +52,4 @@ def _problem(change: WeightChange) -> tuple[str, str] | None:
     if change.magnitude is not None:
         return "use_dora", "DoRA"
     rank = change.down.shape[0]
-    return None if rank <= MAX_ROW_RANK else ("r", f"a rank of {rank:,} (the most are {MAX_ROW_RANK})")
+    return None if rank <= MAX_ROW_RANK else ("r", f"a rank of {rank:,} (at most {MAX_ROW_RANK})")

@@ -1,4 +1,4 @@
-"""FAMILIES: all families that are served, and the look-up of an architecture's name."""
+"""FAMILIES: all supported families, and the lookup of an architecture's name."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ FAMILIES: tuple[Family, ...] = (
     SEED_OSS,
     COHERE2,
 )
-"""In the order in which `nvcli models` lists them."""
+"""Families in the order in which `nvcli models` lists them."""
 
 
 def find_family(architecture: str) -> Family | None:
-    """Return the family of an architecture of config.json; None where it is not served."""
+    """Return the family of an architecture in config.json; None if it is not supported."""
     return next((family for family in FAMILIES if architecture in family.architectures), None)

@@ -12,7 +12,7 @@ from nvcli.models.mixers.mixer import NormConfig
 
 
 def read(config: ModelFile) -> DecoderConfig:
-    """Read windows and rotary positions, which the same layers have."""
+    """Read windows and rotary positions; layers have either both or neither."""
     bias = config.bias()
     window = config.window(4096)
     attention = config.attention(

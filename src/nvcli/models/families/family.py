@@ -1,4 +1,4 @@
-"""Family: a line of models that are read alike, and what `nvcli models` says of it."""
+"""Family: a line of models whose config.json is read in the same way, and its entry in `nvcli models`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nvcli.models.layer_config import DecoderConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Models that one function reads."""
+    """Models that share one reader of config.json."""
 
     name: str
     architectures: tuple[str, ...]
@@ -26,6 +26,7 @@ class Family:
     ties_embeddings: bool = False
     """The default of `tie_word_embeddings`."""
     quantisations: tuple[str, ...] = ()
-    """The `quant_method` of quantised checkpoints that the family decodes by itself, and the only ones that it has."""
+    """The `quant_method`s that belong to this family, which then supports no others; empty: it supports the common
+    ones."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of keys that the family's published files leave out."""

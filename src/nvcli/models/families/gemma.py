@@ -1,9 +1,9 @@
 """Gemma (https://arxiv.org/abs/2403.08295), Gemma 2 (https://arxiv.org/abs/2408.00118) and the text part of Gemma 3
 (https://arxiv.org/abs/2503.19786).
 
-All have norms whose weights are kept as differences from 1, embeddings scaled by the root of the hidden size, and GELU.
-Gemma 2 has soft caps and windows in every other layer; Gemma 3 normed queries and keys, windows in five of six layers,
-and a rotation of their own for these.
+All have norm weights stored as differences from 1, embeddings scaled by the square root of the hidden size, and GELU.
+Gemma 2 has soft caps, and windows in every other layer; Gemma 3 has normed queries and keys, and windows with a
+rotation of their own in five of six layers.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def read_gemma2(config: ModelFile) -> DecoderConfig:
 GEMMA2 = Family(
     name="Gemma 2",
     architectures=("Gemma2ForCausalLM",),
-    features="soft caps, windows in every other layer, norms before and behind each block",
+    features="soft caps, windows in every other layer, norms before and after each block",
     examples=("google/gemma-2-9b-it", "google/gemma-2-27b-it"),
     read=read_gemma2,
     ties_embeddings=True,
@@ -118,7 +118,7 @@ def _layer(config: ModelFile, kind: str) -> LayerConfig:
 
 
 def _local_rope(config: ModelFile, head_dim: int) -> RopeConfig:
-    """The rotation of layers with a window, which older files give by `rope_local_base_freq` alone."""
+    """Read the rotation of layers with a window; older files give only `rope_local_base_freq`."""
     theta = config.positive_number("rope_local_base_freq", _LOCAL_THETA)
     parameters = config.values.get("rope_parameters")
     if isinstance(parameters, dict) and isinstance(parameters.get(SLIDING), dict):
@@ -133,7 +133,7 @@ def _global_rope(config: ModelFile, head_dim: int) -> RopeConfig:
 GEMMA3 = Family(
     name="Gemma 3",
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
-    features="windows in five of six layers, two rotations; of models with vision the text part",
+    features="windows in five of six layers, two rotations; only the text part of models with vision",
     examples=("google/gemma-3-27b-it", "google/gemma-3-4b-it", "google/gemma-3-1b-it"),
     read=read_gemma3,
     ties_embeddings=True,

@@ -1,8 +1,8 @@
 """Gemma 4 (https://ai.google.dev/gemma/docs/core/model_card_4), the text part of its models.
 
-Layers of full attention have heads of another size than those with a window, and may use their keys as values, normed
-in another way. Scores are not scaled, as queries and keys are normed, and each layer ends with a multiplication. The
-layers of 26B-A4B have a mixture of experts beside their MLP.
+Full-attention layers have a different head size from layers with a window, and may use their keys as values, normed
+differently. Scores are not scaled, as queries and keys are normed, and each layer ends by multiplying the residual
+stream by a scalar. The layers of 26B-A4B have a mixture of experts beside their MLP.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WITH_EXPERTS = CheckpointLayout(
         (".post_feedforward_layernorm_2.", ".mlp.experts_norm."),
     )
 )
-"""The MLP is the expert that all tokens share, and the others stand beside it."""
+"""The MLP is the shared expert, and the routed experts run beside it."""
 
 
 def read(config: ModelFile) -> DecoderConfig:
@@ -66,7 +66,9 @@ def _layers(config: ModelFile) -> Iterator[LayerConfig]:
     num_shared = config.get("num_kv_shared_layers", int, 0)
     own = kinds[: len(kinds) - num_shared]
     if not 0 <= num_shared < len(kinds) or set(own) != set(kinds):
-        raise config.error("num_kv_shared_layers", f"{show(num_shared)} of {len(kinds)} layers leave no layer to share")
+        raise config.error(
+            "num_kv_shared_layers", f"{show(num_shared)} of {len(kinds)} layers share keys, so none has its own"
+        )
     last = {kind: number for number, kind in enumerate(own)}
     wide = replace(mlp, intermediate_size=2 * mlp.intermediate_size)
     is_wide = config.get("use_double_wide_mlp", bool, False)
@@ -75,7 +77,7 @@ def _layers(config: ModelFile) -> Iterator[LayerConfig]:
         attention, shares = _attention(_of_layer(config, number, kind), kind), number >= len(own)
         if shares:
             if attention != _attention(_of_layer(config, last[kind], kind), kind):
-                raise config.error("per_layer_config", f"layer {number} shares keys with one that has other heads")
+                raise config.error("per_layer_config", f"layer {number} shares keys with one whose heads differ")
             attention = replace(attention, reads_kv_of=last[kind])
         dense = wide if shares and is_wide else mlp
         yield LayerConfig(
@@ -136,13 +138,14 @@ def _attention(config: ModelFile, kind: str) -> AttentionConfig:
     )
     rope = attention.rope
     if attention.keys_are_values and rope is not None and rope.row_order(attention.head_dim) is not None:
-        # Ranks would keep the values' dimensions in the order of the keys', which is not that of o_proj.
+        # Ranks would keep the values' dimensions in the keys' order, which o_proj does not expect.
         raise config.error("rope_parameters", "a part of each head cannot be rotated where keys are values")
     return attention
 
 
 def _rope(config: ModelFile, kind: str, head_dim: int) -> RopeConfig:
-    """Layers with a window rotate whole heads, and the others by default a quarter of their frequencies."""
+    """Read the rotation. Layers with a window rotate whole heads; the others, by default, a quarter of their
+    frequencies."""
     if config.values.get("rope_parameters") is None:
         if kind == SLIDING:
             return RopeConfig(rope_type="default", theta=10_000.0)

@@ -1,6 +1,6 @@
 """GLM-4 (https://arxiv.org/abs/2406.12793): half of each head is rotated, in neighbouring pairs; `gate_up_proj` is
-fused. GLM-4-0414 also norms what the blocks give. GLM-4.5 and its successors (https://arxiv.org/abs/2508.06471) have
-experts behind some dense layers, chosen by sigmoid scores with a correction, and one that all tokens share."""
+fused. GLM-4-0414 also norms the blocks' outputs. GLM-4.5 and its successors (https://arxiv.org/abs/2508.06471) have
+some dense layers, then experts chosen by sigmoid scores with a correction, and a shared expert."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _GLM4_NORMS = LayerNorms(after_attention="post_self_attn_layernorm", after_mlp="
 
 
 def read_glm(config: ModelFile) -> DecoderConfig:
-    """Read norms before the blocks."""
+    """Read GLM-4, with norms before the blocks."""
     return _read(config, LayerNorms())
 
 
 def read_glm4(config: ModelFile) -> DecoderConfig:
-    """Read norms before and behind the blocks."""
+    """Read GLM-4-0414, with norms before and after the blocks."""
     return _read(config, _GLM4_NORMS)
 
 
@@ -45,14 +45,14 @@ GLM = Family(
 GLM4 = Family(
     name="GLM-4-0414",
     architectures=("Glm4ForCausalLM",),
-    features="half of each head rotated, in pairs; norms before and behind each block",
+    features="half of each head rotated, in pairs; norms before and after each block",
     examples=("zai-org/GLM-4-9B-0414", "zai-org/GLM-4-32B-0414"),
     read=read_glm4,
 )
 
 
 def read_glm4_moe(config: ModelFile) -> DecoderConfig:
-    """Read half-rotated heads. The layers that predict tokens further ahead stay on disk."""
+    """Read GLM-4.5, with half-rotated heads. Its multi-token prediction layers stay on disk."""
     attention = config.attention(
         default_theta=10_000.0,
         default_partial=0.5,
@@ -84,7 +84,7 @@ def read_glm4_moe(config: ModelFile) -> DecoderConfig:
 GLM4_MOE = Family(
     name="GLM-4.5, 4.6",
     architectures=("Glm4MoeForCausalLM",),
-    features="a mixture of experts behind dense layers, and an expert that all tokens share; half of each head rotated",
+    features="a mixture of experts after dense layers, and an expert that all tokens share; half of each head rotated",
     examples=("zai-org/GLM-4.5-Air", "zai-org/GLM-4.6"),
     read=read_glm4_moe,
 )

@@ -21,9 +21,9 @@ _LAYOUT = CheckpointLayout(
 
 
 def read(config: ModelFile) -> DecoderConfig:
-    """Read two kinds of layers. The weights of a token's experts are a softmax over these experts alone."""
+    """Read two kinds of layers. The weights of a token's experts are a softmax over the chosen experts alone."""
     if config.activation() != "silu":
-        raise config.error("hidden_act", "only silu is supported here, which the experts' gates build on")
+        raise config.error("hidden_act", "only silu is supported here: the experts' gates are based on it")
     bias = config.bias(default=True)
     full = config.attention(default_theta=150_000.0, qkv_bias=bias, o_bias=bias, has_sinks=True)
     attention = {FULL: full, SLIDING: replace(full, window=config.bounded(config.window(128)))}

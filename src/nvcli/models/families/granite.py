@@ -1,7 +1,8 @@
 """Granite 3 and the dense Granite 4 (https://arxiv.org/abs/2505.08699): Llama's layers with four multipliers.
 
-What blocks add to the residual stream is multiplied by `residual_multiplier`. A norm does not see how large its input
-is, but for its epsilon: so the stream is kept divided by that number instead, and blocks add what they give as it is.
+A block's output is multiplied by `residual_multiplier` before it is added to the residual stream. A norm does not
+depend on the scale of its input, except through its epsilon: so the stream is kept divided by that number instead, and
+blocks add their outputs as they are.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def read_granite(config: ModelFile) -> DecoderConfig:
 
 
 def read_granite4(config: ModelFile) -> DecoderConfig:
-    """Read Granite 4 where all layers are attention and no layer has experts."""
+    """Read a dense Granite 4: all layers are attention, and none has experts."""
     kinds = config.values.get("layer_types") or config.values.get("layers_block_type")
     if not isinstance(kinds, list) or any(kind not in ("attention", FULL) for kind in kinds):
         raise config.error("layer_types", f"{show(kinds)}: only the dense models, all of attention, are supported")

@@ -1,5 +1,5 @@
 """Llama 2 and 3 (https://arxiv.org/abs/2407.21783), the models of their architecture (Yi, DeepSeek-LLM, SmolLM2), and
-SmolLM3 (https://huggingface.co/blog/smollm3), of whose layers every fourth does not rotate (NoPE)."""
+SmolLM3 (https://huggingface.co/blog/smollm3), in which every fourth layer does not rotate (NoPE)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read_llama(config: ModelFile) -> DecoderConfig:
 
 
 def read_internlm3(config: ModelFile) -> DecoderConfig:
-    """Read InternLM3, whose keys of biases have other names."""
+    """Read InternLM3, whose keys for biases have other names."""
     layer = LayerConfig(
         mixer=config.attention(
             default_theta=10_000.0,
@@ -55,7 +55,8 @@ _NOPE_INTERVAL = 4
 
 
 def read_smollm3(config: ModelFile) -> DecoderConfig:
-    """Read which layers rotate, and which have a window: by default those that do not rotate, if any has one."""
+    """Read which layers rotate, and which have a window: by default, if there are windows, the layers that do not
+    rotate have one."""
     bias = config.bias()
     attention = config.attention(default_theta=2_000_000.0, qkv_bias=bias, o_bias=bias)
     mlp = config.mlp(bias=config.get("mlp_bias", bool, False))
@@ -77,7 +78,7 @@ def read_smollm3(config: ModelFile) -> DecoderConfig:
 
 
 def _rotating_layers(config: ModelFile) -> list[bool]:
-    """Read `no_rope_layers`, which names the layers that rotate with a 1 in spite of its name."""
+    """Read `no_rope_layers`, which, despite its name, marks the layers that rotate with 1."""
     count = config.num_layers()
     found = config.values.get("no_rope_layers")
     if found is None:

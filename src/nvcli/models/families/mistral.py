@@ -1,5 +1,5 @@
-"""Mistral (https://arxiv.org/abs/2310.06825), Mixtral (https://arxiv.org/abs/2401.04088), Ministral 8B, whose layers
-have windows by `layer_types`, and Ministral 3, whose queries grow with their position."""
+"""Mistral (https://arxiv.org/abs/2310.06825), Mixtral (https://arxiv.org/abs/2401.04088), Ministral 8B, whose
+`layer_types` say which layers have windows, and Ministral 3, whose queries are scaled by their position."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MISTRAL = Family(
 
 
 def read_ministral(config: ModelFile) -> DecoderConfig:
-    """Read windows by layer; without `layer_types`, all layers have one if there is one."""
+    """Read windows by layer; without `layer_types`, a window applies to all layers."""
     window = config.window(DEFAULT_WINDOW)
     kinds = config.layer_types() or [FULL if window is None else SLIDING] * config.num_layers()
     attention, mlp = config.attention(default_theta=10_000.0), config.mlp()
@@ -60,7 +60,7 @@ def read_ministral3(config: ModelFile) -> DecoderConfig:
 
 
 def read_mistral3(config: ModelFile) -> DecoderConfig:
-    """Read the text part of Mistral Small 3.1 and later or of Ministral 3, as its `model_type` says."""
+    """Read the text part of Mistral Small 3.1 and later or of Ministral 3, depending on its `model_type`."""
     kind = config.get("model_type", str, "mistral")
     if kind not in _TEXT_PARTS:
         raise config.error("model_type", f"{kind} is not supported; supported: {', '.join(_TEXT_PARTS)}")
@@ -79,7 +79,7 @@ MINISTRAL = Family(
 MINISTRAL3 = Family(
     name="Ministral 3",
     architectures=("Ministral3ForCausalLM",),
-    features="queries that grow with their position",
+    features="queries scaled by their position",
     examples=("mistralai/Ministral-3-8B-Instruct-2512-BF16",),
     read=read_ministral3,
 )

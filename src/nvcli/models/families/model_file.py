@@ -1,4 +1,4 @@
-"""ModelFile: config.json as families read it, by methods for what they have alike. Errors name the file and the key."""
+"""ModelFile: config.json with the readers that families share. Errors name the file and the key."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from nvcli.models.mixers.mlp import Activation, MLPConfig
 from nvcli.models.rope_config import RopeConfig, read_rope
 
 MAX_LAYERS = 10_000
-"""The most layers of a model; more than any has, so few that a list of them is small."""
+"""The most layers of a model: more than any has, yet few enough for a small list."""
 
 MAX_HEAD_DIM = 4096
-"""The largest head size; more than any model has, so few that a list of a head's dimensions is small."""
+"""The largest head size: more than any model has, yet small enough for a short list of a head's dimensions."""
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 Windows = Sequence[int | None]
-"""For each layer how many tokens attention sees, the token's own included; None: all of them."""
+"""The number of tokens that attention sees in each layer, including the token itself; None: all of them."""
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -36,7 +36,7 @@ MAX_EXPERTS = 1024
 """The most experts of a layer; more than any has."""
 
 NUM_EXPERTS = ("num_experts", "num_local_experts")
-"""How most families spell the number of experts of a layer."""
+"""Most families' keys for the number of experts of a layer."""
 
 
 class ModelFile(JsonFile):
@@ -44,7 +44,7 @@ class ModelFile(JsonFile):
 
     def decoder(self, layers: LayerConfig | Iterable[LayerConfig], **settings: Any) -> DecoderConfig:
         """Make the decoder of these layers, or of layers that are all alike. `settings` are fields of `DecoderConfig`;
-        the norm is RMSNorm if not given."""
+        the norm defaults to RMSNorm."""
         if isinstance(layers, LayerConfig):
             layers = [layers] * self.num_layers()
         kinds, kind_of_layer = index_kinds(layers)
@@ -72,8 +72,8 @@ class ModelFile(JsonFile):
         """Read heads and rope of one kind of attention; `default_theta`, `default_partial`, `is_interleaved`: see
         `read_rope`.
 
-        `rope` makes another rope than that of config.json, from the head size. `traits` are the other fields of
-        `AttentionConfig`; the scale is the usual one if not given.
+        `rope` makes a rope from the head size, in place of config.json's. `traits` are the other fields of
+        `AttentionConfig`; the scale has its usual default.
         """
         head_dim = self.head_dim()
         if rope is not None:
@@ -99,7 +99,7 @@ class ModelFile(JsonFile):
         return self.get("attention_bias", bool, default)
 
     def head_dim(self, key: str = "head_dim") -> int:
-        """Read `head_dim`, or where it is absent or null the heads' share of the hidden size."""
+        """Read `head_dim`; if it is absent or null, the hidden size is divided by the number of heads."""
         if self.values.get(key) is not None:
             head_dim = self.positive(key, most=MAX_HEAD_DIM)
         else:
@@ -114,7 +114,7 @@ class ModelFile(JsonFile):
         return head_dim
 
     def num_kv_heads(self, key: str = "num_key_value_heads") -> int:
-        """Read the number of KV heads; where it is absent or null, each head has its own."""
+        """Read the number of KV heads; if it is absent or null, each head has its own."""
         num_heads = self.positive("num_attention_heads")
         if self.values.get(key) is None:
             return num_heads
@@ -137,24 +137,24 @@ class ModelFile(JsonFile):
         return activation
 
     def optional_number(self, key: str, default: float | None) -> float | None:
-        """Read a number above zero, or None where the file says null; absent, it is `default`."""
+        """Read a number above zero, or None if the file says null; if absent, it is `default`."""
         if key not in self.values:
             return default
         return None if self.values[key] is None else self.positive_number(key)
 
     def window(self, default: int | None = None) -> int | None:
-        """Read `sliding_window`, which turns windows off where it is null; absent, it is `default`."""
+        """Read `sliding_window`: null turns windows off; if absent, it is `default`."""
         if "sliding_window" not in self.values:
             return default
         return None if self.values["sliding_window"] is None else self.positive("sliding_window")
 
     def bounded(self, window: int | None) -> int | None:
-        """Return the window, or None where it sees as much as full attention of the longest sequence does."""
+        """Return the window, or None if it covers the longest sequence, as full attention does."""
         return None if window is None or window >= self.positive("max_position_embeddings") else window
 
     def layer_types(self, *, supported: tuple[str, ...] = (FULL, SLIDING)) -> list[str] | None:
-        """Read `layer_types`, or None where it is absent. Raises LoadError where it names a type that is not in
-        `supported`, or not as many layers as there are."""
+        """Read `layer_types`, or None if it is absent. Raises LoadError if it names a type that is not in `supported`,
+        or has the wrong number of layers."""
         types = self.values.get("layer_types")
         if types is None:
             return None
@@ -169,9 +169,9 @@ class ModelFile(JsonFile):
         return types
 
     def every_nth_full(self, default: int, key: str = "sliding_window_pattern") -> list[str]:
-        """Read `layer_types`; where they are absent, every n-th layer has full attention, and the others have a window.
+        """Read `layer_types`; if they are absent, every n-th layer has full attention, and the others have a window.
 
-        n stands under `key`; absent, it is `default`.
+        n is the value of `key`, or `default` if that is absent.
         """
         types = self.layer_types()
         if types is not None:
@@ -182,7 +182,7 @@ class ModelFile(JsonFile):
     def routing(
         self, *, keys: tuple[str, ...] = NUM_EXPERTS, chosen_key: str = "num_experts_per_tok", **settings: Any
     ) -> Routing:
-        """Read how many experts there are, under one of `keys`, and how many of them a token has, under `chosen_key`.
+        """Read the number of experts from one of `keys`, and the number of experts per token from `chosen_key`.
         `settings` are the other fields of `Routing`."""
         key = next((key for key in keys if self.values.get(key) is not None), keys[0])
         num_experts = self.positive(key, most=MAX_EXPERTS)
@@ -192,12 +192,12 @@ class ModelFile(JsonFile):
         return Routing(num_experts=num_experts, experts_per_token=experts_per_token, **settings)
 
     def experts(self, routing: Routing, *, size_key: str = "moe_intermediate_size", **settings: Any) -> ExpertsConfig:
-        """Read the experts' size, under `size_key`, and their activation. `settings` are fields of `ExpertsConfig`."""
+        """Read the experts' size from `size_key`, and their activation. `settings` are fields of `ExpertsConfig`."""
         settings.setdefault("activation", GatedActivation(kind=self.activation()))
         return ExpertsConfig(routing=routing, intermediate_size=self.positive(size_key), **settings)
 
     def routing_with_groups(self, routing: Routing) -> Routing:
-        """Read the groups that experts are chosen from, under `n_group` and `topk_group`."""
+        """Read the groups that experts are chosen from, out of `n_group` and `topk_group`."""
         if self.values.get("n_group") is None:
             return routing
         num_groups, chosen = self.positive("n_group"), self.positive("topk_group")
@@ -212,7 +212,7 @@ class ModelFile(JsonFile):
 
 
 def with_mlps(decoder: DecoderConfig, mlps: Iterable[MLPConfig | ExpertsConfig]) -> DecoderConfig:
-    """Return the decoder with these MLPs in its layers, one for each."""
+    """Return the decoder with these MLPs in its layers, one per layer."""
     layers = (replace(layer, mlp=mlp) for layer, mlp in zip(decoder.layers, mlps, strict=True))
     kinds, kind_of_layer = index_kinds(layers)
     return replace(decoder, layer_kinds=kinds, kind_of_layer=kind_of_layer)

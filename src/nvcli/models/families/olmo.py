@@ -1,5 +1,5 @@
-"""OLMo 2 (https://arxiv.org/abs/2501.00656), OLMo 3, and OLMoE (https://arxiv.org/abs/2409.02060): norms on all heads
-together; in OLMo norms behind the blocks alone, in OLMoE small experts in every layer."""
+"""OLMo 2 (https://arxiv.org/abs/2501.00656), OLMo 3, and OLMoE (https://arxiv.org/abs/2409.02060): norms over all heads
+together. OLMo has norms only after the blocks; OLMoE has small experts in every layer."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def read_olmo2(config: ModelFile) -> DecoderConfig:
 
 
 def read_olmo3(config: ModelFile) -> DecoderConfig:
-    """Read windows in three of four layers. Older files give one rotation, which is that of full attention where it is
-    stretched."""
+    """Read windows in three of four layers. Older files give one rotation; if it is stretched, the stretch applies only
+    to full attention."""
     kinds = {kind: _layer(config, kind, 500_000.0) for kind in (SLIDING, FULL)}
     return config.decoder(kinds[kind] for kind in config.every_nth_full(4))
 
@@ -49,7 +49,7 @@ def _layer(config: ModelFile, kind: str, default_theta: float) -> LayerConfig:
 OLMO2 = Family(
     name="OLMo 2",
     architectures=("Olmo2ForCausalLM",),
-    features="norms behind the blocks, and on all heads together",
+    features="norms after the blocks, and over all heads together",
     examples=("allenai/OLMo-2-1124-7B-Instruct", "allenai/OLMo-2-0325-32B-Instruct"),
     read=read_olmo2,
 )
@@ -78,7 +78,7 @@ def read_olmoe(config: ModelFile) -> DecoderConfig:
 OLMOE = Family(
     name="OLMoE",
     architectures=("OlmoeForCausalLM",),
-    features="a mixture of experts; norms on all heads together",
+    features="a mixture of experts; norms over all heads together",
     examples=("allenai/OLMoE-1B-7B-0924-Instruct", "allenai/OLMoE-1B-7B-0125-Instruct"),
     read=read_olmoe,
 )

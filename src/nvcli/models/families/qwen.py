@@ -20,12 +20,12 @@ _DEFAULT_MAX_WINDOW_LAYERS = 28
 
 
 def read_qwen2(config: ModelFile) -> DecoderConfig:
-    """Read biases on queries, keys and values."""
+    """Read Qwen2, with biases on queries, keys and values."""
     return _read(config, config.attention(default_theta=None, qkv_bias=True))
 
 
 def read_qwen3(config: ModelFile) -> DecoderConfig:
-    """Read normed queries and keys. The head size must be there: it is not the heads' share of the hidden size."""
+    """Read Qwen3, with normed queries and keys. `head_dim` must be present: it does not follow from the hidden size."""
     config.positive("head_dim")
     bias = config.bias()
     attention = config.attention(default_theta=None, qk_norm="head", qkv_bias=bias, o_bias=bias)
@@ -66,7 +66,7 @@ QWEN3 = Family(
 
 
 def read_qwen2_moe(config: ModelFile) -> DecoderConfig:
-    """Read Qwen2's attention, and experts beside one that all tokens share, which has a gate."""
+    """Read Qwen2's attention, with routed experts and a gated shared expert."""
     shared = replace(config.mlp(), intermediate_size=config.positive("shared_expert_intermediate_size"))
     return with_mlps(read_qwen2(config), read_mlps(config, shared=shared, gates_shared=True))
 
@@ -84,7 +84,7 @@ def read_qwen3_moe(config: ModelFile) -> DecoderConfig:
 def read_mlps(
     config: ModelFile, *, shared: MLPConfig | None = None, gates_shared: bool = False
 ) -> Iterator[MLPConfig | ExpertsConfig]:
-    """Read each layer's MLP: every `decoder_sparse_step`-th layer has experts, but for those of `mlp_only_layers`."""
+    """Read each layer's MLP: every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`."""
     routing = config.routing(renormalise=config.get("norm_topk_prob", bool, False))
     experts = config.experts(routing, shared=shared, gates_shared=gates_shared)
     step = config.positive("decoder_sparse_step") if config.values.get("decoder_sparse_step") is not None else 1

@@ -1,5 +1,5 @@
-"""Qwen3-Next, and Qwen 3.5 and 3.6, the text part: gated delta nets (https://arxiv.org/abs/2412.06464) between layers
-of full attention, which have a gate. Heads that predict several tokens at once are left on disk."""
+"""Qwen3-Next, and the text part of Qwen 3.5 and 3.6: gated delta nets (https://arxiv.org/abs/2412.06464) between layers
+of gated full attention. Multi-token prediction heads are left on disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_TAPS = 16
 
 
 def read_qwen3_next(config: ModelFile) -> DecoderConfig:
-    """Read a mixture of experts, whose projections of delta nets are fused head by head."""
+    """Read Qwen3-Next: a mixture of experts, with the delta nets' projections fused head by head."""
     shared = replace(config.mlp(), intermediate_size=config.positive("shared_expert_intermediate_size"))
     return _read(config, read_mlps(config, shared=shared, gates_shared=True), is_fused_by_head=True)
 
@@ -34,7 +34,7 @@ def read_qwen3_5(config: ModelFile) -> DecoderConfig:
 
 
 def read_qwen3_5_moe(config: ModelFile) -> DecoderConfig:
-    """Read a mixture of experts, beside one that all tokens share. The weights of a token's experts add up to 1."""
+    """Read a mixture of experts, with a shared expert. The weights of a token's experts add up to 1."""
     shared = replace(
         config.with_values({**config.values, "intermediate_size": 1}).mlp(),
         intermediate_size=config.positive("shared_expert_intermediate_size"),
@@ -76,7 +76,7 @@ def _delta_net(config: ModelFile, *, is_fused_by_head: bool) -> DeltaNetConfig:
 
 
 def _layer_types(config: ModelFile) -> list[str]:
-    """Read `layer_types`; where they are absent, every `full_attention_interval`-th layer has full attention."""
+    """Read `layer_types`; if they are absent, every `full_attention_interval`-th layer has full attention."""
     types = config.layer_types(supported=(FULL, LINEAR))
     if types is None:
         interval = config.positive("full_attention_interval")

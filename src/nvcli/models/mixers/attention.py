@@ -1,4 +1,4 @@
-"""AttentionConfig: attention to the keys and values of the tokens before. `models/layers.py` computes it."""
+"""AttentionConfig: attention to the keys and values of earlier tokens. `models/layers.py` computes it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ heads of a token together."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryScaling:
-    """Queries that grow with their position p: they are multiplied by 1 + beta × log(1 + floor(p / length))."""
+    """The scaling of queries by their position p: they are multiplied by 1 + beta × log(1 + floor(p / length))."""
 
     beta: float
     length: int
@@ -40,16 +40,16 @@ class AttentionConfig(Mixer):
     rope: RopeConfig | None
     """None: queries and keys are not rotated (NoPE)."""
     window: int | None = None
-    """How many tokens a token attends to: itself and those right before it; None: all before it."""
+    """The number of tokens that a token attends to, itself and those right before it; None: all earlier ones."""
     soft_cap: float | None = None
-    """Scores are taken through soft_cap × tanh(score / soft_cap); None: they are not."""
+    """Scores become soft_cap × tanh(score / soft_cap); None: no cap."""
     has_sinks: bool = False
-    """Whether each head has a score of the checkpoint in every softmax that belongs to no key."""
+    """Whether each head has a learned score that belongs to no key in every softmax."""
     qk_norm: QKNorm | None = None
     norms_values: bool = False
     """Whether each head of the values is normed, without a weight."""
     keys_are_values: bool = False
-    """Whether the projection of the keys is also that of the values."""
+    """Whether values use the projection of the keys."""
     reads_kv_of: int | None = None
     """The number of an earlier layer of the same heads and window, whose keys and values it reads; None: it has its
     own."""
@@ -57,8 +57,8 @@ class AttentionConfig(Mixer):
     o_bias: bool = False
     query_scaling: QueryScaling | None = None
     has_gate: bool = False
-    """Whether each head's result is multiplied by the sigmoid of a gate, whose rows stand behind those of each query
-    head in the projection of the queries."""
+    """Whether each head's result is multiplied by the sigmoid of a gate, whose rows follow those of each query head in
+    the query projection."""
 
     @property
     def shares_kv(self) -> bool:
@@ -66,7 +66,8 @@ class AttentionConfig(Mixer):
         return self.reads_kv_of is not None
 
     def kv_heads_per_rank(self, tensor_parallel_size: int) -> int:
-        """How many KV heads each rank has. With fewer KV heads than ranks, neighbouring ranks hold the same one."""
+        """Return the number of KV heads of each rank. With fewer KV heads than ranks, neighbouring ranks hold the same
+        one."""
         return max(1, self.num_kv_heads // tensor_parallel_size)
 
     @property

@@ -16,23 +16,23 @@ from nvcli.models.tensor_spec import DTYPE_BYTES, Sharding, StoredDtype, TensorS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNetConfig(Mixer):
-    """A gated delta net in attention's place: it keeps a state of fixed size, and no keys and values."""
+    """A gated delta net in place of attention: it keeps a state of fixed size, and no keys and values."""
 
     name: ClassVar[str] = "linear_attn"
     module: ClassVar[str] = "nvcli.models.delta_net:GatedDeltaNet"
     num_key_heads: int
     key_dim: int
     num_value_heads: int
-    """A multiple of the key heads, each of which belongs to as many value heads."""
+    """A multiple of `num_key_heads`; each key head serves equally many value heads."""
     value_dim: int
     conv_taps: int
-    """The tokens that the convolution reads: the token's own, and those right before it."""
+    """The number of tokens that the convolution reads: the token itself, and those right before it."""
     is_fused_by_head: bool
     """Whether files hold the projections fused key head by key head, or each of them whole."""
 
     @property
     def key_size(self) -> int:
-        """The size of all keys of a token, which is that of its queries too."""
+        """The size of all keys of a token, and also of its queries."""
         return self.num_key_heads * self.key_dim
 
     @property
@@ -41,7 +41,7 @@ class DeltaNetConfig(Mixer):
 
     @property
     def num_channels(self) -> int:
-        """The channels of the convolution: queries, keys and values."""
+        """The number of channels of the convolution: queries, keys and values."""
         return 2 * self.key_size + self.value_size
 
     @property
@@ -73,9 +73,9 @@ class DeltaNetConfig(Mixer):
         return 3 * hidden_size + (2 * self.num_channels + 3 * self.value_size) // ranks.size
 
     def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
-        """The parameters of the decay are kept in float32, in which it is computed, and the norm of the heads is not
-        that of the decoder: its weights are as they are. The input fuses small projections, which make decays, with the
-        others, and is never quantised."""
+        """Yield the tensors. The parameters of the decay are kept in float32, in which it is computed. The norm of the
+        heads has no weight offset, unlike the decoder's norms. The input projection fuses the small projections for the
+        decay with the others, and is never quantised."""
         hidden, dtype, num_heads = context.hidden_size, context.dtype, self.num_value_heads
         if self.is_fused_by_head:
             rows = {"in_proj_qkvz": self.num_channels + self.value_size, "in_proj_ba": 2 * num_heads}

@@ -1,5 +1,5 @@
-"""ExpertsConfig: a mixture of experts in an MLP's place. `models/experts.py` computes it, and
-`models/experts_beside_mlp.py` where it stands beside an MLP."""
+"""ExpertsConfig: a mixture of experts in place of an MLP. `models/experts.py` computes it, or
+`models/experts_beside_mlp.py` if it runs beside an MLP."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig(FeedForward):
-    """A mixture of experts in an MLP's place: gated MLPs of which a router chooses some for each token, and maybe one
-    that all tokens share."""
+    """A mixture of experts in place of an MLP: gated MLPs of which a router chooses some for each token, and optionally
+    one that all tokens share."""
 
     name: ClassVar[str] = "mlp"
     launch_seconds: ClassVar[float] = 2e-3
@@ -32,13 +32,13 @@ class ExpertsConfig(FeedForward):
     bias: bool = False
     """Whether the router's and the experts' projections have biases."""
     has_correction: bool = False
-    """Whether numbers of the checkpoint are added to the scores for the choice of experts; see `route`."""
+    """Whether numbers from the checkpoint are added to the scores when experts are chosen; see `route`."""
     has_factors: bool = False
-    """Whether each expert has a number of the checkpoint that its weight of a token is multiplied by; see `route`."""
+    """Whether each expert's weight for a token is multiplied by a number from the checkpoint; see `route`."""
     shared: MLPConfig | None = None
-    """The expert of all tokens; several of them are one with their sizes added up."""
+    """The shared expert; several of them form one whose size is their sum."""
     gates_shared: bool = False
-    """Whether each token's result of the shared expert is multiplied by a gate."""
+    """Whether the shared expert's output for each token is multiplied by a gate."""
     has_norms: bool = False
     """Whether the router, the experts that it chooses and the shared expert have norms of their own
     (`experts_beside_mlp.py`); there is a shared expert then, without a gate."""
@@ -71,14 +71,16 @@ class ExpertsConfig(FeedForward):
         yield Piece(projections, size, "the experts' down_proj", is_of_experts=True)
 
     def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
-        """Each of a token's experts has a result of its own, and all of them may be whole on one rank."""
+        """Count the elements. Each of a token's experts has an output of its own, and all of them may be whole on one
+        rank."""
         experts = self.routing.experts_per_token
         results = experts + (self.shared is not None) + self.has_norms  # and what the experts read
         inner = experts * self.intermediate_size // ranks.parts_of_expert
         return (2 + results) * hidden_size + inner + (code_elements(inner) if quantization == "fp8" else 0)
 
     def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
-        """The router's bias, correction and factors are kept in float32, in which routes are computed."""
+        """Yield the tensors. The router's bias, correction and factors are kept in float32, in which routes are
+        computed."""
         hidden, dtype = context.hidden_size, context.dtype
         num_experts, size = self.routing.num_experts, self.intermediate_size
         yield matrix(f"{path}.gate", (num_experts, hidden), Sharding.REPLICATED, dtype, "MLP")
@@ -101,7 +103,7 @@ class ExpertsConfig(FeedForward):
             if self.gates_shared:
                 yield matrix(f"{path}.shared_expert_gate", (1, hidden), Sharding.REPLICATED, dtype, "MLP")
         if self.has_norms:
-            # What the router reads has been normed without a weight, and is divided by the root of its size.
+            # The router's input is normed without a weight, and divided by the square root of its size.
             yield context.norm_weight(f"{path}.gate_norm", hidden, "MLP", weight_offset=0.0, factor=hidden**-0.5)
             for name in ("experts_input_norm", "experts_norm", "shared_expert_norm"):
                 yield context.norm_weight(f"{path}.{name}", hidden, "MLP")

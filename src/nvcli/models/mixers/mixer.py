@@ -1,9 +1,9 @@
-"""Blocks: what everything else may ask of a block of a decoder layer, whatever its kind. Torch-free.
+"""Block: the interface of a decoder layer's block, whatever its kind. Torch-free.
 
 A layer has two blocks: one mixes the tokens (attention, a gated delta net), and one computes each token by itself (an
-MLP, a mixture of experts). The tensor list, the KV groups, memory plans, costs, checks and the decoder ask the methods
-below, and know no kinds: another kind of block is a file beside this one, and a family that chooses it. All sizes are
-those of the whole model, not of one rank, unless `Ranks` are given.
+MLP, a mixture of experts). The tensor list, the KV groups, memory plans, costs, checks and the decoder call the methods
+below, and know no kinds: a new kind of block is one more file here, and a family that chooses it. All sizes are those
+of the whole model, not of one rank, unless `Ranks` are given.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Rotation = tuple[RopeConfig, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormConfig:
-    """All norms of a decoder."""
+    """The settings of all norms of a decoder."""
 
     eps: float
     kind: Literal["rms", "layer"] = "rms"
     """RMSNorm, or LayerNorm without a bias."""
     weight_offset: float = 0.0
-    """A number that is added to the weights of the checkpoint."""
+    """A number that is added to the checkpoint's weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,17 +42,17 @@ class Ranks:
 
     size: int = 1
     expert_parallel: bool = False
-    """Whether each has some experts whole, and not a part of every expert."""
+    """Whether each rank holds some experts whole rather than a part of every expert."""
 
     @property
     def parts_of_expert(self) -> int:
-        """How many ranks share an expert."""
+        """The number of ranks that share an expert."""
         return 1 if self.expert_parallel else self.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerContext:
-    """The settings that the tensors of a block depend on beside its own configuration."""
+    """The settings that a block's tensors depend on, besides its own configuration."""
 
     hidden_size: int
     norm: NormConfig
@@ -63,7 +63,7 @@ class LayerContext:
     def norm_weight(
         self, name: str, size: int, part: Part = "norms", *, weight_offset: float | None = None, factor: float = 1.0
     ) -> TensorSpec:
-        """A norm's weight. One that is changed when it is loaded is kept in float32, so that nothing is rounded.
+        """Return a norm's weight. It is kept in float32 if loading changes its values, so that nothing is rounded.
 
         `weight_offset` None: that of the decoder's norms.
         """
@@ -85,29 +85,28 @@ class Piece(NamedTuple):
     projections: str
     """Their names, for people."""
     length: int
-    """The rows, or columns, that a rank has where they are cut."""
+    """The number of rows, or columns, that a rank has of the dimension that is cut."""
     cut_by_inputs: str | None
-    """The one that is cut by its input features, for people; None: all are cut by outputs."""
+    """The projection that is cut by its input features, for people; None: all are cut by outputs."""
     fused_rows: int = 0
-    """The rows that they have of a product that fuses several projections of the block's input."""
+    """Their rows in a product that fuses several projections of the block's input."""
     is_of_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixerCosts:
-    """Bytes and operations of layers with equal mixers on one rank, beside those of their matrices."""
+    """Bytes and operations of layers with equal mixers on one rank, besides those of their matrices."""
 
     window: int | None = None
-    """How many tokens a token attends to, itself included; None: all before it."""
+    """The number of tokens that a token attends to, including itself; None: all earlier ones."""
     kv_bytes_per_token: int = 0
     """Keys and values of one token in these layers."""
     flops_per_pair: int = 0
-    """Operations for one token and one token that it attends to, in these layers."""
+    """Operations per pair of a token and a token that it attends to, in these layers."""
     state_bytes: int = 0
     """The recurrent states of one request. A step reads and writes them once for each of its rows."""
     flops_per_token: int = 0
-    """Operations for one token and a recurrent state: what the state gives for its key, what is written to it, and what
-    it gives for the query."""
+    """Operations of one token on a recurrent state: reading it by key, writing to it, and reading it by query."""
 
 
 class Block(ABC):
@@ -121,10 +120,10 @@ class Block(ABC):
     @property
     @abstractmethod
     def module(self) -> str:
-        """The module that computes it: `package.file:Class`, made with the arguments of `build`."""
+        """The module that computes it: `package.file:Class`, created with the arguments of `build`."""
 
     def build(self, build: object, path: str, norm: NormConfig, *cache: object) -> Any:
-        """Make what computes it in the layer `path`. Imports torch.
+        """Create the module that computes it in the layer `path`. Imports torch.
 
         `build` is a `BuildContext`; `cache` is, for a block with a `kv_spec`, that spec and the number of its layer
         in the KV cache.
@@ -134,28 +133,28 @@ class Block(ABC):
 
     @abstractmethod
     def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
-        """The tensors of the block `path`."""
+        """Yield the tensors of the block `path`."""
 
     def unused_tensors(self, path: str) -> Iterator[str]:
-        """The names of tensors that a checkpoint may have in it and that have no use."""
+        """Yield the names of tensors that a checkpoint may have for the block but that are not used."""
         return iter(())
 
     @abstractmethod
     def check(self, ranks: Ranks) -> Iterator[str]:
-        """Say why the ranks cannot share it; nothing if they can."""
+        """Yield the reasons why the ranks cannot share it; none if they can."""
 
     @abstractmethod
     def pieces(self, ranks: Ranks) -> Iterator[Piece]:
-        """Each rank's pieces of the projections that may be kept in FP8 or 4 bits."""
+        """Yield each rank's pieces of the projections that may be kept in FP8 or 4 bits."""
 
     @abstractmethod
     def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
-        """The most elements of the model's type that a rank takes for one token at a time, those of the residual stream
-        included."""
+        """Return the peak number of elements per token on a rank, in the model's type, including the residual
+        stream."""
 
     @property
     def batch_dependence(self) -> str | None:
-        """The reason why a token's result depends on its batch, for people; None: it need not."""
+        """The reason why a token's result depends on its batch, for people; None if it can be independent."""
         return None
 
 
@@ -174,11 +173,11 @@ class Mixer(Block):
 
     @abstractmethod
     def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> CacheSpec:
-        """The KV cache that it keeps on one rank, or reads of another layer."""
+        """Return the spec of the KV cache that it keeps on one rank, or reads from another layer."""
 
     @abstractmethod
     def costs(self, num_layers: int, dtype: StoredDtype, kv_dtype: KVDtype, tensor_parallel_size: int) -> MixerCosts:
-        """Bytes and operations of `num_layers` layers with it on one rank."""
+        """Return the bytes and operations of `num_layers` layers with it on one rank."""
 
 
 class FeedForward(Block):
@@ -191,5 +190,5 @@ class FeedForward(Block):
 
 
 def code_elements(size: int) -> int:
-    """The elements of 16 bits that take as much as `size` FP8 codes."""
+    """Return the number of 16-bit elements that take as much memory as `size` FP8 codes."""
     return -(-size // 2)

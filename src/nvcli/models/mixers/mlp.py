@@ -11,7 +11,7 @@ from nvcli.models.mixers.mixer import FeedForward, LayerContext, Piece, Ranks, c
 from nvcli.models.tensor_spec import FUSED, Sharding, TensorSpec, matrix, with_bias
 
 Activation = Literal["silu", "gelu_tanh"]
-"""The function on the gate of a gated MLP; `gelu_tanh` is GELU in its tanh approximation."""
+"""The activation function on the gate of a gated MLP; `gelu_tanh` is GELU in its tanh approximation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,8 @@ class MLPConfig(FeedForward):
         yield Piece("gate_proj, up_proj and down_proj", size, "down_proj", 2 * size)
 
     def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
-        """Gate and up are multiplied in one kernel with the activation, but for quantised weights of many tokens."""
+        """Count the elements. One kernel multiplies gate and up and applies the activation, except with quantised
+        weights and many tokens."""
         size = self.intermediate_size // ranks.size
         gate_up = size if quantization == "none" else 2 * size
         return 2 * hidden_size + gate_up + (code_elements(size) if quantization == "fp8" else 0)

@@ -1,4 +1,4 @@
-"""AWQ: codes of 4 bits in words [in, out / 8], eight neighbours of a column in a word, in an order of their own."""
+"""AWQ: 4-bit codes in words [in, out / 8], each with eight neighbours of a column, in an order of its own."""
 
 from __future__ import annotations
 

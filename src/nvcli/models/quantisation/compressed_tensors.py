@@ -1,4 +1,4 @@
-"""compressed-tensors, as LLM Compressor writes it: FP8, integers of 8 bits one by one, integers in words, and NVFP4,
+"""compressed-tensors, as LLM Compressor writes it: FP8, unpacked 8-bit integers, integers packed in words, and NVFP4,
 MXFP4 and MXFP8."""
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _NVFP4 = replace(_MXFP4, scales_stored_as=("F8_E4M3",), factor="weight_global_sc
 
 
 def read_compressed(config: QuantisationFile) -> Quantisation:
-    """Read the one kind of weights that all groups of layers have, or FP4 beside FP8 with a scale for each tensor or
-    row. Kinds of activations may differ, and do not matter."""
+    """Read the kind of weights, which all groups of layers must share, or FP4 beside FP8 with a scale for each tensor
+    or row. The groups may differ in their activations, which are ignored."""
     groups = config.values.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise config.error("config_groups", f"{show(groups)} describes no weights")

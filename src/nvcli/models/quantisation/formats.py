@@ -34,17 +34,17 @@ _READERS: Mapping[str, Callable[[QuantisationFile], Quantisation]] = {
     "compressed-tensors": read_compressed,
 }
 _OF_FAMILIES = {"mxfp4": read_mxfp4}
-"""Formats of families that have no others."""
+"""Formats of families that support no others."""
 
 
 def read_quantisation(
     config: JsonFile, text: JsonFile, modelopt: JsonFile, methods: tuple[str, ...] = ()
 ) -> Quantisation | None:
     """Read how a checkpoint is quantised, from config.json, its section for text, or ModelOpt's own file, which may be
-    empty; None: not at all.
+    empty; None if it is not quantised.
 
-    `methods` are the formats that the model's family alone has; none: it has those of most families. Raises LoadError
-    that names the method, for those that are not supported.
+    `methods` are the formats that belong to the model's family; empty: it has those of most families. Raises LoadError
+    naming the method if it is not supported.
     """
     file, key = next(
         ((file, key) for file in (config, text) for key in _KEYS if file.values.get(key)), (modelopt, _MODELOPT)
@@ -66,7 +66,7 @@ def read_quantisation(
 
 
 def _instead(method: object) -> str:
-    """Return the way out for a method that is not supported."""
+    """Return the end of a message: what to use in place of an unsupported method."""
     known = _OTHERS.get(method) if isinstance(method, str) else None
     return (
         f"{'' if known is None else f': {known}'}; use the model's bfloat16 or float16 checkpoint, with `quantization: "

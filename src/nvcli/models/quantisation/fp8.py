@@ -6,7 +6,7 @@ from nvcli.models.quantisation.quantisation import Quantisation, QuantisationFil
 
 
 def read_fp8(config: QuantisationFile) -> Quantisation:
-    """Read blocks where config.json names them; otherwise the scales' shapes tell what shares one."""
+    """Read the block size if config.json gives it; otherwise the scales' shapes tell which weights share one."""
     config.one_of("fmt", "e4m3", ("e4m3",))
     has_blocks = config.values.get("weight_block_size") is not None
     return Quantisation(

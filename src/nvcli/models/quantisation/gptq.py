@@ -1,4 +1,5 @@
-"""GPTQ: codes in words [in / n, out] of n neighbours of a row. The first version of its files holds zeros less one."""
+"""GPTQ: codes in words [in / n, out], each with n neighbours of a row. The first version of its files stores zeros
+minus one."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def read_gptq(config: QuantisationFile) -> Quantisation:
 
 
 def _read_passed_over(config: QuantisationFile) -> tuple[str, ...]:
-    """Read the patterns of layers that GPTQModel was told to pass over: those behind `-:` in `dynamic`."""
+    """Read the patterns of layers that GPTQModel skipped: those prefixed with `-:` in `dynamic`."""
     found = config.values.get("dynamic") or {}
     if not isinstance(found, dict):
         raise config.error("dynamic", f"{show(found)} is not an object")

@@ -1,7 +1,7 @@
-"""Quantised weights in a checkpoint's files: the tensors that make up a weight become one. Torch-free.
+"""Joining the tensors that make up a quantised weight in a checkpoint's files. Torch-free.
 
-Files hold a weight's codes beside scales, and maybe zeros and the group of each column, as tensors of their own whose
-names begin alike. The formats say under which names (`WeightParts`).
+Files hold a weight's codes, its scales, and possibly its zeros and the group of each column as separate tensors with a
+common name prefix. Each format gives their names (`WeightParts`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nvcli.models.tensor_info import Codes, Numbers, Packing, TensorInfo
 
 _WEIGHT = "weight"
 _NUMBERS: dict[str, Numbers] = {"F8_E4M3": "fp8", "U8": "fp4"}
-"""The numbers that are stored in these types; other types hold integers."""
+"""The kind of numbers that each of these types holds; other types hold integers."""
 _UNUSED = (
     "input_scale",
     "input_scale_ub",
@@ -25,14 +25,14 @@ _UNUSED = (
     "activation_scale_inv",
     "weight_shape",
 )
-"""Tensors beside a weight that are not used: activations are quantised by their own values, if they are. Output scales
-of keys' and values' projections are those of a KV cache (`kv_scales.py`)."""
+"""Tensors beside a weight that are not used: activations, if quantised, get scales from their own values. Output scales
+of the key and value projections are those of a KV cache (`kv_scales.py`)."""
 
 
 def join_parts(found: dict[str, TensorInfo], quantisation: Quantisation) -> None:
-    """Replace the parts of each quantised weight in `found`, by name, by the weight.
+    """Replace the parts of each quantised weight in `found` (name → tensor) with the weight.
 
-    Raises LoadError where a part is missing, or has another shape or type than the codes ask for.
+    Raises LoadError if a part is missing, or its shape or type does not match the codes.
     """
     for name, codes in list(found.items()):
         parent, _, last = name.rpartition(".")
@@ -51,7 +51,7 @@ def join_parts(found: dict[str, TensorInfo], quantisation: Quantisation) -> None
 
 
 def twice(info: TensorInfo, other: TensorInfo) -> LoadError:
-    """Return the error for two tensors of a checkpoint that are one of the model."""
+    """Return the error for two tensors of a checkpoint that are the same tensor of the model."""
     return LoadError(f"{info.file}: tensor {info.name} appears twice: {other.name} is the same tensor")
 
 
@@ -110,7 +110,7 @@ def _pop_factor(found: dict[str, TensorInfo], codes: TensorInfo, parent: str, na
 
 
 def _shape(codes: TensorInfo, parts: WeightParts) -> tuple[int, ...]:
-    """Return the shape of the weight [out, in], or of a stack of them, that codes are of."""
+    """Return the shape of the weight [out, in], or of a stack of weights, that the codes encode."""
     packing = parts.packing
     has_blocks = packing is not None and packing.block_size > 1
     shape = list(codes.shape[:-1] if has_blocks else codes.shape)

@@ -1,4 +1,5 @@
-"""Weights that ranks keep in the 4 bits of a checkpoint: whether they can, and where they may be cut. Torch-free."""
+"""Weights that ranks keep in a checkpoint's 4 bits: whether they can be kept so, and where they may be cut.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ _WAY_OUT = "use quantization: none, or fp8"
 
 
 def stored_groups(quantisation: Quantisation | None, *, has_experts: bool) -> StoredGroups:
-    """Return how a checkpoint has its weights in 4 bits. Raises ConfigError where it has none, and where ranks cannot
-    keep them so."""
+    """Return how a checkpoint groups its 4-bit weights. Raises ConfigError if it has none, or ranks cannot keep
+    them."""
     if quantisation is None or quantisation.bits != 4 or quantisation.numbers == "fp4":
         found = "not quantised" if quantisation is None else quantisation.name
         raise ConfigError(
@@ -39,13 +40,13 @@ def stored_groups(quantisation: Quantisation | None, *, has_experts: bool) -> St
 
 
 def problems_of_cut_groups(groups: StoredGroups, hidden_size: int, pieces: Iterable[Piece], size: int) -> Iterator[str]:
-    """Say which weights in 4 bits cannot be cut over `size` ranks, by how many input features a rank has of each."""
+    """Yield the 4-bit weights that cannot be cut over `size` ranks, by the number of input features per rank."""
     lengths = {"the hidden size": hidden_size}
     for piece in pieces:
         if piece.cut_by_inputs is not None and (piece.is_of_experts or groups.kind == "integer"):
             lengths[piece.cut_by_inputs] = piece.length
     for name, length in lengths.items():
         if groups.kept(length) is None:
-            yield f"each rank's {length:,} input features of {name} are not groups of {_LEAST_GROUP} in 4 bits"
+            yield f"each rank's {length:,} input features of {name} are not whole groups of {_LEAST_GROUP} in 4 bits"
     if groups.has_order and size > 1:
         yield "weights with reordered columns (desc_act) cannot be split in 4 bits"

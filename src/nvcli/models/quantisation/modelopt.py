@@ -23,7 +23,7 @@ _FP4_PARTS = WeightParts(
 
 
 def read_modelopt(config: QuantisationFile) -> Quantisation:
-    """Read the algorithm and the layers that are left alone, which versions of ModelOpt list under two keys."""
+    """Read the algorithm and the unquantised layers, which versions of ModelOpt list under two different keys."""
     algorithms = _read_algorithms(config)
     has_fp4 = not algorithms.isdisjoint(_FP4)
     label, group_size = None, None

@@ -1,8 +1,8 @@
-"""NamePatterns: which layers a quantised checkpoint left as they were, by the list in its config.json.
+"""NamePatterns: which layers a quantised checkpoint left unquantised, by the list in its config.json.
 
-transformers' lists hold names, parts of names at the beginning or the end, and regular expressions without a mark;
-compressed-tensors' hold names and regular expressions behind `re:`; NVIDIA's hold wildcards. A list comes from the
-checkpoint, so regular expressions that could take very long to match are refused.
+transformers' lists hold names, beginnings or ends of names, and unmarked regular expressions; compressed-tensors' hold
+names, and regular expressions prefixed with `re:`; NVIDIA's hold wildcards. A list comes from the checkpoint, so
+regular expressions that could take very long to match are refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PLAIN = re.compile(r"[\w.-]*")
 
 
 class NamePatterns:
-    """A list of patterns, ready to be asked for names. Raises ConfigError for patterns that cannot be used."""
+    """A compiled list of patterns. Raises ConfigError for patterns that cannot be used."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
         patterns = tuple(patterns)
@@ -29,8 +29,8 @@ class NamePatterns:
         self._expressions = tuple(_compile(pattern) for pattern in patterns if pattern not in self._plain)
 
     def match(self, name: str) -> bool:
-        """Tell whether a pattern is the name, or whole words of it at its beginning or its end, or matches it from its
-        beginning up to the end of one of its words."""
+        """Whether a pattern equals the name, or whole words at its beginning or end, or matches from its beginning to
+        the end of one of its words."""
         words = name.split(".")
         parts = (".".join(words[:count]) for count in range(1, len(words) + 1))
         ends = (".".join(words[first:]) for first in range(len(words)))
@@ -41,7 +41,7 @@ class NamePatterns:
 
 @lru_cache(maxsize=8)  # the same list is asked for each layer
 def name_patterns(patterns: tuple[str, ...]) -> NamePatterns:
-    """Return the patterns, made ready once. Raises ConfigError for those that cannot be used."""
+    """Return the compiled patterns, which are cached. Raises ConfigError for those that cannot be used."""
     return NamePatterns(patterns)
 
 

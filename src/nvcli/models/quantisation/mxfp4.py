@@ -1,4 +1,4 @@
-"""MXFP4 as gpt-oss was published in: stacks of all experts in blocks of 32 numbers, each with an exponent of 8 bits."""
+"""MXFP4 as in gpt-oss: stacks of all experts in blocks of 32 numbers, each block with an 8-bit exponent."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _PARTS = WeightParts(
     scales_stored_as=EXPONENTS,
     packing=Packing(bits=4, dim=1, per_index=MXFP4_BLOCK, block_size=MXFP4_BLOCK // 2),
 )
-"""Blocks [experts, out, in / 32, 16] of two numbers a byte, and their exponents [experts, out, in / 32]."""
+"""Blocks [experts, out, in / 32, 16] with two numbers per byte, and their exponents [experts, out, in / 32]."""
 
 
 def read_mxfp4(config: QuantisationFile) -> Quantisation:
-    """Read nothing: all its checkpoints are alike."""
+    """Return the format without reading anything: all its checkpoints are alike."""
     return Quantisation(method="mxfp4", numbers="mxfp4", bits=4, label="MXFP4", parts=(_PARTS,), group_size=MXFP4_BLOCK)

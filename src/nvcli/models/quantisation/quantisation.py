@@ -1,7 +1,7 @@
-"""Quantisation: how a published format stores weights. A format is a file beside this one. Torch-free.
+"""Quantisation: how a published format stores weights. Each format is a file beside this one. Torch-free.
 
 A format's file reads what config.json says, and names the tensors that make up a weight. `join.py` finds these in a
-checkpoint, and `models/stored_values.py` reads what they stand for; neither knows formats.
+checkpoint, and `models/stored_values.py` decodes them; neither knows any formats.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nvcli.models.json_file import JsonFile
 from nvcli.models.tensor_info import Packing
 
 WORD_SIZES = (2, 4, 8)
-"""Sizes of codes of which a word of 32 bits holds a whole number."""
+"""Sizes of codes, in bits, of which a 32-bit word holds a whole number."""
 FLOATS = ("BF16", "F16", "F32")
 
 
@@ -70,17 +70,17 @@ class WeightParts:
     stored_as: tuple[str, ...]
     """safetensors' types of the codes."""
     scales: tuple[str, ...]
-    """Names of which a checkpoint has one."""
+    """Possible names, of which a checkpoint has one."""
     scales_stored_as: tuple[str, ...] = FLOATS
     zeros: str | None = None
     groups: str | None = None
-    """The index of each column's group, which is there where columns of a group do not follow each other."""
+    """The index of each column's group, present if the columns of a group are not contiguous."""
     factor: str | None = None
     """A number by which all scales are multiplied."""
     divides: bool = False
     """Whether they are divided by it instead."""
     packing: Packing | None = None
-    """How codes are packed; None: each stands by itself. Zeros are packed likewise, but along the rows."""
+    """How codes are packed; None: they are not. Zeros are packed likewise, but along the rows."""
     is_transposed: bool = False
     """Whether all are stored [in, out]."""
 
@@ -92,7 +92,7 @@ ONE_BY_ONE = WeightParts(
     scales_stored_as=(*FLOATS, "U8"),
     zeros="weight_zero_point",
 )
-"""Codes of 8 bits, each of which stands by itself. Checkpoints of any format may have some."""
+"""Unpacked 8-bit codes. Checkpoints of any format may have some."""
 EXPONENTS = ("U8",)
 """safetensors' type of scales that are exponents of 2."""
 FP4_PAIRS = Packing(bits=4, dim=1, per_index=2)
@@ -113,26 +113,26 @@ class Quantisation:
     parts: tuple[WeightParts, ...] = (ONE_BY_ONE,)
     """The ways in which a weight may be stored."""
     weight_block: tuple[int, int] | None = None
-    """(rows, columns) of a weight that share a scale, where config.json says it."""
+    """(rows, columns) of a weight that share a scale, if config.json says so."""
     group_size: int | None = None
-    """How many columns of a row share a scale, where they are fewer than a row has."""
+    """The number of columns of a row that share a scale, if not all of them do."""
     zero_offset: int = 0
     """A number that is added to stored zeros of packed codes."""
     needed: tuple[str, ...] = ()
-    """The parts that integers must have as config.json says: without them the codes stand for other numbers."""
+    """Parts that integers must have according to config.json: without them, the codes would mean other numbers."""
     left_alone: tuple[str, ...] = ()
     """Patterns of the layers that are not quantised (`module_names.py`)."""
 
     @property
     def kept_as(self) -> KeptWeights:
-        """How ranks keep its weights, if neither memory nor the GPU speaks against it; `none`: as plain ones."""
+        """How ranks keep its weights by default, if memory and the GPU allow it; `none`: as plain weights."""
         if self.numbers in ("fp8", "fp4"):
             return "fp8"
         return "w4a16" if self.bits == 4 else "none"
 
     @property
     def has_column_order(self) -> bool:
-        """Whether the columns of a group do not follow each other (act-order)."""
+        """Whether the columns of a group are not contiguous (act-order)."""
         return any(parts.groups in self.needed for parts in self.parts)
 
     @property
