@@ -201,6 +201,8 @@ class _CopyOrInterpreter(subprocess.Popen[Any]):
         before = _THREAD_NAME.read_text()
         # A copy has its name from its first moment on: it is found by that, and there is no command line to go by.
         _THREAD_NAME.write_text(own_arguments[1].partition(":")[0].rpartition(".")[2][:15])
+        # A signal that comes before the copy has left the handlers of its original behind waits until then.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self.pid = os.fork()
         if self.pid == 0:
             os.setpgid(0, 0)
@@ -208,6 +210,7 @@ class _CopyOrInterpreter(subprocess.Popen[Any]):
             from nvcli.worker.executor.child_process import _main
 
             _end_with(_main)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         _THREAD_NAME.write_text(before)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
@@ -265,13 +268,13 @@ def _begin(argv: list[str], streams: list[int], env: Mapping[str, str], *, kept:
     os.environ.update(env)
     sys.argv = argv
     signal.set_wakeup_fd(-1)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         with contextlib.suppress(OSError, ValueError):  # threads use it
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(ignored, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
