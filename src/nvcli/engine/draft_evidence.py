@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from nvcli.core.messages import unpack
 from nvcli.engine.block_manager import TOKEN_BYTES
+from nvcli.engine.segment_forest import num_equal
 from nvcli.engine.state import RequestState
 
-_MATCHES = (8, 4, 3, 2)
-"""Lengths of the runs of tokens that are searched for, longest first."""
-_LEAST_OWN = 3
-"""Other answers are searched if the request's own text has no match of at least this many tokens."""
+_OWN_MATCHES, _OTHER_MATCH, _SHORT_MATCH = (8, 4, 3), 3, 2
+"""Lengths of the runs of tokens that are searched for, in this order: in the request's own text, in other answers, and
+in its own text again."""
 _ANSWERS_KEPT = 8
 _LONGEST = 8192
 """Maximum tokens of a request that are searched, the latest ones."""
@@ -57,7 +57,7 @@ class DraftEvidence:
         cut = state.num_tokens - num_known
         before = state.tokens(max(0, cut - _LONGEST), cut)
         given = state.generated[-num_known:]
-        outcome = Outcome(_num_equal(given, self._drafts(before.tobytes(), state.request.request_id)), num_known)
+        outcome = Outcome(num_equal(given, self._drafts(before.tobytes(), state.request.request_id)), num_known)
         self._answers.pop(state.request.request_id, None)
         self._answers[state.request.request_id] = state.generated[-_LONGEST:].tobytes()
         if len(self._answers) > _ANSWERS_KEPT:
@@ -72,17 +72,15 @@ class DraftEvidence:
 
     def _drafts(self, text: bytes, request_id: int) -> array[int]:
         """Return the tokens that would be drafted to follow a packed text."""
-        for length in _MATCHES:
-            if length < _LEAST_OWN:
-                break
+        for length in _OWN_MATCHES:
             if (end := _end_of_last(text[-length * TOKEN_BYTES :], text[:-TOKEN_BYTES])) is not None:
                 return self._following(text, end)
-        run = text[-_LEAST_OWN * TOKEN_BYTES :]
+        run = text[-_OTHER_MATCH * TOKEN_BYTES :]
         for number in reversed(self._answers):
             answer = self._answers[number]
             if number != request_id and (end := _end_of_last(run, answer)) is not None:
                 return unpack(answer[end : end + self._most * TOKEN_BYTES])
-        if (end := _end_of_last(text[-_MATCHES[-1] * TOKEN_BYTES :], text[:-TOKEN_BYTES])) is not None:
+        if (end := _end_of_last(text[-_SHORT_MATCH * TOKEN_BYTES :], text[:-TOKEN_BYTES])) is not None:
             return self._following(text, end)
         return array("i")
 
@@ -90,16 +88,6 @@ class DraftEvidence:
         """Return the drafts that follow byte `end` of a packed text, repeated from there if the text ends first."""
         following = unpack(text[end : end + self._most * TOKEN_BYTES])
         return (following * self._most)[: self._most]
-
-
-def _num_equal(tokens: array[int], drafts: array[int]) -> int:
-    """Count the leading tokens that are equal."""
-    num_equal = 0
-    for token, draft in zip(tokens, drafts, strict=False):
-        if token != draft:
-            break
-        num_equal += 1
-    return num_equal
 
 
 def _end_of_last(run: bytes, text: bytes) -> int | None:

@@ -12,11 +12,11 @@ prompts are read copy such new keys: steps that read run outside of graphs in an
 
 from __future__ import annotations
 
-from array import array
 from typing import NamedTuple
 
 from nvcli.core.messages import MOST_KEY_COPIES, pack
 from nvcli.engine.prompt_hashes import PromptHashes
+from nvcli.engine.segment_forest import num_equal
 from nvcli.engine.state import RequestState
 
 _LEAST_TOKENS = 16
@@ -88,7 +88,7 @@ class KeyCopies:
             return 0
         if column and donor.hash_blocks(column - 1, column, hashes) != state.hash_blocks(column - 1, column, hashes):
             return 0
-        count = _num_equal(donor.tokens(start, most), state.tokens(start, most))
+        count = num_equal(donor.tokens(start, most), state.tokens(start, most))
         if count < least:
             return 0
         found = [self._pieces_of(group, blocks[column], count) for group, blocks in enumerate(donor.blocks)]
@@ -132,10 +132,3 @@ class KeyCopies:
             for piece in self._pieces[group, target]
             for number in (group, piece.source, target, piece.first, piece.end)
         )
-
-
-def _num_equal(left: array[int], right: array[int]) -> int:
-    """Count the leading numbers that two arrays of equal length have in common."""
-    if left == right:
-        return len(left)
-    return next(at for at, (one, other) in enumerate(zip(left, right, strict=True)) if one != other)

@@ -334,7 +334,7 @@ class SegmentForest:
 
 
 def num_equal(left: Sequence[int], right: Sequence[int]) -> int:
-    """Count the leading blocks that two tables have in common."""
+    """Count the leading numbers that two sequences of one type have in common, such as blocks or tokens."""
     shorter = min(len(left), len(right))
     if left[:shorter] == right[:shorter]:
         return shorter
