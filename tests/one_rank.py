@@ -29,7 +29,7 @@ def make_runner(path: Path, device: str = "cuda", **overrides: Any) -> ModelRunn
         "max_num_seqs": 8,
         "max_num_batched_tokens": 512,
         "block_size": 64,
-        "gpu_memory_utilization": 0.2,
+        "kv_cache_memory": 4 << 30 if device == "cuda" else None,  # not a share of what others leave of the GPU
     }
     context = RankContext(rank=0, report_phase=lambda phase: None)
     return ModelRunner(engine_config(**{**values, **overrides}), context)

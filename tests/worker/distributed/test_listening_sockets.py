@@ -81,7 +81,7 @@ def test_ranks_on_gpus_listen_on_loopback_alone(layout: str, monkeypatch: pytest
         device="cuda",
         dtype="bfloat16",
         block_size=16,
-        gpu_memory_utilization=0.2,
+        kv_cache_memory=1 << 30,
         **{layout: 2},
     )
     check_listening_sockets(config, needs_sockets=False)

@@ -29,7 +29,7 @@ def generate(
         "max_num_seqs": 32,
         "max_num_batched_tokens": 2048,
         "block_size": 64,
-        "gpu_memory_utilization": 0.2,
+        "kv_cache_memory": 4 << 30,  # not a share of what other tests leave of the GPU
     }
     client = EngineClient.start(engine_config(**{**values, **options}))
     try:

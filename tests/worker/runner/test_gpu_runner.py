@@ -268,6 +268,7 @@ def test_memory_is_used_as_planned(tmp_path: Path, name: str) -> None:
         max_num_seqs=256,
         max_num_batched_tokens=8192,
         gpu_memory_utilization=0.9,
+        kv_cache_memory=None,
     )
     generate(runner, [list(range(5, 32_005)), list(range(7, 8_007)), *prompts(200)], 8)
     torch.cuda.synchronize()
