@@ -25,6 +25,7 @@ def bench(*, settings: Settings, options: BenchOptions, as_json: AsJson = False)
       nvcli bench --shape qwen3-8b --num-requests 1024 --shared-prefix 1024,1024:8 --input-len 64 --output-len 128
       nvcli bench --shape qwen3-8b --num-requests 128 --samples 64 --input-len 200 --output-len 512
       nvcli bench --shape qwen3-8b --ablate overlap,graphs,prefix-cache,backend=torch
+      nvcli bench --shape qwen3-8b --lora-rank 16 --num-loras 8
       nvcli bench -m Qwen/Qwen3-8B --input questions.jsonl --num-requests 500
     """
     run = settings.load(shape=options.shape)

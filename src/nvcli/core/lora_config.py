@@ -13,6 +13,8 @@ from msgspec import Meta
 
 from nvcli.errors import ConfigError
 
+MAX_ROW_RANK = 256
+"""Maximum rank of an adapter that only some rows use."""
 _NAMED = re.compile(r"([\w.:-]+)=(.+)", re.DOTALL)
 
 

@@ -79,6 +79,16 @@ def test_measures_a_real_engine(bench: Callable[..., dict[str, Any]]) -> None:
 
 
 @pytest.mark.usefixtures("known_ceilings")
+def test_requests_are_spread_over_made_up_adapters(bench: Callable[..., dict[str, Any]]) -> None:
+    """Three adapters, of which two are on the device at a time."""
+    few = ("--num-requests", "6", "--input-len", "5", "--output-len", "4", "--lora-rank", "4", "--num-loras", "3")
+    result = bench(*few, "--set", "max_num_seqs=2")
+    assert result["adapters"] == {"num_adapters": 3, "made_up_rank": 4}
+    assert result["ready"]["max_loaded_adapters"] == 2
+    assert result["runs"][0]["output_tokens"] == 24
+
+
+@pytest.mark.usefixtures("known_ceilings")
 def test_a_shared_prefix_is_found_in_the_cache_anew_in_each_pass(bench: Callable[..., dict[str, Any]]) -> None:
     options = ("--num-requests", "5", "--input-len", "8", "--output-len", "2", "--set", "block_size=16")
     result = bench(

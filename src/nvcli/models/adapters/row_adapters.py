@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nvcli.core.lora_config import MAX_ROW_RANK
 from nvcli.core.validation import show
 from nvcli.models.adapters.adapter import Adapter
 from nvcli.models.config import ModelConfig
@@ -9,15 +10,13 @@ from nvcli.models.geometry import model_tensors
 from nvcli.models.tensor_info import BiasChange, LowRankChange, RowsChange, WeightChange
 from nvcli.models.tensor_spec import Sharding, TensorSpec
 
-MAX_ROW_RANK = 256
-"""The largest rank of an adapter of single rows."""
 _WAY_OUT = "give it alone as --lora PATH, for all rows: it is then merged into the weights"
 
 
 def check_row_adapter(adapter: Adapter, model: ModelConfig) -> None:
     """Raise LoadError, naming the key or the tensor, if an adapter changes more than products of linear layers, which
     is all that is supported for single rows."""
-    linear = {tensor.name for tensor in model_tensors(model, model.dtype) if _is_linear(tensor)}
+    linear = {tensor.name for tensor in linear_tensors(model)}
     file = adapter.config.file
     if adapter.replaced:
         key = "bias" if adapter.config.saves_biases else "modules_to_save"
@@ -35,6 +34,11 @@ def check_row_adapter(adapter: Adapter, model: ModelConfig) -> None:
                 f"{show(name)[1:-1]} is changed, but single rows can only change linear layers of attention or MLP; "
                 f"{_WAY_OUT}",
             )
+
+
+def linear_tensors(model: ModelConfig) -> list[TensorSpec]:
+    """Return the weights that may differ by row: those of linear layers in attention, MLPs and shared experts."""
+    return [tensor for tensor in model_tensors(model, model.dtype) if _is_linear(tensor)]
 
 
 def _is_linear(tensor: TensorSpec) -> bool:

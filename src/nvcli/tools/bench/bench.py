@@ -42,6 +42,15 @@ class BenchLayout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BenchAdapters:
+    """The LoRA adapters over which the requests are spread."""
+
+    num_adapters: int
+    made_up_rank: int | None
+    """The rank of adapters that were made up for the benchmark; None: they were given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
     """The result of `nvcli bench`."""
 
@@ -50,6 +59,8 @@ class BenchResult:
     """Start of the measurement, in UTC (ISO 8601)."""
     layout: BenchLayout
     workload: Workload | FileWorkload
+    adapters: BenchAdapters | None
+    """None: no request has an adapter of its own. `ready.max_loaded_adapters` are on each device at a time."""
     data_parallel_size: int
     ready_seconds: float
     """Seconds from the start of the replicas until the last one is ready."""
@@ -88,6 +99,7 @@ def bench(
     model: str,
     model_config: ModelConfig,
     workload: Workload | FileWorkload,
+    adapters: BenchAdapters | None,
     data_parallel_size: int,
     repeat: int,
     ablations: Sequence[Ablation],
@@ -121,6 +133,7 @@ def bench(
         date=date,
         layout=_layout(config, measured.ready, data_parallel_size),
         workload=workload,
+        adapters=adapters,
         data_parallel_size=data_parallel_size,
         ready_seconds=measured.ready_seconds,
         ready=measured.ready,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 
 import msgspec
 
 from nvcli.core.config import RunConfig
+from nvcli.core.lora_config import LoraConfig
 from nvcli.core.messages import unpack
 from nvcli.core.system.host_memory import available_ram
 from nvcli.engine.request import Request
@@ -15,10 +19,12 @@ from nvcli.errors import ConfigError
 from nvcli.job.planning.layout import resolve_layout
 from nvcli.job.run.engine_settings import load_model, resolve_engine_config
 from nvcli.job.run.resolve import model_of_rows
+from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.sizing.ram import check_ram
 from nvcli.tools.bench.ablation import parse_ablations
-from nvcli.tools.bench.bench import BenchResult, bench
+from nvcli.tools.bench.bench import BenchAdapters, BenchResult, bench
 from nvcli.tools.bench.file_workload import FileWorkload
+from nvcli.tools.bench.made_up_adapters import spread_over_adapters, write_adapters
 from nvcli.tools.bench.options import BenchOptions
 from nvcli.tools.bench.plot import check_plot, draw_run
 from nvcli.tools.bench.shapes import model_folder
@@ -107,26 +113,21 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
         check_plot(options.plot)
     if options.accept_rate is not None and run.speculation.method == "none":
         raise ConfigError(f"--accept-rate {options.accept_rate} is of drafts, and there are none; add --speculate auto")
-    with model_folder(run.model, options.shape, revision=run.revision, quantization=run.quantization) as path:
+    _check_adapters(run, options)
+    with ExitStack() as stack:
+        folder = model_folder(run.model, options.shape, revision=run.revision, quantization=run.quantization)
+        path = stack.enter_context(folder)
         model = load_model(run, path)
-        config = resolve_engine_config(run, path, model)  # whose errors come before any file is read
-        requests: list[Request] = []
-        if isinstance(workload, Workload):
-            longest = workload.max_model_len
-        else:
-            requests = workload.requests(model_of_rows(run, path, model, config), say=say)
-            longest = max(len(unpack(request.prompt_ids)) + request.max_tokens for request in requests)
-        if run.max_model_len is None:
-            usual = min(max(_USUAL_MODEL_LEN, longest), model.max_position_embeddings)
-            run = msgspec.structs.replace(run, max_model_len=usual)
+        requests, run = _draw_requests(run, path, model, workload, options, say=say)
+        adapters = None
+        if options.lora_rank is not None:
+            made_up = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nvcli-adapters-")))
+            run = msgspec.structs.replace(run, lora=_make_adapters(run, path, options, made_up))
         config = resolve_engine_config(run, path, model)
-        if longest > config.max_model_len:
-            raise ConfigError(
-                f"requests of up to {longest} tokens do not fit max_model_len {config.max_model_len}; "
-                "lower --input-len, --output-len or --shared-prefix"
-            )
-        if isinstance(workload, Workload):  # drawn once they are known to fit, because it takes a while
-            requests = workload.requests(model.vocab_size)
+        if config.lora_paths:
+            adapters = BenchAdapters(num_adapters=len(config.lora_paths), made_up_rank=options.lora_rank)
+            if isinstance(workload, Workload) or options.lora_rank is not None:
+                requests = spread_over_adapters(requests, len(config.lora_paths), seed=options.seed)
         layout = resolve_layout(run, config, model, num_requests=sum(request.n for request in requests))
         check_ram(config, model, num_replicas=layout.data_parallel_size, available=available_ram())
         if layout.why:
@@ -143,6 +144,7 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
             model=options.shape or run.model,
             model_config=model,
             workload=workload,
+            adapters=adapters,
             data_parallel_size=layout.data_parallel_size,
             repeat=options.repeat,
             ablations=parse_ablations(options.ablate, config) if options.ablate is not None else [],
@@ -153,3 +155,52 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
         draw_run(options.plot, title, result.timelines[result.median_number], result.ready.num_blocks)
         say(f"step times and KV use are plotted in {options.plot}")
     return result
+
+
+def _draw_requests(
+    run: RunConfig,
+    path: Path,
+    model: ModelConfig,
+    workload: Workload | FileWorkload,
+    options: BenchOptions,
+    *,
+    say: Callable[[str], None],
+) -> tuple[list[Request], RunConfig]:
+    """Return the requests of a workload, and the run with a `max_model_len` that they fit. Raises ConfigError."""
+    config = resolve_engine_config(run, path, model)  # whose errors come before any file is read
+    requests: list[Request] = []
+    if isinstance(workload, Workload):
+        longest = workload.max_model_len
+    else:
+        requests = workload.requests(model_of_rows(run, path, model, config), say=say)
+        longest = max(len(unpack(request.prompt_ids)) + request.max_tokens for request in requests)
+    if run.max_model_len is None:
+        usual = min(max(_USUAL_MODEL_LEN, longest), model.max_position_embeddings)
+        run = msgspec.structs.replace(run, max_model_len=usual)
+    config = resolve_engine_config(run, path, model)
+    if longest > config.max_model_len:
+        raise ConfigError(
+            f"requests of up to {longest} tokens do not fit max_model_len {config.max_model_len}; "
+            "lower --input-len, --output-len or --shared-prefix"
+        )
+    if isinstance(workload, Workload):  # drawn once they are known to fit, because it takes a while
+        requests = workload.requests(model.vocab_size)
+    return requests, run
+
+
+def _check_adapters(run: RunConfig, options: BenchOptions) -> None:
+    """Raise ConfigError for options about made-up adapters that contradict others."""
+    if options.lora_rank is None and options.num_loras is not None:
+        raise ConfigError(f"--num-loras {options.num_loras} is the number of made-up adapters; add their --lora-rank")
+    if options.lora_rank is not None and run.lora is not None:
+        raise ConfigError(
+            f"--lora-rank {options.lora_rank} makes up adapters, and `lora` names others; leave one of the two out"
+        )
+
+
+def _make_adapters(run: RunConfig, path: Path, options: BenchOptions, folder: Path) -> LoraConfig:
+    """Write the made-up adapters into `folder`."""
+    assert options.lora_rank is not None
+    model = load_model_config(path, expert_parallel=run.enable_expert_parallel, overrides=run.hf_overrides)
+    num_adapters = options.num_loras or 1
+    return write_adapters(model, folder, rank=options.lora_rank, num_adapters=num_adapters, seed=options.seed)

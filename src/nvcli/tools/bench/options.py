@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from nvcli.core.config_types import PositiveInt
 from nvcli.core.flags import MODEL, RESULT, WORKLOAD, Flag
+from nvcli.core.lora_config import MAX_ROW_RANK
 
 Shape = Annotated[
     str | None,
@@ -85,6 +86,14 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
             "Take each draft of --speculate with this probability, right or not, and draft for every request.",
             "SHARE",
         ),
+    ] = None
+    lora_rank: Annotated[
+        Annotated[int, Meta(ge=1, le=MAX_ROW_RANK)] | None,
+        Flag("--lora-rank", WORKLOAD, "Rank of made-up LoRA adapters, over which the requests are spread.", "R"),
+    ] = None
+    num_loras: Annotated[
+        Annotated[int, Meta(ge=1, le=100_000)] | None,
+        Flag("--num-loras", WORKLOAD, "Number of these adapters [default: 1]"),
     ] = None
     seed: Annotated[
         int, Meta(ge=0, le=(1 << 63) - 1), Flag("--seed", WORKLOAD, "Seed of the made-up lengths and tokens.")

@@ -68,6 +68,7 @@ def format_result(result: BenchResult) -> str:
         f"  prefix cache      {run.cached_tokens:,} prompt tokens found, not computed "
         f"({100 * run.cached_share:.1f} %), {run.computed_prompt_tokens:,} computed",
         *_draft_lines(run),
+        *_adapter_lines(result),
         f"  peak memory       {_peaks(result.peak_bytes)}",
         *_phase_lines(run),
         *_step_lines(run),
@@ -105,6 +106,17 @@ def _draft_lines(run: Run) -> list[str]:
     return [
         f"  drafts            {drafts.accepted_tokens:,} of {drafts.drafted_tokens:,} drafted tokens taken "
         f"({100 * drafts.accepted_tokens / drafts.drafted_tokens:.0f} %), {drafts.tokens_per_step:.2f} tokens a step"
+    ]
+
+
+def _adapter_lines(result: BenchResult) -> list[str]:
+    adapters = result.adapters
+    if adapters is None:
+        return []
+    rank = "" if adapters.made_up_rank is None else f", made up, of rank {adapters.made_up_rank}"
+    return [
+        f"  LoRA adapters     {adapters.num_adapters:,}{rank}; at most {result.ready.max_loaded_adapters:,} on each "
+        "device at a time"
     ]
 
 
