@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any, Literal
@@ -268,6 +269,23 @@ def test_folders_that_hold_no_adapter(base: Path, tmp_path: Path) -> None:
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with pytest.raises(LoadError, match=r"no adapter_model.safetensors, but adapter_model.bin, which is pickled"):
         read_adapter(folder, load_model_config(base))
+
+
+def test_a_header_that_safetensors_refuses_ends_before_weights_load(base: Path, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path, low_rank(base))
+    file = folder / "adapter_model.safetensors"
+    start, rest = file.read_bytes()[:8], file.read_bytes()[8:]
+    length = int.from_bytes(start, "little")
+    header, body = json.loads(rest[:length]), rest[length:]
+    one, other = list(header)[:2]
+    wide = {**header, one: {**header[one], "dtype": "F64"}}
+    twice = {**header, one: {**header[one], "data_offsets": header[other]["data_offsets"]}}
+    twice[one]["shape"] = header[other]["shape"]
+    for changed, message in ((wide, r"tensor \".*\" has .* bytes, and its shape .* in F64 takes"), (twice, "corrupt")):
+        text = json.dumps(changed).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + body)
+        with pytest.raises(LoadError, match=message):
+            read_adapter(folder, load_model_config(base))
 
 
 def test_hostile_adapters_end_with_an_error_or_load(base: Path, tmp_path: Path) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from nvcli.core.messages import CONSTRAINT_FAILED, NOT_FINITE
+from nvcli.core.messages import CONSTRAINT_FAILED, NO_ADAPTER, NOT_FINITE
 from nvcli.engine.state import RequestState
 from nvcli.errors import ModelError
 
 MAX_BROKEN_PROMPTS = 16
 """The number of different prompts without a token, and none with one, after which the run ends. Rows that change logits
-(`Request.changes_logits`) do not count."""
+(`Request.changes_logits`) or have a LoRA adapter of their own do not count."""
 _ALL_BROKEN = (
     f"the logits of all of the first {MAX_BROKEN_PROMPTS} prompts are NaN or infinite, so no row can be answered: the "
     "weights or the dtype are at fault. Compare the checkpoint's files with their source, or try another `dtype`: "
@@ -36,8 +36,9 @@ class FirstPrompts:
 
     def note(self, state: RequestState, failure: Failure) -> None:
         """Record that a request has failed before any prompt got a token."""
-        if failure.is_tainted and not state.request.changes_logits:
-            self._broken.add(state.request.prompt_ids)
+        request = state.request
+        if failure.is_tainted and not request.changes_logits and request.adapter == NO_ADAPTER:
+            self._broken.add(request.prompt_ids)
 
     def check(self) -> None:
         """Raise ModelError if many prompts, and only such prompts, had non-finite logits."""
@@ -72,10 +73,13 @@ def _not_finite(state: RequestState) -> Failure:
             "the model's end-of-sequence id, or leave one of the two out",
             is_tainted=True,
         )
+    fault = "the weights may be damaged, or the dtype too narrow for the model"
+    if request.adapter != NO_ADAPTER:
+        fault = "the files of the row's adapter, or the weights, may be damaged, or the dtype too narrow for the model"
     return Failure(
         "non_finite_logits",
         f"the logits after token {state.num_tokens:,} (the prompt has {state.num_prompt:,}) are NaN or "
-        "infinite; the weights may be damaged, or the dtype too narrow for the model",
+        f"infinite; {fault}",
         is_tainted=True,
     )
 

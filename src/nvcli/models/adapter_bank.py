@@ -3,20 +3,22 @@
 Each rank keeps the parts of A and B that match its shard of a linear layer: all of A and part of B if the layer is
 sharded by outputs, part of A and all of B if it is sharded by inputs. An adapter is read from its file when it is first
 loaded. It then stays in host memory, laid out in the device's pages (`kernels/lora.py`), and loading it again takes one
-copy per page.
+copy per page. If it cannot be read, its rows' results are NaN, so that they alone fail, on whichever rank it was.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from nvcli.errors import LoadError
 from nvcli.kernels.lora_types import PAGE_RANKS, AdaptedLayer, AdapterBank, feature_blocks, page_columns
 from nvcli.models.adapters.adapter import Adapter
-from nvcli.models.adapters.merge import read_features, read_floats
+from nvcli.models.adapters.merge import check_finite, read_features, read_floats
 from nvcli.models.kept_values import in_order
 from nvcli.models.parallel import LinearPiece, LowRankProducts, ShardedLinear
 from nvcli.models.stored_values import OpenFiles
@@ -89,15 +91,18 @@ class LoadedAdapters:
             plan.linear.low_rank = LowRankProducts(bank=self.bank, layer=plan.layer)
         self._free_pages = list(range(num_pages))
 
-    def load(self, place: int, number: int) -> None:
+    def load(self, place: int, number: int) -> LoadError | None:
         """Copy adapter `number` into `place`, both counted from 1, in stream order. It replaces the adapter that was
         there.
 
-        Raises LoadError if its file cannot be read.
+        Returns the error if its file cannot be read, or holds NaN or infinity; its rows then get NaN.
         """
-        on_host = self._on_host.get(number)
+        problem, on_host = None, self._on_host.get(number)
         if on_host is None:
-            on_host = self._on_host[number] = self._read(self._adapters[number - 1])
+            try:
+                on_host = self._on_host[number] = self._read(self._adapters[number - 1])
+            except LoadError as error:
+                problem, on_host = error, self._broken()
         self._free_pages += self._pages.pop(place, [])
         mine = self._pages[place] = [self._free_pages.pop() for _ in range(len(on_host.pages))]
         for page, values in zip(mine, on_host.pages, strict=True):
@@ -106,6 +111,16 @@ class LoadedAdapters:
         row.copy_(self._pinned(torch.tensor(mine, dtype=torch.int32, device=_CPU)), non_blocking=True)
         self.bank.ranks[place - 1].copy_(on_host.ranks, non_blocking=True)
         self.bank.scales[place - 1].copy_(on_host.scales, non_blocking=True)
+        return problem
+
+    def _broken(self) -> _HostAdapter:
+        """Return an adapter of rank 1 in every projection, whose products are NaN."""
+        bank, num_projections = self.bank, self.bank.ranks.shape[1]
+        return _HostAdapter(
+            pages=torch.zeros(1, bank.pages.shape[1], dtype=bank.pages.dtype, device=_CPU),
+            ranks=torch.ones(num_projections, dtype=torch.int32, device=_CPU),
+            scales=torch.full((num_projections,), math.nan, device=_CPU),
+        )
 
     def _pinned(self, values: Tensor) -> Tensor:
         """Return the values in pinned memory if the bank is on a GPU, so that copies do not block the host. The
@@ -189,6 +204,7 @@ def _fill(files: OpenFiles, pages: Tensor, plan: _LinearPlan, projection: int, c
             continue
         if is_first:
             down = read_floats(files, change.down, (slice(0, rank), piece.columns), _CPU)
+            check_finite(down, change.down)
             for page, rows in _page_rows(down):
                 downs[page, : len(rows)] = rows
             is_first = False
@@ -199,6 +215,7 @@ def _fill(files: OpenFiles, pages: Tensor, plan: _LinearPlan, projection: int, c
 def _read_up(files: OpenFiles, piece: LinearPiece, change: LowRankChange) -> Tensor:
     """Read B of a piece, [rank, rows of the piece], in the row order that ranks keep."""
     up = read_features(files, change.up, change.features.range(piece.rows), _CPU)
+    check_finite(up, change.up)
     assert piece.weight.offset == 0.0
     return in_order(up.t(), piece.weight.row_order).t() * piece.weight.factor
 

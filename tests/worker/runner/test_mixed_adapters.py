@@ -3,17 +3,24 @@ adapter makes, whatever runs beside it."""
 
 from __future__ import annotations
 
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from generation import EOS, generate, generate_here
+from generation import config_of as config_of_engine
 from generation import prompts as all_prompts
+from safetensors.torch import load_file, save_file
 
 from adapters import LINEAR, low_rank, merge, write_adapter
 from checkpoints import write_tiny_model
 from nvcli.core.messages import unpack
 from nvcli.engine.request import Request
+from nvcli.worker.runner.interface import RankContext
+from nvcli.worker.runner.model_runner import ModelRunner
+from one_rank import make_core, run_core
 from requests_factory import make_request
 
 MODULES: list[tuple[int, tuple[str, ...]]] = [(4, LINEAR), (20, ("q_proj", "v_proj")), (7, LINEAR)]
@@ -91,6 +98,31 @@ def test_drafts(adapters: Adapters) -> None:
     )
     check(adapters, outputs)
     assert stats.accepted_tokens > 0
+
+
+def test_an_adapter_that_cannot_be_read_fails_its_own_rows_alone(adapters: Adapters, tmp_path: Path) -> None:
+    """One has NaN in its file, and that of another disappears once the run has begun."""
+    folders = [shutil.copytree(folder, tmp_path / folder.name) for folder in adapters.folders]
+    file = folders[0] / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors[next(name for name in tensors if "v_proj.lora_B" in name)][0, 0] = math.nan
+    save_file(tensors, file)
+    runner = ModelRunner(
+        config_of_engine(adapters.base, lora_paths=tuple(folders)), RankContext(rank=0, report_phase=print)
+    )
+    (folders[1] / "adapter_model.safetensors").unlink()
+    core = make_core(runner)
+    outputs = run_core(core, mixed_requests())
+    answers = tokens_of(outputs)
+    for adapter, expected in enumerate(adapters.expected):
+        found = {number - 100 * adapter: answers[number] for number in answers if number // 100 == adapter}
+        assert found == (expected if adapter in (0, 3) else {key: [] for key in expected})
+    errors = {(number // 100, output.error_type) for number, output in outputs.items()}
+    assert errors == {(0, ""), (1, "non_finite_logits"), (2, "non_finite_logits"), (3, "")}
+    assert "the files of the row's adapter, or the weights, may be damaged" in outputs[100].error
+    notes = core.take_notes()
+    assert any("lora_B.weight has values that are NaN or infinite; download it again" in note for note in notes)
+    assert any("cannot be read" in note for note in notes)
 
 
 def test_tensor_parallel_ranks(adapters: Adapters) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 from nvcli.core.validation import show
 from nvcli.errors import LoadError
@@ -29,7 +32,8 @@ _KINDS = {
 """Suffix of a tensor's name → its role in the module. Any other tensor replaces one of the base model."""
 _MATRICES = {"up": True, "down": False, "up of embedding": False, "down of embedding": True}
 """Matrix → whether the file stores [features, rank] rather than [rank, features]."""
-_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+_FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Types of an adapter's tensors, with the size of a number."""
 _PICKLED = "adapter_model.bin"
 
 
@@ -63,7 +67,7 @@ class AdapterTensors:
 
 def read_adapter_tensors(folder: Path) -> AdapterTensors:
     """Read which tensors an adapter has. Raises LoadError for a missing or corrupt file, pickled weights, and tensors
-    that are not floating-point or have too many dimensions."""
+    that are not floating-point or have too many dimensions. What passes can be opened when it is loaded."""
     file = folder / ADAPTER_WEIGHTS
     if not os.path.lexists(file):
         pickled = (folder / _PICKLED).exists()
@@ -72,10 +76,7 @@ def read_adapter_tensors(folder: Path) -> AdapterTensors:
     groups: dict[tuple[str, int], dict[str, TensorInfo]] = {}
     whole: dict[str, TensorInfo] = {}
     for name, info in read_header(file).items():
-        if info.dtype not in _FLOAT_DTYPES:
-            raise LoadError(
-                f"{file}: tensor {quote(name)} is stored as {info.dtype}; supported: {', '.join(_FLOAT_DTYPES)}"
-            )
+        _check_size(info)
         stored = name.removeprefix(_PREFIX)
         end = next((end for end in _KINDS if stored.endswith(end)), None)
         if end is None:
@@ -84,10 +85,29 @@ def read_adapter_tensors(folder: Path) -> AdapterTensors:
         module, kind = stored.removesuffix(end), _KINDS[end]
         key = module.replace(_BASE_LAYER, ""), module.count(_BASE_LAYER)
         groups.setdefault(key, {})[kind] = _oriented(info, kind)
+    try:
+        with safe_open(file, framework="np"):  # checks what is left of the header, as when its values are read
+            pass
+    except (SafetensorError, OSError) as error:
+        raise LoadError(f"{file}: corrupt ({error}); download it again") from None
     modules = tuple(_module(*key, tensors) for key, tensors in groups.items())
     if not modules and not whole:
         raise LoadError(f"{file}: has no tensors; train the adapter, or download it again")
     return AdapterTensors(file=file, modules=modules, whole=whole)
+
+
+def _check_size(info: TensorInfo) -> None:
+    """Raise LoadError if a tensor's type is not supported, or its size is not that of its shape."""
+    if info.dtype not in _FLOAT_BYTES:
+        raise LoadError(
+            f"{info.file}: tensor {quote(info.name)} is stored as {info.dtype}; supported: {', '.join(_FLOAT_BYTES)}"
+        )
+    wanted = math.prod(info.shape) * _FLOAT_BYTES[info.dtype]
+    if info.num_bytes != wanted:
+        raise LoadError(
+            f"{info.file}: corrupt: tensor {quote(info.name)} has {info.num_bytes:,} bytes, and its shape "
+            f"{list(info.shape)} in {info.dtype} takes {wanted:,}; download it again"
+        )
 
 
 def _module(name: str, depth: int, tensors: dict[str, TensorInfo]) -> ModuleTensors:

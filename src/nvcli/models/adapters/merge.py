@@ -65,6 +65,12 @@ def read_floats(files: OpenFiles, info: TensorInfo, part: Sequence[slice], devic
         raise LoadError(f"{info.file}: cannot be read ({error}); download it again") from None
 
 
+def check_finite(values: Tensor, info: TensorInfo) -> None:
+    """Raise LoadError if values that were read of an adapter's tensor are NaN or infinite."""
+    if not values.isfinite().all():
+        raise LoadError(f"{info.file}: tensor {info.name} has values that are NaN or infinite; download it again")
+
+
 def _replace_rows(files: OpenFiles, values: Tensor, change: RowsChange, part: Sequence[slice]) -> Tensor:
     rows, columns = part
     found = [(row - rows.start, number) for number, row in enumerate(change.rows) if rows.start <= row < rows.stop]

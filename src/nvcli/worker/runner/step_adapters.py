@@ -13,12 +13,16 @@ import torch
 
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.core.messages import NO_ADAPTER, StepInput
+from nvcli.core.validation import shorten
 from nvcli.kernels.lora import group_rows, spread_adapters
 from nvcli.kernels.lora_types import BatchAdapters
 from nvcli.kernels.step_tensors import StepRows
 from nvcli.models.adapter_bank import LoadedAdapters
 from nvcli.worker.runner.slot_table import unpack_ids
 from nvcli.worker.runner.uploader import Uploader
+
+_MAX_NOTE = 300
+"""Maximum characters of a note (`StepOutput.note`)."""
 
 
 class StepAdapters:
@@ -40,11 +44,15 @@ class StepAdapters:
         self._places_host = np.full(num_slots, NO_ADAPTER, dtype=np.int32)
         """A copy on the host, so that only changes are uploaded."""
         self._of_tokens = torch.full((max_tokens,), NO_ADAPTER, dtype=torch.int32, device=device)
+        self._notes: list[str] = []
 
     def apply(self, step: StepInput) -> None:
-        """Load adapters, and record the adapters of new slots. Raises LoadError if an adapter's file cannot be read."""
+        """Load adapters, and record the adapters of new slots. Rows of an adapter that cannot be read get no finite
+        logits."""
         for place, number in unpack_ids(step.adapter_loads).reshape(-1, 2).tolist():
-            self._loaded.load(place, number)
+            problem = self._loaded.load(place, number)
+            if problem is not None:
+                self._notes.append(shorten(f"warning: rows of an adapter fail: {problem}", _MAX_NOTE))
         places = {
             new.slot: new.adapter_place for new in step.new_slots if new.adapter_place != self._places_host[new.slot]
         }
@@ -53,6 +61,10 @@ class StepAdapters:
             self._places_host[slots] = values
             on_device, uploaded = self._upload(slots, values)
             self._places[on_device.long()] = uploaded
+
+    def take_note(self) -> str:
+        """Return the next `StepOutput.note` about adapters; empty if there is none."""
+        return self._notes.pop(0) if self._notes else ""
 
     def prepare(self, rows: StepRows, batch: ForwardBatch) -> BatchAdapters:
         """Sort the tokens of a step by adapter. Can run in a CUDA graph."""

@@ -156,7 +156,7 @@ class StepRunner:
             is_graph=padded is not None,
             query_results=output.query_results,
             masks=outcome,
-            note=self._masks.take_note(),
+            note=self._masks.take_note() or (self._adapters.take_note() if self._adapters is not None else ""),
             drafts=drafts,
         )
 
