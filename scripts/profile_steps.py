@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""Where the time of a decode step goes on this GPU: kernels by kind, and the idle time between steps.
+"""Where the time of a step goes on this GPU: kernels by kind, and the idle time between steps.
 
-    python3 scripts/profile_decode.py SHAPE [--tp N] [--running N] [--steps N] [--trace FILE.json] [--kernels N]
+    python3 scripts/profile_steps.py SHAPE [--tp N] [--running N] [--steps N] [--trace FILE.json] [--kernels N]
         [--quantization TYPE] [--kv-cache-dtype TYPE] [--shared-prefix 1024,1024:8] [--input-len 64]
-        [--output-len 128] [--generated 20]
+        [--output-len 128] [--generated 20 | --prompts]
 
 A rank in this process answers nano-vllm's workload with made-up weights, with one step in flight as in a run; with
---tp the others follow it in processes of their own. Once all requests decode, torch's profiler records this rank's
-steps; their kernels are sorted by kind, and with --kernels the longest are listed. Requests that the KV cache does not
-hold to the end of their answers wait (--output-len), and the recording with them. Tracing costs some time between
-kernels, none inside them but in those that wait for other ranks. --quantization, --kv-cache-dtype, --shared-prefix,
---input-len and --output-len are as in `nvcli bench`.
+--tp the others follow it in processes of their own. Torch's profiler records this rank's steps once all requests
+decode, or with --prompts the first steps, which are full of prompts; their kernels are sorted by kind, and with
+--kernels the longest are listed. Requests that the KV cache does not hold to the end of their answers wait
+(--output-len), and the recording with them. Tracing costs some time between kernels, none inside them but in those
+that wait for other ranks. --quantization, --kv-cache-dtype, --shared-prefix, --input-len and --output-len are as in
+`nvcli bench`.
 """
 
 from __future__ import annotations
@@ -172,10 +173,11 @@ def main() -> None:
     parser.add_argument("--input-len", default="100:1024", help="prompt tokens behind a shared prefix")
     parser.add_argument("--output-len", default="900:1024", help="tokens of an answer")
     parser.add_argument("--generated", type=int, default=300, help="tokens that answers have before steps are recorded")
+    parser.add_argument("--prompts", action="store_true", help="record the first steps, which compute prompts")
     options = parser.parse_args()
     output_len = parse_range("--output-len", options.output_len)
     most_tokens = options.generated + _RECORDINGS * options.steps
-    if most_tokens >= output_len[0]:
+    if most_tokens >= output_len[0] and not options.prompts:
         parser.error(
             f"--generated {options.generated} and {_RECORDINGS} recordings of --steps {options.steps} take answers of "
             f"more than {most_tokens:,} tokens, but --output-len {options.output_len} has some of {output_len[0]:,}: "
@@ -199,7 +201,9 @@ def main() -> None:
         shared_prefix=parse_shared_prefix(options.shared_prefix) if options.shared_prefix else (),
     )
     core = start_engine(run, workload, options.tp)
-    while core.stats.num_waiting or core.stats.generated_tokens < options.generated * options.running:
+    while not options.prompts and (
+        core.stats.num_waiting or core.stats.generated_tokens < options.generated * options.running
+    ):
         core.step()
     for _ in range(_RECORDINGS):
         with profile(activities=[ProfilerActivity.CUDA]) as recorded:
