@@ -149,6 +149,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             **FOUR_LAYERS,
         },
     ),
+    "ernie 4.5": ("Ernie4_5", {"use_bias": True}),
+    "exaone 4": ("Exaone4", {"sliding_window": 20, **FOUR_LAYERS}),
     "qwen 3-next": ("Qwen3Next", HYBRID_EXPERTS),
     "qwen 3.5": ("Qwen3_5Text", HYBRID),
     "qwen 3.5 with vision": ("Qwen3_5", HYBRID),

@@ -117,6 +117,9 @@ def locate_tensors(
     if quantisation is not None:
         join_parts(found, quantisation)
     shapes = {name: tensor.stored_shape for tensor in wanted for name in tensor.stored_names}
+    for name, info in found.items():
+        if name in shapes and info.shape == (1, *shapes[name]):  # a stack of one
+            found[name] = replace(info, shape=shapes[name], expert=0)
     for name in [name for name in found if name not in shapes]:
         if parts := [part for part in fused_parts(name) if part in shapes]:
             _split(found, found.pop(name), parts, shapes)

@@ -46,7 +46,7 @@ class MixtureOfExperts(FeedForward):
         self.shared_expert: SharedExpert | None = None
         if config.shared is not None:
             gate = f"{path}.shared_expert_gate" if config.gates_shared else None
-            self.shared_expert = SharedExpert(build, f"{path}.shared_expert", config.shared, gate)
+            self.shared_expert = SharedExpert(build, f"{path}.shared_expert", config.shared, gate, config.shared_factor)
         self.num_parts = config.routing.experts_per_token + (self.shared_expert is not None)
 
     def forward(self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None) -> Tensor:
@@ -206,16 +206,19 @@ class SharedGate(TensorShard):
 
 
 class SharedExpert(nn.Module):
-    """The gated MLP that all tokens share; its output is multiplied by sigmoid(gate(x)) if it has a gate. [T, H] → [T,
-    H], this rank's part of a sum."""
+    """The gated MLP that all tokens share; its output is multiplied by a factor, and by sigmoid(gate(x)) if it has a
+    gate. [T, H] → [T, H], this rank's part of a sum."""
 
-    def __init__(self, build: BuildContext, path: str, config: MLPConfig, gate: str | None) -> None:
+    def __init__(
+        self, build: BuildContext, path: str, config: MLPConfig, gate: str | None, factor: float = 1.0
+    ) -> None:
         """Build the expert. `gate` is the path of the gate's weight; None: it has no gate."""
         super().__init__()
         self.activation = config.activation
         self.gate_up_proj = ColumnParallelLinear(build, f"{path}.gate_up_proj", ("gate_proj", "up_proj"))
         self.down_proj = RowParallelLinear(build, f"{path}.down_proj")
         self.gate = None if gate is None else SharedGate(build, gate)
+        self.factor = factor
 
     def forward(self, x: Tensor, out: Tensor, adapters: AdapterRows | None) -> None:
         """Write the result to `out`, which is contiguous."""
@@ -223,4 +226,6 @@ class SharedExpert(nn.Module):
         assert isinstance(hidden, Tensor)
         if self.gate is not None:
             self.gate(hidden, x)
+        if self.factor != 1.0:
+            hidden.mul_(self.factor)
         self.down_proj.part(hidden, out, adapters)

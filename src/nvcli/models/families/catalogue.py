@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from nvcli.models.families.cohere2 import COHERE2
+from nvcli.models.families.cohere2 import COHERE2, COHERE2_MOE
+from nvcli.models.families.dots import DOTS1, SOLAR_OPEN
+from nvcli.models.families.ernie import ERNIE, ERNIE_MOE
+from nvcli.models.families.exaone import EXAONE4
 from nvcli.models.families.family import Family
 from nvcli.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from nvcli.models.families.gemma4 import GEMMA4
 from nvcli.models.families.glm import GLM, GLM4, GLM4_MOE
 from nvcli.models.families.gpt_oss import GPT_OSS
 from nvcli.models.families.granite import GRANITE, GRANITE4
+from nvcli.models.families.hunyuan import HUNYUAN_V3
 from nvcli.models.families.llama import INTERNLM3, LLAMA, SMOLLM3
+from nvcli.models.families.minimax import MINIMAX_M2
 from nvcli.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3, MIXTRAL
 from nvcli.models.families.olmo import OLMO2, OLMO3, OLMOE
 from nvcli.models.families.phi3 import PHI3
@@ -49,6 +54,14 @@ FAMILIES: tuple[Family, ...] = (
     GPT_OSS,
     SEED_OSS,
     COHERE2,
+    COHERE2_MOE,
+    MINIMAX_M2,
+    ERNIE,
+    ERNIE_MOE,
+    HUNYUAN_V3,
+    EXAONE4,
+    DOTS1,
+    SOLAR_OPEN,
 )
 """Families in the order in which `nvcli models` lists them."""
 

@@ -1,35 +1,118 @@
 """Command R7B and Command A (Cohere 2, https://arxiv.org/abs/2504.00698): attention and MLP side by side, LayerNorm
-without a bias, and full attention without rotary positions in every fourth layer."""
+without a bias, and full attention without rotary positions in every fourth layer; Command A+ has experts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
+from nvcli.core.validation import show
+from nvcli.models.checkpoint_layout import PLAIN_LAYOUT, CheckpointLayout
+from nvcli.models.families.deepseek_experts import SHARED_EXPERT
 from nvcli.models.families.family import Family
-from nvcli.models.families.model_file import SLIDING, ModelFile
+from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
+from nvcli.models.mixers.attention import AttentionConfig
+from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mixer import NormConfig
+from nvcli.models.mixers.mlp import MLPConfig
 
 
 def read(config: ModelFile) -> DecoderConfig:
     """Read windows and rotary positions; layers have either both or neither."""
-    bias = config.bias()
-    window = config.window(4096)
-    attention = config.attention(
+    local, full = _attention(config)
+    mlp = config.mlp()
+    layers = (_layer(local if kind == SLIDING else full, mlp) for kind in config.every_nth_full(4))
+    return _decoder(config, layers, _layer_norm(config))
+
+
+def read_moe(config: ModelFile) -> DecoderConfig:
+    """Read experts in all layers but the first dense ones, which may have a pattern of windows of their own, and
+    rotate if that pattern has no windows."""
+    experts = _experts(config)
+    is_sparse = config.with_values({"first_k_dense_replace": 0, **config.values}).sparse_layers()
+    dense: MLPConfig | ExpertsConfig = experts
+    if not all(is_sparse):
+        dense = replace(config.mlp(), intermediate_size=config.positive("prefix_dense_intermediate_size"))
+    local, full = _attention(config)
+    rotates_dense = config.get("prefix_dense_sliding_window_pattern", int, 1) == 1
+    full_of_dense = replace(full, rope=local.rope) if rotates_dense else full
+    layers = (
+        _layer(local if kind == SLIDING else full if sparse else full_of_dense, experts if sparse else dense)
+        for kind, sparse in zip(_moe_kinds(config, is_sparse.count(False)), is_sparse, strict=True)
+    )
+    norm = _layer_norm(config) if config.values.get("rms_norm_eps") is None else config.rms_norm()
+    return _decoder(config, layers, norm, layout=CheckpointLayout(renamed=(SHARED_EXPERT,)))
+
+
+def _experts(config: ModelFile) -> ExpertsConfig:
+    """Read how experts are chosen and combined: with `average`, the sum of the routed and the shared ones is halved."""
+    scoring = config.get("expert_selection_fn", str, "softmax")
+    how = config.get("shared_expert_combination_strategy", str, "average")
+    if scoring != "softmax" and scoring != "sigmoid":
+        raise config.error("expert_selection_fn", f"{show(scoring)} is not supported; supported: softmax, sigmoid")
+    if how not in ("sum", "average"):
+        raise config.error(
+            "shared_expert_combination_strategy", f"{show(how)} is not supported; supported: sum, average"
+        )
+    num_shared = config.get("num_shared_experts", int, 0)
+    factor = 0.5 if num_shared > 0 and how == "average" else 1.0
+    routing = config.routing(
+        scoring=scoring,
+        renormalise=scoring == "softmax" or config.get("norm_topk_prob", bool, True),
+        scale=factor,
+    )
+    shared = None
+    if num_shared > 0:
+        shared = replace(config.mlp(), intermediate_size=num_shared * config.positive("intermediate_size"))
+    return config.experts(routing, size_key="intermediate_size", shared=shared, shared_factor=factor)
+
+
+def _attention(config: ModelFile) -> tuple[AttentionConfig, AttentionConfig]:
+    """Return attention with a window and full attention, which are the same in a model without windows."""
+    bias, window = config.bias(), config.window(4096)
+    local = config.attention(
         default_theta=10_000.0,
         is_interleaved=True,
         window=config.bounded(window),
         qkv_bias=bias,
         o_bias=bias,
     )
-    local = LayerConfig(mixer=attention, mlp=config.mlp(), norms=LayerNorms(before_mlp=None))
-    full = replace(local, mixer=replace(attention, window=None, rope=None))
-    kinds = config.every_nth_full(4)
-    return config.decoder(
-        (local if kind == SLIDING and window is not None else full for kind in kinds),
-        norm=NormConfig(eps=config.positive_number("layer_norm_eps", 1e-5), kind="layer"),
-        logit_scale=config.positive_number("logit_scale", 0.0625),
-    )
+    full = replace(local, window=None, rope=None)
+    return (full if window is None else local), full
+
+
+def _layer(attention: AttentionConfig, mlp: MLPConfig | ExpertsConfig) -> LayerConfig:
+    return LayerConfig(mixer=attention, mlp=mlp, norms=LayerNorms(before_mlp=None))
+
+
+def _layer_norm(config: ModelFile) -> NormConfig:
+    return NormConfig(eps=config.positive_number("layer_norm_eps", 1e-5), kind="layer")
+
+
+def _decoder(
+    config: ModelFile,
+    layers: Iterable[LayerConfig],
+    norm: NormConfig,
+    layout: CheckpointLayout = PLAIN_LAYOUT,
+) -> DecoderConfig:
+    logit_scale = config.positive_number("logit_scale", 0.0625)
+    return config.decoder(layers, norm=norm, logit_scale=logit_scale, layout=layout)
+
+
+def _moe_kinds(config: ModelFile, num_dense: int) -> list[str]:
+    """Read `layer_types`; if they are absent, the first dense layers and the others count theirs separately."""
+    types = config.layer_types()
+    if types is not None:
+        return types
+    counts = {
+        key: config.positive(key) if config.values.get(key) is not None else default
+        for key, default in (("prefix_dense_sliding_window_pattern", 1), ("sliding_window_pattern", 4))
+    }
+    dense, others = counts.values()
+    numbers = [(number + 1) % dense for number in range(num_dense)]
+    numbers += [(number + 1) % others for number in range(config.num_layers() - num_dense)]
+    return [FULL if number == 0 else SLIDING for number in numbers]
 
 
 COHERE2 = Family(
@@ -38,5 +121,13 @@ COHERE2 = Family(
     features="attention and MLP side by side, windows in three of four layers",
     examples=("CohereLabs/c4ai-command-r7b-12-2024", "CohereLabs/c4ai-command-a-03-2025"),
     read=read,
+    ties_embeddings=True,
+)
+COHERE2_MOE = Family(
+    name="Command A+",
+    architectures=("Cohere2MoeForCausalLM",),
+    features="as Command A, with a mixture of experts",
+    examples=("CohereLabs/command-a-plus-05-2026",),
+    read=read_moe,
     ties_embeddings=True,
 )

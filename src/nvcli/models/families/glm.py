@@ -4,9 +4,7 @@ some dense layers, then experts chosen by sigmoid scores with a correction, and 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from nvcli.models.checkpoint_layout import CheckpointLayout
+from nvcli.models.families.deepseek_experts import first_layers_dense, layout_without_predictions, read_experts
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
@@ -59,26 +57,10 @@ def read_glm4_moe(config: ModelFile) -> DecoderConfig:
         qk_norm="head" if config.get("use_qk_norm", bool, False) else None,
         qkv_bias=config.bias(),
     )
-    routing = config.routing(
-        keys=("n_routed_experts", "num_local_experts"),
-        scoring="sigmoid",
-        renormalise=config.get("norm_topk_prob", bool, True),
-        scale=config.positive_number("routed_scaling_factor", 1.0),
+    mlps = first_layers_dense(config, read_experts(config))
+    return config.decoder(
+        (LayerConfig(mixer=attention, mlp=mlp) for mlp in mlps), layout=layout_without_predictions(config)
     )
-    dense = config.mlp()
-    size = config.positive("moe_intermediate_size") * config.positive("n_shared_experts")
-    experts = config.experts(
-        config.routing_with_groups(routing),
-        has_correction=True,
-        shared=replace(dense, intermediate_size=size),
-    )
-    first = config.get("first_k_dense_replace", int, 0)
-    layers = config.num_layers()
-    decoder = config.decoder(
-        (LayerConfig(mixer=attention, mlp=dense if number < first else experts) for number in range(layers)),
-    )
-    left = tuple(f"model.layers.{layers + i}." for i in range(min(config.get("num_nextn_predict_layers", int, 0), 8)))
-    return replace(decoder, layout=CheckpointLayout(renamed=((".shared_experts.", ".shared_expert."),), left=left))
 
 
 GLM4_MOE = Family(

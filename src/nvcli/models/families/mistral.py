@@ -93,14 +93,13 @@ MISTRAL3 = Family(
 )
 
 
-_MIXTRAL_LAYOUT = CheckpointLayout(
-    renamed=(
-        (".block_sparse_moe.", ".mlp."),
-        (".w1.", ".gate_proj."),
-        (".w3.", ".up_proj."),
-        (".w2.", ".down_proj."),
-    )
+MIXTRAL_NAMES = (
+    (".block_sparse_moe.", ".mlp."),
+    (".w1.", ".gate_proj."),
+    (".w3.", ".up_proj."),
+    (".w2.", ".down_proj."),
 )
+"""The names of the experts' tensors in files and in the decoder."""
 
 
 def read_mixtral(config: ModelFile) -> DecoderConfig:
@@ -108,7 +107,7 @@ def read_mixtral(config: ModelFile) -> DecoderConfig:
     attention = config.attention(default_theta=1_000_000.0, window=config.bounded(config.window()))
     experts = config.experts(config.routing(renormalise=True), size_key="intermediate_size")
     decoder = config.decoder(LayerConfig(mixer=attention, mlp=experts))
-    return replace(decoder, layout=_MIXTRAL_LAYOUT)
+    return replace(decoder, layout=CheckpointLayout(renamed=MIXTRAL_NAMES))
 
 
 MIXTRAL = Family(

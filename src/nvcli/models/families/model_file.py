@@ -23,6 +23,7 @@ MAX_HEAD_DIM = 4096
 """The largest head size: more than any model has, yet small enough for a short list of a head's dimensions."""
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+DENSE, SPARSE = "dense", "sparse"
 Windows = Sequence[int | None]
 """The number of tokens that attention sees in each layer, including the token itself; None: all of them."""
 
@@ -178,6 +179,19 @@ class ModelFile(JsonFile):
             return types
         count = self.positive(key) if self.values.get(key) is not None else default
         return [FULL if (number + 1) % count == 0 else SLIDING for number in range(self.num_layers())]
+
+    def sparse_layers(self) -> list[bool]:
+        """Read which layers have experts from `mlp_layer_types`; if it is absent, all but the first
+        `first_k_dense_replace` ones do, which is one layer by default."""
+        count, kinds = self.num_layers(), self.values.get("mlp_layer_types")
+        if kinds is None:
+            first = self.get("first_k_dense_replace", int, 1)
+            return [number >= first for number in range(count)]
+        if not isinstance(kinds, list) or len(kinds) != count or any(kind not in (DENSE, SPARSE) for kind in kinds):
+            raise self.error(
+                "mlp_layer_types", f"{show(kinds)} is not a list of {DENSE} and {SPARSE} for {count} layers"
+            )
+        return [kind == SPARSE for kind in kinds]
 
     def routing(
         self, *, keys: tuple[str, ...] = NUM_EXPERTS, chosen_key: str = "num_experts_per_tok", **settings: Any

@@ -9,12 +9,13 @@ from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.rope_config import read_rope
 
-_NORMS = LayerNorms(
+NORMS_AFTER = LayerNorms(
     before_attention=None,
     after_attention="post_attention_layernorm",
     before_mlp=None,
     after_mlp="post_feedforward_layernorm",
 )
+"""Norms of the blocks' outputs alone."""
 
 
 def read_olmo2(config: ModelFile) -> DecoderConfig:
@@ -43,7 +44,7 @@ def _layer(config: ModelFile, kind: str, default_theta: float) -> LayerConfig:
         qkv_bias=bias,
         o_bias=bias,
     )
-    return LayerConfig(mixer=attention, mlp=config.mlp(), norms=_NORMS)
+    return LayerConfig(mixer=attention, mlp=config.mlp(), norms=NORMS_AFTER)
 
 
 OLMO2 = Family(

@@ -39,6 +39,8 @@ class ExpertsConfig(FeedForward):
     """The shared expert; several of them form one whose size is their sum."""
     gates_shared: bool = False
     """Whether the shared expert's output for each token is multiplied by a gate."""
+    shared_factor: float = 1.0
+    """A factor of the shared expert's output; a power of 2, which rounds nothing."""
     has_norms: bool = False
     """Whether the router, the experts that it chooses and the shared expert have norms of their own
     (`experts_beside_mlp.py`); there is a shared expert then, without a gate."""

@@ -1,0 +1,54 @@
+"""The mixture of experts of DeepSeek-V3 (https://arxiv.org/abs/2412.19437), which several families have taken over:
+experts are chosen by sigmoid scores with a correction, from the best groups of them, beside experts that all tokens
+share."""
+
+from __future__ import annotations
+
+from nvcli.models.checkpoint_layout import CheckpointLayout
+from nvcli.models.families.model_file import ModelFile
+from nvcli.models.mixers.experts import ExpertsConfig
+from nvcli.models.mixers.mlp import MLPConfig
+
+SHARED_EXPERT = (".shared_experts.", ".shared_expert.")
+"""The names of shared experts in files and in the decoder."""
+_MOST_LEFT = 8
+"""The most layers for multi-token prediction that are left on disk."""
+
+
+def read_experts(config: ModelFile, *, renormalises: bool = True) -> ExpertsConfig:
+    """Read the experts. `renormalises` is the default of `norm_topk_prob`."""
+    routing = config.routing(
+        keys=("n_routed_experts", "num_local_experts"),
+        scoring="sigmoid",
+        renormalise=config.get("norm_topk_prob", bool, renormalises),
+        scale=config.positive_number("routed_scaling_factor", 1.0),
+    )
+    return config.experts(
+        config.routing_with_groups(routing),
+        has_correction=True,
+        shared=shared_experts(config, "n_shared_experts"),
+    )
+
+
+def shared_experts(config: ModelFile, count_key: str) -> MLPConfig | None:
+    """Read the number of shared experts from `count_key`; they form one MLP. None: there are none."""
+    count = config.get(count_key, int, 0)
+    if count == 0:
+        return None
+    size = config.positive("moe_intermediate_size") * config.positive(count_key)
+    return MLPConfig(intermediate_size=size, activation=config.activation())
+
+
+def layout_without_predictions(config: ModelFile) -> CheckpointLayout:
+    """Return the layout of files whose last layers, for multi-token prediction, stay on disk."""
+    layers = config.num_layers()
+    count = min(config.get("num_nextn_predict_layers", int, 0), _MOST_LEFT)
+    left = tuple(f"model.layers.{layers + number}." for number in range(count))
+    return CheckpointLayout(renamed=(SHARED_EXPERT,), left=left)
+
+
+def first_layers_dense(config: ModelFile, experts: ExpertsConfig) -> list[MLPConfig | ExpertsConfig]:
+    """Return the MLP of each layer: the first `first_k_dense_replace` ones are dense."""
+    first, count = config.get("first_k_dense_replace", int, 0), config.num_layers()
+    dense = [config.mlp()] * min(first, count)
+    return [*dense, *[experts] * (count - len(dense))]

@@ -1,0 +1,53 @@
+"""Dots 1 (https://arxiv.org/abs/2506.05767) and Solar Open (https://huggingface.co/upstage/Solar-Open-100B): the
+attention of Qwen3 and of Llama with DeepSeek-V3's experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nvcli.models.families.deepseek_experts import first_layers_dense, layout_without_predictions, read_experts
+from nvcli.models.families.family import Family
+from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
+from nvcli.models.layer_config import DecoderConfig, LayerConfig
+
+_FIRST_WINDOW_LAYER = 62
+"""The default of `max_window_layers`."""
+
+
+def read_dots1(config: ModelFile) -> DecoderConfig:
+    """Read normed queries and keys, and windows in the layers that `layer_types` names, or from `max_window_layers`
+    on."""
+    bias = config.bias()
+    full = config.attention(default_theta=10_000.0, qk_norm="head", qkv_bias=bias, o_bias=bias)
+    local = replace(full, window=config.bounded(config.window(4096)))
+    first = config.get("max_window_layers", int, _FIRST_WINDOW_LAYER)
+    kinds = config.layer_types() or [FULL if number < first else SLIDING for number in range(config.num_layers())]
+    mlps = first_layers_dense(config, read_experts(config, renormalises=False))
+    layers = (
+        LayerConfig(mixer=local if kind == SLIDING else full, mlp=mlp) for kind, mlp in zip(kinds, mlps, strict=True)
+    )
+    return config.decoder(layers, layout=layout_without_predictions(config))
+
+
+def read_solar_open(config: ModelFile) -> DecoderConfig:
+    """Read full attention and experts in all layers."""
+    attention = config.attention(default_theta=1_000_000.0, qkv_bias=config.bias())
+    with_default = config.with_values({"n_shared_experts": 1, **config.values})
+    layer = LayerConfig(mixer=attention, mlp=read_experts(with_default))
+    return config.decoder(layer, layout=layout_without_predictions(config))
+
+
+DOTS1 = Family(
+    name="Dots 1",
+    architectures=("Dots1ForCausalLM",),
+    features="normed queries and keys; a mixture of experts after dense layers, and experts that all tokens share",
+    examples=("rednote-hilab/dots.llm1.inst",),
+    read=read_dots1,
+)
+SOLAR_OPEN = Family(
+    name="Solar Open",
+    architectures=("SolarOpenForCausalLM",),
+    features="a mixture of experts, and an expert that all tokens share",
+    examples=("upstage/Solar-Open-100B",),
+    read=read_solar_open,
+)

@@ -1,0 +1,45 @@
+"""EXAONE 4 (https://arxiv.org/abs/2507.11407): norms after the blocks, normed queries and keys, and full attention
+without rotary positions in the layers between those with windows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nvcli.core.validation import show
+from nvcli.models.families.family import Family
+from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
+from nvcli.models.families.olmo import NORMS_AFTER
+from nvcli.models.layer_config import DecoderConfig, LayerConfig
+
+_LOCAL, _GLOBAL = "L", "G"
+
+
+def read(config: ModelFile) -> DecoderConfig:
+    """Read windows. Layers of full attention do not rotate, except in models without windows."""
+    window = config.window(4096)
+    attention = config.attention(default_theta=10_000.0, qk_norm="head")
+    local = LayerConfig(mixer=replace(attention, window=config.bounded(window)), mlp=config.mlp(), norms=NORMS_AFTER)
+    if window is None:
+        return config.decoder(local)
+    full = replace(local, mixer=replace(attention, rope=None))
+    return config.decoder(local if kind == SLIDING else full for kind in _kinds(config))
+
+
+def _kinds(config: ModelFile) -> list[str]:
+    """Read the kinds of layers: `layer_types`, or a pattern such as `LLLG`, which is repeated."""
+    pattern = config.values.get("sliding_window_pattern")
+    if config.values.get("layer_types") is not None or not isinstance(pattern, str):
+        return config.every_nth_full(4)
+    if not pattern or not set(pattern) <= {_LOCAL, _GLOBAL}:
+        raise config.error("sliding_window_pattern", f"{show(pattern)} is not a pattern of {_LOCAL} and {_GLOBAL}")
+    letters = (pattern[number % len(pattern)] for number in range(config.num_layers()))
+    return [FULL if letter == _GLOBAL else SLIDING for letter in letters]
+
+
+EXAONE4 = Family(
+    name="EXAONE 4",
+    architectures=("Exaone4ForCausalLM",),
+    features="norms after the blocks; windows in three of four layers, full attention without rotary positions",
+    examples=("LGAI-EXAONE/EXAONE-4.0-32B", "LGAI-EXAONE/EXAONE-4.0-1.2B"),
+    read=read,
+)
