@@ -236,6 +236,7 @@ def test_logits(name: str, original: Path, blocks: tuple[Path, Path]) -> None:
         "cohere 2",
         "seed-oss",
         "mixtral",
+        "gpt-oss",
     ],
 )
 def test_nothing_is_lost_but_by_rounding(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

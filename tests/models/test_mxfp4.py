@@ -23,6 +23,7 @@ from checkpoints import edit_json, reference_logits, write_tiny_model
 from expert_shapes import GPT_OSS
 from mxfp4 import BLOCKS_FILE, SCALES_FILE, quantise
 from nvcli.errors import ConfigError, LoadError
+from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.mxfp4 import dequantise
 from nvcli.models.adapters.adapter import read_adapter
 from nvcli.models.config import load_model_config
@@ -80,6 +81,27 @@ def test_an_adapter_changes_the_numbers_that_transformers_reads(published: Path,
         read_adapter(adapter, load_model_config(published)).check_kept(
             load_model_config(published).with_quantization("w4a16")
         )
+
+
+@pytest.mark.parametrize("spread", [14, 15])
+def test_experts_in_fp8_lose_nothing_unless_the_exponents_of_a_row_are_far_apart(
+    spread: int, published: Path, plain: Path, tmp_path: Path
+) -> None:
+    """A row has one scale, and e4m3 holds FP4's numbers times 2^-14 to 1; all but the experts stay plain."""
+    path = Path(shutil.copytree(published, tmp_path / "model"))
+    edit(SCALES_FILE, lambda tensors: tensors[f"{GATE_UP}_scales"][3, 0].copy_(torch.tensor([120, 120 - spread])))(path)
+    codes = torch.tensor([0x17, 0x10] * 8, dtype=torch.uint8)  # 6, and 0.5 as the smallest
+    edit(BLOCKS_FILE, lambda tensors: tensors[f"{GATE_UP}_blocks"][3, 0].copy_(codes))(path)
+    found, expected = load(path, quantization="fp8"), load(path)
+    rounded = 0
+    for name, parameter in found.items():
+        if parameter.dtype == FP8:
+            values = parameter.float() * found[name.replace("_proj", "_scale")].unsqueeze(-1)
+            rounded += int((values != expected[name].float()).any(-1).sum())
+            assert ".experts." in name
+        elif name in expected:
+            assert torch.equal(parameter, expected[name]), name
+    assert rounded == (spread > 14)
 
 
 def test_a_rank_reads_whole_experts(published: Path, plain: Path) -> None:

@@ -150,8 +150,9 @@ class Experts(WeightModule):
         if gate.scaling is not None:
             self.gate_up_scale = empty_fp8_scales(self.gate_up_proj, gate.scaling)
             self.down_scale = empty_fp8_scales(self.down_proj, gate.scaling)
-        self.gate_up_bias = empty_parameter(gate, num_experts, 2 * size) if config.bias else None
-        self.down_bias = empty_parameter(down, num_experts, hidden) if config.bias else None
+        biases = [self.tensors[f"{name}.bias"] for name in ("gate_proj", "down_proj")] if config.bias else []
+        self.gate_up_bias = empty_parameter(biases[0], num_experts, 2 * size) if biases else None
+        self.down_bias = empty_parameter(biases[1], num_experts, hidden) if biases else None
 
     def weight_sources(self) -> Iterator[WeightSource]:
         for name, tensor in self.tensors.items():
@@ -167,7 +168,9 @@ class Experts(WeightModule):
                     write=(expert - experts.start, *write),
                 )
                 scale = source.parameter.replace("_proj", "_scale")
-                if self.formats is not None and name.endswith("weight"):
+                if not name.endswith("weight"):
+                    yield source
+                elif self.formats is not None:
                     yield source.in_w4(scale, self.formats[name == "down_proj.weight"])
                 else:
                     yield source if self.scaling is None else source.in_fp8(scale, self.scaling)

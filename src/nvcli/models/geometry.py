@@ -43,26 +43,24 @@ def unused_tensors(config: ModelConfig) -> tuple[str, ...]:
 
 
 def _quantised(tensors: tuple[TensorSpec, ...], config: ModelConfig) -> Iterator[TensorSpec]:
-    """Mark the weights of linear layers to be kept in FP8 or 4 bits, except those that the checkpoint did not quantise
-    and, in FP8, experts with biases. Projections that a layer fuses are kept in the same way, and so are those of a
-    mixture of experts, whose weights are the only 4-bit ones in MXFP4 checkpoints."""
+    """Mark the weights of linear layers to be kept in FP8 or 4 bits, except those that the checkpoint did not quantise.
+    Projections that a layer fuses are kept in the same way, and so are those of a mixture of experts, whose weights are
+    the only quantised ones in MXFP4 checkpoints."""
     names = {tensor.name for tensor in tensors}
+    has_experts_alone = config.quantisation is not None and config.quantisation.numbers == "mxfp4"
     for tensor in tensors:
         module, _, kind = tensor.name.rpartition(".")
         parent = module.rpartition(".")[0]
         parts = [f"{parent}.{one}" for one in tensor.kept_with if f"{parent}.{one}.{kind}" in names]
-        if config.quantization == "fp8":
-            kept = replace(tensor, dtype="float8_e4m3fn", scaling=config.fp8_scaling)
-            is_plain = tensor.is_of_experts and f"{module}.bias" in names
-        else:
-            kept = replace(tensor, w4=config.stored_groups)
-            is_plain = config.stored_groups.kind == "mxfp4" and not tensor.is_of_experts
         if tensor.is_of_experts:  # files name each expert
             parts = [part.replace(f".{EXPERTS}.", f".{EXPERTS}.0.") for part in parts]
+        is_plain = has_experts_alone and not tensor.is_of_experts
         if kind != "weight" or is_plain or not parts or any(map(config.leaves_alone, parts)):
             yield tensor
+        elif config.quantization == "fp8":
+            yield replace(tensor, dtype="float8_e4m3fn", scaling=config.fp8_scaling)
         else:
-            yield kept
+            yield replace(tensor, w4=config.stored_groups)
 
 
 def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[TensorSpec]:

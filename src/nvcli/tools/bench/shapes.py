@@ -1,7 +1,6 @@
 """Known model shapes, so that anyone can measure without a download. The weights are made up.
 
 `shapes.json` holds the models' published config.json files; for models that read images, only the text part.
-The weights of gpt-oss are bfloat16 here, while the published ones are MXFP4.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from nvcli.models.checkpoint import resolve_model
 SHAPES: dict[str, dict[str, Any]] = json.loads(files(__package__).joinpath("shapes.json").read_text(encoding="utf-8"))
 """Name → config.json."""
 
+_QUANTISATION = "quantization_config"
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
-_MXFP4 = {"quant_method": "mxfp4"}
-"""The `quantization_config` of a checkpoint in 4 bits."""
+"""The quantisation of a shape that is to be a checkpoint in 4 bits."""
 
 
 @contextlib.contextmanager
@@ -47,7 +46,7 @@ def model_folder(
 def write_shape(name: str, folder: Path, *, quantization: Quantization = "auto") -> Path:
     """Write a shape's config.json into a folder, and return the folder."""
     config = SHAPES[name]
-    if quantization == "w4a16":
-        config = {**config, "quantization_config": _MXFP4 if config["model_type"] == "gpt_oss" else _AWQ}
+    if quantization == "w4a16" and _QUANTISATION not in config:
+        config = {**config, _QUANTISATION: _AWQ}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
