@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -115,6 +115,23 @@ def test_rows_choose_adapters_by_name(folder: Path, nvcli_here: NvcliHere) -> No
     assert "lora sql adapter_model.safetensors" in manifest.facts
 
 
+@pytest.mark.parametrize("task", ["score", "embed"])
+def test_rows_that_are_scored_or_embedded_choose_too(folder: Path, task: Literal["score", "embed"]) -> None:
+    """In the same steps as rows without one, here by the call."""
+    settings: dict[str, Any] = {"seed": 0, "task": "embed" if task == "embed" else "generate"}
+
+    def numbers(lora: Any, rows: list[Any], names: list[str | None] | None = None) -> list[Any]:
+        with LLM("demo", lora=lora, **settings) as llm:
+            answers = list(llm.embed(rows, lora=names) if task == "embed" else llm.score(rows, lora=names))
+        return [answer.embedding if task == "embed" else [answer["choices"][0]["logprob"]] for answer in answers]
+
+    prompt = ROWS[1]["prompt"]
+    base, merged = (numbers(lora, [prompt])[0] for lora in (None, str(folder / "one")))
+    mixed = numbers({"adapters": {"sql": str(folder / "one")}}, [prompt, prompt], [None, "sql"])
+    assert mixed == [pytest.approx(base, abs=1e-3), pytest.approx(merged, abs=1e-3)]
+    assert base != pytest.approx(merged, abs=1e-2)
+
+
 def test_adapters_that_rows_cannot_choose_are_refused(folder: Path, nvcli_here: NvcliHere) -> None:
     done = nvcli_here("generate", "in.jsonl", "-m", "demo", "--lora", "one", "--lora", "sql=two", cwd=folder)
     assert done.returncode == 2
@@ -122,6 +139,9 @@ def test_adapters_that_rows_cannot_choose_are_refused(folder: Path, nvcli_here: 
     done = nvcli_here("generate", "in.jsonl", "-m", "demo", "--lora", "a=one", "--lora", "a=two", cwd=folder)
     assert done.returncode == 2
     assert "`lora` names a twice" in done.stderr
+    done = nvcli_here("generate", "-m", "demo", "-p", "hi", "--lora", "sql=two", cwd=folder)
+    assert done.returncode == 2
+    assert "`lora` names adapters (sql), which rows choose from, and -p has no rows" in done.stderr
     tensors = low_rank(demo_path(), LINEAR)
     write_adapter(folder / "dora", {**tensors, **magnitudes(tensors)}, use_dora=True)
     done = nvcli_here("generate", "in.jsonl", "-m", "demo", "--lora", "a=dora", cwd=folder)

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from held_engine import MakeLLM
+from nvcli.core.lora_config import LoraConfig
+from nvcli.models.config import load_model_config
+from nvcli.tools.bench.made_up_adapters import write_adapters
 
 
 @pytest.fixture
@@ -18,3 +21,11 @@ def make_llm(model_folder: Path, tokenizer: object) -> Iterator[MakeLLM]:
     for llm in make.made:
         llm.close()
     assert all(engine.closed for engine in make.engines)
+
+
+@pytest.fixture(scope="session")
+def named_adapters(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LoraConfig:
+    """The adapters one and two of the model, which no engine without processes reads."""
+    folder = tmp_path_factory.mktemp("adapters")
+    made = write_adapters(load_model_config(model_folder), folder, rank=2, num_adapters=2, seed=0)
+    return LoraConfig(adapters=dict(zip(("one", "two"), made.adapters.values(), strict=True)))

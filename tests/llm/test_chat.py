@@ -12,6 +12,7 @@ import pytest
 
 from held_engine import MakeLLM
 from nvcli.core.config import JobConfig
+from nvcli.core.lora_config import LoraConfig
 from nvcli.errors import ConfigError
 from nvcli.llm.answer import Answer
 from nvcli.llm.chat import HELP, Chat, run_chat
@@ -53,6 +54,22 @@ def chat(llm: LLM, *lines: str | KeyboardInterrupt, system: str | None = None) -
     made, person = Chat(llm, system=system), Typed(*lines)
     run_chat(made, person)
     return made, person.seen
+
+
+def test_the_adapter_of_the_next_answers_is_chosen(make_llm: MakeLLM, named_adapters: LoraConfig) -> None:
+    with make_llm(lora=named_adapters) as llm:
+        _, seen = chat(llm, "/lora", "a", "/clear", "/lora two", "b", "/lora sql", "/clear", "/lora", "c")
+    assert [line for line in seen if ": " in line] == [
+        "says: the base model answers",
+        "says: the conversation is forgotten",
+        "says: the adapter two answers",
+        "error: sql is no adapter; there are: one, two",
+        "says: the conversation is forgotten",
+        "says: the base model answers",
+    ]
+    assert [request.adapter for request in make_llm.engines[0].received] == [0, 2, 0]
+    _, seen = chat(make_llm(), "/lora sql")
+    assert seen == ["error: there are no adapters with names; give them when the chat begins: --lora NAME=PATH"]
 
 
 def test_each_turn_holds_those_before_it(llm: LLM, make_llm: MakeLLM) -> None:

@@ -10,6 +10,7 @@ from nvcli.cli.answers import config_for_person, load_for_person, say_if_cut, sh
 from nvcli.cli.messages import Interrupted, say, say_error
 from nvcli.core.config import flag_keys
 from nvcli.core.flags import flagged_fields
+from nvcli.core.lora_config import adapter_choice
 from nvcli.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,6 +52,12 @@ def check_prompt_options(
 def answer_prompts(run: RunConfig, prompts: Sequence[str], *, raw: bool) -> int:
     """Print the answers to prompts, in order, separated by empty lines. Return the exit code."""
     num_failed = 0
+    if named := adapter_choice(run.lora).named:
+        name, path = next(iter(named.items()))
+        raise ConfigError(
+            f"`lora` names adapters ({name}), which rows choose from, and -p has no rows; give one without a name, for "
+            f"all prompts: --lora {path}"
+        )
     raw = raw or run.job.chat == "never"
     try:
         num_answers = len(prompts) * run.sampling.get("n", 1)

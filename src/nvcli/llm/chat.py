@@ -15,6 +15,7 @@ from nvcli.llm.llm import LLM, AnswerStream
 HELP = '''commands of a chat:
   /clear          forget the conversation; the system message stays
   /system TEXT    set the system message; without TEXT there is none
+  /lora NAME      answer with an adapter of --lora NAME=PATH; without NAME with the base model
   /help           show this
   /exit           end the chat, as Ctrl-D does
 Ctrl-C stops an answer. Put a message of several lines between two lines of """.
@@ -49,6 +50,8 @@ class Chat:
         """`system` is the system message; None if there is none."""
         self._llm = llm
         self.system = system
+        self.lora: str | None = None
+        """The LoRA adapter of the next answers; None: there is none."""
         self._messages: list[dict[str, str]] = []
         self._num_asked = 0
 
@@ -63,6 +66,11 @@ class Chat:
         """Whether there is a conversation to forget."""
         return bool(self._messages)
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the LoRA adapters that `lora` may have."""
+        return self._llm.adapters
+
     def clear(self) -> None:
         """Forget all messages except the system message."""
         self._messages = []
@@ -76,7 +84,7 @@ class Chat:
         # Each turn draws its own random numbers, so that repeating a question may give another answer.
         seed = self._llm.config.seed + self._num_asked
         self._num_asked += 1
-        stream = self._llm.stream([*self.messages, question], sampling={"n": 1}, seed=seed)
+        stream = self._llm.stream([*self.messages, question], sampling={"n": 1}, lora=self.lora, seed=seed)
         answer: Answer | None = None
         try:
             answer = show(stream)
@@ -125,10 +133,22 @@ def _obey(command: str, chat: Chat, person: Person) -> None:
     elif word == "/system":
         chat.system = rest.strip() or None
         person.say("there is no system message" if chat.system is None else "the system message is set")
+    elif word == "/lora":
+        _choose_adapter(rest.strip() or None, chat, person)
     elif word == "/help":
         person.say(HELP)
     else:
         person.say_error(f"{word} is not a command; /help shows them, and // begins a message with a slash")
+
+
+def _choose_adapter(name: str | None, chat: Chat, person: Person) -> None:
+    if name is None or name in chat.adapters:
+        chat.lora = name
+        person.say("the base model answers" if name is None else f"the adapter {name} answers")
+    elif chat.adapters:
+        person.say_error(f"{name} is no adapter; there are: {', '.join(sorted(chat.adapters))}")
+    else:
+        person.say_error("there are no adapters with names; give them when the chat begins: --lora NAME=PATH")
 
 
 def _answer(text: str, chat: Chat, person: Person) -> None:

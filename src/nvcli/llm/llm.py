@@ -37,6 +37,7 @@ from nvcli.job.rows.task_rows import ScoreRows
 from nvcli.job.run.engines import StartEngine, start_engine
 from nvcli.llm.answer import Answer, make_answer
 from nvcli.llm.call import Call
+from nvcli.llm.call_defaults import Lora
 from nvcli.llm.keywords import METHODS, read_config, says_what_to_use
 from nvcli.llm.rows import ReadRow, Row, as_conversation, as_row, check_rows
 from nvcli.llm.sampling import read_samplings
@@ -134,6 +135,11 @@ class LLM:
         return self._session.max_model_len
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the LoRA adapters that rows and calls may choose."""
+        return self._session.adapters
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether the model can answer conversations."""
         return self._session.has_chat_template
@@ -146,6 +152,7 @@ class LLM:
         *,
         order: Order = "input",
         sampling: Sampling | Sequence[Sampling] | None = None,
+        lora: Lora = None,
         seed: int | None = None,
     ) -> Answers:
         """Answer rows, and return an iterator over the answers.
@@ -156,13 +163,15 @@ class LLM:
 
         `sampling_params`, or `sampling`, overrides the LLM's defaults and is overridden by a row's own `sampling`: a
         dict, a `SamplingParams` or an object with such attributes, either one for all rows or a list with one per row.
-        `order` is `input` (the order of the rows) or `completion` (each answer as soon as it is there). `seed` replaces
-        the configuration's; the same rows with the same seed get the same answers every time.
+        `lora` is the name of an adapter for rows without a `lora` of their own, or a list with one per row, if the LLM
+        has adapters with names. `order` is `input` (the order of the rows) or `completion` (each answer as soon as it
+        is there). `seed` replaces the configuration's; the same rows with the same seed get the same answers every
+        time.
 
         A row that cannot be answered gives an answer with an `error`. Raises ConfigError, ClosedError, and the error of
         an engine that died.
         """
-        return self._generate(rows, sampling_params, sampling, order=order, seed=seed)
+        return self._generate(rows, sampling_params, sampling, order=order, lora=lora, seed=seed)
 
     @says_what_to_use("chat_template_kwargs", *CONVERSATION_KEYS)
     def chat(
@@ -172,6 +181,7 @@ class LLM:
         *,
         order: Order = "input",
         sampling: Sampling | Sequence[Sampling] | None = None,
+        lora: Lora = None,
         seed: int | None = None,
         **options: Any,
     ) -> Answer | Answers:
@@ -189,7 +199,7 @@ class LLM:
             return {**beside, **as_conversation(row, keys)}
 
         rows: Any = [messages] if is_one else messages
-        answers = self._generate(rows, sampling_params, sampling, order=order, seed=seed, read=read)
+        answers = self._generate(rows, sampling_params, sampling, order=order, lora=lora, seed=seed, read=read)
         return next(answers) if is_one else answers
 
     @says_what_to_use()
@@ -198,6 +208,7 @@ class LLM:
         rows: Iterable[Row] | str | Mapping[str, Any],
         *,
         order: Order = "input",
+        lora: Lora = None,
         normalize: Normalization | None = None,
         token_logprobs: bool | None = None,
     ) -> Answers:
@@ -215,17 +226,19 @@ class LLM:
             task = ScoreRows(convert(config, ScoreConfig, under=("score",)))
         except InvalidValue as error:
             raise ConfigError(error.message) from None
-        return self._answer(rows, order, task=task)
+        return self._answer(rows, order, lora=lora, task=task)
 
     @says_what_to_use()
-    def embed(self, rows: Iterable[Row] | str | Mapping[str, Any], *, order: Order = "input") -> Answers:
+    def embed(
+        self, rows: Iterable[Row] | str | Mapping[str, Any], *, order: Order = "input", lora: Lora = None
+    ) -> Answers:
         """Compute embeddings, and return an iterator over the answers: the rows that `nvcli embed` writes.
 
         The LLM must have been made with `task="embed"`. A row is as for `generate`, and so are the other arguments and
         the errors.
         """
         self._check_task("embed")
-        return self._answer(rows, order, task=self._session.task)
+        return self._answer(rows, order, lora=lora, task=self._session.task)
 
     @says_what_to_use()
     def stream(
@@ -234,6 +247,7 @@ class LLM:
         sampling_params: Sampling | None = None,
         *,
         sampling: Sampling | None = None,
+        lora: str | None = None,
         seed: int | None = None,
     ) -> AnswerStream:
         """Answer one row, and return an iterator over the text of its answer as it comes.
@@ -244,7 +258,7 @@ class LLM:
         _check_seed(seed)
         self._check_task("generate")
         own = read_samplings(sampling_params, sampling)
-        call = self._session.open_call([row], order="input", sampling=own, seed=seed, streams=True)
+        call = self._session.open_call([row], order="input", sampling=own, lora=lora, seed=seed, streams=True)
         return AnswerStream(self, call)
 
     def _generate(
@@ -254,12 +268,14 @@ class LLM:
         sampling: object,
         *,
         order: Order,
+        lora: Lora,
         seed: int | None,
         read: ReadRow = as_row,
     ) -> Answers:
         _check_seed(seed)
         self._check_task("generate")
-        return self._answer(rows, order, sampling=read_samplings(sampling_params, sampling), seed=seed, read=read)
+        own = read_samplings(sampling_params, sampling)
+        return self._answer(rows, order, sampling=own, lora=lora, seed=seed, read=read)
 
     def _check_task(self, task: Task) -> None:
         """Raise ConfigError unless the engines do what a method needs."""
@@ -274,7 +290,7 @@ class LLM:
         if order not in _ORDERS:
             raise ConfigError(f"order={show(order)}: allowed: {' or '.join(_ORDERS)}")
         rows = [rows] if isinstance(rows, str | Mapping) else rows
-        check_rows(rows, options.get("sampling"))
+        check_rows(rows)
         return Answers(self, self._session.open_call(rows, order=order, **options))
 
     if not TYPE_CHECKING:  # which names what there is

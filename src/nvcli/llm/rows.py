@@ -7,7 +7,7 @@ and a list of token ids for its `prompt_token_ids`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from nvcli.core.validation import show
@@ -63,11 +63,11 @@ def parse_row(
     index: int,
     caller: Caller,
     read: ReadRow = as_row,
-    defaults: RowDefaults | None = None,
+    defaults: RowDefaults,
 ) -> Job | JobResult:
     """Parse a row of a program. `index` counts the rows of its call from 0.
 
-    `read` converts it to a dict, and `defaults` are its sampling defaults; None: those of all rows.
+    `read` converts it to a dict, and `defaults` apply where it has no keys of its own.
     """
     where = f"rows[{index}]"
     try:
@@ -90,18 +90,14 @@ def _read(row: Row, keys: RowKeys, read: ReadRow) -> dict[str, Any] | str:
         raise RowError("invalid_value", f"the row cannot be read: {first_line(error)}") from None
 
 
-def check_rows(rows: object, sampling: object) -> None:
-    """Raise ConfigError for something that is not rows, and for a list of `sampling` of another length."""
+def check_rows(rows: object) -> None:
+    """Raise ConfigError for something that is not rows."""
     kind = type(rows)
     library = kind.__module__.partition(".")[0]
     if kind.__name__ in ("DataFrame", "LazyFrame", "Table", "RecordBatch") and library in _ROWS_OF_TABLES:
         raise ConfigError(f"rows is a table of {library}, which iterates over columns; give {_ROWS_OF_TABLES[library]}")
     if isinstance(rows, bytes | bytearray) or not isinstance(rows, Iterable):
         raise ConfigError(f"rows is {show(rows)}; give an iterable of rows, such as a list of dicts or texts")
-    if isinstance(sampling, list) and isinstance(rows, Sized) and len(rows) != len(sampling):
-        raise ConfigError(
-            f"sampling_params has {len(sampling)} items for {len(rows)} rows; give one for all rows, or one per row"
-        )
 
 
 _ROWS_OF_TABLES = {

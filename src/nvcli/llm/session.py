@@ -15,11 +15,8 @@ from typing import Any
 
 from nvcli.core.config import RunConfig
 from nvcli.core.config_types import Order
-from nvcli.core.sampling_params import SamplingParams
-from nvcli.core.validation import InvalidValue, convert
 from nvcli.errors import ClosedError, ConfigError, NvcliError, WorkerError, first_line, reworded
 from nvcli.job.job import Job, JobResult
-from nvcli.job.rows.native_row import RowDefaults
 from nvcli.job.rows.output_row import OutputForm
 from nvcli.job.rows.row_warnings import RowWarnings
 from nvcli.job.rows.task_rows import TaskRows
@@ -30,6 +27,7 @@ from nvcli.job.run.plan import plan_replicas, window_rows
 from nvcli.job.run.resolve import make_parser, resolve_settings, row_keys
 from nvcli.job.text.tokenizer import Tokenizer
 from nvcli.llm.call import Call
+from nvcli.llm.call_defaults import CallDefaults, Lora
 from nvcli.llm.rows import ReadRow, Row, RowQueue, as_row, parse_row
 
 
@@ -103,6 +101,11 @@ class Session:
         return self._resolved.config.max_model_len
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the LoRA adapters that rows may choose."""
+        return self._resolved.adapter_names
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether conversations can be answered. Known once the session is ready."""
         assert self._tokenizer is not None, "the session is not ready"
@@ -114,6 +117,7 @@ class Session:
         *,
         order: Order,
         sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]] = {},
+        lora: Lora = None,
         seed: int | None = None,
         streams: bool = False,
         task: TaskRows | None = None,
@@ -121,11 +125,12 @@ class Session:
     ) -> Call:
         """Start reading rows on their own thread, and return the call that collects their results.
 
-        `sampling` overrides the session's defaults: one for all rows, or one per row. `task` is what to compute instead
-        of answers, and `read` converts a row to a dict. Raises ConfigError for the sampling, and the error of a session
-        that failed or is closed.
+        `sampling` overrides the session's defaults, and `lora` names the adapter: one for all rows, or one per row.
+        `task` is what to compute instead of answers, and `read` converts a row to a dict. Raises ConfigError for
+        sampling and adapters, and the error of a session that failed or is closed.
         """
-        for_all, for_each = self._defaults(sampling)
+        defaults = CallDefaults(self._resolved.sampling_defaults, sampling, lora, adapters=self.adapters)
+        defaults.check_rows(rows)
         call = Call(order=order, max_rows=self._max_rows, seed=seed, streams=streams)
         iterator = iter(rows)
         with self._changed:
@@ -135,12 +140,12 @@ class Session:
         chat = self._resolved.choose_chat(is_task=task is not None)
         parser = make_parser(
             self.run.job,
-            for_all,
+            self._resolved.sampling_defaults,
             chat=chat,
             keep=lambda value: value,
             caller=call,
             task=task,
-            adapters=self._resolved.adapter_names,
+            adapters=self.adapters,
         )
 
         def read_rows() -> None:
@@ -151,11 +156,10 @@ class Session:
                     try:
                         row = next(iterator)
                     except StopIteration:
-                        _check_count(for_each, index, is_end=True)
+                        defaults.check_length(index)
                         break
-                    _check_count(for_each, index, is_end=False)
-                    defaults = None if for_each is None else for_each[index]
-                    parsed = parse_row(row, keys, parser, index=index, caller=call, read=read, defaults=defaults)
+                    own = defaults.of_row(index)
+                    parsed = parse_row(row, keys, parser, index=index, caller=call, read=read, defaults=own)
                     for warning in parser.warnings.take_new():
                         self._note(warning)
                     own_prompt = parsed.prompt if isinstance(parsed, Job) else None
@@ -169,21 +173,6 @@ class Session:
 
         threading.Thread(target=read_rows, name="nvcli-rows", daemon=True).start()
         return call
-
-    def _defaults(
-        self, sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]]
-    ) -> tuple[Mapping[str, Any], list[RowDefaults] | None]:
-        """Return the defaults of all rows, and those of each row if `sampling` has one per row. Raises ConfigError."""
-        own = self._resolved.sampling_defaults
-        try:
-            if isinstance(sampling, Mapping):
-                for_all = {**own, **sampling}
-                convert(for_all, SamplingParams, under=("sampling",))
-                return for_all, None
-            made = {id(each): RowDefaults({**own, **each}) for each in {id(each): each for each in sampling}.values()}
-        except InvalidValue as error:
-            raise ConfigError(error.message) from None
-        return own, [made[id(each)] for each in sampling]
 
     def leave(self, call: Call) -> None:
         """End a call. Its requests are aborted soon. Idempotent."""
@@ -281,12 +270,3 @@ class Session:
             raise reworded(self._failure, f"{self._failure}{way_out}")
         if self._is_closing:
             raise ClosedError("this LLM was closed; make a new one")
-
-
-def _check_count(for_each: list[RowDefaults] | None, index: int, *, is_end: bool) -> None:
-    """Raise ConfigError if there is not one sampling per row, once as many rows as `index` were read."""
-    if for_each is not None and (len(for_each) != index if is_end else len(for_each) <= index):
-        rows = f"{index} rows" if is_end else "more rows"
-        raise ConfigError(
-            f"sampling_params has {len(for_each)} items for {rows}; give one for all rows, or one per row"
-        )

@@ -71,10 +71,12 @@ class RowKeys(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowDefaults:
-    """Defaults of `sampling`, which a row's own keys override."""
+    """Defaults of `sampling`, and of the LoRA adapter, which a row's own keys override."""
 
-    def __init__(self, defaults: Mapping[str, Any]) -> None:
-        """Raises InvalidValue for defaults that are not valid as SamplingParams."""
+    def __init__(self, defaults: Mapping[str, Any], *, adapter: str | None = None) -> None:
+        """`adapter` is a name as rows may have it; None: there is none. Raises InvalidValue for defaults that are not
+        valid as SamplingParams."""
+        self.adapter = adapter
         self._values = dict(defaults)
         self._sampling = convert(self._values, SamplingParams)
 

@@ -194,7 +194,8 @@ class RowParser:
             if context.form is RowForm.COMPLETION and job.prompt_token_ids is None:
                 kind = PromptKind.OTHER_TEXT
         if self._adapters:
-            job = self._with_adapter(job, values, is_native=is_native)
+            default = None if self.keys.adapter in given else defaults.adapter  # null says that there is none
+            job = self._with_adapter(job, values, default, is_native=is_native)
         if kind is not None:
             self.kinds.add(kind)
         if job.messages is None:
@@ -211,11 +212,11 @@ class RowParser:
         kind = self._kind_of(row, given)
         return kind, self._keys_of_native(given, kind)
 
-    def _with_adapter(self, job: Job, values: Mapping[str, Any], *, is_native: bool) -> Job:
-        """Return the job with the LoRA adapter that the row names. OpenAI rows name one as their model, and have none
-        where that is no adapter's name. Raises RowError."""
+    def _with_adapter(self, job: Job, values: Mapping[str, Any], default: str | None, *, is_native: bool) -> Job:
+        """Return the job with the LoRA adapter that the row names, or else with the default one. OpenAI rows name
+        one as their model, and have none where that is no adapter's name. Raises RowError."""
         key = self.keys.adapter
-        name = values.get(key) if is_native and key is not None else job.context.model
+        name = values.get(key, default) if is_native and key is not None else job.context.model
         if name is None or (not is_native and name not in self._adapters):
             return job
         if not isinstance(name, str) or name not in self._adapters:
