@@ -78,6 +78,41 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 3,
         },
     ),
+    "hunyuan v1 moe": ("HunYuanMoEV1", {"num_experts": 6, "moe_topk": [3, 3]}),
+    "afmoe": (
+        "Afmoe",
+        {
+            **_EXPERTS,
+            "num_experts": 6,
+            "num_shared_experts": 2,
+            "route_scale": 1.7,
+            "sliding_window": 20,
+            "global_attn_every_n_layers": 2,
+            "num_hidden_layers": 4,
+            "mup_enabled": True,
+        },
+    ),
+    "laguna": (
+        "Laguna",
+        {
+            **_EXPERTS,
+            "num_experts": 6,
+            "shared_expert_intermediate_size": 24,
+            "moe_routed_scaling_factor": 1.7,
+            "sliding_window": 20,
+            "num_attention_heads_per_layer": [4, 8, 4],
+            "num_hidden_layers": 3,
+            "layer_types": [FULL, SLIDING, FULL],
+            "rope_parameters": {
+                FULL: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+                SLIDING: {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 1.0},
+            },
+        },
+    ),
+    "laguna, a gate for each number": (
+        "Laguna",
+        {**_EXPERTS, "num_experts": 6, "gating": "per-element", "rope_parameters": None},
+    ),
     "hunyuan v3": ("HYV3", {**_EXPERTS, "num_experts": 6, "num_hidden_layers": 3}),
     "dots 1": (
         "Dots1",

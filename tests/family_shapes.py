@@ -150,6 +150,22 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "ernie 4.5": ("Ernie4_5", {"use_bias": True}),
+    "hunyuan v1": (
+        "HunYuanDenseV1",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0},
+            "attention_bias": True,
+        },
+    ),
+    "arcee": ("Arcee", {"mlp_bias": True}),
+    "apertus": ("Apertus", {"hidden_act": "xielu"}),
+    "nemotron": ("Nemotron", {"hidden_act": "relu2", "rope_parameters": HALF}),
+    "starcoder 2": ("Starcoder2", {"sliding_window": 20, "head_dim": 8}),
+    "stablelm": ("StableLm", {"hidden_size": 64, "rope_parameters": HALF, "use_qkv_bias": True}),
+    "stablelm, parallel": (
+        "StableLm",
+        {"hidden_size": 64, "rope_parameters": HALF, "use_parallel_residual": True},
+    ),
     "exaone 4": ("Exaone4", {"sliding_window": 20, **FOUR_LAYERS}),
     "qwen 3-next": ("Qwen3Next", HYBRID_EXPERTS),
     "qwen 3.5": ("Qwen3_5Text", HYBRID),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 
@@ -9,9 +11,12 @@ from kernel_device import DEVICE, DTYPES, MARKS, TOLERANCE
 from nvcli.kernels import norm as norm_reference
 from nvcli.kernels import rotary as rotary_reference
 from nvcli.kernels.activation import gelu_tanh_and_mul, silu_and_mul
+from nvcli.kernels.elementwise_settings import PlainActivation
 from nvcli.kernels.embedding import embed_part
 from nvcli.kernels.gates import gate_rows, gate_values
-from nvcli.kernels.triton.elementwise import activation, embedding, gates, norm, rotary
+from nvcli.kernels.plain_activation import XIELU
+from nvcli.kernels.plain_activation import activate as activate_plain
+from nvcli.kernels.triton.elementwise import activation, embedding, gates, norm, plain_activation, rotary
 
 pytestmark = [*MARKS, pytest.mark.parametrize("dtype", DTYPES)]
 
@@ -88,10 +93,33 @@ def test_gates(size: int, dtype: torch.dtype) -> None:
     """One gate for each number, from rows that lie apart, and one for each row."""
     values, wide, x = (rand(5, n, dtype=dtype, seed=n) for n in (size, 2 * size, 100))
     weight = rand(1, 100, dtype=dtype) / 8
-    found = gates.gate_values(values.to(DEVICE, copy=True), wide.to(DEVICE)[:, size:])
+    found = gates.gate_values(values.to(DEVICE, copy=True), wide.to(DEVICE)[:, size:], "sigmoid")
     assert_close(found, gate_values(values.clone(), wide[:, size:]))
     found = gates.gate_rows(values.to(DEVICE, copy=True), x.to(DEVICE), weight.to(DEVICE))
     assert_close(found, gate_rows(values.clone(), x, weight))
+
+
+def test_gates_of_heads(dtype: torch.dtype) -> None:
+    """A gate for 12 neighbours each, by softplus, also where that is its argument."""
+    values, heads = rand(5, 4 * 12, dtype=dtype), 10 * rand(5, 4, dtype=dtype, seed=1)
+    found = gates.gate_values(values.to(DEVICE, copy=True), heads.to(DEVICE), "softplus")
+    expected = gate_values(values.clone(), heads, "softplus")
+    assert_close(found, expected)
+    factors = torch.nn.functional.softplus(heads.double()).repeat_interleave(12, 1)
+    torch.testing.assert_close(expected.double(), values.double() * factors, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("kind", get_args(PlainActivation))
+def test_activations_without_a_gate(kind: PlainActivation, dtype: torch.dtype) -> None:
+    """Small and large numbers of both signs; relu² of what is no number is none either."""
+    x = torch.cat((rand(3, 700, dtype=dtype), 2 * rand(3, 9, dtype=dtype), 1e-3 * rand(3, 9, dtype=dtype)), dim=1)
+    x[0, :3] = torch.tensor([torch.nan, 0.0, -0.0])
+    numbers = XIELU(*torch.tensor([[0.3], [0.9], [0.5], [-1e-6]]))
+    moved = XIELU(*(number.to(DEVICE) for number in numbers))
+    found = plain_activation.activate(x.to(DEVICE, copy=True), kind, moved)
+    expected = activate_plain(x.clone(), kind, numbers)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(found.cpu(), expected, atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
 @pytest.mark.parametrize("size", [8, 100, 2048])
@@ -110,13 +138,13 @@ def test_parts_of_an_embedding_add_up_to_it(size: int, dtype: torch.dtype) -> No
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("keep_keys", [True, False])
-@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("norms", ["first", "last", "none"])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"),
     [(2, 1, 8), (4, 4, 64), (14, 2, 64), (40, 20, 16), (5, 5, 80), (6, 3, 96), (16, 8, 128), (8, 1, 128), (2, 1, 256)],
 )
 def test_qk_norm_rope_store(
-    num_heads: int, num_kv_heads: int, head_dim: int, normed: bool, keep_keys: bool, dtype: torch.dtype
+    num_heads: int, num_kv_heads: int, head_dim: int, norms: str, keep_keys: bool, dtype: torch.dtype
 ) -> None:
     num_tokens, num_blocks, block_size = 5, 4, 16
     qkv = rand(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
@@ -128,7 +156,7 @@ def test_qk_norm_rope_store(
 
     def call(function, device):  # type: ignore[no-untyped-def]
         moved = caches.to(device, copy=True)
-        q_weight, k_weight = weights.to(device) if normed else (None, None)
+        q_weight, k_weight = (None, None) if norms == "none" else weights.to(device)
         q, k, v = function(
             qkv.to(device, copy=True),
             cos_sin.to(device),
@@ -141,6 +169,7 @@ def test_qk_norm_rope_store(
             k_weight=k_weight,
             eps=1e-6,
             keep_keys=keep_keys,
+            norms_last=norms == "last",
         )
         return q, k, v, moved
 

@@ -1,5 +1,5 @@
-"""Sigmoid gates: one for each number of a row, or one for the whole row, made of another row. Plain torch is the
-reference; CUDA tensors take the Triton kernel that is held to it.
+"""Gates: one for each number of a row or for some neighbours, or one for the whole row, made of another row. Plain
+torch is the reference; CUDA tensors take the Triton kernel that is held to it.
 
 Shapes: T rows, N and H features.
 """
@@ -10,16 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nvcli.kernels.elementwise_settings import GateFunction
 from nvcli.kernels.invariant_linear import invariant_linear, row_by_row
 
 
-def gate_values(values: Tensor, gates: Tensor) -> Tensor:
-    """values × sigmoid(gates), in place. values: [T, N], contiguous; gates: [T, N], the last dimension dense."""
+def gate_values(values: Tensor, gates: Tensor, function: GateFunction = "sigmoid") -> Tensor:
+    """values × function(gates), in place. values: [T, N], contiguous; gates: [T, N / n], one for n neighbours, the last
+    dimension dense."""
     if values.is_cuda:
         from nvcli.kernels.triton.elementwise import gates as kernels
 
-        return kernels.gate_values(values, gates)
-    return values.mul_(gates.sigmoid())
+        return kernels.gate_values(values, gates, function)
+    factors = gates.sigmoid() if function == "sigmoid" else F.softplus(gates.float()).to(values.dtype)
+    values.view(*gates.shape, -1).mul_(factors.unsqueeze(-1))
+    return values
 
 
 def gate_rows(values: Tensor, x: Tensor, weight: Tensor, *, batch_invariant: bool = False) -> Tensor:

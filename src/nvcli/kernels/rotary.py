@@ -36,11 +36,12 @@ def qk_norm_rope_store(
     k_weight: Tensor | None,
     eps: float,
     keep_keys: bool,
+    norms_last: bool = False,
     scales: KVScales | None = None,
     static_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Cut the fused projection into q, k and v; norm each head of q and k where there are weights; rotate q and k where
-    there are angles; store k and v in the cache.
+    there are angles, with `norms_last` before they are normed; store k and v in the cache.
 
     qkv: [T, (num_heads + 2 num_kv_heads) × D], used up: what it holds afterwards is undefined, but for the views below;
     cos_sin: [T, D] float32 or None; caches: [num_blocks, block_size, num_kv_heads, D], contiguous within each block;
@@ -67,16 +68,19 @@ def qk_norm_rope_store(
             k_weight=k_weight,
             eps=eps,
             keep_keys=keep_keys,
+            norms_last=norms_last,
             static_scales=static_scales,
         )
     head_dim = k_cache.shape[-1]
     heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = heads[:, :num_heads], heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
+    if cos_sin is not None and norms_last:
+        q, k = apply_rope(q, cos_sin), apply_rope(k, cos_sin)
     if q_weight is not None:
         q = rms_norm(q, q_weight, eps)
     if k_weight is not None:
         k = rms_norm(k, k_weight, eps)
-    if cos_sin is not None:
+    if cos_sin is not None and not norms_last:
         q, k = apply_rope(q, cos_sin), apply_rope(k, cos_sin)
     if scales is None:
         _store(k_cache, slot_mapping, k)

@@ -120,6 +120,8 @@ def locate_tensors(
     for name, info in found.items():
         if name in shapes and info.shape == (1, *shapes[name]):  # a stack of one
             found[name] = replace(info, shape=shapes[name], expert=0)
+        elif shapes.get(name) == (1,) and info.shape == ():  # a single number
+            found[name] = replace(info, shape=(1,))
     for name in [name for name in found if name not in shapes]:
         if parts := [part for part in fused_parts(name) if part in shapes]:
             _split(found, found.pop(name), parts, shapes)

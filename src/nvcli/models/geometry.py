@@ -80,7 +80,7 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
     for number in stage.layers(config.num_layers):
         yield from _layer(f"model.layers.{number}", layers[number], context, inputs.size if inputs else None)
     if stage.is_last:
-        yield context.norm_weight("model.norm", hidden, factor=decoder.logit_scale)
+        yield from context.norm_tensors("model.norm", factor=decoder.logit_scale)
         if not config.tie_word_embeddings:
             yield matrix(HEAD, (config.vocab_size, hidden), Sharding.VOCAB, dtype, "LM head")
         elif not stage.is_first:
@@ -94,7 +94,7 @@ def _layer(path: str, layer: LayerConfig, context: LayerContext, input_size: int
     for block in layer.blocks:
         yield from block.tensors(f"{path}.{block.name}", context)
     for name in layer.norms.names():
-        yield context.norm_weight(f"{path}.{name}", hidden)
+        yield from context.norm_tensors(f"{path}.{name}")
     if input_size is not None:
         yield matrix(f"{path}.per_layer_input_gate", (input_size, hidden), Sharding.REPLICATED, dtype, "MLP")
         yield matrix(f"{path}.per_layer_projection", (hidden, input_size), Sharding.REPLICATED, dtype, "MLP")

@@ -27,7 +27,7 @@ from nvcli.kernels.lora_types import AdapterRows
 from nvcli.kernels.norm import add_rms_norm, rms_norm
 from nvcli.kernels.rotary import apply_rope, qk_norm_rope_store
 from nvcli.kernels.weight_formats import FP8Scaling
-from nvcli.models.mixers.attention import AttentionConfig
+from nvcli.models.mixers.attention import GATE, AttentionConfig
 from nvcli.models.mixers.mixer import NormConfig, Rotation
 from nvcli.models.mixers.mlp import MLPConfig
 from nvcli.models.parallel import (
@@ -36,17 +36,20 @@ from nvcli.models.parallel import (
     LinearPiece,
     RowParallelLinear,
     TensorShard,
+    TensorShards,
     linear_piece,
 )
 from nvcli.models.qkv import QKVPreparation, QueryScaleTable
 from nvcli.models.rope import RotaryTable
 
 
-class Norm(TensorShard):
-    """The weight of a norm, which every rank holds whole."""
+class Norm(TensorShards):
+    """The weight of a norm, which every rank holds whole, and its bias if it has one."""
+
+    bias: nn.Parameter | None
 
     def __init__(self, build: BuildContext, path: str, config: NormConfig) -> None:
-        super().__init__(build, f"{path}.weight")
+        super().__init__(build, {name: f"{path}.{name}" for name in ("weight", "bias")})
         self.eps = config.eps
         self.is_centered = config.kind == "layer"
 
@@ -65,9 +68,16 @@ class InputNorm(Norm):
 
     def quantise_for(self, layer: ColumnParallelLinear) -> None:
         """From now on, quantise the output as `layer` does, which is its only reader."""
-        self._scaling = layer.input_scaling
+        self._scaling = layer.input_scaling if self.bias is None else None
 
     def forward(self, delta: Tensor | None, residual: Tensor) -> Activations:
+        x = self._norm(delta, residual)
+        if self.bias is not None:
+            assert isinstance(x, Tensor), "`quantise_for` says so"
+            x.add_(self.bias)
+        return x
+
+    def _norm(self, delta: Tensor | None, residual: Tensor) -> Activations:
         if self._scaling is not None and (delta is None or self.is_summed or self.group.size == 1):
             return norm_and_quantise(
                 delta, residual, self.weight, self.eps, self._scaling, is_centered=self.is_centered
@@ -88,6 +98,7 @@ class ResultNorm(Norm):
 
     def forward(self, part: Tensor, x: Tensor) -> Tensor:
         assert not self.is_centered, "no family has one"
+        assert self.bias is None, "no family has one"
         if self.is_summed:
             return rms_norm(part, self.weight, self.eps)
         return self.group.sum_rms_norm(part, self.weight, self.eps, x.dtype)
@@ -200,11 +211,17 @@ class Attention(TokenMixer):
         self.eps = norm.eps
         projections: tuple[str | LinearPiece, ...] = ("q_proj", "k_proj", "v_proj")
         projections = projections[: 1 if config.shares_kv else 2 if config.keys_are_values else 3]
-        if config.has_gate:
+        gate = config.gate
+        if gate is not None and gate.is_in_queries:
             queries, gates = _queries_and_gates(linear_piece(build, f"{path}.q_proj"), config.head_dim)
             projections = *queries, *projections[1:], *gates
+        elif config.has_wide_gate:
+            projections = *projections, GATE
         self.qkv_proj = ColumnParallelLinear(build, f"{path}.qkv_proj", projections)
         self.o_proj = RowParallelLinear(build, f"{path}.o_proj")
+        self.head_gates: ColumnParallelLinear | None = None
+        if gate is not None and gate.is_of_heads:
+            self.head_gates = ColumnParallelLinear(build, f"{path}.{GATE}", (GATE,))
         norms_heads = config.qk_norm == "head"
         self.q_norm = Norm(build, f"{path}.q_norm", norm) if norms_heads else None
         self.k_norm = Norm(build, f"{path}.k_norm", norm) if norms_heads and not config.shares_kv else None
@@ -215,17 +232,19 @@ class Attention(TokenMixer):
         self.query_scales = QueryScaleTable(scaling, build.max_positions) if scaling is not None and scales else None
 
     @property
-    def input_proj(self) -> ColumnParallelLinear:
-        return self.qkv_proj
+    def input_proj(self) -> ColumnParallelLinear | None:
+        return self.qkv_proj if self.head_gates is None else None
 
     def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
         """Store the tokens' keys and values, and attend: [T, H] → [T, this rank's heads × D], the input of `o_proj`."""
         k_cache, v_cache = batch.kv_cache.layer(self.cache_layer)
         qkv = self.qkv_proj(x, None if batch.adapters is None else batch.adapters.tokens)
-        gate: Tensor | None = None
-        if self.config.has_gate:
-            gate = qkv[:, -self.spec.num_heads * self.spec.head_dim :]
-            qkv = qkv[:, : -gate.shape[1]]
+        gates: Tensor | None = None
+        if self.config.has_wide_gate:
+            gates = qkv[:, -self.spec.num_heads * self.spec.head_dim :]
+            qkv = qkv[:, : -gates.shape[1]]
+        elif self.head_gates is not None:
+            gates = self.head_gates(x, None if batch.adapters is None else batch.adapters.tokens)
         if self.config.shares_kv:
             return self._attend_to_cache(qkv, angles, batch)
         scales = batch.kv_cache.scales(self.cache_layer)
@@ -241,6 +260,7 @@ class Attention(TokenMixer):
             k_weight=None if self.k_norm is None else self.k_norm.weight,
             eps=self.eps,
             keep_keys=batch.backend.reads_new_keys,
+            norms_last=self.config.norms_last,
             scales=scales,
             static_scales=self.static_kv_scales,
         )
@@ -249,7 +269,10 @@ class Attention(TokenMixer):
         if self.query_scales is not None:
             q = (q * self.query_scales(batch.positions)).to(q.dtype)
         attended = self._attend(q, k, v, batch)
-        return attended if gate is None else gate_values(attended, gate)
+        if gates is None:
+            return attended
+        assert self.config.gate is not None
+        return gate_values(attended, gates, self.config.gate.function)
 
     def _attend(self, q: Tensor, k: Tensor | None, v: Tensor, batch: ForwardBatch) -> Tensor:
         """q: [T, this rank's heads, D]; k, v: as in `AttentionBackend.forward` → [T, this rank's heads × D]."""

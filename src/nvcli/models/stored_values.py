@@ -158,7 +158,10 @@ class OpenFiles:
             scalar: Tensor = self._handles[info.file].get_tensor(info.name)
             return scalar
         expert = [] if info.expert is None else [info.expert]
-        values: Tensor = self._handles[info.file].get_slice(info.name)[*expert, *part]
+        stored = self._handles[info.file].get_slice(info.name)
+        if not stored.get_shape():
+            return self._slice(info, ()).view(1)
+        values: Tensor = stored[*expert, *part]
         return values
 
 

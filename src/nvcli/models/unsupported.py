@@ -51,6 +51,19 @@ _INERT = frozenset(
 """Keys that say nothing about what a model computes, or do so only together with others."""
 _MOST_UNREAD = 2
 """A family that reads all but at most this many keys may fit; the message names those keys."""
+_CLAMPS = "its gates are clamped by limits of each layer, which nvcli does not compute"
+_NO_REFERENCE = "transformers has no model of it whose numbers nvcli could be held to"
+_LACKING = {
+    "BailingMoeForCausalLM": _NO_REFERENCE,
+    "BailingMoeV2ForCausalLM": _NO_REFERENCE,
+    "BitNetForCausalLM": "its weights have three values, and its activations 8 bits, which nvcli does not compute",
+    "MiMoV2FlashForCausalLM": "its values have heads of another size than its keys, which nvcli does not keep",
+    "PhimoeForCausalLM": "its router (SparseMixer) and a bias of the LM head are not computed by nvcli",
+    "PhiMoEForCausalLM": "its router (SparseMixer) and a bias of the LM head are not computed by nvcli",
+    "Step3p5ForCausalLM": _CLAMPS,
+    "Step3p7ForConditionalGeneration": _CLAMPS,
+}
+"""Well-known architectures that need more than is computed."""
 _CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
 
 
@@ -59,7 +72,7 @@ def describe_unsupported(name: str, config: JsonFile, read: Callable[[JsonFile],
 
     `read` makes a model from a config.json; it raises LoadError or ConfigError for one that does not fit.
     """
-    kind = _kind(name, config.values)
+    kind = _LACKING.get(name) or _kind(name, config.values)
     if kind is not None:
         return kind
     found = _nearest(name, config, read)

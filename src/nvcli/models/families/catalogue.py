@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nvcli.models.families.afmoe import AFMOE, LAGUNA
 from nvcli.models.families.cohere2 import COHERE2, COHERE2_MOE
 from nvcli.models.families.dots import DOTS1, SOLAR_OPEN
 from nvcli.models.families.ernie import ERNIE, ERNIE_MOE
@@ -12,15 +13,17 @@ from nvcli.models.families.gemma4 import GEMMA4
 from nvcli.models.families.glm import GLM, GLM4, GLM4_MOE
 from nvcli.models.families.gpt_oss import GPT_OSS
 from nvcli.models.families.granite import GRANITE, GRANITE4
-from nvcli.models.families.hunyuan import HUNYUAN_V3
+from nvcli.models.families.hunyuan import HUNYUAN_V1, HUNYUAN_V1_MOE, HUNYUAN_V3
 from nvcli.models.families.llama import INTERNLM3, LLAMA, SMOLLM3
 from nvcli.models.families.minimax import MINIMAX_M2
 from nvcli.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3, MIXTRAL
 from nvcli.models.families.olmo import OLMO2, OLMO3, OLMOE
 from nvcli.models.families.phi3 import PHI3
+from nvcli.models.families.plain_mlps import APERTUS, ARCEE, NEMOTRON, STARCODER2
 from nvcli.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from nvcli.models.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from nvcli.models.families.seed_oss import SEED_OSS
+from nvcli.models.families.stablelm import STABLELM
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA,
@@ -58,10 +61,19 @@ FAMILIES: tuple[Family, ...] = (
     MINIMAX_M2,
     ERNIE,
     ERNIE_MOE,
+    HUNYUAN_V1,
+    HUNYUAN_V1_MOE,
     HUNYUAN_V3,
     EXAONE4,
     DOTS1,
     SOLAR_OPEN,
+    ARCEE,
+    AFMOE,
+    LAGUNA,
+    APERTUS,
+    NEMOTRON,
+    STARCODER2,
+    STABLELM,
 )
 """Families in the order in which `nvcli models` lists them."""
 

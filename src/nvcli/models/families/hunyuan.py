@@ -1,14 +1,23 @@
-"""Hunyuan V3 (https://github.com/Tencent-Hunyuan): normed queries and keys, and experts chosen by sigmoid scores with a
-correction, after a dense layer."""
+"""Hunyuan V1 and V3 (https://github.com/Tencent-Hunyuan): normed queries and keys, in V1 after the rotation. V1 is
+dense, or has experts in all layers; V3 has experts after a dense layer, chosen by sigmoid scores with a correction."""
 
 from __future__ import annotations
 
+from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.deepseek_experts import SHARED_EXPERT, shared_experts
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
+from nvcli.models.mixers.attention import AttentionConfig
+from nvcli.models.rope_config import RopeConfig, read_rope, rope_section
 
+_V1_NAMES = (
+    (".query_layernorm", ".q_norm"),
+    (".key_layernorm", ".k_norm"),
+    (".mlp.gate.wg", ".mlp.gate"),
+    (".mlp.shared_mlp", ".mlp.shared_expert"),
+)
 _V3_NAMES = (
     (".mlp.router.gate.", ".mlp.gate."),
     (".mlp.expert_bias", ".mlp.gate.e_score_correction_bias"),
@@ -16,6 +25,57 @@ _V3_NAMES = (
     (".mlp.shared_mlp.", ".mlp.shared_expert."),
     SHARED_EXPERT,
 )
+
+
+def read_v1(config: ModelFile) -> DecoderConfig:
+    """Read the dense models."""
+    layer = LayerConfig(mixer=_v1_attention(config), mlp=config.mlp())
+    return config.decoder(layer, layout=CheckpointLayout(renamed=_V1_NAMES))
+
+
+def read_v1_moe(config: ModelFile) -> DecoderConfig:
+    """Read experts, and one of their size that all tokens share."""
+    keys = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")
+    config = config.with_values({**config.values, **{key: _of_all_layers(config, key) for key in keys}})
+    if config.get("num_shared_expert", int, 1) != 1:
+        raise config.error("num_shared_expert", f"{show(config.values['num_shared_expert'])} is not supported, only 1")
+    if config.values["moe_intermediate_size"] not in (None, config.positive("intermediate_size")):
+        raise config.error("moe_intermediate_size", "another size than `intermediate_size` is not supported")
+    routing = config.routing(chosen_key="moe_topk", renormalise=True)
+    experts = config.experts(routing, size_key="intermediate_size", shared=config.mlp())
+    layer = LayerConfig(mixer=_v1_attention(config), mlp=experts)
+    return config.decoder(layer, layout=CheckpointLayout(renamed=_V1_NAMES))
+
+
+def _v1_attention(config: ModelFile) -> AttentionConfig:
+    bias = config.bias()
+    return config.attention(
+        default_theta=None,
+        rope=lambda head_dim: _v1_rope(config, head_dim),
+        qk_norm="head",
+        norms_last=True,
+        qkv_bias=bias,
+        o_bias=bias,
+    )
+
+
+def _v1_rope(config: ModelFile, head_dim: int) -> RopeConfig:
+    """Read the rotation; with `alpha`, what the files call dynamic is a larger base for sequences of any length."""
+    rope = rope_section(config)
+    if rope.values.get("alpha") is None:
+        return read_rope(config, head_dim=head_dim, default_theta=10_000.0)
+    theta = rope.positive_number("rope_theta", 10_000.0)
+    return RopeConfig(rope_type="default", theta=theta * rope.positive_number("alpha") ** (head_dim / (head_dim - 2)))
+
+
+def _of_all_layers(config: ModelFile, key: str) -> object:
+    """Return the value of a key that may be a list with a value for each layer, which must all be the same."""
+    found = config.values.get(key)
+    if not isinstance(found, list):
+        return found
+    if len(found) != config.num_layers() or any(value != found[0] for value in found):
+        raise config.error(key, f"{show(found)} is not one number for all {config.num_layers()} layers")
+    return found[0]
 
 
 def read_v3(config: ModelFile) -> DecoderConfig:
@@ -37,6 +97,20 @@ def read_v3(config: ModelFile) -> DecoderConfig:
     return config.decoder(layers, layout=layout)
 
 
+HUNYUAN_V1 = Family(
+    name="Hunyuan V1 dense",
+    architectures=("HunYuanDenseV1ForCausalLM",),
+    features="queries and keys normed after the rotation",
+    examples=("tencent/Hunyuan-7B-Instruct", "tencent/Hunyuan-1.8B-Instruct"),
+    read=read_v1,
+)
+HUNYUAN_V1_MOE = Family(
+    name="Hunyuan V1 MoE",
+    architectures=("HunYuanMoEV1ForCausalLM",),
+    features="queries and keys normed after the rotation; a mixture of experts, and one that all tokens share",
+    examples=("tencent/Hunyuan-A13B-Instruct",),
+    read=read_v1_moe,
+)
 HUNYUAN_V3 = Family(
     name="Hunyuan V3",
     architectures=("HYV3ForCausalLM",),

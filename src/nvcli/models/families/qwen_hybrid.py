@@ -12,7 +12,7 @@ from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import FULL, LINEAR, ModelFile
 from nvcli.models.families.qwen import read_mlps
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
-from nvcli.models.mixers.attention import AttentionConfig
+from nvcli.models.mixers.attention import AttentionConfig, OutputGate
 from nvcli.models.mixers.delta_net import DeltaNetConfig
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mlp import MLPConfig
@@ -51,7 +51,7 @@ def _read(
         default_theta=10_000.0,
         default_partial=0.25,
         qk_norm="head",
-        has_gate=True,
+        gate=OutputGate(is_in_queries=True),
         qkv_bias=bias,
         o_bias=bias,
     )

@@ -9,10 +9,13 @@ from typing import ClassVar, Literal
 from nvcli.attention.kv_layout import KVDtype
 from nvcli.attention.spec import AttentionSpec
 from nvcli.core.config_types import KeptWeights
+from nvcli.kernels.elementwise_settings import GateFunction
 from nvcli.models.mixers.mixer import LayerContext, Mixer, MixerCosts, Piece, Ranks, Rotation
 from nvcli.models.rope_config import RopeConfig
 from nvcli.models.tensor_spec import FUSED, Sharding, StoredDtype, TensorSpec, matrix, vector, with_bias
 
+GATE = "g_proj"
+"""The name of the projection of gates."""
 QKNorm = Literal["head", "row"]
 """How queries and keys are normed before they are rotated: each head by itself, with one weight for all heads, or all
 heads of a token together."""
@@ -24,6 +27,18 @@ class QueryScaling:
 
     beta: float
     length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputGate:
+    """The gates by which the result of attention is multiplied: one for each number, or with `is_of_heads` for each
+    head."""
+
+    function: GateFunction = "sigmoid"
+    is_in_queries: bool = False
+    """Whether the query projection has the gates' rows, those of each head behind those of its query; otherwise they
+    are a projection of their own, `g_proj`."""
+    is_of_heads: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +61,8 @@ class AttentionConfig(Mixer):
     has_sinks: bool = False
     """Whether each head has a learned score that belongs to no key in every softmax."""
     qk_norm: QKNorm | None = None
+    norms_last: bool = False
+    """Whether the heads are normed after the rotation."""
     norms_values: bool = False
     """Whether each head of the values is normed, without a weight."""
     keys_are_values: bool = False
@@ -56,9 +73,8 @@ class AttentionConfig(Mixer):
     qkv_bias: bool = False
     o_bias: bool = False
     query_scaling: QueryScaling | None = None
-    has_gate: bool = False
-    """Whether each head's result is multiplied by the sigmoid of a gate, whose rows follow those of each query head in
-    the query projection."""
+    gate: OutputGate | None = None
+    """None: nothing is multiplied by gates."""
 
     @property
     def shares_kv(self) -> bool:
@@ -69,6 +85,11 @@ class AttentionConfig(Mixer):
         """Return the number of KV heads of each rank. With fewer KV heads than ranks, neighbouring ranks hold the same
         one."""
         return max(1, self.num_kv_heads // tensor_parallel_size)
+
+    @property
+    def has_wide_gate(self) -> bool:
+        """Whether the product of queries, keys and values also has a gate for each number of the queries."""
+        return self.gate is not None and not self.gate.is_of_heads
 
     @property
     def rotation(self) -> Rotation | None:
@@ -110,13 +131,13 @@ class AttentionConfig(Mixer):
     def pieces(self, ranks: Ranks) -> Iterator[Piece]:
         queries = self.num_heads // ranks.size * self.head_dim
         keys = self.kv_heads_per_rank(ranks.size) * self.head_dim
-        yield Piece("q_proj and o_proj", queries, "o_proj", 2 * queries if self.has_gate else queries)
+        yield Piece("q_proj and o_proj", queries, "o_proj", 2 * queries if self.has_wide_gate else queries)
         yield Piece("k_proj and v_proj", keys, None, 2 * keys)
 
     def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
         queries = self.num_heads * self.head_dim // ranks.size
         keys = self.kv_heads_per_rank(ranks.size) * self.head_dim
-        return 3 * hidden_size + (4 if self.has_gate else 2) * queries + 4 * keys
+        return 3 * hidden_size + (4 if self.has_wide_gate else 2) * queries + 4 * keys
 
     def unused_tensors(self, path: str) -> Iterator[str]:
         names = ("k_proj", "v_proj", "k_norm") if self.shares_kv else ()
@@ -127,14 +148,24 @@ class AttentionConfig(Mixer):
         query_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         order = None if self.rope is None else self.rope.row_order(self.head_dim)
         assert order is None or not self.keys_are_values, "values keep the order that o_proj was trained with"
-        rows = {"q_proj": 2 * query_size if self.has_gate else query_size, "k_proj": kv_size, "v_proj": kv_size}
+        gate = self.gate
+        rows = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
         names = ("q_proj",) if self.shares_kv else ("q_proj", "k_proj") if self.keys_are_values else tuple(rows)
+        fused = FUSED["qkv_proj"]
+        if gate is not None and gate.is_in_queries:
+            rows["q_proj"] *= 2
+        elif gate is not None and not gate.is_of_heads:
+            fused = (*fused, GATE)
         for name in names:
             shape = rows[name], hidden
-            weight = matrix(f"{path}.{name}", shape, Sharding.ROWS, dtype, "attention", FUSED["qkv_proj"])
+            weight = matrix(f"{path}.{name}", shape, Sharding.ROWS, dtype, "attention", fused)
             max_shards = None if name == "q_proj" else self.num_kv_heads
             weight = replace(weight, max_shards=max_shards, row_order=None if name == "v_proj" else order)
             yield from with_bias(weight, bias=self.qkv_bias)
+        if gate is not None and not gate.is_in_queries:
+            shape = self.num_heads if gate.is_of_heads else query_size, hidden
+            kept_with = () if gate.is_of_heads else fused
+            yield matrix(f"{path}.{GATE}", shape, Sharding.ROWS, dtype, "attention", kept_with)
         o_proj = matrix(f"{path}.o_proj", (hidden, query_size), Sharding.COLUMNS, dtype, "attention", ("o_proj",))
         yield from with_bias(o_proj, bias=self.o_bias)
         if self.has_sinks:  # in float32, as kernels take them

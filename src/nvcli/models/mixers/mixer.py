@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -31,7 +31,9 @@ class NormConfig:
 
     eps: float
     kind: Literal["rms", "layer"] = "rms"
-    """RMSNorm, or LayerNorm without a bias."""
+    """RMSNorm or LayerNorm."""
+    has_bias: bool = False
+    """Whether the norms of the residual stream have biases."""
     weight_offset: float = 0.0
     """A number that is added to the checkpoint's weights."""
 
@@ -59,6 +61,14 @@ class LayerContext:
     dtype: StoredDtype
     """The type of the model's weights."""
     expert_parallel: bool = False
+
+    def norm_tensors(self, name: str, *, factor: float = 1.0) -> Iterator[TensorSpec]:
+        """Yield the weight of a norm of the residual stream, and its bias if it has one; the weight's `factor` applies
+        to both."""
+        weight = self.norm_weight(name, self.hidden_size, factor=factor)
+        yield weight
+        if self.norm.has_bias:
+            yield replace(weight, name=f"{name}.bias", offset=0.0)
 
     def norm_weight(
         self, name: str, size: int, part: Part = "norms", *, weight_offset: float | None = None, factor: float = 1.0

@@ -23,6 +23,12 @@ def activate(gate, GELU: tl.constexpr):
 
 
 @triton.jit
+def softplus(x):
+    """log(1 + exp(x)), which is x where that is large."""
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
 def _activate_and_mul_kernel(
     gate_up_ptr,  # [T, 2 × SIZE], rows gate_up_row_stride apart
     out_ptr,  # [T, SIZE], written

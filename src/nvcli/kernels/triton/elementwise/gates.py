@@ -1,4 +1,4 @@
-"""Sigmoid gates in Triton. Each program takes one row and one stretch of its columns."""
+"""Gates in Triton. Each program takes one row and one stretch of its columns."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.elementwise_settings import GateFunction
+from nvcli.kernels.triton.elementwise.activation import softplus
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
@@ -15,11 +17,13 @@ _BLOCK = 2048
 @triton.jit
 def _gate_kernel(
     values_ptr,  # [T, SIZE], read and written
-    source_ptr,  # gates [T, SIZE], or with MAKES_GATE rows [T, IN_SIZE] that it is made of; source_stride apart
+    source_ptr,  # gates [T, SIZE / NEIGHBOURS], or with MAKES_GATE rows [T, IN_SIZE] that make one; source_stride apart
     weight_ptr,  # [IN_SIZE], with MAKES_GATE
     source_stride,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
     MAKES_GATE: tl.constexpr,
     IN_SIZE: tl.constexpr,
     IN_BLOCK: tl.constexpr,
@@ -38,23 +42,25 @@ def _gate_kernel(
         x = tl.load(source_ptr + row * source_stride + features, mask=is_feature, other=0.0).to(tl.float32)
         gate = tl.sum(x * tl.load(weight_ptr + features, mask=is_feature, other=0.0).to(tl.float32), 0)
     else:
-        gate = tl.load(source_ptr + row * source_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(values_ptrs, (values * tl.sigmoid(gate)).to(values_ptr.dtype.element_ty), mask=inside)
+        gates = source_ptr + row * source_stride + columns // NEIGHBOURS
+        gate = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
+    factor = softplus(gate) if SOFTPLUS else tl.sigmoid(gate)
+    tl.store(values_ptrs, (values * factor).to(values_ptr.dtype.element_ty), mask=inside)
 
 
-def gate_values(values: Tensor, gates: Tensor) -> Tensor:
+def gate_values(values: Tensor, gates: Tensor, function: GateFunction) -> Tensor:
     """See `nvcli.kernels.gates.gate_values`."""
-    _launch(values, gates, None)
+    _launch(values, gates, None, function)
     return values
 
 
 def gate_rows(values: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """See `nvcli.kernels.gates.gate_rows`."""
-    _launch(values, x, weight)
+    _launch(values, x, weight, "sigmoid")
     return values
 
 
-def _launch(values: Tensor, source: Tensor, weight: Tensor | None) -> None:
+def _launch(values: Tensor, source: Tensor, weight: Tensor | None, function: GateFunction) -> None:
     num_rows, size = values.shape
     in_size = 1 if weight is None else source.shape[1]
     assert values.is_contiguous()
@@ -67,6 +73,8 @@ def _launch(values: Tensor, source: Tensor, weight: Tensor | None) -> None:
         source.stride(0),
         SIZE=size,
         BLOCK=block,
+        NEIGHBOURS=1 if weight is not None else size // source.shape[1],
+        SOFTPLUS=function == "softplus",
         MAKES_GATE=weight is not None,
         IN_SIZE=in_size,
         IN_BLOCK=next_power_of_2(in_size),

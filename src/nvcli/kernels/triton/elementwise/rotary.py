@@ -20,20 +20,24 @@ keys go to the cache alone; 43.7 for 8,192 where qkv holds them, too. With 32 an
 @triton.jit
 def _norm_and_turn(
     first, second, weight_ptr, cos, sin, eps, halves, inside,
-    HEAD_DIM: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr, NORM_LAST: tl.constexpr,
 ):  # fmt: skip
     """Both halves of some heads: [heads, D/2] float32 each → the same, normed where NORM, and turned by the angles
-    where ROTATE."""
+    where ROTATE. With NORM_LAST the norm's weight, all of a norm that a rotation changes, comes after the rotation."""
     if NORM:
         mean_square = tl.sum(first * first + second * second, axis=1) / HEAD_DIM
         scale = tl.rsqrt(mean_square + eps)[:, None]
-        weight = weight_ptr + halves
-        first = first * scale * tl.load(weight, mask=inside, other=0.0).to(tl.float32)[None, :]
-        second = second * scale * tl.load(weight + HEAD_DIM // 2, mask=inside, other=0.0).to(tl.float32)[None, :]
+        first_weight = tl.load(weight_ptr + halves, mask=inside, other=0.0).to(tl.float32)[None, :]
+        second_weight = tl.load(weight_ptr + HEAD_DIM // 2 + halves, mask=inside, other=0.0).to(tl.float32)[None, :]
+        first, second = first * scale, second * scale
+        if not NORM_LAST:
+            first, second = first * first_weight, second * second_weight
     if ROTATE:
         turned = first * cos - second * sin
         second = second * cos + first * sin
         first = turned
+    if NORM and NORM_LAST:
+        first, second = first * first_weight, second * second_weight
     return first, second
 
 
@@ -73,6 +77,7 @@ def _qk_norm_rope_store_kernel(
     NORM_Q: tl.constexpr,
     NORM_K: tl.constexpr,
     ROTATE: tl.constexpr,
+    NORM_LAST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,  # slots of a block that lies apart from the next; 0: blocks lie one behind the other
     KEEP_KEYS: tl.constexpr,  # rotated keys go back into qkv as well
     DEPENDENT: tl.constexpr,
@@ -93,7 +98,7 @@ def _qk_norm_rope_store_kernel(
         offsets = heads[:, None] * HEAD_DIM + halves[None, :]
         first, second, cos, sin = _load_heads(qkv_row + offsets, angles, mask, inside, HALF, ROTATE)
         first, second = _norm_and_turn(
-            first, second, q_weight_ptr, cos, sin, eps, halves, inside, HEAD_DIM, NORM_Q, ROTATE
+            first, second, q_weight_ptr, cos, sin, eps, halves, inside, HEAD_DIM, NORM_Q, ROTATE, NORM_LAST
         )
         target = q_out_ptr + token * (NUM_HEADS * HEAD_DIM) + offsets
         tl.store(target, first.to(q_out_ptr.dtype.element_ty), mask=mask)
@@ -110,7 +115,7 @@ def _qk_norm_rope_store_kernel(
         if BLOCK_SIZE:
             place = slot // BLOCK_SIZE * cache_block_stride + slot % BLOCK_SIZE * cache_slot_stride
         k_first, k_second = _norm_and_turn(
-            first, second, k_weight_ptr, cos, sin, eps, halves, inside, HEAD_DIM, NORM_K, ROTATE
+            first, second, k_weight_ptr, cos, sin, eps, halves, inside, HEAD_DIM, NORM_K, ROTATE, NORM_LAST
         )
         # Rounded once, to the model's type; the cache may hold another.
         stored_first = tl.where(is_key[:, None], k_first, first).to(qkv_ptr.dtype.element_ty)
@@ -153,6 +158,7 @@ def qk_norm_rope_store(
     k_weight: Tensor | None,
     eps: float,
     keep_keys: bool,
+    norms_last: bool = False,
     static_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """See `nvcli.kernels.rotary.qk_norm_rope_store`. k and v are views of `qkv`; kept keys are rotated in place. The
@@ -191,6 +197,7 @@ def qk_norm_rope_store(
         NORM_Q=q_weight is not None,
         NORM_K=k_weight is not None,
         ROTATE=cos_sin is not None,
+        NORM_LAST=norms_last,
         BLOCK_SIZE=0 if is_dense else block_size,
         KEEP_KEYS=keep_keys,
         **dependent(qkv.device),

@@ -1,0 +1,13 @@
+"""Names of the functions that layers apply number by number. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+GateFunction = Literal["sigmoid", "softplus"]
+"""The function that makes factors of gates."""
+PlainActivation = Literal["relu2", "gelu_tanh", "xielu"]
+"""The activation of an MLP without a gate. `relu2` is relu(x)² (https://arxiv.org/abs/2109.08668), `gelu_tanh` is GELU
+in its tanh approximation, and `xielu` (https://arxiv.org/abs/2411.13010) has a layer's own numbers."""
+XIELU_NUMBERS = ("alpha_p", "alpha_n", "beta", "eps")
+"""The numbers of a layer's xIELU."""

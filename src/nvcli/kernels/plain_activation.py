@@ -1,0 +1,41 @@
+"""Activations of MLPs without a gate. Plain torch is the reference; CUDA tensors take the Triton kernel that is held to
+it.
+
+Everything is computed in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nvcli.kernels.elementwise_settings import PlainActivation
+
+
+class XIELU(NamedTuple):
+    """The numbers of a layer's xIELU, as they are stored: [1] float32 each."""
+
+    alpha_p: Tensor
+    alpha_n: Tensor
+    beta: Tensor
+    eps: Tensor
+
+
+def activate(x: Tensor, activation: PlainActivation, numbers: XIELU | None = None) -> Tensor:
+    """Apply an activation in place. x: [T, N], contiguous; `numbers`: those of xIELU."""
+    if x.is_cuda:
+        from nvcli.kernels.triton.elementwise import plain_activation
+
+        return plain_activation.activate(x, activation, numbers)
+    values = x.float()
+    if activation == "relu2":
+        return x.copy_(F.relu(values).square())
+    if activation == "gelu_tanh":
+        return x.copy_(F.gelu(values, approximate="tanh"))
+    assert numbers is not None
+    rising, falling = F.softplus(numbers.alpha_p), numbers.beta + F.softplus(numbers.alpha_n)
+    negative = torch.expm1(torch.minimum(values, numbers.eps)) - values
+    return x.copy_(torch.where(values > 0, rising * values.square(), falling * negative) + numbers.beta * values)

@@ -1,0 +1,63 @@
+"""Activations of MLPs without a gate in Triton. Each program takes one stretch of the numbers."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nvcli.kernels.elementwise_settings import PlainActivation
+from nvcli.kernels.plain_activation import XIELU
+from nvcli.kernels.triton.elementwise.activation import activate as activate_gate
+from nvcli.kernels.triton.elementwise.activation import softplus
+from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
+from nvcli.kernels.whole_numbers import ceil_div
+
+_BLOCK = 2048
+
+
+@triton.jit(do_not_specialize=["count"])
+def _activate_kernel(
+    x_ptr,  # [count], read and written
+    alpha_p_ptr,  # the numbers of xIELU, [1] float32 each
+    alpha_n_ptr,
+    beta_ptr,
+    eps_ptr,
+    count,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (stretch of BLOCK numbers)."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    await_kernel_before(DEPENDENT)
+    x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    if KIND == "relu2":
+        result = tl.where(x <= 0.0, 0.0, x * x)
+    elif KIND == "gelu_tanh":
+        result = activate_gate(x, True)
+    else:
+        beta = tl.load(beta_ptr)
+        rising, falling = softplus(tl.load(alpha_p_ptr)), beta + softplus(tl.load(alpha_n_ptr))
+        lower = tl.minimum(x, tl.load(eps_ptr))
+        # Near 0 the exponential has too few digits left for what its difference from 1 is.
+        small = lower + 0.5 * lower * lower + lower * lower * lower / 6.0
+        negative = tl.where(lower > -0.01, small, tl.exp(lower) - 1.0) - x
+        result = tl.where(x > 0.0, rising * x * x, falling * negative) + beta * x
+    tl.store(x_ptr + place, result.to(x_ptr.dtype.element_ty), mask=inside)
+
+
+def activate(x: Tensor, activation: PlainActivation, numbers: XIELU | None) -> Tensor:
+    """See `nvcli.kernels.plain_activation.activate`."""
+    assert x.is_contiguous()
+    _activate_kernel[(ceil_div(x.numel(), _BLOCK),)](
+        x,
+        *((x,) * 4 if numbers is None else numbers),
+        x.numel(),
+        KIND=activation,
+        BLOCK=_BLOCK,
+        **dependent(x.device),
+        num_warps=4,
+    )
+    return x

@@ -1,0 +1,117 @@
+"""AFMoE (Arcee's Trinity, https://huggingface.co/arcee-ai/Trinity-Mini) and Laguna
+(https://huggingface.co/poolside): attention whose result is gated, and experts chosen by sigmoid scores with a
+correction."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nvcli.core.validation import show
+from nvcli.models.checkpoint_layout import CheckpointLayout
+from nvcli.models.families.deepseek_experts import SHARED_EXPERT, shared_experts
+from nvcli.models.families.family import Family
+from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
+from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
+from nvcli.models.mixers.attention import AttentionConfig, OutputGate
+from nvcli.models.mixers.mlp import MLPConfig
+from nvcli.models.rope_config import read_rope
+
+_AFMOE_LAYOUT = CheckpointLayout(
+    renamed=(
+        (".mlp.router.gate", ".mlp.gate"),
+        (".mlp.expert_bias", ".mlp.gate.e_score_correction_bias"),
+        (".self_attn.gate_proj", ".self_attn.g_proj"),
+        SHARED_EXPERT,
+    )
+)
+_AFMOE_NORMS = LayerNorms(
+    after_attention="post_attention_layernorm", before_mlp="pre_mlp_layernorm", after_mlp="post_mlp_layernorm"
+)
+_LAGUNA_LAYOUT = CheckpointLayout(
+    renamed=((".mlp.experts.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"), SHARED_EXPERT)
+)
+_LAGUNA_ROPES = {
+    FULL: {"rope_type": "default", "rope_theta": 500_000.0, "partial_rotary_factor": 0.5},
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0},
+}
+
+
+def read_afmoe(config: ModelFile) -> DecoderConfig:
+    """Read windows; layers of full attention do not rotate. The first `num_dense_layers` layers have no experts."""
+    bias = config.bias()
+    full = config.attention(default_theta=10_000.0, qk_norm="head", qkv_bias=bias, o_bias=bias, gate=OutputGate())
+    local = replace(full, window=config.bounded(config.window(1024)))
+    attention = {SLIDING: local, FULL: replace(full, rope=None)}
+    routing = config.routing(scoring="sigmoid", renormalise=True, scale=config.positive_number("route_scale", 1.0))
+    with_default = config.with_values({"num_shared_experts": 2, **config.values})
+    shared = shared_experts(with_default, "num_shared_experts")
+    experts = config.experts(routing, has_correction=True, shared=shared)
+    dense, first = config.mlp(), config.get("num_dense_layers", int, 1)
+    kinds = config.every_nth_full(4, "global_attn_every_n_layers")
+    layers = (
+        LayerConfig(mixer=attention[kind], mlp=dense if number < first else experts, norms=_AFMOE_NORMS)
+        for number, kind in enumerate(kinds)
+    )
+    scale = config.positive("hidden_size") ** 0.5 if config.get("mup_enabled", bool, False) else 1.0
+    return config.decoder(layers, layout=_AFMOE_LAYOUT, embedding_scale=scale)
+
+
+def read_laguna(config: ModelFile) -> DecoderConfig:
+    """Read layers whose numbers of heads may differ. Softplus makes the gates, one for each head or for each number."""
+    count = config.num_layers()
+    heads = config.values.get("num_attention_heads_per_layer") or [config.positive("num_attention_heads")] * count
+    if not isinstance(heads, list) or len(heads) != count:
+        raise config.error("num_attention_heads_per_layer", f"{show(heads)} is not a list of {count} numbers")
+    for key in ("moe_apply_router_weight_on_input", "moe_router_logit_softcapping"):
+        if config.values.get(key):
+            raise config.error(key, f"{show(config.values[key])} is not supported, only {show(0)}")
+    experts = config.experts(
+        config.routing(
+            scoring="sigmoid", renormalise=True, scale=config.positive_number("moe_routed_scaling_factor", 1.0)
+        ),
+        has_correction=True,
+        shared=MLPConfig(
+            intermediate_size=config.positive("shared_expert_intermediate_size"), activation=config.activation()
+        ),
+    )
+    dense = config.mlp()
+    kinds = config.layer_types() or [FULL] * count
+    layers = (
+        LayerConfig(mixer=_laguna_attention(config, kind, number), mlp=experts if is_sparse else dense)
+        for kind, number, is_sparse in zip(kinds, heads, config.sparse_layers(), strict=True)
+    )
+    return config.decoder(layers, layout=_LAGUNA_LAYOUT)
+
+
+def _laguna_attention(config: ModelFile, kind: str, num_heads: object) -> AttentionConfig:
+    gating = config.values.get("gating", True)
+    if gating not in (True, "per-head", "per-element"):
+        raise config.error("gating", f"{show(gating)} is not supported; supported: true, per-head, per-element")
+    bias = config.bias()
+    of_layer = config.with_values({**config.values, "num_attention_heads": num_heads})
+    return of_layer.attention(
+        default_theta=None,
+        rope=lambda head_dim: read_rope(config, head_dim=head_dim, default_theta=None, layer_type=kind),
+        window=config.bounded(config.window(512)) if kind == SLIDING else None,
+        qk_norm="head",
+        qkv_bias=bias,
+        o_bias=bias,
+        gate=OutputGate(function="softplus", is_of_heads=gating != "per-element"),
+    )
+
+
+AFMOE = Family(
+    name="AFMoE (Trinity)",
+    architectures=("AfmoeForCausalLM",),
+    features="gated attention, full without rotary positions in every fourth layer; a mixture of experts",
+    examples=("arcee-ai/Trinity-Mini", "arcee-ai/Trinity-Nano-Preview"),
+    read=read_afmoe,
+)
+LAGUNA = Family(
+    name="Laguna",
+    architectures=("LagunaForCausalLM",),
+    features="gated attention, numbers of heads by layer; a mixture of experts",
+    examples=("poolside/laguna-XS.2",),
+    read=read_laguna,
+    defaults={"head_dim": 128, "rope_parameters": _LAGUNA_ROPES},
+)

@@ -1,0 +1,109 @@
+"""Families whose MLPs have no gate: Arcee's AFM-4.5B (https://huggingface.co/arcee-ai/AFM-4.5B), Apertus
+(https://arxiv.org/abs/2509.14233), Nemotron (https://arxiv.org/abs/2402.16819) and StarCoder 2
+(https://arxiv.org/abs/2402.19173). The last two have LayerNorm with biases."""
+
+from __future__ import annotations
+
+from nvcli.core.validation import show
+from nvcli.kernels.elementwise_settings import PlainActivation
+from nvcli.models.checkpoint_layout import CheckpointLayout
+from nvcli.models.families.family import Family
+from nvcli.models.families.model_file import FULL, ModelFile
+from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
+from nvcli.models.mixers.mixer import NormConfig
+from nvcli.models.mixers.plain_mlp import PlainMLPConfig
+
+_ACTIVATIONS: dict[str, PlainActivation] = {
+    "relu2": "relu2",
+    "xielu": "xielu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+_APERTUS_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 12_000_000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+
+
+def read_arcee(config: ModelFile) -> DecoderConfig:
+    """Read Llama's attention, and MLPs without a gate."""
+    config.layer_types(supported=(FULL,))
+    bias = config.bias()
+    attention = config.attention(default_theta=10_000.0, qkv_bias=bias, o_bias=bias)
+    mlp = _mlp(config, "relu2", bias=config.get("mlp_bias", bool, False))
+    return config.decoder(LayerConfig(mixer=attention, mlp=mlp))
+
+
+def read_apertus(config: ModelFile) -> DecoderConfig:
+    """Read normed queries and keys; the layers' activations have numbers of their own."""
+    bias = config.bias()
+    norms = LayerNorms(before_attention="attention_layernorm", before_mlp="feedforward_layernorm")
+    attention = config.attention(default_theta=None, qk_norm="head", qkv_bias=bias, o_bias=bias)
+    return config.decoder(LayerConfig(mixer=attention, mlp=_mlp(config, "xielu"), norms=norms))
+
+
+def read_nemotron(config: ModelFile) -> DecoderConfig:
+    """Read half-rotated heads. Weights of norms are stored as differences from 1."""
+    bias = config.bias()
+    attention = config.attention(default_theta=10_000.0, default_partial=0.5, qkv_bias=bias, o_bias=bias)
+    mlp = _mlp(config, "relu2", bias=config.get("mlp_bias", bool, False))
+    norm = NormConfig(eps=config.positive_number("norm_eps", 1e-5), kind="layer", has_bias=True, weight_offset=1.0)
+    return config.decoder(LayerConfig(mixer=attention, mlp=mlp), norm=norm)
+
+
+def read_starcoder2(config: ModelFile) -> DecoderConfig:
+    """Read one window for all layers, or none, and biases everywhere."""
+    bias = config.get("use_bias", bool, True)
+    attention = config.attention(
+        default_theta=10_000.0, window=config.bounded(config.window()), qkv_bias=bias, o_bias=bias
+    )
+    norm = NormConfig(eps=config.positive_number("norm_epsilon", 1e-5), kind="layer", has_bias=True)
+    layer = LayerConfig(mixer=attention, mlp=_mlp(config, "gelu_pytorch_tanh", bias=bias))
+    layout = CheckpointLayout(renamed=((".mlp.c_fc", ".mlp.up_proj"), (".mlp.c_proj", ".mlp.down_proj")))
+    return config.decoder(layer, norm=norm, layout=layout)
+
+
+def _mlp(config: ModelFile, default: str, *, bias: bool = False) -> PlainMLPConfig:
+    found = config.get("hidden_act", str, default)
+    if found not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        raise config.error("hidden_act", f"{show(found)} is not supported here; supported: {known}")
+    return PlainMLPConfig(
+        intermediate_size=config.positive("intermediate_size"), activation=_ACTIVATIONS[found], bias=bias
+    )
+
+
+ARCEE = Family(
+    name="Arcee AFM",
+    architectures=("ArceeForCausalLM",),
+    features="MLPs without a gate, with relu²",
+    examples=("arcee-ai/AFM-4.5B",),
+    read=read_arcee,
+)
+APERTUS = Family(
+    name="Apertus",
+    architectures=("ApertusForCausalLM",),
+    features="normed queries and keys; MLPs without a gate, with xIELU",
+    examples=("swiss-ai/Apertus-8B-Instruct-2509", "swiss-ai/Apertus-70B-Instruct-2509"),
+    read=read_apertus,
+    defaults={"rope_parameters": _APERTUS_ROPE},
+)
+NEMOTRON = Family(
+    name="Nemotron dense",
+    architectures=("NemotronForCausalLM",),
+    features="MLPs without a gate, with relu²; LayerNorm with biases, half of each head rotated",
+    examples=("nvidia/Minitron-8B-Base", "nvidia/Nemotron-4-340B-Instruct"),
+    read=read_nemotron,
+)
+STARCODER2 = Family(
+    name="StarCoder 2",
+    architectures=("Starcoder2ForCausalLM",),
+    features="MLPs without a gate; LayerNorm, and biases everywhere",
+    examples=("bigcode/starcoder2-15b", "bigcode/starcoder2-3b"),
+    read=read_starcoder2,
+    ties_embeddings=True,
+)
