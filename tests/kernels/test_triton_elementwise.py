@@ -14,9 +14,9 @@ from nvcli.kernels.activation import gelu_tanh_and_mul, silu_and_mul
 from nvcli.kernels.elementwise_settings import PlainActivation
 from nvcli.kernels.embedding import embed_part
 from nvcli.kernels.gates import gate_rows, gate_values
-from nvcli.kernels.plain_activation import XIELU
 from nvcli.kernels.plain_activation import activate as activate_plain
 from nvcli.kernels.triton.elementwise import activation, embedding, gates, norm, plain_activation, rotary
+from nvcli.kernels.xielu import XIELU
 
 pytestmark = [*MARKS, pytest.mark.parametrize("dtype", DTYPES)]
 

@@ -6,22 +6,12 @@ Everything is computed in float32 and rounded once.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nvcli.kernels.elementwise_settings import PlainActivation
-
-
-class XIELU(NamedTuple):
-    """The numbers of a layer's xIELU, as they are stored: [1] float32 each."""
-
-    alpha_p: Tensor
-    alpha_n: Tensor
-    beta: Tensor
-    eps: Tensor
+from nvcli.kernels.xielu import XIELU
 
 
 def activate(x: Tensor, activation: PlainActivation, numbers: XIELU | None = None) -> Tensor:

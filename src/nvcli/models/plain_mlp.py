@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.invariant_linear import row_by_row
 from nvcli.kernels.lora_types import AdapterRows
-from nvcli.kernels.plain_activation import XIELU, activate
+from nvcli.kernels.plain_activation import activate
+from nvcli.kernels.xielu import XIELU
 from nvcli.models.layers import FeedForward
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.mixers.plain_mlp import PlainMLPConfig

@@ -7,11 +7,11 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.elementwise_settings import PlainActivation
-from nvcli.kernels.plain_activation import XIELU
 from nvcli.kernels.triton.elementwise.activation import activate as activate_gate
 from nvcli.kernels.triton.elementwise.activation import softplus
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.whole_numbers import ceil_div
+from nvcli.kernels.xielu import XIELU
 
 _BLOCK = 2048
 
