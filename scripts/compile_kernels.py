@@ -39,19 +39,13 @@ from triton.runtime.jit import JITFunction
 import nvcli.kernels.triton as kernels
 from imagined_gpu import CARDS, imagined_gpu
 from nvcli.core.config import RunConfig
+from nvcli.core.lora_config import PAGE_RANKS
 from nvcli.core.messages import SlotSampling
 from nvcli.core.speculation_config import SpeculationConfig
 from nvcli.errors import NvcliError, first_line
 from nvcli.job.run.engine_settings import load_model, resolve_engine_config
 from nvcli.kernels import candidates, embedding, late_masks, lora, token_mask
-from nvcli.kernels.lora_types import (
-    BLOCK_FIELDS,
-    PAGE_RANKS,
-    AdaptedLayer,
-    AdapterBank,
-    feature_blocks,
-    page_columns,
-)
+from nvcli.kernels.lora_types import BLOCK_FIELDS, AdaptedLayer, AdapterBank, feature_blocks, page_columns
 from nvcli.kernels.peer_memory import PeerLayout, PeerMemory
 from nvcli.kernels.triton.launch.compile_ahead import Placeholder
 from nvcli.models.adapter_bank import BLOCK_FEATURES

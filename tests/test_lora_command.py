@@ -99,6 +99,9 @@ def test_rows_choose_adapters_by_name(folder: Path, nvcli_here: NvcliHere) -> No
     done = nvcli_here("generate", *always, "--lora", "sql=one", "--lora", "chat=two", cwd=folder)
     assert done.returncode == 1, done.stderr
     *given, openai = sorted(rows_of(folder / "mixed.out.jsonl"), key=lambda row: row.get("index", len(rows)))
+    checked = nvcli_here("check", *always[:3], "--lora", "sql=one", "--lora", "chat=two", cwd=folder)
+    assert "adapters    sql (rank 4) 2 rows, chat (rank 4) 2 rows, none 2 rows\n" in checked.stdout
+    assert "            2 at a time on the CPU, where they take 2.41 MiB\n" in checked.stdout
     texts = [row["choices"][0]["text"] if row["choices"] else row["error"] for row in given]
     expected = []
     for merged in (None, folder / "one", folder / "two"):

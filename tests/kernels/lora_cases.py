@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from nvcli.kernels.lora_types import PAGE_RANKS, AdaptedLayer, AdapterBank, feature_blocks, page_columns
+from nvcli.core.lora_config import PAGE_RANKS
+from nvcli.kernels.lora_types import AdaptedLayer, AdapterBank, feature_blocks, page_columns
 
 
 def make_layer(

@@ -9,9 +9,10 @@ import torch
 from lora_cases import make_bank, make_layer
 
 from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS, captured
+from nvcli.core.lora_config import PAGE_RANKS
 from nvcli.kernels import lora as reference
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
-from nvcli.kernels.lora_types import PAGE_RANKS, AdaptedLayer, AdapterBank, AdapterRows
+from nvcli.kernels.lora_types import AdaptedLayer, AdapterBank, AdapterRows
 from nvcli.kernels.triton.products import lora, lora_rows
 
 pytestmark = MARKS

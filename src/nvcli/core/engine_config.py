@@ -15,6 +15,7 @@ from nvcli.core.config_types import (
     KVDtype,
     ModelDtype,
 )
+from nvcli.core.lora_config import AdapterSizes
 
 MAX_DRAFT_STEP_TOKENS = 1024
 """Maximum tokens of a step whose decode rows have drafts. Beyond that the GPU takes so long that drafts gain
@@ -101,6 +102,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Schedule a step while the previous one runs; false: to measure what that gains."""
     lora_paths: tuple[Path, ...] = ()
     """Local folders of the LoRA adapters that requests choose from: adapter n is the n-th, from 1."""
+    lora_sizes: AdapterSizes = AdapterSizes()
+    """Their sizes, for estimates of memory."""
     max_loaded_adapters: int | None = None
     """Maximum adapters on the device at a time; None: the ranks decide."""
     embedding_size: int = 0

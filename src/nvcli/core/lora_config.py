@@ -15,6 +15,8 @@ from nvcli.errors import ConfigError
 
 MAX_ROW_RANK = 256
 """Maximum rank of an adapter that only some rows use."""
+PAGE_RANKS = 16
+"""Ranks in a page, the unit of memory for adapters of single rows: the fewest that tensor cores multiply by."""
 _NAMED = re.compile(r"([\w.:-]+)=(.+)", re.DOTALL)
 
 
@@ -25,6 +27,15 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Name → folder or Hugging Face id, which may end in @REVISION."""
     max_loaded: Annotated[int, Meta(ge=1)] | None = None
     """Maximum adapters on each GPU at a time. null: as many as fit into a small share of its memory."""
+
+
+class AdapterSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes of the adapters that rows choose from, by which memory is planned."""
+
+    ranks: tuple[int, ...] = ()
+    """The largest rank of each adapter."""
+    projections: tuple[str, ...] = ()
+    """The last names of the linear layers that any of them changes, such as `q_proj`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

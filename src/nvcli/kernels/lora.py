@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nvcli.core.lora_config import PAGE_RANKS
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
-from nvcli.kernels.lora_types import PAGE_RANKS, AdaptedLayer, AdapterBank, AdapterRows
+from nvcli.kernels.lora_types import AdaptedLayer, AdapterBank, AdapterRows
 
 
 def spread_adapters(adapters_of_slots: Tensor, slots: Tensor, query_start_loc: Tensor, out: Tensor) -> None:

@@ -17,10 +17,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from nvcli.core.lora_config import PAGE_RANKS
 from nvcli.kernels.whole_numbers import next_power_of_2
 
-PAGE_RANKS = 16
-"""Ranks in a page: the fewest that tensor cores multiply by."""
 _MOST_ALIGN = 16
 RANKS_AT_ONCE = 64
 """Maximum ranks that a program multiplies by at a time."""

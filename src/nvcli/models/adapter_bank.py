@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from nvcli.core.lora_config import PAGE_RANKS
 from nvcli.errors import LoadError
-from nvcli.kernels.lora_types import PAGE_RANKS, AdaptedLayer, AdapterBank, feature_blocks, page_columns
+from nvcli.kernels.lora_types import AdaptedLayer, AdapterBank, feature_blocks, page_columns
 from nvcli.models.adapters.adapter import Adapter
 from nvcli.models.adapters.merge import check_finite, read_features, read_floats
 from nvcli.models.kept_values import in_order

@@ -14,6 +14,7 @@ from nvcli.models.config import ModelConfig
 from nvcli.models.kv_groups import kv_groups
 from nvcli.models.mixers.mixer import code_elements
 from nvcli.models.tensor_spec import DTYPE_BYTES
+from nvcli.sizing.adapters import AdapterMemory, adapter_memory
 from nvcli.sizing.graph_sizes import (
     draft_graph_sizes,
     launch_bound_tokens,
@@ -22,6 +23,7 @@ from nvcli.sizing.graph_sizes import (
     step_graph_sizes,
 )
 from nvcli.sizing.kv_cache import block_bytes, max_blocks
+from nvcli.sizing.memory_plan import by_item
 from nvcli.sizing.weights import largest_stage, weight_bytes
 from nvcli.worker.distributed.stage import Stage
 
@@ -51,21 +53,32 @@ def estimate(config: EngineConfig, model: ModelConfig, total: int, stage: Stage 
     )
     samples = stage is None or stage.is_last
     budget = int(total * config.gpu_memory_utilization)
-    fixed = {
-        "weights": sum(weights.values()),
-        "buffers": _buffers(config, model, stage),
-        "activations": max(
-            _activations(config, model, config.max_num_batched_tokens), _sampling(config, model) if samples else 0
-        ),
-        "CUDA graphs": 0 if config.enforce_eager else _graphs(config, model, samples=samples),
-        "other": _CONTEXT_BYTES + (_COLLECTIVES_BYTES if config.num_ranks > 1 else 0),
-    }
-    left = budget - sum(fixed.values()) if config.kv_cache_memory is None else config.kv_cache_memory
+    fixed = (
+        sum(weights.values()),
+        planned_adapters(config, model, total, stage).device_bytes,
+        _buffers(config, model, stage),
+        max(_activations(config, model, config.max_num_batched_tokens), _sampling(config, model) if samples else 0),
+        0 if config.enforce_eager else _graphs(config, model, samples=samples),
+        _other(config),
+    )
+    left = budget - sum(fixed) if config.kv_cache_memory is None else config.kv_cache_memory
     one_block = block_bytes(config, model, stage)
     kv_cache = min(left // one_block, max_blocks(config, model)) * one_block if left > 0 else left
     return MemoryUse(
-        device="a GPU", total=total, budget=budget, weights=dict(weights), planned={**fixed, "KV cache": kv_cache}
+        device="a GPU", total=total, budget=budget, weights=dict(weights), planned=by_item(*fixed, kv_cache)
     )
+
+
+def planned_adapters(config: EngineConfig, model: ModelConfig, total: int, stage: Stage | None = None) -> AdapterMemory:
+    """Plan the LoRA adapters that rows choose from, for one rank of a stage on a GPU of `total` bytes."""
+    size, largest = config.tensor_parallel_size, stage or largest_stage(model, config.pipeline_parallel_size)
+    weights = weight_bytes(model, config.dtype, tensor_parallel_size=size, stage=largest)
+    free = max(0, total - sum(weights.values()) - _buffers(config, model, stage) - _other(config))
+    return adapter_memory(config, model, free, stage)
+
+
+def _other(config: EngineConfig) -> int:
+    return _CONTEXT_BYTES + (_COLLECTIVES_BYTES if config.num_ranks > 1 else 0)
 
 
 def shared_sum_rows(max_num_batched_tokens: int, row_bytes: int) -> int:
@@ -126,6 +139,8 @@ def _graphs(config: EngineConfig, model: ModelConfig, *, samples: bool) -> int:
         * (1 + may_share_prefixes(size, config.max_shared_rows, most_tokens))
         for size in sizes
     )
+    if config.lora_paths:  # steps with adapters and steps without them
+        num_graphs *= 2
     return shared + num_graphs * _BYTES_PER_GRAPH
 
 

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from nvcli.core.byte_sizes import format_bytes
 
-ITEMS = ("weights", "buffers", "activations", "CUDA graphs", "other", "KV cache")
-"""Items of a rank's memory: weights; tensors that live as long as the rank (slot table, rotary table, workspaces,
-memory that ranks share); the peak of the largest batches over these; graphs; everything that torch did not allocate
-(context, collectives, other programs); and the cache, which takes the rest."""
+ADAPTERS = "LoRA adapters"
+ITEMS = ("weights", ADAPTERS, "buffers", "activations", "CUDA graphs", "other", "KV cache")
+"""Items of a rank's memory: weights; the adapters that rows choose from, if there are any; tensors that live as long as
+the rank (slot table, rotary table, workspaces, memory that ranks share); the peak of the largest batches over these;
+graphs; everything that torch did not allocate (context, collectives, other programs); and the cache, which takes the
+rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +21,7 @@ class MemoryPlan:
     budget: int
     """The maximum that the run may use."""
     weights: int
+    adapters: int
     buffers: int
     activations: int
     graphs: int
@@ -37,9 +40,14 @@ class MemoryPlan:
     def items(self) -> dict[str, int]:
         """Bytes by item, in the order of `ITEMS`; for the KV cache, what it will take."""
         kv_cache = self.num_blocks * self.block_bytes
-        sizes = (self.weights, self.buffers, self.activations, self.graphs, self.other, kv_cache)
-        return dict(zip(ITEMS, sizes, strict=True))
+        return by_item(self.weights, self.adapters, self.buffers, self.activations, self.graphs, self.other, kv_cache)
 
     def describe(self) -> str:
         needed = [f"{name} {format_bytes(size)}" for name, size in self.items().items() if size and name != "KV cache"]
         return ", ".join([f"budget {format_bytes(self.budget)}", *needed, f"left for KV {format_bytes(self.kv_cache)}"])
+
+
+def by_item(*sizes: int) -> dict[str, int]:
+    """Return the bytes of each item, in the order of `ITEMS`, without adapters if there are none."""
+    found = dict(zip(ITEMS, sizes, strict=True))
+    return {name: size for name, size in found.items() if size or name != ADAPTERS}

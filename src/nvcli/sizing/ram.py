@@ -6,12 +6,15 @@ from nvcli.core.byte_sizes import format_bytes
 from nvcli.core.engine_config import EngineConfig
 from nvcli.errors import CapacityError
 from nvcli.models.config import ModelConfig
+from nvcli.sizing.adapters import adapter_memory
 from nvcli.sizing.weights import weight_bytes
 
 
 def ram_of_weights(config: EngineConfig, model: ModelConfig, *, num_replicas: int) -> int:
-    """Return the bytes of all replicas' weights, on a CPU."""
-    return sum(weight_bytes(model, config.dtype).values()) * num_replicas
+    """Return the bytes of all replicas' weights and of the LoRA adapters beside them, on a CPU."""
+    adapters = adapter_memory(config, model, None)
+    weights = sum(weight_bytes(model, config.dtype).values())
+    return (weights + adapters.device_bytes + adapters.host_bytes) * num_replicas
 
 
 def ways_to_less_ram(config: EngineConfig, *, num_replicas: int) -> str:

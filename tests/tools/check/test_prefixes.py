@@ -35,6 +35,13 @@ def test_few_blocks_are_counted_exactly(prompts: list[list[int]]) -> None:
     assert blocks.num_tokens == saved_tokens(prompts)
 
 
+def test_prompts_under_different_adapters_share_nothing() -> None:
+    blocks = SharedBlocks(BLOCK)
+    for adapter in (0, 1, 2, 1):
+        blocks.add(pack(range(BLOCK + 1)), adapter=adapter)
+    assert blocks.num_tokens == BLOCK
+
+
 @pytest.mark.parametrize("together", [True, False])
 def test_many_blocks_are_estimated_whatever_their_order(together: bool) -> None:
     rng = random.Random(7)

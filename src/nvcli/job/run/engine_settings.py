@@ -6,7 +6,7 @@ Starts no process and imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +22,7 @@ from nvcli.job.run.device import detect_device
 from nvcli.job.run.kept_weights import check_fast_accumulation, keep_weights
 from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.adapters.find import find_adapter
-from nvcli.models.adapters.row_adapters import check_row_adapter
+from nvcli.models.adapters.row_adapters import check_row_adapter, sizes_of
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.sizing.graph_sizes import default_batched_tokens
 from nvcli.sizing.kv_cache import default_block_size
@@ -72,13 +72,18 @@ def load_with_adapters(
 
 
 def resolve_engine_config(
-    run: RunConfig, model_path: Path, model: ModelConfig, *, found_device: Literal["cpu", "cuda"] | None = None
+    run: RunConfig,
+    model_path: Path,
+    model: ModelConfig,
+    *,
+    found_device: Literal["cpu", "cuda"] | None = None,
+    row_adapters: Mapping[str, Adapter] | None = None,
 ) -> EngineConfig:
     """Resolve every `auto` and null that can be decided here. Raises ConfigError.
 
     With `quantization: auto` weights are kept in the format of `model` (`load_model`). An automatic
     `tensor_parallel_size` is 1 until `resolve_layout` chooses. `found_device` is the device that `device: auto` stands
-    for; None: look for a GPU.
+    for; None: look for a GPU. `row_adapters` are those that rows choose (`load_with_adapters`).
     """
     tensor_parallel_size = layout_as_given(run).tensor_parallel_size
     if run.quantization != "auto":
@@ -110,6 +115,7 @@ def resolve_engine_config(
         hf_overrides=run.hf_overrides,
         lora_path=None if adapters.merged is None else find_adapter(adapters.merged),
         lora_paths=tuple(map(find_adapter, adapters.named.values())),
+        lora_sizes=sizes_of(list((row_adapters or {}).values())),
         max_loaded_adapters=adapters.max_loaded,
         device=device,
         dtype=dtype,

@@ -332,7 +332,7 @@ def resolve_settings(
     check_tokenizer_files(model_path)
     if weights:
         check_weight_files(model_path)
-    config = resolve_engine_config(run, model_path, model, found_device=found_device)
+    config = resolve_engine_config(run, model_path, model, found_device=found_device, row_adapters=row_adapters)
     resolved = model_of_rows(run, model_path, model, config, task=task, adapter=adapter, row_adapters=row_adapters)
     resolved.choose_chat(is_task=task is not None, setter_of=setter_of)  # which may be an error
     if task is not None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from nvcli.core.lora_config import MAX_ROW_RANK
+from collections.abc import Sequence
+
+from nvcli.core.lora_config import MAX_ROW_RANK, AdapterSizes
 from nvcli.core.validation import show
 from nvcli.models.adapters.adapter import Adapter
 from nvcli.models.config import ModelConfig
 from nvcli.models.geometry import model_tensors
 from nvcli.models.tensor_info import BiasChange, LowRankChange, RowsChange, WeightChange
 from nvcli.models.tensor_spec import Sharding, TensorSpec
+from nvcli.worker.distributed.stage import WHOLE, Stage
 
 _WAY_OUT = "give it alone as --lora PATH, for all rows: it is then merged into the weights"
 
@@ -36,9 +39,21 @@ def check_row_adapter(adapter: Adapter, model: ModelConfig) -> None:
             )
 
 
-def linear_tensors(model: ModelConfig) -> list[TensorSpec]:
-    """Return the weights that may differ by row: those of linear layers in attention, MLPs and shared experts."""
-    return [tensor for tensor in model_tensors(model, model.dtype) if _is_linear(tensor)]
+def linear_tensors(model: ModelConfig, stage: Stage = WHOLE) -> list[TensorSpec]:
+    """Return the weights of a stage that may differ by row: those of linear layers in attention, MLPs and shared
+    experts."""
+    return [tensor for tensor in model_tensors(model, model.dtype, stage) if _is_linear(tensor)]
+
+
+def sizes_of(adapters: Sequence[Adapter]) -> AdapterSizes:
+    """Return the sizes of adapters that passed `check_row_adapter`."""
+    names = {name.split(".")[-2] for adapter in adapters for name in adapter.changes}
+    return AdapterSizes(ranks=tuple(map(_max_rank, adapters)), projections=tuple(sorted(names)))
+
+
+def _max_rank(adapter: Adapter) -> int:
+    changes = (change for of_name in adapter.changes.values() for change in of_name)
+    return max(change.down.shape[0] for change in changes if isinstance(change, LowRankChange))
 
 
 def _is_linear(tensor: TensorSpec) -> bool:

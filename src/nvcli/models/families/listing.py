@@ -11,7 +11,8 @@ from nvcli.models.families.family import Family
 _WIDTH = 120
 _ADAPTERS = (
     "LoRA adapters saved by PEFT are given along with their base model: -m BASE --lora ADAPTER, as folders or ids on "
-    "the hub. They are merged into the weights, for every family and format."
+    "the hub. Such an adapter is merged into the weights, for every family and format. With --lora NAME=ADAPTER, once "
+    "for each, rows choose by name."
 )
 _QUANTISED = (
     "Quantised checkpoints of every family except gpt-oss, which has MXFP4: FP8, AWQ, GPTQ, ModelOpt's FP8, NVFP4 and "

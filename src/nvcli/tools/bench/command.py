@@ -17,8 +17,9 @@ from nvcli.core.system.host_memory import available_ram
 from nvcli.engine.request import Request
 from nvcli.errors import ConfigError
 from nvcli.job.planning.layout import resolve_layout
-from nvcli.job.run.engine_settings import load_model, resolve_engine_config
+from nvcli.job.run.engine_settings import load_with_adapters, resolve_engine_config
 from nvcli.job.run.resolve import model_of_rows
+from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.sizing.ram import check_ram
 from nvcli.tools.bench.ablation import parse_ablations
@@ -117,13 +118,14 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
     with ExitStack() as stack:
         folder = model_folder(run.model, options.shape, revision=run.revision, quantization=run.quantization)
         path = stack.enter_context(folder)
-        model = load_model(run, path)
+        model, _, row_adapters = load_with_adapters(run, path)
         requests, run = _draw_requests(run, path, model, workload, options, say=say)
         adapters = None
         if options.lora_rank is not None:
             made_up = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nvcli-adapters-")))
-            run = msgspec.structs.replace(run, lora=_make_adapters(run, path, options, made_up))
-        config = resolve_engine_config(run, path, model)
+            lora, row_adapters = _make_adapters(run, path, options, made_up)
+            run = msgspec.structs.replace(run, lora=lora)
+        config = resolve_engine_config(run, path, model, row_adapters=row_adapters)
         if config.lora_paths:
             adapters = BenchAdapters(num_adapters=len(config.lora_paths), made_up_rank=options.lora_rank)
             if isinstance(workload, Workload) or options.lora_rank is not None:
@@ -198,9 +200,13 @@ def _check_adapters(run: RunConfig, options: BenchOptions) -> None:
         )
 
 
-def _make_adapters(run: RunConfig, path: Path, options: BenchOptions, folder: Path) -> LoraConfig:
-    """Write the made-up adapters into `folder`."""
+def _make_adapters(
+    run: RunConfig, path: Path, options: BenchOptions, folder: Path
+) -> tuple[LoraConfig, dict[str, Adapter]]:
+    """Write the made-up adapters into `folder`. Return the key `lora`, and the adapters by name."""
     assert options.lora_rank is not None
     model = load_model_config(path, expert_parallel=run.enable_expert_parallel, overrides=run.hf_overrides)
     num_adapters = options.num_loras or 1
-    return write_adapters(model, folder, rank=options.lora_rank, num_adapters=num_adapters, seed=options.seed)
+    lora = write_adapters(model, folder, rank=options.lora_rank, num_adapters=num_adapters, seed=options.seed)
+    first = read_adapter(Path(next(iter(lora.adapters.values()))), model)
+    return lora, dict.fromkeys(lora.adapters, first)  # they are alike

@@ -18,6 +18,7 @@ import msgspec
 from nvcli.core.chat_template import unknown_variables
 from nvcli.core.config import RunConfig
 from nvcli.core.config_source import ConfigSource
+from nvcli.core.messages import NO_ADAPTER
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.system.nvidia_smi import SmiGpu
 from nvcli.core.validation import convert
@@ -92,10 +93,24 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     rows_with_own_sampling: int
     answers: int
     """Answers to compute: `n` for each row that does not repeat another one."""
+    adapters: list[AdapterRows]
+    """The LoRA adapters that rows may choose, in the order in which they were given."""
+    rows_without_adapter: int
+    """Rows that use the base model, or the adapter that is merged into it."""
     forecasts: list[Forecast]
     machine: Machine
     seconds: float
     """Time for reading and tokenizing, without loading the tokenizer."""
+
+
+class AdapterRows(msgspec.Struct, frozen=True, kw_only=True):
+    """A LoRA adapter that rows may choose."""
+
+    name: str
+    rank: int
+    """Its largest rank."""
+    rows: int
+    """Rows that choose it and can be answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +248,13 @@ class _Reading:
             sampling=list(filter(is_worth_showing, settings)),
             rows_with_own_sampling=tally.rows_with_own_sampling,
             answers=sum(tally.answers.values()),
+            adapters=[
+                AdapterRows(name=name, rank=rank, rows=tally.adapters[number])
+                for number, (name, rank) in enumerate(
+                    zip(job.adapter_names, job.config.lora_sizes.ranks, strict=True), start=1
+                )
+            ],
+            rows_without_adapter=tally.adapters[NO_ADAPTER],
             forecasts=estimated.forecasts,
             machine=estimated.machine,
             seconds=self._seconds,

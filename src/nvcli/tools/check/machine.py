@@ -15,6 +15,8 @@ from nvcli.job.planning.job_time import Lengths, is_known_gpu
 from nvcli.job.planning.layout import Layout, choose_layout, estimate_layout, layout_as_given
 from nvcli.job.run.plan import MANY_REQUESTS, QUICKLY_READ_BYTES
 from nvcli.job.run.resolve import ResolvedJob
+from nvcli.sizing.adapters import adapter_memory
+from nvcli.sizing.memory import planned_adapters
 from nvcli.sizing.ram import check_ram
 from nvcli.tools.check.tally import Tally
 
@@ -39,6 +41,10 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the model fits; None: unknown."""
     note: str
     """The layout and its reason, or why the model does not fit or this is unknown."""
+    adapters_at_once: int = 0
+    """LoRA adapters of rows on each device at a time; 0: there are none, or it is unknown."""
+    adapter_bytes: int = 0
+    """Memory that they take on each device."""
     kv_tokens: int = 0
     """Tokens that the KV cache of each copy of the model holds; 0: unknown."""
     speed_is_guessed: bool = False
@@ -127,10 +133,14 @@ def estimate_job(
         return JobEstimate(machine, _forecasts(job, tally, expected_answers, None, found))
     shortest = Lengths(prompt=1, computed=1, answer=1)
     room = estimate_layout(layout, found, job.model, job.config, num_requests=1, lengths=shortest)
+    smallest = min(found[index].total_bytes for index in layout.gpus or range(layout.num_ranks))
+    adapters = planned_adapters(layout.apply(job.config), job.model, smallest)
     machine = Machine(
         gpus=names,
         fits=room.num_tokens > 0 or None,
         note=layout.why,
+        adapters_at_once=adapters.num_places,
+        adapter_bytes=adapters.device_bytes,
         kv_tokens=room.num_tokens,
         speed_is_guessed=not all(map(is_known_gpu, names)),
     )
@@ -147,7 +157,10 @@ def _machine_without_gpus(job: ResolvedJob, note: str) -> Machine:
     except CapacityError as error:
         fits = False if job.run.device == "cpu" else None
         return Machine(gpus=[], fits=fits, note=f"{note}. On this CPU: {error}")
-    return Machine(gpus=[], fits=True, note=note)
+    adapters = adapter_memory(job.config, job.model, None)
+    return Machine(
+        gpus=[], fits=True, note=note, adapters_at_once=adapters.num_places, adapter_bytes=adapters.device_bytes
+    )
 
 
 def _forecasts(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from hashlib import blake2b
 
 from nvcli.core.hash_set import HashSet
+from nvcli.core.messages import NO_ADAPTER
 from nvcli.job.planning.planner import TOKEN_BYTES
 
 _MAX_BLOCKS = 1 << 20
@@ -31,12 +32,13 @@ class SharedBlocks:
         """Only hashes with at most this many bits are kept."""
         self._num_blocks = 0
 
-    def add(self, prompt_ids: bytes) -> None:
-        """Add a prompt, packed as int32. Its last token is always computed, and so is the block that ends with it."""
+    def add(self, prompt_ids: bytes, *, adapter: int = NO_ADAPTER) -> None:
+        """Add a prompt, packed as int32. Its last token is always computed, and so is the block that ends with it.
+        Prompts under different LoRA adapters share nothing."""
         block_bytes = self._block_size * TOKEN_BYTES
         num_blocks = (len(prompt_ids) - TOKEN_BYTES) // block_bytes
         self._num_blocks += num_blocks
-        begun = blake2b(digest_size=_HASH_BITS // 8)
+        begun = blake2b(digest_size=_HASH_BITS // 8, salt=adapter_salt(adapter))
         for end in range(block_bytes, num_blocks * block_bytes + 1, block_bytes):
             begun.update(prompt_ids[end - block_bytes : end])
             hashed = int.from_bytes(begun.copy().digest())
@@ -81,3 +83,8 @@ class SeenKeys:
     def is_full(self) -> bool:
         """Whether no more keys are added, so that equal rows may be missed."""
         return len(self._kept) >= self._max_kept
+
+
+def adapter_salt(adapter: int) -> bytes:
+    """Return the salt of hashes of prompts under an adapter, so that they differ from those under others."""
+    return adapter.to_bytes(4, "little")

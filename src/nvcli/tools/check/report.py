@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from nvcli.core.byte_sizes import counted
+from nvcli.core.byte_sizes import counted, format_bytes
 from nvcli.core.histogram import histogram_lines
 from nvcli.core.system.terminal_text import harmless, one_line
 from nvcli.job.progress.display import format_seconds
@@ -22,6 +22,8 @@ from nvcli.tools.check.prompts import ShownPrompt
 _NAME_WIDTH = 12
 _SPECIAL = "bold cyan"
 _MESSAGE_CHARS = 240
+_ADAPTERS = 8
+"""Adapters that are named in the report."""
 
 
 def format_json(report: CheckReport) -> str:
@@ -77,6 +79,7 @@ def _lines(report: CheckReport) -> Iterator[tuple[str, str]]:
     if report.rows_with_own_sampling:
         yield "", f"{counted(report.rows_with_own_sampling, 'row')} with their own sampling"
     yield "model", f"{report.model}: {report.dtype}, at most {report.max_model_len:,} tokens per prompt and answer"
+    yield from _adapter_lines(report)
     yield from _machine_lines(report)
     for number, forecast in enumerate(report.forecasts if report.answers else ()):
         yield "" if number else "to generate", _forecast(forecast, report)
@@ -110,6 +113,22 @@ def _repetition_lines(report: CheckReport) -> Iterator[tuple[str, str]]:
         share = cached / report.prompt_tokens_to_compute
         saved = f"; the prefix cache saves up to {about}{cached:,} of them ({share:.0%})" if cached else ""
         yield "to compute", f"{counted(report.prompt_tokens_to_compute, 'prompt token')}{saved}"
+
+
+def _adapter_lines(report: CheckReport) -> Iterator[tuple[str, str]]:
+    """Say how many rows each adapter has, those with the most first, and how many adapters run at a time."""
+    if not report.adapters:
+        return
+    by_rows = sorted(report.adapters, key=lambda each: -each.rows)
+    shown = [f"{one_line(each.name)} (rank {each.rank}) {counted(each.rows, 'row')}" for each in by_rows[:_ADAPTERS]]
+    others = by_rows[_ADAPTERS:]
+    if others:
+        shown.append(f"{len(others):,} others {counted(sum(each.rows for each in others), 'row')}")
+    yield "adapters", ", ".join([*shown, f"none {counted(report.rows_without_adapter, 'row')}"])
+    machine = report.machine
+    if machine.adapters_at_once:
+        where, size = "each GPU" if machine.gpus else "the CPU", format_bytes(machine.adapter_bytes)
+        yield "", f"{machine.adapters_at_once:,} at a time on {where}, where they take {size}"
 
 
 def _machine_lines(report: CheckReport) -> Iterator[tuple[str, str]]:

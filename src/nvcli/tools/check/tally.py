@@ -14,7 +14,7 @@ import msgspec
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.job.job import JobResult, RowContext
 from nvcli.job.text.prepare import PreparedRow
-from nvcli.tools.check.prefixes import SeenKeys, SharedBlocks
+from nvcli.tools.check.prefixes import SeenKeys, SharedBlocks, adapter_salt
 
 
 class ErrorExample(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +47,8 @@ class Tally:
         """All rows, failed ones included."""
         self.lengths: Counter[int] = Counter()
         """Prompt tokens → number of rows that can be answered."""
+        self.adapters: Counter[int] = Counter()
+        """Number of a LoRA adapter (`PreparedRow.adapter`) → its rows that can be answered."""
         self.samples = 0
         """Answers to compute or to copy from an equal row: `n` for each row."""
         self.rows_with_own_sampling = 0
@@ -54,7 +56,7 @@ class Tally:
         self.equal_rows = 0
         """Rows that get the answer of an equal row."""
         self.repeated_prompts = 0
-        """Rows that repeat an earlier row's prompt but sample their own answer."""
+        """Rows that repeat an earlier row's prompt, under the same adapter, but sample their own answer."""
         self.computed_rows = 0
         """Rows to compute, because no earlier row is equal."""
         self.computed_prompt_tokens = 0
@@ -82,7 +84,9 @@ class Tally:
         if row.task is None and sampling != self._defaults:
             self.rows_with_own_sampling += 1
         key = row.answer_key if self._finds_equal_rows else None
-        is_new = self._keys.add(key or blake2b(row.prompt_ids, digest_size=8, person=b"prompt").digest())
+        self.adapters[row.adapter] += 1
+        salt = adapter_salt(row.adapter)
+        is_new = self._keys.add(key or blake2b(row.prompt_ids, digest_size=8, person=b"prompt", salt=salt).digest())
         if not is_new and key is not None:
             self.equal_rows += 1
             return
@@ -92,7 +96,7 @@ class Tally:
         if row.task is None:
             self._add_answers(row)
         if self.blocks is not None:
-            self.blocks.add(row.prompt_ids)
+            self.blocks.add(row.prompt_ids, adapter=row.adapter)
 
     def _add_answers(self, row: PreparedRow) -> None:
         """Add the answers of a row that will be computed."""

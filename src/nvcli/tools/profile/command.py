@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 
@@ -12,7 +13,7 @@ from nvcli.core.config import RunConfig
 from nvcli.core.system.host_memory import available_ram
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.job.planning.layout import resolve_layout
-from nvcli.job.run.engine_settings import load_model, resolve_engine_config
+from nvcli.job.run.engine_settings import load_with_adapters, resolve_engine_config
 from nvcli.job.run.resolve import ResolvedModel, model_of_rows
 from nvcli.job.text.prepare import PreparedRow
 from nvcli.sizing.ram import check_ram
@@ -42,8 +43,9 @@ def run_profile(
     if shape is not None and input_file is not None:
         raise ConfigError("--input needs a tokenizer, which --shape does not have; name a model with --model")
     with model_folder(run.model, shape, revision=run.revision, quantization=run.quantization) as path:
-        model = load_model(run, path, found_device="cuda" if dry_run else None, gpu_bytes=total)
-        config = resolve_engine_config(run, path, model, found_device="cuda" if dry_run else None)
+        device: Literal["cuda"] | None = "cuda" if dry_run else None
+        model, _, row_adapters = load_with_adapters(run, path, found_device=device, gpu_bytes=total)
+        config = resolve_engine_config(run, path, model, found_device=device, row_adapters=row_adapters)
         config = msgspec.structs.replace(config, load_format="checkpoint" if shape is None else "random")
         lengths = None
         if input_file is not None:

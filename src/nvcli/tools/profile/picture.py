@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from nvcli.core.byte_sizes import format_bytes
 from nvcli.core.messages import MemoryUse
+from nvcli.sizing.memory_plan import ADAPTERS
 from nvcli.tools.bench.plot import save_plot
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 _STYLES = {
     "weights": ("#4477aa", "W"),
+    ADAPTERS: ("#332288", "L"),
     "buffers": ("#66ccee", "B"),
     "activations": ("#228833", "A"),
     "CUDA graphs": ("#ccbb44", "G"),
@@ -22,7 +24,7 @@ _STYLES = {
     "free": ("#bbbbbb", "."),
 }
 """Item → its colour, and the letter that stands for it in pipes, on dumb terminals and with NO_COLOR. The colours are
-Paul Tol's bright scheme, which colour-blind people can tell apart."""
+Paul Tol's, which colour-blind people can tell apart."""
 _WIDTH = 79
 """Width of a bar with its name, in characters."""
 

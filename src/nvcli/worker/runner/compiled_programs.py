@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from nvcli.core.engine_config import EngineConfig
+from nvcli.core.lora_config import AdapterSizes
 from nvcli.core.system.kernel_cache import kernel_cache_folder
 from nvcli.core.system.versions import torch_build, triton_version
 from nvcli.kernels.triton.launch.compile_processes import CompileProcesses
@@ -43,6 +44,7 @@ class Program:
             model_path=Path(),
             lora_path=None,
             lora_paths=(Path(),) * bool(config.lora_paths),
+            lora_sizes=AdapterSizes(),
             replica=0,
             gpus=(),
             kv_blocks_before=None,

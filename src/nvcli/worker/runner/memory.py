@@ -13,12 +13,11 @@ from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import MemoryUse
 from nvcli.core.system.host_memory import available_ram, peak_resident_bytes, resident_bytes, total_ram
 from nvcli.errors import CapacityError, LimitsTooHigh
+from nvcli.sizing.adapters import choose_places
 from nvcli.sizing.memory_plan import MemoryPlan
 
 _CPU_SHARE = 0.25
 """Share of the free RAM that the caches of all ranks take together, unless kv_cache_memory is set."""
-_ADAPTERS_SHARE = 0.15
-"""Share of a GPU's free memory after weights that adapters take unless lora.max_loaded is set."""
 _OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "DefaultCPUAllocator")
 
 
@@ -32,6 +31,7 @@ def plan_memory(
     activations: int,
     graphs: int,
     max_blocks: int,
+    adapters: int = 0,
     shared: int = 0,
 ) -> MemoryPlan:
     """Divide a rank's memory budget among the items that need memory; what is left is the KV cache's.
@@ -48,14 +48,14 @@ def plan_memory(
     """
     if device.type == "cpu":
         fix = "set kv_cache_memory, or lower block_size"
-        budget, other = total_ram(), other_bytes(device, weights)
+        budget, other = total_ram(), other_bytes(device, weights + adapters)
         kv_cache = int(available_ram() * _CPU_SHARE) // config.num_ranks
     else:
         fix = "raise gpu_memory_utilization or tensor_parallel_size, or lower max_num_batched_tokens"
         total = torch.cuda.mem_get_info(device)[1]
         budget = int(total * config.gpu_memory_utilization)
-        other = other_bytes(device, weights) - shared
-        kv_cache = budget - weights - buffers - activations - graphs - other
+        other = other_bytes(device, weights + adapters) - shared
+        kv_cache = budget - weights - adapters - buffers - activations - graphs - other
     if config.kv_cache_memory is not None:
         fix = f"raise kv_cache_memory to at least {format_bytes(2 * spec.block_bytes)}"
         kv_cache = config.kv_cache_memory
@@ -67,6 +67,7 @@ def plan_memory(
     plan = MemoryPlan(
         budget=budget,
         weights=weights,
+        adapters=adapters,
         buffers=buffers,
         activations=activations,
         graphs=graphs,
@@ -128,22 +129,12 @@ def check_weights_fit(num_bytes: int, device: torch.device) -> None:
         )
 
 
-def choose_places(config: EngineConfig, num_bytes: Callable[[int], int], device: torch.device) -> int:
-    """Return how many LoRA adapters are on the device at a time: at most `max_loaded_adapters`, or by default as many
-    as requests can use at once and as fit into a small share of a GPU's free memory. `num_bytes` returns the size of
-    that many adapters.
-
-    Raises CapacityError if there is no memory for them.
-    """
-    most = min(len(config.lora_paths), config.max_num_seqs)
-    if config.max_loaded_adapters is not None:
-        most = min(most, config.max_loaded_adapters)
-    if device.type == "cpu":
-        return most
-    free = torch.cuda.mem_get_info(device)[0]
-    if config.max_loaded_adapters is None:
-        most = next((fewer for fewer in range(most, 1, -1) if num_bytes(fewer) <= free * _ADAPTERS_SHARE), 1)
-    if num_bytes(most) > free:
+def places_that_fit(config: EngineConfig, num_bytes: Callable[[int], int], device: torch.device) -> int:
+    """Return how many LoRA adapters are on the device at a time (`choose_places`). `num_bytes` returns the size of that
+    many adapters. Raises CapacityError if there is no memory for them."""
+    free = None if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    most = choose_places(config, num_bytes, free)
+    if free is not None and num_bytes(most) > free:
         raise CapacityError(
             f"{most:,} LoRA adapters take {format_bytes(num_bytes(most))} of each GPU, but GPU {device.index} has only "
             f"{format_bytes(free)} free: lower lora.max_loaded, or raise tensor_parallel_size (--tp)"
@@ -171,7 +162,8 @@ def reserve_contiguous(num_bytes: int, device: torch.device) -> None:
 
 
 def other_bytes(device: torch.device, weights: int) -> int:
-    """Return the bytes on the device that torch does not hold; on a CPU, this process's memory besides its weights."""
+    """Return the bytes on the device that torch does not hold; on a CPU, this process's memory besides its weights and
+    adapters, of which there are so many bytes."""
     if device.type == "cpu":
         return max(0, resident_bytes() - weights)
     free, total = torch.cuda.mem_get_info(device)

@@ -30,7 +30,7 @@ from nvcli.models.loader import begin_loading, init_random_weights, load_kv_scal
 from nvcli.models.registry import build_model
 from nvcli.sizing.kv_cache import max_blocks, tokens_in_blocks
 from nvcli.sizing.memory import shared_sum_rows
-from nvcli.sizing.memory_plan import ITEMS
+from nvcli.sizing.memory_plan import by_item
 from nvcli.worker.distributed.peer_memory import share_memory
 from nvcli.worker.distributed.process_group import divide_ranks, join_process_group
 from nvcli.worker.distributed.stage import Stage
@@ -48,13 +48,13 @@ from nvcli.worker.runner.masked_choice import MaskedChoice
 from nvcli.worker.runner.memory import (
     check_positions_fit,
     check_weights_fit,
-    choose_places,
     free_bytes,
     oom_as_limits_error,
     other_bytes,
     out_of_memory_line,
     peak_allocated,
     peak_bytes,
+    places_that_fit,
     plan_memory,
     report_memory,
     reserve_contiguous,
@@ -309,15 +309,16 @@ class ModelRunner:
         """Make places on the device for the adapters that requests choose from."""
         config = self.config
         self._adapters: StepAdapters | None = None
-        self._max_loaded_adapters = 0
+        self._max_loaded_adapters = self._adapter_bytes = 0
         if not config.lora_paths:
             return
         with self._phase("make adapters"):
             adapters = [read_adapter(path, self.model_config) for path in config.lora_paths]
             loaded = LoadedAdapters(self.model, adapters, self.dtype)
-            num_places = choose_places(config, loaded.num_bytes, self.device)
+            num_places = places_that_fit(config, loaded.num_bytes, self.device)
             self._max_loaded_adapters = self._groups.world.min(num_places)
             loaded.make_places(self._max_loaded_adapters)
+            self._adapter_bytes = loaded.num_bytes(self._max_loaded_adapters)
             self._adapters = StepAdapters(
                 loaded,
                 self.slots.upload,
@@ -399,7 +400,8 @@ class ModelRunner:
             self._kv_spec,
             self.device,
             weights=self._weight_bytes,
-            buffers=self._allocated_bytes() - self._weight_bytes - self.kv_cache.num_bytes,
+            adapters=self._adapter_bytes,
+            buffers=self._buffer_bytes(),
             activations=self._activation_bytes,
             graphs=self._graph_bytes,
             max_blocks=max_blocks(self.config, self.model_config),
@@ -461,22 +463,25 @@ class ModelRunner:
         measured: dict[str, int] = {}
         if self.config.measure_memory:
             with self._phase("measure memory"):
-                buffers = self._allocated_bytes() - self._weight_bytes - self.kv_cache.num_bytes
+                buffers = self._buffer_bytes()
                 steps, self.steps = self.steps, self._make_steps()  # graphs would use their own memory
                 with peak_allocated(self.device) as peak:
                     self._run_largest_batches()
                 self.steps = steps
-                other = other_bytes(self.device, self._weight_bytes) - self._shared_bytes
-                sizes = (self._weight_bytes, buffers, peak(), self._graph_bytes, other, self.kv_cache.num_bytes)
-                measured = dict(zip(ITEMS, sizes, strict=True))
+                other = other_bytes(self.device, self._weight_bytes + self._adapter_bytes) - self._shared_bytes
+                measured = by_item(
+                    *(self._weight_bytes, self._adapter_bytes, buffers),
+                    *(peak(), self._graph_bytes, other, self.kv_cache.num_bytes),
+                )
         self._memory_use: MemoryUse = report_memory(self.device, self.model.weight_bytes(), self.memory_plan, measured)
 
-    def _allocated_bytes(self) -> int:
-        """Count the bytes of tensors on the device, including those that other ranks reach; on a CPU, of weights and KV
-        cache."""
+    def _buffer_bytes(self) -> int:
+        """Count the bytes of tensors on a GPU that are not weights, adapters or KV cache, including those that other
+        ranks reach."""
         if self.device.type == "cpu":
-            return self._weight_bytes + self.kv_cache.num_bytes
-        return torch.cuda.memory_allocated(self.device) + self._shared_bytes
+            return 0
+        allocated = torch.cuda.memory_allocated(self.device) + self._shared_bytes
+        return allocated - self._weight_bytes - self._adapter_bytes - self.kv_cache.num_bytes
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

@@ -25,15 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.lora_types import (
-    BLOCK_FIELDS,
-    PAGE_RANKS,
-    RANKS_AT_ONCE,
-    TILE_FIELDS,
-    AdaptedLayer,
-    AdapterBank,
-    AdapterRows,
-)
+from nvcli.core.lora_config import PAGE_RANKS
+from nvcli.kernels.lora_types import BLOCK_FIELDS, RANKS_AT_ONCE, TILE_FIELDS, AdaptedLayer, AdapterBank, AdapterRows
 from nvcli.kernels.triton.elementwise.activation import activate
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
