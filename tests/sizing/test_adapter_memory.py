@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from test_weights import group_of
 
 from fake_runners import engine_config
 from nvcli.core.engine_config import EngineConfig
@@ -21,6 +20,7 @@ from nvcli.sizing.adapters import adapter_memory
 from nvcli.sizing.memory import estimate, planned_adapters
 from nvcli.tools.bench.made_up_adapters import write_adapters
 from nvcli.tools.bench.shapes import write_shape
+from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
 GIB = 2**30
 
@@ -46,7 +46,9 @@ def config_of(folder: Path, sizes: AdapterSizes, **values: object) -> EngineConf
 def test_bytes_are_those_of_the_bank(tmp_path: Path, shape: str, tp: int) -> None:
     model = load_model_config(write_shape(shape, tmp_path))
     adapters = adapters_of(tmp_path, 1, 20)
-    built = build_model(model, group_of(0, tp), torch.bfloat16, has_adapters=True)
+    group = TensorParallelGroup.single()
+    group.size = tp
+    built = build_model(model, group, torch.bfloat16, has_adapters=True)
     allocated = LoadedAdapters(built, adapters, torch.bfloat16).num_bytes(2)
     planned = adapter_memory(config_of(tmp_path, sizes_of(adapters), tensor_parallel_size=tp), model, None)
     assert planned.num_places == 2
