@@ -1,9 +1,9 @@
 """LoadedAdapters: the LoRA adapters that rows choose from, on the device and in host memory.
 
 Each rank keeps the parts of A and B that match its shard of a linear layer: all of A and part of B if the layer is
-sharded by outputs, part of A and all of B if it is sharded by inputs. An adapter is read from its file when it is first
-loaded. It then stays in host memory, laid out in the device's pages (`kernels/lora.py`), and loading it again takes one
-copy per page. If it cannot be read, its rows' results are NaN, so that they alone fail, on whichever rank it was.
+sharded by outputs, part of A and all of B if it is sharded by inputs. Adapters are kept in host memory as far as there
+is room (`host_adapters.py`), laid out in the device's pages (`kernels/lora.py`), and loading one takes one copy per
+page. If it cannot be read, its rows' results are NaN, so that they alone fail, on whichever rank it was.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from nvcli.errors import LoadError
 from nvcli.kernels.lora_types import AdaptedLayer, AdapterBank, feature_blocks, page_columns
 from nvcli.models.adapters.adapter import Adapter
 from nvcli.models.adapters.merge import check_finite, read_features, read_floats
+from nvcli.models.host_adapters import HostAdapters
 from nvcli.models.kept_values import in_order
 from nvcli.models.parallel import LinearPiece, LowRankProducts, ShardedLinear
 from nvcli.models.stored_values import OpenFiles
@@ -60,9 +61,11 @@ class LoadedAdapters:
 
     bank: AdapterBank
 
-    def __init__(self, model: nn.Module, adapters: Sequence[Adapter], dtype: torch.dtype) -> None:
-        """Find the linear layers that `adapters` change, in a model that has its memory. Loads no adapter and allocates
-        no places."""
+    def __init__(
+        self, model: nn.Module, adapters: Sequence[Adapter], dtype: torch.dtype, *, max_host_bytes: int
+    ) -> None:
+        """Find the linear layers that `adapters` change, in a model that has its memory. Reads no adapter and allocates
+        no places. At most `max_host_bytes` of adapters are kept in host memory."""
         self._adapters, self._dtype = adapters, dtype
         self._device = next(model.parameters()).device
         self._plans, self._num_elements = _plan(model, adapters, self._device)
@@ -71,7 +74,8 @@ class LoadedAdapters:
         self._free_pages: list[int] = []
         self._pages: dict[int, list[int]] = {}
         """Place → the pages of the adapter there."""
-        self._on_host: dict[int, _HostAdapter] = {}
+        sizes = [_num_pages(adapter) * self._num_elements * dtype.itemsize for adapter in adapters]
+        self.on_host = HostAdapters(self._read, sizes, max_bytes=max_host_bytes)
 
     def num_bytes(self, num_places: int) -> int:
         """Return the device memory that `num_places` places take, whichever adapters they hold."""
@@ -98,12 +102,11 @@ class LoadedAdapters:
 
         Returns the error if its file cannot be read, or holds NaN or infinity; its rows then get NaN.
         """
-        problem, on_host = None, self._on_host.get(number)
-        if on_host is None:
-            try:
-                on_host = self._on_host[number] = self._read(self._adapters[number - 1])
-            except LoadError as error:
-                problem, on_host = error, self._broken()
+        problem = None
+        try:
+            on_host = self.on_host.get(number)
+        except LoadError as error:
+            problem, on_host = error, self._broken()
         self._free_pages += self._pages.pop(place, [])
         mine = self._pages[place] = [self._free_pages.pop() for _ in range(len(on_host.pages))]
         for page, values in zip(mine, on_host.pages, strict=True):
@@ -126,11 +129,12 @@ class LoadedAdapters:
     def _pinned(self, values: Tensor) -> Tensor:
         """Return the values in pinned memory if the bank is on a GPU, so that copies do not block the host. The
         allocator keeps the memory until the copy has finished."""
-        return values.pin_memory() if self.bank.pages.is_cuda else values
+        return values.pin_memory() if self._device.type == "cuda" else values
 
-    def _read(self, adapter: Adapter) -> _HostAdapter:
-        bank = self.bank
-        pages = torch.zeros(_num_pages(adapter), bank.pages.shape[1], dtype=bank.pages.dtype, device=_CPU)
+    def _read(self, number: int) -> _HostAdapter:
+        """Read an adapter, counted from 1. Any thread may call it. Ranks that it does not have are left undefined."""
+        adapter, is_pinned = self._adapters[number - 1], self._device.type == "cuda"
+        pages = torch.empty(_num_pages(adapter), self._num_elements, dtype=self._dtype, pin_memory=is_pinned)
         ranks, scales = [], []
         with OpenFiles() as files:
             for plan in self._plans:
@@ -141,7 +145,7 @@ class LoadedAdapters:
                     ranks.append(0 if change is None else change.down.shape[0])
                     scales.append(0.0 if change is None else change.scaling)
         return _HostAdapter(
-            pages=self._pinned(pages),
+            pages=pages,
             ranks=self._pinned(torch.tensor(ranks, dtype=torch.int32, device=_CPU)),
             scales=self._pinned(torch.tensor(scales, dtype=torch.float32, device=_CPU)),
         )

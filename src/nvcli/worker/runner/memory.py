@@ -18,6 +18,8 @@ from nvcli.sizing.memory_plan import MemoryPlan
 
 _CPU_SHARE = 0.25
 """Share of the free RAM that the caches of all ranks take together, unless kv_cache_memory is set."""
+_ADAPTERS_RAM_SHARE = 0.5
+"""Share of the free RAM that the adapters of all ranks may take."""
 _OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED", "DefaultCPUAllocator")
 
 
@@ -140,6 +142,11 @@ def places_that_fit(config: EngineConfig, num_bytes: Callable[[int], int], devic
             f"{format_bytes(free)} free: lower lora.max_loaded, or raise tensor_parallel_size (--tp)"
         )
     return most
+
+
+def host_bytes_for_adapters(config: EngineConfig) -> int:
+    """Return how many bytes of LoRA adapters a rank keeps in host memory."""
+    return int(available_ram() * _ADAPTERS_RAM_SHARE) // config.num_ranks
 
 
 def free_bytes(device: torch.device) -> int:

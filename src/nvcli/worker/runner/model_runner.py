@@ -49,6 +49,7 @@ from nvcli.worker.runner.memory import (
     check_positions_fit,
     check_weights_fit,
     free_bytes,
+    host_bytes_for_adapters,
     oom_as_limits_error,
     other_bytes,
     out_of_memory_line,
@@ -67,6 +68,9 @@ from nvcli.worker.runner.step_clock import StepClock
 from nvcli.worker.runner.step_results import PendingStep
 from nvcli.worker.runner.step_runner import StepRunner
 from nvcli.worker.runner.warm_up import run_largest_batches
+
+_READING_THREADS = 4
+"""Threads that read LoRA adapters ahead of use."""
 
 
 def create_runner(config: EngineConfig, context: RankContext) -> ModelRunner:
@@ -314,10 +318,12 @@ class ModelRunner:
             return
         with self._phase("make adapters"):
             adapters = [read_adapter(path, self.model_config) for path in config.lora_paths]
-            loaded = LoadedAdapters(self.model, adapters, self.dtype)
+            room = host_bytes_for_adapters(config)
+            loaded = LoadedAdapters(self.model, adapters, self.dtype, max_host_bytes=room)
             num_places = places_that_fit(config, loaded.num_bytes, self.device)
             self._max_loaded_adapters = self._groups.world.min(num_places)
             loaded.make_places(self._max_loaded_adapters)
+            loaded.on_host.read_ahead(_READING_THREADS)
             self._adapter_bytes = loaded.num_bytes(self._max_loaded_adapters)
             self._adapters = StepAdapters(
                 loaded,

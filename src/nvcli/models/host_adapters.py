@@ -1,0 +1,94 @@
+"""HostAdapters: LoRA adapters in host memory, read from their files ahead of use.
+
+Reading an adapter takes far longer than a step, so threads read the adapters while the weights load and the first steps
+run, as many as host memory has room for. An adapter that is wanted before its turn is read at once. If the memory is
+full, the least recently used one is dropped, and read again when it is wanted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from nvcli.errors import LoadError
+
+T = TypeVar("T")
+
+
+class HostAdapters(Generic[T]):
+    """Adapters by number, from 1. Any thread may call any method."""
+
+    def __init__(self, read: Callable[[int], T], sizes: Sequence[int], *, max_bytes: int) -> None:
+        """`read` reads an adapter, on any thread; `sizes` are the bytes of each; at most `max_bytes` are kept, or one
+        adapter."""
+        self._read, self._sizes, self._max_bytes = read, sizes, max_bytes
+        self._changed = threading.Condition()
+        self._kept: OrderedDict[int, T] = OrderedDict()
+        """The least recently used adapter comes first."""
+        self._num_bytes = 0
+        """The size of the adapters that are kept or being read."""
+        self._reading: set[int] = set()
+        self._ahead: deque[int] = deque()
+        """Adapters to read ahead, in this order."""
+
+    def read_ahead(self, num_threads: int) -> None:
+        """Begin to read adapters on so many threads, in the order of their numbers, while there is room."""
+        self._ahead.extend(range(1, len(self._sizes) + 1))
+        for _ in range(min(num_threads, len(self._ahead))):
+            threading.Thread(target=self._read_next, name="read-adapters", daemon=True).start()
+
+    def get(self, number: int) -> T:
+        """Return an adapter, reading it first if it is not there. Raises LoadError if its file cannot be read."""
+        with self._changed:
+            while number in self._reading:
+                self._changed.wait()
+            if number in self._kept:
+                self._kept.move_to_end(number)
+                return self._kept[number]
+            self._begin(number)
+        return self._finish(number)
+
+    def _begin(self, number: int) -> None:
+        """Reserve room for an adapter that will be read now. The lock is held."""
+        self._reading.add(number)
+        self._num_bytes += self._sizes[number - 1]
+        while self._kept and self._num_bytes > self._max_bytes:
+            dropped, _ = self._kept.popitem(last=False)
+            self._num_bytes -= self._sizes[dropped - 1]
+
+    def _finish(self, number: int) -> T:
+        """Read an adapter. Raises LoadError."""
+        adapter = None
+        try:
+            adapter = self._read(number)
+            return adapter
+        finally:
+            with self._changed:
+                self._reading.remove(number)
+                if adapter is None:
+                    self._num_bytes -= self._sizes[number - 1]
+                else:
+                    self._kept[number] = adapter
+                self._changed.notify_all()
+
+    def _read_next(self) -> None:
+        while (number := self._take_next()) is not None:
+            try:
+                self._finish(number)
+            except LoadError:
+                continue  # `get` raises it again
+
+    def _take_next(self) -> int | None:
+        """Return the next adapter to read ahead, for which there is room; None: there is none."""
+        with self._changed:
+            while self._ahead:
+                number = self._ahead.popleft()
+                if number in self._kept or number in self._reading:
+                    continue
+                if self._num_bytes + self._sizes[number - 1] > self._max_bytes:
+                    return None
+                self._begin(number)
+                return number
+            return None
