@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +14,11 @@ from batches import Blocks, RequestState, make_batch
 from nvcli.attention.backend import AttentionCase
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.attention.selection import select_backend
+from nvcli.kernels.lora import group_rows
+from nvcli.kernels.lora_types import BatchAdapters
+from nvcli.models.adapter_bank import LoadedAdapters
 from nvcli.models.adapters.adapter import Adapter, read_adapter
+from nvcli.models.adapters.row_adapters import check_row_adapter
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import load_model_config
 from nvcli.models.kv_groups import kv_groups
@@ -57,16 +62,32 @@ class ModelDriver:
         quantization: Literal["none", "fp8", "w4a16"] = "none",
         has_fp8_units: bool = True,
         lora: Path | None = None,
+        row_loras: Sequence[Path] = (),
     ) -> None:
+        """`lora` is merged into the weights; requests choose among `row_loras`."""
         config = load_model_config(path, expert_parallel=expert_parallel)
         adapter = None if lora is None else read_adapter(lora, config)
         config = (config if adapter is None else adapter.adapt(config)).with_quantization(quantization)
         self.group = group or TensorParallelGroup.single()
         self.model = build_model(
-            config, self.group, dtype, stage=stage, max_positions=max_positions, has_fp8_units=has_fp8_units
+            config,
+            self.group,
+            dtype,
+            stage=stage,
+            max_positions=max_positions,
+            has_fp8_units=has_fp8_units,
+            has_adapters=bool(row_loras),
         )
         self.notes: list[str] = []
         self.num_bytes = load_weights(self.model, path, device, adapter=adapter, say=self.notes.append)
+        if row_loras:
+            adapters = [read_adapter(folder, config) for folder in row_loras]
+            for one in adapters:
+                check_row_adapter(one, config)
+            loaded = LoadedAdapters(self.model, adapters, dtype, max_host_bytes=0)
+            loaded.make_places(len(row_loras))
+            problems = [loaded.load(number, number) for number in range(1, len(row_loras) + 1)]
+            assert problems == [None] * len(row_loras)
         group_layers = tuple(group.layers for group in kv_groups(config, stage))
         cache_spec = KVCacheSpec.of_layers(
             self.model.cache_layers, group_layers, block_size=block_size, dtype=dtype, kv_dtype=kv_dtype
@@ -83,9 +104,14 @@ class ModelDriver:
         self.backend, _ = select_backend("torch", case)
 
     @torch.inference_mode()
-    def step(self, *work: tuple[RequestState, list[int]]) -> list[Tensor]:
-        """Logits [tokens, vocab_size] of each request; empty on ranks that get none."""
+    def step(self, *work: tuple[RequestState, list[int]], adapters: Sequence[int] = ()) -> list[Tensor]:
+        """Logits [tokens, vocab_size] of each request; empty on ranks that get none. `adapters`: the number of each
+        request's adapter among `row_loras`, from 1; 0: it has none."""
         batch = make_batch(list(work), self.kv_cache, self.backend, self.blocks)
+        if adapters:
+            lens = torch.tensor([len(tokens) for _, tokens in work])
+            rows = group_rows(torch.tensor(adapters, dtype=torch.int32).repeat_interleave(lens), max(adapters))
+            batch = replace(batch, adapters=BatchAdapters(rows, rows))
         hidden = self.model(batch)
         shard = self.model.compute_logits(hidden)
         logits = self.group.gather(shard)

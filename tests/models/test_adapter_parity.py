@@ -1,4 +1,5 @@
-"""Merged LoRA adapters give the logits of PEFT, for every key of adapter_config.json that changes them."""
+"""LoRA adapters give the logits of PEFT, for every key of adapter_config.json that changes them: merged into the
+weights, and those of single rows side by side."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import torch
 from model_driver import ModelDriver
 from torch import Tensor
 
-from adapters import LINEAR
+from adapters import ATTENTION, LINEAR
 from batches import RequestState
 from checkpoints import reference_model, write_tiny_model
 from family_shapes import SHAPES
@@ -87,6 +88,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "layers": ("Llama", {"target_modules": list(LINEAR), "layers_to_transform": [1], "layers_pattern": "layers"}),
+    "DoRA": ("Qwen3", {"target_modules": list(LINEAR), "use_dora": True, "rank_pattern": {"k_proj": 2}}),
     "DoRA, fused": ("phi 3", {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"], "use_dora": True}),
     "fused under other names": ("granite 4", {"target_modules": ["q_proj", "input_linear", "output_linear"]}),
     "biases": ("Qwen2", {"target_modules": ["q_proj", "o_proj"], "bias": "all"}),
@@ -128,6 +130,40 @@ def test_logits(name: str, checkpoint_of: Checkpoints, tmp_path: Path) -> None:
     found = logits_of(base, tmp_path)
     torch.testing.assert_close(found, expected, atol=3e-3 if name == "delta nets" else 2e-4, rtol=1e-4)
     assert (found - logits_of(base, None)).abs().max() > 0.3, "an adapter that changes little is tested by nothing"
+
+
+OF_ROWS: list[dict[str, Any]] = [
+    {"target_modules": ["all"], "lora_alpha": 6},
+    {"target_modules": ["q_proj", "v_proj"], "r": 20},
+    {"target_modules": ["all"], "use_rslora": True, "rank_pattern": {"k_proj": 2, r"layers.1.*v_proj": 7}},
+    {"target_modules": ["o_proj", "q_proj"], "alpha_pattern": {"layers.0.self_attn.q_proj": 9, "o_proj": 3}},
+    {"target_modules": ["all"], "layers_to_transform": [1], "layers_pattern": "layers", "fan_in_fan_out": True},
+    {"target_modules": r".*\.\d+\.self_attn\.(k|o)_proj", "exclude_modules": r".*\.1\.self_attn\.o.*"},
+    {"target_modules": ["all"], "exclude_modules": ["layers.0.self_attn.q_proj", "up_proj"], "r": 1},
+    {"target_modules": ["v_proj", "o_proj"], "r": 33},
+]
+"""What adapters of single rows may say: ranks of several pages, projections that a layer fuses with unchanged ones.
+`all` stands for the linear layers that they can change."""
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "gemma 3", "qwen3 moe", "gpt-oss"])
+def test_logits_of_rows_with_adapters_of_their_own(name: str, checkpoint_of: Checkpoints, tmp_path: Path) -> None:
+    """Eight adapters and none in one step."""
+    base = checkpoint_of(name)
+    folders = [tmp_path / str(number) for number in range(len(OF_ROWS))]
+    linear = list(LINEAR if name != "qwen3 moe" else ATTENTION)  # PEFT takes gate_proj for experts
+    expected = []
+    for folder, keys in zip(folders, OF_ROWS, strict=True):
+        targets = linear if keys["target_modules"] == ["all"] else keys["target_modules"]
+        expected.append(train(base, folder, **{"r": 4, **keys, "target_modules": targets}))
+    with torch.no_grad():
+        expected.insert(4, reference_model(base)(input_ids=torch.tensor([IDS])).logits[0])
+    adapters = [1, 2, 3, 4, 0, 5, 6, 7, 8]
+    driver = ModelDriver(base, row_loras=folders)
+    found = driver.step(*((RequestState(), IDS) for _ in adapters), adapters=adapters)
+    for number, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=1e-4)
+        assert number == 4 or (mine - found[4]).abs().max() > 0.1
 
 
 def test_experts_by_themselves_are_those_of_stacks(checkpoint_of: Checkpoints, tmp_path: Path) -> None:
