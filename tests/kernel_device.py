@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import TypeVar
 
 import pytest
@@ -31,17 +30,9 @@ if not HAS_GPU:
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, debug=True, sanitize_overflow=False)
 
-    # The interpreter exchanges Triton's functions for its own at every call within a kernel, which takes half of its
-    # time. Once for each kernel is enough, for good: nothing of this process uses the others.
-    exchange, exchanged = interpreter._patch_lang, set[int]()
+    from fast_interpreter import speed_up
 
-    def exchange_once(function: Callable[..., object]) -> SimpleNamespace:
-        if id(function.__globals__) not in exchanged:
-            exchanged.add(id(function.__globals__))
-            exchange(function)
-        return SimpleNamespace(restore=lambda: None)
-
-    interpreter._patch_lang = exchange_once
+    speed_up()
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 INTERPRETED_MARKS = [

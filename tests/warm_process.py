@@ -21,7 +21,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import wait
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -264,6 +264,8 @@ def _begin(argv: list[str], streams: list[int], env: Mapping[str, str], *, kept:
         os.closerange(first, number)
         first = number + 1
     os.closerange(first, os.sysconf("SC_OPEN_MAX"))
+    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]  # the usual one
+    resource_tracker._resource_tracker.__init__()  # type: ignore[misc]  # the descriptor of the other one is closed
     os.environ.clear()
     os.environ.update(env)
     sys.argv = argv
@@ -292,6 +294,7 @@ def _end_with(main: Callable[[], Any]) -> NoReturn:
         traceback.print_exc()
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    util._exit_function()  # which processes of multiprocessing call where interpreters have it registered
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()

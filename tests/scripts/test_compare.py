@@ -3,40 +3,59 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from comparison import main
 from comparison.checkpoint import SHAPES
 from comparison.child import run
 from comparison.engines import ENGINES
 from comparison.job import Job, Outcome
 from comparison.main import make_job, parse_arguments
 from comparison.report import format_table, standings
+from fake_command import ENVIRON
 from nvcli.demo import demo_path
 from nvcli.errors import ConfigError
 from nvcli.tools.bench.workload import Workload
+from warm_process import run_warm
 
 COMPARE = Path(__file__).parents[2] / "scripts" / "compare"
 TINY = ("--model", "demo", "--num-requests", "3", "--input-len", "4:9", "--output-len", "3:6", "--threads", "1")
+Compare = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def compare(*args: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    command = [sys.executable, str(COMPARE), *args]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
+@pytest.fixture
+def compare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Compare:
+    """Runs the command in this process, and engines of this Python as copies of a warm one."""
+
+    def run_engine(command: list[str], *, check: bool, **options: Any) -> subprocess.CompletedProcess[Any]:
+        run = run_warm if command[0] == sys.executable else subprocess.run
+        return run(command, **options)
+
+    monkeypatch.setattr(main, "subprocess", SimpleNamespace(**{**vars(subprocess), "run": run_engine}))
+
+    def run(*args: str) -> subprocess.CompletedProcess[str]:
+        capsys.readouterr()
+        try:
+            code = main.main(list(args))
+        except SystemExit as end:
+            code = int(str(end.code))
+        return subprocess.CompletedProcess(args, code, *capsys.readouterr())
+
+    return run
 
 
 def job_for(*args: str) -> Job:
     return make_job(parse_arguments([*TINY, *args]), demo_path(), "cpu")
 
 
-def test_engines_run_in_turn_and_absent_ones_are_named() -> None:
+def test_engines_run_in_turn_and_absent_ones_are_named(compare: Compare) -> None:
     done = compare(*TINY, "--engines", "nvcli", "vllm", "generate", "--repeat", "2", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -49,13 +68,13 @@ def test_engines_run_in_turn_and_absent_ones_are_named() -> None:
     assert result["output_tokens"] == sum(length for _, length in rows)
 
 
-def test_continuous_batching_answers_every_row() -> None:
+def test_continuous_batching_answers_every_row(compare: Compare) -> None:
     done = compare(*TINY, "--engines", "continuous")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[2].startswith("continuous")
 
 
-def test_an_engine_that_fails_makes_code_1_and_the_others_go_on() -> None:
+def test_an_engine_that_fails_makes_code_1_and_the_others_go_on(compare: Compare) -> None:
     done = compare(*TINY, "--engines", "generate", "nvcli", "--python", "generate=/no/such/python")
     assert done.returncode == 1
     assert "left out: generate: failed in round 1: /no/such/python cannot be run" in done.stdout
@@ -71,13 +90,18 @@ def test_an_engine_that_fails_makes_code_1_and_the_others_go_on() -> None:
         (("--model", "demo", "--python", "vllm"), "--python"),
         (("--model", "demo", "--engines", "nvcli", "nvcli"), "--engines"),
         (("--model", "no/such/folder"), "no/such/folder"),
-        ((), "--shape"),
     ],
 )
-def test_wrong_options_are_refused(args: tuple[str, ...], named: str) -> None:
+def test_wrong_options_are_refused(args: tuple[str, ...], named: str, compare: Compare) -> None:
     done = compare(*args)
     assert done.returncode == 2
     assert named in done.stderr
+
+
+def test_the_script_is_the_command() -> None:
+    done = subprocess.run([sys.executable, str(COMPARE)], capture_output=True, text=True, env=ENVIRON, timeout=100)
+    assert done.returncode == 2
+    assert "--shape" in done.stderr
     assert "Traceback" not in done.stderr
 
 
