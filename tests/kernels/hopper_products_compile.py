@@ -8,10 +8,9 @@ It runs in a process of its own, without Triton's interpreter: `python hopper_pr
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +18,7 @@ import torch
 from hopper_compile import FakeDriver, assemble
 from triton.runtime.driver import driver
 
+from compiling_process import run_compiling
 from nvcli.kernels.expert_types import Routes
 from nvcli.kernels.fp8_types import FP8, QuantisedRows
 from nvcli.kernels.triton.products import hopper_fp8, hopper_fp8_decode, hopper_w4
@@ -31,10 +31,7 @@ ROWS, OUT_FEATURES, IN_FEATURES = 256, 768, 1024
 
 def reports(kind: str) -> list[tuple[str, int]]:
     """Return what is printed of a kind."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, __file__, kind], env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = run_compiling(Path(__file__), kind)
     assert done.returncode == 0, done.stderr
     found: list[tuple[str, int]] = json.loads(done.stdout)
     return found

@@ -4,10 +4,7 @@ they compute is held to attention written out by `tests/attention`."""
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ from attention_shapes import attention_shape
 
 pytest.importorskip("triton")
 
+from compiling_process import run_compiling
 from nvcli.kernels.triton.attention import hopper_prefill_kernel
 from nvcli.kernels.triton.attention.attention_launch import LayerInputs
 from nvcli.kernels.triton.attention.prefill_attention import PrefillAttention, PrefillKind
@@ -30,9 +28,7 @@ from nvcli.kernels.triton.attention.prefill_tiles import TileList, TilePart
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, Any]:
     """What is launched and compiled for each kind of attention, all of it as Triton itself would."""
-    script = Path(__file__).with_name("attention_compile.py")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=240)
+    done = run_compiling(Path(__file__).with_name("attention_compile.py"))
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     return result

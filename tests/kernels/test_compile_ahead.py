@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from compiling_process import run_compiling
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -16,10 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 def test_kernels_are_compiled_in_processes_and_launched_later(tmp_path: Path) -> None:
     """One that no other process can import is compiled by a thread; one that fails on a thread, by the program's own;
     one that cannot be compiled says so."""
-    script = Path(__file__).with_name("ahead_compile.py")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
+    done = run_compiling(Path(__file__).with_name("ahead_compile.py"), TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["hashes"] == 1

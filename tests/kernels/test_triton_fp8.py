@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from compiling_process import run_compiling
 from fp8_interpreter import exact_conversions
 from kernel_device import DEVICE, DTYPES, HAS_GPU, MARKS, captured
 from nvcli.kernels import fp8 as reference
@@ -115,10 +113,7 @@ def test_gates_of_any_size(scaling: FP8Scaling) -> None:
 def test_rows_take_few_instructions() -> None:
     """At 39 instructions a number, the kernel took longer to compute than memory to bring the rows. Two programs fit
     into a multiprocessor, so that one loads its row while the other computes."""
-    script = Path(__file__).with_name("fp8_compile.py")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, script, "12288"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = run_compiling(Path(__file__).with_name("fp8_compile.py"), "12288")
     assert done.returncode == 0, done.stderr
     made = json.loads(done.stdout)
     assert made["instructions"] <= 25

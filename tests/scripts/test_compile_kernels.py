@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from combinations import full
+from compiling_process import run_compiling
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -24,10 +22,10 @@ sys.exit(compile_kernels.main())
 
 
 @pytest.mark.parametrize("problem", [full(None), "is not compiled"])
-def test_kernels_are_found(problem: str | None) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", RUN.replace("PROBLEM", repr(problem)), "--gpu", "90", "--model", "8B in FP8"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+def test_kernels_are_found(tmp_path: Path, problem: str | None) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(RUN.replace("PROBLEM", repr(problem)))
+    done = run_compiling(script, "--gpu", "90", "--model", "8B in FP8")
     assert done.returncode == (problem is not None), done.stderr
     compiled, rest = done.stdout.split("not compiled:")
     for kernel in ("hopper_fp8_kernel", "fp8_decode_attention_kernel", "_sample_row_kernel", "_two_shot_kernel"):
