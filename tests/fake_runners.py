@@ -180,6 +180,8 @@ class HashingRunner(CountingRunner):
         self.adapter_places: dict[int, int] = {}
         """By slot, the place of its adapter; 0: it has none."""
         self.num_adapter_loads = 0
+        self.merged_adapter = 0
+        self.num_merges = 0
         self.num_shared = 0
         """Segments that steps read once for several rows."""
         self.num_prefixes = 0
@@ -265,6 +267,11 @@ class HashingRunner(CountingRunner):
     def apply(self, step: StepInput) -> None:
         for slot in unpack(step.freed_slots):
             self.slots.discard(slot)
+        if step.merged_adapter is not None:
+            self.num_merges += step.merged_adapter != self.merged_adapter
+            self.merged_adapter = step.merged_adapter
+        for slot, place in zip(*[iter(unpack(step.adapter_moves))] * 2, strict=True):
+            self.adapter_places[slot] = place
         for new in step.new_slots:
             assert new.slot not in self.slots, "the slot is taken"
             self.slots.add(new.slot)
@@ -388,7 +395,8 @@ class HashingRunner(CountingRunner):
     def key(self, slot: int, position: int, last: int, token: int) -> Key:
         """The key of a token behind others, of which `last` is the hash."""
         place = self.adapter_places[slot]
-        adapter = self.adapters[place] if place else 0
+        assert not place or not self.merged_adapter, "an adapter at a place is added to another one's weights"
+        adapter = self.adapters[place] if place else self.merged_adapter
         return Key(position, last, hash((last, token, adapter) if adapter else (last, token)))
 
     def check_past(self, slot: int, start: int) -> int:

@@ -55,6 +55,8 @@ def make_scheduler(
         prefix_costs=prefix_costs,
         drafting=drafting_of(config, runner.ready),
         max_loaded_adapters=runner.ready.max_loaded_adapters,
+        merged_adapters=config.merged_adapters,
+        merged_only_adapters=config.merged_only_adapters,
     )
     num_blocks = num_blocks or runner.ready.num_blocks
     return Scheduler(limits, BlockManager(num_blocks, enable_prefix_caching=config.enable_prefix_caching))

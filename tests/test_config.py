@@ -54,7 +54,7 @@ ERRORS_IN_FILES = [
     ("model: m\nsampling:\n  temp: 1", r"run.yaml:3: unknown key `sampling.temp`; did you mean `temperature`\?"),
     (
         "model: m\nlora: {adapters: {a: b}, most: 2}",
-        r"run.yaml:2: unknown key `lora.most`; known: adapters, max_loaded",
+        r"run.yaml:2: unknown key `lora.most`; known: adapters, max_loaded, mode",
     ),
     ("dtype: fp16", r'run.yaml:1: `dtype` is "fp16"; allowed: auto, bfloat16, float16, float32'),
     ("quantization: fp4", r'run.yaml:1: `quantization` is "fp4"; allowed: auto, fp8, none'),

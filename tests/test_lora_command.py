@@ -14,6 +14,7 @@ from nvcli import LLM
 from nvcli.core.config import RunConfig
 from nvcli.demo import demo_path
 from nvcli.job.output.manifest import load_manifest
+from nvcli.job.run import adapter_ways
 from nvcli.job.run.plan import plan_replicas
 from nvcli.job.run.resolve import resolve_settings
 
@@ -135,6 +136,42 @@ def test_rows_that_are_scored_or_embedded_choose_too(folder: Path, task: Literal
     assert base != pytest.approx(merged, abs=1e-2)
 
 
+def test_adapters_are_merged_in_turn(folder: Path, nvcli_here: NvcliHere, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by choice, and one because batches cannot serve it. The way is a fact of the job, which goes on as it began
+    whatever would be chosen now."""
+    tensors = low_rank(demo_path(), LINEAR, seed=3, size=0.3)
+    write_adapter(folder / "dora", {**tensors, **magnitudes(tensors)}, use_dora=True)
+    names = ["sql", None, "chat", "dora", "sql", "dora", None, "chat"]
+    rows = [{"id": number, "prompt": ROWS[1]["prompt"], "lora": name} for number, name in enumerate(names)]
+    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    always = ("in.jsonl", "-m", "demo", "--temperature", "0", "--max-tokens", "12")
+    for name, path in (("sql", "one"), ("chat", "two"), ("dora", "dora")):
+        always += ("--lora", f"{name}={path}")
+    chosen = [(1,), ()]
+    monkeypatch.setattr(adapter_ways, "choose_merged", lambda *args, **kwargs: chosen.pop(0))
+    part = nvcli_here("generate", *always, "--limit", "5", cwd=folder)
+    assert part.returncode == 0, part.stderr
+    assert "rows of sql, dora run adapter by adapter, each merged into the weights in its turn" in part.stderr
+    done = nvcli_here("generate", *always, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert len(chosen) == 1, "an output that was begun goes on in the same ways"
+    manifest = load_manifest(folder / "in.out.jsonl")
+    assert manifest is not None
+    assert manifest.facts["lora.merged"] == "sql, dora"
+    expected = {}
+    for name, path in ((None, None), ("sql", "one"), ("chat", "two"), ("dora", "dora")):
+        with LLM("demo", seed=0, lora=None if path is None else str(folder / path)) as llm:
+            (answer,) = llm.generate([rows[0]["prompt"]], sampling={"temperature": 0, "max_tokens": 12})
+            expected[name] = answer.text
+    assert len(set(expected.values())) == 4
+    found = {row["id"]: row["choices"][0]["text"] for row in rows_of(folder / "in.out.jsonl")}
+    assert found == {number: expected[name] for number, name in enumerate(names)}
+    (folder / "run.yaml").write_text("model: demo\nlora: {adapters: {sql: one, chat: two, dora: dora}, mode: merged}\n")
+    other = nvcli_here("generate", "in.jsonl", "-c", "run.yaml", "--temperature", "0", "--max-tokens", "12", cwd=folder)
+    assert other.returncode == 2
+    assert "lora.merged: sql, dora → sql, chat, dora" in other.stderr
+
+
 def test_adapters_that_rows_cannot_choose_are_refused(folder: Path, nvcli_here: NvcliHere) -> None:
     done = nvcli_here("generate", "in.jsonl", "-m", "demo", "--lora", "one", "--lora", "sql=two", cwd=folder)
     assert done.returncode == 2
@@ -147,9 +184,10 @@ def test_adapters_that_rows_cannot_choose_are_refused(folder: Path, nvcli_here: 
     assert "`lora` names adapters (sql), which rows choose from, and -p has no rows" in done.stderr
     tensors = low_rank(demo_path(), LINEAR)
     write_adapter(folder / "dora", {**tensors, **magnitudes(tensors)}, use_dora=True)
-    done = nvcli_here("generate", "in.jsonl", "-m", "demo", "--lora", "a=dora", cwd=folder)
+    (folder / "run.yaml").write_text("model: demo\nlora: {adapters: {a: dora}, mode: batched}\n")
+    done = nvcli_here("generate", "in.jsonl", "-c", "run.yaml", cwd=folder)
     assert done.returncode == 2
-    assert "`use_dora`: DoRA is not supported for single rows; give it alone as --lora PATH" in done.stderr
+    assert "`use_dora`: DoRA is not supported in a batch with other rows; with lora.mode: auto" in done.stderr
     done = nvcli_here("bench", "--shape", "qwen3-0.6b", "--lora", "one", cwd=folder)
     assert done.returncode == 2
     assert "--shape qwen3-0.6b makes up weights, and `lora` is" in done.stderr

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import dropwhile
 from typing import Any
 
@@ -291,6 +291,30 @@ def test_requests_with_adapters_are_answered_as_one_token_at_a_time() -> None:
         check_answers(case)
         num_loads += case.rank.runner.num_adapter_loads
     assert num_loads > 50
+
+
+def test_adapters_are_merged_in_turn() -> None:
+    """Some adapters may be merged, some have no other way, and requests of all of them arrive in any order."""
+    num_merges = num_loads = 0
+    for seed in range(30):
+        case = random_case(seed, [*GROUPS.values()][seed % len(GROUPS)])
+        rng = random.Random(seed)
+        merged = rng.sample(range(1, MOST_ADAPTERS + 1), rng.randint(1, MOST_ADAPTERS))
+        case.limits = replace(
+            case.limits, merged_adapters=tuple(merged), merged_only_adapters=tuple(merged[: rng.choice([0, 0, 1, 9])])
+        )
+        runs = [rng.randint(0, MOST_ADAPTERS) for _ in case.requests]
+        if seed % 3:  # one adapter after the other
+            runs.sort()
+        case.requests = [
+            msgspec.structs.replace(request, adapter=adapter)
+            for request, adapter in zip(case.requests, runs, strict=True)
+        ]
+        check_answers(case)
+        num_merges += case.rank.runner.num_merges
+        num_loads += case.rank.runner.num_adapter_loads
+    assert num_merges > 100
+    assert num_loads > 100
 
 
 def check_answers(case: Case) -> None:

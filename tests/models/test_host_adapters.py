@@ -40,7 +40,7 @@ def until(is_so: Callable[[], bool]) -> None:
 
 def test_all_are_read_ahead_once_though_they_are_wanted_meanwhile() -> None:
     files = Files(3)
-    adapters = HostAdapters(files.read, [1] * 20, max_bytes=100)
+    adapters = HostAdapters(files.read, dict.fromkeys(range(1, 21), 1), max_bytes=100)
     adapters.read_ahead(3)
     assert [adapters.get(number) for number in (20, 19, 1)] == [20, 19, 1]
     until(lambda: len(files.reads) == 20)
@@ -52,7 +52,7 @@ def test_all_are_read_ahead_once_though_they_are_wanted_meanwhile() -> None:
 
 def test_a_full_memory_reads_no_further_ahead_and_drops_what_was_used_last_long_ago() -> None:
     files = Files()
-    adapters = HostAdapters(files.read, [1, 2, 1, 1, 9], max_bytes=4)
+    adapters = HostAdapters(files.read, {1: 1, 2: 2, 3: 1, 4: 1, 5: 9}, max_bytes=4)
     adapters.read_ahead(1)
     until(lambda: len(files.reads) == 3)
     assert [adapters.get(number) for number in (1, 4, 1, 3)] == [1, 4, 1, 3]
@@ -63,7 +63,7 @@ def test_a_full_memory_reads_no_further_ahead_and_drops_what_was_used_last_long_
 
 def test_threads_that_want_any_adapters_get_them() -> None:
     files = Files()
-    adapters = HostAdapters(files.read, [1] * 12, max_bytes=5)
+    adapters = HostAdapters(files.read, dict.fromkeys(range(1, 13), 1), max_bytes=5)
     adapters.read_ahead(2)
     found: list[bool] = []
 

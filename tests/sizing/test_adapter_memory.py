@@ -49,7 +49,7 @@ def test_bytes_are_those_of_the_bank(tmp_path: Path, shape: str, tp: int) -> Non
     group = TensorParallelGroup.single()
     group.size = tp
     built = build_model(model, group, torch.bfloat16, has_adapters=True)
-    allocated = LoadedAdapters(built, adapters, torch.bfloat16, max_host_bytes=0).num_bytes(2)
+    allocated = LoadedAdapters(built, dict(enumerate(adapters, 1)), torch.bfloat16, max_host_bytes=0).num_bytes(2)
     planned = adapter_memory(config_of(tmp_path, sizes_of(adapters), tensor_parallel_size=tp), model, None)
     assert planned.num_places == 2
     assert planned.device_bytes == planned.host_bytes == pytest.approx(allocated, rel=1e-4)

@@ -106,6 +106,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Their sizes, for estimates of memory."""
     max_loaded_adapters: int | None = None
     """Maximum adapters on the device at a time; None: the ranks decide."""
+    merged_adapters: tuple[int, ...] = ()
+    """Adapters of `lora_paths`, from 1, that are merged into the weights in turn while requests of one of them run."""
+    merged_only_adapters: tuple[int, ...] = ()
+    """Merged adapters that are served in no other way."""
     embedding_size: int = 0
     """Size of the hidden states, if requests ask for these instead of tokens: the model then needs no LM head.
     0: requests ask for tokens and their probabilities."""
@@ -114,6 +118,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def kv_dtype(self) -> KVDtype:
         """Data type of the KV cache."""
         return kv_dtype(self.kv_cache_dtype, self.dtype)
+
+    @property
+    def placed_adapters(self) -> tuple[int, ...]:
+        """Adapters of `lora_paths`, from 1, whose requests may run in the same steps as those of others."""
+        numbers = range(1, 1 + len(self.lora_paths))
+        return tuple(number for number in numbers if number not in self.merged_only_adapters)
 
     @property
     def weights_type(self) -> str:

@@ -6,17 +6,21 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from nvcli.errors import ConfigError
 
+LoraMode = Literal["auto", "merged", "batched"]
 MAX_ROW_RANK = 256
 """Maximum rank of an adapter that only some rows use."""
 PAGE_RANKS = 16
 """Ranks in a page, the unit of memory for adapters of single rows: the fewest that tensor cores multiply by."""
+BASE_SHARE = 0.25
+"""Share of a GPU's free memory after weights that the base of weights may take, into which adapters are merged in
+turn."""
 _NAMED = re.compile(r"([\w.:-]+)=(.+)", re.DOTALL)
 
 
@@ -27,15 +31,18 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Name → folder or Hugging Face id, which may end in @REVISION."""
     max_loaded: Annotated[int, Meta(ge=1)] | None = None
     """Maximum adapters on each GPU at a time. null: as many as fit into a small share of its memory."""
+    mode: LoraMode = "auto"
+    """merged: rows run adapter by adapter, and each adapter is merged into the weights in its turn; batched: rows of
+    all adapters run in the same steps; auto: by cost, adapter by adapter."""
 
 
 class AdapterSizes(msgspec.Struct, frozen=True, kw_only=True):
     """The sizes of the adapters that rows choose from, by which memory is planned."""
 
     ranks: tuple[int, ...] = ()
-    """The largest rank of each adapter."""
+    """The largest rank of each adapter; 0: it has no low-rank matrices."""
     projections: tuple[str, ...] = ()
-    """The last names of the linear layers that any of them changes, such as `q_proj`."""
+    """The last names of the linear layers that any of them changes by the batched way, such as `q_proj`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +54,7 @@ class AdapterChoice:
     named: Mapping[str, str] = field(default_factory=dict)
     """Name → the adapter of rows that name it."""
     max_loaded: int | None = None
+    mode: LoraMode = "auto"
 
 
 NO_ADAPTERS = AdapterChoice()
@@ -55,7 +63,7 @@ NO_ADAPTERS = AdapterChoice()
 def adapter_choice(lora: str | Sequence[str] | LoraConfig | None) -> AdapterChoice:
     """Return the adapters that the key `lora` asks for. Raises ConfigError."""
     if isinstance(lora, LoraConfig):
-        return AdapterChoice(named=lora.adapters, max_loaded=lora.max_loaded)
+        return AdapterChoice(named=lora.adapters, max_loaded=lora.max_loaded, mode=lora.mode)
     given = [lora] if isinstance(lora, str) else list(lora or ())
     named: dict[str, str] = {}
     unnamed: list[str] = []

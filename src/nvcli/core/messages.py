@@ -204,7 +204,13 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The place on the device and the number, both from 1, of each LoRA adapter to load before the step
     (`engine.adapter_places`). It replaces the adapter that was in the place."""
     has_adapters: bool = False
-    """Whether some rows may have adapters."""
+    """Whether some rows may have adapters at a place on the device."""
+    merged_adapter: int | None = None
+    """The number of the LoRA adapter that is merged into the base weights from this step on; NO_ADAPTER: none; None:
+    the one before stays (`engine.merged_adapter`)."""
+    adapter_moves: bytes = b""
+    """The slot and the place of its adapter from this step on, for each slot whose place changes while its request
+    runs. They apply before new slots."""
 
     @property
     def num_rows(self) -> int:
@@ -377,18 +383,17 @@ def max_step_input_bytes(
     prefixes that travel for penalties, bad words and grammars are together held under `max_model_len +
     max_num_batched_tokens` tokens by the scheduler. A row takes 16 bytes in the batch, 24 in two spans of tokens, 4
     where its slot was freed before, 32 where its prompt is read, plus the targets, and 6 for its part of a group of
-    chunks, and 4 for its limit. A new slot may have keys copied in each KV group, and its adapter loaded. Of requests
-    that wait for their last token, a row brings up to `max_draft_tokens` more.
+    chunks, and 4 for its limit. A new slot may have keys copied in each KV group, and its adapter loaded. A
+    running slot may have another place of its adapter, which takes 8 bytes. Of requests that wait for their last token,
+    a row brings up to `max_draft_tokens` more.
     """
     num_ids = MAX_STOP_IDS + MAX_BIASED_TOKENS + MAX_END_IDS + 2 * MAX_MARK_IDS
     new_slot_bytes = 256 + 5 * num_ids + 9 * MAX_BIASED_TOKENS
-    block_bytes = 4 * 4 * max_blocks_per_seq
     segment_bytes = MAX_KV_GROUPS * (3 + 5) * 4
     copy_bytes = MAX_KV_GROUPS * MOST_KEY_COPIES * 5 * 4
-    per_seq = new_slot_bytes + block_bytes + segment_bytes + copy_bytes + 15 * 4 + 32 + 6
+    per_seq = new_slot_bytes + 4 * 4 * max_blocks_per_seq + segment_bytes + copy_bytes + 17 * 4 + 32 + 6
     num_tokens = 3 * max_num_batched_tokens + max_model_len
-    grammar_bytes = MAX_STEP_GRAMMAR_BYTES + 5 * max_num_seqs
-    return 1024 + grammar_bytes + max_num_seqs * (per_seq + 4 * max_draft_tokens) + 4 * num_tokens
+    return 1024 + MAX_STEP_GRAMMAR_BYTES + max_num_seqs * (per_seq + 4 * max_draft_tokens + 5) + 4 * num_tokens
 
 
 def max_step_output_bytes(

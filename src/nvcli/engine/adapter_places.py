@@ -4,17 +4,20 @@ The ranks have a limited number of *places*, each of which holds one adapter for
 its adapter's place from when it enters until it leaves. An adapter that no request holds stays until another one needs
 its place; the least recently held goes first. Steps run in order, so a place may be reassigned while steps that use its
 previous adapter are in flight.
+
+While an adapter is merged into the weights (`MergedAdapter`), its requests hold no place, and no others may enter.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Collection
 from itertools import islice
 
 from nvcli.core.messages import NO_ADAPTER, pack
 from nvcli.engine.state import RequestState
 
-_REACH = 512
+REACH = 512
 """Maximum waiting requests that are searched for one that may overtake."""
 _MOST_PASSING = 2048
 """Maximum times that a request waiting for a place may be overtaken."""
@@ -23,8 +26,12 @@ _MOST_PASSING = 2048
 class AdapterPlaces:
     """The places of one replica, numbered from 1, and the adapters in them."""
 
-    def __init__(self, num_places: int) -> None:
+    def __init__(self, num_places: int, *, merged_only: Collection[int] = ()) -> None:
+        """`merged_only`: adapters that can have no place."""
         self._num_places = num_places
+        self._merged_only = frozenset(merged_only)
+        self.merged = NO_ADAPTER
+        """The adapter that is merged into the weights; NO_ADAPTER: none."""
         self._free = list(range(num_places, 0, -1))
         """Places without an adapter; the end is taken first."""
         self._places: dict[int, int] = {}
@@ -47,7 +54,19 @@ class AdapterPlaces:
 
     def has_room_for(self, adapter: int) -> bool:
         """Whether `hold` can be called for an adapter."""
-        return adapter == NO_ADAPTER or adapter in self._places or bool(self._free or self._unheld)
+        if self.merged != NO_ADAPTER:
+            return adapter == self.merged
+        if adapter == NO_ADAPTER or adapter in self._places:
+            return True
+        return adapter not in self._merged_only and bool(self._free or self._unheld)
+
+    def is_merged_only(self, adapter: int) -> bool:
+        """Whether an adapter can have no place."""
+        return adapter in self._merged_only
+
+    def must_wait(self, first: RequestState) -> bool:
+        """Whether the first waiting request has been overtaken so often that none may enter before it."""
+        return first is self._passed and self._num_passing >= _MOST_PASSING
 
     def bring_forward(self, waiting: deque[RequestState]) -> bool:
         """Move the first waiting request whose adapter has a place, or can get one, to the front of the queue, past
@@ -60,9 +79,9 @@ class AdapterPlaces:
             return True
         if first is not self._passed:
             self._passed, self._num_passing = first, 0
-        if self._num_passing >= _MOST_PASSING:
+        if self.must_wait(first):
             return False
-        for number, state in enumerate(islice(waiting, _REACH)):
+        for number, state in enumerate(islice(waiting, REACH)):
             if self.has_room_for(state.request.adapter):
                 del waiting[number]
                 waiting.appendleft(state)
@@ -71,8 +90,9 @@ class AdapterPlaces:
         return False
 
     def hold(self, adapter: int) -> int:
-        """Return the place of an entering request's adapter, and have it loaded if it is not on the device."""
-        if adapter == NO_ADAPTER:
+        """Return the place of an entering request's adapter, and have it loaded if it is not on the device; NO_ADAPTER
+        if it needs none."""
+        if adapter in (NO_ADAPTER, self.merged):
             return NO_ADAPTER
         place = self._places.get(adapter)
         if place is None:
@@ -83,9 +103,9 @@ class AdapterPlaces:
         self._num_holders[adapter] = self._num_holders.get(adapter, 0) + 1
         return place
 
-    def release(self, adapter: int) -> None:
-        """Record that a request with an adapter has left."""
-        if adapter == NO_ADAPTER:
+    def release(self, adapter: int, place: int) -> None:
+        """Record that a request has left, or needs no place any more. `place`: what `hold` returned."""
+        if place == NO_ADAPTER:
             return
         self._num_holders[adapter] -= 1
         if not self._num_holders[adapter]:

@@ -96,6 +96,8 @@ def scheduler_limits(config: EngineConfig, ready: EngineReady) -> SchedulerLimit
         segment_costs=SegmentCosts() if ready.reads_segments else None,
         prefix_costs=PrefixCosts(tile_tokens=ready.prefix_tile_tokens) if ready.prefix_tile_tokens else None,
         max_loaded_adapters=ready.max_loaded_adapters,
+        merged_adapters=config.merged_adapters,
+        merged_only_adapters=config.merged_only_adapters,
         plans_admission=config.plan_admission,
         drafting=drafting_of(config, ready),
     )

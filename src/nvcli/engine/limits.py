@@ -33,6 +33,10 @@ class SchedulerLimits:
     chunk on its own."""
     max_loaded_adapters: int = 0
     """Maximum LoRA adapters on the ranks at a time; 0 only if no request has one."""
+    merged_adapters: tuple[int, ...] = ()
+    """LoRA adapters that may be merged into the weights in turn, for all requests that run."""
+    merged_only_adapters: tuple[int, ...] = ()
+    """Merged adapters that have no other way."""
     plans_admission: bool = False
     """Whether requests are admitted by forecasts of their answers' lengths (`Admission`), rather than while blocks are
     free."""

@@ -6,14 +6,16 @@ which requests enter; this module keeps slots, blocks and lists in agreement whe
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 
-from nvcli.core.messages import pack
+from nvcli.core.messages import NO_ADAPTER, pack
 from nvcli.engine.adapter_places import AdapterPlaces
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.decode_queue import DecodeQueue
 from nvcli.engine.limits import SchedulerLimits
+from nvcli.engine.merged_adapter import MergedAdapter
 from nvcli.engine.state import RequestState
 
 _MAX_LENGTHS = 512
@@ -28,7 +30,8 @@ class RunningRequests:
         self.prefilling: list[RequestState] = []
         """Requests with known tokens still to be computed, as prefill chunks."""
         self.decoding = DecodeQueue()
-        self.adapters = AdapterPlaces(limits.max_loaded_adapters)
+        self.adapters = AdapterPlaces(limits.max_loaded_adapters, merged_only=limits.merged_only_adapters)
+        self.merged = MergedAdapter(self.adapters, num_slots=limits.max_num_seqs, mergeable=limits.merged_adapters)
         self._states: dict[RequestState, None] = {}
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._freed_slots: list[int] = []
@@ -60,12 +63,16 @@ class RunningRequests:
         self._freed_slots.append(state.slot)
         self._free_slots.append(state.slot)
         state.slot = None
-        self.adapters.release(state.request.adapter)
+        self.adapters.release(state.request.adapter, state.adapter_place)
         del self._states[state]
         if state in self.prefilling:
             self.prefilling.remove(state)
         else:
             self.decoding.remove(state)
+
+    def regroup(self, waiting: deque[RequestState]) -> None:
+        """Change the adapter that is merged into the weights if that is due (`MergedAdapter`)."""
+        self.merged.regroup(waiting, self._states.keys())
 
     def drop_prefilled(self) -> None:
         """Drop the requests whose known tokens are all scheduled from `prefilling`."""
@@ -98,6 +105,7 @@ class RunningRequests:
         did not run. No request may be running."""
         assert not self._states
         self.adapters.forget()
+        self.merged.forget()
         self._freed_slots = list(range(len(self._free_slots)))
 
     def lower_limits(self, limits: SchedulerLimits) -> None:
@@ -105,6 +113,7 @@ class RunningRequests:
         assert not self._states
         self._limits = limits
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self.merged.lower_limits(limits.max_num_seqs)
 
     def start_anew(self, num_blocks: int) -> None:
         """Start over with new ranks, whose slots and KV blocks are empty. No request may be running."""
@@ -134,8 +143,12 @@ class RunningRequests:
         assert len(slots) == len(self._states)
         assert sorted([*self._free_slots, *slots]) == list(range(self._limits.max_num_seqs))
         self.adapters.check_integrity(
-            [(state.request.adapter, state.adapter_place) for state in self._states if state.request.adapter]
+            [(state.request.adapter, state.adapter_place) for state in self._states if state.adapter_place]
         )
+        for state in self._states:
+            has_own = state.request.adapter != self.adapters.merged
+            assert bool(state.adapter_place) == has_own, "a running request has the weights of another adapter"
+            assert not has_own or self.adapters.merged == NO_ADAPTER
         self.decoding.check_integrity(self.prefilling, self._states)
         for state in self.prefilling:
             assert not state.num_pending

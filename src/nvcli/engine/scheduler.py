@@ -175,7 +175,7 @@ class Scheduler:
             freed_slots=self._running.take_freed_slots(),
             registered=registered,
             restarts=self._restarts,
-            adapters=self._running.adapters,
+            adapters=self._running.merged,
             sharing=self._tables.share(draft, len(rows)),
         )
         self._next_step_id += 1
@@ -344,6 +344,7 @@ class Scheduler:
         waiting, limits = self._waiting, self.limits
         most_prefix_ids = limits.max_model_len + limits.max_num_batched_tokens
         now = self._next_step_id // limits.num_micro_batches
+        self._running.regroup(waiting)
         while waiting and budget > 0 and self._running.has_free_slot:
             if waiting[0].finished:
                 waiting.popleft()

@@ -20,8 +20,8 @@ from nvcli.core.messages import (
     unpack,
 )
 from nvcli.core.structured import Constraint
-from nvcli.engine.adapter_places import AdapterPlaces
 from nvcli.engine.chunk_groups import Arrangement, Chunk
+from nvcli.engine.merged_adapter import MergedAdapter
 from nvcli.engine.shared_segments import SegmentChanges
 from nvcli.engine.slot_sampling import slot_sampling
 from nvcli.engine.state import RequestState
@@ -234,7 +234,7 @@ class StepDraft:
         freed_slots: Sequence[int],
         registered: list[int],
         restarts: bool,
-        adapters: AdapterPlaces,
+        adapters: MergedAdapter,
         sharing: Sharing,
     ) -> ScheduledStep:
         """Return the step, which has something to compute.
@@ -277,8 +277,7 @@ class StepDraft:
             shared_prefixes=pack(n for first, count, keys in groups for n in (num_decodes + first, count, keys)),
             key_copies=sharing.key_copies,
             copies_new_keys=sharing.copies_new_keys,
-            adapter_loads=adapters.take_loads(),
-            has_adapters=adapters.has_holders,
+            **adapters.take_changes(),
             queries=[msgspec.structs.replace(query, row=num_decodes + query.row) for query in self._queries],
         )
         sampling = [

@@ -62,19 +62,20 @@ class LoadedAdapters:
     bank: AdapterBank
 
     def __init__(
-        self, model: nn.Module, adapters: Sequence[Adapter], dtype: torch.dtype, *, max_host_bytes: int
+        self, model: nn.Module, adapters: Mapping[int, Adapter], dtype: torch.dtype, *, max_host_bytes: int
     ) -> None:
-        """Find the linear layers that `adapters` change, in a model that has its memory. Reads no adapter and allocates
-        no places. At most `max_host_bytes` of adapters are kept in host memory."""
+        """Find the linear layers that `adapters`, by their numbers, change in a model that has its memory. Reads no
+        adapter and allocates no places. At most `max_host_bytes` of adapters are kept in host memory."""
         self._adapters, self._dtype = adapters, dtype
         self._device = next(model.parameters()).device
-        self._plans, self._num_elements = _plan(model, adapters, self._device)
-        self._largest = sorted((_num_pages(adapter) for adapter in adapters), reverse=True)
+        self._plans, self._num_elements = _plan(model, list(adapters.values()), self._device)
+        self._largest = sorted((_num_pages(adapter) for adapter in adapters.values()), reverse=True)
         """The pages of each adapter, the largest first."""
         self._free_pages: list[int] = []
         self._pages: dict[int, list[int]] = {}
         """Place → the pages of the adapter there."""
-        sizes = [_num_pages(adapter) * self._num_elements * dtype.itemsize for adapter in adapters]
+        page_bytes = self._num_elements * dtype.itemsize
+        sizes = {number: _num_pages(adapter) * page_bytes for number, adapter in adapters.items()}
         self.on_host = HostAdapters(self._read, sizes, max_bytes=max_host_bytes)
 
     def num_bytes(self, num_places: int) -> int:
@@ -85,7 +86,7 @@ class LoadedAdapters:
         """Allocate places on the device, and attach the products of the adapters there to the linear layers."""
         device, dtype, num_pages = self._device, self._dtype, sum(self._largest[:num_places])
         num_projections = sum(len(plan.names) for plan in self._plans)
-        columns = page_columns(max(map(_max_rank, self._adapters)))
+        columns = page_columns(max(map(_max_rank, self._adapters.values())))
         self.bank = AdapterBank(
             pages=torch.zeros(num_pages, self._num_elements, dtype=dtype, device=device),
             page_table=torch.zeros(num_places, columns, dtype=torch.int32, device=device),
@@ -132,8 +133,8 @@ class LoadedAdapters:
         return values.pin_memory() if self._device.type == "cuda" else values
 
     def _read(self, number: int) -> _HostAdapter:
-        """Read an adapter, counted from 1. Any thread may call it. Ranks that it does not have are left undefined."""
-        adapter, is_pinned = self._adapters[number - 1], self._device.type == "cuda"
+        """Read an adapter. Any thread may call it. Ranks that it does not have are left undefined."""
+        adapter, is_pinned = self._adapters[number], self._device.type == "cuda"
         pages = torch.empty(_num_pages(adapter), self._num_elements, dtype=self._dtype, pin_memory=is_pinned)
         ranks, scales = [], []
         with OpenFiles() as files:

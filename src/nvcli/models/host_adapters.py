@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
 from nvcli.errors import LoadError
@@ -18,11 +18,11 @@ T = TypeVar("T")
 
 
 class HostAdapters(Generic[T]):
-    """Adapters by number, from 1. Any thread may call any method."""
+    """Adapters by number. Any thread may call any method."""
 
-    def __init__(self, read: Callable[[int], T], sizes: Sequence[int], *, max_bytes: int) -> None:
-        """`read` reads an adapter, on any thread; `sizes` are the bytes of each; at most `max_bytes` are kept, or one
-        adapter."""
+    def __init__(self, read: Callable[[int], T], sizes: Mapping[int, int], *, max_bytes: int) -> None:
+        """`read` reads an adapter, on any thread; `sizes` are the bytes of each, by its number; at most `max_bytes` are
+        kept, or one adapter."""
         self._read, self._sizes, self._max_bytes = read, sizes, max_bytes
         self._changed = threading.Condition()
         self._kept: OrderedDict[int, T] = OrderedDict()
@@ -35,7 +35,7 @@ class HostAdapters(Generic[T]):
 
     def read_ahead(self, num_threads: int) -> None:
         """Begin to read adapters on so many threads, in the order of their numbers, while there is room."""
-        self._ahead.extend(range(1, len(self._sizes) + 1))
+        self._ahead.extend(sorted(self._sizes))
         for _ in range(min(num_threads, len(self._ahead))):
             threading.Thread(target=self._read_next, name="read-adapters", daemon=True).start()
 
@@ -53,10 +53,10 @@ class HostAdapters(Generic[T]):
     def _begin(self, number: int) -> None:
         """Reserve room for an adapter that will be read now. The lock is held."""
         self._reading.add(number)
-        self._num_bytes += self._sizes[number - 1]
+        self._num_bytes += self._sizes[number]
         while self._kept and self._num_bytes > self._max_bytes:
             dropped, _ = self._kept.popitem(last=False)
-            self._num_bytes -= self._sizes[dropped - 1]
+            self._num_bytes -= self._sizes[dropped]
 
     def _finish(self, number: int) -> T:
         """Read an adapter. Raises LoadError."""
@@ -68,7 +68,7 @@ class HostAdapters(Generic[T]):
             with self._changed:
                 self._reading.remove(number)
                 if adapter is None:
-                    self._num_bytes -= self._sizes[number - 1]
+                    self._num_bytes -= self._sizes[number]
                 else:
                     self._kept[number] = adapter
                 self._changed.notify_all()
@@ -87,7 +87,7 @@ class HostAdapters(Generic[T]):
                 number = self._ahead.popleft()
                 if number in self._kept or number in self._reading:
                     continue
-                if self._num_bytes + self._sizes[number - 1] > self._max_bytes:
+                if self._num_bytes + self._sizes[number] > self._max_bytes:
                     return None
                 self._begin(number)
                 return number

@@ -20,7 +20,7 @@ from nvcli.errors import LoadError
 from nvcli.kernels.fp8_types import FP8, FP8_MAX
 from nvcli.kernels.w4 import join_scales
 from nvcli.kernels.weight_formats import FP8_BLOCK, W4Format
-from nvcli.models.adapters.adapter import Adapter
+from nvcli.models.adapters.adapter import Adapter, with_own_head
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO, check_tensors, read_model_tensors
 from nvcli.models.kept_values import has_kept_codes, read_kept
@@ -49,7 +49,7 @@ everywhere, and reading all of both takes as long as loading them."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Assignment:
+class Assignment:
     """One source with the parameter that it fills, once the parameter has memory."""
 
     source: WeightSource
@@ -70,17 +70,21 @@ def begin_loading(
     device: torch.device,
     *,
     adapter: Adapter | None = None,
+    has_own_head: bool = False,
     say: Callable[[str], object] = lambda note: None,
 ) -> Callable[[], None]:
     """Allocate `model` on `device`, start threads that fill it from the checkpoint folder `path`, and return a function
     that waits for them. Until then the model can be run on a GPU, but its results are meaningless. The changes of an
-    `adapter` are merged into the weights as they are read.
+    `adapter` are merged into the weights as they are read. `has_own_head`: a head that the checkpoint ties to the
+    embedding is a weight of its own, equal to it.
 
     Tells `say` what stays on disk. Raises LoadError, before any memory is allocated, if the checkpoint does not fit the
     model; the returned function raises it for files that cannot be read.
     """
     located = read_model_tensors(model.config, path)
     tensors = located.tensors if adapter is None else adapter.over(located.tensors)
+    if has_own_head:
+        tensors = with_own_head(tensors)
     check_tensors(model.config, tensors, path, stage=model.stage)
     for note in (located.note, None if adapter is None else adapter.note):
         if note is not None:
@@ -88,12 +92,7 @@ def begin_loading(
     _check_tied_head(model, tensors)
     materialize(model, device)
     with torch.no_grad():
-        assignments = [
-            _assignment(module, source)
-            for module in model.modules()
-            if isinstance(module, WeightModule)
-            for source in module.weight_sources()
-        ]
+        assignments = assignments_of(model)
         assert {a.source.tensor.name for a in assignments} == set(model.tensors), "every tensor has its layer"
         _zero_padding(model, assignments)
     pool, readings = _begin_to_read(assignments, tensors)
@@ -109,6 +108,12 @@ def begin_loading(
                 raise LoadError(f"{path}: {problem}")
 
     return finish
+
+
+def assignments_of(model: CausalLM) -> list[Assignment]:
+    """Return what fills the parameters of a model that has memory."""
+    modules = (module for module in model.modules() if isinstance(module, WeightModule))
+    return [_assignment(module, source) for module in modules for source in module.weight_sources()]
 
 
 def load_kv_scales(model: CausalLM, path: Path, device: torch.device) -> str | None:
@@ -153,13 +158,13 @@ def _read_scale(info: TensorInfo) -> float:
     return scale
 
 
-def _assignment(module: WeightModule, source: WeightSource) -> _Assignment:
+def _assignment(module: WeightModule, source: WeightSource) -> Assignment:
     scales, order = None, None
     if source.scales is not None:
         scales = getattr(module, source.scales.parameter)[source.scales.write]
         if source.scales.order_row is not None:
             order = module.get_parameter("column_order")[source.scales.order_row]
-    return _Assignment(source, getattr(module, source.parameter)[source.write], scales, order)
+    return Assignment(source, getattr(module, source.parameter)[source.write], scales, order)
 
 
 def init_random_weights(model: CausalLM, device: torch.device, seed: int = 0) -> int:
@@ -258,7 +263,7 @@ def _are_equal(one: TensorInfo, other: TensorInfo, part: tuple[slice, ...]) -> b
     return True
 
 
-def _zero_padding(model: nn.Module, assignments: Iterable[_Assignment]) -> None:
+def _zero_padding(model: nn.Module, assignments: Iterable[Assignment]) -> None:
     covered: dict[int, int] = {}
     for a in assignments:
         key = a.target.untyped_storage().data_ptr()
@@ -269,11 +274,11 @@ def _zero_padding(model: nn.Module, assignments: Iterable[_Assignment]) -> None:
 
 
 def _begin_to_read(
-    assignments: Iterable[_Assignment], tensors: Mapping[str, TensorInfo]
+    assignments: Iterable[Assignment], tensors: Mapping[str, TensorInfo]
 ) -> tuple[ThreadPoolExecutor, list[Future[None]]]:
     """Start threads that read files. Return the pool and its tasks."""
-    tasks: list[tuple[Path, list[_Assignment], Mapping[str, TensorInfo]]] = []
-    by_file: dict[Path, list[_Assignment]] = {}
+    tasks: list[tuple[Path, list[Assignment], Mapping[str, TensorInfo]]] = []
+    by_file: dict[Path, list[Assignment]] = {}
     for a in assignments:
         if a.target.numel() > 0:
             by_file.setdefault(tensors[a.source.stored_name].file, []).append(a)
@@ -285,22 +290,26 @@ def _begin_to_read(
     return pool, [pool.submit(_read_task, *task) for task in tasks]
 
 
-def _read_task(file: Path, assignments: list[_Assignment], tensors: Mapping[str, TensorInfo]) -> None:
+def _read_task(file: Path, assignments: list[Assignment], tensors: Mapping[str, TensorInfo]) -> None:
     try:
         # Inference mode is per thread, and parameters made in it may only be written in it.
         with torch.inference_mode(), OpenFiles() as files:
             for whole in assignments:
-                info = tensors[whole.source.stored_name]
-                for a in _pieces(whole, info):
-                    kept = read_kept(files, info, a.source, a.target.device)
-                    for target, values in ((a.target, kept.weight), (a.scales, kept.scales), (a.order, kept.order)):
-                        if target is not None and values is not None:
-                            target.copy_(values)
+                fill(files, whole, tensors[whole.source.stored_name])
     except (SafetensorError, OSError) as error:
         raise LoadError(f"{file}: cannot be read ({error}); download it again") from None
 
 
-def _pieces(a: _Assignment, info: TensorInfo) -> Iterator[_Assignment]:
+def fill(files: OpenFiles, assignment: Assignment, info: TensorInfo) -> None:
+    """Read what an assignment takes of a tensor, with its changes. Raises as `read_kept` does."""
+    for a in _pieces(assignment, info):
+        kept = read_kept(files, info, a.source, a.target.device)
+        for target, values in ((a.target, kept.weight), (a.scales, kept.scales), (a.order, kept.order)):
+            if target is not None and values is not None:
+                target.copy_(values)
+
+
+def _pieces(a: Assignment, info: TensorInfo) -> Iterator[Assignment]:
     """Split an assignment into whole blocks of rows if its numbers have to be computed; otherwise it stays one
     piece."""
     is_computed = (a.target.dtype == FP8 or bool(info.changes)) and not info.is_transposed and a.target.dim() == 2

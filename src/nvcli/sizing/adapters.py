@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nvcli.core.engine_config import EngineConfig
-from nvcli.core.lora_config import PAGE_RANKS
+from nvcli.core.lora_config import BASE_SHARE, PAGE_RANKS
 from nvcli.models.adapters.row_adapters import linear_tensors
 from nvcli.models.config import ModelConfig
 from nvcli.models.tensor_spec import DTYPE_BYTES, FUSED
@@ -28,6 +28,7 @@ class AdapterMemory:
     num_places: int
     """Adapters on the device at a time."""
     device_bytes: int
+    """The memory that they take, with the base of weights into which others are merged in turn."""
     host_bytes: int
     """Host memory once every adapter was used."""
 
@@ -38,7 +39,7 @@ def choose_places(config: EngineConfig, num_bytes: Callable[[int], int], free: i
 
     `num_bytes` returns the size of that many adapters.
     """
-    most = min(len(config.lora_paths), config.max_num_seqs)
+    most = min(len(config.placed_adapters), config.max_num_seqs)
     if config.max_loaded_adapters is not None:
         return min(most, config.max_loaded_adapters)
     if free is None:
@@ -51,16 +52,32 @@ def adapter_memory(
 ) -> AdapterMemory:
     """Plan the adapters' memory of a rank of `stage` (None: that with the most layers), with `free` bytes of the device
     after weights (None: no limit)."""
-    if not config.lora_paths:
-        return AdapterMemory(num_places=0, device_bytes=0, host_bytes=0)
-    one = _page_bytes(config, model, stage or largest_stage(model, config.pipeline_parallel_size))
-    pages = sorted((-(-rank // PAGE_RANKS) for rank in config.lora_sizes.ranks), reverse=True)
+    stage = stage or largest_stage(model, config.pipeline_parallel_size)
+    base = _base_bytes(config, model, stage, free)
+    if not config.placed_adapters:
+        return AdapterMemory(num_places=0, device_bytes=base, host_bytes=0)
+    one = _page_bytes(config, model, stage)
+    ranks = [config.lora_sizes.ranks[number - 1] for number in config.placed_adapters]
+    pages = sorted((-(-rank // PAGE_RANKS) for rank in ranks), reverse=True)
 
     def num_bytes(num_places: int) -> int:
         return sum(pages[:num_places]) * one
 
     num_places = choose_places(config, num_bytes, free)
-    return AdapterMemory(num_places=num_places, device_bytes=num_bytes(num_places), host_bytes=sum(pages) * one)
+    return AdapterMemory(num_places=num_places, device_bytes=num_bytes(num_places) + base, host_bytes=sum(pages) * one)
+
+
+def _base_bytes(config: EngineConfig, model: ModelConfig, stage: Stage, free: int | None) -> int:
+    """Estimate the base of the weights into which adapters are merged in turn; 0 where it is not kept on the device."""
+    if not config.merged_adapters or config.quantization != "none" or free is None:
+        return 0
+    changed = set(config.lora_sizes.projections)
+    num_bytes = sum(
+        tensor.kept_bytes(config.tensor_parallel_size)
+        for tensor in linear_tensors(model, stage)
+        if not changed or tensor.name.split(".")[-2] in changed
+    )
+    return num_bytes if num_bytes <= free * BASE_SHARE else 0
 
 
 def _page_bytes(config: EngineConfig, model: ModelConfig, stage: Stage) -> int:

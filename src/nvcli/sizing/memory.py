@@ -139,7 +139,7 @@ def _graphs(config: EngineConfig, model: ModelConfig, *, samples: bool) -> int:
         * (1 + may_share_prefixes(size, config.max_shared_rows, most_tokens))
         for size in sizes
     )
-    if config.lora_paths:  # steps with adapters and steps without them
+    if config.placed_adapters:  # steps with adapters and steps without them
         num_graphs *= 2
     return shared + num_graphs * _BYTES_PER_GRAPH
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fake_runners import engine_config
 from nvcli.core.config import JobConfig, RunConfig
 from nvcli.core.config_types import Order
 from nvcli.job.input.reader import RowReader
@@ -55,7 +56,7 @@ def test_in_input_order_rows_overtake_others_only_to_be_with_those_that_begin_al
 
     def order_of_computing(order: Order) -> list[int]:
         run = RunConfig(model="m", max_num_seqs=4, job=JobConfig(order=order))
-        planner = plan.make_planner(run, 1, block_size=64)
+        planner = plan.make_planner(run, engine_config(block_size=64), 1)
         for index in range(200):
             prompt = [*prefix, index] if index % 50 == 0 else [100 + index]
             planner.add(prepared_row(index, prompt, max_tokens=1000 if index == 60 else 10))

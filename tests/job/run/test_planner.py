@@ -39,6 +39,27 @@ def indexes(rows: list[PreparedRow]) -> list[int]:
     return [row.context.index for row in rows]
 
 
+def test_rows_of_a_merged_adapter_go_together_to_a_replica() -> None:
+    """The largest group first; two replicas take up different groups while there are any."""
+    adapters = [1, 2, 0, 2, 1, 2, 3, 0, 2, 1, 3]
+
+    def filled(num_replicas: int, **changes: object) -> Planner:
+        planner = make_planner(num_replicas=num_replicas, merged_adapters=(1, 2), block_size=None, **changes)
+        for index, adapter in enumerate(adapters):
+            planner.add(prepared_row(index, [index], adapter=adapter))
+            planner.check_integrity()
+        return planner
+
+    assert [row.adapter for row in take_all(filled(1))] == [0, 3, 0, 3, 2, 2, 2, 2, 1, 1, 1]
+    planner = filled(2)
+    first = [(planner.take(0), planner.take(1)) for _ in range(3)]
+    assert [(one.adapter, other.adapter) for one, other in first if one and other] == [(0, 2), (3, 2), (0, 2)]
+    planner.add(prepared_row(20, [20], adapter=2))
+    assert [row.adapter for row in take_all(planner, 1)] == [2, 2, 1, 1, 1, 3]
+    passed = take_all(filled(1, max_passed_over=2))
+    assert indexes(passed)[:4] == [2, 6, 0, 1], "a group ends where another row has waited long enough"
+
+
 # Few different tokens, so that prompts share prefixes of every length, end within each other and are equal.
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 lengths = st.sampled_from([None, 1, 7, 500])

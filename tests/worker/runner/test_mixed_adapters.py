@@ -18,6 +18,9 @@ from adapters import LINEAR, low_rank, merge, write_adapter
 from checkpoints import write_tiny_model
 from nvcli.core.messages import unpack
 from nvcli.engine.request import Request
+from nvcli.errors import LoadError
+from nvcli.models import merged_weights
+from nvcli.models.merged_weights import MergedWeights
 from nvcli.worker.runner.interface import RankContext
 from nvcli.worker.runner.model_runner import ModelRunner
 from one_rank import make_core, run_core
@@ -92,6 +95,48 @@ def test_chunked_preempted_and_evicted(adapters: Adapters) -> None:
     assert 0 < stats.cached_tokens < stats.prompt_tokens
 
 
+ALL = tuple(range(1, len(MODULES) + 1))
+
+
+def in_turn() -> list[Request]:
+    """All requests, adapter by adapter."""
+    return sorted(mixed_requests(), key=lambda request: request.adapter)
+
+
+@pytest.mark.parametrize("place", ["device", "files"])
+def test_adapters_merged_in_turn(adapters: Adapters, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """Each from the base weights, in RAM or from the files; tails of groups run beside the next one."""
+    if place == "files":
+        monkeypatch.setattr(merged_weights, "_HOST_SHARE", 0)
+    merges = watch_merges(monkeypatch)
+    outputs, stats = generate_here(adapters.base, in_turn(), **config_of(adapters, merged_adapters=ALL))
+    check(adapters, outputs)
+    assert merges == [1, 0, 2, 0, 3]
+    assert 0 < stats.cached_tokens < stats.prompt_tokens
+
+
+def test_adapters_that_have_no_other_way_are_merged_alone(adapters: Adapters, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever order their requests come, with preemption."""
+    merges = watch_merges(monkeypatch)
+    config = config_of(adapters, merged_adapters=ALL, merged_only_adapters=ALL, num_kv_tokens=180)
+    outputs, stats = generate_here(adapters.base, mixed_requests(), **config)
+    check(adapters, outputs)
+    assert stats.num_preemptions > 0
+    assert merges == [1, 2, 3]
+
+
+def watch_merges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The adapters that are merged from now on, in this order; 0: none."""
+    merges, merge = [], MergedWeights.merge
+
+    def watched(weights: MergedWeights, number: int) -> LoadError | None:
+        merges.append(number)
+        return merge(weights, number)
+
+    monkeypatch.setattr(MergedWeights, "merge", watched)
+    return merges
+
+
 def test_drafts(adapters: Adapters) -> None:
     outputs, stats = generate_here(
         adapters.base, mixed_requests(), **config_of(adapters, max_draft_tokens=3, draft_policy="always")
@@ -130,5 +175,7 @@ def test_an_adapter_that_cannot_be_read_fails_its_own_rows_alone(
 
 
 def test_tensor_parallel_ranks(adapters: Adapters) -> None:
-    outputs, _ = generate(adapters.base, mixed_requests(), **config_of(adapters, tensor_parallel_size=2))
+    """All in one batch, and some merged in turn."""
+    config = config_of(adapters, tensor_parallel_size=2, merged_adapters=(1, 3), merged_only_adapters=(3,))
+    outputs, _ = generate(adapters.base, mixed_requests(), **config)
     check(adapters, outputs)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from adapters import low_rank, merge, write_adapter
@@ -66,3 +67,27 @@ def test_mixed_is_as_merged(folders: list[tuple[Path, Path]]) -> None:
         num_as_base += sum(base[i][:3] == mixed[i][:3] for i in mine)
     assert num_equal >= 0.8 * len(requests)
     assert num_as_base < 0.5 * len(requests)
+
+
+def test_merged_in_turn_is_as_alone(folders: list[tuple[Path, Path]]) -> None:
+    """Bit for bit, in graphs, also after another adapter was merged."""
+    paths = tuple(adapter for adapter, _ in folders)
+    requests = requests_of((1, 0, 3, 2, 2))
+    ways = {"lora_paths": paths, "merged_adapters": (1, 2, 3), "merged_only_adapters": (1, 2, 3)}
+    mixed = answers(requests, demo_path(), batch_invariant=True, **ways)
+    for adapter in (0, 2):
+        mine = [request for request in requests if request.adapter == adapter]
+        alone = answers(mine, demo_path(), batch_invariant=True, enforce_eager=True, **ways)
+        assert alone == {request.request_id: mixed[request.request_id] for request in mine}
+
+
+def test_tails_overlap_in_graphs(folders: list[tuple[Path, Path]]) -> None:
+    """Rows that begin merged and end at a place, and the other way round, stay close to the merged checkpoints."""
+    requests = sorted(requests_of((1, 2, 3), 60), key=lambda request: request.adapter)
+    paths = tuple(adapter for adapter, _ in folders)
+    mixed = answers(requests, demo_path(), lora_paths=paths, merged_adapters=(1, 2, 3))
+    for adapter, (_, path) in enumerate(folders[1:], 2):
+        plain = [msgspec.structs.replace(each, adapter=0) for each in requests if each.adapter == adapter]
+        merged = answers(plain, path)
+        num_equal = sum(merged[number][:3] == mixed[number][:3] for number in merged)
+        assert num_equal >= 0.8 * len(plain)

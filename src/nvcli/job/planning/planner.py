@@ -5,6 +5,9 @@
 - Otherwise rows with a large `max_tokens` go first, so that a run does not end with a few long answers. Lengths are
   compared by their order of magnitude; a row without `max_tokens` may become the longest, and so may one whose caller
   wants answers in order. Equals keep their order.
+- Rows of a LoRA adapter that is merged into the weights in its turn are a *group*: a replica gets no others while such
+  rows wait, then those of the group with the most rows, if it can be one that no other replica has taken up. All other
+  rows are one more group.
 - No row is passed over by more than `max_passed_over` later ones.
 
 Which rows begin alike is known by a radix tree over the prompts' whole KV blocks, because the KV cache shares whole
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Collection
 
 from nvcli.job.text.prepare import PreparedRow
 
@@ -40,14 +44,19 @@ class Planner:
         max_passed_over: int,
         num_replicas: int = 1,
         longest_first: bool = True,
+        merged_adapters: Collection[int] = (),
     ) -> None:
         """`block_size` is the number of tokens in a KV block; None: prefixes do not matter.
 
         `max_rows` and `max_bytes` (by `PreparedRow.num_bytes`) say when the planner is full; `max_passed_over` is the
-        most later rows that may go before a row.
+        most later rows that may go before a row. `merged_adapters` have groups of their own.
         """
         assert max_passed_over >= 0
-        self._tree: PrefixTree = PrefixTree(block_size or 1)
+        self._merged_adapters = frozenset(merged_adapters)
+        self._trees = {group: PrefixTree(block_size or 1) for group in (0, *merged_adapters)}
+        """The rows of each group; 0: of no merged adapter."""
+        self._groups: list[int | None] = [None] * num_replicas
+        """The group that each replica last took a row of; None: it has taken none."""
         self._shares_prefixes = block_size is not None
         self._max_rows = max_rows
         self._max_bytes = max_bytes
@@ -67,10 +76,11 @@ class Planner:
         return self.num_rows >= self._max_rows or self.num_bytes >= self._max_bytes
 
     def add(self, row: PreparedRow) -> None:
-        num_blocks = self._tree.num_shareable_blocks(row.prompt_ids) if self._shares_prefixes else 0
+        tree = self._tree_of(row)
+        num_blocks = tree.num_shareable_blocks(row.prompt_ids) if self._shares_prefixes else 0
         rank = (-_length_class(row) if self._longest_first else 0, self._num_added)
         waiting = WaitingRow(row, row.prompt_ids, num_blocks, rank)
-        self._tree.add(waiting)
+        tree.add(waiting)
         self._in_order.append(waiting)
         self._num_added += 1
         self.num_rows += 1
@@ -84,7 +94,10 @@ class Planner:
         if waiting.node is not None:
             waiting.node.replica = replica
         self._last[replica] = (waiting.prompt_ids, waiting.num_blocks) if waiting.num_blocks else None
-        row = self._tree.remove(waiting)
+        assert waiting.item is not None
+        group = self._group_of(waiting.item)
+        self._groups[replica] = group
+        row = self._trees[group].remove(waiting)
         self.num_rows -= 1
         self.num_bytes -= row.num_bytes
         return row
@@ -98,17 +111,34 @@ class Planner:
         num_taken = self._num_added - self.num_rows
         if num_taken - oldest.rank[1] >= self._max_passed_over:
             return oldest
-        last = self._last[replica]
-        node = self._tree.root if last is None else self._tree.deepest(*last)
+        group, last = self._choose_group(replica), self._last[replica]
+        tree = self._trees[group]
+        node = tree.root if last is None or group != self._groups[replica] else tree.deepest(*last)
         if isinstance(node, WaitingRow):
             return node
-        return self._tree.best(node, replica=replica if len(self._last) > 1 else None, max_passed=_MAX_CANDIDATES)
+        return tree.best(node, replica=replica if len(self._last) > 1 else None, max_passed=_MAX_CANDIDATES)
+
+    def _choose_group(self, replica: int) -> int:
+        """Return the group of the next row for a replica: that of the one before while rows of it wait."""
+        group = self._groups[replica]
+        if group is not None and self._trees[group].root.num_waiting:
+            return group
+        others = {taken for number, taken in enumerate(self._groups) if number != replica}
+        waiting = {group: tree.root.num_waiting for group, tree in self._trees.items() if tree.root.num_waiting}
+        return max(waiting, key=lambda group: (group not in others, waiting[group]))
+
+    def _group_of(self, row: PreparedRow) -> int:
+        return row.adapter if row.adapter in self._merged_adapters else 0
+
+    def _tree_of(self, row: PreparedRow) -> PrefixTree:
+        return self._trees[self._group_of(row)]
 
     def check_integrity(self) -> None:
         """Assert that counts and indexes agree."""
-        self._tree.check_integrity()
+        for tree in self._trees.values():
+            tree.check_integrity()
         waiting = [row.item for row in self._in_order if row.item is not None]
-        assert self.num_rows == len(waiting) == self._tree.root.num_waiting
+        assert self.num_rows == len(waiting) == sum(tree.root.num_waiting for tree in self._trees.values())
         assert self.num_bytes == sum(row.num_bytes for row in waiting)
 
 

@@ -18,11 +18,12 @@ from nvcli.core.lora_config import adapter_choice
 from nvcli.core.system.nvidia_smi import SmiGpu
 from nvcli.errors import ConfigError
 from nvcli.job.planning.layout import layout_as_given
+from nvcli.job.run.adapter_ways import find_ways
 from nvcli.job.run.device import detect_device
 from nvcli.job.run.kept_weights import check_fast_accumulation, keep_weights
 from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.adapters.find import find_adapter
-from nvcli.models.adapters.row_adapters import check_row_adapter, sizes_of
+from nvcli.models.adapters.row_adapters import sizes_of
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.sizing.graph_sizes import default_batched_tokens
 from nvcli.sizing.kv_cache import default_block_size
@@ -62,8 +63,8 @@ def load_with_adapters(
     adapter, choice = None, adapter_choice(run.lora)
     base = model.headless() if run.task == "embed" else model
     named = {name: read_adapter(find_adapter(path), base) for name, path in choice.named.items()}
-    for one in named.values():
-        check_row_adapter(one, base)
+    for number in find_ways(choice, list(named.values()), base).merged:
+        model = list(named.values())[number - 1].adapt(model)
     if choice.merged is not None:
         adapter = read_adapter(find_adapter(choice.merged), base)
         model = adapter.adapt(model)
@@ -83,7 +84,7 @@ def resolve_engine_config(
 
     With `quantization: auto` weights are kept in the format of `model` (`load_model`). An automatic
     `tensor_parallel_size` is 1 until `resolve_layout` chooses. `found_device` is the device that `device: auto` stands
-    for; None: look for a GPU. `row_adapters` are those that rows choose (`load_with_adapters`).
+    for; None: look for a GPU. `row_adapters` are the run's adapters with names; None: read them.
     """
     tensor_parallel_size = layout_as_given(run).tensor_parallel_size
     if run.quantization != "auto":
@@ -110,12 +111,16 @@ def resolve_engine_config(
     if run.fp8_accumulation == "fast":
         check_fast_accumulation(run, model, device)
     adapters = adapter_choice(run.lora)
+    row_adapters = _read_adapters(run, model_path) if row_adapters is None else row_adapters
+    ways = find_ways(adapters, list(row_adapters.values()), model)
     return EngineConfig(
         model_path=model_path,
         hf_overrides=run.hf_overrides,
         lora_path=None if adapters.merged is None else find_adapter(adapters.merged),
         lora_paths=tuple(map(find_adapter, adapters.named.values())),
-        lora_sizes=sizes_of(list((row_adapters or {}).values())),
+        merged_adapters=ways.merged,
+        merged_only_adapters=ways.merged_only,
+        lora_sizes=sizes_of(list(row_adapters.values()), merged_only=ways.merged_only),
         max_loaded_adapters=adapters.max_loaded,
         device=device,
         dtype=dtype,
@@ -144,6 +149,15 @@ def resolve_engine_config(
         draft_policy=run.speculation.policy,
         prepare_grammars=run.task == "generate" and run.sampling.get("structured") is not None,
     )
+
+
+def _read_adapters(run: RunConfig, model_path: Path) -> dict[str, Adapter]:
+    """Read the adapters that rows choose, by name. Raises LoadError."""
+    named = adapter_choice(run.lora).named
+    if not named:
+        return {}
+    model = load_model_config(model_path, expert_parallel=run.enable_expert_parallel, overrides=run.hf_overrides)
+    return {name: read_adapter(find_adapter(path), model) for name, path in named.items()}
 
 
 def _check_batch_invariant(run: RunConfig, model: ModelConfig, dtype: ModelDtype, attention_backend: str) -> None:

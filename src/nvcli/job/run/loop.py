@@ -116,7 +116,7 @@ class JobLoop:
         self._num_started = len(self._replicas)
         self._stats_of_lost: list[EngineStats] = []
         self._feeder = feeder
-        self._planner = make_planner(run, self._num_started, block_size=plan.first.block_size)
+        self._planner = make_planner(run, plan.first, self._num_started)
         self._duplicates = make_duplicates(run, self._num_started)
         self._writer = writer
         self._counts = counts

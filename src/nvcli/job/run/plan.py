@@ -21,6 +21,7 @@ from nvcli.job.planning.duplicates import Duplicates
 from nvcli.job.planning.layout import chooses_layout, resolve_layout
 from nvcli.job.planning.planner import Planner
 from nvcli.job.row_set import AnsweredRows
+from nvcli.job.run.adapter_ways import describe_ways
 from nvcli.job.run.device import unused_gpu
 from nvcli.job.run.kept_weights import explain_choice
 from nvcli.job.run.resolve import ResolvedJob, ResolvedModel
@@ -85,7 +86,7 @@ def plan_replicas(resolved: ResolvedModel, *, num_requests: int | None) -> RunPl
             msgspec.structs.replace(config, replica=replica) for replica in range(layout.data_parallel_size)
         ),
         warnings=tuple(f"warning: {line}" for line in (unused_gpu(run), *_other_bases(resolved)) if line is not None),
-        why="; ".join(filter(None, (kept, layout.why))),
+        why="; ".join(filter(None, (kept, layout.why, describe_ways(run, config)))),
     )
 
 
@@ -126,19 +127,20 @@ def count_requests(inputs: Sequence[str], reader: RowReader, *, enough: int) -> 
     return max(1, count)
 
 
-def make_planner(run: RunConfig, num_replicas: int, *, block_size: int) -> Planner:
-    """Make the planner of a run with so many replicas, whose KV blocks hold `block_size` tokens."""
+def make_planner(run: RunConfig, config: EngineConfig, num_replicas: int) -> Planner:
+    """Make the planner of a run with so many replicas of this configuration."""
     rows = window_rows(run, num_replicas)
     # With `order: input`, answered rows wait for the row that is passed over, and a crash loses those that wait. So
     # rows pass others only to be with those that begin alike, and no more than a window of them.
     in_order = run.job.order == "input"
     return Planner(
-        block_size=block_size if run.job.plan and run.enable_prefix_caching else None,
+        block_size=config.block_size if run.job.plan and run.enable_prefix_caching else None,
         longest_first=run.job.plan and not in_order,
         max_rows=rows,
         max_bytes=MAX_WINDOW_BYTES,
         max_passed_over=rows if in_order else 4 * rows,
         num_replicas=num_replicas,
+        merged_adapters=config.merged_adapters,
     )
 
 

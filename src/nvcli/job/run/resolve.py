@@ -38,6 +38,7 @@ from nvcli.job.rows.raw_values import as_json
 from nvcli.job.rows.row_digest import InputRows
 from nvcli.job.rows.row_warnings import RowWarnings
 from nvcli.job.rows.task_rows import TaskRows
+from nvcli.job.run.adapter_ways import choose_ways
 from nvcli.job.run.chat_choice import ChatChoice, choose_chat, keep_choice
 from nvcli.job.run.default_sampling import check_default_sampling
 from nvcli.job.run.engine_settings import load_with_adapters, resolve_engine_config
@@ -252,6 +253,7 @@ def resolve_job(
         first_kinds = frozenset().union(*(parser.kinds for parser in parsers))
         if any(isinstance(row, Job) and row.wants_grammar for row in rows):
             resolved = replace(resolved, config=msgspec.structs.replace(resolved.config, prepare_grammars=True))
+    resolved = _with_ways(resolved, names, chat.kinds, begun, limit=limit, can_count=can_continue)
     known_inputs = know_inputs(names) if can_continue else ()
     manifest = Manifest(
         created=int(time.time()),
@@ -283,6 +285,30 @@ def resolve_job(
         notes=() if chat.note is None else (chat.note,),
         first_kinds=first_kinds,
     )
+
+
+def _with_ways(
+    resolved: ResolvedModel,
+    inputs: Sequence[str],
+    chat: TextKinds,
+    begun: Mapping[str, Any] | None,
+    *,
+    limit: int | None,
+    can_count: bool,
+) -> ResolvedModel:
+    """Return the model with the ways in which its adapters serve a job (`choose_ways`)."""
+    merged = choose_ways(
+        resolved.run,
+        resolved.config,
+        resolved.row_adapters,
+        resolved.model,
+        inputs,
+        lambda: resolved.make_parser(chat),
+        begun,
+        limit=limit,
+        can_count=can_count,
+    )
+    return replace(resolved, config=msgspec.structs.replace(resolved.config, merged_adapters=merged))
 
 
 def _facts_of(output: str) -> Mapping[str, Any] | None:

@@ -65,9 +65,7 @@ class Adapter:
 
     def over(self, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         """Return a checkpoint's tensors, by the decoder's names, with the adapter's changes."""
-        found = dict(tensors)
-        if self.unties_head and TIED_TO in found:
-            found.setdefault(TIED_HEAD, found[TIED_TO])
+        found = with_own_head(tensors) if self.unties_head else dict(tensors)
         if TIED_TO in self.replaced and self.keeps_tie:
             found.pop(TIED_HEAD, None)  # if tied, a copy of what is replaced
         found |= {name: info for name, info in self.replaced.items() if name in found}
@@ -75,6 +73,14 @@ class Adapter:
             name: replace(found[name], changes=changes) for name, changes in self.changes.items() if name in found
         }
         return found
+
+
+def with_own_head(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Return a checkpoint's tensors with an LM head, which is the embedding if it has none."""
+    found = dict(tensors)
+    if TIED_TO in found:
+        found.setdefault(TIED_HEAD, found[TIED_TO])
+    return found
 
 
 def read_adapter(folder: Path, model: ModelConfig) -> Adapter:

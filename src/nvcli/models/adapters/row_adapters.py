@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from nvcli.core.lora_config import MAX_ROW_RANK, AdapterSizes
 from nvcli.core.validation import show
@@ -13,7 +13,8 @@ from nvcli.models.tensor_info import BiasChange, LowRankChange, RowsChange, Weig
 from nvcli.models.tensor_spec import Sharding, TensorSpec
 from nvcli.worker.distributed.stage import WHOLE, Stage
 
-_WAY_OUT = "give it alone as --lora PATH, for all rows: it is then merged into the weights"
+_NOT_IN_BATCH = "is not supported in a batch with other rows"
+_WAY_OUT = "with lora.mode: auto or merged, or alone as --lora PATH, it is merged into the weights"
 
 
 def check_row_adapter(adapter: Adapter, model: ModelConfig) -> None:
@@ -24,18 +25,19 @@ def check_row_adapter(adapter: Adapter, model: ModelConfig) -> None:
     if adapter.replaced:
         key = "bias" if adapter.config.saves_biases else "modules_to_save"
         raise file.error(
-            key, f"{next(iter(adapter.replaced))} is replaced, which is not supported for single rows; {_WAY_OUT}"
+            key,
+            f"{next(iter(adapter.replaced))} is replaced, which {_NOT_IN_BATCH}; {_WAY_OUT}",
         )
     for name, changes in adapter.changes.items():
         for change in changes:
             if (problem := _problem(change)) is not None:
                 key, what = problem
-                raise file.error(key, f"{what} is not supported for single rows; {_WAY_OUT}")
+                raise file.error(key, f"{what} {_NOT_IN_BATCH}; {_WAY_OUT}")
         if name not in linear:
             raise file.error(
                 "target_modules",
-                f"{show(name)[1:-1]} is changed, but single rows can only change linear layers of attention or MLP; "
-                f"{_WAY_OUT}",
+                f"{show(name)[1:-1]} is changed, but only linear layers of attention or MLP can differ between rows of "
+                f"a batch; {_WAY_OUT}",
             )
 
 
@@ -45,15 +47,16 @@ def linear_tensors(model: ModelConfig, stage: Stage = WHOLE) -> list[TensorSpec]
     return [tensor for tensor in model_tensors(model, model.dtype, stage) if _is_linear(tensor)]
 
 
-def sizes_of(adapters: Sequence[Adapter]) -> AdapterSizes:
-    """Return the sizes of adapters that passed `check_row_adapter`."""
-    names = {name.split(".")[-2] for adapter in adapters for name in adapter.changes}
+def sizes_of(adapters: Sequence[Adapter], *, merged_only: Collection[int] = ()) -> AdapterSizes:
+    """Return the sizes of adapters, which passed `check_row_adapter` except those with numbers in `merged_only`."""
+    batched = (adapter for number, adapter in enumerate(adapters, 1) if number not in merged_only)
+    names = {name.split(".")[-2] for adapter in batched for name in adapter.changes}
     return AdapterSizes(ranks=tuple(map(_max_rank, adapters)), projections=tuple(sorted(names)))
 
 
 def _max_rank(adapter: Adapter) -> int:
     changes = (change for of_name in adapter.changes.values() for change in of_name)
-    return max(change.down.shape[0] for change in changes if isinstance(change, LowRankChange))
+    return max((change.down.shape[0] for change in changes if isinstance(change, LowRankChange)), default=0)
 
 
 def _is_linear(tensor: TensorSpec) -> bool:
@@ -62,7 +65,7 @@ def _is_linear(tensor: TensorSpec) -> bool:
 
 
 def _problem(change: WeightChange) -> tuple[str, str] | None:
-    """Return the key of a change that is not supported for single rows, and what it is; None if it is supported."""
+    """Return the key of a change that a batch with other rows does not support, and what it is; None if it does."""
     if isinstance(change, BiasChange):
         return "lora_bias", "a bias"
     if isinstance(change, RowsChange):

@@ -74,9 +74,13 @@ class GraphShapes:
         late += [
             replace(shape, shares_segments=True) for shape in drafts if may_share(shape.decode_rows, max_shared_rows)
         ]
-        if config.lora_paths:  # most steps of such a job have adapters
-            late = [*at_start, *late, *(replace(shape, has_adapters=True) for shape in late)]
-            at_start = [replace(shape, has_adapters=True) for shape in at_start]
+        if config.placed_adapters:  # most steps of such a job have adapters, unless these are merged in turn
+            with_adapters = [replace(shape, has_adapters=True) for shape in at_start]
+            late += [replace(shape, has_adapters=True) for shape in late]
+            if config.merged_adapters:
+                late += with_adapters
+            else:
+                at_start, late = with_adapters, at_start + late
         return cls(at_start, late)
 
     def estimate_bytes(self, graphs: GraphRunner[Any], device: torch.device) -> int:

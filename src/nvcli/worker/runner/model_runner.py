@@ -27,6 +27,7 @@ from nvcli.models.adapters.adapter import read_adapter
 from nvcli.models.config import load_model_config
 from nvcli.models.kv_groups import kv_groups
 from nvcli.models.loader import begin_loading, init_random_weights, load_kv_scales
+from nvcli.models.merged_weights import MergedWeights
 from nvcli.models.registry import build_model
 from nvcli.sizing.kv_cache import max_blocks, tokens_in_blocks
 from nvcli.sizing.memory import shared_sum_rows
@@ -101,6 +102,7 @@ class ModelRunner:
             self._make_adapters()
             self._compile_kernels()
             self._finish_weights()
+            self._keep_base_weights()
             self._warm_up()
             self._measure_graphs()
             self._size_kv_cache()
@@ -165,6 +167,11 @@ class ModelRunner:
             if self.config.lora_path is not None:
                 self._adapter = read_adapter(self.config.lora_path, config)
                 config = self._adapter.adapt(config)
+            self._row_adapters = {
+                number: read_adapter(path, config) for number, path in enumerate(self.config.lora_paths, 1)
+            }
+            for number in self.config.merged_adapters:
+                config = self._row_adapters[number].adapt(config)
             self.model_config = config.with_quantization(self.config.quantization)
             self.model = build_model(
                 self.model_config,
@@ -175,7 +182,7 @@ class ModelRunner:
                 has_fp8_units=has_fp8_units(self.device, self.config.fp8_accumulation),
                 fp8_accumulation=self.config.fp8_accumulation,
                 batch_invariant=self.config.batch_invariant,
-                has_adapters=bool(self.config.lora_paths),
+                has_adapters=bool(self.config.placed_adapters),
             )
 
     def _share_memory(self) -> None:
@@ -216,7 +223,14 @@ class ModelRunner:
                 self._wait_for_weights: Callable[[], None] = wait_for_gpu
             else:
                 path, say = self.config.model_path, self._notes.append
-                self._wait_for_weights = begin_loading(self.model, path, self.device, adapter=self._adapter, say=say)
+                self._wait_for_weights = begin_loading(
+                    self.model,
+                    path,
+                    self.device,
+                    adapter=self._adapter,
+                    has_own_head=any(one.unties_head for one in self._row_adapters.values()),
+                    say=say,
+                )
                 if self.config.kv_dtype == "fp8" and (note := load_kv_scales(self.model, path, self.device)):
                     say(note)
 
@@ -310,21 +324,23 @@ class ModelRunner:
         )
 
     def _make_adapters(self) -> None:
-        """Make places on the device for the adapters that requests choose from."""
+        """Make places on the device for the adapters that requests choose from and that need them."""
         config = self.config
         self._adapters: StepAdapters | None = None
         self._max_loaded_adapters = self._adapter_bytes = 0
         if not config.lora_paths:
             return
         with self._phase("make adapters"):
-            adapters = [read_adapter(path, self.model_config) for path in config.lora_paths]
-            room = host_bytes_for_adapters(config)
-            loaded = LoadedAdapters(self.model, adapters, self.dtype, max_host_bytes=room)
-            num_places = places_that_fit(config, loaded.num_bytes, self.device)
-            self._max_loaded_adapters = self._groups.world.min(num_places)
-            loaded.make_places(self._max_loaded_adapters)
-            loaded.on_host.read_ahead(_READING_THREADS)
-            self._adapter_bytes = loaded.num_bytes(self._max_loaded_adapters)
+            loaded = None
+            if config.placed_adapters:
+                placed = {number: self._row_adapters[number] for number in config.placed_adapters}
+                room = host_bytes_for_adapters(config)
+                loaded = LoadedAdapters(self.model, placed, self.dtype, max_host_bytes=room)
+                num_places = places_that_fit(config, loaded.num_bytes, self.device)
+                self._max_loaded_adapters = self._groups.world.min(num_places)
+                loaded.make_places(self._max_loaded_adapters)
+                loaded.on_host.read_ahead(_READING_THREADS)
+                self._adapter_bytes = loaded.num_bytes(self._max_loaded_adapters)
             self._adapters = StepAdapters(
                 loaded,
                 self.slots.upload,
@@ -333,6 +349,25 @@ class ModelRunner:
                 max_tokens=config.max_padded_tokens,
                 batch_invariant=config.batch_invariant,
             )
+
+    def _keep_base_weights(self) -> None:
+        """Keep the base of the weights into which adapters are merged in turn."""
+        config = self.config
+        if not config.merged_adapters:
+            return
+        with self._phase("keep base weights"):
+            assert self._adapters is not None
+            merged = MergedWeights(
+                self.model,
+                None if config.load_format == "random" else config.model_path,
+                {number: self._row_adapters[number] for number in config.merged_adapters},
+                max_host_bytes=host_bytes_for_adapters(config),
+                num_ranks=config.num_ranks,
+            )
+            self._adapters.merged = merged
+            if merged.place == "device":
+                self._adapter_bytes += merged.num_bytes
+            self._notes.append(merged.note)
 
     def _may_hold_rows(self) -> bool:
         """Whether a step may give fewer tokens for a row than it computed, so that the next one computes them again."""

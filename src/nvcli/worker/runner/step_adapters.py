@@ -14,10 +14,12 @@ import torch
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.core.messages import NO_ADAPTER, StepInput
 from nvcli.core.validation import shorten
+from nvcli.errors import LoadError
 from nvcli.kernels.lora import group_rows, spread_adapters
 from nvcli.kernels.lora_types import BatchAdapters
 from nvcli.kernels.step_tensors import StepRows
 from nvcli.models.adapter_bank import LoadedAdapters
+from nvcli.models.merged_weights import MergedWeights
 from nvcli.worker.runner.slot_table import unpack_ids
 from nvcli.worker.runner.uploader import Uploader
 
@@ -30,7 +32,7 @@ class StepAdapters:
 
     def __init__(
         self,
-        loaded: LoadedAdapters,
+        loaded: LoadedAdapters | None,
         upload: Uploader,
         device: torch.device,
         *,
@@ -38,8 +40,11 @@ class StepAdapters:
         max_tokens: int,
         batch_invariant: bool,
     ) -> None:
-        """`num_slots` counts the padding slot, which has no adapter."""
+        """`num_slots` counts the padding slot, which has no adapter. `loaded` None: no request has an adapter at a
+        place."""
         self._loaded, self._upload, self._batch_invariant = loaded, upload, batch_invariant
+        self.merged: MergedWeights | None = None
+        """The weights into which adapters are merged in turn; None: none are."""
         self._places = torch.full((num_slots,), NO_ADAPTER, dtype=torch.int32, device=device)
         self._places_host = np.full(num_slots, NO_ADAPTER, dtype=np.int32)
         """A copy on the host, so that only changes are uploaded."""
@@ -47,20 +52,27 @@ class StepAdapters:
         self._notes: list[str] = []
 
     def apply(self, step: StepInput) -> None:
-        """Load adapters, and record the adapters of new slots. Rows of an adapter that cannot be read get no finite
-        logits."""
+        """Load and merge adapters, and record the adapters of slots. Rows of an adapter that cannot be read get no
+        finite logits."""
+        if step.merged_adapter is not None:
+            assert self.merged is not None
+            self._tell(self.merged.merge(step.merged_adapter))
         for place, number in unpack_ids(step.adapter_loads).reshape(-1, 2).tolist():
-            problem = self._loaded.load(place, number)
-            if problem is not None:
-                self._notes.append(shorten(f"warning: rows of an adapter fail: {problem}", _MAX_NOTE))
-        places = {
-            new.slot: new.adapter_place for new in step.new_slots if new.adapter_place != self._places_host[new.slot]
-        }
+            assert self._loaded is not None
+            self._tell(self._loaded.load(place, number))
+        moves = unpack_ids(step.adapter_moves).reshape(-1, 2)
+        given: dict[int, int] = dict(zip(*moves.T.tolist(), strict=True))
+        given |= {new.slot: new.adapter_place for new in step.new_slots}
+        places = {slot: place for slot, place in given.items() if place != self._places_host[slot]}
         if places:
             slots, values = np.array(list(places)), np.array(list(places.values()))
             self._places_host[slots] = values
             on_device, uploaded = self._upload(slots, values)
             self._places[on_device.long()] = uploaded
+
+    def _tell(self, problem: LoadError | None) -> None:
+        if problem is not None:
+            self._notes.append(shorten(f"warning: rows of an adapter fail: {problem}", _MAX_NOTE))
 
     def take_note(self) -> str:
         """Return the next `StepOutput.note` about adapters; empty if there is none."""
@@ -68,6 +80,7 @@ class StepAdapters:
 
     def prepare(self, rows: StepRows, batch: ForwardBatch) -> BatchAdapters:
         """Sort the tokens of a step by adapter. Can run in a CUDA graph."""
+        assert self._loaded is not None
         of_tokens = self._of_tokens[: batch.num_tokens]
         spread_adapters(self._places, rows.slots, rows.query_start_loc, of_tokens)
         num_places = self._loaded.bank.num_places

@@ -1,0 +1,260 @@
+"""MergedWeights: the weights of a rank that adapters change, one of which is merged into them at a time.
+
+Another adapter is merged from the base weights, never from those of the adapter before it, so that the weights are
+those that the loader makes of the checkpoint and the adapter. The base is kept on the device where it fits, else in
+host memory; of weights that ranks keep in another type than the checkpoint (FP8, or rounded), and where memory is
+short, it is read from the checkpoint again. Only weights that some adapter changes are kept. All parameters stay where
+they are, so that CUDA graphs go on serving.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from nvcli.core.byte_sizes import format_bytes
+from nvcli.core.lora_config import BASE_SHARE
+from nvcli.core.messages import NO_ADAPTER
+from nvcli.core.system.host_memory import available_ram
+from nvcli.errors import LoadError
+from nvcli.kernels.low_rank_merge import merge_low_rank
+from nvcli.models.adapters.adapter import Adapter, with_own_head
+from nvcli.models.adapters.merge import check_finite, read_features, read_floats
+from nvcli.models.causal_lm import CausalLM
+from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO, read_model_tensors
+from nvcli.models.host_adapters import HostAdapters
+from nvcli.models.loader import Assignment, assignments_of, fill
+from nvcli.models.stored_values import OpenFiles
+from nvcli.models.tensor_info import LowRankChange, TensorInfo
+
+Place = Literal["device", "host", "files"]
+_HOST_SHARE = 0.5
+"""Share of the free RAM that the base weights of all ranks of a machine take at most."""
+_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_READING_THREADS = 2
+"""Threads that read adapters ahead of use."""
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Product:
+    """The matrices of a low-rank change for this rank's part of a weight, float32."""
+
+    up: Tensor
+    """[rank, rows]"""
+    down: Tensor
+    """[rank, columns]"""
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HostProducts:
+    """The products of an adapter, in one piece of host memory, which is pinned if the model is on a GPU."""
+
+    values: Tensor
+    shapes: tuple[tuple[int, tuple[int, int], tuple[int, int], float], ...]
+    """The index of each changed weight, the shapes of its matrices, and the scaling."""
+
+    def on(self, device: torch.device) -> dict[int, _Product]:
+        """Copy them to the device, in stream order."""
+        values, products, first = self.values.to(device, non_blocking=True), {}, 0
+        for index, up, down, scaling in self.shapes:
+            middle = first + math.prod(up)
+            end = middle + math.prod(down)
+            products[index] = _Product(
+                up=values[first:middle].view(up), down=values[middle:end].view(down), scaling=scaling
+            )
+            first = end
+        return products
+
+
+class MergedWeights:
+    """The weights that some adapters change, with the base values of each."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        path: Path | None,
+        adapters: Mapping[int, Adapter],
+        *,
+        max_host_bytes: int,
+        num_ranks: int = 1,
+    ) -> None:
+        """Keep the base of a model whose weights are loaded. `path` is the checkpoint; None: weights are made up.
+        `adapters` have numbers, at most `max_host_bytes` of them are kept in host memory, and `num_ranks` ranks share
+        it."""
+        self._adapters = adapters
+        located = _made_up(model) if path is None else read_model_tensors(model.config, path).tensors
+        self._base = located if model.config.tie_word_embeddings else with_own_head(located)
+        self._changed = {number: self._over(adapter) for number, adapter in adapters.items()}
+        names = {name for tensors in self._changed.values() for name in tensors}
+        self._weights = [
+            one for one in assignments_of(model) if one.source.stored_name in names and one.target.numel() > 0
+        ]
+        self._device = self._weights[0].target.device if self._weights else _CPU
+        self._is_kept = [self._keeps_base(one) for one in self._weights]
+        self.num_bytes = sum(one.num_bytes for one, kept in zip(self._weights, self._is_kept, strict=True) if kept)
+        self.place = self._choose_place(num_ranks)
+        self._copies = [
+            self._copy(one.target) if kept and self.place != "files" else None
+            for one, kept in zip(self._weights, self._is_kept, strict=True)
+        ]
+        self._warm_up()
+        self._current: int | None = NO_ADAPTER
+        """The adapter that is merged; None: a change was interrupted."""
+        sizes = {number: _product_bytes(adapter) for number, adapter in adapters.items()}
+        self._products = HostAdapters(self._read_products, sizes, max_bytes=max_host_bytes)
+        self._products.read_ahead(_READING_THREADS)
+
+    @property
+    def note(self) -> str:
+        """Return a line for the user on where the base weights are kept."""
+        read = "read from the checkpoint at each change"
+        where = {"device": "kept on each GPU" if self._device.type == "cuda" else "kept in RAM", "host": "kept in RAM"}
+        kept = f"{format_bytes(self.num_bytes)} of the weights that they change are {where.get(self.place, read)}"
+        num_others = len(self._is_kept) - sum(self._is_kept)
+        others = f"{num_others:,} weights are {read}, because they are kept in another type" if num_others else ""
+        return f"LoRA adapters are merged in turn: {', and '.join(filter(None, (kept * (self.num_bytes > 0), others)))}"
+
+    def merge(self, number: int) -> LoadError | None:
+        """Merge adapter `number` into the base weights in place of the one before, in stream order; NO_ADAPTER: none.
+
+        Returns the error if a file cannot be read, or an adapter holds NaN or infinity; the weights that it changes are
+        then NaN.
+        """
+        if number == self._current:
+            return None
+        before = self._changed.get(self._current, {}) if self._current is not None else None
+        self._current = None
+        changed = self._changed.get(number, {})
+        problem = None
+        try:
+            products = self._products.get(number).on(self._device) if number != NO_ADAPTER else {}
+            with OpenFiles() as files:
+                for index, weight in enumerate(self._weights):
+                    name = weight.source.stored_name
+                    if name in changed or before is None or name in before:
+                        self._set(files, index, changed.get(name), products.get(index))
+        except LoadError as error:
+            problem = error
+        except (SafetensorError, OSError) as error:
+            problem = LoadError(f"{self._adapters[number].config.file.path.parent}: cannot be read ({error})")
+        if problem is not None:
+            self._spoil(changed)
+        else:
+            self._current = number
+        return problem
+
+    def _over(self, adapter: Adapter) -> dict[str, TensorInfo]:
+        """Return the tensors that an adapter changes, as it makes them."""
+        found = adapter.over(self._base)
+        if adapter.keeps_tie and TIED_HEAD in self._base:
+            found[TIED_HEAD] = found[TIED_TO]
+        return {name: info for name, info in found.items() if info != self._base.get(name)}
+
+    def _keeps_base(self, weight: Assignment) -> bool:
+        """Whether a parameter holds the checkpoint's numbers as they are, so that a copy of it is the base."""
+        info, tensor = self._base[weight.source.stored_name], weight.source.tensor
+        is_plain = weight.scales is None and weight.order is None and info.codes is None and tensor.row_order is None
+        is_exact = _STORED.get(info.dtype) == weight.target.dtype or weight.target.dtype == torch.float32
+        return is_plain and is_exact and (tensor.offset, tensor.factor) == (0.0, 1.0)
+
+    def _choose_place(self, num_ranks: int) -> Place:
+        ram = available_ram() * _HOST_SHARE / num_ranks
+        if self._device.type == "cuda":
+            if self.num_bytes <= torch.cuda.mem_get_info(self._device)[0] * BASE_SHARE:
+                return "device"
+            return "host" if self.num_bytes <= ram else "files"
+        return "device" if self.num_bytes <= ram else "files"
+
+    def _warm_up(self) -> None:
+        """Compile the kernel, which would otherwise take the time of the first change."""
+        index = next((index for index, copy in enumerate(self._copies) if copy is not None), None)
+        if index is not None and self._device.type == "cuda":
+            base = self._weights[index].target
+            if base.dim() == 2:
+                product = torch.zeros(1, max(base.shape), device=self._device)
+                up, down = product[:, : base.shape[0]], product[:, : base.shape[1]]
+                merge_low_rank(torch.empty_like(base), base, up, down, 1.0)
+
+    def _copy(self, target: Tensor) -> Tensor:
+        if self.place == "device":
+            return target.clone()
+        copy = torch.empty(target.shape, dtype=target.dtype, device=_CPU, pin_memory=True)
+        return copy.copy_(target)
+
+    def _set(self, files: OpenFiles, index: int, info: TensorInfo | None, product: _Product | None) -> None:
+        """Set a weight to its base with an adapter's changes. `info` None: without any."""
+        weight, base = self._weights[index], self._copies[index]
+        if base is not None and (info is None or product is not None):
+            if product is None or self.place == "host":
+                weight.target.copy_(base, non_blocking=True)
+                base = weight.target
+            if product is not None:
+                merge_low_rank(weight.target, base, product.up, product.down, product.scaling)
+            return
+        fill(files, weight, self._base[weight.source.stored_name] if info is None else info)
+
+    def _spoil(self, changed: Mapping[str, TensorInfo]) -> None:
+        """Make the results of an adapter that cannot be merged NaN, on whichever rank it was."""
+        for weight in self._weights:
+            if weight.source.stored_name in changed:
+                (weight.target if weight.scales is None else weight.scales).fill_(math.nan)
+
+    def _read_products(self, number: int) -> _HostProducts:
+        """Read the matrices of an adapter's plain products for the weights whose base is kept. Raises LoadError."""
+        shapes, values = [], []
+        with torch.inference_mode(), OpenFiles() as files:
+            for index, change in self._plain_products(number):
+                rows, columns = self._weights[index].source.read
+                up = read_features(files, change.up, change.features.range(rows), _CPU)
+                down = read_floats(files, change.down, (slice(0, change.down.shape[0]), columns), _CPU)
+                check_finite(up, change.up)
+                check_finite(down, change.down)
+                values += [up.flatten(), down.flatten()]
+                shapes.append((index, (up.shape[0], up.shape[1]), (down.shape[0], down.shape[1]), change.scaling))
+            joined = torch.cat(values) if values else torch.empty(0)
+            if self._device.type == "cuda":
+                joined = joined.pin_memory()
+        return _HostProducts(values=joined, shapes=tuple(shapes))
+
+    def _plain_products(self, number: int) -> Iterator[tuple[int, LowRankChange]]:
+        """Yield each weight of which a copy is kept and that an adapter changes by a single product."""
+        for index, weight in enumerate(self._weights):
+            info = self._changed[number].get(weight.source.stored_name)
+            if info is None or self._copies[index] is None or len(info.changes) != 1:
+                continue
+            (change,) = info.changes
+            is_same_base = replace(info, changes=()) == self._base[weight.source.stored_name]
+            if isinstance(change, LowRankChange) and change.magnitude is None and is_same_base:
+                yield index, change
+
+
+def _product_bytes(adapter: Adapter) -> int:
+    """Return the most bytes that an adapter's products take in float32."""
+    changes = (change for of_name in adapter.changes.values() for change in of_name)
+    products = (change for change in changes if isinstance(change, LowRankChange))
+    return 4 * sum(math.prod(one.down.shape) + math.prod(one.up.shape) for one in products)
+
+
+def _made_up(model: CausalLM) -> dict[str, TensorInfo]:
+    """Return the tensors of a model whose weights are made up, as if files held them in the types that ranks keep."""
+    types = {dtype: name for name, dtype in _STORED.items()}
+    return {
+        name: TensorInfo(
+            file=Path("made-up weights"),
+            name=name,
+            shape=tensor.stored_shape,
+            dtype=types.get(getattr(torch, tensor.dtype), tensor.dtype),
+            num_bytes=0,
+        )
+        for tensor in model.tensors.values()
+        for name in tensor.stored_names
+    }

@@ -1,0 +1,32 @@
+"""Merging a low-rank product into a weight: the Triton kernel against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernel_device import DEVICE, DTYPES, MARKS
+from nvcli.kernels.triton.products.low_rank_merge import merge_low_rank
+
+pytestmark = MARKS
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "columns", "rank"), [(70, 200, 16), (64, 128, 1), (5, 300, 40)])
+def test_against_torch(dtype: torch.dtype, rows: int, columns: int, rank: int) -> None:
+    """Rounded once, into a part of a larger weight; in place too."""
+    generator = torch.Generator(DEVICE).manual_seed(rank)
+    whole = torch.randn(rows + 3, columns + 8, generator=generator, device=DEVICE).to(dtype)
+    base, before = whole[3:, :columns], whole.clone()
+    up = torch.randn(rank, rows, generator=generator, device=DEVICE)
+    down = torch.randn(rank, columns, generator=generator, device=DEVICE)
+    expected = base.double() + 0.75 * up.t().double() @ down.double()
+    out = torch.empty(rows, columns, dtype=dtype, device=DEVICE)
+    merge_low_rank(out, base, up, down, 0.75)
+    assert torch.equal(whole, before)
+    bits = torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), expected, rtol=bits, atol=1e-5 + bits)
+    merge_low_rank(base, base, up, down, 0.75)
+    assert torch.equal(base, out)
+    before[3:, :columns] = out
+    assert torch.equal(whole, before)
