@@ -133,8 +133,10 @@ class LoadedAdapters:
         return values.pin_memory() if self._device.type == "cuda" else values
 
     def _read(self, number: int) -> _HostAdapter:
-        """Read an adapter. Any thread may call it. Ranks that it does not have are left undefined."""
+        """Read an adapter, on a thread of its own. Ranks that it does not have are left undefined."""
         adapter, is_pinned = self._adapters[number], self._device.type == "cuda"
+        if is_pinned:
+            torch.set_num_threads(1)  # of this thread: many threads for each small matrix take seconds
         pages = torch.empty(_num_pages(adapter), self._num_elements, dtype=self._dtype, pin_memory=is_pinned)
         ranks, scales = [], []
         with OpenFiles() as files:

@@ -12,8 +12,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
-from nvcli.errors import LoadError
-
 T = TypeVar("T")
 
 
@@ -21,8 +19,8 @@ class HostAdapters(Generic[T]):
     """Adapters by number. Any thread may call any method."""
 
     def __init__(self, read: Callable[[int], T], sizes: Mapping[int, int], *, max_bytes: int) -> None:
-        """`read` reads an adapter, on any thread; `sizes` are the bytes of each, by its number; at most `max_bytes` are
-        kept, or one adapter."""
+        """`read` reads an adapter, on threads of this object's alone; `sizes` are the bytes of each, by its number. At
+        most `max_bytes` are kept, or one adapter."""
         self._read, self._sizes, self._max_bytes = read, sizes, max_bytes
         self._changed = threading.Condition()
         self._kept: OrderedDict[int, T] = OrderedDict()
@@ -30,6 +28,7 @@ class HostAdapters(Generic[T]):
         self._num_bytes = 0
         """The size of the adapters that are kept or being read."""
         self._reading: set[int] = set()
+        self._errors: dict[int, Exception] = {}
         self._ahead: deque[int] = deque()
         """Adapters to read ahead, in this order."""
 
@@ -40,15 +39,18 @@ class HostAdapters(Generic[T]):
             threading.Thread(target=self._read_next, name="read-adapters", daemon=True).start()
 
     def get(self, number: int) -> T:
-        """Return an adapter, reading it first if it is not there. Raises LoadError if its file cannot be read."""
+        """Return an adapter, reading it first if it is not there. Raises what `read` raises."""
         with self._changed:
-            while number in self._reading:
+            self._errors.pop(number, None)  # it is tried again
+            while number not in self._kept:
+                if number in self._errors:
+                    raise self._errors.pop(number)
+                if number not in self._reading:
+                    self._begin(number)
+                    threading.Thread(target=self._finish, args=(number,), name="read-adapter", daemon=True).start()
                 self._changed.wait()
-            if number in self._kept:
-                self._kept.move_to_end(number)
-                return self._kept[number]
-            self._begin(number)
-        return self._finish(number)
+            self._kept.move_to_end(number)
+            return self._kept[number]
 
     def _begin(self, number: int) -> None:
         """Reserve room for an adapter that will be read now. The lock is held."""
@@ -58,27 +60,23 @@ class HostAdapters(Generic[T]):
             dropped, _ = self._kept.popitem(last=False)
             self._num_bytes -= self._sizes[dropped]
 
-    def _finish(self, number: int) -> T:
-        """Read an adapter. Raises LoadError."""
-        adapter = None
+    def _finish(self, number: int) -> None:
+        """Read an adapter, on a thread of this object's."""
         try:
-            adapter = self._read(number)
-            return adapter
-        finally:
-            with self._changed:
-                self._reading.remove(number)
-                if adapter is None:
-                    self._num_bytes -= self._sizes[number]
-                else:
-                    self._kept[number] = adapter
-                self._changed.notify_all()
+            adapter: T | None = self._read(number)
+        except Exception as error:  # raised by `get`, to whoever wants the adapter
+            adapter, self._errors[number] = None, error
+        with self._changed:
+            self._reading.remove(number)
+            if adapter is None:
+                self._num_bytes -= self._sizes[number]
+            else:
+                self._kept[number] = adapter
+            self._changed.notify_all()
 
     def _read_next(self) -> None:
         while (number := self._take_next()) is not None:
-            try:
-                self._finish(number)
-            except LoadError:
-                continue  # `get` raises it again
+            self._finish(number)
 
     def _take_next(self) -> int | None:
         """Return the next adapter to read ahead, for which there is room; None: there is none."""
