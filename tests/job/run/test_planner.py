@@ -50,12 +50,12 @@ def test_rows_of_a_merged_adapter_go_together_to_a_replica() -> None:
             planner.check_integrity()
         return planner
 
-    assert [row.adapter for row in take_all(filled(1))] == [0, 3, 0, 3, 2, 2, 2, 2, 1, 1, 1]
+    assert [row.adapter for row in take_all(filled(1))] == [0, 3, 3, 0, 2, 2, 2, 2, 1, 1, 1]
     planner = filled(2)
     first = [(planner.take(0), planner.take(1)) for _ in range(3)]
-    assert [(one.adapter, other.adapter) for one, other in first if one and other] == [(0, 2), (3, 2), (0, 2)]
+    assert [(one.adapter, other.adapter) for one, other in first if one and other] == [(0, 2), (3, 2), (3, 2)]
     planner.add(prepared_row(20, [20], adapter=2))
-    assert [row.adapter for row in take_all(planner, 1)] == [2, 2, 1, 1, 1, 3]
+    assert [row.adapter for row in take_all(planner, 1)] == [2, 2, 1, 1, 1, 0]
     passed = take_all(filled(1, max_passed_over=2))
     assert indexes(passed)[:4] == [2, 6, 0, 1], "a group ends where another row has waited long enough"
 
@@ -132,6 +132,28 @@ def test_the_bounds_of_the_window() -> None:
     assert planner.num_bytes == 2 * 12 + 200
     take_all(planner)
     assert not planner.is_full
+
+
+@pytest.mark.parametrize(
+    ("changes", "order"),
+    [
+        ({}, [0, 1, 5, 3, 2, 4, 6]),
+        ({"block_size": None}, [0, 1, 3, 5, 2, 4, 6]),
+        ({"longest_first": False}, [0, 1, 4, 5, 2, 3, 6]),
+        ({"longest_first": False, "block_size": None}, [0, 1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_rows_of_an_adapter_go_one_after_the_other_unless_order_is_kept(
+    changes: dict[str, object], order: list[int]
+) -> None:
+    """Whatever they have in common with others; among them those that begin alike are together."""
+    adapters = [0, 2, 1, 2, 1, 2, 0]
+    prompts = [[1, 2, 3], [1, 2, 3], [9, 9, 9], [8, 8, 8], [1, 2, 4], [1, 2, 5], [7, 7, 7]]
+    planner = make_planner(**changes)
+    for index, (adapter, ids) in enumerate(zip(adapters, prompts, strict=True)):
+        planner.add(prepared_row(index, ids, adapter=adapter))
+        planner.check_integrity()
+    assert indexes(take_all(planner)) == order
 
 
 def test_rows_that_begin_alike_go_one_after_the_other() -> None:

@@ -2,6 +2,8 @@
 
 - Rows that begin alike go one after the other to one replica, so that their prefix is computed once and need not
   outlive others in the KV cache. The longest common prefix goes on first.
+- Rows of a LoRA adapter share nothing with those of others, and each adapter in a step costs time. So an adapter counts
+  as a block before the prompt, and its rows go one after the other, unless rows keep their order.
 - Otherwise rows with a large `max_tokens` go first, so that a run does not end with a few long answers. Lengths are
   compared by their order of magnitude; a row without `max_tokens` may become the longest, and so may one whose caller
   wants answers in order. Equals keep their order.
@@ -77,9 +79,11 @@ class Planner:
 
     def add(self, row: PreparedRow) -> None:
         tree = self._tree_of(row)
-        num_blocks = tree.num_shareable_blocks(row.prompt_ids) if self._shares_prefixes else 0
+        has_mark = self._longest_first and row.adapter > 0
+        ids = tree.mark(row.adapter) + row.prompt_ids if has_mark else row.prompt_ids
+        num_blocks = tree.num_shareable_blocks(ids) if self._shares_prefixes else int(has_mark)
         rank = (-_length_class(row) if self._longest_first else 0, self._num_added)
-        waiting = WaitingRow(row, row.prompt_ids, num_blocks, rank)
+        waiting = WaitingRow(row, ids, num_blocks, rank)
         tree.add(waiting)
         self._in_order.append(waiting)
         self._num_added += 1
@@ -169,7 +173,7 @@ class WaitingRow:
         self.item: PreparedRow | None = item
         """The row; None once it is taken, so that stale entries do not keep it in memory."""
         self.prompt_ids = prompt_ids
-        """The prompt's token ids, packed as int32."""
+        """The prompt's token ids, packed as int32, after the mark of its adapter if it has one."""
         self.num_blocks = num_blocks
         """Leading KV blocks that the row can share; 0 if prefixes do not matter."""
         self.rank = rank
@@ -214,6 +218,10 @@ class PrefixTree:
     def __init__(self, block_size: int) -> None:
         self._block_bytes = block_size * TOKEN_BYTES
         self.root: Node = Node(b"", 0, None)
+
+    def mark(self, adapter: int) -> bytes:
+        """Return a block that stands for a LoRA adapter, with negative ids, which no prompt has."""
+        return (-adapter).to_bytes(TOKEN_BYTES, "little", signed=True) * (self._block_bytes // TOKEN_BYTES)
 
     def num_shareable_blocks(self, prompt_ids: bytes) -> int:
         return (len(prompt_ids) // TOKEN_BYTES - 1) * TOKEN_BYTES // self._block_bytes
