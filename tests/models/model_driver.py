@@ -84,7 +84,7 @@ class ModelDriver:
             adapters = [read_adapter(folder, config) for folder in row_loras]
             for one in adapters:
                 check_row_adapter(one, config)
-            loaded = LoadedAdapters(self.model, adapters, dtype, max_host_bytes=0)
+            loaded = LoadedAdapters(self.model, dict(enumerate(adapters, 1)), dtype, max_host_bytes=0)
             loaded.make_places(len(row_loras))
             problems = [loaded.load(number, number) for number in range(1, len(row_loras) + 1)]
             assert problems == [None] * len(row_loras)

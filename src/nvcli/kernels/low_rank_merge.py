@@ -14,11 +14,12 @@ from torch import Tensor
 def merge_low_rank(out: Tensor, base: Tensor, up: Tensor, down: Tensor, scaling: float) -> None:
     """Write base + scaling × upᵀ down into `out` [R, C], which may be `base` itself.
 
-    base: [R, C], in the type of `out`, columns dense; up: [rank, R] and down: [rank, C], float32.
+    base: [R, C], in the type of `out`, columns dense; up: [rank, R], strided, and down: [rank, C], columns dense, in
+    any floating-point type.
     """
     if out.is_cuda:
         from nvcli.kernels.triton.products import low_rank_merge as kernels
 
         kernels.merge_low_rank(out, base, up, down, scaling)
         return
-    out.copy_(torch.addmm(base.float(), up.t(), down, alpha=scaling))
+    out.copy_(torch.addmm(base.float(), up.t().float(), down.float(), alpha=scaling))

@@ -26,13 +26,14 @@ from nvcli.core.system.host_memory import available_ram
 from nvcli.errors import LoadError
 from nvcli.kernels.low_rank_merge import merge_low_rank
 from nvcli.models.adapters.adapter import Adapter, with_own_head
-from nvcli.models.adapters.merge import check_finite, read_features, read_floats
+from nvcli.models.adapters.merge import are_finite, check_finite, read_stored, read_stored_features
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO, read_model_tensors
 from nvcli.models.host_adapters import HostAdapters
 from nvcli.models.loader import Assignment, assignments_of, fill
 from nvcli.models.stored_values import OpenFiles
 from nvcli.models.tensor_info import LowRankChange, TensorInfo
+from nvcli.models.weights import length
 
 Place = Literal["device", "host", "files"]
 _HOST_SHARE = 0.5
@@ -45,13 +46,23 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Product:
-    """The matrices of a low-rank change for this rank's part of a weight, float32."""
+    """The place of a low-rank change's matrices, of this rank's part of a weight, in the memory of an adapter."""
 
-    up: Tensor
-    """[rank, rows]"""
-    down: Tensor
-    """[rank, columns]"""
+    weight: int
+    """The index of the weight."""
+    rank: int
+    rows: int
+    columns: int
     scaling: float
+    first: int
+    """The first element of A, [rank, columns], which B, [rows, rank], follows."""
+
+    def matrices(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return B [rank, rows] and A [rank, columns] in the adapter's memory."""
+        middle = self.first + self.rank * self.columns
+        down = values[self.first : middle].view(self.rank, self.columns)
+        up = values[middle : middle + self.rank * self.rows].view(self.rows, self.rank)
+        return up.t(), down
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,20 +70,8 @@ class _HostProducts:
     """The products of an adapter, in one piece of host memory, which is pinned if the model is on a GPU."""
 
     values: Tensor
-    shapes: tuple[tuple[int, tuple[int, int], tuple[int, int], float], ...]
-    """The index of each changed weight, the shapes of its matrices, and the scaling."""
-
-    def on(self, device: torch.device) -> dict[int, _Product]:
-        """Copy them to the device, in stream order."""
-        values, products, first = self.values.to(device, non_blocking=True), {}, 0
-        for index, up, down, scaling in self.shapes:
-            middle = first + math.prod(up)
-            end = middle + math.prod(down)
-            products[index] = _Product(
-                up=values[first:middle].view(up), down=values[middle:end].view(down), scaling=scaling
-            )
-            first = end
-        return products
+    """All matrices, in the type of the adapter's file."""
+    products: tuple[_Product, ...]
 
 
 class MergedWeights:
@@ -136,12 +135,16 @@ class MergedWeights:
         changed = self._changed.get(number, {})
         problem = None
         try:
-            products = self._products.get(number).on(self._device) if number != NO_ADAPTER else {}
+            products, values = {}, torch.empty(0)
+            if number != NO_ADAPTER:
+                on_host = self._products.get(number)
+                products = {product.weight: product for product in on_host.products}
+                values = on_host.values.to(self._device, non_blocking=True)
             with OpenFiles() as files:
                 for index, weight in enumerate(self._weights):
                     name = weight.source.stored_name
                     if name in changed or before is None or name in before:
-                        self._set(files, index, changed.get(name), products.get(index))
+                        self._set(files, index, changed.get(name), products.get(index), values)
         except LoadError as error:
             problem = error
         except (SafetensorError, OSError) as error:
@@ -180,9 +183,9 @@ class MergedWeights:
         if index is not None and self._device.type == "cuda":
             base = self._weights[index].target
             if base.dim() == 2:
-                product = torch.zeros(1, max(base.shape), device=self._device)
-                up, down = product[:, : base.shape[0]], product[:, : base.shape[1]]
-                merge_low_rank(torch.empty_like(base), base, up, down, 1.0)
+                for dtype in _STORED.values():
+                    up, down = (torch.zeros(size, 16, dtype=dtype, device=self._device) for size in base.shape)
+                    merge_low_rank(torch.empty_like(base), base, up.t(), down.t().contiguous(), 1.0)
 
     def _copy(self, target: Tensor) -> Tensor:
         if self.place == "device":
@@ -190,15 +193,19 @@ class MergedWeights:
         copy = torch.empty(target.shape, dtype=target.dtype, device=_CPU, pin_memory=True)
         return copy.copy_(target)
 
-    def _set(self, files: OpenFiles, index: int, info: TensorInfo | None, product: _Product | None) -> None:
-        """Set a weight to its base with an adapter's changes. `info` None: without any."""
+    def _set(
+        self, files: OpenFiles, index: int, info: TensorInfo | None, product: _Product | None, values: Tensor
+    ) -> None:
+        """Set a weight to its base with an adapter's changes. `info` None: without any. `values` are those of the
+        adapter's products."""
         weight, base = self._weights[index], self._copies[index]
         if base is not None and (info is None or product is not None):
             if product is None or self.place == "host":
                 weight.target.copy_(base, non_blocking=True)
                 base = weight.target
             if product is not None:
-                merge_low_rank(weight.target, base, product.up, product.down, product.scaling)
+                up, down = product.matrices(values)
+                merge_low_rank(weight.target, base, up, down, product.scaling)
             return
         fill(files, weight, self._base[weight.source.stored_name] if info is None else info)
 
@@ -209,21 +216,39 @@ class MergedWeights:
                 (weight.target if weight.scales is None else weight.scales).fill_(math.nan)
 
     def _read_products(self, number: int) -> _HostProducts:
-        """Read the matrices of an adapter's plain products for the weights whose base is kept. Raises LoadError."""
-        shapes, values = [], []
+        """Read the matrices of an adapter's plain products for the weights whose base is kept, on a thread of its
+        own. Raises LoadError."""
+        changes = list(self._plain_products(number))
+        products, first = [], 0
+        for index, change in changes:
+            num_rows, num_columns = map(length, self._weights[index].source.read)
+            product = _Product(
+                weight=index,
+                rank=change.down.shape[0],
+                rows=num_rows,
+                columns=num_columns,
+                scaling=change.scaling,
+                first=first,
+            )
+            products.append(product)
+            first += product.rank * (num_rows + num_columns)
+        types = {info.dtype for _, change in changes for info in (change.up, change.down)}
+        dtype = _STORED.get(types.pop(), torch.float32) if len(types) == 1 else torch.float32
+        is_pinned = self._device.type == "cuda"
+        if is_pinned:
+            torch.set_num_threads(1)  # of this thread: many threads for each small matrix take seconds
         with torch.inference_mode(), OpenFiles() as files:
-            for index, change in self._plain_products(number):
+            values = torch.empty(first, dtype=dtype, device=_CPU, pin_memory=is_pinned)
+            for product, (index, change) in zip(products, changes, strict=True):
                 rows, columns = self._weights[index].source.read
-                up = read_features(files, change.up, change.features.range(rows), _CPU)
-                down = read_floats(files, change.down, (slice(0, change.down.shape[0]), columns), _CPU)
-                check_finite(up, change.up)
-                check_finite(down, change.down)
-                values += [up.flatten(), down.flatten()]
-                shapes.append((index, (up.shape[0], up.shape[1]), (down.shape[0], down.shape[1]), change.scaling))
-            joined = torch.cat(values) if values else torch.empty(0)
-            if self._device.type == "cuda":
-                joined = joined.pin_memory()
-        return _HostProducts(values=joined, shapes=tuple(shapes))
+                up, down = product.matrices(values)
+                up.copy_(read_stored_features(files, change.up, change.features.range(rows), _CPU))
+                down.copy_(read_stored(files, change.down, (slice(0, product.rank), columns), _CPU))
+            if not are_finite(values):
+                for product, (_, change) in zip(products, changes, strict=True):
+                    for matrix, info in zip(product.matrices(values), (change.up, change.down), strict=True):
+                        check_finite(matrix, info)
+        return _HostProducts(values=values, products=tuple(products))
 
     def _plain_products(self, number: int) -> Iterator[tuple[int, LowRankChange]]:
         """Yield each weight of which a copy is kept and that an adapter changes by a single product."""

@@ -52,22 +52,39 @@ def _add_product(files: OpenFiles, values: Tensor, change: LowRankChange, part: 
 
 def read_features(files: OpenFiles, info: TensorInfo, features: slice, device: torch.device) -> Tensor:
     """Read some of the features of a matrix [rank, features] or a vector [features], in float32 on `device`."""
-    part = slice(features.start, features.stop)
-    whole = [slice(0, length) for length in info.shape[:-1]]
-    return read_floats(files, info, (*whole, part), device)[..., :: features.step]
+    return read_stored_features(files, info, features, device).float()
 
 
 def read_floats(files: OpenFiles, info: TensorInfo, part: Sequence[slice], device: torch.device) -> Tensor:
     """Read a part of an adapter's tensor in float32. Raises LoadError, which names the adapter's file."""
+    return read_stored(files, info, part, device).float()
+
+
+def read_stored_features(files: OpenFiles, info: TensorInfo, features: slice, device: torch.device) -> Tensor:
+    """Read features as `read_features` does, in the file's type."""
+    part = slice(features.start, features.stop)
+    whole = [slice(0, length) for length in info.shape[:-1]]
+    return read_stored(files, info, (*whole, part), device)[..., :: features.step]
+
+
+def read_stored(files: OpenFiles, info: TensorInfo, part: Sequence[slice], device: torch.device) -> Tensor:
+    """Read a part of an adapter's tensor in the file's type. Raises LoadError, which names the adapter's file."""
     try:
-        return files.read(info, part, device).to(device).float()
+        return files.read(info, part, device).to(device)
     except (SafetensorError, OSError) as error:
         raise LoadError(f"{info.file}: cannot be read ({error}); download it again") from None
 
 
+def are_finite(values: Tensor) -> bool:
+    """Whether no value is NaN or infinite."""
+    if values.numel() == 0:
+        return True
+    return all(bool(end.isfinite()) for end in values.aminmax())  # one pass; NaN is either end
+
+
 def check_finite(values: Tensor, info: TensorInfo) -> None:
     """Raise LoadError if values that were read of an adapter's tensor are NaN or infinite."""
-    if not all(end.isfinite() for end in values.aminmax()):  # one pass; NaN is either end
+    if not are_finite(values):
         raise LoadError(f"{info.file}: tensor {info.name} has values that are NaN or infinite; download it again")
 
 

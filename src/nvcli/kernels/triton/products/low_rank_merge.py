@@ -15,11 +15,12 @@ _ROWS, _COLUMNS, _RANKS = 64, 128, 16
 def _merge_kernel(
     out_ptr,  # [R, C], rows out_stride apart, written
     base_ptr,  # [R, C], rows base_stride apart
-    up_ptr,  # [rank, R] float32, rows up_stride apart
-    down_ptr,  # [rank, C] float32, rows down_stride apart
+    up_ptr,  # [rank, R]
+    down_ptr,  # [rank, C], rows down_stride apart
     out_stride,
     base_stride,
-    up_stride,
+    up_rank_stride,
+    up_row_stride,
     down_stride,
     num_rows,
     num_columns,
@@ -39,15 +40,15 @@ def _merge_kernel(
         ranks = first + tl.arange(0, RANKS)
         is_rank = ranks < rank
         up = tl.load(
-            up_ptr + ranks[None, :].to(tl.int64) * up_stride + rows[:, None],
+            up_ptr + ranks[None, :].to(tl.int64) * up_rank_stride + rows[:, None].to(tl.int64) * up_row_stride,
             mask=is_rank[None, :] & is_row[:, None],
             other=0.0,
-        )
+        ).to(tl.float32)
         down = tl.load(
             down_ptr + ranks[:, None].to(tl.int64) * down_stride + columns[None, :],
             mask=is_rank[:, None] & is_column[None, :],
             other=0.0,
-        )
+        ).to(tl.float32)
         product = tl.dot(up, down, product, input_precision="ieee")
     base = tl.load(
         base_ptr + rows[:, None].to(tl.int64) * base_stride + columns[None, :], mask=is_inside, other=0.0
@@ -60,7 +61,7 @@ def merge_low_rank(out: Tensor, base: Tensor, up: Tensor, down: Tensor, scaling:
     """See `nvcli.kernels.low_rank_merge.merge_low_rank`."""
     num_rows, num_columns = out.shape
     assert base.shape == out.shape
-    assert all(one.stride(1) == 1 for one in (out, base, up, down))
+    assert all(one.stride(1) == 1 for one in (out, base, down))
     _merge_kernel[(ceil_div(num_columns, _COLUMNS), ceil_div(num_rows, _ROWS))](
         out,
         base,
@@ -68,7 +69,7 @@ def merge_low_rank(out: Tensor, base: Tensor, up: Tensor, down: Tensor, scaling:
         down,
         out.stride(0),
         base.stride(0),
-        up.stride(0),
+        *up.stride(),
         down.stride(0),
         num_rows,
         num_columns,
