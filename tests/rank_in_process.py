@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -25,6 +25,7 @@ from nvcli.engine.core import EngineCore
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import RequestOutput
 from nvcli.engine.scheduler import Scheduler
+from nvcli.engine.state import RequestState
 from nvcli.worker.runner.interface import RankContext
 
 
@@ -101,7 +102,6 @@ class RankInProcess:
         assert step.total_tokens <= limits.max_num_batched_tokens
         assert max(lens) < limits.max_model_len + limits.tokens_per_row
         decodes, chunks = rows[: step.num_decodes], rows[step.num_decodes :]
-        assert len({(num_tokens, num_logits) for _, num_tokens, num_logits in decodes}) <= 1
         assert all(0 < num_tokens == num_logits <= limits.tokens_per_row for _, num_tokens, num_logits in decodes)
         assert all(0 <= num_logits <= 1 <= num_tokens for _, num_tokens, num_logits in chunks)
         assert len(decodes) <= -(-limits.max_num_seqs // limits.num_micro_batches)
@@ -177,3 +177,14 @@ def random_count(rng: random.Random, *, is_single_certain: bool = False) -> Call
         return rng.choice([0, num_logits, rng.randint(0, num_logits)])
 
     return count
+
+
+def draw_widths(scheduler: Scheduler, rng: random.Random) -> None:
+    """Make a scheduler that always drafts give each row a number of tokens drawn anew in each step, up to as many as it
+    would have."""
+    widths = scheduler._drafts.widths
+
+    def drawn(rows: Sequence[RequestState], max_tokens: int, *, has_prompts: bool) -> list[int]:
+        return [rng.randint(1, width) for width in widths(rows, max_tokens, has_prompts=has_prompts)]
+
+    scheduler._drafts.widths = drawn  # type: ignore[method-assign]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -12,11 +13,13 @@ from nvcli.engine.draft_costs import size_of
 from nvcli.engine.draft_evidence import DraftEvidence, Outcome
 from nvcli.engine.draft_policy import Drafting, DraftPolicy
 from nvcli.engine.request import EngineStats, SpeculationFigures
+from nvcli.engine.row_widths import RowRates
 from nvcli.engine.state import Prompt, RequestState
 from nvcli.sizing.graph_sizes import decode_sizes
 from requests_factory import make_request
 
 WIDTHS = (2, 3, 4, 6, 8)
+UNEVEN: dict[str, Any] = {"uneven_widths": (1.5, 2.0, 3.0, 4.0), "most_of_uneven": 8, "uneven_from": 16}
 CAPTURE_SECONDS, NEW_SECONDS = 0.03, 4e-4
 """How long the device waits while the graph of a shape is captured, and how much longer its first step takes."""
 
@@ -38,9 +41,9 @@ class Costs:
     row_drafts: float
     """The attention of a row with drafts, besides."""
 
-    def seconds(self, num_rows: int, width: int) -> float:
-        tokens = self.token * max(0, num_rows * width - self.free_tokens)
-        drafts = self.drafts + num_rows * self.row_drafts if width > 1 else 0.0
+    def seconds(self, num_rows: int, num_tokens: int) -> float:
+        tokens = self.token * max(0, num_tokens - self.free_tokens)
+        drafts = self.drafts + num_rows * self.row_drafts if num_tokens > num_rows else 0.0
         return 1e-6 * (self.least + tokens + num_rows * self.row + drafts)
 
 
@@ -48,51 +51,81 @@ MODELS = {
     "0.6B": Costs(950, 0, 2.9, 5, 200, 5.5),
     "8B": Costs(4820, 64, 20, 3.6, 300, 12),
     "8B, fast attention": Costs(4820, 64, 20, 3.6, 100, 1),
+    "0.6B, fast attention": Costs(950, 0, 2.9, 5, 150, 0.4),
     "30B-A3B": Costs(6000, 0, 8, 20, 200, 5),
 }
 
 
 class Simulation:
-    """The steps of one run."""
+    """The steps of one run, and what looks at its answers show."""
 
-    def __init__(self, model: str, accept_rate: float, *, seen_rate: float | None = None, noise: float = 0.0) -> None:
-        """`seen_rate`: the share of drafts that seems to be right in the answers; None: the same."""
+    def __init__(
+        self,
+        model: str,
+        accept_rate: float,
+        *,
+        seen_rate: float | None = None,
+        noise: float = 0.0,
+        share: float = 1.0,
+        **drafting: Any,
+    ) -> None:
+        """`seen_rate`: the share of drafts that seems to be right in the answers; None: the same. `share`: of the rows;
+        the others have only wrong drafts."""
         seen = accept_rate if seen_rate is None else seen_rate
-        self.policy = DraftPolicy(Drafting(widths=WIDTHS, max_step_tokens=1024, accept_rate=seen))
-        self.costs, self.accept_rate, self.noise = MODELS[model], accept_rate, noise
+        self.policy = DraftPolicy(
+            Drafting(widths=WIDTHS, max_step_tokens=1024, accept_rate=seen, **{**UNEVEN, **drafting})
+        )
+        self.costs, self.accept_rate, self.noise, self.share = MODELS[model], accept_rate, noise, share
+        if seen_rate is None:
+            self.policy._evidence = self  # type: ignore[assignment]
         self.rng = random.Random(1)
-        self.captured: set[tuple[int, int]] = set()
-        self.states = [RequestState(request, Prompt(request)) for request in [make_request(0, [1, 2], 9)]]
-        self.states[0].generated.append(5)
+        self.captured: set[tuple[int, int, int]] = set()
+        self.rows = [state_of(number, [1, 2], [5]) for number in range(1024)]
+        self.num_uneven = 0
 
     def run(self, num_rows: int, num_steps: int) -> float:
         """Run so many steps; return the gain over steps without drafts."""
         rng, seconds, tokens = self.rng, 0.0, 0.0
         in_flight: list[tuple[StepInput, StepOutput]] = []
         for number in range(num_steps):
-            width = self.policy.width(num_rows, 1 << 20, has_prompts=False)
-            counts = [accepted(rng, width, self.accept_rate) for _ in range(min(num_rows, 32))]
-            counts = (counts * (-(-num_rows // len(counts))))[:num_rows]
-            took = self.costs.seconds(num_rows, width) * (1 + rng.uniform(-self.noise, self.noise))
-            is_new = width > 1 and (size_of(num_rows), width) not in self.captured
+            rows = self.rows[:num_rows]
+            widths = self.policy.widths(rows, 1 << 20, has_prompts=False)
+            counts = [accepted(rng, width, self.rate_of(row)) for row, width in enumerate(widths)]
+            took = self.costs.seconds(num_rows, sum(widths)) * (1 + rng.uniform(-self.noise, self.noise))
+            shape = size_of(num_rows), sum(widths), max(widths)
+            is_new = max(widths) > 1 and shape not in self.captured
             idle = CAPTURE_SECONDS if is_new else 0.0
             took += NEW_SECONDS if is_new else 0.0
-            self.captured.add((size_of(num_rows), width))
+            self.captured.add(shape)
+            self.num_uneven += min(widths) < max(widths)
             step = StepInput(
                 step_id=number,
                 slots=pack(range(num_rows)),
-                num_tokens=pack([width] * num_rows),
-                num_logits=pack([width] * num_rows),
+                num_tokens=pack(widths),
+                num_logits=pack(widths),
                 num_decodes=num_rows,
-                row_limits=pack([1000] * num_rows) if width > 1 else b"",
+                row_limits=pack([1000] * num_rows) if max(widths) > 1 else b"",
             )
             output = StepOutput(step_id=number, token_ids=b"", counts=pack(counts), seconds=took, idle_seconds=idle)
             in_flight.append((step, output))
             if len(in_flight) > 1:
-                self.policy.learn(*in_flight.pop(0), self.states)
+                self.policy.learn(*in_flight.pop(0), rows)
             seconds += took + idle
             tokens += sum(counts) / num_rows
-        return tokens / seconds * self.costs.seconds(num_rows, 1)
+        return tokens / seconds * self.costs.seconds(num_rows, num_rows)
+
+    def of(self, state: RequestState) -> Outcome:
+        """What a look at a row's answer shows."""
+        most = WIDTHS[-1]
+        return Outcome(accepted(self.rng, most, self.rate_of(state.request.request_id)) - 1, most - 1)
+
+    def rate_of(self, row: int) -> float:
+        """The share of a row's drafts that is right."""
+        return self.accept_rate if row % 20 < 20 * self.share else 0.0
+
+    def width(self, num_rows: int, max_tokens: int = 1 << 20, *, has_prompts: bool = False) -> int:
+        """The most tokens of a row in the next step."""
+        return max(self.policy.widths(self.rows[:num_rows], max_tokens, has_prompts=has_prompts))
 
 
 def accepted(rng: random.Random, width: int, accept_rate: float) -> int:
@@ -117,7 +150,7 @@ def test_drafts_that_seemed_right_and_are_wrong_cost_little(num_rows: int) -> No
     """As where rows have drafts from elsewhere than seen."""
     simulation = Simulation("8B", 0.0, seen_rate=0.9)
     num_steps = 4_000
-    plain = num_steps * simulation.costs.seconds(num_rows, 1)
+    plain = num_steps * simulation.costs.seconds(num_rows, num_rows)
     assert simulation.run(num_rows, num_steps) > 1 - (0.5 + 0.01 * plain) / plain
 
 
@@ -142,6 +175,52 @@ def test_drafts_that_do_not_pay_cost_less_than_a_hundredth(model: str, num_rows:
     assert Simulation(model, rate, noise=0.02).run(num_rows, 4_000) > 0.99
 
 
+@pytest.mark.parametrize(
+    ("model", "num_rows", "share", "least", "even"),
+    [("8B, fast attention", 64, 0.5, 1.6, 1.3), ("0.6B, fast attention", 128, 0.25, 1.25, 1.01)],
+)
+def test_drafts_go_to_the_rows_where_they_are_right(
+    model: str, num_rows: int, share: float, least: float, even: float
+) -> None:
+    """The same number for all rows gains less, or nothing."""
+    simulation = Simulation(model, 0.9, share=share, noise=0.02)
+    assert simulation.run(num_rows, 800) > least
+    assert simulation.num_uneven > 600
+    widths = simulation.policy.widths(simulation.rows[:num_rows], 1 << 20, has_prompts=False)
+    assert sum(widths[0::20]) > 2 * sum(widths[19::20])
+    assert Simulation(model, 0.9, share=share, noise=0.02, uneven_from=10_000).run(num_rows, 800) < even
+
+
+def test_a_plan_takes_the_most_valuable_drafts() -> None:
+    rng, rates = random.Random(3), RowRates(5)
+    rows = [state_of(number, [1, 2], [5]) for number in range(40)]
+    for state in rows:
+        for _ in range(20):
+            rates.saw(state, rng.choice([0, 1, state.request.request_id % 6]), 5, weight=0.1)
+    levels = rates.levels(rows)
+    assert len(set(levels)) > 5
+    values = sorted((((level + 0.5) / 16) ** number for level in levels for number in range(1, 6)), reverse=True)
+    for num_drafts in (0, 1, 39, 40, 77, 200):
+        plan = rates.plan(levels, num_drafts)
+        widths = rates.widths(levels, plan)
+        assert sum(widths) == len(rows) + num_drafts
+        assert 1 <= min(widths) <= max(widths) <= 6
+        assert plan.num_right == pytest.approx(sum(values[:num_drafts]))
+        right = [sum(((level + 0.5) / 16) ** k for k in range(1, w)) for level, w in zip(levels, widths, strict=True)]
+        assert sum(right) == pytest.approx(plan.num_right)
+
+
+def test_a_row_is_tried_again_after_some_time_without_drafts() -> None:
+    rates = RowRates(7)
+    copying, writing = state_of(0, [1, 2], [5]), state_of(1, [1, 2], [5])
+    for _ in range(20):
+        rates.learn([copying, writing], [4, 4], [4, 1])
+    (before, after) = rates.rate(writing), 0.0
+    for _ in range(100):
+        _, after = rates.learn([copying, writing], [4, 1], [4, 1])
+    assert before < 0.2 < 0.5 < after < rates.rate(copying)
+
+
 def test_drafts_that_the_answers_do_not_show_are_found() -> None:
     """Such as those from other answers, in a run that goes on for minutes."""
     simulation = Simulation("8B", 0.7, seen_rate=0.0)
@@ -154,7 +233,6 @@ def test_drafts_are_found_again_where_the_text_changes() -> None:
     simulation = Simulation("8B", 0.0)
     simulation.run(4, 3_000)
     simulation.accept_rate = 0.8
-    simulation.policy._evidence = DraftEvidence(7, 0.8)
     assert simulation.run(4, 1_000) > 1.9
 
 
@@ -162,25 +240,27 @@ def test_drafts_that_do_not_pay_with_many_rows_are_made_with_few() -> None:
     """As at the end of a job, where they are longer."""
     simulation = Simulation("8B", 0.7)
     assert simulation.run(256, 300) > 0.97
-    for num_rows, least in ((128, 0.96), (64, 1.2), (16, 2.2), (4, 2.6), (1, 2.6)):
+    for num_rows, least in ((128, 0.95), (64, 1.2), (16, 2.1), (4, 2.6), (1, 2.6)):
         assert simulation.run(num_rows, 300) > least, num_rows
-    assert simulation.policy.width(1, 1 << 20, has_prompts=False) == WIDTHS[-1]
+    assert simulation.width(1) == WIDTHS[-1]
 
 
 def test_no_drafts_beside_prompts_or_where_a_step_has_no_room() -> None:
     simulation = Simulation("8B", 0.9)
     simulation.run(4, 200)
-    policy = simulation.policy
-    assert policy.width(4, 400, has_prompts=False) > 1
-    assert policy.width(4, 400, has_prompts=True) == 1
-    assert policy.width(4, 4, has_prompts=False) == 1
-    assert policy.width(1000, 10_000, has_prompts=False) == 1
+    assert simulation.width(4, 400) > 1
+    assert simulation.width(4, 400, has_prompts=True) == 1
+    assert simulation.width(4, 4) == 1
+    assert simulation.width(1000, 10_000) == 1
 
 
 def test_always_drafts_as_many_as_there_may_be() -> None:
     policy = DraftPolicy(Drafting(widths=WIDTHS, policy="always", max_step_tokens=64))
-    assert [policy.width(rows, 10_000, has_prompts=True) for rows in (0, 1, 8, 10, 16, 40)] == [1, 8, 8, 6, 4, 1]
-    assert policy.width(2, 14, has_prompts=False) == 6
+    rows = [state_of(number, [1, 2], [5]) for number in range(40)]
+    assert policy.widths([], 10_000, has_prompts=True) == []
+    for num_rows, width in ((1, 8), (8, 8), (10, 6), (16, 4), (40, 1)):
+        assert policy.widths(rows[:num_rows], 10_000, has_prompts=True) == [width] * num_rows
+    assert policy.widths(rows[:2], 14, has_prompts=False) == [6, 6]
 
 
 def test_drafted_and_accepted_tokens_are_counted() -> None:
@@ -193,6 +273,7 @@ def test_drafted_and_accepted_tokens_are_counted() -> None:
         StepOutput(
             step_id=0, token_ids=b"", counts=pack([1, 3, 0]), drafted=pack([2, 2, 0]), draft_sources=pack([0, 1, 0])
         ),
+        [state_of(number, [1, 2], [5]) for number in range(3)],
     )
     assert (policy.num_drafted, policy.num_accepted) == ([2, 2], [0, 2])
 

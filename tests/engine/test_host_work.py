@@ -90,7 +90,7 @@ def test_a_block_for_a_long_request_takes_no_more_than_one_for_a_short_one() -> 
                 0,
                 decoding=[],
                 decode_slots=pack([3]),
-                decode_width=1,
+                decode_widths=[1],
                 row_limits=b"",
                 decode_lens=pack([column * 16 + 1]),
                 freed_slots=[],

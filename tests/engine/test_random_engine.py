@@ -22,7 +22,7 @@ from nvcli.engine.draft_policy import Drafting
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import Pooling, PromptScoring, Request, RequestOutput, ThoughtLimit
 from nvcli.engine.segment_forest import SegmentCosts
-from rank_in_process import RankInProcess, make_core, random_count, wait_for_last_tokens
+from rank_in_process import RankInProcess, draw_widths, make_core, random_count, wait_for_last_tokens
 from requests_factory import make_request
 
 MAX_MODEL_LEN = 96
@@ -131,8 +131,17 @@ def _costs(least_gain: int) -> SegmentCosts:
 
 
 def drafting_of(tokens_per_row: int) -> Drafting | None:
-    """Drafts in every row."""
-    return Drafting(widths=tuple(range(2, tokens_per_row + 1)), policy="always") if tokens_per_row > 1 else None
+    """As many drafts as fit."""
+    if tokens_per_row == 1:
+        return None
+    means = tuple(mean for mean in (1.5, 2.0, 3.0) if mean < tokens_per_row)
+    return Drafting(
+        widths=tuple(range(2, tokens_per_row + 1)),
+        uneven_widths=means,
+        most_of_uneven=tokens_per_row,
+        uneven_from=2,
+        policy="always",
+    )
 
 
 def random_case(seed: int, groups: tuple[KVGroup, ...], *, shares_prefixes: bool = False) -> Case:
@@ -180,6 +189,8 @@ def run_at_random(case: Case, *, hold_back: float, abort: float) -> tuple[dict[i
     rng = case.rng
     max_in_flight = max(case.limits.num_micro_batches, rng.choice([1, 2, 2, 2]))
     core, scheduler = make_core(case.limits, case.rank, num_blocks=case.num_blocks, max_in_flight=max_in_flight)
+    if rng.random() < 0.5:
+        draw_widths(scheduler, rng)
     done: dict[int, RequestOutput] = {}
     tokens: Tokens = {request.request_id: [] for request in case.requests}
     num_added = 0

@@ -6,10 +6,10 @@ this room because backends are its lowest readers.
 Decode rows come first, then prefill chunks. Every token's keys and values are stored before attention reads, layer by
 layer, so a chunk may attend to blocks which another chunk of the same batch fills.
 
-A batch may be padded to the shape of a captured graph. Padding decode rows belong to the padding slot, whose blocks
-are all the null block, and have a length of 1. Padding prefill rows come last and have no tokens and a length of 0.
-Tokens behind the last row's belong to nobody: they are stored to the null block. What attention gives for padding is
-finite, so that the null block stays so, and is read by nobody.
+A batch may be padded to the shape of a captured graph. Padding decode rows belong to the padding slot, whose blocks are
+all the null block, and their tokens are all that it holds. Padding prefill rows come last and have no tokens and a
+length of 0. Tokens behind the last row's belong to nobody: they are stored to the null block. What attention gives for
+padding is finite, so that the null block stays so, and is read by nobody.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class BatchShape:
 
     decode_rows: int = 0
     tokens_per_row: int = 1
-    """Tokens of each decode row."""
+    """Tokens of each decode row, or with `uneven_tokens` the most that a row may have."""
+    uneven_tokens: int = 0
+    """Tokens of all decode rows together if they have different numbers of tokens; 0: all have `tokens_per_row`."""
     prefill_rows: int = 0
     """The number of prefill chunks, padding included."""
     prefill_tokens: int = 0
@@ -54,7 +56,7 @@ class BatchShape:
 
     @property
     def decode_tokens(self) -> int:
-        return self.decode_rows * self.tokens_per_row
+        return self.uneven_tokens or self.decode_rows * self.tokens_per_row
 
     @property
     def num_tokens(self) -> int:
@@ -64,6 +66,24 @@ class BatchShape:
     def num_single_rows(self) -> int:
         """Leading rows that compute one token each."""
         return self.decode_rows if self.tokens_per_row == 1 else 0
+
+    def holds(self, other: BatchShape) -> bool:
+        """Whether a batch of another shape can be padded to this one. If decode rows have different numbers of tokens,
+        so may the padding rows, but none has more than `tokens_per_row`."""
+        flags = other.shares_segments, other.shares_prefixes, other.has_adapters
+        if (
+            self.decode_rows < other.decode_rows
+            or self.prefill_rows < other.prefill_rows
+            or self.prefill_tokens < other.prefill_tokens
+            or flags != (self.shares_segments, self.shares_prefixes, self.has_adapters)
+        ):
+            return False
+        if other.uneven_tokens == 0:
+            same_rows = self.tokens_per_row == other.tokens_per_row and self.uneven_tokens == 0
+            return same_rows or other.decode_rows == 0
+        num_padding = self.uneven_tokens - other.uneven_tokens
+        most_padding = (self.decode_rows - other.decode_rows) * self.tokens_per_row
+        return self.tokens_per_row >= other.tokens_per_row and 0 <= num_padding <= most_padding
 
 
 class LayerAttention(Protocol):
@@ -159,7 +179,7 @@ class ForwardBatch:
 
     @property
     def num_decoded_tokens(self) -> int:
-        return self.num_decoded_rows * self.shape.tokens_per_row
+        return self.shape.decode_tokens if self.num_decoded_rows else 0
 
     def gather_block_tables(self, group: int, rows: slice, num_columns: int) -> Tensor:
         """Copy the first columns of some rows' block tables: → [rows, num_columns] int32."""

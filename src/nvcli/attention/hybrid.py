@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from nvcli.attention.backend import AttentionBackend, AttentionCase, AttentionLayer, NewKV
@@ -33,7 +35,7 @@ class HybridBackend(AttentionBackend):
             return self._decode.can_capture(shape)
         if self.num_decoded_rows(shape) == 0:
             return self._prefill.can_capture(shape)
-        singles = BatchShape(decode_rows=shape.decode_rows, tokens_per_row=shape.tokens_per_row)
+        singles = replace(shape, prefill_rows=0, prefill_tokens=0, shares_prefixes=False)
         chunks = BatchShape(prefill_rows=shape.prefill_rows, prefill_tokens=shape.prefill_tokens)
         return self._decode.can_capture(singles) and self._prefill.can_capture(chunks)
 

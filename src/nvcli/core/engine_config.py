@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +35,18 @@ def kv_dtype(kv_cache_dtype: KVCacheDtype, dtype: ModelDtype) -> KVDtype:
 
 _DRAFT_WIDTHS = (2, 3, 4, 6, 8, 12)
 """Tokens per decode row with drafts, besides the maximum. Each width has its own CUDA graphs."""
+UNEVEN_WIDTHS = (1.5, 2.0, 3.0, 4.0)
+"""Tokens per decode row, on average, of steps whose rows have different numbers of drafts. Each has its own graphs."""
+UNEVEN_ROWS = 16
+"""Fewest decode rows of such a step. With fewer, a draft costs next to nothing, as the weights are read anyway."""
+_MOST_OF_UNEVEN = 8
+"""Most tokens of a row in such a step. Attention takes its time from the longest row."""
+
+
+def most_of_uneven(widths: Sequence[int]) -> int:
+    """Return the most tokens of a row in steps whose rows have different numbers of drafts. `widths`: the numbers of
+    tokens that rows may have in other steps with drafts, ascending; not empty."""
+    return min(_MOST_OF_UNEVEN, widths[-1])
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -169,8 +169,8 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """An upper bound on each row's length after this step, its own tokens included. It is exact unless an earlier step
     whose counts the engine does not know yet may accept a number of tokens of its own; so with stages it always is."""
     num_decodes: int = 0
-    """The number of decode rows, which come first. They have equally many tokens, and as many logits as tokens: those
-    after the first token are drafts."""
+    """The number of decode rows, which come first. They have as many logits as tokens: those after the first token are
+    drafts."""
     row_limits: bytes = b""
     """The most tokens of each decode row's request that may be computed when the step is over: the row gives no more
     tokens than lead there. Empty: decode rows have no drafts."""

@@ -15,7 +15,7 @@ with recurrent states have rules of their own (`state_blocks.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from nvcli.core.messages import KVGroup
 from nvcli.engine.block_manager import BlockHash, BlockManager
@@ -177,11 +177,11 @@ class BlockTables:
             draft.add_blocks(group, state.slot, first_column, blocks)
         return num_tokens
 
-    def has_room(self, states: Sequence[RequestState], num_tokens: int) -> bool:
-        """Whether there are free blocks for the next `num_tokens` tokens of each of these requests, apart from those
-        that windows will free."""
+    def has_room(self, wanted: Iterable[tuple[RequestState, int]]) -> bool:
+        """Whether there are free blocks for the next tokens of these requests, so many of each, apart from those that
+        windows will free."""
         num_missing = 0
-        for state in states:
+        for state, num_tokens in wanted:
             num_missing += self._num_missing(state, -(-(state.num_computed + num_tokens) // self.block_size))
         return num_missing <= self.block_manager.num_free
 

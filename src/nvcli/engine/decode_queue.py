@@ -63,8 +63,8 @@ class DecodeQueue:
             self._ready += ready
             self._slots = self._lens = None
 
-    def advance(self, rows: Sequence[RequestState], width: int) -> tuple[bytes, bytes, list[RequestState]]:
-        """Schedule `width` tokens for each of `rows`, which are the first ready requests.
+    def advance(self, rows: Sequence[RequestState], widths: Sequence[int]) -> tuple[bytes, bytes, list[RequestState]]:
+        """Schedule so many tokens for each of `rows`, which are the first ready requests.
 
         Returns their packed slots, their packed lengths after the step, and the requests that are parked by it.
         """
@@ -72,12 +72,13 @@ class DecodeQueue:
             self._slots = self._lens = None
         if self._slots is None:
             self._slots = pack([state.slot for state in rows])  # type: ignore[misc]
-        for state in rows:
+        for state, width in zip(rows, widths, strict=True):
             state.num_computed += width
-        if self._lens is None:
+        most = max(widths, default=0)
+        if self._lens is None or most > min(widths, default=0):
             self._lens = pack([state.num_computed for state in rows])
         else:
-            self._lens = _add_to_each(self._lens, width)
+            self._lens = _add_to_each(self._lens, most)
         slots, lens = self._slots, self._lens
         waiting = [state for state in rows if state.num_computed >= state.parks_at]
         if waiting or len(rows) < len(self._ready):

@@ -4,6 +4,7 @@ from the measurements."""
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 _GUESSED_COST = 0.02
 """Assumed cost of one more token per row before any was measured, as a share of a step without drafts."""
@@ -14,26 +15,38 @@ _STEPS_SEEN = 8
 """Each new measurement weighs at least 1 / `_STEPS_SEEN` in a running mean."""
 
 
+class Form(NamedTuple):
+    """The tokens of a step's decode rows."""
+
+    mean: float
+    """Tokens of a row, on average."""
+    is_even: bool = True
+    """Whether all rows have as many tokens."""
+
+    def num_tokens(self, num_rows: int) -> int:
+        """Return the tokens of all rows."""
+        return int(self.mean * num_rows)
+
+
 class DraftCosts:
     """Step times of one replica, for steps without prompts. A *size* is a padded number of rows (`size_of`)."""
 
     def __init__(self) -> None:
         self._plain: dict[int, tuple[float, int]] = {}
         """Mean seconds of steps without drafts, and the number of measurements (at most `_STEPS_SEEN`), by size."""
-        self._begun: set[tuple[int, int]] = set()
-        """(size, width) of each shape with drafts that has run at least once."""
-        self._ratios: dict[tuple[int, int], tuple[float, int]] = {}
-        """Mean time of steps with drafts relative to those without, and the number of measurements, by (size,
-        width)."""
+        self._begun: set[tuple[int, Form]] = set()
+        """(size, form) of each shape with drafts that has run at least once."""
+        self._ratios: dict[tuple[int, Form], tuple[float, int]] = {}
+        """Mean time of steps with drafts relative to those without, and the number of measurements, by (size, form)."""
 
-    def learn(self, size: int, width: int, seconds: float, idle_seconds: float) -> None:
+    def learn(self, size: int, form: Form, seconds: float, idle_seconds: float) -> None:
         """Record a step's time plus the time that the device was idle before it, up to the step's own time. The first
         step of a shape with drafts is not counted, because it captures the shape's graph and runs it for the first
         time."""
         seconds += min(seconds, idle_seconds)
-        if width == 1:
+        if form.mean == 1:
             self._plain[size] = _mean(self._plain.get(size), seconds)
-        elif (key := (size, width)) not in self._begun:
+        elif (key := (size, form)) not in self._begun:
             self._begun.add(key)
         elif size in self._plain:
             self._ratios[key] = _mean(self._ratios.get(key), seconds / self._plain[size][0])
@@ -43,36 +56,36 @@ class DraftCosts:
         mean = self._plain.get(size)
         return None if mean is None else mean[0]
 
-    def is_known(self, size: int, width: int) -> bool:
-        """Whether a step of this size and width was measured."""
-        return (size, width) in self._ratios
+    def is_known(self, size: int, form: Form) -> bool:
+        """Whether a step of this size and form was measured."""
+        return (size, form) in self._ratios
 
-    def has_graph(self, size: int, width: int) -> bool:
-        """Whether a step of this size and width has run."""
-        return (size, width) in self._begun
+    def has_graph(self, size: int, form: Form) -> bool:
+        """Whether a step of this size and form has run."""
+        return (size, form) in self._begun
 
     def knows_from(self, size: int) -> bool:
         """Whether a step with drafts of at least this size was measured."""
         return any(rows >= size for rows, _ in self._ratios)
 
-    def ratio(self, size: int, width: int) -> float:
+    def ratio(self, size: int, form: Form) -> float:
         """Return the time of a step with drafts relative to one without. A shape that was not measured is assumed to
         take as many extra seconds per row as at the nearest size that was. The size must have a measured time without
         drafts."""
-        mean = self._ratios.get((size, width))
+        mean = self._ratios.get((size, form))
         if mean is not None:
             return mean[0]
         if not self._ratios:
-            return 1 + _GUESSED_COST * (width - 1)
+            return 1 + _GUESSED_COST * (form.mean - 1)
         rows = min((rows for rows, _ in self._ratios), key=lambda rows: abs(math.log(rows / size)))
         scale = self._plain[rows][0] / rows * size / self._plain[size][0]
-        return 1 + scale * self._extra(rows, width)
+        return 1 + scale * self._extra(rows, form.mean)
 
-    def _extra(self, rows: int, width: int) -> float:
+    def _extra(self, rows: int, width: float) -> float:
         """Return the extra time of a step with drafts relative to one without, at a size that was measured: on the line
         through the two nearest measured widths; beyond the only measured one, at `_FURTHER_COST` of its slope."""
-        points = [(known, ratio - 1) for (size, known), (ratio, _) in self._ratios.items() if size == rows]
-        first, *others = sorted(points, key=lambda point: (abs(point[0] - width), point))
+        points = {known.mean: ratio - 1 for (size, known), (ratio, _) in self._ratios.items() if size == rows}
+        first, *others = sorted(points.items(), key=lambda point: (abs(point[0] - width), point))
         others += [(1, 0.0)] if width < first[0] or not others else []
         second = min(others, key=lambda point: (abs(point[0] - width), point))
         slope = (first[1] - second[1]) / (first[0] - second[0])

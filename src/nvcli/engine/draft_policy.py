@@ -1,11 +1,14 @@
 """DraftPolicy: how many tokens to draft for each decode row of the next step.
 
 An accepted draft saves its row a step, but every draft makes the step longer, and the first step of a shape captures
-its graph. The policy takes the width with the most tokens per second, or no drafts if none is faster. It relies on
+its graph. The policy takes the number of tokens with the most tokens per second, or no drafts if none is faster. With
+few rows each gets as many; with more, the drafts may also go to the rows where they are likeliest to be right. It
+relies on
 
-- how often the first, second, … draft of a row is right: measured on the drafts that ran, and estimated from the
-  answers, which show without any draft what would have been right (`DraftEvidence`);
-- how long steps take (`DraftCosts`). A width that has not run yet is tried if it is likely to pay for the try.
+- how often the first, second, … draft of a row is right, and how often each row's own are (`RowRates`): measured on the
+  drafts that ran, and estimated from the answers, which show without any draft what would have been right
+  (`DraftEvidence`);
+- how long steps take (`DraftCosts`). A form of step that has not run yet is tried if it is likely to pay for the try.
 
 The time that drafts have cost and not yet won back is a debt, of which a small share of the elapsed time is written
 off. While the debt is large, there are no drafts. If the estimates speak against drafts, they are still tried where
@@ -22,9 +25,12 @@ from dataclasses import dataclass
 
 from nvcli.core.config_types import DraftPolicyName
 from nvcli.core.messages import DRAFT_SOURCES, StepInput, StepOutput, unpack
-from nvcli.engine.draft_costs import DraftCosts, size_of
+from nvcli.engine.draft_costs import DraftCosts, Form, size_of
 from nvcli.engine.draft_evidence import DraftEvidence
+from nvcli.engine.row_widths import RowRates
 from nvcli.engine.state import RequestState
+
+_PLAIN = Form(1)
 
 _ROWS_SEEN, _STEPS_SEEN = 64, 10
 """Length of the moving averages of the acceptance rates: in rows, and at least this many steps."""
@@ -59,6 +65,8 @@ _PLAIN_EVERY, _PLAIN_OFTEN = 128, 32
 """Steps with drafts before one without, whose time is measured; the second applies unless the gain exceeds
 `_LARGE_GAIN`."""
 _LARGE_GAIN = 1.2
+_UNEVEN_EVERY = 8
+"""Steps between two estimates of what uneven drafts would gain, while there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +75,12 @@ class Drafting:
 
     widths: tuple[int, ...]
     """Allowed numbers of tokens per row in steps with drafts, ascending; not empty."""
+    uneven_widths: tuple[float, ...] = ()
+    """Allowed numbers of tokens per row, on average, in steps whose rows have different numbers of drafts."""
+    most_of_uneven: int = 1
+    """The most tokens of a row in such a step; all of `uneven_widths` are less."""
+    uneven_from: int = 1
+    """The fewest rows of such a step."""
     policy: DraftPolicyName = "auto"
     """auto: as many drafts as make the run faster; always: as many as possible."""
     max_step_tokens: int = 1 << 30
@@ -76,7 +90,7 @@ class Drafting:
 
 
 class DraftPolicy:
-    """Chooses the number of tokens per decode row for one replica's steps."""
+    """Chooses the number of tokens of each decode row for one replica's steps."""
 
     def __init__(self, drafting: Drafting | None) -> None:
         """`drafting` None: decode rows have no drafts."""
@@ -98,7 +112,14 @@ class DraftPolicy:
         tries may cost."""
         self._num_tests = [0] * most
         """Number of steps whose rows had a first, second, … draft."""
-        self._width = 1
+        self._rates = RowRates(drafting.most_of_uneven - 1 if drafting else 0)
+        self._forms: list[Form] = []
+        """The forms of steps with drafts, those with the fewest tokens first."""
+        if drafting is not None:
+            self._forms = [Form(mean, False) for mean in drafting.uneven_widths] + [Form(w) for w in drafting.widths]
+            self._forms.sort(key=lambda form: (form.mean, not form.is_even))
+        self._form = _PLAIN
+        self._steps_without_drafts = 0
         self._steps_with_drafts = 0
         """Steps since the last one without drafts."""
         self._steps_to_wait = 0
@@ -106,22 +127,25 @@ class DraftPolicy:
         self._pause = self._steps_to_try = _FIRST_PAUSE
         """Steps without drafts between two tries, and how many are left until the next one."""
 
-    def width(self, num_rows: int, max_tokens: int, *, has_prompts: bool) -> int:
-        """Return the number of tokens for each of a step's `num_rows` decode rows, up to `max_tokens` in all.
-        `has_prompts`: the step may compute prompts too."""
-        if self._drafting is None or num_rows == 0:
-            return 1
-        most = min(max_tokens, self._drafting.max_step_tokens) // num_rows
-        widths = [width for width in self._drafting.widths if width <= most]
-        if not widths:
-            return 1
-        if self._drafting.policy == "always":
-            return widths[-1]
-        if has_prompts:
-            return 1
-        self._width = self._choose(size_of(num_rows), widths)
-        self._steps_with_drafts = self._steps_with_drafts + 1 if self._width > 1 else 0
-        return self._width
+    def widths(self, rows: Sequence[RequestState], max_tokens: int, *, has_prompts: bool) -> list[int]:
+        """Return the number of tokens for each of a step's decode rows, up to `max_tokens` in all. `has_prompts`: the
+        step may compute prompts too."""
+        num_rows, drafting = len(rows), self._drafting
+        if drafting is None or num_rows == 0:
+            return [1] * num_rows
+        most = min(max_tokens, drafting.max_step_tokens)
+        has_levels = num_rows >= drafting.uneven_from and self._steps_without_drafts % _UNEVEN_EVERY <= 1
+        forms = [form for form in self._forms if form.num_tokens(num_rows) <= most and (form.is_even or has_levels)]
+        is_always = drafting.policy == "always"
+        if not forms or (has_prompts and not is_always):
+            return [1] * num_rows
+        levels = self._rates.levels(rows) if has_levels else []
+        self._form = forms[-1] if is_always else self._choose(size_of(num_rows), forms, levels)
+        self._steps_with_drafts = 0 if self._form == _PLAIN else self._steps_with_drafts + 1
+        self._steps_without_drafts = self._steps_without_drafts + 1 if self._form == _PLAIN else 0
+        if self._form.is_even:
+            return [int(self._form.mean)] * num_rows
+        return self._rates.widths(levels, self._rates.plan(levels, self._form.num_tokens(num_rows) - num_rows))
 
     def learn(self, step: StepInput, output: StepOutput, decoding: Sequence[RequestState] = ()) -> None:
         """Learn from a step's output and duration. `decoding`: the requests of its decode rows, before the step's
@@ -129,41 +153,55 @@ class DraftPolicy:
         if self._drafting is None:
             return
         num_rows = step.num_decodes
-        width = unpack(step.num_tokens[:4])[0] if step.row_limits else 1
+        widths = unpack(step.num_tokens)[:num_rows] if step.row_limits else [1] * num_rows
+        form = self._form_of(widths) if step.row_limits else _PLAIN
         seconds = output.seconds + min(output.idle_seconds, output.seconds)
         self._elapsed += seconds
         debt = self._debt - _TRIED_SHARE * seconds
         self._num_steps += 1
-        counts = unpack(output.counts)[:num_rows] if output.counts else [width] * num_rows
-        if width > 1:
-            self._count(output, counts, width)
+        counts = unpack(output.counts)[:num_rows] if output.counts else widths
+        if form != _PLAIN:
+            self._count(output, counts, widths, self._rates.learn(decoding, widths, counts) if decoding else [])
         if num_rows and num_rows == step.num_rows and output.seconds > 0:
             size = size_of(num_rows)
             plain = self._costs.plain(size)
-            if width > 1 and plain is not None:
+            if form != _PLAIN and plain is not None:
                 spent = output.seconds + min(output.idle_seconds, _MOST_IDLE)
                 debt += spent - plain * sum(counts) / num_rows
-            self._costs.learn(size, width, output.seconds, output.idle_seconds)
+            self._costs.learn(size, form, output.seconds, output.idle_seconds)
         self._debt = max(-_MOST_SAVED, debt)
-        every = 1 if self._num_looks < _LOOKS else 16 if width > 1 else 4
+        every = 1 if self._num_looks < _LOOKS else 4 if form == _PLAIN else 16
         if decoding and self._num_steps % every == 0:
             self._look(decoding[self._num_looks % len(decoding)])
 
-    def _count(self, output: StepOutput, counts: Sequence[int], width: int) -> None:
-        """Update the acceptance rates from the number of tokens that each row with drafts gave."""
+    def _form_of(self, widths: Sequence[int]) -> Form:
+        """Return the form of a step with drafts."""
+        assert self._drafting is not None
+        if min(widths) == max(widths):
+            return Form(widths[0])
+        mean = sum(widths) / len(widths)
+        return Form(min(self._drafting.uneven_widths, key=lambda known: abs(known - mean), default=mean), False)
+
+    def _count(self, output: StepOutput, counts: Sequence[int], widths: Sequence[int], rates: Sequence[float]) -> None:
+        """Update the acceptance rates from the number of tokens that each row with drafts gave. `rates`: how often the
+        drafts of each row are right, which stands for drafts that a row had not; empty: unknown."""
         num_rows = len(counts)
-        drafted = unpack(output.drafted) if output.drafted else [width - 1] * num_rows
+        drafted = unpack(output.drafted) if output.drafted else [width - 1 for width in widths]
         sources = unpack(output.draft_sources) if output.draft_sources else [0] * num_rows
         for source, num_drafted, count in zip(sources, drafted, counts, strict=True):
             self.num_drafted[source] += num_drafted
             self.num_accepted[source] += max(0, count - 1)
         if sum(count > 1 for count in counts) / num_rows > self._survival[0] + _NEWS:
             self._pause = _FIRST_PAUSE
-        for place in range(width - 1):
+        for place in range(max(widths) - 1):
             self._num_tests[place] += 1
             first = min(1.0, num_rows / _FEW_ROWS) / self._num_tests[place]
             weight = max(first, min(1 / _STEPS_SEEN, num_rows / _ROWS_SEEN))
-            share = sum(count > place + 1 for count in counts) / num_rows
+            num_right: float = sum(count > place + 1 for count in counts)
+            num_right += sum(
+                rate ** (place + 1) for rate, width in zip(rates, widths, strict=False) if width <= place + 1
+            )
+            share = num_right / num_rows
             self._survival[place] += weight * (share - self._survival[place])
 
     def _look(self, state: RequestState) -> None:
@@ -173,35 +211,44 @@ class DraftPolicy:
         if outcome is None:
             return
         weight = max(1 / _ROWS_SEEN, 1 / (self._num_looks + _UNSEEN))
+        self._rates.saw(state, outcome.num_right, outcome.num_drafts, weight=weight)
         for place in range(outcome.num_drafts):
             self._survival[place] += weight * ((outcome.num_right > place) - self._survival[place])
 
-    def _choose(self, size: int, widths: list[int]) -> int:
-        """Return the best width for steps of a size, 1 or one of `widths`."""
+    def _choose(self, size: int, forms: list[Form], levels: Sequence[int]) -> Form:
+        """Return the best form for steps of a size, one of `forms` or without drafts. `levels`: of the rows' rates;
+        empty if no form is uneven."""
         costs = self._costs
         self._steps_to_wait = max(0, self._steps_to_wait - 1)
         if costs.plain(size) is None:
-            return 1  # nothing to compare with
+            return _PLAIN  # nothing to compare with
         shares = self._shares()
         first_try = not costs.knows_from(size)
-        best, best_gain, likeliest = 1, _LEAST_TO_STAY if self._width > 1 else _LEAST_GAIN, (0.0, widths[0])
-        for width in widths[:1] if first_try else widths:
-            gain = (1 + sum(shares[: width - 1])) / costs.ratio(size, width)
-            likeliest = max(likeliest, (gain, width))
-            if not costs.is_known(size, width):
+        best, best_gain, likeliest = _PLAIN, _LEAST_GAIN if self._form == _PLAIN else _LEAST_TO_STAY, (0.0, forms[0])
+        for form in forms[:1] if first_try else forms:
+            gain = self._tokens_of(form, shares, levels) / costs.ratio(size, form)
+            likeliest = max(likeliest, (gain, form))
+            if not costs.is_known(size, form):
                 saved = (gain - 1) * max(self._elapsed, _HORIZON)
-                if self._steps_to_wait > 0 or saved < self._price(size, width) + max(0.0, self._debt):
+                if self._steps_to_wait > 0 or saved < self._price(size, form) + max(0.0, self._debt):
                     continue
                 gain /= _LEAST_TO_TRY
             if gain > best_gain:
-                best, best_gain = width, gain
-        if best > 1 and self._debt <= _MOST_DEBT:
+                best, best_gain = form, gain
+        if best != _PLAIN and self._debt <= _MOST_DEBT:
             if self._steps_with_drafts >= (_PLAIN_EVERY if best_gain > _LARGE_GAIN else _PLAIN_OFTEN):
-                return 1
+                return _PLAIN
             if not costs.is_known(size, best):
                 self._steps_to_wait = _STEPS_IN_FLIGHT
             return best
         return self._try(size, likeliest[1])
+
+    def _tokens_of(self, form: Form, shares: Sequence[float], levels: Sequence[int]) -> float:
+        """Return the tokens that a row can be expected to get in a step of this form."""
+        if form.is_even:
+            return 1 + sum(shares[: int(form.mean) - 1])
+        num_rows = len(levels)
+        return 1 + self._rates.plan(levels, form.num_tokens(num_rows) - num_rows).num_right / num_rows
 
     def _shares(self) -> list[float]:
         """Return the share of rows whose first, second, … draft is right. A later draft is right at most as often as an
@@ -214,20 +261,20 @@ class DraftPolicy:
             shares.append(min(share, shares[-1]) if place else share)
         return shares
 
-    def _try(self, size: int, width: int) -> int:
-        """Return `width` if it is time to try it although the estimates speak against it, else 1."""
+    def _try(self, size: int, form: Form) -> Form:
+        """Return `form` if it is time to try it although the estimates speak against it, else a step without drafts."""
         if self._steps_to_try > 0:
             self._steps_to_try -= 1
-            return 1
-        if width < _LEAST_GAIN * self._costs.ratio(size, width) or self._debt + self._price(size, width) > 0:
-            return 1
+            return _PLAIN
+        if form.mean < _LEAST_GAIN * self._costs.ratio(size, form) or self._debt + self._price(size, form) > 0:
+            return _PLAIN
         self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
         self._steps_to_try = self._pause
-        return width
+        return form
 
-    def _price(self, size: int, width: int) -> float:
+    def _price(self, size: int, form: Form) -> float:
         """Return the seconds that a step with drafts wastes if all of them are wrong."""
         plain = self._costs.plain(size)
         assert plain is not None
-        capture = 0.0 if self._costs.has_graph(size, width) else _TRY_SECONDS
-        return (self._costs.ratio(size, width) - 1) * plain + capture
+        capture = 0.0 if self._costs.has_graph(size, form) else _TRY_SECONDS
+        return (self._costs.ratio(size, form) - 1) * plain + capture

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from nvcli.core.engine_config import EngineConfig
+from nvcli.core.engine_config import UNEVEN_ROWS, UNEVEN_WIDTHS, EngineConfig, most_of_uneven
 from nvcli.core.messages import EngineReady
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.chunk_groups import PrefixCosts
@@ -110,6 +110,9 @@ def drafting_of(config: EngineConfig, ready: EngineReady) -> Drafting | None:
         return None
     return Drafting(
         widths=config.draft_widths,
+        uneven_widths=tuple(mean for mean in UNEVEN_WIDTHS if mean < most_of_uneven(config.draft_widths)),
+        most_of_uneven=most_of_uneven(config.draft_widths),
+        uneven_from=UNEVEN_ROWS,
         policy=config.draft_policy,
         max_step_tokens=config.max_draft_step_tokens,
         accept_rate=config.draft_accept_rate,

@@ -17,8 +17,8 @@ prompt are taken when it is admitted (in KV groups with a window, as its chunks 
 time. `Admission` aims to have enough of them. When there are too few, a request is preempted (`choose_victim`): its
 blocks are released, and its tokens recomputed later.
 
-All decode rows of a step are equally wide: 1 token, or several with drafts after it (`DraftPolicy`). A row may be wider
-than its request has tokens left; `StepInput.row_limits` keeps the ranks from giving more. Drafts only take free blocks:
+A decode row is 1 token wide, or wider with drafts after it (`DraftPolicy`). A row may be wider than its request has
+tokens left; `StepInput.row_limits` keeps the ranks from giving more. Drafts only take free blocks:
 if there are too few, a step has no drafts, and steps in flight with drafts give back what they do not use before a
 request is preempted.
 
@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import compress
 
 from nvcli.core.messages import StepOutput, pack, unpack
 from nvcli.engine import failures
@@ -141,18 +142,19 @@ class Scheduler:
         """Return the next step, or None when nothing can be computed now."""
         draft = StepDraft(brings_prefixes=self.limits.drafting is not None)
         self._tables.begin_step()
-        num_preemptions = self._num_preemptions
-        rows, width = self._plan_decode_rows(draft)
-        budget = self.limits.max_num_batched_tokens - width * len(rows)
+        num_running, num_preemptions = len(self._running), self._num_preemptions
+        rows, widths = self._plan_decode_rows(draft)
+        budget = self.limits.max_num_batched_tokens - sum(widths)
         chunks = self._plan_chunks(budget, draft)
         preempted = self._num_preemptions > num_preemptions
-        if preempted:  # some possibly after they were given blocks in this step
-            rows = [state for state in rows if state.slot is not None]
+        if len(self._running) < num_running:  # some possibly lost their slots after they were given blocks in this step
+            is_running = [state.slot is not None for state in rows]
+            rows, widths = list(compress(rows, is_running)), list(compress(widths, is_running))
             chunks = [(state, length) for state, length in chunks if state.slot is not None]
             draft.keep_blocks_of({state.slot for state in self._running})
 
-        row_limits = pack([state.most_computed for state in rows]) if width > 1 else b""
-        decode_slots, decode_lens, parked = self._running.decoding.advance(rows, width)
+        row_limits = pack([state.most_computed for state in rows]) if max(widths, default=1) > 1 else b""
+        decode_slots, decode_lens, parked = self._running.decoding.advance(rows, widths)
         draft.add_last_tokens([state for state in parked if state.needs_last_token])
         for state, length in chunks:
             self._add_chunk(state, length, draft)
@@ -169,7 +171,7 @@ class Scheduler:
             self._next_step_id,
             decoding=rows,
             decode_slots=decode_slots,
-            decode_width=width,
+            decode_widths=widths,
             decode_lens=decode_lens,
             row_limits=row_limits,
             freed_slots=self._running.take_freed_slots(),
@@ -290,24 +292,21 @@ class Scheduler:
 
     # ------------------------------------------------------------------ decode rows
 
-    def _plan_decode_rows(self, draft: StepDraft) -> tuple[list[RequestState], int]:
+    def _plan_decode_rows(self, draft: StepDraft) -> tuple[list[RequestState], list[int]]:
         """Choose the requests that decode in the next step, the first ready ones, and take blocks for their tokens.
-        Returns them and the tokens of each row."""
-        num_running = len(self._running)
-        rows = self._running.decoding.leading(self.limits.max_decode_rows(num_running))
+        Returns them and the number of tokens of each row."""
+        rows = self._running.decoding.leading(self.limits.max_decode_rows(len(self._running)))
         has_prompts = bool(self._running.prefilling or (self._waiting and self._running.has_free_slot))
-        width = self._drafts.width(len(rows), self.limits.max_num_batched_tokens, has_prompts=has_prompts)
-        lacking = [state for state in rows if state.num_computed + width > state.capacity]
-        if lacking and (width > 1 or self._num_with_drafts) and not self._tables.has_room(lacking, width):
-            width = 1
-            lacking = [state for state in rows if state.num_computed + width > state.capacity]
-            if self._num_with_drafts and not self._tables.has_room(lacking, width):
-                return [], width
-        for state in lacking:
+        widths = self._drafts.widths(rows, self.limits.max_num_batched_tokens, has_prompts=has_prompts)
+        lacking = _lacking(rows, widths)
+        if lacking and (max(widths) > 1 or self._num_with_drafts) and not self._tables.has_room(lacking):
+            widths = [1] * len(rows)
+            lacking = _lacking(rows, widths)
+            if self._num_with_drafts and not self._tables.has_room(lacking):
+                return [], []
+        for state, width in lacking:
             self._make_room(state, width, draft, least=width)
-        if len(self._running) < num_running:
-            rows = [state for state in rows if state.slot is not None]
-        return rows, width
+        return rows, widths
 
     def _take_back_missing(self, step: ScheduledStep, output: StepOutput) -> list[RequestState]:
         """Lower the bounds of requests that got fewer tokens than the step computed logits for.
@@ -462,3 +461,8 @@ class Scheduler:
         self._running.check_integrity()
         self._admission.check_integrity(list(self._running))
         assert all(s.slot is None and not s.blocks and not s.num_computed for s in self._waiting if not s.finished)
+
+
+def _lacking(rows: Sequence[RequestState], widths: Sequence[int]) -> list[tuple[RequestState, int]]:
+    """Return the requests that need blocks for their next tokens, with the numbers of these tokens."""
+    return [(state, n) for state, n in zip(rows, widths, strict=True) if state.num_computed + n > state.capacity]

@@ -103,6 +103,10 @@ class RequestState:
     needed."""
     num_brought: int = 0
     """Leading tokens of which steps have brought the last ones to the ranks, since the request entered its slot."""
+    drafts_right: float = 0.0
+    """Drafts that were right, the latest counting most (`RowRates`)."""
+    drafts_tried: float = 0.0
+    """The same of drafts whose predecessors were right, and which were right or not."""
     num_cached_tokens: int | None = None
     """Prefix-cache hit of the first admission; None before it."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)

@@ -228,7 +228,7 @@ class StepDraft:
         *,
         decoding: list[RequestState],
         decode_slots: bytes,
-        decode_width: int,
+        decode_widths: Sequence[int],
         decode_lens: bytes,
         row_limits: bytes,
         freed_slots: Sequence[int],
@@ -240,7 +240,7 @@ class StepDraft:
         """Return the step, which has something to compute.
 
         `decoding`: the requests of the decode rows; `decode_slots` and `decode_lens` are their packed slots and lengths
-        after the step; each has `decode_width` tokens. `row_limits`: see `StepInput`; `registered`: see
+        after the step, `decode_widths` the numbers of their tokens. `row_limits`: see `StepInput`; `registered`: see
         `ScheduledStep`.
         """
         num_decodes = len(decode_slots) // 4
@@ -249,7 +249,7 @@ class StepDraft:
         groups = sharing.arrangement.groups if sharing.arrangement is not None else []
         block_groups, block_slots, block_columns, block_ids = _pack_blocks(self._blocks)
         chunk_slots, chunk_tokens, chunk_logits, chunk_lens = _pack_columns(self._chunks)
-        widths = pack([decode_width]) * num_decodes
+        widths = pack(decode_widths)
         changes = sharing.segments
         step = StepInput(
             step_id=step_id,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
 
-from nvcli.core.engine_config import EngineConfig
+from nvcli.core.engine_config import UNEVEN_ROWS, UNEVEN_WIDTHS, EngineConfig, most_of_uneven
 from nvcli.models.config import ModelConfig
 from nvcli.sizing.costs import model_costs
 
@@ -70,15 +70,16 @@ def step_graph_sizes(config: EngineConfig, model: ModelConfig) -> list[GraphSize
     )
 
 
-def draft_graph_sizes(config: EngineConfig, widths: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the sizes of steps whose decode rows have drafts, as (rows, tokens of each), captured when they are first
-    used."""
-    return [
-        (rows, width)
-        for width in widths
-        for rows in decode_sizes(config.max_num_decodes)
-        if rows * width <= config.max_draft_step_tokens
-    ]
+def draft_graph_sizes(config: EngineConfig, widths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return the sizes of steps whose decode rows have drafts, captured when they are first used: (rows, tokens of all
+    rows, most tokens of a row). In the first ones every row has as many tokens, in the others not."""
+    all_rows = decode_sizes(config.max_num_decodes)
+    sizes = [(rows, rows * width, width) for width in widths for rows in all_rows]
+    if widths:
+        most = most_of_uneven(widths)
+        means = [mean for mean in UNEVEN_WIDTHS if mean < most]
+        sizes += [(rows, int(mean * rows), most) for mean in means for rows in all_rows if rows >= UNEVEN_ROWS]
+    return [size for size in sizes if size[1] <= config.max_draft_step_tokens]
 
 
 def may_share(decode_rows: int, max_shared_rows: int) -> bool:

@@ -132,7 +132,7 @@ def _graphs(config: EngineConfig, model: ModelConfig, *, samples: bool) -> int:
     shared = activations if activations > sampling else activations + sampling
     most_tokens = launch_bound_tokens(model, config.tensor_parallel_size)
     num_graphs = sum(
-        1 + may_share(rows, config.max_shared_rows) for rows, _ in draft_graph_sizes(config, config.draft_widths)
+        1 + may_share(rows, config.max_shared_rows) for rows, *_ in draft_graph_sizes(config, config.draft_widths)
     )
     num_graphs += sum(
         (1 + may_share(size[0], config.max_shared_rows))

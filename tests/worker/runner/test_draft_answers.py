@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from generation import generate, generate_here
+from launched_graphs import LaunchedGraphs
 
 from checkpoints import write_tiny_model
 from constrained_requests import END_IDS, WANTED, load_vocabulary
 from family_shapes import SHAPES
+from nvcli.attention.forward_batch import BatchShape
 from nvcli.core.messages import unpack
 from nvcli.core.sampling_params import SamplingParams, StopRepetition
 from nvcli.core.structured import Constraint, Structured
 from nvcli.demo import demo_path
 from nvcli.engine.request import PromptScoring, Request, RequestOutput, ThoughtLimit
+from nvcli.worker.runner.model_runner import ModelRunner
 from one_rank import make_core, make_runner, make_scheduler, run_core
+from rank_in_process import draw_widths
 from requests_factory import make_request
 from schema_maker import make_schemas
 
 DRAFTS: dict[str, Any] = {"draft_policy": "always", "max_draft_tokens": 5}
+UNEVEN: dict[str, Any] = {**DRAFTS, "max_num_seqs": 28, "max_num_batched_tokens": 64}
+"""Steps whose tokens are too few for as many drafts in each row: they go to the rows where they are likelier to be
+right."""
 STRUCTURED_STEPS: dict[str, Any] = {"max_num_seqs": 24, "max_num_batched_tokens": 64}
 NEWLINE = 5
 SAMPLINGS = [
@@ -114,11 +122,23 @@ def structured_answers(structured: list[Request]) -> Any:
     return run_here(structured, **STRUCTURED_STEPS)
 
 
-def run_here(requests: list[Request], num_blocks: int | None = None, **config: Any) -> Any:
-    """The answers of one rank in this process, and its statistics."""
+def run_here(
+    requests: list[Request],
+    num_blocks: int | None = None,
+    *,
+    draws: bool = False,
+    prepare: Callable[[ModelRunner], object] = lambda runner: None,
+    **config: Any,
+) -> Any:
+    """The answers of one rank in this process, and its statistics. `draws`: each row has a number of tokens drawn anew
+    in each step. `prepare`: what is done to the rank before."""
     own = {"max_model_len": 160, "block_size": 4, "kv_cache_memory": 64 << 20}
     runner = make_runner(demo_path(), "cpu", **{**own, **config})
-    core = make_core(runner, make_scheduler(runner, num_blocks))
+    scheduler = make_scheduler(runner, num_blocks)
+    prepare(runner)
+    if draws:
+        draw_widths(scheduler, random.Random(1))
+    core = make_core(runner, scheduler)
     return run_core(core, samples_of(requests)), core.stats
 
 
@@ -135,7 +155,7 @@ def expected(requests: list[Request]) -> dict[int, RequestOutput]:
         ({}, None),
         ({"max_num_seqs": 16, "max_num_batched_tokens": 40, "max_draft_tokens": 15}, None),
         ({"max_num_seqs": 7, "max_num_batched_tokens": 9, "max_draft_tokens": 2}, None),
-        ({"max_num_seqs": 12, "block_size": 2}, 110),
+        ({"max_num_seqs": 12, "block_size": 2, "draws": True}, 110),
         ({"max_num_seqs": 6, "enable_prefix_caching": False, "overlap_steps": False}, 60),
         ({"max_draft_tokens": 1, "draft_policy": "auto"}, None),
     ],
@@ -154,11 +174,41 @@ def test_answers_are_those_without_drafts(
         assert stats.num_preemptions > 0
 
 
+def test_rows_of_different_widths_are_padded(requests: list[Request], expected: dict[int, RequestOutput]) -> None:
+    """Graphs hold more rows and tokens than a step has; no row of padding is wider than the rows of the graph."""
+    shapes = [
+        BatchShape(decode_rows=rows, tokens_per_row=8, uneven_tokens=tokens)
+        for rows, tokens in ((16, 40), (16, 80), (32, 110), (32, 150))
+    ]
+    replayed: list[BatchShape] = []
+
+    def use_graphs(runner: ModelRunner) -> None:
+        graphs = LaunchedGraphs(shapes, runner.steps)
+        graphs.captured += shapes
+        graphs.replayed = replayed
+        runner.steps.use_graphs(graphs)
+
+    settings = {**DRAFTS, "max_num_seqs": 24, "max_draft_tokens": 7, "max_num_batched_tokens": 200}
+    found, _ = run_here(requests, draws=True, prepare=use_graphs, **settings)
+    assert_equal(found, expected)
+    assert set(replayed) == set(shapes)
+
+
+@pytest.mark.gpu
+def test_rows_of_different_widths_in_graphs(requests: list[Request], expected: dict[int, RequestOutput]) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    settings = {**DRAFTS, "max_num_seqs": 32, "max_num_batched_tokens": 96, "max_model_len": 160, "dtype": "float32"}
+    runner = make_runner(demo_path(), **settings)
+    assert_equal(run_core(make_core(runner), samples_of(requests)), expected)
+    assert runner.steps._graphs is not None
+    assert any(shape.uneven_tokens for shape in runner.steps._graphs._graphs)
+
+
 def test_ranks_that_share_a_model_take_the_same_drafts(
     requests: list[Request], expected: dict[int, RequestOutput], structured: list[Request], structured_answers: Any
 ) -> None:
     fewer = [*samples_of(requests[:24]), *structured[:8]]
-    found, stats = generate(demo_path(), fewer, tensor_parallel_size=2, **DRAFTS)
+    found, stats = generate(demo_path(), fewer, tensor_parallel_size=2, **UNEVEN)
     all_expected = expected | structured_answers[0]
     assert_equal(found, {request.request_id: all_expected[request.request_id] for request in fewer})
     assert stats.accepted_tokens > 30
@@ -189,7 +239,7 @@ def test_stages_take_the_same_drafts(
     requests: list[Request], expected: dict[int, RequestOutput], structured: list[Request], structured_answers: Any
 ) -> None:
     fewer = [*samples_of(requests[:24]), *structured[:8]]
-    found, stats = generate(demo_path(), fewer, pipeline_parallel_size=2, **DRAFTS)
+    found, stats = generate(demo_path(), fewer, pipeline_parallel_size=2, **UNEVEN)
     all_expected = expected | structured_answers[0]
     assert_equal(found, {request.request_id: all_expected[request.request_id] for request in fewer})
     assert stats.accepted_tokens > 100

@@ -208,6 +208,28 @@ def test_a_step_takes_the_shape_with_the_fewest_tokens() -> None:
     assert graphs.padded_shape(BatchShape(decode_rows=1, tokens_per_row=2)) is None
 
 
+def test_a_step_whose_rows_have_different_numbers_of_drafts_takes_the_shape_that_has_room_for_its_padding() -> None:
+    even, few, many = (
+        BatchShape(decode_rows=8, tokens_per_row=4),
+        BatchShape(decode_rows=8, tokens_per_row=4, uneven_tokens=12),
+        BatchShape(decode_rows=16, tokens_per_row=4, uneven_tokens=24),
+    )
+    graphs = GraphRunner[Any]([even, few, many], lambda shape: None)
+
+    def chosen(rows: int, tokens: int, most: int = 4) -> BatchShape | None:
+        return graphs.padded_shape(BatchShape(decode_rows=rows, tokens_per_row=most, uneven_tokens=tokens))
+
+    assert chosen(8, 12) == few
+    assert chosen(7, 8, most=2) == few
+    assert chosen(8, 11) == many, "no row for the padding"
+    assert chosen(7, 7) == many, "one row for 5 tokens of padding"
+    assert chosen(9, 20) == many
+    assert chosen(15, 19) is None
+    assert chosen(8, 25) is None
+    assert chosen(4, 9, most=5) is None
+    assert graphs.padded_shape(BatchShape(decode_rows=5, tokens_per_row=4)) == even
+
+
 @pytest.mark.parametrize("most", [1, 3, 8, 21, 64, 100, 256, 1000])
 def test_decode_sizes_reach_the_most_rows_and_pad_by_a_quarter_at_most(most: int) -> None:
     sizes = decode_sizes(most)

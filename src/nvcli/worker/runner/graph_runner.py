@@ -95,18 +95,7 @@ class GraphRunner(Generic[T]):
 
     def padded_shape(self, shape: BatchShape) -> BatchShape | None:
         """Return the shape of the graph that serves a batch; None if none does."""
-        for candidate in self._smallest_first:
-            if (
-                candidate.decode_rows >= shape.decode_rows
-                and candidate.prefill_rows >= shape.prefill_rows
-                and candidate.prefill_tokens >= shape.prefill_tokens
-                and (shape.decode_rows == 0 or candidate.tokens_per_row == shape.tokens_per_row)
-                and candidate.shares_segments == shape.shares_segments
-                and candidate.shares_prefixes == shape.shares_prefixes
-                and candidate.has_adapters == shape.has_adapters
-            ):
-                return candidate
-        return None
+        return next((candidate for candidate in self._smallest_first if candidate.holds(shape)), None)
 
     def replay(self, shape: BatchShape) -> T:
         """Replay the graph of a captured shape. Its output is valid until the next replay of any graph."""

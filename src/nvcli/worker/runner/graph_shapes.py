@@ -67,8 +67,10 @@ class GraphShapes:
                 (shape.decode_rows, shape.prefill_rows, shape.prefill_tokens), most_shared, most_tokens
             )
         ]
-        sizes_of_drafts = draft_graph_sizes(config, draft_widths)
-        drafts = [BatchShape(decode_rows=rows, tokens_per_row=width) for rows, width in sizes_of_drafts]
+        drafts = [
+            BatchShape(decode_rows=rows, tokens_per_row=most, uneven_tokens=0 if tokens == rows * most else tokens)
+            for rows, tokens, most in draft_graph_sizes(config, draft_widths)
+        ]
         drafts = [shape for shape in drafts if backend.can_capture(shape)]
         late += drafts
         late += [

@@ -53,9 +53,12 @@ def exact_shape(step: StepInput) -> BatchShape:
     """Return the shape of a step without padding."""
     num_tokens = unpack_ids(step.num_tokens)
     num_decodes = step.num_decodes
+    widths = num_tokens[:num_decodes]
+    most = int(widths.max(initial=1))
     return BatchShape(
         decode_rows=num_decodes,
-        tokens_per_row=int(num_tokens[0]) if num_decodes else 1,
+        tokens_per_row=most,
+        uneven_tokens=0 if (widths == most).all() else int(widths.sum()),
         prefill_rows=len(num_tokens) - num_decodes,
         prefill_tokens=int(num_tokens[num_decodes:].sum()),
         shares_segments=step.shares_segments,
@@ -184,7 +187,11 @@ class InputBuffers:
         slots, num_tokens, num_logits, starts, kept = staged[:_STEP_FIELDS]
         slots[: num_rows + 1] = self._state.padding_slot
         slots[places] = step_slots
-        num_tokens[num_decodes:first_prefill] = shape.tokens_per_row
+        num_padding = first_prefill - num_decodes
+        if num_padding:
+            # Spread evenly, so that no row has more than `tokens_per_row`.
+            ends = np.arange(num_padding + 1) * (shape.decode_tokens - step_tokens[:num_decodes].sum()) // num_padding
+            num_tokens[num_decodes:first_prefill] = np.diff(ends)
         num_tokens[places] = step_tokens
         num_tokens[num_rows] = shape.num_tokens - num_tokens[:num_rows].sum()
         num_logits[places] = step_logits
@@ -209,7 +216,7 @@ class InputBuffers:
         limits[:] = _NO_LIMIT
         if step.row_limits:
             limits[:num_decodes] = unpack_ids(step.row_limits)
-        most_drafts[:num_decodes] = shape.tokens_per_row - 1
+        most_drafts[:num_decodes] = step_tokens[:num_decodes] - 1
         if may_draft is not None:
             most_drafts[:num_decodes] *= may_draft
         is_first = np.zeros(len(sampled_slots), dtype=np.bool_)
