@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ from nvcli.models.config import load_model_config
 from nvcli.models.geometry import model_tensors
 from nvcli.models.kv_groups import block_bytes
 from nvcli.models.registry import build_model
-from nvcli.sizing.memory import estimate
+from nvcli.sizing.memory import estimate, with_affordable_drafts
 from nvcli.sizing.weights import largest_stage, weight_bytes
 from nvcli.tools.bench.shapes import write_shape
 from nvcli.worker.distributed.stage import WHOLE, Stage
@@ -170,3 +171,24 @@ def test_every_tensor_has_one_name(tmp_path: Path) -> None:
     assert len(set(names)) == len(names)
     in_stages = [t.name for index in range(2) for t in model_tensors(config, "float32", Stage(index, 2))]
     assert sorted(in_stages) == sorted([*names, "model.embed_tokens.weight"]), "each once; the tied head in both"
+
+
+@pytest.mark.parametrize(("gigabytes", "tokens"), [(22, (8, 30)), (24, (8, 40)), (80, (300, 700)), (150, (1024, 1024))])
+def test_drafts_take_a_small_share_of_the_cache(tmp_path: Path, gigabytes: int, tokens: tuple[int, int]) -> None:
+    """Whether a GPU has little room beside the weights or much. A lone request may have as many as it can."""
+    path = write_shape("qwen3-8b", tmp_path)
+    model, total = load_model_config(path), gigabytes * 10**9
+    plain = engine_config(
+        model_path=path,
+        device="cuda",
+        dtype="bfloat16",
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        max_model_len=4096,
+        block_size=64,
+    )
+    drafting = msgspec.structs.replace(plain, max_draft_tokens=7)
+    left = int(0.9 * total) - sum(weight_bytes(model, "bfloat16").values())
+    assert tokens[0] <= with_affordable_drafts(drafting, model, left).max_draft_step_tokens <= tokens[1]
+    without, with_drafts = (estimate(config, model, total).planned["KV cache"] for config in (plain, drafting))
+    assert 0.95 * without < with_drafts < without

@@ -106,6 +106,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     as many as fit now, with preemption when room runs out."""
     max_draft_tokens: int = 0
     """Maximum tokens drafted to follow a row's last one; 0 turns drafts off."""
+    draft_step_tokens: int | None = None
+    """Maximum tokens of a step's decode rows together, if they have drafts, as the ranks find it from their memory
+    (`sizing.memory.affordable_draft_tokens`); None: not known yet."""
     draft_policy: DraftPolicyName = "auto"
     """`RunConfig.speculation.policy`"""
     draft_accept_rate: float | None = None
@@ -221,6 +224,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not self.max_draft_tokens:
             return 0
         most = min(self.max_num_decodes * (1 + self.max_draft_tokens), self.max_num_batched_tokens)
+        if self.draft_step_tokens is not None:
+            return min(most, self.draft_step_tokens)
         return min(most, max(MAX_DRAFT_STEP_TOKENS, self.max_num_decodes))
 
     @property

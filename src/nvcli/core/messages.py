@@ -352,8 +352,8 @@ class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_onl
     """The KV groups of rank 0. At most `MAX_KV_GROUPS`."""
     reads_segments: bool = False
     """Whether the ranks read shared blocks of decoding requests once for all of them."""
-    may_draft: bool = False
-    """Whether decode rows may have drafts."""
+    max_draft_step_tokens: int = 0
+    """Maximum tokens of a step's decode rows together, if they have drafts; 0: they have none."""
     prefix_tile_tokens: int = 0
     """`AttentionBackend.prefix_tile_tokens`, if the ranks attend prefill chunks that share prefixes together; 0:
     they do not."""

@@ -106,7 +106,7 @@ def scheduler_limits(config: EngineConfig, ready: EngineReady) -> SchedulerLimit
 def drafting_of(config: EngineConfig, ready: EngineReady) -> Drafting | None:
     """Return the drafts of decode rows; None: they have none, because nobody wants any or the ranks cannot check
     them."""
-    if not ready.may_draft:
+    if not ready.max_draft_step_tokens:
         return None
     return Drafting(
         widths=config.draft_widths,
@@ -114,7 +114,7 @@ def drafting_of(config: EngineConfig, ready: EngineReady) -> Drafting | None:
         most_of_uneven=most_of_uneven(config.draft_widths),
         uneven_from=UNEVEN_ROWS,
         policy=config.draft_policy,
-        max_step_tokens=config.max_draft_step_tokens,
+        max_step_tokens=ready.max_draft_step_tokens,
         accept_rate=config.draft_accept_rate,
     )
 

@@ -6,6 +6,8 @@ Weights and the KV cache's blocks are exact. The other items follow formulas who
 
 from __future__ import annotations
 
+import msgspec
+
 from nvcli.attention.kv_layout import SCRATCH_UNIT, scratch_tokens
 from nvcli.attention.spec import StateSpec, attention_kinds
 from nvcli.core.engine_config import ANSWER_TABLE_BYTES, EngineConfig
@@ -34,6 +36,9 @@ _COLLECTIVES_BYTES = 500_000_000
 _WORKSPACE_BYTES = 70_000_000
 """Workspaces of the matrix libraries."""
 _BYTES_PER_GRAPH = 1_500_000
+_DRAFTS_SHARE = 0.02
+"""Share of a GPU's memory after weights that the logits and graphs of steps with drafts take: the KV cache then holds
+nearly as many requests as without, whether or not drafts turn out to be right."""
 _MAX_SHARED_SUM_BYTES = 80 << 20
 """The largest part of a sum through shared memory on one rank. There are four such buffers, which come out of the KV
 cache."""
@@ -53,6 +58,7 @@ def estimate(config: EngineConfig, model: ModelConfig, total: int, stage: Stage 
     )
     samples = stage is None or stage.is_last
     budget = int(total * config.gpu_memory_utilization)
+    config = with_affordable_drafts(config, model, budget - sum(weights.values()))
     fixed = (
         sum(weights.values()),
         planned_adapters(config, model, total, stage).device_bytes,
@@ -79,6 +85,24 @@ def planned_adapters(config: EngineConfig, model: ModelConfig, total: int, stage
 
 def _other(config: EngineConfig) -> int:
     return _CONTEXT_BYTES + (_COLLECTIVES_BYTES if config.num_ranks > 1 else 0)
+
+
+def with_affordable_drafts(config: EngineConfig, model: ModelConfig, left: int) -> EngineConfig:
+    """Return a configuration whose steps with drafts hold so few tokens that their logits and graphs take a small share
+    of `left`, the bytes of a GPU that weights leave; but as many as one request may have."""
+    if not config.max_draft_tokens:
+        return config
+    tokens, least = config.max_draft_step_tokens, 1 + config.max_draft_tokens
+    while tokens > least and _draft_bytes(config, model) > left * _DRAFTS_SHARE:
+        tokens = max(least, tokens * 3 // 4)
+        config = msgspec.structs.replace(config, draft_step_tokens=tokens)
+    return config
+
+
+def _draft_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """Return what drafts take: logits, in graphs and beside them, and graphs."""
+    logits = 2 * config.max_draft_step_tokens * _logits_bytes(config, model)
+    return logits + _num_draft_graphs(config) * _BYTES_PER_GRAPH
 
 
 def shared_sum_rows(max_num_batched_tokens: int, row_bytes: int) -> int:
@@ -117,8 +141,13 @@ def _widened_bytes(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _sampling(config: EngineConfig, model: ModelConfig) -> int:
-    """Return the size of all rows' logits, in the model's dtype and in float32."""
-    return config.max_step_logits * model.vocab_size * (DTYPE_BYTES[config.dtype] + 4)
+    """Return the size of all rows' logits."""
+    return config.max_step_logits * _logits_bytes(config, model)
+
+
+def _logits_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """Return the size of a token's logits, in the model's dtype and in float32."""
+    return model.vocab_size * (DTYPE_BYTES[config.dtype] + 4)
 
 
 def _graphs(config: EngineConfig, model: ModelConfig, *, samples: bool) -> int:
@@ -131,10 +160,7 @@ def _graphs(config: EngineConfig, model: ModelConfig, *, samples: bool) -> int:
     sampling = _sampling(config, model) if samples else 0
     shared = activations if activations > sampling else activations + sampling
     most_tokens = launch_bound_tokens(model, config.tensor_parallel_size)
-    num_graphs = sum(
-        1 + may_share(rows, config.max_shared_rows) for rows, *_ in draft_graph_sizes(config, config.draft_widths)
-    )
-    num_graphs += sum(
+    num_graphs = _num_draft_graphs(config) + sum(
         (1 + may_share(size[0], config.max_shared_rows))
         * (1 + may_share_prefixes(size, config.max_shared_rows, most_tokens))
         for size in sizes
@@ -142,6 +168,11 @@ def _graphs(config: EngineConfig, model: ModelConfig, *, samples: bool) -> int:
     if config.placed_adapters:  # steps with adapters and steps without them
         num_graphs *= 2
     return shared + num_graphs * _BYTES_PER_GRAPH
+
+
+def _num_draft_graphs(config: EngineConfig) -> int:
+    sizes = draft_graph_sizes(config, config.draft_widths)
+    return sum(1 + may_share(rows, config.max_shared_rows) for rows, *_ in sizes)
 
 
 def _buffers(config: EngineConfig, model: ModelConfig, stage: Stage | None) -> int:

@@ -229,7 +229,7 @@ def test_tokens_that_grammars_force_come_several_a_step(structured: list[Request
 def test_runs_that_cannot_take_tokens_back_draft_nothing_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nvcli.attention.torch_backend.TorchBackend.needs_exact_lens", True)
     runner = make_runner(demo_path(), "cpu", kv_cache_memory=1 << 20, **DRAFTS)
-    assert not runner.ready.may_draft
+    assert runner.ready.max_draft_step_tokens == 0
     (note,) = [note for note in runner.ready.notes if "draft" in note]
     assert note.startswith("note: no tokens are drafted (`speculation`): the attention backend torch needs")
     assert make_scheduler(runner).limits.drafting is None

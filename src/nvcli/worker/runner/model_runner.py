@@ -30,7 +30,7 @@ from nvcli.models.loader import begin_loading, init_random_weights, load_kv_scal
 from nvcli.models.merged_weights import MergedWeights
 from nvcli.models.registry import build_model
 from nvcli.sizing.kv_cache import max_blocks, tokens_in_blocks
-from nvcli.sizing.memory import shared_sum_rows
+from nvcli.sizing.memory import shared_sum_rows, with_affordable_drafts
 from nvcli.sizing.memory_plan import by_item
 from nvcli.worker.distributed.peer_memory import share_memory
 from nvcli.worker.distributed.process_group import divide_ranks, join_process_group
@@ -96,6 +96,7 @@ class ModelRunner:
             self._share_memory()
             self._prepare_grammars()
             self._begin_weights()
+            self._limit_drafts()
             self._select_attention()
             self._choose_graphs()
             self._make_slots()
@@ -122,7 +123,7 @@ class ModelRunner:
                 for number, group in enumerate(self._kv_groups)
             ],
             reads_segments=self._max_shared_rows > 0,
-            may_draft=self._may_draft,
+            max_draft_step_tokens=self.config.max_draft_step_tokens if self._may_draft else 0,
             prefix_tile_tokens=self._prefix_tile_tokens,
             max_loaded_adapters=self._max_loaded_adapters,
             seconds=self._seconds,
@@ -233,6 +234,15 @@ class ModelRunner:
                 )
                 if self.config.kv_dtype == "fp8" and (note := load_kv_scales(self.model, path, self.device)):
                     say(note)
+
+    def _limit_drafts(self) -> None:
+        """Limit the tokens of steps with drafts by the memory that the weights leave, alike on all ranks."""
+        config = self.config
+        if config.max_draft_tokens and self.device.type == "cuda":
+            budget = int(torch.cuda.mem_get_info(self.device)[1] * config.gpu_memory_utilization)
+            left = budget - sum(self.model.weight_bytes().values())
+            tokens = with_affordable_drafts(config, self.model_config, left).max_draft_step_tokens
+            self.config = msgspec.structs.replace(config, draft_step_tokens=self._groups.world.min(tokens))
 
     def _finish_weights(self) -> None:
         with self._phase("load weights"):
