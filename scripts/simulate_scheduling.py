@@ -1,14 +1,16 @@
 """Simulates what planning and scheduling make of a job: steps, preemptions, filled slots, modelled seconds.
 
     python scripts/simulate_scheduling.py [--jobs uniform groups ...] [--seqs 256] [--kv-tokens 745000]
-                                          [--order completion] [--known] [--read-once] [--greedy]
+                                          [--order completion] [--known] [--read-once] [--greedy] [--accept-rate 0.7]
 
 Planner, scheduler and block manager are the real ones; the model is not there. A row's answer has a length that only
 the simulation knows: it ends with a stop id. Steps take the time that they would take Qwen3-8B in bfloat16 on an H200:
 matrix products as measured (microseconds by number of rows), keys and values at the memory's speed, the attention of
 prompts at the speed of its kernel. So figures of one model can be compared with each other, and with nothing else.
-`slots` and `KV` are the percentages of slots and of KV blocks that are in use, over the modelled time; `again` are
-tokens that were computed again after a preemption; `late` is the most finished rows that wait for an earlier one.
+With `--accept-rate` the policy `auto` drafts, each draft is right with that probability, and the first step of a shape
+takes as long as a graph's capture. `slots` and `KV` are the percentages of slots and of KV blocks that are in use, over
+the modelled time; `again` are tokens that were computed again after a preemption; `late` is the most finished rows that
+wait for an earlier one.
 """
 
 from __future__ import annotations
@@ -21,13 +23,18 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from benchmark import Case, Figures, run_benchmark
 from nvcli.core.config import JobConfig, RunConfig
-from nvcli.core.messages import StepInput, StepOutput, pack, unpack
+from nvcli.core.engine_config import EngineConfig
+from nvcli.core.messages import EngineReady, StepInput, StepOutput, pack, unpack
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
+from nvcli.engine.draft_costs import size_of
+from nvcli.engine.engine_process import drafting_of
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import Request, StepRecord
 from nvcli.engine.scheduler import Scheduler
@@ -49,11 +56,21 @@ MATRIX_MICROSECONDS = [(1, 107), (64, 113), (128, 119), (256, 157), (512, 271), 
 BYTES_PER_SECOND = 4.2e12
 PREFILL_FLOPS_PER_SECOND = 4.0e14
 HEAD_BYTES, HEAD_WEIGHTS = 1.24e9, 0.62e9
+CAPTURE_SECONDS = 0.03
+"""How long the device waits for the capture of a graph in the middle of a run."""
+READY: dict[str, Any] = {
+    "num_blocks": 1,
+    "block_size": BLOCK_SIZE,
+    "kv_cache_bytes": 1,
+    "kv_cache_tokens": 1,
+    "weight_bytes": 1,
+    "attention_backend": "",
+    "seconds": {},
+}
 
 
-def step_seconds(step: StepRecord, *, reads_once: bool) -> float:
-    """Model the device's time for a step."""
-    rows = step.num_decodes + step.num_prefill_tokens
+def step_seconds(step: StepRecord, rows: int, *, reads_once: bool) -> float:
+    """Model the device's time for a step of `rows` tokens."""
     at = min(max(bisect_right(MATRIX_MICROSECONDS, (rows, 0)), 1), len(MATRIX_MICROSECONDS) - 1)
     (low, fast), (high, slow) = MATRIX_MICROSECONDS[at - 1 : at + 1]
     matrices = LAYERS * max(107.0, fast + (slow - fast) * (rows - low) / (high - low)) * 1e-6
@@ -67,6 +84,29 @@ def step_seconds(step: StepRecord, *, reads_once: bool) -> float:
     return matrices + head + decode + prefill + 2.5e-6 * rows + 0.3e-3
 
 
+def engine_config(seqs: int, batched_tokens: int, accept_rate: float | None) -> EngineConfig:
+    """Return the settings that say how many tokens are drafted."""
+    return EngineConfig(
+        model_path=Path(),
+        device="cuda",
+        dtype="bfloat16",
+        tensor_parallel_size=1,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=batched_tokens,
+        gpu_memory_utilization=0.9,
+        kv_cache_memory=None,
+        block_size=BLOCK_SIZE,
+        attention_backend="auto",
+        enable_prefix_caching=True,
+        enforce_eager=False,
+        plan_admission=True,
+        step_timeout=60.0,
+        max_draft_tokens=0 if accept_rate is None else 7,
+        draft_accept_rate=accept_rate,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """A row of the job, and the length that its answers will have."""
@@ -78,20 +118,60 @@ class Row:
 
 
 class Lengths:
-    """An executor that ends each answer at its length, by the row's number."""
+    """An executor that ends each answer at its length, by the row's number, and takes the modelled time."""
 
-    def __init__(self, rows: list[Row]) -> None:
-        self._rows = rows
+    def __init__(self, rows: list[Row], limits: SchedulerLimits, *, accept_rate: float, reads_once: bool) -> None:
+        self._rows, self._accept_rate, self._reads_once = rows, accept_rate, reads_once
+        self._rng = random.Random(0)
+        self._recorder = StepRecorder(limits)
+        self._lens: dict[int, int] = {}
+        """Slot → computed tokens of its request."""
         self._ends: dict[int, int] = {}
         """Slot → the length of prompt and answer at which the answer ends."""
+        self._captured: set[tuple[int, float]] = set()
+        """(size, tokens per row) of each shape with drafts that has run."""
         self._outputs: deque[StepOutput] = deque()
 
     def submit(self, step: StepInput) -> None:
         for new in step.new_slots:
             self._ends[new.slot] = new.sampling.prompt_len + self._rows[new.sampling.row].length
-        rows = zip(unpack(step.slots), unpack(step.num_logits), unpack(step.seq_lens), strict=True)
-        tokens = [STOP_ID if length + 1 >= self._ends[slot] else 5 for slot, logits, length in rows if logits]
-        self._outputs.append(StepOutput(step_id=step.step_id, token_ids=pack(tokens)))
+            self._lens[new.slot] = new.num_cached_tokens
+        limits = unpack(step.row_limits) if step.row_limits else [MAX_MODEL_LEN] * step.num_decodes
+        limits = [*limits, *[MAX_MODEL_LEN] * (step.num_rows - step.num_decodes)]
+        tokens: list[int] = []
+        counts: list[int] = []
+        rows = zip(unpack(step.slots), unpack(step.num_tokens), unpack(step.num_logits), limits, strict=True)
+        for slot, num_tokens, num_logits, limit in rows:
+            self._lens[slot] += num_tokens - num_logits
+            if num_logits:
+                count = 1
+                while count < num_logits and self._rng.random() < self._accept_rate:
+                    count += 1
+                counts.append(max(0, min(count, limit - self._lens[slot])) if num_logits > 1 else 1)
+                length = self._lens[slot]
+                self._lens[slot] += counts[-1]
+                places = range(length + 1, length + 1 + counts[-1])
+                tokens += [STOP_ID if place + 1 >= self._ends[slot] else 5 for place in places]
+        self._recorder.submitted(step, num_used_blocks=0)
+        self._recorder.collected(StepOutput(step_id=step.step_id, token_ids=b""))
+        (record,) = self._recorder.take()
+        output = StepOutput(
+            step_id=step.step_id,
+            token_ids=pack(tokens),
+            counts=pack(counts) if step.row_limits else b"",
+            seconds=step_seconds(record, step.total_tokens, reads_once=self._reads_once),
+            idle_seconds=self._capture_seconds(step),
+        )
+        self._outputs.append(output)
+
+    def _capture_seconds(self, step: StepInput) -> float:
+        """Return how long the device waits for the graph of a step with drafts."""
+        if not step.row_limits:
+            return 0.0
+        shape = size_of(step.num_decodes), round(sum(unpack(step.num_tokens)[: step.num_decodes]) / step.num_decodes, 1)
+        is_new = shape not in self._captured
+        self._captured.add(shape)
+        return CAPTURE_SECONDS * is_new
 
     def collect(self) -> StepOutput:
         return self._outputs.popleft()
@@ -127,20 +207,24 @@ def simulate(
     order: str = "completion",
     reads_once: bool = False,
     plans_admission: bool = True,
+    accept_rate: float | None = None,
 ) -> Outcome:
     """Run a job, fed as the parent's loop feeds a replica.
 
-    Without `plans_admission` requests are admitted as long as blocks are free.
+    Without `plans_admission` requests are admitted as long as blocks are free. `accept_rate` None: nothing is drafted.
     """
+    settings = engine_config(seqs, batched_tokens, accept_rate)
     limits = SchedulerLimits(
         max_num_seqs=seqs,
         max_num_batched_tokens=batched_tokens,
         max_model_len=MAX_MODEL_LEN,
         block_size=BLOCK_SIZE,
         plans_admission=plans_admission,
+        drafting=drafting_of(settings, EngineReady(**READY, max_draft_step_tokens=settings.max_draft_step_tokens)),
     )
     scheduler = Scheduler(limits, BlockManager(kv_tokens // BLOCK_SIZE))
-    core = EngineCore(scheduler, Lengths(rows), max_in_flight=2, recorder=StepRecorder(limits))
+    executor = Lengths(rows, limits, accept_rate=accept_rate or 0.0, reads_once=reads_once)
+    core = EngineCore(scheduler, executor, max_in_flight=2, recorder=StepRecorder(limits))
     run = RunConfig(model="", max_num_seqs=seqs, job=JobConfig(order=order))  # type: ignore[arg-type]
     planner = make_planner(run, 1, block_size=BLOCK_SIZE)
     source = prepared(rows)
@@ -176,7 +260,7 @@ def simulate(
             next_row += 1
         outcome.finished_out_of_order = max(outcome.finished_out_of_order, len(done))
         for record in core.take_records():
-            seconds = step_seconds(record, reads_once=reads_once)
+            seconds = record.seconds + record.idle_seconds
             outcome.seconds += seconds
             outcome.steps += 1
             outcome.computed_tokens += record.num_prefill_tokens
@@ -287,6 +371,10 @@ class Jobs:
         first = [self._row(self._tokens(4000, 8000), self._around(30), 100) for _ in range(600)]
         return first + [self._row(self._tokens(50, 300), self._around(800), 2000) for _ in range(1200)]
 
+    def tail(self) -> list[Row]:
+        """512 prompts of 100 to 1,024 tokens with answers of 50 to 8,000."""
+        return [self._row(self._tokens(100, 1024), self._rng.randint(50, 8000), 8192) for _ in range(512)]
+
 
 def measure(kind: str, options: argparse.Namespace, number: int) -> Figures:
     make: Callable[[], list[Row]] = getattr(Jobs(0, known=options.known), kind)
@@ -298,6 +386,7 @@ def measure(kind: str, options: argparse.Namespace, number: int) -> Figures:
         order=options.order,
         reads_once=options.read_once,
         plans_admission=not options.greedy,
+        accept_rate=options.accept_rate,
     )
     least = outcome.prompt_tokens - outcome.cached_tokens
     return {
@@ -328,6 +417,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--order", default="completion", choices=("completion", "input"))
     parser.add_argument("--known", action="store_true", help="each row's max_tokens is the length of its answer")
     parser.add_argument("--read-once", action="store_true", help="shared keys are read once for a step")
+    parser.add_argument("--accept-rate", type=float, help="share of drafts that are right [default: none are made]")
     parser.add_argument("--greedy", action="store_true", help="admit requests as long as blocks are free")
 
 

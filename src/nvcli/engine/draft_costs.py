@@ -1,5 +1,9 @@
 """DraftCosts: the time of steps with drafts relative to steps without, measured where possible and otherwise estimated
-from the measurements."""
+from the measurements.
+
+What a step takes grows with the rows' contexts, and what drafts add to it hardly does, because a row's keys are read
+once for all of its tokens. So the seconds that they add are kept, and compared with the latest steps without drafts.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +40,8 @@ class DraftCosts:
         """Mean seconds of steps without drafts, and the number of measurements (at most `_STEPS_SEEN`), by size."""
         self._begun: set[tuple[int, Form]] = set()
         """(size, form) of each shape with drafts that has run at least once."""
-        self._ratios: dict[tuple[int, Form], tuple[float, int]] = {}
-        """Mean time of steps with drafts relative to those without, and the number of measurements, by (size, form)."""
+        self._extras: dict[tuple[int, Form], tuple[float, int]] = {}
+        """Mean seconds of steps with drafts beyond those without, and the number of measurements, by (size, form)."""
 
     def learn(self, size: int, form: Form, seconds: float, idle_seconds: float) -> None:
         """Record a step's time plus the time that the device was idle before it, up to the step's own time. The first
@@ -49,7 +53,7 @@ class DraftCosts:
         elif (key := (size, form)) not in self._begun:
             self._begun.add(key)
         elif size in self._plain:
-            self._ratios[key] = _mean(self._ratios.get(key), seconds / self._plain[size][0])
+            self._extras[key] = _mean(self._extras.get(key), seconds - self._plain[size][0])
 
     def plain(self, size: int) -> float | None:
         """Return the mean seconds of a step without drafts; None if none was measured."""
@@ -58,7 +62,7 @@ class DraftCosts:
 
     def is_known(self, size: int, form: Form) -> bool:
         """Whether a step of this size and form was measured."""
-        return (size, form) in self._ratios
+        return (size, form) in self._extras
 
     def has_graph(self, size: int, form: Form) -> bool:
         """Whether a step of this size and form has run."""
@@ -66,25 +70,26 @@ class DraftCosts:
 
     def knows_from(self, size: int) -> bool:
         """Whether a step with drafts of at least this size was measured."""
-        return any(rows >= size for rows, _ in self._ratios)
+        return any(rows >= size for rows, _ in self._extras)
 
     def ratio(self, size: int, form: Form) -> float:
         """Return the time of a step with drafts relative to one without. A shape that was not measured is assumed to
         take as many extra seconds per row as at the nearest size that was. The size must have a measured time without
         drafts."""
-        mean = self._ratios.get((size, form))
-        if mean is not None:
-            return mean[0]
-        if not self._ratios:
+        if not self._extras:
             return 1 + _GUESSED_COST * (form.mean - 1)
-        rows = min((rows for rows, _ in self._ratios), key=lambda rows: abs(math.log(rows / size)))
-        scale = self._plain[rows][0] / rows * size / self._plain[size][0]
-        return 1 + scale * self._extra(rows, form.mean)
+        mean = self._extras.get((size, form))
+        if mean is not None:
+            extra = mean[0]
+        else:
+            rows = min((rows for rows, _ in self._extras), key=lambda rows: abs(math.log(rows / size)))
+            extra = self._extra(rows, form.mean) / rows * size
+        return 1 + max(0.0, extra) / self._plain[size][0]
 
     def _extra(self, rows: int, width: float) -> float:
-        """Return the extra time of a step with drafts relative to one without, at a size that was measured: on the line
-        through the two nearest measured widths; beyond the only measured one, at `_FURTHER_COST` of its slope."""
-        points = {known.mean: ratio - 1 for (size, known), (ratio, _) in self._ratios.items() if size == rows}
+        """Return the extra seconds of a step with drafts, at a size that was measured: on the line through the two
+        nearest measured widths; beyond the only measured one, at `_FURTHER_COST` of its slope."""
+        points = {known.mean: extra for (size, known), (extra, _) in self._extras.items() if size == rows}
         first, *others = sorted(points.items(), key=lambda point: (abs(point[0] - width), point))
         others += [(1, 0.0)] if width < first[0] or not others else []
         second = min(others, key=lambda point: (abs(point[0] - width), point))

@@ -147,6 +147,11 @@ class DraftPolicy:
             return [int(self._form.mean)] * num_rows
         return self._rates.widths(levels, self._rates.plan(levels, self._form.num_tokens(num_rows) - num_rows))
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether the steps of late that could have drafts had some, because they pay."""
+        return self._steps_with_drafts > 0 or self._steps_without_drafts == 1
+
     def learn(self, step: StepInput, output: StepOutput, decoding: Sequence[RequestState] = ()) -> None:
         """Learn from a step's output and duration. `decoding`: the requests of its decode rows, before the step's
         tokens are added to them."""

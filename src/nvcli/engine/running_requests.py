@@ -46,8 +46,8 @@ class RunningRequests:
         return iter(self._states)
 
     @property
-    def has_free_slot(self) -> bool:
-        return bool(self._free_slots)
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
 
     def enter(self, state: RequestState) -> None:
         """Give a slot to a request that has taken its first blocks (`Admission.enter`)."""

@@ -45,6 +45,7 @@ from nvcli.engine.draft_policy import DraftPolicy
 from nvcli.engine.failures import Failure, FirstPrompts
 from nvcli.engine.forced_tokens import ForcedTokens
 from nvcli.engine.limits import SchedulerLimits
+from nvcli.engine.prompt_turns import PromptTurns
 from nvcli.engine.request import EngineStats, FinishReason, Request, RequestOutput
 from nvcli.engine.running_requests import RunningRequests
 from nvcli.engine.state import Prompt, RequestState
@@ -61,6 +62,7 @@ class Scheduler:
         self._tables = self._running.tables
         self._admission = Admission(limits)
         self._drafts = DraftPolicy(limits.drafting)
+        self._turns = PromptTurns()
         self._num_with_drafts = 0
         """Steps in flight that have drafts."""
         self._forced = ForcedTokens(self._running)
@@ -143,7 +145,8 @@ class Scheduler:
         draft = StepDraft(brings_prefixes=self.limits.drafting is not None)
         self._tables.begin_step()
         num_running, num_preemptions = len(self._running), self._num_preemptions
-        rows, widths = self._plan_decode_rows(draft)
+        has_prompts = self._has_prompts()
+        rows, widths = self._plan_decode_rows(draft, has_prompts=has_prompts)
         budget = self.limits.max_num_batched_tokens - sum(widths)
         chunks = self._plan_chunks(budget, draft)
         preempted = self._num_preemptions > num_preemptions
@@ -161,7 +164,7 @@ class Scheduler:
             budget -= length
         if chunks:
             self._running.drop_prefilled()
-        if not preempted:
+        if not preempted and (has_prompts or not row_limits):
             self._admit(draft, budget)
 
         if not decode_slots and not draft.has_chunks:
@@ -292,11 +295,17 @@ class Scheduler:
 
     # ------------------------------------------------------------------ decode rows
 
-    def _plan_decode_rows(self, draft: StepDraft) -> tuple[list[RequestState], list[int]]:
+    def _has_prompts(self) -> bool:
+        """Whether the next step is for prompts too, under way or of requests that may enter."""
+        num_waiting = min(len(self._waiting), self._running.num_free_slots)
+        if self._running.prefilling or not num_waiting:
+            return bool(self._running.prefilling)
+        return self._turns.is_due(len(self._running), num_waiting, has_drafts=self._drafts.has_drafts)
+
+    def _plan_decode_rows(self, draft: StepDraft, *, has_prompts: bool) -> tuple[list[RequestState], list[int]]:
         """Choose the requests that decode in the next step, the first ready ones, and take blocks for their tokens.
         Returns them and the number of tokens of each row."""
         rows = self._running.decoding.leading(self.limits.max_decode_rows(len(self._running)))
-        has_prompts = bool(self._running.prefilling or (self._waiting and self._running.has_free_slot))
         widths = self._drafts.widths(rows, self.limits.max_num_batched_tokens, has_prompts=has_prompts)
         lacking = _lacking(rows, widths)
         if lacking and (max(widths) > 1 or self._num_with_drafts) and not self._tables.has_room(lacking):
@@ -305,7 +314,9 @@ class Scheduler:
             if self._num_with_drafts and not self._tables.has_room(lacking):
                 return [], []
         for state, width in lacking:
-            self._make_room(state, width, draft, least=width)
+            if self._make_room(state, width, draft, least=width) < width and state.slot is not None:
+                end = rows.index(state)  # this row and those after it wait for blocks that drafts took
+                return rows[:end], widths[:end]
         return rows, widths
 
     def _take_back_missing(self, step: ScheduledStep, output: StepOutput) -> list[RequestState]:
@@ -344,7 +355,7 @@ class Scheduler:
         most_prefix_ids = limits.max_model_len + limits.max_num_batched_tokens
         now = self._next_step_id // limits.num_micro_batches
         self._running.regroup(waiting)
-        while waiting and budget > 0 and self._running.has_free_slot:
+        while waiting and budget > 0 and self._running.num_free_slots:
             if waiting[0].finished:
                 waiting.popleft()
                 continue
@@ -378,6 +389,7 @@ class Scheduler:
             if state.num_uncomputed:
                 self._running.prefilling.append(state)
             budget -= length
+        self._turns.tried(lacked_memory=bool(waiting) and self._running.num_free_slots > 0)
 
     def _add_chunk(self, state: RequestState, length: int, draft: StepDraft) -> None:
         """Schedule the next chunk of a prompt, whose blocks are taken already."""
@@ -448,6 +460,7 @@ class Scheduler:
         del self._by_id[state.request.request_id]
         if state.slot is not None:
             self._release(state)
+            self._turns.ended()
         self._admission.end(state)
         error_type, error = ("", "") if failure is None else (failure.type, failure.message)
         self._unsent.append(state.report(reason, stopped_by_id=stopped_by_id, error_type=error_type, error=error))
