@@ -180,10 +180,8 @@ class BlockTables:
     def has_room(self, wanted: Iterable[tuple[RequestState, int]]) -> bool:
         """Whether there are free blocks for the next tokens of these requests, so many of each, apart from those that
         windows will free."""
-        num_missing = 0
-        for state, num_tokens in wanted:
-            num_missing += self._num_missing(state, -(-(state.num_computed + num_tokens) // self.block_size))
-        return num_missing <= self.block_manager.num_free
+        columns = [(state, -(-(state.num_computed + num_tokens) // self.block_size)) for state, num_tokens in wanted]
+        return sum(self._num_missing(*pair) for pair in columns) <= self.block_manager.num_free
 
     def _lengthen(
         self, state: RequestState, num_tokens: int, *, least: int, reserve: int = 0

@@ -7,6 +7,8 @@ there is no memory do not keep the running ones from drafts either.
 
 from __future__ import annotations
 
+from nvcli.engine.running_requests import RunningRequests
+
 _RUNNING_PER_WAITING = 64
 """Requests enter when they are more than one for this many that run."""
 _MOST_STEPS = 16
@@ -33,12 +35,15 @@ class PromptTurns:
         self._num_ended = self._num_steps = 0
         self._lacked_memory = lacked_memory
 
-    def is_due(self, num_rows: int, num_waiting: int, *, has_drafts: bool) -> bool:
-        """Whether the next step is to let requests in, rather than to have drafts. `num_waiting`: requests that wait
-        and have a slot, at least 1. `has_drafts`: the last step without prompts had drafts."""
+    def has_prompts(self, running: RunningRequests, num_waiting: int, *, has_drafts: bool) -> bool:
+        """Whether the next step is for prompts too: those under way, or of some of the `num_waiting` requests, for
+        which it is to have no drafts. `has_drafts`: the latest steps without prompts had drafts."""
+        num_entering = min(num_waiting, running.num_free_slots)
+        if running.prefilling or not num_entering:
+            return bool(running.prefilling)
         self._num_steps += 1
         if self._num_steps > _MOST_STEPS:
             return True
         if self._lacked_memory:
-            return self._num_ended * _RUNNING_PER_WAITING > num_rows
-        return not has_drafts or num_waiting * _RUNNING_PER_WAITING > num_rows
+            return self._num_ended * _RUNNING_PER_WAITING > len(running)
+        return not has_drafts or num_entering * _RUNNING_PER_WAITING > len(running)

@@ -7,7 +7,7 @@ which requests enter; this module keeps slots, blocks and lists in agreement whe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from nvcli.core.messages import NO_ADAPTER, pack
@@ -157,3 +157,8 @@ class RunningRequests:
             assert not state.finished
             assert state.num_computed < self._limits.max_model_len + self._limits.tokens_per_row
             assert state.num_tokens < state.max_len
+
+
+def lacking_room(rows: Sequence[RequestState], widths: Sequence[int]) -> list[tuple[RequestState, int]]:
+    """Return the requests that need blocks for their next tokens, with the numbers of these tokens."""
+    return [(state, n) for state, n in zip(rows, widths, strict=True) if state.num_computed + n > state.capacity]

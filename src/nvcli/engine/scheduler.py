@@ -47,7 +47,7 @@ from nvcli.engine.forced_tokens import ForcedTokens
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.prompt_turns import PromptTurns
 from nvcli.engine.request import EngineStats, FinishReason, Request, RequestOutput
-from nvcli.engine.running_requests import RunningRequests
+from nvcli.engine.running_requests import RunningRequests, lacking_room
 from nvcli.engine.state import Prompt, RequestState
 from nvcli.engine.step_draft import ScheduledStep, StepDraft
 
@@ -145,7 +145,7 @@ class Scheduler:
         draft = StepDraft(brings_prefixes=self.limits.drafting is not None)
         self._tables.begin_step()
         num_running, num_preemptions = len(self._running), self._num_preemptions
-        has_prompts = self._has_prompts()
+        has_prompts = self._turns.has_prompts(self._running, len(self._waiting), has_drafts=self._drafts.has_drafts)
         rows, widths = self._plan_decode_rows(draft, has_prompts=has_prompts)
         budget = self.limits.max_num_batched_tokens - sum(widths)
         chunks = self._plan_chunks(budget, draft)
@@ -295,22 +295,15 @@ class Scheduler:
 
     # ------------------------------------------------------------------ decode rows
 
-    def _has_prompts(self) -> bool:
-        """Whether the next step is for prompts too, under way or of requests that may enter."""
-        num_waiting = min(len(self._waiting), self._running.num_free_slots)
-        if self._running.prefilling or not num_waiting:
-            return bool(self._running.prefilling)
-        return self._turns.is_due(len(self._running), num_waiting, has_drafts=self._drafts.has_drafts)
-
     def _plan_decode_rows(self, draft: StepDraft, *, has_prompts: bool) -> tuple[list[RequestState], list[int]]:
         """Choose the requests that decode in the next step, the first ready ones, and take blocks for their tokens.
         Returns them and the number of tokens of each row."""
         rows = self._running.decoding.leading(self.limits.max_decode_rows(len(self._running)))
         widths = self._drafts.widths(rows, self.limits.max_num_batched_tokens, has_prompts=has_prompts)
-        lacking = _lacking(rows, widths)
+        lacking = lacking_room(rows, widths)
         if lacking and (max(widths) > 1 or self._num_with_drafts) and not self._tables.has_room(lacking):
             widths = [1] * len(rows)
-            lacking = _lacking(rows, widths)
+            lacking = lacking_room(rows, widths)
             if self._num_with_drafts and not self._tables.has_room(lacking):
                 return [], []
         for state, width in lacking:
@@ -474,8 +467,3 @@ class Scheduler:
         self._running.check_integrity()
         self._admission.check_integrity(list(self._running))
         assert all(s.slot is None and not s.blocks and not s.num_computed for s in self._waiting if not s.finished)
-
-
-def _lacking(rows: Sequence[RequestState], widths: Sequence[int]) -> list[tuple[RequestState, int]]:
-    """Return the requests that need blocks for their next tokens, with the numbers of these tokens."""
-    return [(state, n) for state, n in zip(rows, widths, strict=True) if state.num_computed + n > state.capacity]

@@ -188,10 +188,9 @@ class InputBuffers:
         slots[: num_rows + 1] = self._state.padding_slot
         slots[places] = step_slots
         num_padding = first_prefill - num_decodes
-        if num_padding:
-            # Spread evenly, so that no row has more than `tokens_per_row`.
-            ends = np.arange(num_padding + 1) * (shape.decode_tokens - step_tokens[:num_decodes].sum()) // num_padding
-            num_tokens[num_decodes:first_prefill] = np.diff(ends)
+        # Padding is spread evenly, so that no row has more than `tokens_per_row`.
+        padding = np.arange(num_padding + 1) * (shape.decode_tokens - step_tokens[:num_decodes].sum())
+        num_tokens[num_decodes:first_prefill] = np.diff(padding // max(1, num_padding))
         num_tokens[places] = step_tokens
         num_tokens[num_rows] = shape.num_tokens - num_tokens[:num_rows].sum()
         num_logits[places] = step_logits
