@@ -295,6 +295,69 @@ def _two_groups() -> dict[str, Any]:
     return {**config, "format": "mixed-precision", "config_groups": {**config["config_groups"], "group_1": fp8}}
 
 
+def _modelopt_awq(weight: Tensor, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    """NVFP4 of a weight whose columns were divided by what activations are multiplied by."""
+    smoothing = 0.5 + torch.rand(weight.shape[1], generator=generator)
+    parts, decoded = _modelopt_fp4(weight / smoothing, generator)
+    return {**parts, "pre_quant_scale": smoothing}, decoded * smoothing
+
+
+def _modelopt_blocks(weight: Tensor, _: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    codes, scales, decoded = _fp8(weight, (128, 128))
+    return {"weight": codes, "weight_scale": scales[:, None, :, None]}, decoded
+
+
+NF4 = (-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0, 0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626)
+NF4 = (*NF4, 0.723, 1.0)
+BNB_FP4 = tuple(sign * number / 192 for sign in (1, -1) for number in (0, 1, 128, 192, 64, 96, 32, 48))
+
+
+def bitsandbytes(kind: str, block: int, *, nested: bool) -> Format:
+    """Codes of 4 bits: the first of two in the upper half of a byte. `nested`: scales are places in a table, too, with
+    a scale for each 16 of them."""
+    table = torch.tensor(NF4 if kind == "nf4" else BNB_FP4)
+
+    def encode(weight: Tensor, _: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        blocks = weight.reshape(-1, block)
+        scales = blocks.abs().amax(1)
+        state: dict[str, Any] = {"quant_type": kind, "blocksize": block, "shape": list(weight.shape)}
+        parts: dict[str, Tensor] = {"weight.absmax": scales}
+        if nested:
+            nested_table, offset = torch.linspace(-1, 1, 256), float(scales.mean())
+            padded = torch.nn.functional.pad(scales - offset, (0, -len(scales) % 16)).view(-1, 16)
+            outer = padded.abs().amax(1).clamp(min=1e-6)
+            places = (padded / outer[:, None]).unsqueeze(-1).sub(nested_table).abs().argmin(-1)
+            scales = (nested_table[places] * outer[:, None] + offset).flatten()[: len(scales)]
+            parts = {
+                "weight.absmax": places.flatten()[: len(scales)].to(torch.uint8),
+                "weight.nested_quant_map": nested_table,
+                "weight.nested_absmax": outer,
+            }
+            state |= {"nested_blocksize": 16, "nested_dtype": "float32", "nested_offset": offset}
+        codes = (blocks / scales[:, None]).unsqueeze(-1).sub(table).abs().argmin(-1)
+        flat = codes.flatten().to(torch.uint8)
+        described = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+        return {
+            "weight": ((flat[::2] << 4) | flat[1::2]).view(-1, 1),
+            "weight.quant_map": table.clone(),
+            f"weight.quant_state.bitsandbytes__{kind}": described,
+            **parts,
+        }, (table[codes] * scales[:, None]).view(weight.shape)
+
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
+    return Format(config={**config, "bnb_4bit_quant_storage": "uint8", "llm_int8_skip_modules": None}, encode=encode)
+
+
+def _bitsandbytes_int8(weight: Tensor, _: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+    largest = weight.abs().amax(1)
+    codes = (weight * 127 / largest[:, None]).round().to(torch.int8)
+    return {
+        "weight": codes,
+        "SCB": largest,
+        "weight_format": torch.tensor(0, dtype=torch.uint8),
+    }, codes.float() * largest[:, None] / 127
+
+
 FORMATS = {
     "fp8, blocks of 128": fp8_blocks((128, 128)),
     "fp8, small blocks": fp8_blocks((16, 32)),
@@ -308,6 +371,14 @@ FORMATS = {
             "MIXED_PRECISION", quantized_layers={"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A16_NVFP4"}}
         ),
         encode=_mixed(_modelopt_fp4, fp8_tensor("weight_scale", {}).encode),
+    ),
+    "modelopt, nvfp4 behind smoothed activations": Format(config=modelopt("NVFP4_AWQ"), encode=_modelopt_awq),
+    "modelopt, blocks": Format(config=modelopt("FP8_PB_WO"), encode=_modelopt_blocks),
+    "bitsandbytes, nf4": bitsandbytes("nf4", 128, nested=True),
+    "bitsandbytes, fp4": bitsandbytes("fp4", 64, nested=False),
+    "bitsandbytes, int8": Format(
+        config={"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": ["lm_head"]},
+        encode=_bitsandbytes_int8,
     ),
     "modelopt, mxfp8": Format(config=modelopt("MXFP8"), encode=_mxfp8),
     "compressed, nvfp4": Format(

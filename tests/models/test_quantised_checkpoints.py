@@ -91,7 +91,14 @@ def test_experts_and_fused_projections(tmp_path: Path) -> None:
     for family, more in (("Qwen3Moe", arguments), ("Phi3", SIZES)):
         plain = write_tiny_model(tmp_path / family, family, **more)
         unstack_experts(plain)
-        for name in ("fp8, small blocks", "awq", "gptq, act-order", "modelopt, nvfp4", "compressed, mxfp4"):
+        for name in (
+            "fp8, small blocks",
+            "awq",
+            "gptq, act-order",
+            "modelopt, nvfp4",
+            "compressed, mxfp4",
+            "bitsandbytes, nf4",
+        ):
             folder = tmp_path / f"{family}, {name}"
             found, expected = (load_parameters(path) for path in write_quantised(plain, folder, FORMATS[name], skip=()))
             for parameter, values in expected.items():
@@ -192,8 +199,43 @@ REFUSED = {
         ),
         [f"{Q}.qweight has shape [32, 64]", "[64, 64]"],
     ),
-    "bitsandbytes": ("awq", configure(quant_method="bitsandbytes"), ['"bitsandbytes"', "not supported", "fp8"]),
-    "another method": ("awq", configure(quant_method="aqlm"), ['"aqlm"', "not supported", "awq and gptq"]),
+    "bitsandbytes of no size": ("awq", configure(quant_method="bitsandbytes"), ["`quantization_config.load_in_4bit`"]),
+    "no table": (
+        "bitsandbytes, nf4",
+        edit(lambda t: t.pop(f"{Q}.weight.quant_map")),
+        [f"{Q}.weight has no weight.quant_map"],
+    ),
+    "no scales of scales": (
+        "bitsandbytes, nf4",
+        edit(lambda t: t.pop(f"{Q}.weight.nested_absmax")),
+        [f"{Q}.weight has no weight.nested_absmax"],
+    ),
+    "fewer bytes": (
+        "bitsandbytes, fp4",
+        edit(lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"][:8].clone()})),
+        [f"{Q}.weight has 16 numbers", "[64, 64]"],
+    ),
+    "fewer blocks": (
+        "bitsandbytes, fp4",
+        edit(lambda t: t.update({f"{Q}.weight.absmax": t[f"{Q}.weight.absmax"][:8].clone()})),
+        [f"{Q}.weight.absmax has shape [8]", "[64]"],
+    ),
+    "a description that is none": (
+        "bitsandbytes, fp4",
+        edit(lambda t: t[f"{Q}.weight.quant_state.bitsandbytes__fp4"].fill_(ord("{"))),
+        [f"{Q}.weight.quant_state.bitsandbytes__fp4 is not valid JSON", "download it again"],
+    ),
+    "a description of no bytes": (
+        "bitsandbytes, fp4",
+        edit(lambda t: t.update({f"{Q}.weight.quant_state.bitsandbytes__fp4": torch.ones(0, dtype=torch.uint8)})),
+        ["quant_state.bitsandbytes__fp4 has 0 bytes"],
+    ),
+    "smoothing of another size": (
+        "modelopt, nvfp4 behind smoothed activations",
+        edit(lambda t: t.update({f"{Q}.pre_quant_scale": torch.ones(3)})),
+        [f"{Q}.pre_quant_scale has shape [3]", "[64]"],
+    ),
+    "another method": ("awq", configure(quant_method="aqlm"), ['"aqlm"', "not supported", "gptq and bitsandbytes"]),
     "another AWQ": ("awq", configure(quant_method="awq", bits=4, version="gemv"), ["version", '"gemv"', "only gemm"]),
     "3 bits": ("gptq", configure(quant_method="gptq", bits=3), ["bits", "3 bits", "2 and 4 and 8"]),
     "4 bits float": ("awq", configure(**compressed({"type": "float", "num_bits": 4})), ["group_size", "16 and 32"]),
@@ -227,14 +269,9 @@ REFUSED = {
         edit(lambda t: t.update({f"{Q}.weight_scale": t[f"{Q}.weight_scale"][:, :1].repeat(1, 3)})),
         [f"{Q}.weight_scale has shape [64, 3]", "1 × 32", "[64, 2]"],
     ),
-    "smoothed for AWQ": (
-        "modelopt, nvfp4",
-        edit(lambda t: t.update({f"{Q}.pre_quant_scale": torch.ones(64)})),
-        ["unknown to the model", f"{Q}.pre_quant_scale"],
-    ),
     "GGUF": ("awq", configure(quant_method="gguf"), ['"gguf"', "llama.cpp", "not supported", "quantization: fp8"]),
-    "EXL2": ("awq", configure(quant_method="exl2", bits=4.0), ['"exl2"', "ExLlamaV2", "awq and gptq"]),
-    "HQQ": ("awq", configure(quant_method="hqq"), ['"hqq"', "HQQ", "awq and gptq"]),
+    "EXL2": ("awq", configure(quant_method="exl2", bits=4.0), ['"exl2"', "ExLlamaV2", "gptq and bitsandbytes"]),
+    "HQQ": ("awq", configure(quant_method="hqq"), ['"hqq"', "HQQ", "gptq and bitsandbytes"]),
     "mixed with another": (
         "awq",
         configure(

@@ -7,6 +7,7 @@ tensors under the decoder's names (`locate_tensors`), each of them possibly a ra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, takewhile
@@ -118,7 +119,9 @@ def locate_tensors(
         join_parts(found, quantisation)
     shapes = {name: tensor.stored_shape for tensor in wanted for name in tensor.stored_names}
     for name, info in found.items():
-        if name in shapes and info.shape == (1, *shapes[name]):  # a stack of one
+        if info.flat is not None:
+            found[name] = _with_shape(info, [shapes[part] for part in (name, *fused_parts(name)) if part in shapes])
+        elif name in shapes and info.shape == (1, *shapes[name]):  # a stack of one
             found[name] = replace(info, shape=shapes[name], expert=0)
         elif shapes.get(name) == (1,) and info.shape == ():  # a single number
             found[name] = replace(info, shape=(1,))
@@ -128,6 +131,18 @@ def locate_tensors(
         elif experts := stacked_parts(name, shapes):
             _unstack(found, found.pop(name), experts, shapes, interleaves=layout.interleaves_experts)
     return LocatedTensors(tensors=found, left=tuple(left), left_bytes=sum(info.num_bytes for info in left.values()))
+
+
+def _with_shape(info: TensorInfo, shapes: Sequence[tuple[int, ...]]) -> TensorInfo:
+    """Give a flattened weight its shape: that of all weights `shapes` [out, in] that it has, one above the other."""
+    if not shapes:
+        return info
+    shape = (sum(rows for rows, _ in shapes), shapes[0][1])
+    if math.prod(shape) != info.shape[0]:
+        raise LoadError(
+            f"{info.file}: tensor {info.name} has {info.shape[0]:,} numbers, config.json asks for {list(shape)}"
+        )
+    return replace(info, shape=shape)
 
 
 def fused_parts(name: str) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ def has_kept_codes(info: TensorInfo, source: WeightSource) -> bool:
     """Whether the rank keeps the checkpoint's codes and scales as they are."""
     if info.codes is None or info.dtype != _FP8_CODES or source.scales is None or info.changes:
         return False
-    if info.codes.zeros is not None or info.codes.has_small_scales:
+    if info.codes.zeros is not None or info.codes.columns is not None or info.codes.has_small_scales:
         return False
     rows, columns = source.read
     if source.scales.scaling == "channel":

@@ -314,7 +314,8 @@ def _pieces(a: Assignment, info: TensorInfo) -> Iterator[Assignment]:
     piece."""
     is_computed = (a.target.dtype == FP8 or bool(info.changes)) and not info.is_transposed and a.target.dim() == 2
     is_words = a.scales is not None and a.target.dtype != FP8
-    if is_words or not (is_computed or info.codes is not None) or has_kept_codes(info, a.source):
+    has_codes = info.codes is not None or info.flat is not None
+    if is_words or not (is_computed or has_codes) or has_kept_codes(info, a.source):
         yield a
         return
     num_rows, num_columns = a.target.shape

@@ -19,6 +19,7 @@ from torch import Tensor
 from nvcli.errors import LoadError
 from nvcli.kernels.fp8_types import FP8, numbers
 from nvcli.kernels.mxfp4 import numbers_of_bytes, powers_of_scales
+from nvcli.models.flat_codes import read_flat
 from nvcli.models.tensor_info import Packing, TensorInfo
 
 
@@ -58,8 +59,22 @@ class OpenFiles:
 
         Values that are computed or rearranged first are on `device`, where they may be strided; others are on the CPU.
         """
+        if info.flat is not None:
+            return read_flat(self, info, part, device)
         if info.codes is None:
             return self._read_stored(info, part, device)
+        values = self._read_coded(info, part, device)
+        if info.codes.columns is None:
+            return values
+        return values.float() * self._slice(info.codes.columns, (part[1],)).to(device).float()
+
+    def read_stored(self, info: TensorInfo, part: Sequence[slice]) -> Tensor:
+        """Read a part of the tensor in a file as it is stored, on the CPU."""
+        return self._slice(info, part)
+
+    def _read_coded(self, info: TensorInfo, part: Sequence[slice], device: torch.device) -> Tensor:
+        """Read the values of a part of a quantised weight, without the factors of columns."""
+        assert info.codes is not None
         codes, scales, zeros, group_of = self.read_codes(info, part, device, decodes_fp4=info.codes.numbers == "fp4")
         if scales.dtype == torch.uint8:
             scales = powers_of_scales(scales)
@@ -91,7 +106,7 @@ class OpenFiles:
         if info.codes.zeros is not None:
             stored = self._read_grid(info, info.codes.zeros, part[0], groups, device).float()
             zeros = stored if zeros is None else stored + zeros
-        scales = scales if scales.dtype == torch.uint8 else scales.float()
+        scales = scales if scales.dtype == torch.uint8 else scales.float() * info.codes.unit
         if (factor := self.read_factor(info, device)) is not None:
             scales = scales * factor
         return StoredPart(codes, scales, zeros, group_of)
@@ -149,7 +164,7 @@ class OpenFiles:
         values = values.to(device).t() if info.is_transposed else values
         return values[:: info.row_step]
 
-    def _slice(self, info: TensorInfo, part: Sequence[slice]) -> Tensor:
+    def _slice(self, info: TensorInfo, part: Sequence[slice | int]) -> Tensor:
         """Read a part of the tensor in a file, or of one expert's; no slices for a single number."""
         if info.file not in self._handles:
             handle = safe_open(info.file, framework="pt", device="cpu")
@@ -161,6 +176,8 @@ class OpenFiles:
         stored = self._handles[info.file].get_slice(info.name)
         if not stored.get_shape():
             return self._slice(info, ()).view(1)
+        if info.has_ones:
+            part = [index for one in part for index in (one, 0)]
         values: Tensor = stored[*expert, *part]
         return values
 

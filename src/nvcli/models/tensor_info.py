@@ -52,11 +52,30 @@ class Codes:
     """A number by which all scales are multiplied."""
     divides: bool = False
     """Whether they are divided by it instead."""
+    unit: float = 1.0
+    """A number by which all scales of the format are multiplied."""
+    columns: TensorInfo | None = None
+    """A number for each column, by which the values are multiplied."""
 
     @property
     def has_small_scales(self) -> bool:
         """Whether scales have few bits: powers of 2, or numbers times a factor."""
         return self.factor is not None or self.scales.dtype == "U8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatCodes:
+    """The decoding of codes that are places in a table, two in a byte, with a scale for each block of the flattened
+    weight (`flat_codes.py`)."""
+
+    num_codes: int
+    table: TensorInfo
+    scales: TensorInfo
+    """Numbers, or places in `nested_table`."""
+    state: TensorInfo
+    """The description of the weight: JSON, in bytes."""
+    nested_table: TensorInfo | None = None
+    nested_scales: TensorInfo | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +156,10 @@ class TensorInfo:
     """How codes are packed; None: each has an index of its own."""
     codes: Codes | None = None
     """The decoding of its numbers, if they are the codes of a quantised weight."""
+    flat: FlatCodes | None = None
+    """The decoding of its numbers, if they are the codes of a flattened weight."""
+    has_ones: bool = False
+    """Whether a dimension of 1 follows each of the dimensions in the file."""
     changes: tuple[WeightChange, ...] = ()
     """Changes by an adapter, in this order (`adapters/merge.py`)."""
 

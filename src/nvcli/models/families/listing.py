@@ -15,12 +15,12 @@ _ADAPTERS = (
     "for each, rows choose by name."
 )
 _QUANTISED = (
-    "Quantised checkpoints of every family except gpt-oss, which has MXFP4: FP8, AWQ, GPTQ, ModelOpt's FP8, NVFP4 and "
-    "MXFP8, and compressed-tensors' W4A16, W8A16, W8A8, FP8, NVFP4, MXFP4 and MXFP8. auto keeps FP8 and MXFP8 in 8 "
-    "bits on GPUs with FP8 units, and keeps 4 bits if memory requires it (NVFP4 and compressed-tensors' MXFP4 then in "
-    "8 bits); the rest is loaded as plain weights. --quantization w4a16 keeps the 4 bits of AWQ, GPTQ, W4A16 and "
-    "MXFP4; one whole model, of Qwen3-8B's shape, has run this way on a GPU. --quantization fp8 keeps weights of any "
-    "checkpoint in 8 bits."
+    "Quantised checkpoints of every family except gpt-oss, which has MXFP4: FP8, AWQ, GPTQ, bitsandbytes, ModelOpt's "
+    "FP8, NVFP4 and MXFP8, and compressed-tensors' W4A16, W8A16, W8A8, FP8, NVFP4, MXFP4 and MXFP8. auto keeps FP8 "
+    "and MXFP8 in 8 bits on GPUs with FP8 units, and keeps 4 bits if memory requires it (NVFP4 and "
+    "compressed-tensors' MXFP4 then in 8 bits); the rest is loaded as plain weights. --quantization w4a16 keeps the 4 "
+    "bits of AWQ, GPTQ, W4A16 and MXFP4; one whole model, of Qwen3-8B's shape, has run this way on a GPU. "
+    "--quantization fp8 keeps weights of any checkpoint in 8 bits."
 )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from nvcli.core.validation import show
 from nvcli.models.json_file import JsonFile
 from nvcli.models.quantisation.awq import read_awq
+from nvcli.models.quantisation.bitsandbytes import read_bitsandbytes
 from nvcli.models.quantisation.compressed_tensors import read_compressed
 from nvcli.models.quantisation.fp8 import read_fbgemm, read_fp8
 from nvcli.models.quantisation.gptq import read_gptq
@@ -15,10 +16,9 @@ from nvcli.models.quantisation.mxfp4 import read_mxfp4
 from nvcli.models.quantisation.quantisation import Quantisation, QuantisationFile
 
 _KEYS, _MODELOPT = ("quantization_config", "compression_config"), "quantization"
-_SUPPORTED = "fp8, fbgemm_fp8, compressed-tensors, modelopt, awq and gptq"
+_SUPPORTED = "fp8, fbgemm_fp8, compressed-tensors, modelopt, awq, gptq and bitsandbytes"
 _OTHERS = {
     "aqlm": "codebooks of AQLM",
-    "bitsandbytes": "numbers that bitsandbytes makes when a model is loaded",
     "exl2": "ExLlamaV2's format",
     "exl3": "ExLlamaV3's format",
     "gguf": "llama.cpp's format",
@@ -32,6 +32,7 @@ _READERS: Mapping[str, Callable[[QuantisationFile], Quantisation]] = {
     "awq": read_awq,
     "gptq": read_gptq,
     "compressed-tensors": read_compressed,
+    "bitsandbytes": read_bitsandbytes,
 }
 _OF_FAMILIES = {"mxfp4": read_mxfp4}
 """Formats of families that support no others."""

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from nvcli.errors import LoadError
-from nvcli.models.quantisation.quantisation import FLOATS, Quantisation, WeightParts
-from nvcli.models.tensor_info import Codes, Numbers, Packing, TensorInfo
+from nvcli.models.quantisation.quantisation import FLOATS, FlatParts, Quantisation, WeightParts
+from nvcli.models.tensor_info import Codes, FlatCodes, Numbers, Packing, TensorInfo
 
 _WEIGHT = "weight"
 _NUMBERS: dict[str, Numbers] = {"F8_E4M3": "fp8", "U8": "fp4"}
@@ -24,6 +24,7 @@ _UNUSED = (
     "activation_scale",
     "activation_scale_inv",
     "weight_shape",
+    "weight_format",
 )
 """Tensors beside a weight that are not used: activations, if quantised, get scales from their own values. Output scales
 of the key and value projections are those of a KV cache (`kv_scales.py`)."""
@@ -65,13 +66,18 @@ def _join(found: dict[str, TensorInfo], parent: str, parts: WeightParts, quantis
     name = next((name for name in parts.scales if f"{parent}.{name}" in found), None)
     if name is None:
         raise _missing(codes, " or ".join(parts.scales))
+    if parts.flat is not None:
+        return _join_flat(found, parent, codes, found.pop(f"{parent}.{name}"), parts.flat)
     shape = _shape(_of_type(codes, parts.stored_as), parts)
     scales = _of_type(found.pop(f"{parent}.{name}"), parts.scales_stored_as)
     zeros = None if parts.zeros is None else found.pop(f"{parent}.{parts.zeros}", None)
     groups = None if parts.groups is None else found.pop(f"{parent}.{parts.groups}", None)
     factor = None if parts.factor is None else _pop_factor(found, codes, parent, parts.factor)
+    columns = None if parts.columns is None else found.pop(f"{parent}.{parts.columns}", None)
     if groups is not None:
         _check_shape(_of_type(groups, ("I32",)), shape[-1:])
+    if columns is not None:
+        _check_shape(_of_type(columns, FLOATS), shape[-1:])
     scales, block = _join_scales(codes, scales, shape, parts, quantisation, has_groups=groups is not None)
     zero = 0
     if zeros is not None:
@@ -79,7 +85,7 @@ def _join(found: dict[str, TensorInfo], parent: str, parts: WeightParts, quantis
         zero = 0 if parts.packing is None else quantisation.zero_offset
     elif parts.packing is not None and numbers == "integer":
         zero = 1 << (parts.packing.bits - 1)
-    tensors = [one for one in (codes, scales, zeros, groups, factor) if one is not None]
+    tensors = [one for one in (codes, scales, zeros, groups, factor, columns) if one is not None]
     return replace(
         codes,
         shape=shape,
@@ -95,8 +101,36 @@ def _join(found: dict[str, TensorInfo], parent: str, parts: WeightParts, quantis
             groups=groups,
             factor=factor,
             divides=parts.divides,
+            unit=parts.unit,
+            columns=columns,
         ),
     )
+
+
+def _join_flat(
+    found: dict[str, TensorInfo], parent: str, codes: TensorInfo, scales: TensorInfo, parts: FlatParts
+) -> TensorInfo:
+    """Return a flattened weight, whose shape is not known yet: all numbers in one dimension."""
+    nested = [found.pop(f"{parent}.{name}", None) for name in (parts.nested_table, parts.nested_scales)]
+    others = [found.pop(f"{parent}.{name}", None) for name in (parts.table, parts.state)]
+    table, state = others
+    if table is None or state is None:
+        raise _missing(codes, parts.table if table is None else parts.state)
+    is_nested = scales.dtype == "U8"
+    if is_nested and None in nested:
+        raise _missing(codes, parts.nested_table if nested[0] is None else parts.nested_scales)
+    if len(codes.shape) != 2 or codes.shape[1] != 1 or not codes.shape[0]:
+        raise _mismatch(codes, "[bytes, 1]")
+    num_codes = 2 * codes.shape[0]
+    flat = FlatCodes(
+        num_codes=num_codes,
+        table=_of_type(table, ("F32",)),
+        scales=_of_type(scales, ("F32", "U8")),
+        state=_of_type(state, ("U8",)),
+        nested_table=nested[0] if is_nested else None,
+        nested_scales=nested[1] if is_nested else None,
+    )
+    return replace(codes, shape=(num_codes,), dtype="F32", flat=flat)
 
 
 def _pop_factor(found: dict[str, TensorInfo], codes: TensorInfo, parent: str, name: str) -> TensorInfo:
@@ -136,6 +170,8 @@ def _join_scales(
 ) -> tuple[TensorInfo, tuple[int, int]]:
     """Return the scales [out, groups] of a weight, and the rows and columns that share one."""
     *outer, rows, columns = shape
+    if len(scales.shape) == 4 and scales.shape[1] == scales.shape[3] == 1:
+        scales = replace(scales, shape=scales.shape[::2], has_ones=True)
     if parts.is_transposed:
         scales = replace(scales, shape=scales.shape[::-1], is_transposed=True)
     if all(length == 1 for length in scales.shape):

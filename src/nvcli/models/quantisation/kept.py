@@ -17,7 +17,7 @@ _WAY_OUT = "use quantization: none, or fp8"
 def stored_groups(quantisation: Quantisation | None, *, has_experts: bool) -> StoredGroups:
     """Return how a checkpoint groups its 4-bit weights. Raises ConfigError if it has none, or ranks cannot keep
     them."""
-    if quantisation is None or quantisation.bits != 4 or quantisation.numbers == "fp4":
+    if quantisation is None or quantisation.bits != 4 or quantisation.numbers in ("fp4", "table"):
         found = "not quantised" if quantisation is None else quantisation.name
         raise ConfigError(
             f"`quantization` is w4a16, which keeps the 4 bits of a checkpoint (AWQ, GPTQ, W4A16, gpt-oss's MXFP4), but "

@@ -1,15 +1,17 @@
 """NVIDIA's ModelOpt: FP8, NVFP4 and MXFP8, and NVFP4 beside FP8. Its scales for activations (`input_scale`) are not
-used."""
+used. Those by which AWQ smooths activations (`pre_quant_scale`) go into the columns of weights."""
 
 from __future__ import annotations
 
 from nvcli.core.validation import show
+from nvcli.kernels.weight_formats import FP8_BLOCK
 from nvcli.models.quantisation.quantisation import FP4_PAIRS, ONE_BY_ONE, Quantisation, QuantisationFile, WeightParts
 
 QUANTISATION_FILE = "hf_quant_config.json"
 """The file that says how a checkpoint is quantised, where config.json does not."""
-_FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
-_FP4 = ("NVFP4", "W4A16_NVFP4", "NVFP4_W4A16")
+_FP8_BLOCKS = "FP8_PB_WO"
+_FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", _FP8_BLOCKS)
+_FP4 = ("NVFP4", "W4A16_NVFP4", "NVFP4_W4A16", "NVFP4_AWQ")
 _MXFP8, _MIXED = "MXFP8", "MIXED_PRECISION"
 _FP4_PARTS = WeightParts(
     codes="weight",
@@ -18,6 +20,7 @@ _FP4_PARTS = WeightParts(
     scales_stored_as=("F8_E4M3",),
     factor="weight_scale_2",
     packing=FP4_PAIRS,
+    columns="pre_quant_scale",
 )
 """Bytes [out, in / 2], a scale in e4m3 for each 16 numbers of a row, and one in float32 for all of them."""
 
@@ -37,6 +40,7 @@ def read_modelopt(config: QuantisationFile) -> Quantisation:
         bits=4 if has_fp4 else 8,
         label=label,
         parts=(_FP4_PARTS, ONE_BY_ONE),
+        weight_block=(FP8_BLOCK, FP8_BLOCK) if _FP8_BLOCKS in algorithms else None,
         group_size=config.group_size(group_size),
         left_alone=config.names("ignore", "exclude_modules"),
     )

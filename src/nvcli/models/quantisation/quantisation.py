@@ -63,6 +63,17 @@ class QuantisationFile(JsonFile):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FlatParts:
+    """The tensors of a flattened weight besides its codes and scales, by the last parts of their names."""
+
+    table: str
+    state: str
+    nested_table: str
+    """Present, as are `nested_scales`, if the scales are places in a table."""
+    nested_scales: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightParts:
     """The tensors that make up a quantised weight [out, in], by the last parts of their names."""
 
@@ -83,6 +94,12 @@ class WeightParts:
     """How codes are packed; None: they are not. Zeros are packed likewise, but along the rows."""
     is_transposed: bool = False
     """Whether all are stored [in, out]."""
+    unit: float = 1.0
+    """A number by which all scales are multiplied."""
+    columns: str | None = None
+    """A number for each column, by which the values are multiplied, if a checkpoint has them."""
+    flat: FlatParts | None = None
+    """The other tensors of a flattened weight."""
 
 
 ONE_BY_ONE = WeightParts(
@@ -105,8 +122,8 @@ class Quantisation:
 
     method: str
     """`quant_method` of config.json."""
-    numbers: Literal["fp8", "fp4", "integer", "mxfp4"]
-    """The kind of its codes; `mxfp4` is FP4 that ranks can keep."""
+    numbers: Literal["fp8", "fp4", "integer", "mxfp4", "table"]
+    """The kind of its codes; `mxfp4` is FP4 that ranks can keep, and `table` are numbers of a table."""
     bits: int
     label: str | None = None
     """The name of the format, for people; None: it follows from the other fields."""
@@ -128,7 +145,7 @@ class Quantisation:
         """How ranks keep its weights by default, if memory and the GPU allow it; `none`: as plain weights."""
         if self.numbers in ("fp8", "fp4"):
             return "fp8"
-        return "w4a16" if self.bits == 4 else "none"
+        return "w4a16" if self.bits == 4 and self.numbers != "table" else "none"
 
     @property
     def has_column_order(self) -> bool:
