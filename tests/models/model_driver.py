@@ -81,8 +81,8 @@ class ModelDriver:
         self.notes: list[str] = []
         self.num_bytes = load_weights(self.model, path, device, adapter=adapter, say=self.notes.append)
         if row_loras:
-            adapters = [read_adapter(folder, config) for folder in row_loras]
-            for one in adapters:
+            adapters = {number: read_adapter(folder, config) for number, folder in enumerate(row_loras, 1)}
+            for one in adapters.values():
                 check_row_adapter(one, config)
             loaded = LoadedAdapters(self.model, dict(enumerate(adapters, 1)), dtype, max_host_bytes=0)
             loaded.make_places(len(row_loras))

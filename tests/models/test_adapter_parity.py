@@ -88,6 +88,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "layers": ("Llama", {"target_modules": list(LINEAR), "layers_to_transform": [1], "layers_pattern": "layers"}),
+    "layers, head": (
+        "Llama",
+        {"target_modules": ["q_proj", "lm_head"], "layers_to_transform": [0], "layers_pattern": "layers"},
+    ),
     "DoRA": ("Qwen3", {"target_modules": list(LINEAR), "use_dora": True, "rank_pattern": {"k_proj": 2}}),
     "DoRA, fused": ("phi 3", {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"], "use_dora": True}),
     "fused under other names": ("granite 4", {"target_modules": ["q_proj", "input_linear", "output_linear"]}),
@@ -130,6 +134,36 @@ def test_logits(name: str, checkpoint_of: Checkpoints, tmp_path: Path) -> None:
     found = logits_of(base, tmp_path)
     torch.testing.assert_close(found, expected, atol=3e-3 if name == "delta nets" else 2e-4, rtol=1e-4)
     assert (found - logits_of(base, None)).abs().max() > 0.3, "an adapter that changes little is tested by nothing"
+
+
+TOGETHER: dict[str, dict[str, Any]] = {
+    "one": {
+        "target_modules": list(ATTENTION),
+        "exclude_modules": ["layers.0.self_attn.o_proj"],
+        "use_dora": True,
+        "use_rslora": True,
+        "rank_pattern": {"k_proj": 2},
+        "alpha_pattern": {"layers.1.self_attn.v_proj": 9},
+        "trainable_token_indices": [1, IDS[0]],
+        "modules_to_save": ["norm"],
+        "bias": "all",
+    },
+    "other": {
+        "target_modules": r".*self_attn\.q_proj|.*lm_head|.*embed_tokens",
+        "target_parameters": EXPERTS,
+        "rank_pattern": {"down_proj": 2},
+        "bias": "lora_only",
+    },
+}
+"""The keys of merged adapters, as many together as PEFT takes."""
+
+
+@pytest.mark.parametrize("keys", TOGETHER)
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "gemma 3", "qwen3 moe", "gpt-oss"])
+def test_logits_with_many_keys_at_a_time(name: str, keys: str, checkpoint_of: Checkpoints, tmp_path: Path) -> None:
+    base = checkpoint_of(name)
+    expected = train(base, tmp_path, r=4, **TOGETHER[keys])
+    torch.testing.assert_close(logits_of(base, tmp_path), expected, atol=2e-4, rtol=1e-4)
 
 
 OF_ROWS: list[dict[str, Any]] = [

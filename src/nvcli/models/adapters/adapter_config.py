@@ -105,6 +105,8 @@ class TargetModules:
             return None if self.pattern.fullmatch(module) else "target_modules"
         if self.names and self.names.isdisjoint(ends):
             return "target_modules"
+        if module in self.names:  # PEFT looks at layers only where a name is matched by its end
+            return None
         if self.layers and self._layer(module) not in self.layers:
             return "layers_to_transform"
         return None
