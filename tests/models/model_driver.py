@@ -84,7 +84,7 @@ class ModelDriver:
             adapters = {number: read_adapter(folder, config) for number, folder in enumerate(row_loras, 1)}
             for one in adapters.values():
                 check_row_adapter(one, config)
-            loaded = LoadedAdapters(self.model, dict(enumerate(adapters, 1)), dtype, max_host_bytes=0)
+            loaded = LoadedAdapters(self.model, adapters, dtype, max_host_bytes=0)
             loaded.make_places(len(row_loras))
             problems = [loaded.load(number, number) for number in range(1, len(row_loras) + 1)]
             assert problems == [None] * len(row_loras)
