@@ -147,8 +147,10 @@ def test_adapters_are_merged_in_turn(folder: Path, nvcli_here: NvcliHere, monkey
     always = ("in.jsonl", "-m", "demo", "--temperature", "0", "--max-tokens", "12")
     for name, path in (("sql", "one"), ("chat", "two"), ("dora", "dora")):
         always += ("--lora", f"{name}={path}")
-    chosen = [(1,), ()]
+    chosen = [(1,), (1,), ()]
     monkeypatch.setattr(adapter_ways, "choose_merged", lambda *args, **kwargs: chosen.pop(0))
+    checked = nvcli_here("check", *always[:3], *always[7:], cwd=folder)
+    assert "rows of sql, dora run adapter by adapter" in checked.stdout + checked.stderr
     part = nvcli_here("generate", *always, "--limit", "5", cwd=folder)
     assert part.returncode == 0, part.stderr
     assert "rows of sql, dora run adapter by adapter, each merged into the weights in its turn" in part.stderr

@@ -136,6 +136,7 @@ class LoadedAdapters:
         """Read an adapter, on a thread of its own. Ranks that it does not have are left undefined."""
         adapter, is_pinned = self._adapters[number], self._device.type == "cuda"
         if is_pinned:
+            torch.cuda.set_device(self._device)  # whose context pins memory
             torch.set_num_threads(1)  # of this thread: many threads for each small matrix take seconds
         pages = torch.empty(_num_pages(adapter), self._num_elements, dtype=self._dtype, pin_memory=is_pinned)
         ranks, scales = [], []

@@ -273,6 +273,16 @@ def _zero_padding(model: nn.Module, assignments: Iterable[Assignment]) -> None:
             parameter.zero_()
 
 
+def read_weights(assignments: Iterable[Assignment], tensors: Mapping[str, TensorInfo]) -> None:
+    """Read assignments on threads. Raises LoadError."""
+    pool, readings = _begin_to_read(assignments, tensors)
+    try:
+        for reading in readings:
+            reading.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 def _begin_to_read(
     assignments: Iterable[Assignment], tensors: Mapping[str, TensorInfo]
 ) -> tuple[ThreadPoolExecutor, list[Future[None]]]:
@@ -295,18 +305,14 @@ def _read_task(file: Path, assignments: list[Assignment], tensors: Mapping[str, 
         # Inference mode is per thread, and parameters made in it may only be written in it.
         with torch.inference_mode(), OpenFiles() as files:
             for whole in assignments:
-                fill(files, whole, tensors[whole.source.stored_name])
+                info = tensors[whole.source.stored_name]
+                for a in _pieces(whole, info):
+                    kept = read_kept(files, info, a.source, a.target.device)
+                    for target, values in ((a.target, kept.weight), (a.scales, kept.scales), (a.order, kept.order)):
+                        if target is not None and values is not None:
+                            target.copy_(values)
     except (SafetensorError, OSError) as error:
         raise LoadError(f"{file}: cannot be read ({error}); download it again") from None
-
-
-def fill(files: OpenFiles, assignment: Assignment, info: TensorInfo) -> None:
-    """Read what an assignment takes of a tensor, with its changes. Raises as `read_kept` does."""
-    for a in _pieces(assignment, info):
-        kept = read_kept(files, info, a.source, a.target.device)
-        for target, values in ((a.target, kept.weight), (a.scales, kept.scales), (a.order, kept.order)):
-            if target is not None and values is not None:
-                target.copy_(values)
 
 
 def _pieces(a: Assignment, info: TensorInfo) -> Iterator[Assignment]:

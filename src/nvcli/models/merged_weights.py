@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from nvcli.core.byte_sizes import format_bytes
@@ -30,7 +29,7 @@ from nvcli.models.adapters.merge import are_finite, check_finite, read_stored, r
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO, read_model_tensors
 from nvcli.models.host_adapters import HostAdapters
-from nvcli.models.loader import Assignment, assignments_of, fill
+from nvcli.models.loader import Assignment, assignments_of, read_weights
 from nvcli.models.stored_values import OpenFiles
 from nvcli.models.tensor_info import LowRankChange, TensorInfo
 from nvcli.models.weights import length
@@ -93,9 +92,9 @@ class MergedWeights:
         located = _made_up(model) if path is None else read_model_tensors(model.config, path).tensors
         self._base = located if model.config.tie_word_embeddings else with_own_head(located)
         self._changed = {number: self._over(adapter) for number, adapter in adapters.items()}
-        names = {name for tensors in self._changed.values() for name in tensors}
+        self._names = {name for tensors in self._changed.values() for name in tensors}
         self._weights = [
-            one for one in assignments_of(model) if one.source.stored_name in names and one.target.numel() > 0
+            one for one in assignments_of(model) if one.source.stored_name in self._names and one.target.numel() > 0
         ]
         self._device = self._weights[0].target.device if self._weights else _CPU
         self._is_kept = [self._keeps_base(one) for one in self._weights]
@@ -140,15 +139,16 @@ class MergedWeights:
                 on_host = self._products.get(number)
                 products = {product.weight: product for product in on_host.products}
                 values = on_host.values.to(self._device, non_blocking=True)
-            with OpenFiles() as files:
-                for index, weight in enumerate(self._weights):
-                    name = weight.source.stored_name
-                    if name in changed or before is None or name in before:
-                        self._set(files, index, changed.get(name), products.get(index), values)
+            names = {*changed, *(self._names if before is None else before)}
+            unkept = [
+                weight
+                for index, weight in enumerate(self._weights)
+                if weight.source.stored_name in names
+                and not self._set(index, changed.get(weight.source.stored_name), products.get(index), values)
+            ]
+            read_weights(unkept, {**self._base, **changed})
         except LoadError as error:
             problem = error
-        except (SafetensorError, OSError) as error:
-            problem = LoadError(f"{self._adapters[number].config.file.path.parent}: cannot be read ({error})")
         if problem is not None:
             self._spoil(changed)
         else:
@@ -193,21 +193,19 @@ class MergedWeights:
         copy = torch.empty(target.shape, dtype=target.dtype, device=_CPU, pin_memory=True)
         return copy.copy_(target)
 
-    def _set(
-        self, files: OpenFiles, index: int, info: TensorInfo | None, product: _Product | None, values: Tensor
-    ) -> None:
-        """Set a weight to its base with an adapter's changes. `info` None: without any. `values` are those of the
-        adapter's products."""
+    def _set(self, index: int, info: TensorInfo | None, product: _Product | None, values: Tensor) -> bool:
+        """Set a weight to its base with an adapter's changes, from what is kept; return whether that is possible.
+        `info` None: without changes. `values` are those of the adapter's products."""
         weight, base = self._weights[index], self._copies[index]
-        if base is not None and (info is None or product is not None):
-            if product is None or self.place == "host":
-                weight.target.copy_(base, non_blocking=True)
-                base = weight.target
-            if product is not None:
-                up, down = product.matrices(values)
-                merge_low_rank(weight.target, base, up, down, product.scaling)
-            return
-        fill(files, weight, self._base[weight.source.stored_name] if info is None else info)
+        if base is None or (info is not None and product is None):
+            return False
+        if product is None or self.place == "host":
+            weight.target.copy_(base, non_blocking=True)
+            base = weight.target
+        if product is not None:
+            up, down = product.matrices(values)
+            merge_low_rank(weight.target, base, up, down, product.scaling)
+        return True
 
     def _spoil(self, changed: Mapping[str, TensorInfo]) -> None:
         """Make the results of an adapter that cannot be merged NaN, on whichever rank it was."""
@@ -236,6 +234,7 @@ class MergedWeights:
         dtype = _STORED.get(types.pop(), torch.float32) if len(types) == 1 else torch.float32
         is_pinned = self._device.type == "cuda"
         if is_pinned:
+            torch.cuda.set_device(self._device)  # whose context pins memory
             torch.set_num_threads(1)  # of this thread: many threads for each small matrix take seconds
         with torch.inference_mode(), OpenFiles() as files:
             values = torch.empty(first, dtype=dtype, device=_CPU, pin_memory=is_pinned)

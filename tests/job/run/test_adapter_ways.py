@@ -14,12 +14,13 @@ from nvcli.core.config import JobConfig, RunConfig
 from nvcli.core.lora_config import LoraConfig, adapter_choice
 from nvcli.demo import demo_path
 from nvcli.errors import LoadError
+from nvcli.job.output.manifest import WAYS_FACT
 from nvcli.job.planning.adapter_costs import AdapterWork, choose_merged
 from nvcli.job.planning.job_time import gpu_speed
 from nvcli.job.rows.native_row import ADAPTER_KEY, RowKeys
 from nvcli.job.rows.parser import RowParser
 from nvcli.job.run import adapter_ways
-from nvcli.job.run.adapter_ways import WAYS_FACT, choose_ways, find_ways
+from nvcli.job.run.adapter_ways import choose_ways, find_ways
 from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.tools.bench.made_up_adapters import write_adapters

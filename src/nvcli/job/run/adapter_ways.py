@@ -21,6 +21,7 @@ from nvcli.core.system.nvidia_smi import ask_for_gpus, visible_gpus
 from nvcli.errors import ConfigError, LoadError
 from nvcli.job.input.reader import RowReader
 from nvcli.job.job import Job
+from nvcli.job.output.manifest import WAYS_FACT
 from nvcli.job.planning.adapter_costs import AdapterWork, choose_merged
 from nvcli.job.planning.job_time import GpuSpeed, gpu_speed
 from nvcli.job.rows.parser import RowParser
@@ -28,8 +29,6 @@ from nvcli.models.adapters.adapter import Adapter
 from nvcli.models.adapters.row_adapters import check_row_adapter
 from nvcli.models.config import ModelConfig
 
-WAYS_FACT = "lora.merged"
-"""The fact that names the adapters that are merged in turn."""
 _MOST_ROWS = 20_000
 """Rows that are counted; larger jobs are taken to have as many rows of each adapter."""
 _USUAL_ANSWER = 512
@@ -107,20 +106,15 @@ def choose_ways(
     return tuple(sorted({*chosen, *config.merged_adapters}))
 
 
-def describe_ways(run: RunConfig, config: EngineConfig) -> str:
-    """Return a line for the user on the adapters that are merged in turn; empty if there are none."""
+def describe_ways(run: RunConfig, config: EngineConfig) -> list[str]:
+    """Return a line for the user on the adapters that are merged in turn; none if there are none."""
     names = tuple(adapter_choice(run.lora).named)
     merged = [names[number - 1] for number in config.merged_adapters]
     others = [name for name in names if name not in merged]
     if not merged:
-        return ""
+        return []
     beside = f", and those of {_some(others)} run in the same steps" if others else ""
-    return f"rows of {_some(merged)} run adapter by adapter, each merged into the weights in its turn{beside}"
-
-
-def ways_fact(names: Sequence[str], config: EngineConfig) -> str | None:
-    """Return the fact that names the adapters that are merged in turn; None if there are none."""
-    return ", ".join(names[number - 1] for number in config.merged_adapters) or None
+    return [f"rows of {_some(merged)} run adapter by adapter, each merged into the weights in its turn{beside}"]
 
 
 def _some(names: Sequence[str]) -> str:

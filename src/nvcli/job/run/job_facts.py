@@ -19,9 +19,8 @@ from nvcli.core.job_config import MESSAGES_KEY
 from nvcli.core.lora_config import adapter_choice
 from nvcli.errors import LoadError
 from nvcli.job.input.known_input import digest_file
-from nvcli.job.output.manifest import CHAT_FACT
+from nvcli.job.output.manifest import CHAT_FACT, WAYS_FACT
 from nvcli.job.rows.task_rows import TaskRows
-from nvcli.job.run.adapter_ways import WAYS_FACT, ways_fact
 from nvcli.job.shard import SHARD_FACT, Shard
 from nvcli.models.checkpoint import weight_files
 from nvcli.models.other_checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -88,11 +87,11 @@ def job_facts(
         "job.messages_field": run.job.messages_field or MESSAGES_KEY,
         "job.id_field": run.job.id_field,
     }
-    merged = ways_fact(tuple(names), config)
+    merged = ", ".join([*names][number - 1] for number in config.merged_adapters)
     job, is_kv_other = run.job, config.kv_dtype != config.dtype
     digest = None if chat_template is None else f"sha256 {sha256(chat_template.encode()).hexdigest()[:16]}"
     optional: dict[str, tuple[Any, Any]] = {
-        WAYS_FACT: (merged, None),
+        WAYS_FACT: (merged, ""),
         "hf_overrides": (config.hf_overrides or None, None),
         "kv_cache_dtype": (config.kv_cache_dtype if is_kv_other else None, None),
         "quantization": (config.quantization, "none"),

@@ -86,7 +86,7 @@ def plan_replicas(resolved: ResolvedModel, *, num_requests: int | None) -> RunPl
             msgspec.structs.replace(config, replica=replica) for replica in range(layout.data_parallel_size)
         ),
         warnings=tuple(f"warning: {line}" for line in (unused_gpu(run), *_other_bases(resolved)) if line is not None),
-        why="; ".join(filter(None, (kept, layout.why, describe_ways(run, config)))),
+        why="; ".join(filter(None, (kept, layout.why, *describe_ways(run, config)))),
     )
 
 
