@@ -33,6 +33,7 @@ from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 from nvcli.worker.runner import model_runner
 from nvcli.worker.runner.interface import RankContext
 
+pytestmark = pytest.mark.usefixtures("warm_engines")
 CONTEXT = RankContext(rank=0, report_phase=lambda phase: None)
 DEMO = Path(__file__).parents[3] / "src/nvcli/demo/example.jsonl"
 VOCAB = 97

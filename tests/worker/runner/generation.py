@@ -24,7 +24,7 @@ from requests_factory import make_request
 from warm_process import engines_are_copies
 
 EOS = 1
-MAX_TOKENS = 24
+MAX_TOKENS = 14
 
 
 def prompts() -> list[list[int]]:

@@ -50,13 +50,13 @@ def prompts() -> list[list[int]]:
     return [*lone, *(common + [rng.randrange(2, 97) for _ in range(n)] for n in (1, 5, 30)), common]
 
 
-def requests() -> list[Request]:
+def requests(max_tokens: int = MAX_TOKENS) -> list[Request]:
     """Greedy and sampled ones, some of whose prompts are scored."""
     return [
         make_request(
             number,
             prompt,
-            MAX_TOKENS,
+            max_tokens,
             sampling=SamplingParams(temperature=0.0 if number % 2 else 0.9, logprobs=4),
             row=number,
             read=PromptScoring(first=1, num_top=number % 3) if len(prompt) > 1 and number % 3 else None,
@@ -131,8 +131,8 @@ def test_ranks_and_stages_add_up_in_one_order(tmp_path: Path) -> None:
     layout = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "batch_invariant": True}
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 24, "num_kv_tokens": 140, "enable_prefix_caching": False}
     with running_engine(path, **limits, **layout) as client:
-        alone = [answers_of(client, [request]) for request in requests()]
+        alone = [answers_of(client, [request]) for request in requests(12)]
         assert client.stats.num_preemptions == 0
-        together = answers_of(client, requests())
+        together = answers_of(client, requests(12))
         assert client.stats.num_preemptions > 0
     assert Answers.of(together) == Answers.of({number: output for one in alone for number, output in one.items()})

@@ -93,7 +93,7 @@ def assert_equal(found: dict[int, RequestOutput], expected: dict[int, RequestOut
 
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
-    return mixed_requests(60)
+    return mixed_requests(40)
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ CIRCUMSTANCES: dict[str, dict[str, Any]] = {
     "plain": {"max_num_batched_tokens": 4096, "max_num_seqs": 64, "enable_prefix_caching": False},
     "chunked": {"max_num_batched_tokens": 9, "max_num_seqs": 8},
     "prefix-hits": {"max_num_seqs": 3, "max_num_batched_tokens": 512},
-    "preempted": {"max_num_seqs": 16, "max_num_batched_tokens": 64, "num_kv_tokens": 420},
+    "preempted": {"max_num_seqs": 16, "max_num_batched_tokens": 64, "num_kv_tokens": 380},
 }
 TWO_RANKS = {"tensor_parallel_size": 2, "max_num_seqs": 16, "max_num_batched_tokens": 64}
 """How the layers of other checkpoints are cut is a test of models."""
@@ -114,7 +114,13 @@ def test_circumstances_do_not_change_the_answers(
 ) -> None:
     batch = requests()
     random.Random(circumstance).shuffle(batch)
-    done, stats = generate_here(checkpoint, batch, **CIRCUMSTANCES[circumstance])
+    config = CIRCUMSTANCES[circumstance]
+    if circumstance == "preempted" and checkpoint.name == "gemma-4":
+        config = {
+            **config,
+            "num_kv_tokens": 410,
+        }  # its groups of layers share the blocks: the longest prompt needs these
+    done, stats = generate_here(checkpoint, batch, **config)
     if circumstance == "preempted":
         assert stats.num_preemptions > 0
     else:
@@ -130,7 +136,7 @@ def test_states_in_two_stages_of_two_ranks(checkpoint: Path, plain_answers: dict
     """All at once: chunks, prefix hits and preemption. No drafts, although they are wanted."""
     config: dict[str, Any] = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "max_num_seqs": 16}
     config |= {"max_num_batched_tokens": 40, "max_draft_tokens": 3, "draft_policy": "always"}
-    done, stats = generate(checkpoint, requests(), **config, num_kv_tokens=420)
+    done, stats = generate(checkpoint, requests(), **config, num_kv_tokens=380)
     assert {number: unpack(output.token_ids).tolist() for number, output in done.items()} == plain_answers
     assert stats.num_preemptions > 0
     assert stats.cached_tokens > 0

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from late_masks import use_late_masks
 
+from combinations import full
 from constrained_requests import END_IDS, load_vocabulary, make_requests
 from fake_runners import engine_config
 from late_worker import LateMasks
@@ -76,7 +77,7 @@ def answers(requests: list[Request]) -> Outputs:
     ("circumstance", "config"),
     [
         ("together", {}),
-        ("in turn", {"max_num_seqs": 5}),
+        full(("in turn", {"max_num_seqs": 5}), in_parts=True),
         ("chunked", {"max_num_seqs": 7, "max_num_batched_tokens": 9}),
         ("preempted", {"num_blocks": 30}),
         ("one step in flight", {"overlap_steps": False}),

@@ -22,6 +22,7 @@ from nvcli.engine.request import RequestOutput
 from nvcli.errors import WorkerError
 from requests_factory import make_request
 
+pytestmark = pytest.mark.usefixtures("warm_engines")
 CIRCUMSTANCES: dict[str, tuple[str, dict[str, Any]]] = {
     "three stages of five layers": (
         "untied",

@@ -20,7 +20,7 @@ from nvcli.demo import demo_path
 from nvcli.engine.client import EngineClient
 from one_rank import make_runner
 
-pytestmark = INTERPRETED_MARKS
+pytestmark = [*INTERPRETED_MARKS, pytest.mark.usefixtures("warm_engines")]
 
 
 def suffixed_prompts(rng: random.Random, number: int, vocab_size: int) -> list[list[int]]:

@@ -12,7 +12,7 @@ from nvcli.engine.client import EngineClient
 from requests_factory import make_request
 
 
-def test_parameters_of_a_chunked_prompt_hold_in_a_slot_used_before(tmp_path: Path) -> None:
+def test_parameters_of_a_chunked_prompt_hold_in_a_slot_used_before(tmp_path: Path, warm_engines: None) -> None:
     """The step that fills the slot samples nothing; the one that samples fills no slot."""
     path = write_tiny_qwen3(tmp_path / "model")
     client = EngineClient.start(engine_config(model_path=path, max_num_seqs=1, max_num_batched_tokens=4))
