@@ -38,9 +38,10 @@ def shape(name: str, folder: Path, quantization: Any = "w4a16") -> ModelConfig:
         ("qwen3-32b", 80, {"tensor_parallel_size": 4}, "none"),
         ("qwen3-32b", 80, {"pipeline_parallel_size": 2}, "none"),
         ("qwen3-32b", 80, {"quantization": "none"}, "none"),
-        ("gpt-oss-20b", 141, {}, "none"),
+        ("gpt-oss-20b", 141, {}, "fp8"),
+        ("gpt-oss-20b", 80, {}, "fp8"),
         ("gpt-oss-20b", 80, {"quantization": "none"}, "none"),
-        ("gpt-oss-20b", 80, {}, "w4a16"),
+        ("gpt-oss-20b", 40, {}, "w4a16"),
         ("gpt-oss-20b", 80, {"batch_invariant": True}, "none"),
         ("gpt-oss-120b", 141, {}, "w4a16"),
         ("gpt-oss-120b", 141, {"tensor_parallel_size": 8}, "none"),  # groups would be cut
@@ -49,6 +50,16 @@ def shape(name: str, folder: Path, quantization: Any = "w4a16") -> ModelConfig:
 def test_auto_goes_by_memory(name: str, gib: int, keys: dict[str, Any], kept: str, tmp_path: Path) -> None:
     run = RunConfig(model="m", **keys)
     assert keep_weights(run, shape(name, tmp_path), "cuda", gpu_bytes=gib * GIB).quantization == kept
+
+
+def test_experts_in_mxfp4_become_fp8_only_where_gpus_multiply_in_fp8(tmp_path: Path) -> None:
+    run, model = RunConfig(model="m"), shape("gpt-oss-20b", tmp_path)
+    card = SmiGpu(index=0, uuid="a", name="a", driver="580", total_bytes=141 * GIB, used_bytes=0, mig=False)
+    for capability, kept in (((8, 0), "none"), ((8, 9), "fp8"), ((9, 0), "fp8")):
+        gpus = [dataclasses.replace(card, capability=capability)]
+        assert keep_weights(run, model, "cuda", gpus=gpus).quantization == kept
+    cut = RunConfig(model="m", tensor_parallel_size=8)  # 360 features of each rank are no multiple of 16
+    assert keep_weights(cut, model, "cuda", gpus=[card]).quantization == "none"
 
 
 def test_auto_leaves_the_rest_alone(tmp_path: Path) -> None:
@@ -79,12 +90,18 @@ def test_what_is_kept_is_what_the_engine_gets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "gib", "device", "keys", "line"),
     [
-        ("gpt-oss-20b", 80, "cuda", {}, "experts stay in 4 bits, .*--quantization none"),
+        ("gpt-oss-20b", 40, "cuda", {}, "experts stay in 4 bits, .*--quantization none"),
         ("qwen3-32b", 80, "cuda", {}, "weights stay in 4 bits, as bfloat16 would take more than 50%"),
         ("qwen3-8b", 141, "cuda", {}, "weights in 4 bits become bfloat16, .*--quantization w4a16 keeps them"),
         ("qwen3-8b", 141, "cuda", {"quantization": "w4a16"}, "^$"),
         ("qwen3-8b", 141, "cpu", {}, "^$"),
-        ("gpt-oss-20b", 141, "cuda", {}, "experts in 4 bits become bfloat16, "),
+        (
+            "gpt-oss-20b",
+            141,
+            "cuda",
+            {},
+            "^experts become FP8, as large batches and prompts are fastest so, and it fits",
+        ),
         ("gpt-oss-20b", 80, "cuda", {"batch_invariant": True}, "become bfloat16, as batch_invariant asks for it"),
     ],
 )
