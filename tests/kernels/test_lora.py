@@ -108,6 +108,21 @@ def test_activation_is_fused(activation: Activation, dtype: torch.dtype) -> None
     torch.testing.assert_close(out.float(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_programs_that_take_many_units_each(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program goes from tile to tile, as on a GPU with many adapters in a step."""
+    monkeypatch.setattr(lora, "num_multiprocessors", lambda device: 1)
+    adapters = MIXES["all kinds"]
+    layer, bank, x, out = make(name, len(adapters), torch.float32)
+    rows = rows_of(adapters, 3, on_triton=True)
+    expected = dense(layer, bank, x, out, adapters)
+    if name == "large":
+        found = lora.activate_with_low_rank(out.clone(), x, rows, bank, layer, "silu")
+        torch.testing.assert_close(found, ACTIVATE_AND_MUL["silu"](expected), rtol=1e-4, atol=1e-4)
+    lora.add_low_rank(out, x, rows, bank, layer)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_tiles_are_of_one_adapter_each() -> None:
     adapters = ([3, 1, 0] * 40)[:110] + [3] * 30
     rows = lora_rows.group_rows(torch.tensor(adapters, dtype=torch.int32, device=DEVICE), 5)

@@ -52,6 +52,8 @@ class LowRankLaunch(NamedTuple):
     expand_programs: int
     shrink_warps: int = 4
     expand_warps: int = 4
+    expand_stages: int = 1
+    """Blocks that a program has under way at a time in the launch with the activation, if the ranks fit into a page."""
 
 
 @triton.jit
@@ -142,16 +144,17 @@ def _load_up(
 
 @triton.jit
 def _load_low(
-    parts_ptr, first, rows, is_row, ranks, projection, num_rows,
+    parts_ptr, first, rows, is_row, ranks, rank, projection, num_rows,
     NUM_PROJECTIONS: tl.constexpr, NUM_PARTS: tl.constexpr, MAX_RANK: tl.constexpr,
     ROW_TILE: tl.constexpr, RANK_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of a tile's rows times A: [rows, ranks] float32."""
+    """Add up the parts of a tile's rows times A: [rows, ranks] float32; 0 for ranks that the adapter does not have."""
     places = (first + rows).to(tl.int64) * NUM_PROJECTIONS + projection
+    exists = is_row[:, None] & (ranks < rank)[None, :]
     low = tl.zeros([ROW_TILE, RANK_TILE], tl.float32)
     for part in tl.static_range(NUM_PARTS):
         source = parts_ptr + part * num_rows.to(tl.int64) * (NUM_PROJECTIONS * MAX_RANK)
-        low += tl.load(source + places[:, None] * MAX_RANK + ranks[None, :], mask=is_row[:, None], other=0)
+        low += tl.load(source + places[:, None] * MAX_RANK + ranks[None, :], mask=exists, other=0)
     return low
 
 
@@ -219,7 +222,7 @@ def _expand_kernel(
                     if first_rank == 0:
                         await_kernel_before(DEPENDENT)
                     low = _load_low(
-                        parts_ptr, first, rows, is_row, ranks, projection, num_rows,
+                        parts_ptr, first, rows, is_row, ranks, MAX_RANK, projection, num_rows,
                         NUM_PROJECTIONS, NUM_PARTS, MAX_RANK, ROW_TILE, RANK_TILE,
                     )  # fmt: skip
                     result = tl.dot((low * scale).to(up.dtype), up, result, input_precision="ieee")
@@ -252,59 +255,80 @@ def _expand_gated_kernel(
     ROW_TILE: tl.constexpr,
     RANK_TILE: tl.constexpr,
     OUT_TILE: tl.constexpr,
+    STAGES: tl.constexpr,
     GELU: tl.constexpr,
     PAGE_RANKS: tl.constexpr,
     TILE_FIELDS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """A unit of work is (tile, block of features); there are also tiles of rows without adapters."""
-    for unit in tl.range(tl.program_id(0), tl.load(num_tiles_ptr + 1) * NUM_BLOCKS, tl.num_programs(0), num_stages=1):
+    """A unit of work is (tile, block of features); there are also tiles of rows without adapters. A program takes
+    consecutive units: with many tiles it adds up the parts of a tile once for many blocks."""
+    num_units = tl.load(num_tiles_ptr + 1) * NUM_BLOCKS
+    units_each = tl.cdiv(num_units, tl.num_programs(0))
+    unit = tl.program_id(0) * units_each
+    end = tl.minimum(unit + units_each, num_units)
+    while unit < end:
         tile = tiles_ptr + unit // NUM_BLOCKS * TILE_FIELDS
         place = tl.load(tile)
         first = tl.load(tile + 1)
         count = tl.load(tile + 2)
+        first_block = unit % NUM_BLOCKS
+        num_blocks = tl.minimum(NUM_BLOCKS - first_block, end - unit)
+        unit += num_blocks
         has_adapter = place < num_places
         place = tl.where(has_adapter, place, 0)
         number = place * all_projections + first_projection
         gate_rank = tl.load(ranks_ptr + number, mask=has_adapter, other=0)
         up_rank = tl.load(ranks_ptr + number + 1, mask=has_adapter, other=0)
+        gate_scale = tl.load(scales_ptr + number)
+        up_scale = tl.load(scales_ptr + number + 1)
         rows = tl.arange(0, ROW_TILE)
         is_row = rows < count
-        columns = unit % NUM_BLOCKS * OUT_TILE + tl.arange(0, OUT_TILE)
-        exists = columns < SIZE
         tokens = tl.load(order_ptr + first + rows, mask=is_row, other=0).to(tl.int64)[:, None]
-        is_used = is_row[:, None] & exists[None, :]
-        sources = gate_up_ptr + tokens * (2 * SIZE) + columns[None, :]
-        gate = tl.load(sources, mask=is_used, other=0).to(tl.float32)
-        up = tl.load(sources + SIZE, mask=is_used, other=0).to(tl.float32)
-        for first_rank in tl.static_range(0, MAX_RANK, RANK_TILE):
-            ranks = first_rank + tl.arange(0, RANK_TILE)
-            gate_weight = _load_up(
-                pages_ptr, page_table_ptr, place, ranks, gate_rank, columns, exists, page_stride, up_offset,
-                2 * SIZE, MAX_RANK, PAGE_RANKS,
+        await_kernel_before(DEPENDENT)
+        if MAX_RANK == RANK_TILE:
+            ranks = tl.arange(0, RANK_TILE)
+            gate_low = _load_low(
+                parts_ptr, first, rows, is_row, ranks, gate_rank, 0, num_rows,
+                2, NUM_PARTS, MAX_RANK, ROW_TILE, RANK_TILE,
             )  # fmt: skip
-            up_weight = _load_up(
-                pages_ptr, page_table_ptr, place, ranks, up_rank, columns + SIZE, exists, page_stride, up_offset,
-                2 * SIZE, MAX_RANK, PAGE_RANKS,
+            up_low = _load_low(
+                parts_ptr, first, rows, is_row, ranks, up_rank, 1, num_rows,
+                2, NUM_PARTS, MAX_RANK, ROW_TILE, RANK_TILE,
             )  # fmt: skip
-            if first_rank == 0:
-                await_kernel_before(DEPENDENT)
-            if first_rank < gate_rank:
-                low = _load_low(
-                    parts_ptr, first, rows, is_row, ranks, 0, num_rows,
-                    2, NUM_PARTS, MAX_RANK, ROW_TILE, RANK_TILE,
-                )  # fmt: skip
-                low *= tl.load(scales_ptr + number)
-                gate = tl.dot(low.to(gate_weight.dtype), gate_weight, gate, input_precision="ieee")
-            if first_rank < up_rank:
-                low = _load_low(
-                    parts_ptr, first, rows, is_row, ranks, 1, num_rows,
-                    2, NUM_PARTS, MAX_RANK, ROW_TILE, RANK_TILE,
-                )  # fmt: skip
-                low *= tl.load(scales_ptr + number + 1)
-                up = tl.dot(low.to(up_weight.dtype), up_weight, up, input_precision="ieee")
-        result = activate(gate, GELU) * up
-        tl.store(out_ptr + tokens * SIZE + columns[None, :], result.to(out_ptr.dtype.element_ty), mask=is_used)
+        for block in tl.range(first_block, first_block + num_blocks, num_stages=STAGES):
+            columns = block * OUT_TILE + tl.arange(0, OUT_TILE)
+            exists = columns < SIZE
+            is_used = is_row[:, None] & exists[None, :]
+            sources = gate_up_ptr + tokens * (2 * SIZE) + columns[None, :]
+            gate = tl.load(sources, mask=is_used, other=0).to(tl.float32)
+            up = tl.load(sources + SIZE, mask=is_used, other=0).to(tl.float32)
+            for first_rank in tl.static_range(0, MAX_RANK, RANK_TILE):
+                ranks = first_rank + tl.arange(0, RANK_TILE)
+                if MAX_RANK == RANK_TILE or first_rank < gate_rank:
+                    weight = _load_up(
+                        pages_ptr, page_table_ptr, place, ranks, gate_rank, columns, exists, page_stride, up_offset,
+                        2 * SIZE, MAX_RANK, PAGE_RANKS,
+                    )  # fmt: skip
+                    if MAX_RANK > RANK_TILE:
+                        gate_low = _load_low(
+                            parts_ptr, first, rows, is_row, ranks, gate_rank, 0, num_rows,
+                            2, NUM_PARTS, MAX_RANK, ROW_TILE, RANK_TILE,
+                        )  # fmt: skip
+                    gate = tl.dot((gate_low * gate_scale).to(weight.dtype), weight, gate, input_precision="ieee")
+                if MAX_RANK == RANK_TILE or first_rank < up_rank:
+                    weight = _load_up(
+                        pages_ptr, page_table_ptr, place, ranks, up_rank, columns + SIZE, exists, page_stride,
+                        up_offset, 2 * SIZE, MAX_RANK, PAGE_RANKS,
+                    )  # fmt: skip
+                    if MAX_RANK > RANK_TILE:
+                        up_low = _load_low(
+                            parts_ptr, first, rows, is_row, ranks, up_rank, 1, num_rows,
+                            2, NUM_PARTS, MAX_RANK, ROW_TILE, RANK_TILE,
+                        )  # fmt: skip
+                    up = tl.dot((up_low * up_scale).to(weight.dtype), weight, up, input_precision="ieee")
+            result = activate(gate, GELU) * up
+            tl.store(out_ptr + tokens * SIZE + columns[None, :], result.to(out_ptr.dtype.element_ty), mask=is_used)
     await_kernel_before(DEPENDENT)
 
 
@@ -395,6 +419,7 @@ def activate_with_low_rank(
         ROW_TILE=rows.row_tile,
         RANK_TILE=min(RANKS_AT_ONCE, bank.max_rank),
         OUT_TILE=_GATED_FEATURES,
+        STAGES=launch.expand_stages if bank.max_rank <= PAGE_RANKS else 1,
         GELU=activation == "gelu_tanh",
         PAGE_RANKS=PAGE_RANKS,
         TILE_FIELDS=TILE_FIELDS,
@@ -455,13 +480,13 @@ def choose_launch(rows: AdapterRows) -> LowRankLaunch:
     """Choose the launch parameters for some rows. A batch-invariant launch adds up in the same order for any number of
     rows.
 
-    The parameters for few rows were the best of 13 tried on an H200. There the linear layers and the activation of one
-    layer of an 8B model (H 4,096, I 12,288, 256 rows, rank 16 on all linear layers) take 165 µs without adapters, 182
-    if no row has one, 213 with one adapter, 218 with 8 and 297 with 64. With twice as many programs and 4 warps they
-    take 229, 228 and 294; with parts of 512 features 215, 225 and 310.
+    The parameters for few rows were the best of 13 tried on an H200; none of 23 others was clearly better. There the
+    low-rank products and the activation of one layer of an 8B model (H 4,096, I 12,288, 256 rows, rank 16 on all linear
+    layers) take 76 µs with one adapter, 78 with 8, 133 with 64 and 306 with 213, without the base products; of that,
+    the launch with the activation and its shrinking 25, 26, 51 and 122.
     """
     if rows.batch_invariant:
         return LowRankLaunch(256, 0, 1, 8, 8)
     if len(rows.adapters) <= _FEW_ROWS:
-        return LowRankLaunch(256, 1024, 6, 4, 4, shrink_warps=2)
+        return LowRankLaunch(256, 1024, 6, 4, 4, shrink_warps=2, expand_stages=3)
     return LowRankLaunch(64, 0, 1, 4, 2, expand_warps=8)
