@@ -269,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             model = load_model(run, path)
             config = resolve_engine_config(run, path, model)
             if options.shape is not None:
-                config = msgspec.structs.replace(config, load_format="random")
+                config = msgspec.structs.replace(config, load_format="dummy")
             requests = make_requests(options.rows, options.tokens, model.vocab_size, options.seed)
             different, rates[mode] = compare(
                 config, requests, options.circumstances, num_alone=options.alone, dp=options.dp

@@ -34,6 +34,7 @@ from benchmark import Case, Figures, measure_in_child, peak_mebibytes, run_bench
 from nvcli.core.config import RunConfig
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady, pack
+from nvcli.core.weight_changes import WeightsChange
 from nvcli.demo import demo_path
 from nvcli.engine.protocol import AddRequests
 from nvcli.engine.request import EngineStats, Request, RequestOutput
@@ -105,6 +106,12 @@ class NullEngine:
         self._clear_event()
         done, self._done = self._done, []
         return [RequestOutput(request_id=number, token_ids=ANSWER, finish_reason="length") for number in done]
+
+    def change_weights(self, change: WeightsChange) -> None:
+        raise AssertionError("it has no weights")
+
+    def take_changed(self) -> None:
+        return None
 
     def take_notes(self) -> list[str]:
         return []

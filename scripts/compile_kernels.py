@@ -49,9 +49,8 @@ from nvcli.kernels.lora_types import BLOCK_FIELDS, AdaptedLayer, AdapterBank, fe
 from nvcli.kernels.peer_memory import PeerLayout, PeerMemory
 from nvcli.kernels.triton.launch.compile_ahead import Placeholder
 from nvcli.models.adapter_bank import BLOCK_FEATURES
-from nvcli.models.loader import materialize
 from nvcli.tools.bench.shapes import model_folder
-from nvcli.worker.runner import model_runner
+from nvcli.worker.runner import model_runner, rank_weights
 from nvcli.worker.runner.interface import RankContext
 from nvcli.worker.runner.model_runner import ModelRunner
 from nvcli.worker.runner.warm_up import warm_up_steps
@@ -166,10 +165,12 @@ def start(shape: str, settings: Mapping[str, Any]) -> None:
             model=shape, device="cuda", attention_backend="triton", max_model_len=_MAX_MODEL_LEN, **settings
         )
         config = resolve_engine_config(run, folder, load_model(run, folder))
-        config = msgspec.structs.replace(config, load_format="random")
+        config = msgspec.structs.replace(config, load_format="dummy")
         with (
             patch.object(ModelRunner, "_compile_kernels", launch_and_stop),
-            patch.object(model_runner, "init_random_weights", materialize),
+            patch.object(rank_weights, "init_random_weights", lambda model, device: 0),
+            patch.object(rank_weights, "make_region", lambda num_bytes, device: None),
+            patch.object(model_runner, "make_region", lambda num_bytes, device: None),
         ):
             try:
                 ModelRunner(config, RankContext(rank=0, report_phase=lambda phase: None))

@@ -39,6 +39,7 @@ from fuzzing import make_parser, print_counts
 from hostile_checkpoints import ADAPTER, CANARY, INDEX, MUTATIONS, OF_ADAPTERS, mutate
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady
+from nvcli.core.weight_changes import WeightsChange
 from nvcli.demo import demo_path
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.client import EngineClient
@@ -103,6 +104,12 @@ class EngineHere:
 
     def poll(self, timeout: float) -> list[RequestOutput]:
         return self._core.step() if self._core.has_work else []
+
+    def change_weights(self, change: WeightsChange) -> None:
+        raise AssertionError("it has no weights")
+
+    def take_changed(self) -> None:
+        return None
 
     def take_notes(self) -> list[str]:
         return self._core.take_notes()

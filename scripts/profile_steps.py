@@ -108,7 +108,7 @@ def start_engine(run: RunConfig, workload: Workload, tp: int) -> EngineCore:
         path = write_shape(run.model, Path(folder), quantization=run.quantization)
         model = load_model_config(path)
         config = resolve_engine_config(run, path, model)
-        config = msgspec.structs.replace(config, load_format="random", tensor_parallel_size=tp)
+        config = msgspec.structs.replace(config, load_format="dummy", tensor_parallel_size=tp)
         for rank in range(1, tp):
             mine, theirs = spawn.Pipe()
             spawn.Process(target=run_peer, args=(config, rank, store_path, theirs), daemon=True).start()

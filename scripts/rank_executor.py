@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from nvcli.core.messages import StepInput, StepOutput
+    from nvcli.core.weight_changes import WeightsChange, WeightsChanged
     from nvcli.worker.runner.interface import PendingOutput
     from nvcli.worker.runner.model_runner import ModelRunner
 
@@ -28,3 +29,8 @@ class RankExecutor:
 
     def recover(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
         return None
+
+    def change_weights(self, change: WeightsChange) -> WeightsChanged:
+        from nvcli.worker.executor.rank_messages import change_weights
+
+        return change_weights(self._runner, change)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady, TokenLogprobs, pack, unpack
+from nvcli.core.weight_changes import WeightsChange, WeightsChanged
 from nvcli.engine.request import EngineStats, Request, RequestOutput
 from nvcli.errors import NvcliError, WorkerError
 
@@ -38,6 +39,9 @@ class FakeEngine:
         """A request for each sample."""
         self.aborted: list[int] = []
         self.closed = False
+        self.changes: list[WeightsChange] = []
+        self.answer_to_changes = WeightsChanged()
+        self._changed: WeightsChanged | None = None
         self.max_held = 0
         self.stats = EngineStats(num_blocks=10, num_used_blocks=5)
         self._random = random.Random(seed)
@@ -107,6 +111,15 @@ class FakeEngine:
         for request_id in ids:
             outputs += self._advance(*self._running[request_id])
         return outputs
+
+    def change_weights(self, change: WeightsChange) -> None:
+        assert not self._running
+        self.changes.append(change)
+        self._changed = self.answer_to_changes
+
+    def take_changed(self) -> WeightsChanged | None:
+        changed, self._changed = self._changed, None
+        return changed
 
     def take_notes(self) -> list[str]:
         notes, self.notes = self.notes, []

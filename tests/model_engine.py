@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from checkpoints import write_tiny_model
 from nvcli.core.engine_config import EngineConfig
@@ -23,8 +24,9 @@ class ModelEngine(SchedulerEngine):
         super().__init__(config, num_blocks=NUM_BLOCKS, executor=RankExecutor(runner))
 
 
-def write_byte_model(folder: Path) -> Path:
-    """A random tiny Qwen3 with the byte-level tokenizer of the weightless model, and 512 positions."""
+def write_byte_model(folder: Path, **settings: Any) -> Path:
+    """A random tiny Qwen3 with the byte-level tokenizer of the weightless model, and 512 positions. `settings`: see
+    `write_tiny_model`."""
     folder.mkdir()
     write_weightless_model(folder)
-    return write_tiny_model(folder, vocab_size=258)
+    return write_tiny_model(folder, vocab_size=258, **settings)

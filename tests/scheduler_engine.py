@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady, StepInput, StepOutput, unpack
+from nvcli.core.weight_changes import WeightsChange, WeightsChanged
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore, StepExecutor
 from nvcli.engine.engine_process import scheduler_limits
 from nvcli.engine.request import EngineStats, Request, RequestOutput
 from nvcli.engine.scheduler import Scheduler
+from nvcli.engine.weight_changes import change_weights
 
 
 class InstantExecutor:
@@ -47,7 +50,10 @@ class SchedulerEngine:
         )
         blocks = BlockManager(num_blocks, enable_prefix_caching=config.enable_prefix_caching)
         self.scheduler = Scheduler(scheduler_limits(config, self._ready), blocks)
-        self._core = EngineCore(self.scheduler, executor or InstantExecutor(), max_in_flight=config.max_steps_in_flight)
+        self._executor: Any = executor or InstantExecutor()
+        self._core = EngineCore(self.scheduler, self._executor, max_in_flight=config.max_steps_in_flight)
+        self._outputs: list[RequestOutput] = []
+        self._changed: WeightsChanged | None = None
         self._event = os.eventfd(1)
 
     def fileno(self) -> int:
@@ -63,7 +69,15 @@ class SchedulerEngine:
         self._core.abort(request_ids)
 
     def poll(self, timeout: float) -> list[RequestOutput]:
-        return self._core.step() if self._core.has_work else []
+        outputs, self._outputs = self._outputs, []
+        return outputs + (self._core.step() if self._core.has_work else [])
+
+    def change_weights(self, change: WeightsChange) -> None:
+        self._outputs, self._changed = change_weights(self._core, self._executor, change)
+
+    def take_changed(self) -> WeightsChanged | None:
+        changed, self._changed = self._changed, None
+        return changed
 
     def take_notes(self) -> list[str]:
         return self._core.take_notes()

@@ -10,7 +10,7 @@
     ├── InputChanged     an input has changed since the job began; answers so far are kept
     ├── OutputError      the output cannot be written any further (a full disk); what is written is kept
     ├── RowsMissing      the shards' outputs that are to be joined lack rows of their job
-    ├── ClosedError      an LLM is used after it was closed
+    ├── ClosedError      an LLM is used after it was closed, or while it is asleep
     ├── HopelessJob      the first rows all failed with one cause; the same command continues with the others
     ├── TooManyErrors    more rows failed than `job.max_errors` allows; answers so far are kept
     └── RowError         one input row is bad; it never ends the job but becomes that row's error answer
@@ -88,7 +88,7 @@ class HopelessJob(NvcliError):
 
 
 class ClosedError(NvcliError):
-    """An LLM is used after it was closed."""
+    """An LLM is used after it was closed, or while it is asleep."""
 
 
 class RowError(NvcliError):

@@ -15,6 +15,7 @@ from checkpoints import write_tiny_qwen3
 from combinations import seeds
 from fake_runners import BLOCK_SIZE, HashingRunner, engine_config
 from nvcli.core.messages import StepInput, StepOutput, unpack
+from nvcli.core.weight_changes import LoadWeights, Sleep, Wake, WeightsChange, WeightsChanged
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.client import EngineClient
 from nvcli.engine.core import EngineCore
@@ -318,6 +319,13 @@ def test_it_ends_where_it_cannot_go_on(monkeypatch: pytest.MonkeyPatch, tp: int)
         client.close()
 
 
+def change_weights(client: EngineClient, message: WeightsChange) -> WeightsChanged:
+    client.change_weights(message)
+    while (changed := client.take_changed()) is None:
+        assert client.poll(1.0) == []
+    return changed
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_real_runner_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp: int) -> None:
     """A forward pass that breaks off in the middle has changed lengths and keys of its slots; no answer shows it.
@@ -326,11 +334,15 @@ def test_the_real_runner_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("NVCLI_TEST_STEPS", "100,130,12")
     rng = random.Random(3)
     prompts = [[rng.randrange(2, 97) for _ in range(rng.randint(1, 60))] for _ in range(12)]
+    first, second = write_tiny_qwen3(tmp_path / "first"), write_tiny_qwen3(tmp_path / "second", seed=1)
     client = EngineClient.start(
-        engine_config(model_path=write_tiny_qwen3(tmp_path / "model"), tensor_parallel_size=tp),
+        engine_config(model_path=first, tensor_parallel_size=tp),
         runner="fake_runners:create_model_runner_out_of_memory",
     )
     try:
+        client.wait_ready()
+        for message in (LoadWeights(str(second)), Sleep(2), Wake()):  # ranks started anew load the second again
+            assert change_weights(client, message) == WeightsChanged()
         whole = collect(client, [make_request(i, prompt, 24) for i, prompt in enumerate(prompts)])
         assert client.take_notes() == []
         client.forget_prefixes()

@@ -18,10 +18,11 @@ from family_shapes import SHAPES
 from nvcli.errors import LoadError
 from nvcli.kernels.fp8_kv import dequantise_heads
 from nvcli.kernels.fp8_types import FP8
+from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import load_model_config
 from nvcli.models.kv_groups import block_bytes
 from nvcli.models.kv_scales import is_kv_scale
-from nvcli.models.loader import load_kv_scales
+from nvcli.models.loader import find_weights, read_kv_scales, set_kv_scales
 
 LENGTH = 60
 PROMPT = random.Random(0).choices(range(97), k=LENGTH)
@@ -67,6 +68,10 @@ def with_scales(path: Path, scales: dict[str, float]) -> Path:
     return path
 
 
+def load_kv_scales(model: CausalLM, path: Path) -> str | None:
+    return set_kv_scales(model, read_kv_scales(model, find_weights(model, path)), CPU)
+
+
 LAYER = "model.layers.{}.self_attn."
 
 
@@ -80,7 +85,7 @@ def test_scales_of_the_checkpoint(names: tuple[str, str], tmp_path: Path) -> Non
     k, v = (0.02, 0.02) if names[0] == names[1] else (0.02, 0.03)
     path = with_scales(tmp_path, {LAYER.format(1) + names[1]: v, LAYER.format(1) + names[0]: k})
     driver = ModelDriver(path, max_positions=LENGTH, kv_dtype=FP8)
-    note = load_kv_scales(driver.model, path, CPU)
+    note = load_kv_scales(driver.model, path)
     assert note is not None
     assert "in 1 of 2 layers" in note
     exact = logits(ModelDriver(path, max_positions=LENGTH), LENGTH)
@@ -90,6 +95,10 @@ def test_scales_of_the_checkpoint(names: tuple[str, str], tmp_path: Path) -> Non
         for kind, expected in zip(scales, (k, v), strict=True):
             used = kind[kind != 0].float().unique()
             assert (used.tolist() == torch.tensor([expected]).bfloat16().float().tolist()) == (layer == 1)
+    held = driver.model.mixers[1].static_kv_scales
+    assert held is not None
+    set_kv_scales(driver.model, {1: [0.5, 0.25]}, CPU)
+    assert held.tolist() == [0.5, 0.25]  # in place: graphs have its address
 
 
 def test_both_kinds_of_scales_read_back_the_same_keys(tmp_path: Path) -> None:
@@ -99,7 +108,7 @@ def test_both_kinds_of_scales_read_back_the_same_keys(tmp_path: Path) -> None:
     for has_scales in (False, True):
         driver = ModelDriver(path, max_positions=LENGTH, kv_dtype=FP8)
         if has_scales:
-            load_kv_scales(driver.model, path, CPU)
+            load_kv_scales(driver.model, path)
         logits(driver, LENGTH)
         scales = driver.kv_cache.scales(0)
         assert scales is not None
@@ -119,7 +128,7 @@ def test_scales_that_are_none(value: Tensor, words: str, tmp_path: Path) -> None
     save_file(load_file(file) | {LAYER.format(0) + "k_scale": value}, file, {"format": "pt"})
     driver = ModelDriver(path, kv_dtype=FP8)
     with pytest.raises(LoadError, match=rf"model\.layers\.0\.self_attn\.k_scale.*{words}.*kv_cache_dtype: auto"):
-        load_kv_scales(driver.model, path, CPU)
+        load_kv_scales(driver.model, path)
 
 
 def test_names_of_scales() -> None:

@@ -5,19 +5,26 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from model_driver import CPU, ModelDriver, load_weights
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from batches import RequestState
 from checkpoints import edit_json, edit_weights, reference_logits, write_tiny_qwen3
 from nvcli.errors import LoadError
+from nvcli.models import pinned_upload
+from nvcli.models.checkpoint_check import describe_unused
 from nvcli.models.config import load_model_config
+from nvcli.models.loader import find_weights
+from nvcli.models.pinned_upload import PinnedUpload
 from nvcli.models.registry import build_model
+from nvcli.models.safetensors_header import read_header
+from nvcli.models.stored_values import OpenFiles
 from nvcli.worker.distributed.stage import Stage
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
@@ -123,11 +130,45 @@ def test_a_head_of_its_own_is_not_tied(tmp_path: Path, change: Callable[[Tensor]
     ModelDriver(path, stage=Stage(0, 2))  # has no use for it
 
 
-def test_harmless_extras_are_passed_over(single: Path) -> None:
-    edit_weights(
-        single, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
-    )
+def test_harmless_extras_are_passed_over_and_listed(single: Path) -> None:
+    extras = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(8) for layer in (0, 1)}
+    edit_weights(single, lambda tensors: tensors.update({**extras, "model.layers.1.self_attn.k_scale": torch.ones(1)}))
     load(single)
+    model = build_model(load_model_config(single), TensorParallelGroup.single(), torch.float32)
+    assert describe_unused(find_weights(model, single).unused) == (
+        "3 tensors of the checkpoint are not used: model.layers.*.self_attn.k_scale, "
+        "model.layers.*.self_attn.rotary_emb.inv_freq (× 2)"
+    )
+    assert set(find_weights(model, single, reads_kv_scales=True).unused) == extras.keys()
+
+
+def test_what_goes_through_a_pinned_buffer_is_what_files_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever part is read, in as many pieces as the buffer makes of it."""
+    monkeypatch.setattr(pinned_upload, "_BUFFER_BYTES", 48)
+    generator = torch.Generator().manual_seed(0)
+    stored = {
+        "matrix": torch.randn(9, 10, generator=generator),
+        "vector": torch.randn(30, generator=generator).bfloat16(),
+        "experts": torch.randint(256, (3, 8, 6), dtype=torch.uint8, generator=generator),
+        "number": torch.tensor(7.0),
+    }
+    file = tmp_path / "model.safetensors"
+    save_file(stored, file)
+    infos = read_header(file)
+    infos["experts"] = replace(infos["experts"], expert=1, shape=(8, 6))
+    parts = {
+        "matrix": [(slice(0, 9), slice(0, 10)), (slice(2, 7), slice(3, 5)), (slice(8, 9), slice(0, 10))],
+        "vector": [(slice(0, 30),), (slice(29, 30),)],
+        "experts": [(slice(0, 8), slice(0, 6)), (slice(3, 5), slice(2, 6))],
+        "number": [(slice(0, 1),)],
+    }
+    with OpenFiles() as files, OpenFiles(PinnedUpload(CPU)) as uploads:
+        for name, each in parts.items():
+            for part in each:
+                expected = files.read(infos[name], part, CPU)
+                assert torch.equal(uploads.read(infos[name], part, CPU), expected)
+    with pytest.raises(OSError, match="it ends at byte"):
+        PinnedUpload(CPU).read(file, file.stat().st_size - 5, 6)
 
 
 def assert_refused(path: Path, *parts: str) -> None:

@@ -145,11 +145,14 @@ class KVCache:
     because a block of one shape must lie where a block of another would.
     """
 
-    def __init__(self, spec: KVCacheSpec, num_blocks: int, device: torch.device) -> None:
+    def __init__(self, spec: KVCacheSpec, num_blocks: int, device: torch.device, memory: Tensor | None = None) -> None:
+        """`memory`: zeros [num_blocks × block_bytes] uint8 on `device` to keep the cache in; None: make them."""
         self.spec = spec
         self.num_blocks = num_blocks
         # Zeros, not empty: masked positions are multiplied by 0, and 0 × NaN is NaN.
-        if device.type == "cpu":
+        if memory is not None:
+            memory = memory.view(spec.unit)
+        elif device.type == "cpu":
             # numpy's zeros are pages that the system clears when they are first touched; torch's are written here.
             pages = np.zeros(num_blocks * spec.block_bytes, dtype=np.uint8)
             memory = torch.from_numpy(pages).view(spec.unit)

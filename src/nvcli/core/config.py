@@ -25,6 +25,7 @@ from nvcli.core.config_types import (
     Dtype,
     FP8Accumulation,
     KVCacheDtype,
+    LoadFormat,
     NumProcesses,
     ParallelSize,
     PositiveInt,
@@ -78,6 +79,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = None
     """One without a name is merged into the weights as they are loaded; those with names (`NAME=PATH`) are for rows
     with `"lora": "NAME"`. null: the model as it is."""
+    load_format: LoadFormat = "auto"
+    """Weights. auto: those of the model's safetensors files; dummy: random ones, the same in every run, to measure a
+    model of which only config.json and tokenizer are there."""
     hf_overrides: Annotated[
         dict[str, Any],
         Flag(

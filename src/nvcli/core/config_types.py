@@ -19,6 +19,7 @@ KeptWeights = Literal["none", "fp8", "w4a16"]
 Quantization = Literal["auto"] | KeptWeights
 Device = Literal["auto", "cpu", "cuda"]
 KVCacheDtype = Literal["auto", "bf16", "fp8"]
+LoadFormat = Literal["auto", "dummy"]
 FP8Accumulation = Literal["exact", "fast"]
 DraftMethod = Literal["auto", "none", "lookup"]
 DraftPolicyName = Literal["auto", "always"]

@@ -14,6 +14,7 @@ from nvcli.core.config_types import (
     KeptWeights,
     KVCacheDtype,
     KVDtype,
+    LoadFormat,
     ModelDtype,
 )
 from nvcli.core.lora_config import AdapterSizes
@@ -82,8 +83,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Index of this replica."""
     gpus: tuple[int, ...] = ()
     """GPU indices of all replicas, replica by replica, as a process numbers GPUs; empty: the first ones."""
-    load_format: Literal["checkpoint", "random"] = "checkpoint"
-    """random: `model_path` holds only a config.json, and the weights are made up; for benchmarks."""
+    load_format: LoadFormat = "auto"
+    """See `RunConfig`."""
     record_steps: bool = False
     """Report the times of every step to the parent, and each rank's peak memory at the end."""
     measure_memory: bool = False

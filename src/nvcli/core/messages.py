@@ -132,7 +132,7 @@ class PromptQuery(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The number of likeliest next tokens wanted besides each target."""
 
 
-class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=True):
     """One step for every rank: what changed since the last step, and the batch as rows (slot, num_tokens, num_logits).
 
     It is applied in this order: freed slots, new slots, blocks, tokens, then the forward pass over the rows. Packed

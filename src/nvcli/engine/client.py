@@ -11,6 +11,7 @@ import msgspec
 from nvcli import errors
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady
+from nvcli.core.weight_changes import WeightsChange, WeightsChanged
 from nvcli.engine.protocol import (
     AbortRequests,
     AddRequests,
@@ -59,6 +60,8 @@ class EngineClient:
         self._failure: NvcliError | None = None
         """The error with which the engine ended, once `poll` has seen it."""
         self._ready: EngineReady | None = None
+        self._changed: WeightsChanged | None = None
+        """The answer to a change of the weights, until it is taken."""
 
     @classmethod
     def start(
@@ -112,6 +115,16 @@ class EngineClient:
         """Empty the engine's prefix cache."""
         self._send(ForgetPrefixes())
 
+    def change_weights(self, change: WeightsChange) -> None:
+        """Change the weights of the engine's ranks, or their memory, once all requests are finished. The answer comes
+        with `poll`; `take_changed` returns it."""
+        self._send(change)
+
+    def take_changed(self) -> WeightsChanged | None:
+        """Return the answer to `change_weights`, once; None if it has not come."""
+        changed, self._changed = self._changed, None
+        return changed
+
     def poll(self, timeout: float) -> list[RequestOutput]:
         """Return the outputs that have arrived, waiting up to `timeout` seconds for the first.
 
@@ -125,6 +138,9 @@ class EngineClient:
             while self._has_message(timeout if is_first else 0):
                 message = self._receive()
                 is_first = False
+                if isinstance(message, WeightsChanged):
+                    self._changed = message
+                    continue
                 assert isinstance(message, OutputBatch)
                 outputs += message.outputs
                 self._stats = message.stats

@@ -19,6 +19,7 @@ import msgspec
 
 from nvcli.core.engine_config import UNEVEN_ROWS, UNEVEN_WIDTHS, EngineConfig, most_of_uneven
 from nvcli.core.messages import EngineReady
+from nvcli.core.weight_changes import WeightsChange
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.chunk_groups import PrefixCosts
 from nvcli.engine.core import EngineCore
@@ -38,10 +39,11 @@ from nvcli.engine.protocol import (
 )
 from nvcli.engine.scheduler import Scheduler
 from nvcli.engine.segment_forest import SegmentCosts
+from nvcli.engine.weight_changes import change_weights
 from nvcli.errors import NvcliError, WorkerError, first_line
 from nvcli.worker.executor.child_process import end_at_sigterm, end_children
-from nvcli.worker.executor.executor import Executor
 from nvcli.worker.executor.ranks import RankAhead
+from nvcli.worker.executor.weight_executor import WeightExecutor
 
 if TYPE_CHECKING:
     from nvcli.engine.step_recorder import StepRecorder
@@ -63,9 +65,9 @@ def main(start: EngineStart, control: Connection, ahead: RankAhead | None = None
     def send(message: FromEngine) -> None:
         control.send_bytes(encoder.encode(message))
 
-    executor: Executor | None = None
+    executor: WeightExecutor | None = None
     try:
-        executor = Executor(start.config, start.runner, ahead)
+        executor = WeightExecutor(start.config, start.runner, ahead)
         _serve(start.config, executor, _start_receiver(control), send)
     except NvcliError as error:
         details = error.traceback if isinstance(error, WorkerError) else ""
@@ -121,7 +123,7 @@ def drafting_of(config: EngineConfig, ready: EngineReady) -> Drafting | None:
 
 def _serve(
     config: EngineConfig,
-    executor: Executor,
+    executor: WeightExecutor,
     inbox: queue.SimpleQueue[ToEngine | None],
     send: Callable[[FromEngine], None],
 ) -> None:
@@ -138,7 +140,7 @@ def _serve(
     last_lengths = 0.0
     running_lengths = b""
     late: deque[AddRequests] = deque()
-    while _take_messages(inbox, late, core, executor):
+    while _take_messages(inbox, late, core, executor, send):
         outputs = core.step()
         now = time.monotonic()
         if outputs or core.notes or now - last_stats > _STATS_SECONDS:
@@ -178,7 +180,11 @@ def _start_receiver(control: Connection) -> queue.SimpleQueue[ToEngine | None]:
 
 
 def _take_messages(
-    inbox: queue.SimpleQueue[ToEngine | None], late: deque[AddRequests], core: EngineCore, executor: Executor
+    inbox: queue.SimpleQueue[ToEngine | None],
+    late: deque[AddRequests],
+    core: EngineCore,
+    executor: WeightExecutor,
+    send: Callable[[FromEngine], None],
 ) -> bool:
     """Hand waiting messages to the core, or wait for one if there is nothing to do. Returns False to end the engine.
 
@@ -202,6 +208,11 @@ def _take_messages(
         elif isinstance(message, ForgetPrefixes):
             _add_requests(late, core)
             core.forget_prefixes()
+        elif isinstance(message, WeightsChange):
+            _add_requests(late, core)
+            outputs, changed = change_weights(core, executor, message)
+            send(OutputBatch(outputs, core.stats))
+            send(changed)
         else:
             assert message is None or isinstance(message, CloseEngine)
             return False

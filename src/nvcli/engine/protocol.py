@@ -6,6 +6,7 @@ import msgspec
 
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady
+from nvcli.core.weight_changes import WeightsChange, WeightsChanged
 from nvcli.engine.request import EngineStats, Request, RequestOutput, StepRecord
 
 
@@ -37,7 +38,7 @@ class CloseEngine(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """End the engine and its ranks."""
 
 
-ToEngine = AddRequests | AbortRequests | ForgetPrefixes | CloseEngine
+ToEngine = AddRequests | AbortRequests | ForgetPrefixes | WeightsChange | CloseEngine
 
 
 class OutputBatch(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -66,4 +67,4 @@ class EngineClosed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Each rank's peak memory (`Runner.peak_bytes`)."""
 
 
-FromEngine = EngineReady | OutputBatch | EngineClosed | EngineFailed
+FromEngine = EngineReady | OutputBatch | WeightsChanged | EngineClosed | EngineFailed

@@ -49,6 +49,13 @@ class Call:
     def is_gone(self) -> bool:
         return self._is_gone
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether rows are still to be read or to be answered."""
+        with self._changed:
+            num_answered = len(self._ready) + len(self._early)
+            return not self._is_over and (not self._all_read or self._num_open > num_answered)
+
     # The reader's side.
 
     def wait_for_room(self) -> bool:

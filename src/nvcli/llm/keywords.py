@@ -43,12 +43,12 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("override_generation_config", "override_pooler_config"), (None, {})),
     "tokenizer_mode": (None, "auto"),
     "cpu_offload_gb": (None, 0),
-    "load_format": (None, "auto", "safetensors"),
     "logits_processors": (None, []),
     "max_loras": (None, 1),
     "max_lora_rank": (None, 16),
     "runner": (None, "auto", "generate"),
     "device_map": (None, "auto"),
+    "enable_sleep_mode": (None, False, True),
 }
 """Settings that are not keys of the configuration → values that are no-ops."""
 
@@ -81,8 +81,7 @@ METHODS = {
     "beam_search": remarks()["use_beam_search"],
     "llm_engine": "the engines run in separate processes; llm.config is their configuration",
     "shutdown": "use llm.close()",
-    "sleep": "use llm.close(), then make a new LLM",
-    "wake_up": "use llm.close(), then make a new LLM",
+    "wake_up": "use llm.wake()",
     "create_chat_completion": "use llm.chat(messages)",
 }
 """Methods and attributes of other engines' objects → what to use instead."""
@@ -91,6 +90,7 @@ _RENAMED = {"prompts": "rows", "inputs": "rows"}
 _VALUES: dict[str, dict[str, str]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "generation_config": {"vllm": "none"},
+    "load_format": {"safetensors": "auto"},
     # The format of a checkpoint is read from its files.
     "quantization": dict.fromkeys(("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors"), "auto"),
 }

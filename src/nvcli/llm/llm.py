@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import msgspec
 
@@ -29,7 +29,8 @@ from nvcli.core.sampling_params import MAX_INT
 from nvcli.core.system.process_limits import check_process
 from nvcli.core.task_config import Normalization, ScoreConfig, Task
 from nvcli.core.validation import InvalidValue, convert, show
-from nvcli.errors import ClosedError, ConfigError
+from nvcli.core.weight_changes import LoadWeights, Sleep, Wake
+from nvcli.errors import ClosedError, ConfigError, LoadError
 from nvcli.job.job import JobResult
 from nvcli.job.rows.conversation import CONVERSATION_KEYS
 from nvcli.job.rows.native_row import RowKeys
@@ -45,6 +46,8 @@ from nvcli.llm.session import Session
 
 Sampling = Mapping[str, Any] | object
 """How tokens are chosen: a dict, a `SamplingParams`, or any object with such attributes."""
+
+SleepLevel = Literal[1, 2]
 
 _ORDERS = ("input", "completion")
 
@@ -298,6 +301,41 @@ class LLM:
         def __getattr__(self, name: str) -> Any:
             way_out = f"; {METHODS[name]}" if name in METHODS else ""
             raise AttributeError(f"an LLM has no `{name}`{way_out}")
+
+    def load_weights(self, folder: str | Path) -> None:
+        """Replace the weights by those of another checkpoint of the same architecture, in place.
+
+        `folder` is a local folder with config.json and *.safetensors files. The next call answers with the new weights;
+        tokenizer, chat template and defaults stay. The prefix cache is emptied, and an LLM that is asleep wakes up.
+
+        Raises LoadError if the folder has another architecture or cannot be read, and ConfigError while answers are
+        still to come; the old weights then stay in use.
+        """
+        path = Path(folder).expanduser().absolute()
+        if not path.is_dir():
+            raise LoadError(f"load_weights: there is no folder {path}; give a local folder with *.safetensors files")
+        self._session.change_weights(LoadWeights(str(path)))
+
+    def sleep(self, level: SleepLevel = 1) -> None:
+        """Give the memory of the weights and of the KV cache back, until `wake` or `load_weights`.
+
+        `level` 1 keeps the weights in host memory; 2 drops them, and they are read from their files again. The prefix
+        cache is lost. On a GPU the context, buffers and CUDA graphs stay. Until then other methods raise a ClosedError.
+
+        Raises ConfigError while answers are still to come and if the GPU's driver cannot do it, and CapacityError if
+        host memory has no room for the weights.
+        """
+        if level not in (1, 2):
+            raise ConfigError(f"level={show(level)}: allowed: 1 or 2")
+        self._session.change_weights(Sleep(level))
+
+    def wake(self) -> None:
+        """Take the memory again after `sleep`, and put the weights back. Does nothing to an LLM that is awake.
+
+        Raises CapacityError if other programs hold the memory, and LoadError if dropped weights cannot be read any
+        more; the LLM then stays asleep.
+        """
+        self._session.change_weights(Wake())
 
     def close(self) -> None:
         """End the engines; open calls end with a ClosedError. Idempotent."""

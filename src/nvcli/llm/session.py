@@ -15,7 +15,8 @@ from typing import Any
 
 from nvcli.core.config import RunConfig
 from nvcli.core.config_types import Order
-from nvcli.errors import ClosedError, ConfigError, NvcliError, WorkerError, first_line, reworded
+from nvcli.core.weight_changes import Sleep, WeightsChange, WeightsChanged
+from nvcli.errors import ClosedError, ConfigError, NvcliError, WorkerError, first_line, named, reworded
 from nvcli.job.job import Job, JobResult
 from nvcli.job.rows.output_row import OutputForm
 from nvcli.job.rows.row_warnings import RowWarnings
@@ -33,6 +34,16 @@ from nvcli.llm.rows import ReadRow, Row, RowQueue, as_row, parse_row
 
 class _Closing(Exception):
     """The session is to end."""
+
+
+class _Change:
+    """A change of the weights on its way to the engines."""
+
+    def __init__(self, message: WeightsChange) -> None:
+        self.message = message
+        self.is_sent = False
+        self.result: WeightsChanged | None = None
+        """The engines' answer; None: they have not answered yet."""
 
 
 class Session:
@@ -73,6 +84,9 @@ class Session:
         self._calls: set[Call] = set()
         self._was_left = False
         """Whether a call was left since the loop last looked for rows that no one waits for."""
+        self._change: _Change | None = None
+        """The change of the weights that is being made; calls wait until it is done."""
+        self._is_asleep = False
         self._loop: JobLoop | None = None
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="nvcli-loop", daemon=True)
@@ -134,7 +148,9 @@ class Session:
         call = Call(order=order, max_rows=self._max_rows, seed=seed, streams=streams)
         iterator = iter(rows)
         with self._changed:
-            self._check_usable()
+            self._wait_for_change()
+            if self._is_asleep:
+                raise ClosedError("this LLM is asleep; call llm.wake() before it is used")
             self._calls.add(call)
         keys = row_keys(self.run.job)
         chat = self._resolved.choose_chat(is_task=task is not None)
@@ -173,6 +189,34 @@ class Session:
 
         threading.Thread(target=read_rows, name="nvcli-rows", daemon=True).start()
         return call
+
+    def change_weights(self, message: WeightsChange) -> None:
+        """Change the weights of all engines, or their memory, and return when that is done. Calls that are opened
+        meanwhile wait for it.
+
+        Raises ConfigError if answers are still to come, the LoadError, ConfigError or CapacityError for which nothing
+        was changed, and the error of a session that failed or is closed.
+        """
+        with self._changed:
+            self._wait_for_change()
+            if num_waiting := sum(call.is_waiting for call in self._calls.copy()):
+                calls = "1 call is" if num_waiting == 1 else f"{num_waiting} calls are"
+                raise ConfigError(
+                    f"{calls} still being answered; read all answers first, or close them: answers.close()"
+                )
+            change = self._change = _Change(message)
+            while change.result is None:
+                self._changed.wait()
+                self._check_usable()
+        if change.result.error_kind:
+            raise named(change.result.error_kind, change.result.message)
+
+    def _wait_for_change(self) -> None:
+        """Wait until no change of the weights is being made. Raises as `_check_usable` does. The lock is held."""
+        self._check_usable()
+        while self._change is not None:
+            self._changed.wait()
+            self._check_usable()
 
     def leave(self, call: Call) -> None:
         """End a call. Its requests are aborted soon. Idempotent."""
@@ -232,6 +276,21 @@ class Session:
             self._was_left = False
             assert self._loop is not None
             self._loop.abort_unwanted()
+        if self._change is not None:
+            self._go_on_changing(self._change)
+
+    def _go_on_changing(self, change: _Change) -> None:
+        """Send a change of the weights to the engines, or take their answer."""
+        assert self._loop is not None
+        if not change.is_sent:
+            self._loop.change_weights(change.message)
+            change.is_sent = True
+        elif (result := self._loop.changed) is not None:
+            with self._changed:
+                if not result.error_kind:
+                    self._is_asleep = isinstance(change.message, Sleep)
+                change.result, self._change = result, None
+                self._changed.notify_all()
 
     def write(self, results: Sequence[JobResult]) -> Sequence[JobResult]:
         """Hand results to the waiting calls."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from nvcli.errors import LoadError
@@ -20,6 +22,10 @@ TIED_HEAD, TIED_TO = f"{HEAD}.weight", f"{EMBEDDING}.weight"
 
 _UNUSED_ENDS = ("rotary_emb.inv_freq", ".q_scale")
 """Name suffixes of tensors that checkpoints may have but nvcli does not use: rotary frequencies and query scales."""
+_NUMBER = re.compile(r"\.\d+\.(?:\d+\.)*")
+"""The numbers of a layer and an expert in a tensor's name."""
+_MOST_SHOWN = 40
+"""Names of unused tensors in a line."""
 _FLOAT_DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
@@ -44,6 +50,23 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, TensorInfo], path: 
     if extra := [name for name in unknown if not name.endswith(_UNUSED_ENDS)]:
         names = [tensors[name].name for name in extra]
         raise LoadError(f"{tensors[extra[0]].file}: {_some('unknown to the model that config.json describes', names)}")
+
+
+def find_unused(config: ModelConfig, located: LocatedTensors, *, reads_kv_scales: bool) -> tuple[str, ...]:
+    """Return the names, as in the files, of a checkpoint's tensors that no stage of the model reads, though all are
+    known: other parts of a larger model, a copy of a tied head, scales of a KV cache."""
+    read = {name for tensor in model_tensors(config, config.dtype) for name in tensor.stored_names}
+    unread = {name: info for name, info in located.tensors.items() if name not in read}
+    return *located.left, *(info.name for name, info in unread.items() if not (reads_kv_scales and is_kv_scale(name)))
+
+
+def describe_unused(names: Collection[str]) -> str:
+    """Return the line that lists unused tensors; numbers in their names are `*`, and equal ones are counted."""
+    patterns = Counter(sorted(_NUMBER.sub(".*.", name) for name in names))
+    shown = [name if count == 1 else f"{name} (× {count:,})" for name, count in patterns.items()]
+    if len(shown) > _MOST_SHOWN:
+        shown[_MOST_SHOWN:] = [f"and {len(shown) - _MOST_SHOWN:,} more names"]
+    return f"{len(names):,} tensors of the checkpoint are not used: {', '.join(shown)}"
 
 
 def _check_needed(needed: Iterable[TensorSpec], tensors: Mapping[str, TensorInfo], path: Path) -> None:

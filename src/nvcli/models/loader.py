@@ -7,9 +7,11 @@ handles files and threads. Only this rank's slices are read, straight into the p
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,14 +24,18 @@ from nvcli.kernels.w4 import join_scales
 from nvcli.kernels.weight_formats import FP8_BLOCK, W4Format
 from nvcli.models.adapters.adapter import Adapter, with_own_head
 from nvcli.models.causal_lm import CausalLM
-from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO, check_tensors, read_model_tensors
+from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO, check_tensors, find_unused, read_model_tensors
+from nvcli.models.config import ModelConfig
 from nvcli.models.kept_values import has_kept_codes, read_kept
 from nvcli.models.kv_scales import find_kv_scales
+from nvcli.models.pinned_upload import PinnedUpload
 from nvcli.models.stored_values import OpenFiles
 from nvcli.models.tensor_info import TensorInfo
 from nvcli.models.weights import DerivedModule, ScaleTarget, WeightModule, WeightSource
 
 _MAX_THREADS = 8
+_ALIGNMENT = 512
+"""Bytes to a multiple of which parameters are placed, as torch's allocator for GPUs does."""
 _STD, _FP8_STD = 0.02, 100.0
 """Standard deviations of random weights, and of random FP8 codes."""
 _CODES_STD, _MIDDLE_CODE = 4.6, 8
@@ -38,8 +44,8 @@ _MXFP4_SCALES = 0x78787878
 """Four scales of 2^-7, with which random MXFP4 codes have about the standard deviation of random weights."""
 _RANDOM_ROWS = 4096
 """Rows of random codes that are made at a time, in float32."""
-_BYTES_PER_TASK = 256 << 20
-"""Larger files are read by several threads."""
+_BYTES_PER_TASK = 128 << 20
+"""Files with more of a model's weights are read by several threads."""
 _PIECE_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 23}
 """Weights that are dequantised or quantised are read in pieces of about this many numbers: on a CPU, a float32 piece
 fits in its cache; on a GPU, it takes little memory next to the weights."""
@@ -64,6 +70,47 @@ class Assignment:
         return self.target.numel() * self.target.element_size()
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointWeights:
+    """The weights of a checkpoint folder, which were found to fit a model."""
+
+    path: Path
+    tensors: Mapping[str, TensorInfo]
+    """The tensors by the decoder's names."""
+    unused: tuple[str, ...]
+    """The names, as in the files, of tensors that are not among the weights."""
+    notes: tuple[str, ...]
+    """Lines for the user: what stays on disk, and what an adapter changes."""
+
+
+def find_weights(
+    model: CausalLM,
+    path: Path,
+    *,
+    config: ModelConfig | None = None,
+    adapter: Adapter | None = None,
+    has_own_head: bool = False,
+    reads_kv_scales: bool = False,
+) -> CheckpointWeights:
+    """Find a model's weights in a checkpoint folder; only headers are read, and a tied head is compared. The changes of
+    an `adapter` are to be merged into them. `config` is what the folder's config.json says; None: the model's own.
+    `has_own_head`: a head that the checkpoint ties to the embedding is a weight of its own, equal to it.
+    `reads_kv_scales`: scales for an FP8 KV cache are among what is used.
+
+    Raises LoadError if the checkpoint does not fit the model.
+    """
+    config = config or model.config
+    located = read_model_tensors(config, path)
+    tensors = located.tensors if adapter is None else adapter.over(located.tensors)
+    if has_own_head:
+        tensors = with_own_head(tensors)
+    check_tensors(config, tensors, path, stage=model.stage)
+    _check_tied_head(model, tensors)
+    notes = (located.note, None if adapter is None else adapter.note)
+    unused = find_unused(config, located, reads_kv_scales=reads_kv_scales)
+    return CheckpointWeights(path, tensors, unused, tuple(note for note in notes if note is not None))
+
+
 def begin_loading(
     model: CausalLM,
     path: Path,
@@ -73,71 +120,78 @@ def begin_loading(
     has_own_head: bool = False,
     say: Callable[[str], object] = lambda note: None,
 ) -> Callable[[], None]:
-    """Allocate `model` on `device`, start threads that fill it from the checkpoint folder `path`, and return a function
-    that waits for them. Until then the model can be run on a GPU, but its results are meaningless. The changes of an
-    `adapter` are merged into the weights as they are read. `has_own_head`: a head that the checkpoint ties to the
-    embedding is a weight of its own, equal to it.
-
-    Tells `say` what stays on disk. Raises LoadError, before any memory is allocated, if the checkpoint does not fit the
-    model; the returned function raises it for files that cannot be read.
-    """
-    located = read_model_tensors(model.config, path)
-    tensors = located.tensors if adapter is None else adapter.over(located.tensors)
-    if has_own_head:
-        tensors = with_own_head(tensors)
-    check_tensors(model.config, tensors, path, stage=model.stage)
-    for note in (located.note, None if adapter is None else adapter.note):
-        if note is not None:
-            say(note)
-    _check_tied_head(model, tensors)
+    """Find the weights, allocate `model` on `device` and begin to read; see these three functions."""
+    weights = find_weights(model, path, adapter=adapter, has_own_head=has_own_head)
+    for note in weights.notes:
+        say(note)
     materialize(model, device)
+    return begin_reading(model, weights)
+
+
+def begin_reading(model: CausalLM, weights: CheckpointWeights) -> Callable[[], None]:
+    """Start threads that fill a model's parameters, which have memory already, and return a function that waits for
+    them. Until then the model can be run on a GPU, but its results are meaningless.
+
+    The returned function raises LoadError for files that cannot be read.
+    """
+    names: set[str] = set()
+
+    def noted() -> Iterator[Assignment]:
+        for a in assignments_of(model):
+            names.add(a.source.tensor.name)
+            yield a
+
     with torch.no_grad():
-        assignments = assignments_of(model)
-        assert {a.source.tensor.name for a in assignments} == set(model.tensors), "every tensor has its layer"
-        _zero_padding(model, assignments)
-    pool, readings = _begin_to_read(assignments, tensors)
+        wait = _begin_to_read(noted(), weights.tensors)
+    assert names == set(model.tensors), "every tensor has its layer"
 
     def finish() -> None:
-        try:
-            for reading in readings:
-                reading.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+        wait()
         for module in model.modules():
             if isinstance(module, WeightModule) and (problem := module.weight_problem()) is not None:
-                raise LoadError(f"{path}: {problem}")
+                raise LoadError(f"{weights.path}: {problem}")
 
     return finish
 
 
-def assignments_of(model: CausalLM) -> list[Assignment]:
-    """Return what fills the parameters of a model that has memory."""
-    modules = (module for module in model.modules() if isinstance(module, WeightModule))
-    return [_assignment(module, source) for module in modules for source in module.weight_sources()]
+def assignments_of(model: CausalLM) -> Iterator[Assignment]:
+    """Yield what fills the parameters of a model that has memory."""
+    for module in model.modules():
+        if isinstance(module, WeightModule):
+            for source in module.weight_sources():
+                yield _assignment(module, source)
 
 
-def load_kv_scales(model: CausalLM, path: Path, device: torch.device) -> str | None:
-    """Load the scales for an FP8 KV cache from the checkpoint folder `path` into the model's layers.
+def read_kv_scales(model: CausalLM, weights: CheckpointWeights) -> dict[int, list[float]]:
+    """Read a checkpoint's scales for an FP8 KV cache: those of keys and values, by the layer's index in the stage.
 
-    Returns a note about them for the user; None if there are none. Raises LoadError for scales that are not positive
-    numbers, for more than one per layer, and for files that cannot be read.
+    Raises LoadError for scales that are not positive numbers, for more than one per layer, and for files that cannot be
+    read.
     """
-    found = find_kv_scales(read_model_tensors(model.config, path).tensors)
-    num_layers = num_scaled = 0
-    for number, mixer in zip(model.stage.layers(model.config.num_layers), model.mixers, strict=True):
-        if mixer.spec.is_state:
+    found = find_kv_scales(weights.tensors)
+    scales: dict[int, list[float]] = {}
+    for index, number in enumerate(model.stage.layers(model.config.num_layers)):
+        of_layer = found.get(number)
+        if of_layer is None or of_layer.k is None or of_layer.v is None:
             continue
-        num_layers += 1
-        scales = found.get(number)
-        reads_others = model.config.layers[number].mixer.reads_kv_of is not None
-        if reads_others or scales is None or scales.k is None or scales.v is None:
-            continue
-        values = [_read_scale(info) for info in (scales.k, scales.v)]
-        mixer.static_kv_scales = torch.tensor(values, dtype=torch.float32, device=device)
-        num_scaled += 1
-    if not num_scaled:
+        if not model.mixers[index].spec.is_state and model.config.layers[number].mixer.reads_kv_of is None:
+            scales[index] = [_read_scale(info) for info in (of_layer.k, of_layer.v)]
+    return scales
+
+
+def set_kv_scales(model: CausalLM, scales: Mapping[int, list[float]], device: torch.device) -> str | None:
+    """Give layers the scales that `read_kv_scales` returned; those that have some keep their tensors. Returns a note
+    about them for the user; None if there are none."""
+    for index, values in scales.items():
+        mixer, tensor = model.mixers[index], torch.tensor(values, dtype=torch.float32, device=device)
+        if mixer.static_kv_scales is None:
+            mixer.static_kv_scales = tensor
+        else:
+            mixer.static_kv_scales.copy_(tensor)
+    if not scales:
         return None
-    return f"the FP8 KV cache takes the checkpoint's scales in {num_scaled:,} of {num_layers:,} layers"
+    num_layers = sum(not mixer.spec.is_state for mixer in model.mixers)
+    return f"the FP8 KV cache takes the checkpoint's scales in {len(scales):,} of {num_layers:,} layers"
 
 
 def _read_scale(info: TensorInfo) -> float:
@@ -212,18 +266,32 @@ def _fill_scales(module: nn.Module, target: ScaleTarget) -> None:
         scales.fill_(int(join_scales(one * (_STD / _CODES_STD), one * _MIDDLE_CODE)))
 
 
-def materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate every parameter on `device`, and compute the buffers. Shared parameters stay shared. On a GPU the memory
-    is zeroed, so that the model can be run before it has weights; on a CPU it is left uninitialised."""
+def materialize(model: nn.Module, device: torch.device, make: Callable[[int], Tensor] | None = None) -> None:
+    """Allocate every parameter on `device`, all in one piece, and compute the buffers. Shared parameters stay shared.
+    Does nothing if the parameters have memory.
+
+    `make` returns zeros [number of bytes] uint8; None: torch's. Zeros are what a model can be run with before it has
+    weights, and what stays where a parameter has more elements than its weight.
+    """
+    places: dict[int, int] = {}
+    num_bytes = 0
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            places[id(parameter)] = num_bytes
+            num_bytes += -(-parameter.numel() * parameter.element_size() // _ALIGNMENT) * _ALIGNMENT
+    if not places:
+        return
+    if make is None:
+        make = partial(torch.zeros, dtype=torch.uint8, device=device)
+    memory = make(num_bytes)
     made: dict[int, nn.Parameter] = {}
-    make = torch.zeros if device.type == "cuda" else torch.empty
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter.is_meta:
                 if id(parameter) not in made:
-                    # Not empty_like: on a meta tensor it imports sympy, which may take seconds.
-                    memory = make(parameter.shape, dtype=parameter.dtype, device=device)
-                    made[id(parameter)] = nn.Parameter(memory, requires_grad=False)
+                    part = memory.narrow(0, places[id(parameter)], parameter.numel() * parameter.element_size())
+                    values = part.view(parameter.dtype).view(parameter.shape)
+                    made[id(parameter)] = nn.Parameter(values, requires_grad=False)
                 setattr(module, name, made[id(parameter)])
         if isinstance(module, DerivedModule):
             module.derive(device)
@@ -263,47 +331,50 @@ def _are_equal(one: TensorInfo, other: TensorInfo, part: tuple[slice, ...]) -> b
     return True
 
 
-def _zero_padding(model: nn.Module, assignments: Iterable[Assignment]) -> None:
-    covered: dict[int, int] = {}
-    for a in assignments:
-        key = a.target.untyped_storage().data_ptr()
-        covered[key] = covered.get(key, 0) + a.target.numel()
-    for parameter in model.parameters():
-        if covered.get(parameter.untyped_storage().data_ptr(), 0) < parameter.numel():
-            parameter.zero_()
-
-
 def read_weights(assignments: Iterable[Assignment], tensors: Mapping[str, TensorInfo]) -> None:
     """Read assignments on threads. Raises LoadError."""
-    pool, readings = _begin_to_read(assignments, tensors)
-    try:
-        for reading in readings:
-            reading.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    _begin_to_read(assignments, tensors)()
 
 
-def _begin_to_read(
-    assignments: Iterable[Assignment], tensors: Mapping[str, TensorInfo]
-) -> tuple[ThreadPoolExecutor, list[Future[None]]]:
-    """Start threads that read files. Return the pool and its tasks."""
-    tasks: list[tuple[Path, list[Assignment], Mapping[str, TensorInfo]]] = []
-    by_file: dict[Path, list[Assignment]] = {}
+def _begin_to_read(assignments: Iterable[Assignment], tensors: Mapping[str, TensorInfo]) -> Callable[[], None]:
+    """Start threads that read assignments, the first while later ones are gone through. Return a function that waits
+    for them, which raises LoadError for files that cannot be read."""
+    pool = ThreadPoolExecutor(max_workers=_MAX_THREADS, thread_name_prefix="load")
+    readings: list[Future[None]] = []
+    waiting: dict[Path, list[Assignment]] = {}
+    num_bytes: Counter[Path] = Counter()
+
+    def read(file: Path) -> None:
+        num_bytes[file] = 0
+        readings.append(pool.submit(_read_task, file, waiting.pop(file), tensors))
+
+    def finish() -> None:
+        try:
+            for reading in readings:
+                reading.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
     for a in assignments:
         if a.target.numel() > 0:
-            by_file.setdefault(tensors[a.source.stored_name].file, []).append(a)
-    for file, items in by_file.items():
-        total = sum(a.num_bytes for a in items)
-        parts = min(_MAX_THREADS, max(1, math.ceil(total / _BYTES_PER_TASK)), len(items))
-        tasks += [(file, items[part::parts], tensors) for part in range(parts)]
-    pool = ThreadPoolExecutor(max_workers=max(1, min(_MAX_THREADS, len(tasks))), thread_name_prefix="load")
-    return pool, [pool.submit(_read_task, *task) for task in tasks]
+            file = tensors[a.source.stored_name].file
+            waiting.setdefault(file, []).append(a)
+            num_bytes[file] += a.num_bytes
+            if num_bytes[file] >= _BYTES_PER_TASK:
+                read(file)
+    for file in [*waiting]:
+        read(file)
+    return finish
 
 
 def _read_task(file: Path, assignments: list[Assignment], tensors: Mapping[str, TensorInfo]) -> None:
     try:
         # Inference mode is per thread, and parameters made in it may only be written in it.
-        with torch.inference_mode(), OpenFiles() as files:
+        device, upload = assignments[0].target.device, None
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # per thread as well
+            upload = PinnedUpload(device)
+        with torch.inference_mode(), OpenFiles(upload) as files:
             for whole in assignments:
                 info = tensors[whole.source.stored_name]
                 for a in _pieces(whole, info):
@@ -316,17 +387,21 @@ def _read_task(file: Path, assignments: list[Assignment], tensors: Mapping[str, 
 
 
 def _pieces(a: Assignment, info: TensorInfo) -> Iterator[Assignment]:
-    """Split an assignment into whole blocks of rows if its numbers have to be computed; otherwise it stays one
-    piece."""
+    """Split an assignment into whole blocks of rows if its numbers have to be computed, or are on a GPU before they are
+    in their place; otherwise it stays one piece."""
     is_computed = (a.target.dtype == FP8 or bool(info.changes)) and not info.is_transposed and a.target.dim() == 2
     is_words = a.scales is not None and a.target.dtype != FP8
     has_codes = info.codes is not None or info.flat is not None
-    if is_words or not (is_computed or has_codes) or has_kept_codes(info, a.source):
+    is_uploaded = a.target.device.type == "cuda" and not info.is_transposed and a.target.dim() == 2
+    if is_words or not (is_computed or is_uploaded or has_codes) or has_kept_codes(info, a.source):
         yield a
         return
     num_rows, num_columns = a.target.shape
     unit = math.lcm(FP8_BLOCK, len(a.source.tensor.row_order or (0,)))
     step = unit * max(1, _PIECE_NUMBERS[a.target.device.type] // (unit * num_columns))
+    if num_rows <= step:
+        yield a
+        return
     rows, columns = a.source.read
     for first in range(0, num_rows, step):
         last = min(first + step, num_rows)

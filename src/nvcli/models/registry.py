@@ -51,7 +51,7 @@ def build_model(
 
     config.check_tensor_parallel(group.size)
     config.check_pipeline_parallel(stage.count)
-    stored_dtype = _stored_dtype(dtype)
+    plain_dtype = stored_dtype(dtype)
     own_method = (
         invariant_linear_method
         if batch_invariant
@@ -59,11 +59,11 @@ def build_model(
     )
     build = BuildContext(
         group=group,
-        tensors={tensor.name: tensor for tensor in model_tensors(config, stored_dtype, stage)},
+        tensors={tensor.name: tensor for tensor in model_tensors(config, plain_dtype, stage)},
         linear_method=linear_method or own_method,
         max_positions=max_positions or config.max_position_embeddings,
         stage=stage,
-        dtype=stored_dtype,
+        dtype=plain_dtype,
         has_fp8_units=has_fp8_units,
         batch_invariant=batch_invariant,
         has_adapters=has_adapters,
@@ -72,6 +72,6 @@ def build_model(
         return CausalLM(config, build)
 
 
-def _stored_dtype(dtype: torch.dtype) -> StoredDtype:
+def stored_dtype(dtype: torch.dtype) -> StoredDtype:
     """Return the name of a torch type, as spelled in the geometry."""
     return next(name for name in get_args(StoredDtype) if str(dtype) == f"torch.{name}")

@@ -15,7 +15,7 @@ from msgspec import Meta
 from nvcli.core.system.regular_file import open_regular
 from nvcli.core.validation import show
 from nvcli.errors import LoadError
-from nvcli.models.tensor_info import TensorInfo
+from nvcli.models.tensor_info import StoredTensor, TensorInfo
 
 INDEX_FILE = "model.safetensors.index.json"
 """The file that says which of several files holds which tensor."""
@@ -58,7 +58,14 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
                 f"{file}: corrupt or truncated: its header places tensor {show(name)} at bytes {begin:,} to {end:,} of "
                 f"the data, and the file has {size - 8 - length:,}; download it again"
             )
-        tensors[name] = TensorInfo(file=file, name=name, shape=entry.shape, dtype=entry.dtype, num_bytes=end - begin)
+        tensors[name] = TensorInfo(
+            file=file,
+            name=name,
+            shape=entry.shape,
+            dtype=entry.dtype,
+            num_bytes=end - begin,
+            stored=StoredTensor(8 + length + begin, entry.shape, entry.dtype),
+        )
         expected = max(expected, 8 + length + end)
     if size < expected:
         raise LoadError(f"{file}: truncated: {size:,} of {expected:,} bytes; download it again")

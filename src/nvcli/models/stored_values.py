@@ -6,6 +6,7 @@ its values are (code - zero) × scale.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,7 +21,8 @@ from nvcli.errors import LoadError
 from nvcli.kernels.fp8_types import FP8, numbers
 from nvcli.kernels.mxfp4 import numbers_of_bytes, powers_of_scales
 from nvcli.models.flat_codes import read_flat
-from nvcli.models.tensor_info import Packing, TensorInfo
+from nvcli.models.pinned_upload import PinnedUpload
+from nvcli.models.tensor_info import Packing, StoredTensor, TensorInfo
 
 
 class StoredPart(NamedTuple):
@@ -43,9 +45,13 @@ class OpenFiles:
     that cannot be read, and LoadError if a column's group index is out of range.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, upload: PinnedUpload | None = None) -> None:
+        """With `upload`, values are on its GPU as soon as they are read."""
         self._stack = ExitStack()
         self._handles: dict[Path, Any] = {}
+        self._upload = upload
+        self._dtypes: dict[str, torch.dtype] = {}
+        """torch's types by safetensors' names."""
 
     def __enter__(self) -> Self:
         return self
@@ -53,11 +59,14 @@ class OpenFiles:
     def __exit__(self, *error: object) -> None:
         self._handles.clear()
         self._stack.close()
+        if self._upload is not None:
+            self._upload.close()
 
     def read(self, info: TensorInfo, part: Sequence[slice], device: torch.device) -> Tensor:
         """Read the values of a part that is not empty: [rows, columns] or [rows].
 
-        Values that are computed or rearranged first are on `device`, where they may be strided; others are on the CPU.
+        Values that are computed or rearranged first are on `device`, where they may be strided; others may be on the
+        CPU.
         """
         if info.flat is not None:
             return read_flat(self, info, part, device)
@@ -69,7 +78,7 @@ class OpenFiles:
         return values.float() * self._slice(info.codes.columns, (part[1],)).to(device).float()
 
     def read_stored(self, info: TensorInfo, part: Sequence[slice]) -> Tensor:
-        """Read a part of the tensor in a file as it is stored, on the CPU."""
+        """Read a part of the tensor in a file as it is stored, on whichever device."""
         return self._slice(info, part)
 
     def _read_coded(self, info: TensorInfo, part: Sequence[slice], device: torch.device) -> Tensor:
@@ -166,20 +175,41 @@ class OpenFiles:
 
     def _slice(self, info: TensorInfo, part: Sequence[slice | int]) -> Tensor:
         """Read a part of the tensor in a file, or of one expert's; no slices for a single number."""
+        if info.has_ones:
+            part = [index for one in part for index in (one, 0)]
+        if self._upload is not None and part and info.stored is not None and info.stored.shape:
+            return self._read_rows(self._upload, info, info.stored, part)
+        if not part:
+            scalar: Tensor = self._handle(info).get_tensor(info.name)
+            return scalar
+        expert = [] if info.expert is None else [info.expert]
+        stored = self._handle(info).get_slice(info.name)
+        if not stored.get_shape():
+            return self._slice(info, ()).view(1)
+        values: Tensor = stored[*expert, *part]
+        return values
+
+    def _read_rows(
+        self, upload: PinnedUpload, info: TensorInfo, stored: StoredTensor, part: Sequence[slice | int]
+    ) -> Tensor:
+        """Read a part with whole rows, and cut the other dimensions on the GPU."""
+        rows, *others = part
+        assert isinstance(rows, slice)
+        dtype = self._dtypes.get(stored.dtype)
+        if dtype is None:
+            dtype = self._dtypes[stored.dtype] = self._handle(info).get_slice(info.name)[0:0].dtype
+        shape = stored.shape if info.expert is None else stored.shape[1:]
+        begin, end, _ = rows.indices(shape[0])
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        first = (info.expert or 0) * shape[0] + begin
+        data = upload.read(info.file, stored.offset + first * row_bytes, (end - begin) * row_bytes)
+        return data.view(dtype).view(-1, *shape[1:])[:, *others]
+
+    def _handle(self, info: TensorInfo) -> Any:
         if info.file not in self._handles:
             handle = safe_open(info.file, framework="pt", device="cpu")
             self._handles[info.file] = self._stack.enter_context(handle)
-        if not part:
-            scalar: Tensor = self._handles[info.file].get_tensor(info.name)
-            return scalar
-        expert = [] if info.expert is None else [info.expert]
-        stored = self._handles[info.file].get_slice(info.name)
-        if not stored.get_shape():
-            return self._slice(info, ()).view(1)
-        if info.has_ones:
-            part = [index for one in part for index in (one, 0)]
-        values: Tensor = stored[*expert, *part]
-        return values
+        return self._handles[info.file]
 
 
 def unpack(words: Tensor, packing: Packing, dim: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 WORD_BITS = 32
 
@@ -132,6 +132,16 @@ class RowsChange:
 WeightChange = LowRankChange | BiasChange | RowsChange
 
 
+class StoredTensor(NamedTuple):
+    """A tensor in a safetensors file."""
+
+    offset: int
+    """The offset of its data in the file, in bytes."""
+    shape: tuple[int, ...]
+    dtype: str
+    """safetensors' name."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
     """A tensor in a safetensors file, as its header describes it, or some of its rows [out, in]."""
@@ -144,6 +154,8 @@ class TensorInfo:
     dtype: str
     """safetensors' name: F32, BF16, …"""
     num_bytes: int
+    stored: StoredTensor | None = None
+    """The file's tensor as its header has it; None where none was read."""
     first_row: int = 0
     """The first of the rows in the file's tensor."""
     expert: int | None = None

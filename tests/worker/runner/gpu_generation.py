@@ -77,7 +77,7 @@ def run_wide_model(folder: Path, num_ranks: int, **options: Any) -> EngineReady:
         prompts,
         max_tokens=20,
         model_path=write_shape("qwen3-0.6b", folder, quantization=options.get("quantization", "none")),
-        load_format="random",
+        load_format="dummy",
         max_num_seqs=256,
         max_num_batched_tokens=8192,
         measure_memory=True,

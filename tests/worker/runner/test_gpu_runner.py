@@ -263,7 +263,7 @@ def test_memory_is_used_as_planned(tmp_path: Path, name: str) -> None:
 
     runner = make_runner(
         write_shape(name, tmp_path),
-        load_format="random",
+        load_format="dummy",
         max_model_len=40960,
         max_num_seqs=256,
         max_num_batched_tokens=8192,

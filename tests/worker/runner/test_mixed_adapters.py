@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from adapters import LINEAR, low_rank, merge, write_adapter
 from checkpoints import write_tiny_model
 from nvcli.core.messages import unpack
+from nvcli.core.weight_changes import LoadWeights, Sleep, Wake
 from nvcli.engine.request import Request
-from nvcli.errors import LoadError
+from nvcli.errors import ConfigError, LoadError
 from nvcli.models import merged_weights
 from nvcli.models.merged_weights import MergedWeights
 from nvcli.worker.runner.interface import RankContext
@@ -113,6 +114,16 @@ def test_adapters_merged_in_turn(adapters: Adapters, monkeypatch: pytest.MonkeyP
     check(adapters, outputs)
     assert merges == [1, 0, 2, 0, 3]
     assert 0 < stats.cached_tokens < stats.prompt_tokens
+
+
+def test_weights_into_which_adapters_are_merged_are_not_replaced(adapters: Adapters) -> None:
+    config = config_of_engine(adapters.base, **config_of(adapters, merged_adapters=ALL))
+    runner = ModelRunner(config, RankContext(rank=0, report_phase=lambda phase: None))
+    for change in (LoadWeights(str(adapters.base)), Sleep(2)):
+        with pytest.raises(ConfigError, match=r"merged into the weights in turn \(`lora.mode`\)"):
+            runner.change_weights(change)
+    for change in (Sleep(1), Wake()):
+        runner.change_weights(change)
 
 
 def test_adapters_that_have_no_other_way_are_merged_alone(adapters: Adapters, monkeypatch: pytest.MonkeyPatch) -> None:

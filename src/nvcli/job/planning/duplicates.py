@@ -93,6 +93,11 @@ class Duplicates:
         ready, self._ready = self._ready, []
         return ready
 
+    def forget_answers(self) -> None:
+        """Forget the answers that are kept for later rows."""
+        self._kept.clear()
+        self._kept_bytes = 0
+
     def _keep(self, key: bytes, answer: JobResult) -> None:
         self._kept[key] = answer
         self._kept_bytes += answer.num_bytes

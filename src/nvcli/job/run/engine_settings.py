@@ -115,6 +115,7 @@ def resolve_engine_config(
     ways = find_ways(adapters, list(row_adapters.values()), model)
     return EngineConfig(
         model_path=model_path,
+        load_format=run.load_format,
         hf_overrides=run.hf_overrides,
         lora_path=None if adapters.merged is None else find_adapter(adapters.merged),
         lora_paths=tuple(map(find_adapter, adapters.named.values())),

@@ -64,7 +64,7 @@ def job_facts(
         if file.name not in _NOT_READ:
             facts[f"model {file.name}"] = f"sha256 {_digest(file)}"
     try:
-        large = weight_files(model_path) if weights else []
+        large = weight_files(model_path) if weights and config.load_format == "auto" else []
     except LoadError:
         large = []  # whoever loads them says what is wrong
     num_samples = max(_MIN_FILE_SAMPLES, _WEIGHT_SAMPLES // max(1, len(large)))
@@ -92,6 +92,7 @@ def job_facts(
     digest = None if chat_template is None else f"sha256 {sha256(chat_template.encode()).hexdigest()[:16]}"
     optional: dict[str, tuple[Any, Any]] = {
         WAYS_FACT: (merged, ""),
+        "load_format": (config.load_format, "auto"),
         "hf_overrides": (config.hf_overrides or None, None),
         "kv_cache_dtype": (config.kv_cache_dtype if is_kv_other else None, None),
         "quantization": (config.quantization, "none"),

@@ -18,6 +18,7 @@ import msgspec
 
 from nvcli.core.config import RunConfig
 from nvcli.core.messages import EngineReady
+from nvcli.core.weight_changes import WeightsChange, WeightsChanged
 from nvcli.engine.request import EngineStats, Request, RequestOutput
 from nvcli.errors import CapacityError, NvcliError, RowError, WorkerError, reworded, unexpected
 from nvcli.job.job import JobResult, failed
@@ -61,6 +62,8 @@ class _Replica:
         self.capacity = capacity
         """Number of requests to keep it supplied with."""
         self.ready: EngineReady | None = None
+        self.changed: WeightsChanged | None = None
+        """Its answer to the last change of the weights."""
         self.rows: dict[int, OpenRow] = {}
         """Rows with incomplete answers, by request id."""
         self.num_bytes = 0
@@ -225,6 +228,30 @@ class JobLoop:
             except _DEATHS as error:
                 self._drop_replica(replica, error)
 
+    def change_weights(self, change: WeightsChange) -> None:
+        """Change the weights of all replicas, or their memory, and forget all answers. No row may be open that somebody
+        waits for; `changed` tells when it is done."""
+        self._duplicates.forget_answers()
+        for replica in self._replicas:
+            replica.changed = None
+            replica.engine.change_weights(change)
+
+    @property
+    def changed(self) -> WeightsChanged | None:
+        """The answer of the replicas to the last change of the weights; None: not all of them have answered.
+
+        Raises WorkerError if some replicas have changed and others have not.
+        """
+        answers = [replica.changed for replica in self._replicas if replica.changed is not None]
+        if len(answers) < len(self._replicas):
+            return None
+        refusals = [answer for answer in answers if answer.error_kind]
+        if refusals and len(refusals) < len(answers):
+            raise WorkerError(
+                f"{len(refusals)} of {len(answers)} copies of the model did not do as the others: {refusals[0].message}"
+            )
+        return answers[0]
+
     def _is_unwanted(self, row: PreparedRow) -> bool:
         """Tell whether no one still needs the answer of a row: neither its caller nor an equal row."""
         caller = row.context.caller
@@ -285,6 +312,7 @@ class JobLoop:
             return
         to_abort: list[int] = []
         outputs = replica.engine.poll(0)
+        replica.changed = replica.engine.take_changed() or replica.changed
         for note in replica.engine.take_notes():
             self._events.warn(note)
         for output in outputs:

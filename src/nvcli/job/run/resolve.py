@@ -352,6 +352,7 @@ def resolve_settings(
     Reads the checkpoint's small files, and downloads a checkpoint that is not there, with `weights` or without.
     `found_device`, `gpus` and `setter_of` are as in `resolve_job`.
     """
+    weights = weights and run.load_format == "auto"
     model_path = resolve_model(run.model, weights=weights, revision=run.revision, overrides=run.hf_overrides)
     model, adapter, row_adapters = load_with_adapters(run, model_path, found_device=found_device, gpus=gpus)
     task = task_rows(run, model, model_path)

@@ -137,7 +137,7 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
         config = msgspec.structs.replace(
             layout.apply(config),
             record_steps=True,
-            load_format="checkpoint" if options.shape is None else "random",
+            load_format=config.load_format if options.shape is None else "dummy",
             draft_accept_rate=options.accept_rate,
         )
         result = bench(

@@ -46,7 +46,8 @@ def run_profile(
         device: Literal["cuda"] | None = "cuda" if dry_run else None
         model, _, row_adapters = load_with_adapters(run, path, found_device=device, gpu_bytes=total)
         config = resolve_engine_config(run, path, model, found_device=device, row_adapters=row_adapters)
-        config = msgspec.structs.replace(config, load_format="checkpoint" if shape is None else "random")
+        if shape is not None:
+            config = msgspec.structs.replace(config, load_format="dummy")
         lengths = None
         if input_file is not None:
             lengths = _file_lengths(model_of_rows(run, path, model, config), input_file)

@@ -6,18 +6,21 @@ from __future__ import annotations
 import contextlib
 import select
 import time
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
 from nvcli import errors
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady
+from nvcli.core.weight_changes import WeightsChanged
 from nvcli.errors import NvcliError, WorkerError
 from nvcli.worker.executor.child_process import ChildProcess
 from nvcli.worker.executor.ranks import RankAhead, RankStart, Wiring, start_rank
 from nvcli.worker.executor.status_board import StatusBoard
 from nvcli.worker.executor.worker import RankClosed, RankFailed, StepNotRun
+
+Message = TypeVar("Message")
 
 _STOPPED_CHECK_SECONDS = 0.5
 """Seconds between checks, while ranks start, whether a signal has stopped one."""
@@ -57,16 +60,28 @@ class RankProcesses:
             poll.register(child.control.fileno(), select.POLLIN)
 
     def wait_ready(self) -> EngineReady:
-        """Wait until all ranks are ready; return rank 0's report with the memory of every rank.
+        """Wait until all ranks are ready; return rank 0's report with the memory of every rank. Raises as `_wait_for`
+        does."""
+        ready = self._wait_for(EngineReady)
+        return msgspec.structs.replace(ready[0], memory=[use for each in ready for use in each.memory])
+
+    def wait_changed(self) -> WeightsChanged:
+        """Wait until all ranks have answered a `WeightsChange`; return the first rank's error, if one has an error.
+        Raises as `_wait_for` does."""
+        changed = self._wait_for(WeightsChanged)
+        return next((each for each in changed if each.error_kind), changed[0])
+
+    def _wait_for(self, kind: type[Message]) -> list[Message]:
+        """Wait for a message of this kind from each rank.
 
         Loading may take any time, but a rank stopped by a signal has only `step_timeout`. Raises the error that a rank
         failed with, or WorkerError.
         """
-        ready: dict[int, EngineReady] = {}
+        found: dict[int, Message] = {}
         poll = select.poll()
         self.register(poll)
         last_moving = time.monotonic()
-        while len(ready) < len(self._ranks):
+        while len(found) < len(self._ranks):
             poll.poll(_STOPPED_CHECK_SECONDS * 1000)
             if not any(child.is_stopped for child in self._ranks):
                 last_moving = time.monotonic()
@@ -75,10 +90,9 @@ class RankProcesses:
             for rank, child in enumerate(self._ranks):
                 while child.control.poll():
                     message = self._receive(rank)
-                    if isinstance(message, EngineReady):
-                        ready[rank] = message
-        memory = [use for rank in range(len(self._ranks)) for use in ready[rank].memory]
-        return msgspec.structs.replace(ready[0], memory=memory)
+                    if isinstance(message, kind):
+                        found[rank] = message
+        return [found[rank] for rank in range(len(self._ranks))]
 
     def check(self) -> None:
         """Read the ranks' messages while steps run: note those about running out of memory, raise a rank's error."""

@@ -26,13 +26,14 @@ from textwrap import shorten
 
 import msgspec
 
-from nvcli.core.messages import StepInput, StepOutput
+from nvcli.core.messages import StepOutput
 from nvcli.core.system.kernel_cache import kernel_cache_error
 from nvcli.errors import NvcliError, first_line
 from nvcli.kernels.triton.launch.compile_processes import hash_triton
 from nvcli.worker.distributed.rendezvous import store_path
 from nvcli.worker.executor.channel import ChannelClosed, ChannelReader, ChannelWriter
 from nvcli.worker.executor.child_process import end_children
+from nvcli.worker.executor.rank_messages import RankMessages
 from nvcli.worker.executor.ranks import MODEL_RUNNER, RankStart
 from nvcli.worker.executor.status_board import StatusBoard
 from nvcli.worker.runner.compiled_programs import start_compilers
@@ -127,13 +128,12 @@ def _run(start: RankStart, control: Connection) -> None:
     gc.freeze()  # so do the objects made at the start
     control.send(runner.ready)
 
-    steps = ChannelReader(start.wiring.steps, rank)
-    decoder = msgspec.msgpack.Decoder(StepInput)
+    messages = RankMessages(ChannelReader(start.wiring.steps, rank), runner, control, context.report_phase)
     not_run = ""  # why nothing runs until a step restarts
     try:
         while True:
             status.report(rank, "waiting for a step")
-            step = decoder.decode(steps.receive())
+            step = messages.next_step()
             status.report(rank, "step", step.step_id)
             pending: PendingOutput | None
             if not_run and not step.restarts:

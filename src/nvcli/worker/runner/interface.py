@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from nvcli.core.messages import EngineReady, StepInput, StepOutput
+from nvcli.core.weight_changes import WeightsChange
 from nvcli.kernels.triton.launch.compile_processes import CompileProcesses
 
 if TYPE_CHECKING:
@@ -32,6 +33,14 @@ class Runner(Protocol):
 
         Raises MemoryError if the step does not fit in memory. Part of it may have run; the runner can go on with a step
         that fills every slot anew.
+        """
+
+    def change_weights(self, change: WeightsChange) -> None:
+        """Replace the weights, or give up or take back the memory of weights and KV cache. No step is in flight.
+
+        Every rank of a replica does the same. Raises LoadError, ConfigError or CapacityError if this rank cannot;
+        nothing is changed then on any rank. Only if files cannot be read after all, the weights are undefined: that is
+        a WorkerError.
         """
 
     def peak_bytes(self) -> int:

@@ -34,12 +34,12 @@ def plan_memory(
     graphs: int,
     max_blocks: int,
     adapters: int = 0,
-    shared: int = 0,
+    outside: int = 0,
 ) -> MemoryPlan:
     """Divide a rank's memory budget among the items that need memory; what is left is the KV cache's.
 
-    All sizes are in bytes. `max_blocks` is the most blocks, the null block included, that a job could use. `shared` is
-    the part of `buffers` that torch's allocator does not know, because other GPUs reach that memory.
+    All sizes are in bytes. `max_blocks` is the most blocks, the null block included, that a job could use. `outside` is
+    the part of `weights` and `buffers` that torch's allocator does not know: regions, and what other GPUs reach.
 
     Ranks that replace others (`kv_blocks_before`) are not held to the budget, because it counts what other programs
     hold. A cache as large as before did fit; what other programs have taken since is not free. Of the free memory these
@@ -56,7 +56,7 @@ def plan_memory(
         fix = "raise gpu_memory_utilization or tensor_parallel_size, or lower max_num_batched_tokens"
         total = torch.cuda.mem_get_info(device)[1]
         budget = int(total * config.gpu_memory_utilization)
-        other = other_bytes(device, weights + adapters) - shared
+        other = other_bytes(device, weights + adapters) - outside
         kv_cache = budget - weights - adapters - buffers - activations - graphs - other
     if config.kv_cache_memory is not None:
         fix = f"raise kv_cache_memory to at least {format_bytes(2 * spec.block_bytes)}"

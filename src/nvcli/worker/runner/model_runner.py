@@ -8,7 +8,7 @@ gets them with the next step's input.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 import msgspec
@@ -21,12 +21,10 @@ from nvcli.attention.selection import select_backend
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady, MemoryUse, StepInput
 from nvcli.core.structured import MAX_END_IDS
+from nvcli.core.weight_changes import WeightsChange
 from nvcli.kernels.triton.launch.compile_processes import CompileProcesses
 from nvcli.models.adapter_bank import LoadedAdapters
-from nvcli.models.adapters.adapter import read_adapter
-from nvcli.models.config import load_model_config
 from nvcli.models.kv_groups import kv_groups
-from nvcli.models.loader import begin_loading, init_random_weights, load_kv_scales
 from nvcli.models.merged_weights import MergedWeights
 from nvcli.models.registry import build_model
 from nvcli.sizing.kv_cache import max_blocks, tokens_in_blocks
@@ -39,7 +37,7 @@ from nvcli.worker.distributed.stage_link import StageLink
 from nvcli.worker.masks.mask_workers import MaskWorkers
 from nvcli.worker.runner.compiled_programs import Program
 from nvcli.worker.runner.constraints import Constraints, start_workers
-from nvcli.worker.runner.device import has_fp8_units, import_on_thread, kept_weights_note, open_device, wait_for_gpu
+from nvcli.worker.runner.device import has_fp8_units, import_on_thread, kept_weights_note, open_device
 from nvcli.worker.runner.drafter import Drafter
 from nvcli.worker.runner.first_start import compile_kernels
 from nvcli.worker.runner.graph_shapes import GraphShapes
@@ -61,7 +59,9 @@ from nvcli.worker.runner.memory import (
     report_memory,
     reserve_contiguous,
 )
+from nvcli.worker.runner.memory_regions import MemoryRegion, make_region
 from nvcli.worker.runner.query_reader import PromptQueryReader
+from nvcli.worker.runner.rank_weights import RankWeights, read_files
 from nvcli.worker.runner.sampler import Sampler
 from nvcli.worker.runner.slot_table import SlotTable
 from nvcli.worker.runner.step_adapters import StepAdapters
@@ -69,6 +69,7 @@ from nvcli.worker.runner.step_clock import StepClock
 from nvcli.worker.runner.step_results import PendingStep
 from nvcli.worker.runner.step_runner import StepRunner
 from nvcli.worker.runner.warm_up import run_largest_batches
+from nvcli.worker.runner.weight_changes import WeightChanges
 
 _READING_THREADS = 4
 """Threads that read LoRA adapters ahead of use."""
@@ -89,6 +90,7 @@ class ModelRunner:
             "spawn": context.started_at - context.spawned_at,
             "import": time.time() - context.started_at,
         }
+        self._kv_region: MemoryRegion | None = None
         with torch.inference_mode():
             self._open_device()
             self._join_process_group()
@@ -111,6 +113,9 @@ class ModelRunner:
             self._capture_graphs()
             reserve_contiguous(self._activation_bytes, self.device)
             self._measure_memory()
+        self._weight_changes = WeightChanges(
+            self.weights, self._kv_region, self.world, self.device, activation_bytes=self._activation_bytes
+        )
         self.ready = EngineReady(
             num_blocks=self.kv_cache.num_blocks - 1,  # the null block is not usable
             block_size=config.block_size,
@@ -158,22 +163,8 @@ class ModelRunner:
 
     def _build_model(self) -> None:
         with self._phase("build model"):
-            config = load_model_config(
-                self.config.model_path,
-                expert_parallel=self.config.enable_expert_parallel,
-                overrides=self.config.hf_overrides,
-            )
-            config = config.headless() if self.config.embedding_size else config
-            self._adapter = None
-            if self.config.lora_path is not None:
-                self._adapter = read_adapter(self.config.lora_path, config)
-                config = self._adapter.adapt(config)
-            self._row_adapters = {
-                number: read_adapter(path, config) for number, path in enumerate(self.config.lora_paths, 1)
-            }
-            for number in self.config.merged_adapters:
-                config = self._row_adapters[number].adapt(config)
-            self.model_config = config.with_quantization(self.config.quantization)
+            files = read_files(self.config, self.config.model_path)
+            self.model_config, self._row_adapters = files.config, files.row_adapters
             self.model = build_model(
                 self.model_config,
                 self.group,
@@ -185,6 +176,7 @@ class ModelRunner:
                 batch_invariant=self.config.batch_invariant,
                 has_adapters=bool(self.config.placed_adapters),
             )
+            self.weights = RankWeights(self.model, self.config, self.device, files)
 
     def _share_memory(self) -> None:
         with self._phase("share memory"):
@@ -219,21 +211,7 @@ class ModelRunner:
             has_units = has_fp8_units(self.device)
             if note := kept_weights_note(self.model_config, self.config.dtype, has_units=has_units):
                 self._notes.append(note)
-            if self.config.load_format == "random":
-                init_random_weights(self.model, self.device)
-                self._wait_for_weights: Callable[[], None] = wait_for_gpu
-            else:
-                path, say = self.config.model_path, self._notes.append
-                self._wait_for_weights = begin_loading(
-                    self.model,
-                    path,
-                    self.device,
-                    adapter=self._adapter,
-                    has_own_head=any(one.unties_head for one in self._row_adapters.values()),
-                    say=say,
-                )
-                if self.config.kv_dtype == "fp8" and (note := load_kv_scales(self.model, path, self.device)):
-                    say(note)
+            self.weights.begin(self._notes.append)
 
     def _limit_drafts(self) -> None:
         """Limit the tokens of steps with drafts by the memory that the weights leave, alike on all ranks."""
@@ -246,7 +224,7 @@ class ModelRunner:
 
     def _finish_weights(self) -> None:
         with self._phase("load weights"):
-            self._wait_for_weights()
+            self.weights.finish()
             self._weight_bytes = sum(self.model.weight_bytes().values())
         with self._phase("wait for all ranks"):  # their files may be elsewhere, and slow
             self.world.meet("weights are loaded")
@@ -369,7 +347,7 @@ class ModelRunner:
             assert self._adapters is not None
             merged = MergedWeights(
                 self.model,
-                None if config.load_format == "random" else config.model_path,
+                None if config.load_format == "dummy" else config.model_path,
                 {number: self._row_adapters[number] for number in config.merged_adapters},
                 max_host_bytes=host_bytes_for_adapters(config),
                 num_ranks=config.num_ranks,
@@ -456,16 +434,17 @@ class ModelRunner:
             activations=self._activation_bytes,
             graphs=self._graph_bytes,
             max_blocks=max_blocks(self.config, self.model_config),
-            shared=self._shared_bytes,
+            outside=self._bytes_outside(),
         )
         self._num_blocks = self._groups.world.min(self.memory_plan.num_blocks)
 
     def _allocate_kv_cache(self) -> None:
         with self._phase("kv cache"):
-            self._use_kv_cache(self._num_blocks)
+            self._kv_region = make_region(self._num_blocks * self._kv_spec.block_bytes, self.device)
+            self._use_kv_cache(self._num_blocks, None if self._kv_region is None else self._kv_region.memory)
 
-    def _use_kv_cache(self, num_blocks: int) -> None:
-        self.kv_cache = KVCache(self._kv_spec, num_blocks, self.device)
+    def _use_kv_cache(self, num_blocks: int, memory: torch.Tensor | None = None) -> None:
+        self.kv_cache = KVCache(self._kv_spec, num_blocks, self.device, memory)
         self.steps = self._make_steps()
 
     def _make_steps(self) -> StepRunner:
@@ -519,7 +498,7 @@ class ModelRunner:
                 with peak_allocated(self.device) as peak:
                     self._run_largest_batches()
                 self.steps = steps
-                other = other_bytes(self.device, self._weight_bytes + self._adapter_bytes) - self._shared_bytes
+                other = other_bytes(self.device, self._weight_bytes + self._adapter_bytes) - self._bytes_outside()
                 measured = by_item(
                     *(self._weight_bytes, self._adapter_bytes, buffers),
                     *(peak(), self._graph_bytes, other, self.kv_cache.num_bytes),
@@ -531,8 +510,14 @@ class ModelRunner:
         ranks reach."""
         if self.device.type == "cpu":
             return 0
-        allocated = torch.cuda.memory_allocated(self.device) + self._shared_bytes
+        allocated = torch.cuda.memory_allocated(self.device) + self._bytes_outside()
         return allocated - self._weight_bytes - self._adapter_bytes - self.kv_cache.num_bytes
+
+    def _bytes_outside(self) -> int:
+        """Count the bytes of the rank's tensors that torch's allocator does not know: regions, and what other ranks
+        reach."""
+        regions = (self.weights.region, self._kv_region)
+        return self._shared_bytes + sum(region.num_bytes for region in regions if region is not None)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -561,6 +546,12 @@ class ModelRunner:
                 raise
         self._free_after_oom()
         raise MemoryError(reason)
+
+    @torch.inference_mode()
+    def change_weights(self, change: WeightsChange) -> None:
+        """Replace the weights, or give up and take back their memory and the KV cache's (see
+        `Runner.change_weights`)."""
+        self._weight_changes.apply(change)
 
     def _free_after_oom(self) -> None:
         """Wait for the work that a step launched before it ran out of memory, and free its memory."""
