@@ -307,7 +307,7 @@ def test_requests_with_adapters_are_answered_as_one_token_at_a_time() -> None:
 def test_adapters_are_merged_in_turn() -> None:
     """Some adapters may be merged, some have no other way, and requests of all of them arrive in any order."""
     num_merges = num_loads = 0
-    for seed in range(30):
+    for seed in range(9):
         case = random_case(seed, [*GROUPS.values()][seed % len(GROUPS)])
         rng = random.Random(seed)
         merged = rng.sample(range(1, MOST_ADAPTERS + 1), rng.randint(1, MOST_ADAPTERS))
@@ -324,8 +324,8 @@ def test_adapters_are_merged_in_turn() -> None:
         check_answers(case)
         num_merges += case.rank.runner.num_merges
         num_loads += case.rank.runner.num_adapter_loads
-    assert num_merges > 100
-    assert num_loads > 100
+    assert num_merges > 30
+    assert num_loads > 30
 
 
 def check_answers(case: Case) -> None:

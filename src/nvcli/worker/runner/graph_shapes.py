@@ -79,8 +79,8 @@ class GraphShapes:
         if config.placed_adapters:  # most steps of such a job have adapters, unless these are merged in turn
             with_adapters = [replace(shape, has_adapters=True) for shape in at_start]
             late += [replace(shape, has_adapters=True) for shape in late]
-            if config.merged_adapters:
-                late += with_adapters
+            if config.merged_adapters:  # tails of groups run with them, and are too short to capture graphs meanwhile
+                at_start = with_adapters + at_start
             else:
                 at_start, late = with_adapters, at_start + late
         return cls(at_start, late)
