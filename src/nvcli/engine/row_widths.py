@@ -15,7 +15,7 @@ from nvcli.engine.state import RequestState
 
 _LEVELS = 16
 _KEPT, _KEPT_IDLE = 0.85, 0.97
-"""What remains of a request's counts after a step with drafts for it, and after one in which others had drafts. So a
+"""The rest of a request's counts after a step with drafts for it, and after one in which others had drafts. So a
 request is tried again after some time without drafts."""
 _PRIOR = 2.0
 """Number of drafts at the mean rate that are added to a request's own."""
