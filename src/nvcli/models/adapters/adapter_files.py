@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from nvcli.core.validation import show
 from nvcli.errors import LoadError
 from nvcli.models.other_checkpoints import ADAPTER_WEIGHTS
@@ -68,6 +66,8 @@ class AdapterTensors:
 def read_adapter_tensors(folder: Path) -> AdapterTensors:
     """Read which tensors an adapter has. Raises LoadError for a missing or corrupt file, pickled weights, and tensors
     that are not floating-point or have too many dimensions. What passes can be opened when it is loaded."""
+    from safetensors import SafetensorError, safe_open  # numpy, which quick answers do without
+
     file = folder / ADAPTER_WEIGHTS
     if not os.path.lexists(file):
         pickled = (folder / _PICKLED).exists()
