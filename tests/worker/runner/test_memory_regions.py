@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from nvcli.core.system.host_memory import resident_bytes
 from nvcli.worker.runner import memory_regions
+from nvcli.worker.runner.host_copy import HostCopy
 from nvcli.worker.runner.memory_regions import CudaDriver, make_region
 
 MIB = 1 << 20
@@ -159,6 +161,25 @@ def test_pages_of_a_cpu_go_and_come_back_as_zeros() -> None:
     values.fill_(5.0)
     region.restore()  # it is there: nothing is lost
     assert region.memory.view(torch.float32)[-1] == 5.0
+
+
+def test_a_copy_in_host_memory_is_pinned_as_long_as_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: dict[int, int] = {}
+
+    def register(address: int, size: int, flags: int) -> int:
+        pinned[address] = size
+        return flags
+
+    error = SimpleNamespace(success=0)
+    runtime = SimpleNamespace(cudaError=error, cudaHostRegister=register, cudaHostUnregister=pinned.pop)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    source = torch.arange(9_000, dtype=torch.int32).view(torch.uint8)
+    copy, target = HostCopy(source), torch.zeros_like(source)
+    assert list(pinned.values()) == [len(source)]
+    copy.copy_to(target)
+    assert torch.equal(target, source)
+    del copy
+    assert pinned == {}
 
 
 @pytest.mark.gpu

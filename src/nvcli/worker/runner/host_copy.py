@@ -27,7 +27,8 @@ class HostCopy:
         with ThreadPoolExecutor(_THREADS) as pool:  # the system clears new pages, which takes longer than to fill them
             list(pool.map(_touch, torch.split(self._pages, _PART_BYTES)))
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        self._is_pinned = int(runtime.cudaHostRegister(self._pages.data_ptr(), len(source), 0)) == 0
+        code = runtime.cudaHostRegister(self._pages.data_ptr(), len(source), 0)
+        self._is_pinned = code == runtime.cudaError.success
         self._pages.copy_(source)
 
     def copy_to(self, target: Tensor) -> None:
