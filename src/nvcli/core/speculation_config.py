@@ -22,7 +22,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             "Draft several tokens per step and keep the correct ones: lookup: from earlier text; auto: whatever "
             "works with the model.",
         ),
-    ] = "none"
+    ] = "auto"
     """lookup: a row's last tokens are looked up in its prompt and answer so far and in other answers, and the tokens
     that followed them there are drafted. auto: lookup if the model can check drafts, else none."""
     max_draft_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFT_TOKENS)] = 7

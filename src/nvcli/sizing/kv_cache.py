@@ -88,9 +88,14 @@ def tokens_in(room: int, config: EngineConfig, model: ModelConfig) -> int:
 def tokens_in_blocks(num_blocks: int, config: EngineConfig, model: ModelConfig) -> int:
     """Return how many tokens of full-length requests fit `num_blocks` KV blocks, not counting the null block, while
     `max_num_seqs` run."""
-    tokens_each = config.max_blocks_per_seq * config.block_size
+    tokens_each = _whole_blocks(config)
     blocks_each = blocks_of_request(config, model, config.max_model_len)
     return min(num_blocks, config.max_num_seqs * blocks_each) * tokens_each // blocks_each
+
+
+def _whole_blocks(config: EngineConfig) -> int:
+    """Return the tokens of a full-length request, rounded up to whole blocks."""
+    return -(-config.max_model_len // config.block_size) * config.block_size
 
 
 def requests_held(num_tokens: float, config: EngineConfig, model: ModelConfig, request_len: float) -> float:
@@ -107,7 +112,7 @@ def state_share(num_tokens: float, config: EngineConfig, model: ModelConfig) -> 
 
 def _blocks_of_tokens(num_tokens: float, config: EngineConfig, model: ModelConfig) -> float:
     """Return the number of KV blocks that `num_tokens` tokens of full-length requests take."""
-    tokens_each = config.max_blocks_per_seq * config.block_size
+    tokens_each = _whole_blocks(config)
     return num_tokens * blocks_of_request(config, model, config.max_model_len) / tokens_each
 
 
