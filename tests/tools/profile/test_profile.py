@@ -17,6 +17,7 @@ from nvcli.core.byte_sizes import parse_size
 from nvcli.core.config import RunConfig, load_run_config
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.histogram import Bucket
+from nvcli.core.speculation_config import SpeculationConfig
 from nvcli.job.run.engine_settings import resolve_engine_config
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.sizing.costs import model_costs
@@ -37,7 +38,8 @@ GIB = 1 << 30
 def setting(folder: Path, shape: str = "qwen3-8b", **values: Any) -> tuple[EngineConfig, ModelConfig]:
     path = write_shape(shape, folder)
     model = load_model_config(path)
-    return resolve_engine_config(RunConfig(model=shape, **values), path, model, found_device="cuda"), model
+    run = RunConfig(model=shape, speculation=SpeculationConfig(method="none"), **values)
+    return resolve_engine_config(run, path, model, found_device="cuda"), model
 
 
 def test_weights_and_blocks_of_qwen3_8b(tmp_path: Path) -> None:
