@@ -11,6 +11,7 @@ import pytest
 
 from checkpoints import edit_json
 from nvcli.core.config import RunConfig
+from nvcli.core.speculation_config import SpeculationConfig
 from nvcli.core.system.nvidia_smi import SmiGpu, SmiReport
 from nvcli.errors import ConfigError
 from nvcli.job.run.engine_settings import load_model, resolve_engine_config
@@ -143,7 +144,8 @@ def test_plans_know_what_4_bits_take(tmp_path: Path) -> None:
     found = sum(weight_bytes(kept, "bfloat16").values())
     linear = 36 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288)
     assert found == sum(weight_bytes(plain, "bfloat16").values()) - linear * 2 + linear * 17 // 32
-    config = resolve_engine_config(RunConfig(model="m", max_model_len=4096), tmp_path, plain, found_device="cuda")
+    run = RunConfig(model="m", max_model_len=4096, speculation=SpeculationConfig(method="none"))
+    config = resolve_engine_config(run, tmp_path, plain, found_device="cuda")
     plans = [estimate(config, model, 80 * GIB).planned["activations"] for model in (plain, kept)]
     assert plans[1] - plans[0] >= 2 * 24576 * 4096
 
