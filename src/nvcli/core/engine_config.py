@@ -110,6 +110,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     draft_step_tokens: int | None = None
     """Maximum tokens of a step's decode rows together, if they have drafts, as the ranks find it from their memory
     (`sizing.memory.affordable_draft_tokens`); None: not known yet."""
+    takes_forced_tokens: bool = True
+    """Whether runs with drafts also take tokens that a grammar forces several at a time."""
     draft_policy: DraftPolicyName = "auto"
     """`RunConfig.speculation.policy`"""
     draft_accept_rate: float | None = None

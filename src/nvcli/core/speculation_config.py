@@ -24,7 +24,8 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         ),
     ] = "auto"
     """lookup: a row's last tokens are looked up in its prompt and answer so far and in other answers, and the tokens
-    that followed them there are drafted. auto: lookup if the model can check drafts, else none."""
+    that followed them there are drafted; tokens that a grammar forces are taken several at a time. auto: what never
+    costs time: such drafts if the model can check them, one forced token at a time."""
     max_draft_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFT_TOKENS)] = 7
     """Maximum tokens drafted for a row in one step."""
     policy: DraftPolicyName = "auto"

@@ -147,6 +147,7 @@ def resolve_engine_config(
         embedding_size=model.hidden_size if run.task == "embed" else 0,
         batch_invariant=run.batch_invariant,
         max_draft_tokens=run.speculation.num_draft_tokens if run.task == "generate" else 0,
+        takes_forced_tokens=run.speculation.method == "lookup",
         draft_policy=run.speculation.policy,
         prepare_grammars=run.task == "generate" and run.sampling.get("structured") is not None,
     )

@@ -200,7 +200,7 @@ class ModelRunner:
                 end_ids,
                 self.device,
                 max_answers=config.max_num_seqs,
-                finds_runs=config.max_draft_tokens > 0,
+                finds_runs=config.max_draft_tokens > 0 and config.takes_forced_tokens,
             )
 
     def _begin_weights(self) -> None:
@@ -299,7 +299,7 @@ class ModelRunner:
             follows=follows,
             may_hold=self._may_hold_rows(),
             token_ids=self.slots.state.token_ids,
-            finds_runs=config.max_draft_tokens > 0,
+            finds_runs=config.max_draft_tokens > 0 and config.takes_forced_tokens,
             awaits_runs=config.overlap_steps and config.pipeline_parallel_size == 1,
             workers=self._mask_workers,
         )
