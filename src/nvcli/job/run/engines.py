@@ -141,7 +141,7 @@ def describe_ready(model: str, ready: EngineReady) -> list[str]:
     """Return lines for the user on an engine that is ready: first that it is, then details."""
     cache = f"KV cache for {ready.kv_cache_tokens:,} tokens ({_mib(ready.kv_cache_bytes)} a rank)"
     tokens = ready.max_draft_step_tokens
-    drafts = [f"later tokens are drafted where that pays, in steps of up to {tokens:,} tokens"] if tokens else []
+    drafts = [f"drafts in steps of up to {tokens:,} tokens"] if tokens else []
     return [f"{model} is ready", f"{cache}, weights {_mib(ready.weight_bytes)} a rank", *drafts, *ready.notes]
 
 
