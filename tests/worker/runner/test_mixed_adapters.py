@@ -161,7 +161,7 @@ def test_an_adapter_that_cannot_be_read_fails_its_own_rows_alone(
 ) -> None:
     """One has NaN in its file, and that of another disappears once the run has begun, before it was read: host memory
     has room for one at a time."""
-    monkeypatch.setattr("nvcli.worker.runner.model_runner.host_bytes_for_adapters", lambda config: 0)
+    monkeypatch.setattr("nvcli.worker.runner.rank_adapters.host_bytes_for_adapters", lambda config: 0)
     folders = [shutil.copytree(folder, tmp_path / folder.name) for folder in adapters.folders]
     file = folders[0] / "adapter_model.safetensors"
     tensors = load_file(file)

@@ -23,9 +23,7 @@ from nvcli.core.messages import EngineReady, MemoryUse, StepInput
 from nvcli.core.structured import MAX_END_IDS
 from nvcli.core.weight_changes import WeightsChange
 from nvcli.kernels.triton.launch.compile_processes import CompileProcesses
-from nvcli.models.adapter_bank import LoadedAdapters
 from nvcli.models.kv_groups import kv_groups
-from nvcli.models.merged_weights import MergedWeights
 from nvcli.models.registry import build_model
 from nvcli.sizing.kv_cache import max_blocks, tokens_in_blocks
 from nvcli.sizing.memory import shared_sum_rows, with_affordable_drafts
@@ -48,31 +46,26 @@ from nvcli.worker.runner.memory import (
     check_positions_fit,
     check_weights_fit,
     free_bytes,
-    host_bytes_for_adapters,
     oom_as_limits_error,
     other_bytes,
     out_of_memory_line,
     peak_allocated,
     peak_bytes,
-    places_that_fit,
     plan_memory,
     report_memory,
     reserve_contiguous,
 )
 from nvcli.worker.runner.memory_regions import MemoryRegion, make_region
 from nvcli.worker.runner.query_reader import PromptQueryReader
+from nvcli.worker.runner.rank_adapters import RankAdapters
 from nvcli.worker.runner.rank_weights import RankWeights, read_files
 from nvcli.worker.runner.sampler import Sampler
 from nvcli.worker.runner.slot_table import SlotTable
-from nvcli.worker.runner.step_adapters import StepAdapters
 from nvcli.worker.runner.step_clock import StepClock
 from nvcli.worker.runner.step_results import PendingStep
 from nvcli.worker.runner.step_runner import StepRunner
 from nvcli.worker.runner.warm_up import run_largest_batches
 from nvcli.worker.runner.weight_changes import WeightChanges
-
-_READING_THREADS = 4
-"""Threads that read LoRA adapters ahead of use."""
 
 
 def create_runner(config: EngineConfig, context: RankContext) -> ModelRunner:
@@ -130,7 +123,7 @@ class ModelRunner:
             reads_segments=self._max_shared_rows > 0,
             max_draft_step_tokens=self.config.max_draft_step_tokens if self._may_draft else 0,
             prefix_tile_tokens=self._prefix_tile_tokens,
-            max_loaded_adapters=self._max_loaded_adapters,
+            max_loaded_adapters=self._adapters.num_places,
             seconds=self._seconds,
             notes=self._notes,
             memory=[self._memory_use],
@@ -312,50 +305,15 @@ class ModelRunner:
         )
 
     def _make_adapters(self) -> None:
-        """Make places on the device for the adapters that requests choose from and that need them."""
-        config = self.config
-        self._adapters: StepAdapters | None = None
-        self._max_loaded_adapters = self._adapter_bytes = 0
-        if not config.lora_paths:
-            return
         with self._phase("make adapters"):
-            loaded = None
-            if config.placed_adapters:
-                placed = {number: self._row_adapters[number] for number in config.placed_adapters}
-                room = host_bytes_for_adapters(config)
-                loaded = LoadedAdapters(self.model, placed, self.dtype, max_host_bytes=room)
-                num_places = places_that_fit(config, loaded.num_bytes, self.device)
-                self._max_loaded_adapters = self._groups.world.min(num_places)
-                loaded.make_places(self._max_loaded_adapters)
-                loaded.on_host.read_ahead(_READING_THREADS)
-                self._adapter_bytes = loaded.num_bytes(self._max_loaded_adapters)
-            self._adapters = StepAdapters(
-                loaded,
-                self.slots.upload,
-                self.device,
-                num_slots=config.max_num_seqs + 1,
-                max_tokens=config.max_padded_tokens,
-                batch_invariant=config.batch_invariant,
+            self._adapters = RankAdapters(
+                self.config, self.model, self._row_adapters, self.slots, self.device, self._groups.world, self.dtype
             )
 
     def _keep_base_weights(self) -> None:
-        """Keep the base of the weights into which adapters are merged in turn."""
-        config = self.config
-        if not config.merged_adapters:
-            return
-        with self._phase("keep base weights"):
-            assert self._adapters is not None
-            merged = MergedWeights(
-                self.model,
-                None if config.load_format == "dummy" else config.model_path,
-                {number: self._row_adapters[number] for number in config.merged_adapters},
-                max_host_bytes=host_bytes_for_adapters(config),
-                num_ranks=config.num_ranks,
-            )
-            self._adapters.merged = merged
-            if merged.place == "device":
-                self._adapter_bytes += merged.num_bytes
-            self._notes.append(merged.note)
+        if self.config.merged_adapters:
+            with self._phase("keep base weights"):
+                self._notes.append(self._adapters.keep_base_weights())
 
     def _may_hold_rows(self) -> bool:
         """Whether a step may give fewer tokens for a row than it computed, so that the next one computes them again."""
@@ -409,7 +367,7 @@ class ModelRunner:
             max_shared_rows=self._max_shared_rows,
             shares_prefixes=self._prefix_tile_tokens > 0,
             draft_widths=self._draft_widths(),
-            num_places=self._max_loaded_adapters,
+            num_places=self._adapters.num_places,
         )
 
     def _measure_graphs(self) -> None:
@@ -429,7 +387,7 @@ class ModelRunner:
             self._kv_spec,
             self.device,
             weights=self._weight_bytes,
-            adapters=self._adapter_bytes,
+            adapters=self._adapters.num_bytes,
             buffers=self._buffer_bytes(),
             activations=self._activation_bytes,
             graphs=self._graph_bytes,
@@ -469,7 +427,7 @@ class ModelRunner:
             drafter,
             masks,
             PromptQueryReader(self.model, self.group, self.device, batch_invariant=config.batch_invariant),
-            self._adapters,
+            self._adapters.of_steps,
             self.link,
             self._clock,
             kept_states=self.kept_states,
@@ -498,9 +456,9 @@ class ModelRunner:
                 with peak_allocated(self.device) as peak:
                     self._run_largest_batches()
                 self.steps = steps
-                other = other_bytes(self.device, self._weight_bytes + self._adapter_bytes) - self._bytes_outside()
+                other = other_bytes(self.device, self._weight_bytes + self._adapters.num_bytes) - self._bytes_outside()
                 measured = by_item(
-                    *(self._weight_bytes, self._adapter_bytes, buffers),
+                    *(self._weight_bytes, self._adapters.num_bytes, buffers),
                     *(peak(), self._graph_bytes, other, self.kv_cache.num_bytes),
                 )
         self._memory_use: MemoryUse = report_memory(self.device, self.model.weight_bytes(), self.memory_plan, measured)
@@ -511,7 +469,7 @@ class ModelRunner:
         if self.device.type == "cpu":
             return 0
         allocated = torch.cuda.memory_allocated(self.device) + self._bytes_outside()
-        return allocated - self._weight_bytes - self._adapter_bytes - self.kv_cache.num_bytes
+        return allocated - self._weight_bytes - self._adapters.num_bytes - self.kv_cache.num_bytes
 
     def _bytes_outside(self) -> int:
         """Count the bytes of the rank's tensors that torch's allocator does not know: regions, and what other ranks
