@@ -226,7 +226,7 @@ def simulate(
     executor = Lengths(rows, limits, accept_rate=accept_rate or 0.0, reads_once=reads_once)
     core = EngineCore(scheduler, executor, max_in_flight=2, recorder=StepRecorder(limits))
     run = RunConfig(model="", max_num_seqs=seqs, job=JobConfig(order=order))  # type: ignore[arg-type]
-    planner = make_planner(run, 1, block_size=BLOCK_SIZE)
+    planner = make_planner(run, settings, 1)
     source = prepared(rows)
     outcome = Outcome()
     held: dict[int, int] = {}
