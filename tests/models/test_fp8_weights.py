@@ -298,6 +298,38 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"blocks": quantised, "decoded": decoded, "plain": path}
 
 
+@pytest.mark.parametrize("name", ["modelopt, nvfp4", "compressed, nvfp4"])
+def test_experts_that_are_read_together_are_as_those_read_alone(
+    name: str, experts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = write_quantised(experts["plain"], tmp_path, FORMATS[name], skip=("gate.weight",))
+    edit_weights(path, lambda tensors: tensors.update(_other_factors(tensors)))
+    sizes: list[int] = []
+    read = loader.read_kept_together
+
+    def watched(files: Any, infos: Any, *others: Any) -> Any:
+        sizes.append(len(infos))
+        return read(files, infos, *others)
+
+    monkeypatch.setattr(loader, "read_kept_together", watched)
+    for rank, size in ((0, 1), (1, 2)):
+        together = load_fp8(path, rank, size).state_dict()
+        assert max(sizes) == 4 * size, "as many as a piece has room for: 2^18 numbers"
+        with monkeypatch.context() as patch:
+            patch.setattr(loader, "_PIECE_NUMBERS", {"cpu": 1})
+            sizes.clear()
+            alone = load_fp8(path, rank, size).state_dict()
+        assert not sizes
+        for parameter, values in together.items():
+            assert torch.equal(values.float(), alone[parameter].float()), parameter
+
+
+def _other_factors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Factors that differ from one weight to the next."""
+    names = [name for name in tensors if name.endswith(("weight_scale_2", "weight_global_scale"))]
+    return {name: tensors[name] * (index % 7 + 1) / 4 for index, name in enumerate(names)}
+
+
 @pytest.mark.parametrize("name", ["blocks", "plain"])
 def test_experts(name: str, experts: dict[str, Path]) -> None:
     """Each rank has its part of the checkpoint's codes, and of scales; sizes are counted so; logits are near."""

@@ -167,6 +167,10 @@ def test_what_goes_through_a_pinned_buffer_is_what_files_hold(tmp_path: Path, mo
             for part in each:
                 expected = files.read(infos[name], part, CPU)
                 assert torch.equal(uploads.read(infos[name], part, CPU), expected)
+        twice = [infos["matrix"], infos["matrix"]]
+        for part in parts["matrix"]:
+            assert torch.equal(uploads.read_together(twice, part), files.read(infos["matrix"], part, CPU).repeat(2, 1))
+        assert uploads.read_together([infos["number"]] * 3, ()).tolist() == [7.0, 7.0, 7.0]
     with pytest.raises(OSError, match="it ends at byte"):
         PinnedUpload(CPU).read(file, file.stat().st_size - 5, 6)
 

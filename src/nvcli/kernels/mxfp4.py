@@ -21,12 +21,13 @@ def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
     return numbers_of_bytes(blocks).mul_(powers_of_scales(scales).unsqueeze(-1)).flatten(-2)
 
 
-def numbers_of_bytes(packed: Tensor) -> Tensor:
+def numbers_of_bytes(packed: Tensor, pairs: Tensor | None = None) -> Tensor:
     """Return the numbers of bytes [..., n] without their scales, in bfloat16: [..., 2 n], the lower half of a byte
-    first."""
+    first. `pairs`: what `byte_pairs` returns for the device; None: it is made."""
     # Both numbers of a byte are looked up at once, as one number of 32 bits.
-    pairs = _byte_pairs(packed.device).index_select(0, packed.flatten().int())
-    return pairs.view(torch.bfloat16).view(*packed.shape[:-1], -1)
+    pairs = byte_pairs(packed.device) if pairs is None else pairs
+    found = pairs.index_select(0, packed.flatten().int())
+    return found.view(torch.bfloat16).view(*packed.shape[:-1], -1)
 
 
 def numbers_of_codes(codes: Tensor) -> Tensor:
@@ -44,8 +45,8 @@ def _numbers(device: torch.device) -> Tensor:
     return torch.tensor([*_VALUES, *(-value for value in _VALUES)], dtype=torch.bfloat16, device=device)
 
 
-def _byte_pairs(device: torch.device) -> Tensor:
-    """The two bfloat16 numbers of each byte, as [256] int32."""
+def byte_pairs(device: torch.device) -> Tensor:
+    """Return the two bfloat16 numbers of each byte, as [256] int32."""
     half = _numbers(device)
     pairs = torch.stack((half.repeat(16), half.repeat_interleave(16)), dim=-1)
     return pairs.view(torch.int32).flatten()

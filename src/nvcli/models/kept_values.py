@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX
 from nvcli.kernels.w4 import LARGEST_FP4_SCALE, join_exponents, join_scales, pack
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, W4Format
 from nvcli.models.adapters.merge import read_values
+from nvcli.models.stacked_values import read_stack, stack_key
 from nvcli.models.stored_values import OpenFiles
 from nvcli.models.tensor_info import TensorInfo
 from nvcli.models.weights import WeightSource
@@ -47,6 +48,25 @@ def read_kept(files: OpenFiles, info: TensorInfo, source: WeightSource, device: 
     if isinstance(scaling, W4Format):
         return _read_w4(files, info, source, scaling, device)
     return _read_fp8(files, info, source, scaling, device)
+
+
+def read_kept_together(
+    files: OpenFiles, infos: Sequence[TensorInfo], source: WeightSource, device: torch.device, pairs: Tensor
+) -> list[KeptPart]:
+    """Read what a rank keeps of several tensors, whose `together_key` is the same; `source` is that of one of them, and
+    `pairs` are the device's `byte_pairs`. Each result is what `read_kept` returns for its tensor."""
+    stack = read_stack(files, infos, source.read, device, pairs)
+    codes, scales = _move_to_fp8(stack.values, stack.factors)
+    num_rows = len(scales) // len(infos)
+    return [KeptPart(*one) for one in zip(codes.view(len(infos), num_rows, -1), scales.view(-1, num_rows), strict=True)]
+
+
+def together_key(info: TensorInfo, source: WeightSource) -> Hashable | None:
+    """Return what a tensor has in common with those that `read_kept_together` can read with it; None: it is read
+    alone."""
+    if source.scales is None or source.scales.scaling != "channel" or source.tensor.row_order is not None:
+        return None
+    return stack_key(info, source.read)
 
 
 def has_kept_codes(info: TensorInfo, source: WeightSource) -> bool:
@@ -83,8 +103,9 @@ def _read_fp8(
 def _move_to_fp8(values: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
     """Convert floating-point numbers with scales for small blocks to FP8 with a scale for each row [rows].
 
-    A row's scale is `factor`, which all scales have in common, times a power of 2. Numbers that e4m3 represents
-    exactly, as most of MXFP8's and FP4's, thus lose nothing; others are rounded as in any FP8 weight.
+    A row's scale is `factor` (one, or one for each row), which all scales have in common, times a power of 2. Numbers
+    that e4m3 represents exactly, as most of MXFP8's and FP4's, thus lose nothing; others are rounded as in any FP8
+    weight.
     """
     common = torch.ones((), device=values.device)
     if factor is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,13 +20,14 @@ from torch import Tensor, nn
 
 from nvcli.errors import LoadError
 from nvcli.kernels.fp8_types import FP8, FP8_MAX
+from nvcli.kernels.mxfp4 import byte_pairs
 from nvcli.kernels.w4 import join_scales
 from nvcli.kernels.weight_formats import FP8_BLOCK, W4Format
 from nvcli.models.adapters.adapter import Adapter, with_own_head
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO, check_tensors, find_unused, read_model_tensors
 from nvcli.models.config import ModelConfig
-from nvcli.models.kept_values import has_kept_codes, read_kept
+from nvcli.models.kept_values import KeptPart, has_kept_codes, read_kept, read_kept_together, together_key
 from nvcli.models.kv_scales import find_kv_scales
 from nvcli.models.pinned_upload import PinnedUpload
 from nvcli.models.stored_values import OpenFiles
@@ -375,15 +376,41 @@ def _read_task(file: Path, assignments: list[Assignment], tensors: Mapping[str, 
             torch.cuda.set_device(device)  # per thread as well
             upload = PinnedUpload(device)
         with torch.inference_mode(), OpenFiles(upload) as files:
-            for whole in assignments:
-                info = tensors[whole.source.stored_name]
-                for a in _pieces(whole, info):
-                    kept = read_kept(files, info, a.source, a.target.device)
-                    for target, values in ((a.target, kept.weight), (a.scales, kept.scales), (a.order, kept.order)):
-                        if target is not None and values is not None:
-                            target.copy_(values)
+            pairs = byte_pairs(device)
+            for together in _groups(assignments, tensors):
+                if len(together) > 1:
+                    infos = [tensors[a.source.stored_name] for a in together]
+                    found = read_kept_together(files, infos, together[0].source, device, pairs)
+                    for a, kept in zip(together, found, strict=True):
+                        _fill(a, kept)
+                    continue
+                info = tensors[together[0].source.stored_name]
+                for a in _pieces(together[0], info):
+                    _fill(a, read_kept(files, info, a.source, device))
     except (SafetensorError, OSError) as error:
         raise LoadError(f"{file}: cannot be read ({error}); download it again") from None
+
+
+def _fill(a: Assignment, kept: KeptPart) -> None:
+    for target, values in ((a.target, kept.weight), (a.scales, kept.scales), (a.order, kept.order)):
+        if target is not None and values is not None:
+            target.copy_(values)
+
+
+def _groups(assignments: Iterable[Assignment], tensors: Mapping[str, TensorInfo]) -> Iterator[list[Assignment]]:
+    """Yield neighbours that are read together, as many as a piece has room for; others alone."""
+    group: list[Assignment] = []
+    group_key: Hashable | None = None
+    for a in assignments:
+        key = together_key(tensors[a.source.stored_name], a.source)
+        num_numbers = (len(group) + 1) * a.target.numel()
+        if group and (key is None or key != group_key or num_numbers > _PIECE_NUMBERS[a.target.device.type]):
+            yield group
+            group = []
+        group.append(a)
+        group_key = key
+    if group:
+        yield group
 
 
 def _pieces(a: Assignment, info: TensorInfo) -> Iterator[Assignment]:

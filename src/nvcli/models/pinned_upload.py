@@ -7,6 +7,7 @@ are then copied once, by the system, and no page of them is ever part of this pr
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -26,19 +27,38 @@ class PinnedUpload:
 
     def read(self, file: Path, offset: int, num_bytes: int) -> Tensor:
         """Read bytes of a file: → [num_bytes] uint8 on the GPU. Raises OSError, also if the file ends before."""
+        return self.read_parts(((file, offset),), num_bytes)
+
+    def read_parts(self, places: Sequence[tuple[Path, int]], num_bytes: int) -> Tensor:
+        """Read as many bytes at each of these places (file, offset), one part after the other: → [places × num_bytes]
+        uint8 on the GPU. Small parts are copied together: the GPU is waited for once per filled buffer.
+
+        Raises OSError, also if a file ends before.
+        """
+        data = torch.empty(len(places) * num_bytes, dtype=torch.uint8, device=self._device)
+        copied = filled = 0
+        for file, offset in places:
+            done = 0
+            while done < num_bytes:
+                if filled == _BUFFER_BYTES:
+                    copied, filled = self._copy(data, copied, filled), 0
+                size = min(_BUFFER_BYTES - filled, num_bytes - done)
+                count = os.preadv(self._open(file), [self._view[filled : filled + size]], offset + done)
+                if count == 0:
+                    raise OSError(f"it ends at byte {offset + done:,}")
+                done, filled = done + count, filled + count
+        self._copy(data, copied, filled)
+        return data
+
+    def _copy(self, data: Tensor, first: int, size: int) -> int:
+        """Copy the buffer's first bytes to their place, and return the place after it."""
+        data[first : first + size].copy_(self._buffer[:size])  # returns when the buffer may be filled anew
+        return first + size
+
+    def _open(self, file: Path) -> int:
         if file not in self._fds:
             self._fds[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        data = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        for start in range(0, num_bytes, _BUFFER_BYTES):
-            size = min(_BUFFER_BYTES, num_bytes - start)
-            filled = 0
-            while filled < size:
-                count = os.preadv(self._fds[file], [self._view[filled:size]], offset + start + filled)
-                if count == 0:
-                    raise OSError(f"it ends at byte {offset + start + filled:,}")
-                filled += count
-            data[start : start + size].copy_(self._buffer[:size])  # returns when the buffer may be filled anew
-        return data
+        return self._fds[file]
 
     def close(self) -> None:
         """Close the files. Idempotent."""

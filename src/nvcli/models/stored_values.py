@@ -81,6 +81,19 @@ class OpenFiles:
         """Read a part of the tensor in a file as it is stored, on whichever device."""
         return self._slice(info, part)
 
+    def read_together(self, infos: Sequence[TensorInfo], part: Sequence[slice]) -> Tensor:
+        """Read the same rows and columns of matrices that are stored alike, as they are stored, on whichever device:
+        [matrices × rows, columns]; with an empty `part`, single numbers: [numbers]."""
+        stored = [info.stored for info in infos if info.stored is not None]
+        if self._upload is None or len(stored) < len(infos):
+            return torch.cat([self._slice(info, part) if part else self._slice(info, ()).view(1) for info in infos])
+        dtype, shape = self._torch_dtype(infos[0], stored[0]), stored[0].shape if part else ()
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        first, num_rows = (part[0].start, part[0].stop - part[0].start) if part else (0, 1)
+        places = [(info.file, one.offset + first * row_bytes) for info, one in zip(infos, stored, strict=True)]
+        data = self._upload.read_parts(places, num_rows * row_bytes).view(dtype)
+        return data.view(-1, *shape[1:])[:, *part[1:]] if part else data
+
     def _read_coded(self, info: TensorInfo, part: Sequence[slice], device: torch.device) -> Tensor:
         """Read the values of a part of a quantised weight, without the factors of columns."""
         assert info.codes is not None
@@ -195,15 +208,21 @@ class OpenFiles:
         """Read a part with whole rows, and cut the other dimensions on the GPU."""
         rows, *others = part
         assert isinstance(rows, slice)
-        dtype = self._dtypes.get(stored.dtype)
-        if dtype is None:
-            dtype = self._dtypes[stored.dtype] = self._handle(info).get_slice(info.name)[0:0].dtype
+        dtype = self._torch_dtype(info, stored)
         shape = stored.shape if info.expert is None else stored.shape[1:]
         begin, end, _ = rows.indices(shape[0])
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         first = (info.expert or 0) * shape[0] + begin
         data = upload.read(info.file, stored.offset + first * row_bytes, (end - begin) * row_bytes)
         return data.view(dtype).view(-1, *shape[1:])[:, *others]
+
+    def _torch_dtype(self, info: TensorInfo, stored: StoredTensor) -> torch.dtype:
+        dtype = self._dtypes.get(stored.dtype)
+        if dtype is None:
+            handle = self._handle(info)
+            empty = handle.get_slice(info.name)[0:0] if stored.shape else handle.get_tensor(info.name)
+            dtype = self._dtypes[stored.dtype] = empty.dtype
+        return dtype
 
     def _handle(self, info: TensorInfo) -> Any:
         if info.file not in self._handles:
