@@ -124,6 +124,8 @@ class KilledJob:
             log.seek(0)
             text = log.read().decode()
         self._wait_gone(pids)
+        if code == 1 and victim == "Ctrl-C" and is_killed and "rows answered" not in text:
+            code = -signal.SIGINT  # an early end, and not that of a job with failed rows
         if code not in (0, 1):
             expected = {"parent": -signal.SIGKILL, "Ctrl-C": 130}.get(victim or "", 3)
             # Ctrl-C before the command is so far that it listens ends it as it ends any Python.

@@ -285,19 +285,24 @@ def _begin(argv: list[str], streams: list[int], env: Mapping[str, str], *, kept:
 def _end_with(main: Callable[[], Any]) -> NoReturn:
     """Run the main module and end the process as the interpreter does."""
     code: Any = 1
+    is_interrupted = False
     try:
         main()
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
+        is_interrupted = isinstance(error, KeyboardInterrupt)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     util._exit_function()  # which processes of multiprocessing call where interpreters have it registered
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
+    if is_interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(code)
 
 
