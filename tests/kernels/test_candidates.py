@@ -35,7 +35,7 @@ def tied_logits() -> torch.Tensor:
     """[10, V]: rows whose k-th largest logit many tokens share, or that have fewer than k tokens to offer."""
     generator = torch.Generator().manual_seed(3)
     rows = random_logits(10)
-    rows[0] = 0.0
+    rows[0] = 2.0**40  # scores are equal too: noise is too small to change them
     rows[1] = torch.where(torch.arange(V) % 2 == 0, -0.0, 0.0)
     rows[2] = torch.where(rows[2] > 8, rows[2], -1.0)  # a few above thousands of equal ones
     rows[3] = torch.randint(-3, 3, (V,), generator=generator).float()
