@@ -10,10 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from nvcli.worker.masks import mask_processes, mask_worker, mask_workers
+from nvcli.worker.masks import mask_processes, mask_worker
 from nvcli.worker.masks.mask_messages import WantMask
 from nvcli.worker.masks.mask_worker import GrammarAnswer
-from nvcli.worker.runner import constraints
 
 VARIABLE = "LATE_MASKS"
 
@@ -39,6 +38,10 @@ class LateMasks(msgspec.Struct, frozen=True):
 
 def make_late(late: LateMasks, *, num_workers: int = 3) -> dict[str, str]:
     """Let ranks that this process makes have such processes. Returns the environment that these need."""
+    # These import torch, which the processes that make masks do without.
+    from nvcli.worker.masks import mask_workers
+    from nvcli.worker.runner import constraints
+
     mask_workers._MODULE = "late_worker"
     constraints._MIN_WORKERS = num_workers
     return {VARIABLE: msgspec.json.encode(late).decode()}

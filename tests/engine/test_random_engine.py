@@ -269,30 +269,30 @@ def test_answers_are_those_of_one_token_at_a_time(seed: int, groups: tuple[KVGro
 
 def test_answers_behind_shared_prefixes_are_those_of_one_token_at_a_time() -> None:
     num_prefixes = 0
-    for seed in range(24):
+    for seed in range(12):
         case = random_case(seed, [*GROUPS.values()][seed % len(GROUPS)], shares_prefixes=True)
         check_answers(case)
         num_prefixes += sum(len(step.shared_prefixes) // 12 for step in case.rank.steps)
-    assert num_prefixes > 30
+    assert num_prefixes > 15
 
 
 def test_requests_that_copy_keys_are_answered_as_one_token_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_copies, "_LEAST_TOKENS", 1)
     num_copied = num_early = 0
-    for seed in range(60):
+    for seed in range(24):
         case = random_case(seed, [*GROUPS.values()][seed % len(GROUPS)])
         case.requests = choices_behind_contexts(case.requests, case.rng)
         check_answers(case)
         num_copied += case.rank.runner.num_copied
         num_early += case.rank.runner.num_early_copies
-    assert num_copied > 1_000
-    assert num_early > 50
+    assert num_copied > 400
+    assert num_early > 20
 
 
 def test_requests_with_adapters_are_answered_as_one_token_at_a_time() -> None:
     """With too few places for the adapters that requests want."""
     num_loads = 0
-    for seed in range(10):
+    for seed in range(6):
         case = random_case(seed, [*GROUPS.values()][seed % len(GROUPS)])
         most = case.rng.randint(1, MOST_ADAPTERS)
         case.requests = [
@@ -301,7 +301,7 @@ def test_requests_with_adapters_are_answered_as_one_token_at_a_time() -> None:
         ]
         check_answers(case)
         num_loads += case.rank.runner.num_adapter_loads
-    assert num_loads > 50
+    assert num_loads > 30
 
 
 def test_adapters_are_merged_in_turn() -> None:
