@@ -116,8 +116,6 @@ class EngineCore:
             if output.note:
                 self.notes.append(output.note)
             self._scheduler.process(oldest, output)
-        elif step is None:
-            self._scheduler.check_nothing_pending()
         return self._scheduler.take_outputs()
 
     def _recover(self, failed: ScheduledStep, reason: str) -> None:

@@ -50,10 +50,6 @@ class ForcedTokens:
         self._coming: dict[RequestState, int] = {}
         """Request → the number of tokens that steps in flight will give and that it already has."""
 
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
-
     def scheduled(self, step: ScheduledStep) -> None:
         """Record that a step is in flight."""
         self._in_flight.append(step)
