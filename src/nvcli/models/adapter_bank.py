@@ -76,7 +76,8 @@ class LoadedAdapters:
         """Place → the pages of the adapter there."""
         page_bytes = self._num_elements * dtype.itemsize
         sizes = {number: _num_pages(adapter) * page_bytes for number, adapter in adapters.items()}
-        self.on_host = HostAdapters(self._read, sizes, max_bytes=max_host_bytes)
+        gpu = self._device if self._device.type == "cuda" else None
+        self.on_host = HostAdapters(self._read, sizes, max_bytes=max_host_bytes, gpu=gpu)
 
     def num_bytes(self, num_places: int) -> int:
         """Return the device memory that `num_places` places take, whichever adapters they hold."""
@@ -135,9 +136,6 @@ class LoadedAdapters:
     def _read(self, number: int) -> _HostAdapter:
         """Read an adapter, on a thread of its own. Ranks that it does not have are left undefined."""
         adapter, is_pinned = self._adapters[number], self._device.type == "cuda"
-        if is_pinned:
-            torch.cuda.set_device(self._device)  # whose context pins memory
-            torch.set_num_threads(1)  # of this thread: many threads for each small matrix take seconds
         pages = torch.empty(_num_pages(adapter), self._num_elements, dtype=self._dtype, pin_memory=is_pinned)
         ranks, scales = [], []
         with OpenFiles() as files:

@@ -12,16 +12,20 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
+import torch
+
 T = TypeVar("T")
 
 
 class HostAdapters(Generic[T]):
     """Adapters by number. Any thread may call any method."""
 
-    def __init__(self, read: Callable[[int], T], sizes: Mapping[int, int], *, max_bytes: int) -> None:
-        """`read` reads an adapter, on threads of this object's alone; `sizes` are the bytes of each, by its number. At
-        most `max_bytes` are kept, or one adapter."""
-        self._read, self._sizes, self._max_bytes = read, sizes, max_bytes
+    def __init__(
+        self, read: Callable[[int], T], sizes: Mapping[int, int], *, max_bytes: int, gpu: torch.device | None = None
+    ) -> None:
+        """`read` reads an adapter, on threads of this object's alone, into memory that is pinned for `gpu` if that is
+        given; `sizes` are the bytes of each, by its number. At most `max_bytes` are kept, or one adapter."""
+        self._read, self._sizes, self._max_bytes, self._gpu = read, sizes, max_bytes, gpu
         self._changed = threading.Condition()
         self._kept: OrderedDict[int, T] = OrderedDict()
         """The least recently used adapter comes first."""
@@ -63,6 +67,9 @@ class HostAdapters(Generic[T]):
     def _finish(self, number: int) -> None:
         """Read an adapter, on a thread of this object's."""
         try:
+            if self._gpu is not None:
+                torch.cuda.set_device(self._gpu)  # whose context pins memory
+                torch.set_num_threads(1)  # of this thread: many threads for each small matrix take seconds
             adapter: T | None = self._read(number)
         except Exception as error:  # raised by `get`, to whoever wants the adapter
             adapter, self._errors[number] = None, error

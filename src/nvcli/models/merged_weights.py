@@ -108,7 +108,8 @@ class MergedWeights:
         self._current: int | None = NO_ADAPTER
         """The adapter that is merged; None: a change was interrupted."""
         sizes = {number: _product_bytes(adapter) for number, adapter in adapters.items()}
-        self._products = HostAdapters(self._read_products, sizes, max_bytes=max_host_bytes)
+        gpu = self._device if self._device.type == "cuda" else None
+        self._products = HostAdapters(self._read_products, sizes, max_bytes=max_host_bytes, gpu=gpu)
         self._products.read_ahead(_READING_THREADS)
 
     @property
@@ -233,9 +234,6 @@ class MergedWeights:
         types = {info.dtype for _, change in changes for info in (change.up, change.down)}
         dtype = _STORED.get(types.pop(), torch.float32) if len(types) == 1 else torch.float32
         is_pinned = self._device.type == "cuda"
-        if is_pinned:
-            torch.cuda.set_device(self._device)  # whose context pins memory
-            torch.set_num_threads(1)  # of this thread: many threads for each small matrix take seconds
         with torch.inference_mode(), OpenFiles() as files:
             values = torch.empty(first, dtype=dtype, device=_CPU, pin_memory=is_pinned)
             for product, (index, change) in zip(products, changes, strict=True):
