@@ -160,11 +160,11 @@ def _usage_message(error: typer.TyperException) -> str:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise Interrupted("the same command continues")
+    raise Interrupted("run the same command again")
 
 
 def _give_up() -> None:
-    say("interrupted while a file system does not answer; the same command continues")
+    say("interrupted while a file system does not answer; run the same command again")
     os._exit(130)
 
 
