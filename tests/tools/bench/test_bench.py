@@ -83,9 +83,19 @@ def test_requests_are_spread_over_made_up_adapters(bench: Callable[..., dict[str
     """Three adapters, of which two are on the device at a time."""
     few = ("--num-requests", "6", "--input-len", "5", "--output-len", "4", "--lora-rank", "4", "--num-loras", "3")
     result = bench(*few, "--set", "max_num_seqs=2")
-    assert result["adapters"] == {"num_adapters": 3, "made_up_rank": 4}
+    assert result["adapters"] == {"num_adapters": 3, "made_up_rank": 4, "num_merged": 0}
     assert result["ready"]["max_loaded_adapters"] == 2
     assert result["runs"][0]["output_tokens"] == 24
+
+
+@pytest.mark.usefixtures("known_ceilings")
+def test_requests_run_adapter_by_adapter_where_that_costs_less(bench: Callable[..., dict[str, Any]]) -> None:
+    """With many requests of each adapter, which have a few steps of their own; never beside others then."""
+    many = ("--num-requests", "40", "--input-len", "5", "--output-len", "4", "--lora-rank", "4", "--num-loras", "2")
+    result = bench(*many, "--set", "max_num_seqs=10", "--lora-mode", "merged")
+    assert result["adapters"]["num_merged"] == 2
+    assert result["runs"][0]["output_tokens"] == 160
+    assert result["runs"][0]["steps"]["DECODE"]["count"] == 12
 
 
 @pytest.mark.usefixtures("known_ceilings")

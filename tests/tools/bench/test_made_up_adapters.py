@@ -49,6 +49,7 @@ def test_rows_are_spread_evenly_with_all_their_samples() -> None:
     [
         (BenchOptions(num_loras=3), None, "--num-loras 3 is the number of made-up adapters; add their --lora-rank"),
         (BenchOptions(lora_rank=8), "some/adapter", "--lora-rank 8 makes up adapters, and `lora` names others"),
+        (BenchOptions(lora_mode="merged"), "some/adapter", "some/adapter is for all requests and always merged"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: BenchOptions, lora: str | None, message: str) -> None:

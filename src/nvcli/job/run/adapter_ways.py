@@ -100,8 +100,19 @@ def choose_ways(
     if run.job.order == "input" or not run.job.plan or not can_count:
         return config.merged_adapters  # rows come in an order of their own
     work = _count(inputs, make_parser(), len(adapters), limit=limit, has_answers=run.task == "generate")
+    return choose_by_cost(work, config, list(adapters.values()), model, ways)
+
+
+def choose_by_cost(
+    work: Mapping[int, AdapterWork],
+    config: EngineConfig,
+    adapters: Sequence[Adapter],
+    model: ModelConfig,
+    ways: AdapterWays,
+) -> tuple[int, ...]:
+    """Return `EngineConfig.merged_adapters` of a job whose work under each adapter is known."""
     speed, gpu_bytes = _speed(config)
-    mergeable = {number: adapter for number, adapter in enumerate(adapters.values(), 1) if number in ways.mergeable}
+    mergeable = {number: adapter for number, adapter in enumerate(adapters, 1) if number in ways.mergeable}
     chosen = choose_merged(work, mergeable, model, config, speed, gpu_bytes=gpu_bytes)
     return tuple(sorted({*chosen, *config.merged_adapters}))
 

@@ -48,6 +48,8 @@ class BenchAdapters:
     num_adapters: int
     made_up_rank: int | None
     """The rank of adapters that were made up for the benchmark; None: they were given."""
+    num_merged: int
+    """Adapters that are merged into the weights in turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

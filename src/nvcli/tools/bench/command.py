@@ -23,6 +23,7 @@ from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.sizing.ram import check_ram
 from nvcli.tools.bench.ablation import parse_ablations
+from nvcli.tools.bench.adapter_modes import in_mode, in_turns, merge_by_cost
 from nvcli.tools.bench.bench import BenchAdapters, BenchResult, bench
 from nvcli.tools.bench.file_workload import FileWorkload
 from nvcli.tools.bench.made_up_adapters import spread_over_adapters, write_adapters
@@ -115,6 +116,7 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
     if options.accept_rate is not None and run.speculation.method == "none":
         raise ConfigError(f"--accept-rate {options.accept_rate} is of drafts, and there are none; add --speculate auto")
     _check_adapters(run, options)
+    run = in_mode(run, options.lora_mode)
     with ExitStack() as stack:
         folder = model_folder(run.model, options.shape, revision=run.revision, quantization=run.quantization)
         path = stack.enter_context(folder)
@@ -124,12 +126,19 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
         if options.lora_rank is not None:
             made_up = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nvcli-adapters-")))
             lora, row_adapters = _make_adapters(run, path, options, made_up)
-            run = msgspec.structs.replace(run, lora=lora)
+            run = in_mode(msgspec.structs.replace(run, lora=lora), options.lora_mode)
         config = resolve_engine_config(run, path, model, row_adapters=row_adapters)
         if config.lora_paths:
-            adapters = BenchAdapters(num_adapters=len(config.lora_paths), made_up_rank=options.lora_rank)
             if isinstance(workload, Workload) or options.lora_rank is not None:
                 requests = spread_over_adapters(requests, len(config.lora_paths), seed=options.seed)
+            if options.lora_mode == "auto":
+                config = merge_by_cost(config, requests, run, row_adapters, model)
+            requests = in_turns(requests, config.merged_adapters)
+            adapters = BenchAdapters(
+                num_adapters=len(config.lora_paths),
+                made_up_rank=options.lora_rank,
+                num_merged=len(config.merged_adapters),
+            )
         layout = resolve_layout(run, config, model, num_requests=sum(request.n for request in requests))
         check_ram(config, model, num_replicas=layout.data_parallel_size, available=available_ram())
         if layout.why:

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from nvcli.core.config_types import PositiveInt
 from nvcli.core.flags import MODEL, RESULT, WORKLOAD, Flag
-from nvcli.core.lora_config import MAX_ROW_RANK
+from nvcli.core.lora_config import MAX_ROW_RANK, LoraMode
 
 Shape = Annotated[
     str | None,
@@ -94,6 +94,15 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     num_loras: Annotated[
         Annotated[int, Meta(ge=1, le=100_000)] | None,
         Flag("--num-loras", WORKLOAD, "Number of these adapters [default: 1]"),
+    ] = None
+    lora_mode: Annotated[
+        LoraMode | None,
+        Flag(
+            "--lora-mode",
+            WORKLOAD,
+            "merged: adapters with names are merged into the weights in turn, and requests run adapter by adapter; "
+            "batched: requests of all run together; auto: by cost [default: lora.mode, where auto is batched]",
+        ),
     ] = None
     seed: Annotated[
         int, Meta(ge=0, le=(1 << 63) - 1), Flag("--seed", WORKLOAD, "Seed of the made-up lengths and tokens.")

@@ -114,9 +114,10 @@ def _adapter_lines(result: BenchResult) -> list[str]:
     if adapters is None:
         return []
     rank = "" if adapters.made_up_rank is None else f", made up, of rank {adapters.made_up_rank}"
+    merged = f"; {adapters.num_merged:,} merged in turn" if adapters.num_merged else ""
     return [
-        f"  LoRA adapters     {adapters.num_adapters:,}{rank}; at most {result.ready.max_loaded_adapters:,} on each "
-        "device at a time"
+        f"  LoRA adapters     {adapters.num_adapters:,}{rank}{merged}; at most {result.ready.max_loaded_adapters:,} on "
+        "each device at a time"
     ]
 
 
