@@ -81,6 +81,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Stages; rank = stage × `tensor_parallel_size` + the rank within the stage."""
     replica: int = 0
     """Index of this replica."""
+    num_replicas: int = 1
+    """Replicas that share this machine."""
     gpus: tuple[int, ...] = ()
     """GPU indices of all replicas, replica by replica, as a process numbers GPUs; empty: the first ones."""
     load_format: LoadFormat = "auto"
@@ -156,6 +158,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def num_ranks(self) -> int:
         """Number of ranks (processes) of one replica."""
         return self.pipeline_parallel_size * self.tensor_parallel_size
+
+    @property
+    def num_ranks_here(self) -> int:
+        """Number of ranks of all replicas, which share the machine's RAM."""
+        return self.num_replicas * self.num_ranks
 
     @property
     def output_rank(self) -> int:

@@ -193,6 +193,7 @@ def test_stages_are_kept_and_the_rest_is_chosen_around_them(shapes: Any) -> None
     layout = choose_layout(machine(5, held_gib={1: 100}), model, config, num_requests=None, data_parallel_size=1)
     assert 1 not in (layout.gpus or range(layout.num_ranks))
     assert layout.apply(config).gpu_index(1) == 2
+    assert layout.apply(config).num_ranks_here == 4
     with pytest.raises(ConfigError, match=r"\(--tp\) is 2 and pipeline_parallel_size \(--pp\) is 2, and 3 GPUs can be"):
         choose_layout(machine(3), model, config, num_requests=None, tensor_parallel_size=2)
 

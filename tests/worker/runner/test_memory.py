@@ -8,7 +8,13 @@ import torch
 from fake_runners import engine_config
 from nvcli.attention.kv_cache import KVCacheSpec
 from nvcli.errors import CapacityError
-from nvcli.worker.runner.memory import check_positions_fit, out_of_memory_line, plan_memory, reserve_contiguous
+from nvcli.worker.runner.memory import (
+    check_positions_fit,
+    host_bytes_for_adapters,
+    out_of_memory_line,
+    plan_memory,
+    reserve_contiguous,
+)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +77,12 @@ def test_ranks_that_start_anew_beside_others_leave_room(monkeypatch: pytest.Monk
     assert (before := num_blocks(None)) == 900 - 100 - 10
     assert num_blocks(before - 1) == before
     assert num_blocks(before - 1, taken=500) == 0.9 * 400 - 10
+
+
+def test_ranks_of_all_replicas_share_the_host_memory_for_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nvcli.worker.runner.memory.available_ram", lambda: 80 << 30)
+    config = engine_config(tensor_parallel_size=2, num_replicas=4)
+    assert host_bytes_for_adapters(config) == 5 << 30
 
 
 def test_a_start_does_not_fail_for_a_piece_that_only_large_steps_need(monkeypatch: pytest.MonkeyPatch) -> None:

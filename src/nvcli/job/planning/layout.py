@@ -56,7 +56,12 @@ class Layout:
     """A line for the user; empty if there was no choice."""
 
     def apply(self, config: EngineConfig) -> EngineConfig:
-        return msgspec.structs.replace(config, tensor_parallel_size=self.tensor_parallel_size, gpus=self.gpus)
+        return msgspec.structs.replace(
+            config,
+            tensor_parallel_size=self.tensor_parallel_size,
+            num_replicas=self.data_parallel_size,
+            gpus=self.gpus,
+        )
 
     @property
     def num_ranks(self) -> int:

@@ -48,6 +48,7 @@ class Program:
             merged_only_adapters=(),
             lora_sizes=AdapterSizes(),
             replica=0,
+            num_replicas=1,
             gpus=(),
             kv_blocks_before=None,
             record_steps=False,

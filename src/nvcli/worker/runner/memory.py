@@ -51,7 +51,7 @@ def plan_memory(
     if device.type == "cpu":
         fix = "set kv_cache_memory, or lower block_size"
         budget, other = total_ram(), other_bytes(device, weights + adapters)
-        kv_cache = int(available_ram() * _CPU_SHARE) // config.num_ranks
+        kv_cache = int(available_ram() * _CPU_SHARE) // config.num_ranks_here
     else:
         fix = "raise gpu_memory_utilization or tensor_parallel_size, or lower max_num_batched_tokens"
         total = torch.cuda.mem_get_info(device)[1]
@@ -146,7 +146,7 @@ def places_that_fit(config: EngineConfig, num_bytes: Callable[[int], int], devic
 
 def host_bytes_for_adapters(config: EngineConfig) -> int:
     """Return how many bytes of LoRA adapters a rank keeps in host memory."""
-    return int(available_ram() * _ADAPTERS_RAM_SHARE) // config.num_ranks
+    return int(available_ram() * _ADAPTERS_RAM_SHARE) // config.num_ranks_here
 
 
 def free_bytes(device: torch.device) -> int:

@@ -74,7 +74,7 @@ class RankAdapters:
             None if config.load_format == "dummy" else config.model_path,
             {number: self._adapters[number] for number in config.merged_adapters},
             max_host_bytes=host_bytes_for_adapters(config),
-            num_ranks=config.num_ranks,
+            num_ranks=config.num_ranks_here,
         )
         self.of_steps.merged = merged
         if merged.place == "device":
