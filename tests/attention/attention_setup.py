@@ -55,6 +55,7 @@ class Bench:
         soft_cap: float | None = None,
         has_sinks: bool = False,
         head_dims: tuple[int, ...] | None = None,
+        value_dim: int | None = None,
         dtype: torch.dtype = torch.float32,
         kv_dtype: torch.dtype | None = None,
         device: str = "cpu",
@@ -77,6 +78,7 @@ class Bench:
                 soft_cap=soft_cap,
                 has_sinks=has_sinks,
                 kv_group=group,
+                value_dim=value_dim,
             )
             for group, window in enumerate(windows)
         )
@@ -88,6 +90,7 @@ class Bench:
             block_size=block_size,
             dtype=dtype,
             kv_dtype=kv_dtype,
+            group_value_dims=() if value_dim is None else (value_dim,) * num_groups,
         )
         self.layers = range(num_groups, 2 * num_groups)
         self.kv_cache = KVCache(cache_spec, num_blocks, self.device)
@@ -131,7 +134,10 @@ class Bench:
 
     def random_qkv(self, num_tokens: int, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
         """Strided views of one buffer, as the fused projection gives them."""
-        heads = self.random(num_tokens, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        heads = self.random(num_tokens, spec.num_heads + spec.num_parts * spec.num_kv_heads, spec.head_dim)
+        if spec.value_dim is not None:
+            q, k = heads.split([spec.num_heads, spec.num_kv_heads], dim=1)
+            return q, k, k[..., : spec.value_dim]
         return heads[:, : spec.num_heads], heads[:, spec.num_heads : -spec.num_kv_heads], heads[:, -spec.num_kv_heads :]
 
     def store(self, group: int, places: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,7 +227,7 @@ class Step:
     def check(self, outs: list[Tensor]) -> None:
         """Check that every request's result is what the formula says, and that padding gives finite results."""
         for spec, (q, _, _), out in zip(self.bench.specs, self.inputs, outs, strict=True):
-            assert out.shape == q.shape
+            assert out.shape == (*q.shape[:2], spec.result_dim)
             assert out.is_contiguous()
             assert out.isfinite().all()
             for (history, count), start in zip(self.work, self.starts, strict=True):

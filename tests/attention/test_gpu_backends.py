@@ -167,6 +167,23 @@ def test_padding_and_rows_of_several_tokens(case: tuple[Any, ...]) -> None:
     bench.step((a, 4), (b, 4), (c, 25), shape=DRAFTS)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [("triton", 576, 1, 16, 64, BF16), ("triton", 576, 1, 20, 64, BF16), ("triton", 576, 1, 40, 16, F16)],
+    ids=str,
+)
+def test_values_that_are_the_first_numbers_of_their_keys(case: tuple[Any, ...]) -> None:
+    """Prompts, chunks, long rows that are cut into chunks, and rows of several tokens."""
+    bench = make_bench(*case, num_tokens=20_000, value_dim=512)
+    bench.leave_garbage(float("nan"))
+    a, b, c, d = (History() for _ in range(4))
+    bench.step((a, 1), (b, 15), (c, 300), shape=BatchShape(prefill_rows=4, prefill_tokens=400))
+    bench.fill(d, 8000)
+    bench.step((a, 1), (d, 1), (c, 1), (b, 250), shape=BatchShape(decode_rows=4, prefill_rows=2, prefill_tokens=300))
+    bench.step((d, 1))
+    bench.step((a, 4), (b, 4), (d, 4), (c, 100), shape=DRAFTS)
+
+
 @pytest.mark.parametrize("windows", [(None,), (200,)], ids=str)
 @pytest.mark.parametrize("name", ["triton", "flash-attn", "flashinfer"])
 @pytest.mark.parametrize(("num_rows", "longest"), [(256, 1600), (1030, 300)])

@@ -44,6 +44,9 @@ GEOMETRIES: list[Any] = [
     {"num_kv_heads": 2, "ratio": 3, "windows": (40, None), "has_sinks": True, "soft_cap": 0.7},
     # Blocks that hold keys of several shapes, so that they do not lie side by side.
     {"num_kv_heads": 2, "ratio": 2, "windows": (40, None), "head_dims": (32, 64), "soft_cap": 0.7},
+    # Values that are the first numbers of their keys.
+    {"head_dim": 80, "value_dim": 64, "ratio": 5, "block_size": 16},
+    full({"head_dim": 576, "value_dim": 512, "ratio": 20, "block_size": 64}),
     full({"head_dim": 128, "num_kv_heads": 2, "ratio": 2, "block_size": 16}),
     full({"head_dim": 16, "num_kv_heads": 1, "ratio": 16, "block_size": 4}),
     full({"head_dim": 512, "num_kv_heads": 1, "ratio": 2, "block_size": 16}),

@@ -163,16 +163,17 @@ class AttentionBackend(ABC):
         q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim]; they may be strided views of one buffer, each
         token's heads contiguous. k may be None unless the backend has `reads_new_keys`.
         sinks: [num_heads] float32, the layer's own, where `spec.has_sinks`; they are not scaled.
-        → [T, num_heads, head_dim], contiguous.
+        → [T, num_heads, head_dim], contiguous; where values are a part of the keys, v and the result have
+        `spec.value_dim` in place of head_dim.
         """
         num_rows, first, one = batch.num_decoded_rows, batch.num_decoded_tokens, AttentionLayer(spec, layer, sinks)
         if batch.shape.num_rows == 0:
-            return output_buffer(None, q)
+            return output_buffer(None, q, spec)
         if num_rows == batch.shape.num_rows:
             return self.decode(one, q, batch, None)
         if num_rows == 0:
             return self.prefill(one, q, None if k is None else (k, v), batch, None)
-        out = output_buffer(None, q)
+        out = output_buffer(None, q, spec)
         self.decode(one, q[:first], batch, out[:first])
         new = None if k is None else (k[first:], v[first:])
         self.prefill(one, q[first:], new, batch, out[first:])
@@ -194,17 +195,17 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def decode(self, layer: AttentionLayer, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
-        """Attend the decode rows. q: [their tokens, num_heads, head_dim] → the same shape, in `out` where it is
+        """Attend the decode rows. q: [their tokens, num_heads, head_dim] → as of `forward`, in `out` where it is
         given."""
 
     @abstractmethod
     def prefill(self, layer: AttentionLayer, q: Tensor, new: NewKV, batch: ForwardBatch, out: Tensor | None) -> Tensor:
-        """Attend the chunks. q, new: their tokens' → q's shape, in `out` where it is given."""
+        """Attend the chunks. q, new: their tokens' → as of `forward`, in `out` where it is given."""
 
 
-def output_buffer(out: Tensor | None, q: Tensor) -> Tensor:
-    """Return `out`, or a new contiguous tensor of q's shape if `out` is None."""
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+def output_buffer(out: Tensor | None, q: Tensor, spec: AttentionSpec) -> Tensor:
+    """Return `out`, or a new contiguous tensor for the results of the queries `q` if `out` is None."""
+    return torch.empty(*q.shape[:2], spec.result_dim, dtype=q.dtype, device=q.device) if out is None else out
 
 
 def copied_to(out: Tensor | None, result: Tensor) -> Tensor:

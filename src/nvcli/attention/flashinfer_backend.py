@@ -109,10 +109,10 @@ class FlashInferBackend(AttentionBackend):
 
     def decode(self, layer: AttentionLayer, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
         decode, cache = self._decodes[self._kind_of[layer.spec]], batch.kv_cache.layer(layer.number)
-        return decode.run(q, cache, layer.spec.scale, output_buffer(out, q))
+        return decode.run(q, cache, layer.spec.scale, output_buffer(out, q, layer.spec))
 
     def prefill(self, layer: AttentionLayer, q: Tensor, new: NewKV, batch: ForwardBatch, out: Tensor | None) -> Tensor:
-        out = output_buffer(out, q)
+        out = output_buffer(out, q, layer.spec)
         num_tokens = int(batch.num_tokens_host[batch.num_decoded_rows :].sum())
         out[num_tokens:].zero_()  # padding, which FlashInfer does not write
         cache = batch.kv_cache.layer(layer.number)

@@ -50,6 +50,8 @@ class KVCacheSpec:
     """The type of keys and values; None: the model's."""
     group_states: tuple[StateSpec | None, ...] = ()
     """The state of each KV group's layers; None: they have keys and values. Empty where no group has states."""
+    group_value_dims: tuple[int | None, ...] = ()
+    """`AttentionSpec.value_dim` of each KV group's layers. Empty where all groups keep values of their own."""
 
     @classmethod
     def of_layers(
@@ -67,6 +69,7 @@ class KVCacheSpec:
             (spec.num_kv_heads, spec.head_dim) if isinstance(spec, AttentionSpec) else (0, 0) for spec in first
         )
         states = tuple(spec if isinstance(spec, StateSpec) else None for spec in first)
+        value_dims = tuple(spec.value_dim if isinstance(spec, AttentionSpec) else None for spec in first)
         return cls(
             group_layers=group_layers,
             group_heads=heads,
@@ -74,6 +77,7 @@ class KVCacheSpec:
             dtype=dtype,
             kv_dtype=kv_dtype,
             group_states=states if any(states) else (),
+            group_value_dims=value_dims if any(value_dims) else (),
         )
 
     @property
@@ -88,7 +92,16 @@ class KVCacheSpec:
     @property
     def is_uniform(self) -> bool:
         """Whether the keys of all layers have one shape."""
-        return not self.group_states and len(set(self.group_heads) - {(0, 0)}) == 1
+        shapes = {shape for shape in zip(self.group_heads, self._value_dims, strict=True) if shape[0] != (0, 0)}
+        return not self.group_states and len(shapes) == 1
+
+    @property
+    def _value_dims(self) -> tuple[int | None, ...]:
+        return self.group_value_dims or (None,) * self.num_groups
+
+    def num_parts(self, group: int) -> int:
+        """The parts of a block for each layer of a group: keys, and values where they are kept apart."""
+        return 2 if self._value_dims[group] is None else 1
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -114,14 +127,14 @@ class KVCacheSpec:
     def token_bytes(self, group: int) -> int:
         """The bytes of a token's keys and values in all layers of a group, with their scales."""
         elements = self.part_elements(self.group_heads[group]) * self.unit.itemsize // self.block_size
-        return 2 * len(self.group_layers[group]) * elements
+        return self.num_parts(group) * len(self.group_layers[group]) * elements
 
     @property
     def block_elements(self) -> int:
         """The elements of one block: keys and values, or states, of all layers of the largest group."""
         most = max(
-            2 * len(layers) * self.part_elements(heads)
-            for layers, heads in zip(self.group_layers, self.group_heads, strict=True)
+            self.num_parts(group) * len(layers) * self.part_elements(self.group_heads[group])
+            for group, layers in enumerate(self.group_layers)
         )
         if not self.group_states:
             return most
@@ -139,7 +152,8 @@ class KVCacheSpec:
 
 
 class KVCache:
-    """The keys and values of each layer, as two tensors [num_blocks, block_size, num_kv_heads, head_dim].
+    """The keys and values of each layer, as two tensors [num_blocks, block_size, num_kv_heads, head_dim]; values that
+    are a part of the keys are a view of them.
 
     Where all layers have keys of one shape, a layer's blocks lie one behind the other. Else a block's layers do,
     because a block of one shape must lie where a block of another would.
@@ -162,22 +176,24 @@ class KVCache:
         self._scales: dict[int, KVScales] = {}
         self._blocks_dim = 2 if spec.is_uniform else 0
         if spec.is_uniform:
-            heads = next(heads for heads in spec.group_heads if heads != (0, 0))
-            self.data = memory.view(-1, 2, num_blocks, spec.part_elements(heads))
+            group = next(group for group, heads in enumerate(spec.group_heads) if heads != (0, 0))
+            heads = spec.group_heads[group]
+            self.data = memory.view(-1, spec.num_parts(group), num_blocks, spec.part_elements(heads))
             if not spec.has_scales:
                 self.data = self.data.unflatten(3, (spec.block_size, *heads))  # type: ignore[no-untyped-call]
-            for group in spec.group_layers:
-                for place, layer in enumerate(group):
-                    self._add_layer(layer, heads, self.data[place, 0], self.data[place, 1])
+            for number, layers in enumerate(spec.group_layers):
+                for place, layer in enumerate(layers):
+                    self._add_layer(layer, number, self.data[place].unbind(0))
         else:
             self.data = memory.view(num_blocks, spec.block_elements)
-            for group, heads in zip(spec.group_layers, spec.group_heads, strict=True):
+            for number, layers in enumerate(spec.group_layers):
+                heads, num_parts = spec.group_heads[number], spec.num_parts(number)
                 if heads == (0, 0):
                     continue
-                size = spec.part_elements(heads)
-                for place, layer in enumerate(group):
-                    k, v = self.data[:, 2 * place * size : 2 * (place + 1) * size].chunk(2, dim=1)
-                    self._add_layer(layer, heads, k, v)
+                size = num_parts * spec.part_elements(heads)
+                for place, layer in enumerate(layers):
+                    parts = self.data[:, place * size : (place + 1) * size].chunk(num_parts, dim=1)
+                    self._add_layer(layer, number, parts)
         self._group_states = dict(self._lay_out_states())
         self._states = {
             layer: (conv[place], recurrent[place])
@@ -185,14 +201,19 @@ class KVCache:
             for place, layer in enumerate(spec.group_layers[group])
         }
 
-    def _add_layer(self, layer: int, heads: tuple[int, int], k: Tensor, v: Tensor) -> None:
+    def _add_layer(self, layer: int, group: int, parts: Sequence[Tensor]) -> None:
         """Note a layer's parts of all blocks, [num_blocks, elements of a part] each."""
-        spec = self.spec
-        num_heads, head_dim = heads
+        spec, k, v = self.spec, parts[0], parts[-1]
+        num_heads, head_dim = spec.group_heads[group]
         shape = (self.num_blocks, spec.block_size, num_heads, head_dim)
         # Kernels are compiled for the distance between blocks: a single warm-up block has the same distance as in a
         # whole pool.
         stride = (k.stride(0), num_heads * head_dim, head_dim, 1)
+        if len(parts) == 1:
+            assert not spec.has_scales, "ModelConfig.check_kv_dtype comes first"
+            keys = k.as_strided(shape, stride)
+            self._layers[layer] = keys, keys[..., : spec.group_value_dims[group]]
+            return
         if not spec.has_scales:
             self._layers[layer] = k.as_strided(shape, stride), v.as_strided(shape, stride)
             return

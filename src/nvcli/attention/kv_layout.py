@@ -1,6 +1,7 @@
 """How keys, values and states lie in a block, and how many bytes keys and values take. Torch-free.
 
-A layer has two equal parts of each of its blocks: one for keys, one for values. In FP8 (e4m3) a part ends with the
+A layer has two equal parts of each of its blocks: one for keys, one for values; it has one if values are a part of the
+keys. In FP8 (e4m3) a part ends with the
 scales of its numbers, one for each token and head, so that a block and its scales are one thing.
 """
 
@@ -26,13 +27,13 @@ _MOST_SCRATCH_TOKENS = 262_144
 
 
 def part_bytes(block_size: int, num_kv_heads: int, head_dim: int, dtype: KVDtype) -> int:
-    """The bytes of one layer's keys in a block, scales included. Its values take as many."""
+    """The bytes of one layer's keys in a block, scales included. Values that are kept apart take as many."""
     size = block_size * token_bytes(num_kv_heads, head_dim, dtype)
     return size if dtype != "fp8" else -(-size // _PART_ALIGNMENT) * _PART_ALIGNMENT
 
 
 def token_bytes(num_kv_heads: int, head_dim: int, dtype: KVDtype) -> int:
-    """The bytes of one token's keys in one layer, scales included. Its values take as many."""
+    """The bytes of one token's keys in one layer, scales included. Values that are kept apart take as many."""
     scale = SCALE_BYTES if dtype == "fp8" else 0
     return num_kv_heads * (head_dim * KV_DTYPE_BYTES[dtype] + scale)
 

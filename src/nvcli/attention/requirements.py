@@ -10,6 +10,8 @@ import torch
 from nvcli.attention.backend import AttentionCase
 from nvcli.kernels.fp8_types import FP8
 
+_MOST_LATENT_HEADS = 64
+"""All heads of latent attention share one key, and stand in one tile of a kernel."""
 _FP8_CAPABILITY = (8, 9)
 """GPUs from Ada on convert e4m3 numbers in hardware, which Triton requires."""
 
@@ -21,12 +23,14 @@ def unmet_requirements(
     dtypes: Sequence[torch.dtype],
     head_dims: Sequence[int],
     takes_sinks: bool = False,
+    takes_latents: bool = False,
     takes_scaled_cache: bool = False,
     is_batch_invariant: bool = False,
 ) -> list[str]:
     """Return the reasons why a backend with these capabilities cannot serve `case`: its minimum compute capability,
-    its types and head sizes, whether it takes sinks (`takes_sinks`) and keys with scales beside them
-    (`takes_scaled_cache`), and whether it is batch-invariant (`is_batch_invariant`)."""
+    its types and head sizes, whether it takes sinks (`takes_sinks`), values that are a part of their keys
+    (`takes_latents`) and keys with scales beside them (`takes_scaled_cache`), and whether it is batch-invariant
+    (`is_batch_invariant`)."""
     if case.device.type != "cuda":
         return [f"needs an NVIDIA GPU, and the run is on the {case.device.type}"]
     reasons = []
@@ -49,7 +53,16 @@ def unmet_requirements(
     if case.batch_invariant and not is_batch_invariant:
         reasons.append("batch_invariant is true, and its results depend on the batch")
     for spec in case.specs:
-        if spec.head_dim not in head_dims:
+        if spec.value_dim is not None:
+            if not takes_latents:
+                reasons.append("the model has latent attention, whose values are a part of its keys")
+            elif not {spec.value_dim, spec.head_dim - spec.value_dim} <= {*head_dims}:
+                sizes = f"{spec.value_dim} numbers and {spec.head_dim - spec.value_dim} rotated ones"
+                reasons.append(f"keys of {sizes} are not each one of {', '.join(map(str, head_dims))}")
+            elif spec.num_heads > _MOST_LATENT_HEADS:
+                heads = f"{spec.num_heads} heads of latent attention on a rank"
+                reasons.append(f"{heads} are more than {_MOST_LATENT_HEADS}, which fit into a tile (see --tp)")
+        elif spec.head_dim not in head_dims:
             reasons.append(f"head size {spec.head_dim} is not one of {', '.join(map(str, head_dims))}")
         if spec.num_heads % spec.num_kv_heads:
             reasons.append(f"{spec.num_heads} heads do not divide by {spec.num_kv_heads} KV heads")

@@ -88,7 +88,7 @@ class RowByRowBackend(AttentionBackend):
     ) -> Tensor:
         spec, number, sinks = layer
         tokens = plans[spec.window, spec.kv_group]
-        out = output_buffer(out, q)
+        out = output_buffer(out, q, spec)
         heads = q.view(len(q), 1, spec.num_kv_heads, -1, spec.head_dim)  # [T, 1, KV, G, D]
         results = out.view(heads.shape)
         by_head = None if sinks is None else sinks.view(spec.num_kv_heads, -1, 1)

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from nvcli.attention.kv_layout import KV_DTYPE_BYTES, STATE_ALIGNMENT, KVDtype, part_bytes, token_bytes
 
-Geometry = tuple[int, int, int]
-"""Query heads, KV heads and head size."""
+Geometry = tuple[int, int, int, int | None]
+"""Query heads, KV heads, head size, and the size of values that are a part of their keys (None: they are not)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,19 +33,32 @@ class AttentionSpec:
     the keys add up to less than 1."""
     kv_group: int = 0
     """Index of the KV group whose blocks hold its keys and values."""
+    value_dim: int | None = None
+    """The first `value_dim` numbers of a key are its value, which is not kept apart; None: values have `head_dim`
+    numbers of their own."""
 
     @property
     def geometry(self) -> Geometry:
-        """The head counts and head size, which determine the tiles of kernels."""
-        return self.num_heads, self.num_kv_heads, self.head_dim
+        """The head counts and sizes, which determine the tiles of kernels."""
+        return self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim
+
+    @property
+    def result_dim(self) -> int:
+        """The size of a value, and of each query head's result."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def num_parts(self) -> int:
+        """The parts of a block for one layer: its keys, and its values where they are kept apart."""
+        return 2 if self.value_dim is None else 1
 
     def block_bytes(self, block_size: int, dtype: KVDtype, kv_dtype: KVDtype) -> int:
         """The bytes of a layer's keys and values in a block, in a model of type `dtype`."""
-        return 2 * part_bytes(block_size, self.num_kv_heads, self.head_dim, kv_dtype)
+        return self.num_parts * part_bytes(block_size, self.num_kv_heads, self.head_dim, kv_dtype)
 
     def token_bytes(self, kv_dtype: KVDtype) -> int:
         """The bytes of a token's keys and values in one layer."""
-        return 2 * token_bytes(self.num_kv_heads, self.head_dim, kv_dtype)
+        return self.num_parts * token_bytes(self.num_kv_heads, self.head_dim, kv_dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

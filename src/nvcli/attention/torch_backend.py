@@ -139,20 +139,27 @@ class TorchBackend(AttentionBackend):
         num_kv_heads, head_dim = k_cache.shape[2:]
         sorted_q = q.index_select(0, decodes.order).view(q.shape[0], num_kv_heads, -1, head_dim)
         is_part = decodes.shared is not None
-        sorted_out = torch.empty_like(sorted_q, dtype=torch.float32 if is_part else None)  # [rows, KV, G, D]
+        sorted_out = sorted_q.new_empty(  # [rows, KV, G, size of a value]
+            *sorted_q.shape[:3], spec.result_dim, dtype=torch.float32 if is_part else None
+        )
         log_sums = torch.empty(sorted_q.shape[:3] if is_part else (0,), device=q.device)
         for group in decodes.groups:
             num_blocks = group.block_ids.shape[0]
             k, v = self._scratch[: 2 * num_blocks * k_cache[0].numel()].view(2, num_blocks, *k_cache.shape[1:])
-            if self.reads_new_keys:
+            if spec.value_dim is not None:
+                torch.index_select(k_cache, 0, group.block_ids, out=k)
+                v = k[..., : spec.value_dim]
+            elif self.reads_new_keys:
                 torch.index_select(k_cache, 0, group.block_ids, out=k)
                 torch.index_select(v_cache, 0, group.block_ids, out=v)
             else:
                 gather_blocks(k_cache, None if scales is None else scales.k, group.block_ids, k)
                 gather_blocks(v_cache, None if scales is None else scales.v, group.block_ids, v)
-            shape = (group.size, -1, num_kv_heads, head_dim)
             rows = slice(group.start, group.start + group.size)
-            keys, values = (part.view(shape)[:, : group.most_keys].transpose(1, 2) for part in (k, v))
+            keys, values = (
+                part.flatten(0, 1).unflatten(0, (group.size, -1))[:, : group.most_keys].transpose(1, 2)
+                for part in (k, v)
+            )
             group_sinks = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
             if is_part:
                 sorted_out[rows], log_sums[rows] = written_softmax.attend_part(
@@ -171,13 +178,13 @@ class TorchBackend(AttentionBackend):
                 whole[read.rows], log_sums[read.rows] = written_softmax.join_parts(
                     own, read.attend(spec, grouped_q, keys, values)
                 )
-            return output_buffer(out, q).copy_(whole.flatten(1, 2))
-        return torch.index_select(sorted_out.flatten(1, 2), 0, decodes.rank, out=output_buffer(out, q))
+            return output_buffer(out, q, spec).copy_(whole.flatten(1, 2))
+        return torch.index_select(sorted_out.flatten(1, 2), 0, decodes.rank, out=output_buffer(out, q, spec))
 
     def prefill(self, layer: AttentionLayer, q: Tensor, new: NewKV, batch: ForwardBatch, out: Tensor | None) -> Tensor:
         assert (new is not None) == self.reads_new_keys
         spec, number, sinks = layer
-        out = output_buffer(out, q)
+        out = output_buffer(out, q, spec)
         chunks = self._chunks[spec.window, spec.kv_group]
         for chunk in chunks:
             rows = slice(chunk.start, chunk.end)
@@ -212,7 +219,7 @@ class TorchBackend(AttentionBackend):
         """Attend the chunks that share prefixes, and write their rows of `out`. A sink is a part without a value."""
         spec, number, sinks = layer
         grouped_q = q.unflatten(1, (spec.num_kv_heads, -1))  # type: ignore[no-untyped-call]
-        whole = torch.zeros(grouped_q.shape, device=q.device)
+        whole = torch.zeros(*grouped_q.shape[:-1], spec.result_dim, device=q.device)
         log_sums = torch.full(grouped_q.shape[:-1], float("-inf"), device=q.device)
         if sinks is not None:
             log_sums.copy_(sinks.view(spec.num_kv_heads, -1).expand_as(log_sums))

@@ -66,6 +66,7 @@ class TritonBackend(AttentionBackend):
             dtypes=(torch.bfloat16, torch.float16, torch.float32),
             head_dims=(16, 32, 64, 128, 256, 512),
             takes_sinks=True,
+            takes_latents=True,
             takes_scaled_cache=not case.batch_invariant,
             is_batch_invariant=True,
         )
@@ -94,7 +95,7 @@ class TritonBackend(AttentionBackend):
         self._prefill.plan(batch)
 
     def decode(self, layer: AttentionLayer, q: Tensor, batch: ForwardBatch, out: Tensor | None) -> Tensor:
-        out = output_buffer(out, q)
+        out = output_buffer(out, q, layer.spec)
         inputs = self._inputs(layer, q, batch)
         if batch.segments is not None:
             assert self._segmented is not None
@@ -104,6 +105,6 @@ class TritonBackend(AttentionBackend):
         return out
 
     def prefill(self, layer: AttentionLayer, q: Tensor, new: NewKV, batch: ForwardBatch, out: Tensor | None) -> Tensor:
-        out = output_buffer(out, q)
+        out = output_buffer(out, q, layer.spec)
         self._prefill.run(layer.spec, self._inputs(layer, q, batch), batch, out)
         return out

@@ -34,11 +34,12 @@ _PARTS = TilePart.PREFIX, TilePart.REST, TilePart.OTHERS
 
 def attention_shape(case: AttentionCase, geometry: Geometry) -> AttentionShape:
     """Return the heads of a geometry and their cache."""
-    num_heads, num_kv_heads, head_dim = geometry
+    num_heads, num_kv_heads, head_dim, value_dim = geometry
     return AttentionShape(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        head_dim=head_dim if value_dim is None else value_dim,
+        tail_dim=0 if value_dim is None else head_dim - value_dim,
         block_size=case.block_size,
         dtype=case.dtype,
         kv_dtype=case.cache_dtype,
@@ -98,7 +99,7 @@ class ChunkedPrefill:
                 ]
                 tokens = max(1, kernel.tile_key.rows // kernel.tile_key.group)
                 self.prefix_tile_tokens = min(self.prefix_tile_tokens or tokens, tokens)
-        most_heads = max((num_heads for num_heads, _, _ in self._prefixed), default=0)
+        most_heads = max((geometry[0] for geometry in self._prefixed), default=0)
         self._log_sums = torch.empty(case.max_num_batched_tokens * most_heads, dtype=torch.float32, device=case.device)
 
     def plan(self, batch: ForwardBatch) -> None:

@@ -30,11 +30,12 @@ class _Kind(NamedTuple):
     window: int | None
     num_kv_heads: int
     head_dim: int
+    num_parts: int
 
     @property
     def elements(self) -> int:
         """The elements of one token's keys and values in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim
+        return self.num_parts * self.num_kv_heads * self.head_dim
 
 
 @lru_cache(maxsize=64)  # plans ask for the same few stages many times
@@ -125,7 +126,8 @@ def _whole_groups(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
         if isinstance(spec, StateSpec):
             with_states.setdefault(spec, []).append(number)
         elif layer.mixer.reads_kv_of is None:
-            kinds.setdefault(_Kind(spec.window, spec.num_kv_heads, spec.head_dim), []).append(number)
+            kind = _Kind(spec.window, spec.num_kv_heads, spec.head_dim, spec.num_parts)
+            kinds.setdefault(kind, []).append(number)
     size = _block_elements({kind: len(numbers) for kind, numbers in kinds.items()})
     groups: list[tuple[int, ...]] = []
     for kind, numbers in kinds.items():

@@ -217,5 +217,5 @@ def _prefill_scratch(config: EngineConfig, model: ModelConfig) -> int:
         return 0
     if not any(spec.window is None and spec.head_dim in (64, 128) for spec in kinds):
         return 0
-    elements = max(num_heads * head_dim for num_heads, head_dim in shapes)
+    elements = max(num_heads * head_dim for num_heads, head_dim, _ in shapes)
     return 2 * scratch_tokens(config.max_model_len, config.max_padded_rows) * elements * DTYPE_BYTES[config.dtype]

@@ -5,6 +5,9 @@ rows, prefill chunks, shared segments and batch-invariant runs are built around 
 FP8 keys and values are multiplied in float16, which represents them exactly and takes one conversion instruction
 (bfloat16 takes four), or in the query's float32. Their scales are applied to the scores and to the weights.
 
+Keys of latent attention have a tail behind their first D numbers, and these are their value: it is read once, and
+multiplied in both products.
+
 Shapes: ROWS rows of a tile, each a query head of a token; KEYS keys of a tile; D head_dim; KV KV heads; G query heads
 for each KV head.
 """
@@ -31,8 +34,11 @@ class AttentionKind:
     group: int
     """Query heads for each KV head."""
     head_dim: int
+    tail_dim: int
+    """Numbers of queries and keys behind the first `head_dim`, which are then the value; 0: values lie apart."""
     block_size: int
-    """Tokens of a block of the cache, [num_blocks, block_size, KV, D]; in FP8 each block is followed by its scales."""
+    """Tokens of a block of the cache, [num_blocks, block_size, KV, D and the tail]; in FP8 each block is followed by
+    its scales."""
     block_stride: int
     """Elements from one block to the next."""
     has_window: bool
@@ -75,13 +81,14 @@ def load_sinks(sinks, head, is_row):
 
 
 @triton.jit
-def load_query(q, k_cache, token, head, is_row, q_stride, scale_log2, HEAD_DIM: tl.constexpr):
-    """Load the rows' queries, [ROWS, D] in the type of the products, and the factor of their scores: a number, or
-    [ROWS] for FP8, where each query is divided by a power of 2 so that its elements are below 2.
+def load_query(q, k_cache, token, head, is_row, q_stride, scale_log2, KIND: tl.constexpr):
+    """Load the first D numbers of the rows' queries, [ROWS, D] in the type of the products, and the factor of their
+    scores: a number, or [ROWS] for FP8, where each query is divided by a power of 2 so that its elements are below 2.
 
-    q: [tokens, H, D], tokens q_stride apart; token: int64, a number or [ROWS]; head: [ROWS].
+    q: [tokens, H, D and the tail], tokens q_stride apart; token: int64, a number or [ROWS]; head: [ROWS].
     """
-    places = token * q_stride + head * HEAD_DIM
+    HEAD_DIM: tl.constexpr = KIND.head_dim
+    places = token * q_stride + head * (HEAD_DIM + KIND.tail_dim)
     query = tl.load(q + places[:, None] + tl.arange(0, HEAD_DIM)[None, :], mask=is_row[:, None], other=0.0)
     unit = scale_log2
     if k_cache.dtype.element_ty == tl.float8e4nv:
@@ -94,6 +101,14 @@ def load_query(q, k_cache, token, head, is_row, q_stride, scale_log2, HEAD_DIM: 
     else:
         query = query.to(k_cache.dtype.element_ty)
     return query, unit
+
+
+@triton.jit
+def load_query_tail(q, k_cache, token, head, is_row, q_stride, KIND: tl.constexpr):
+    """Load the tails of the rows' queries, [ROWS, tail]; the arguments are those of `load_query`."""
+    places = token * q_stride + head * (KIND.head_dim + KIND.tail_dim) + KIND.head_dim
+    tail = tl.load(q + places[:, None] + tl.arange(0, KIND.tail_dim)[None, :], mask=is_row[:, None], other=0.0)
+    return tail.to(k_cache.dtype.element_ty)
 
 
 @triton.jit
@@ -122,6 +137,7 @@ def _load_scales(k_cache, v_cache, table, start, end, kv_head, KIND: tl.constexp
 @triton.jit
 def fold_keys(
     query,  # [ROWS, D]; this and `unit` as `load_query` gives them
+    tail,  # [ROWS, tail], as `load_query_tail` gives it; None: there is none
     unit,
     highest,  # [ROWS] float32, scores in powers of 2
     weight_sum,  # [ROWS] float32; [ROWS, 16], equal columns, of an invariant kind
@@ -191,7 +207,7 @@ def fold_keys(
             next_key_scale, next_value_scale = _load_scales(
                 k_cache, v_cache, table, start + KEYS, end, kv_head, KIND, KEYS
             )
-        row_offset = block * KIND.block_stride + (offset * KIND.num_kv_heads + kv_head) * HEAD_DIM
+        row_offset = block * KIND.block_stride + (offset * KIND.num_kv_heads + kv_head) * (HEAD_DIM + KIND.tail_dim)
         cache_offset = row_offset[:, None] + dims[None, :]
         if MASKED:
             # What lies behind the last key or before the first may be anything: 0 × NaN would be NaN.
@@ -204,6 +220,13 @@ def fold_keys(
         if IS_FP8:
             key = key.to(query.dtype)
         scores = tl.dot(query, key.T, input_precision="ieee")
+        if KIND.tail_dim:
+            tail_offset = row_offset[:, None] + (HEAD_DIM + tl.arange(0, KIND.tail_dim))[None, :]
+            if MASKED:
+                key_tail = tl.load(k_cache + tail_offset, mask=is_read[:, None], other=0.0)
+            else:
+                key_tail = tl.load(k_cache + tail_offset)
+            scores = tl.dot(tail, key_tail.T, scores, input_precision="ieee")
         if IS_FP8:
             scores = scores * key_scale.to(tl.float32)[None, :]
         factor, row_factor = unit[:, None] if IS_FP8 else unit, unit
@@ -248,7 +271,9 @@ def fold_keys(
             acc3 = tl.dot(weights, value3, acc3 * decay[:, None], input_precision="ieee")
         else:
             acc = acc * decay[:, None]
-            if MASKED:
+            if KIND.tail_dim:
+                value = key
+            elif MASKED:
                 value = tl.load(v_cache + cache_offset, mask=is_read[:, None], other=0.0)
             else:
                 value = tl.load(v_cache + cache_offset)

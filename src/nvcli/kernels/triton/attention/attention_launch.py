@@ -29,6 +29,8 @@ class AttentionShape:
     kv_dtype: torch.dtype
     """The cache's type."""
     device: torch.device
+    tail_dim: int = 0
+    """Numbers of queries and keys behind the first `head_dim`, which are then the value; 0: values lie apart."""
 
     @property
     def group(self) -> int:
@@ -45,11 +47,11 @@ class LayerInputs(NamedTuple):
     """The queries, cache and softmax parameters of one layer."""
 
     q: Tensor
-    """[tokens, H, D]; tokens may be strided."""
+    """[tokens, H, D and the tail]; tokens may be strided."""
     k_cache: Tensor
-    """[num_blocks, block_size, KV, D]."""
+    """[num_blocks, block_size, KV, D and the tail]."""
     v_cache: Tensor
-    """The same shape and strides as `k_cache`."""
+    """[num_blocks, block_size, KV, D], with the strides of `k_cache`."""
     block_tables: Tensor
     """[slots, ...] int32, of the layer's KV group."""
     scale: float
@@ -119,15 +121,17 @@ class AttentionLauncher:
     def _kind(self, layer: LayerInputs) -> AttentionKind:
         """Check that heads are laid out as kernels read them, and return the layer's kind."""
         shape, strides = self.shape, layer.k_cache.stride()
-        row_size = shape.num_kv_heads * shape.head_dim
-        assert layer.q.stride()[1:] == (shape.head_dim, 1)
+        key_dim = shape.head_dim + shape.tail_dim
+        row_size = shape.num_kv_heads * key_dim
+        assert layer.q.stride()[1:] == (key_dim, 1)
         assert strides == layer.v_cache.stride()
-        assert strides[1:] == (row_size, shape.head_dim, 1)
-        assert self._by_tma is None or (layer.window is None and strides[0] % row_size == 0)
+        assert strides[1:] == (row_size, key_dim, 1)
+        assert self._by_tma is None or (layer.window is None and strides[0] % row_size == 0 and not shape.tail_dim)
         return AttentionKind(
             num_kv_heads=shape.num_kv_heads,
             group=shape.group,
             head_dim=shape.head_dim,
+            tail_dim=shape.tail_dim,
             block_size=shape.block_size,
             block_stride=strides[0],
             has_window=layer.window is not None,

@@ -30,6 +30,7 @@ from nvcli.kernels.triton.attention.invariant_attention import (
     invariant_registers,
 )
 from nvcli.kernels.triton.launch.dependent_launch import dependent
+from nvcli.kernels.triton.launch.multiprocessors import shared_memory_bytes
 from nvcli.kernels.triton.launch.triton_version import has_known_gluon
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
@@ -100,6 +101,8 @@ class DecodeAttention:
         self._launch = AttentionLauncher(shape, is_invariant=is_invariant).launch
         tile_bytes = _TILE_BYTES // 2 if is_beside else _TILE_BYTES
         self._keys = min(64, max(16, tile_bytes // (shape.head_dim * shape.dtype.itemsize)))
+        if shape.tail_dim and shape.dtype.itemsize <= 2:  # there are no values to be read beside them
+            self._keys = max(32, self._keys)
         self._is_full_tile = self._keys * shape.head_dim * shape.kv_dtype.itemsize == tile_bytes
         self._align = self._keys if shape.block_size % self._keys == 0 else 1
         self._direct_kernel = _load_direct_kernel(shape, self._align)
@@ -191,6 +194,8 @@ class DecodeAttention:
         """Choose the tiles. Those in FP8 stand in registers twice, as they are read and as they are multiplied, so
         large heads take more warps."""
         shape = self._shape
+        if shape.tail_dim:
+            return self._latent_tile(shape.group)
         num_warps = 2 if shape.head_dim <= 256 else 4
         return Tile(
             rows=max(16, next_power_of_2(shape.group)),
@@ -198,6 +203,12 @@ class DecodeAttention:
             num_warps=2 * num_warps if shape.is_fp8 and shape.head_dim > 128 else num_warps,
             num_stages=2 if self._is_full_tile and num_rows > FEW_ROWS else 3,
         )
+
+    def _latent_tile(self, num_queries: int) -> Tile:
+        """Choose the tiles of latent attention, whose heads share one key and are all in one tile."""
+        rows = min(64, max(16, next_power_of_2(num_queries)))
+        has_room = shared_memory_bytes(self._shape.device) >= 163 << 10
+        return Tile(rows=rows, keys=self._keys, num_warps=4 if rows <= 32 else 8, num_stages=3 if has_room else 2)
 
     def _num_tiles(self, width: int) -> int:
         """Return the tiles of a row's queries in a KV head, with up to `width` tokens a row."""
@@ -216,6 +227,8 @@ class DecodeAttention:
         shape = self._shape
         if self._is_invariant:
             return invariant_draft_tile(shape, width)
+        if shape.tail_dim:
+            return self._latent_tile(width * shape.group)
         usual = self._tile(FEW_ROWS + 1)
         most = 64 if shape.head_dim <= 128 else 32 if shape.head_dim <= 256 else 16
         rows = max(usual.rows, min(most, next_power_of_2(width * shape.group)))

@@ -21,6 +21,7 @@ from nvcli.kernels.triton.attention.attention_fold import (
     ITEM_FIELDS,
     fold_keys,
     load_query,
+    load_query_tail,
     load_sinks,
     weighted_mean,
 )
@@ -29,7 +30,9 @@ from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before
 _LEAST = tl.constexpr(-1e30)
 """The initial maximum of the scores of a query, before any key: finite, so that it can be subtracted from itself."""
 _REDUCE_STAGES = tl.constexpr(3)
-"""Number of chunks whose results are loaded at a time."""
+"""Number of chunks whose results are loaded at a time, where that fits in shared memory."""
+_MOST_STAGED = tl.constexpr(8192)
+"""The most numbers of a tile's results of which several are loaded at a time."""
 
 
 @triton.jit(do_not_specialize=["window", "block_table_stride"], do_not_specialize_on_alignment=["block_tables"])
@@ -115,7 +118,10 @@ def decode_attention_kernel(
         if KIND.has_window:
             first_seen = tl.maximum(num_before + first_query // KIND.group - window + 1, 0)
             firsts = lasts - window + 1
-    query, unit = load_query(q, k_cache, token, head, is_query, q_stride, scale_log2, HEAD_DIM)
+    query, unit = load_query(q, k_cache, token, head, is_query, q_stride, scale_log2, KIND)
+    tail = None
+    if KIND.tail_dim:
+        tail = load_query_tail(q, k_cache, token, head, is_query, q_stride, KIND)
     weight_sum = tl.zeros([ROWS], tl.float32)
     acc_unit = tl.zeros([ROWS], tl.float32)
     if KIND.has_sinks:
@@ -125,7 +131,7 @@ def decode_attention_kernel(
         weight_sum = tl.where(is_first, 1.0, weight_sum)
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     highest, weight_sum, acc, acc_unit = fold_keys(
-        query, unit, highest, weight_sum, acc, acc_unit, k_cache, v_cache, table, kv_head, begin, end, None,
+        query, tail, unit, highest, weight_sum, acc, acc_unit, k_cache, v_cache, table, kv_head, begin, end, None,
         first_seen, firsts, lasts, KIND, TILE.keys, TILE.num_stages, True, IS_FP8 and starts is None,
     )  # fmt: skip
     acc = weighted_mean(acc, weight_sum, acc_unit, IS_FP8)
@@ -219,7 +225,8 @@ def _reduce_tile(
     highest = tl.full([ROWS], _LEAST, tl.float32)
     weight_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
-    for chunk in tl.range(0, num_chunks, num_stages=_REDUCE_STAGES):
+    STAGES: tl.constexpr = _REDUCE_STAGES if ROWS * HEAD_DIM <= _MOST_STAGED else 1
+    for chunk in tl.range(0, num_chunks, num_stages=STAGES):
         partial = (first_partial + chunk * num_places) * ROWS + lanes
         # .cg bypasses the L1 cache, which may hold values from before the other programs stored theirs.
         lse = tl.load(partial_lse + partial, mask=is_query, other=-float("inf"), cache_modifier=".cg")

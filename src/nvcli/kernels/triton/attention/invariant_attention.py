@@ -70,7 +70,7 @@ def _fold_split(
     ROWS: tl.constexpr = TILE.rows
     HEAD_DIM: tl.constexpr = KIND.head_dim
     highest, sums, acc, _ = fold_keys(
-        query, unit, tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS, 16], tl.float32),
+        query, None, unit, tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS, 16], tl.float32),
         tl.zeros([ROWS, HEAD_DIM], tl.float32), tl.zeros([ROWS], tl.float32), k_cache, v_cache, table, kv_head, begin,
         end, None, first_read, firsts, lasts, KIND, TILE.keys, TILE.num_stages, MASKED, False,
     )  # fmt: skip
@@ -212,7 +212,7 @@ def invariant_attention_kernel(
         in_chunk = token < num_tokens
         head = kv_head * KIND.group + (first_row + rows) % KIND.group
         flat_token = (first_token + token).to(tl.int64)
-        query, unit = load_query(q, k_cache, flat_token, head, in_chunk, q_stride, scale_log2, HEAD_DIM)
+        query, unit = load_query(q, k_cache, flat_token, head, in_chunk, q_stride, scale_log2, KIND)
         table = block_tables + slot.to(tl.int64) * block_table_stride
 
         start_highest = tl.full([ROWS], -float("inf"), tl.float32)

@@ -30,6 +30,7 @@ from nvcli.kernels.triton.attention.attention_fold import (
     Tile,
     fold_keys,
     load_query,
+    load_query_tail,
     load_sinks,
     weighted_mean,
 )
@@ -92,7 +93,10 @@ def _attend_tile(
     head = kv_head * KIND.group + rows % KIND.group
     in_chunk = token < num_tokens
     flat_token = (first_token + token).to(tl.int64)
-    query, unit = load_query(q, k_cache, flat_token, head, in_chunk, q_stride, scale_log2, HEAD_DIM)
+    query, unit = load_query(q, k_cache, flat_token, head, in_chunk, q_stride, scale_log2, KIND)
+    tail = None
+    if KIND.tail_dim:
+        tail = load_query_tail(q, k_cache, flat_token, head, in_chunk, q_stride, KIND)
 
     last_token = tl.minimum((first_row + ROWS - 1) // KIND.group, num_tokens - 1)
     # Keys up to here are before the diagonal of every row, and up to there of any row.
@@ -140,7 +144,7 @@ def _attend_tile(
         middle = begin + tl.cdiv(last_begin - begin, KEYS) * KEYS  # every row's window has begun
         diagonal = tl.maximum(begin + tl.maximum(seen_by_all - begin, 0) // KEYS * KEYS, middle)
         highest, weight_sum, acc, acc_unit = fold_keys(
-            query, unit, highest, weight_sum, acc, acc_unit, k_cache, v_cache, table, kv_head, begin,
+            query, tail, unit, highest, weight_sum, acc, acc_unit, k_cache, v_cache, table, kv_head, begin,
             tl.minimum(middle, seen_by_any), last_key, None, first_seen, position, KIND, MASKED_KEYS, TILE.num_stages,
             True, False,
         )  # fmt: skip
@@ -151,11 +155,11 @@ def _attend_tile(
         middle = 0
         diagonal = seen_by_all // KEYS * KEYS
     highest, weight_sum, acc, acc_unit = fold_keys(
-        query, unit, highest, weight_sum, acc, acc_unit, k_cache, v_cache, table, kv_head, middle, diagonal,
+        query, tail, unit, highest, weight_sum, acc, acc_unit, k_cache, v_cache, table, kv_head, middle, diagonal,
         last_key, None, None, None, KIND, KEYS, TILE.num_stages, False, False,
     )  # fmt: skip
     highest, weight_sum, acc, acc_unit = fold_keys(
-        query, unit, highest, weight_sum, acc, acc_unit, k_cache, v_cache, table, kv_head, diagonal, seen_by_any,
+        query, tail, unit, highest, weight_sum, acc, acc_unit, k_cache, v_cache, table, kv_head, diagonal, seen_by_any,
         last_key, None, first_seen, position, KIND, MASKED_KEYS, TILE.num_stages, True, False,
     )  # fmt: skip
     acc = weighted_mean(acc, weight_sum, acc_unit, IS_FP8)

@@ -48,6 +48,7 @@ def prefill_kernel(
         and not batch_invariant
         and has_plain_blocks
         and shape.head_dim in (64, 128)
+        and shape.tail_dim == 0
         and shape.block_size % 64 == 0
         and shape.dtype.itemsize == 2
         and (shape.kv_dtype == shape.dtype or (shape.is_fp8 and shape.dtype == torch.bfloat16))

@@ -19,7 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.triton.attention.attention_fold import ITEM_FIELDS, Tile, fold_keys, load_query, weighted_mean
+from nvcli.kernels.triton.attention.attention_fold import (
+    ITEM_FIELDS,
+    Tile,
+    fold_keys,
+    load_query,
+    load_query_tail,
+    weighted_mean,
+)
 from nvcli.kernels.triton.attention.attention_launch import AttentionLauncher, AttentionShape, LayerInputs
 from nvcli.kernels.triton.attention.segment_merge import SegmentResults
 from nvcli.kernels.triton.attention.segment_work_list import SegmentWorkList
@@ -74,7 +81,10 @@ def segment_attention_kernel(
         in_tile = lanes < num_rows * KIND.group
         row = tl.load(members + level_place + first_member + lanes // KIND.group, mask=in_tile, other=0)
         head = kv_head * KIND.group + lanes % KIND.group
-        query, unit = load_query(q, k_cache, row.to(tl.int64), head, in_tile, q_stride, scale_log2, HEAD_DIM)
+        query, unit = load_query(q, k_cache, row.to(tl.int64), head, in_tile, q_stride, scale_log2, KIND)
+        tail = None
+        if KIND.tail_dim:
+            tail = load_query_tail(q, k_cache, row.to(tl.int64), head, in_tile, q_stride, KIND)
         # The blocks of a segment stand in the table of each of its rows; with a window, those that the tile sees do in
         # that of the shortest row.
         slot = tl.load(item + 6)
@@ -92,8 +102,8 @@ def segment_attention_kernel(
         highest = tl.full([ROWS], -float("inf"), tl.float32)
         nothing = tl.zeros([ROWS], tl.float32)
         highest, weight_sum, acc, acc_unit = fold_keys(
-            query, unit, highest, nothing, tl.zeros([ROWS, HEAD_DIM], tl.float32), nothing, k_cache, v_cache, table,
-            kv_head, begin, end, None, None, first_seen, None, KIND, TILE.keys, TILE.num_stages, not ONE_BLOCK,
+            query, tail, unit, highest, nothing, tl.zeros([ROWS, HEAD_DIM], tl.float32), nothing, k_cache, v_cache,
+            table, kv_head, begin, end, None, None, first_seen, None, KIND, TILE.keys, TILE.num_stages, not ONE_BLOCK,
             False,
         )  # fmt: skip
         acc = weighted_mean(acc, weight_sum, acc_unit, IS_FP8)
