@@ -25,6 +25,9 @@ ROUTINGS = {
         num_groups=4,
         groups_per_token=2,
     ),
+    "deepseek-v2": Routing(
+        num_experts=12, experts_per_token=3, scale=1.5, num_groups=4, groups_per_token=2, sums_two_best=False
+    ),
     "every expert": Routing(num_experts=5, experts_per_token=5),
 }
 

@@ -32,7 +32,9 @@ class Routing:
     """Experts are in so many groups of equal size, one group after the other."""
     groups_per_token: int = 1
     """A token's experts are chosen among those of so many groups: the groups with the largest sums of their two best
-    experts (DeepSeek-V3, 2024)."""
+    experts (DeepSeek-V3, 2024), or with the best experts."""
+    sums_two_best: bool = True
+    """Whether a group counts by the sum of its two best experts' scores, or by its best expert's (DeepSeek-V2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

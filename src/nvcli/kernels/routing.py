@@ -90,7 +90,7 @@ def route_row_by_row(
 def _in_best_groups(choice: Tensor, routing: Routing) -> Tensor:
     """Mark the experts that may be chosen: [T, E] → [T, E] bool."""
     members = choice.view(len(choice), routing.num_groups, -1)
-    sums = members.topk(2, dim=-1).values.sum(dim=-1)
+    sums = members.topk(2 if routing.sums_two_best else 1, dim=-1).values.sum(dim=-1)
     best = sums.argsort(dim=-1, descending=True, stable=True)[:, : routing.groups_per_token]
     is_best = torch.zeros_like(sums, dtype=torch.bool).scatter_(1, best, value=True)
     return is_best.unsqueeze(-1).expand_as(members).flatten(1)

@@ -218,7 +218,7 @@ class ModelFile(JsonFile):
         size, remainder = divmod(routing.num_experts, num_groups)
         if remainder:
             raise self.error("n_group", f"{num_groups} groups do not divide {routing.num_experts} experts")
-        if chosen < num_groups and size < 2:
+        if chosen < num_groups and size < 2 and routing.sums_two_best:
             raise self.error("n_group", f"{num_groups} groups have one expert each, and their two best ones count")
         if chosen > num_groups or chosen * size < routing.experts_per_token:
             raise self.error("topk_group", f"{chosen} groups of {num_groups} have too few experts for a token")

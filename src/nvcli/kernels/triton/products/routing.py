@@ -48,6 +48,7 @@ def _route_kernel(
     EXPERTS_PER_TOKEN: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     GROUPS_PER_TOKEN: tl.constexpr,
+    SUMS_TWO_BEST: tl.constexpr,
     GROUP_TILE: tl.constexpr,
     MEMBER_TILE: tl.constexpr,
     SIGMOID: tl.constexpr,
@@ -88,11 +89,12 @@ def _route_kernel(
     may_be_chosen = exists
     if GROUPS_PER_TOKEN < NUM_GROUPS:
         valid = tl.where(exists & (choice == choice), choice, float("-inf"))
-        first = tl.max(valid, 1)
-        place_of_first = tl.argmax(valid, 1)
-        second = tl.max(tl.where(member == place_of_first[:, None], float("-inf"), valid), 1)
+        group_scores = tl.max(valid, 1)
+        if SUMS_TWO_BEST:
+            place_of_first = tl.argmax(valid, 1)
+            group_scores += tl.max(tl.where(member == place_of_first[:, None], float("-inf"), valid), 1)
         groups = tl.arange(0, GROUP_TILE)
-        ranked_groups = _ranked(_ordered(first + second, groups < NUM_GROUPS), groups)
+        ranked_groups = _ranked(_ordered(group_scores, groups < NUM_GROUPS), groups)
         is_best = groups < 0
         for _ in tl.static_range(GROUPS_PER_TOKEN):
             best_group = tl.max(ranked_groups, 0)
@@ -143,6 +145,7 @@ def route(
         EXPERTS_PER_TOKEN=routing.experts_per_token,
         NUM_GROUPS=routing.num_groups,
         GROUPS_PER_TOKEN=routing.groups_per_token,
+        SUMS_TWO_BEST=routing.sums_two_best,
         GROUP_TILE=next_power_of_2(routing.num_groups),
         MEMBER_TILE=next_power_of_2(num_experts // routing.num_groups),
         SIGMOID=routing.scoring == "sigmoid",
