@@ -7,6 +7,24 @@ from typing import Any
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 _EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 32}
+LATENTS: dict[str, Any] = {
+    "head_dim": 16,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 12,
+}
+_LATENT_EXPERTS = {**_EXPERTS, **LATENTS, "n_routed_experts": 8, "num_hidden_layers": 3}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+}
 
 GPT_OSS: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -152,6 +170,40 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 3,
             "tie_word_embeddings": True,
             "logit_scale": 0.3,
+        },
+    ),
+    "deepseek v2, queries without latents": (
+        "DeepseekV2",
+        {
+            **_LATENT_EXPERTS,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": _YARN,
+        },
+    ),
+    "deepseek v2, best groups": (
+        "DeepseekV2",
+        {**_LATENT_EXPERTS, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    "deepseek v3": (
+        "DeepseekV3",
+        {
+            **_LATENT_EXPERTS,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "attention_bias": True,
+            "rope_parameters": _YARN,
+        },
+    ),
+    "glm 4.7 flash": ("Glm4MoeLite", _LATENT_EXPERTS),
+    "mistral 4": (
+        "Mistral4",
+        {
+            **_LATENT_EXPERTS,
+            "head_dim": 24,
+            "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 2 / 3},
         },
     ),
     "cohere 2 moe, softmax": ("Cohere2Moe", {"num_experts": 6, "num_experts_per_tok": 3, "logit_scale": 1.0}),

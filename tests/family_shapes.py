@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from expert_shapes import EXPERT_SHAPES
+from expert_shapes import EXPERT_SHAPES, LATENTS
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
@@ -166,6 +166,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "StableLm",
         {"hidden_size": 64, "rope_parameters": HALF, "use_parallel_residual": True},
     ),
+    "minicpm 3": ("MiniCPM3", {**LATENTS, "v_head_dim": None, "scale_emb": 3.0, "dim_model_base": 24}),
     "exaone 4": ("Exaone4", {"sliding_window": 20, **FOUR_LAYERS}),
     "qwen 3-next": ("Qwen3Next", HYBRID_EXPERTS),
     "qwen 3.5": ("Qwen3_5Text", HYBRID),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 from typer.testing import CliRunner
 
 from checkpoints import tiny_model_config, write_tiny_model
+from expert_shapes import LATENTS
 from family_shapes import SHAPES as FAMILY_SHAPES
 from model_facts import attention_of, rope_of, windows_of
 from nvcli.cli.main import app
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.families.catalogue import FAMILIES
+from nvcli.models.mixers.latent_attention import LatentAttentionConfig
 from nvcli.tools.bench.shapes import SHAPES
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -192,3 +195,50 @@ def test_every_stage_needs_a_layer_of_full_attention(tmp_path: Path) -> None:
     config.check_pipeline_parallel(2)
     with pytest.raises(ConfigError, match="stage 1 would have layers 0 to 1 of this model, none of which"):
         config.check_pipeline_parallel(3)
+
+
+def latent_attention(folder: Path, architecture: str, **changes: Any) -> ModelConfig:
+    values = {**LATENTS, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    return read(folder, architecture, **{**values, "n_group": 1, "topk_group": 1, **changes})
+
+
+def test_deepseek_of_the_hub(tmp_path: Path) -> None:
+    """Scores grow with the stretched context; a token keeps 576 numbers in each layer on every rank."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["deepseek-v2-lite"]))
+    mixer = load_model_config(tmp_path).layers[0].mixer
+    assert isinstance(mixer, LatentAttentionConfig)
+    assert mixer.scale == pytest.approx(192**-0.5 * (0.1 * 0.707 * math.log(40) + 1) ** 2)
+    assert (mixer.rope.is_interleaved, mixer.rope.attention_factor) == (True, 1.0)
+    for size in (1, 16):
+        spec = mixer.kv_spec(size)
+        assert (spec.num_heads, spec.head_dim, spec.result_dim) == (16 // size, 576, 512)
+        assert spec.token_bytes("bfloat16") == 2 * 576
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "problem"),
+    [
+        ("DeepseekV2ForCausalLM", {"norm_topk_prob": True}, "`norm_topk_prob`: true is not supported"),
+        ("DeepseekV2ForCausalLM", {"topk_method": "noaux_tc"}, '`topk_method`: "noaux_tc" is not supported'),
+        ("DeepseekV3ForCausalLM", {"qk_rope_head_dim": 7}, "`qk_rope_head_dim`: 7 is odd"),
+        ("DeepseekV3ForCausalLM", {"kv_lora_rank": None}, "`kv_lora_rank`: missing"),
+        ("DeepseekV3ForCausalLM", {"q_lora_rank": None, "attention_bias": True}, "`attention_bias`: true is not"),
+        ("Mistral4ForCausalLM", {"n_group": 2}, "`n_group`: groups of experts are not supported here"),
+        ("Mistral4ForCausalLM", {"partial_rotary_factor": 0.5}, "0.5 of 24 dimensions are not the 16"),
+    ],
+)
+def test_latent_attention_that_is_not_computed(
+    architecture: str, changes: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(LoadError) as error:
+        latent_attention(tmp_path, architecture, **changes)
+    assert problem in str(error.value)
+
+
+def test_latent_vectors_are_kept_in_the_model_s_type(tmp_path: Path) -> None:
+    model = latent_attention(tmp_path, "Glm4MoeLiteForCausalLM")
+    model.check_kv_dtype("bfloat16")
+    with pytest.raises(ConfigError, match=r"`kv_cache_dtype` is fp8, and this model .* has latent attention"):
+        model.check_kv_dtype("fp8")
+    with pytest.raises(ConfigError, match=r"`batch_invariant` is true, and this model .* has latent attention"):
+        model.check_batch_invariant()

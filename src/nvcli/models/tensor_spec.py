@@ -66,6 +66,9 @@ class TensorSpec:
     ranks keep it in another type."""
     is_of_experts: bool = False
     """Whether a checkpoint stores it separately for each expert, under the names of `stored_name`."""
+    in_linear_layer: bool = True
+    """Whether, if it is a matrix that ranks cut, a linear layer multiplies by it, to whose product single rows may have
+    additions (LoRA)."""
     kept_with: tuple[str, ...] = ()
     """The projections, by the last parts of their names and including this one, that ranks keep together in FP8 or 4
     bits; empty: it is never kept so."""

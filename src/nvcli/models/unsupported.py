@@ -100,8 +100,10 @@ def _kind(name: str, values: Mapping[str, Any]) -> str | None:
         return f"it is {kind}, and nvcli serves decoders that generate text"
     if any(key.startswith(("mamba_", "ssm_", "state_size")) for key in values):
         return "its layers have the recurrent states of Mamba, which nvcli does not compute"
+    if "index_topk" in values:
+        return "its tokens attend to a sparse choice of keys (DSA), which nvcli does not compute"
     if "kv_lora_rank" in values:
-        return "it has multi-head latent attention, which nvcli does not compute"
+        return "it has multi-head latent attention in layers of a form that nvcli does not compute"
     return None
 
 

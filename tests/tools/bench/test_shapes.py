@@ -34,6 +34,8 @@ GPUS = [
 def test_a_shape_is_planned(name: str, tmp_path: Path) -> None:
     """On eight GPUs a layout is found, its dry run fits, and the limit counts each weight of a token once."""
     model = load_model_config(write_shape(name, tmp_path))
+    if model.quantisation is not None and model.quantisation.numbers == "fp8":
+        model = model.with_quantization("fp8")  # as `auto` does
     config = resolve_engine_config(RunConfig(model=name, max_model_len=4096), tmp_path, model, found_device="cuda")
     layout = choose_layout(GPUS, model, config, num_requests=2000)
     profile = profile_from_config(layout.apply(config), model, name, total=H200_BYTES, lengths=None)

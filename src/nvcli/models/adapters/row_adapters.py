@@ -61,7 +61,7 @@ def _max_rank(adapter: Adapter) -> int:
 
 def _is_linear(tensor: TensorSpec) -> bool:
     is_shared = tensor.sharding in (Sharding.ROWS, Sharding.COLUMNS)
-    return len(tensor.shape) == 2 and is_shared and not tensor.is_of_experts
+    return len(tensor.shape) == 2 and is_shared and not tensor.is_of_experts and tensor.in_linear_layer
 
 
 def _problem(change: WeightChange) -> tuple[str, str] | None:

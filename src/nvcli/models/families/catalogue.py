@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from nvcli.models.families.afmoe import AFMOE, LAGUNA
 from nvcli.models.families.cohere2 import COHERE2, COHERE2_MOE
+from nvcli.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from nvcli.models.families.dots import DOTS1, SOLAR_OPEN
 from nvcli.models.families.ernie import ERNIE, ERNIE_MOE
 from nvcli.models.families.exaone import EXAONE4
 from nvcli.models.families.family import Family
 from nvcli.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from nvcli.models.families.gemma4 import GEMMA4
-from nvcli.models.families.glm import GLM, GLM4, GLM4_MOE
+from nvcli.models.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE
 from nvcli.models.families.gpt_oss import GPT_OSS
 from nvcli.models.families.granite import GRANITE, GRANITE4
 from nvcli.models.families.hunyuan import HUNYUAN_V1, HUNYUAN_V1_MOE, HUNYUAN_V3
 from nvcli.models.families.llama import INTERNLM3, LLAMA, SMOLLM3
+from nvcli.models.families.minicpm import MINICPM3
 from nvcli.models.families.minimax import MINIMAX_M2
-from nvcli.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3, MIXTRAL
+from nvcli.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3, MISTRAL4, MIXTRAL
 from nvcli.models.families.olmo import OLMO2, OLMO3, OLMOE
 from nvcli.models.families.phi3 import PHI3
 from nvcli.models.families.plain_mlps import APERTUS, ARCEE, NEMOTRON, STARCODER2
@@ -41,6 +43,7 @@ FAMILIES: tuple[Family, ...] = (
     MINISTRAL,
     MINISTRAL3,
     MISTRAL3,
+    MISTRAL4,
     GEMMA,
     GEMMA2,
     GEMMA3,
@@ -52,6 +55,7 @@ FAMILIES: tuple[Family, ...] = (
     GLM,
     GLM4,
     GLM4_MOE,
+    GLM4_MOE_LITE,
     GRANITE,
     GRANITE4,
     GPT_OSS,
@@ -59,6 +63,9 @@ FAMILIES: tuple[Family, ...] = (
     COHERE2,
     COHERE2_MOE,
     MINIMAX_M2,
+    MINICPM3,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
     ERNIE,
     ERNIE_MOE,
     HUNYUAN_V1,

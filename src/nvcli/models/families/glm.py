@@ -1,11 +1,13 @@
 """GLM-4 (https://arxiv.org/abs/2406.12793): half of each head is rotated, in neighbouring pairs; `gate_up_proj` is
 fused. GLM-4-0414 also norms the blocks' outputs. GLM-4.5 and its successors (https://arxiv.org/abs/2508.06471) have
-some dense layers, then experts chosen by sigmoid scores with a correction, and a shared expert."""
+some dense layers, then experts chosen by sigmoid scores with a correction, and a shared expert; GLM-4.7-Flash has
+latent attention beside them."""
 
 from __future__ import annotations
 
 from nvcli.models.families.deepseek_experts import first_layers_dense, layout_without_predictions, read_experts
 from nvcli.models.families.family import Family
+from nvcli.models.families.latent_attention import read_latent_attention
 from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 
@@ -69,4 +71,23 @@ GLM4_MOE = Family(
     features="a mixture of experts after dense layers, and an expert that all tokens share; half of each head rotated",
     examples=("zai-org/GLM-4.5-Air", "zai-org/GLM-4.6"),
     read=read_glm4_moe,
+)
+
+
+def read_glm4_moe_lite(config: ModelFile) -> DecoderConfig:
+    """Read GLM-4.7-Flash, with latent attention. Its multi-token prediction layer stays on disk."""
+    attention = read_latent_attention(config, is_interleaved=config.get("rope_interleave", bool, True))
+    experts, dense = read_experts(config), config.mlp()
+    mlps = (experts if is_sparse else dense for is_sparse in config.sparse_layers())
+    return config.decoder(
+        (LayerConfig(mixer=attention, mlp=mlp) for mlp in mlps), layout=layout_without_predictions(config)
+    )
+
+
+GLM4_MOE_LITE = Family(
+    name="GLM-4.7-Flash",
+    architectures=("Glm4MoeLiteForCausalLM",),
+    features="latent attention; a mixture of experts after a dense layer, and an expert that all tokens share",
+    examples=("zai-org/GLM-4.7-Flash",),
+    read=read_glm4_moe_lite,
 )

@@ -1,12 +1,19 @@
 """Mistral (https://arxiv.org/abs/2310.06825), Mixtral (https://arxiv.org/abs/2401.04088), Ministral 8B, whose
-`layer_types` say which layers have windows, and Ministral 3, whose queries are scaled by their position."""
+`layer_types` say which layers have windows, Ministral 3, whose queries are scaled by their position, and Mistral 4,
+which has latent attention."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from nvcli.models.checkpoint_layout import CheckpointLayout
+from nvcli.models.families.deepseek_experts import (
+    first_layers_dense,
+    layout_without_predictions,
+    shared_experts,
+)
 from nvcli.models.families.family import Family
+from nvcli.models.families.latent_attention import read_latent_attention
 from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.attention import QueryScaling
@@ -42,15 +49,20 @@ def read_ministral(config: ModelFile) -> DecoderConfig:
     return config.decoder(LayerConfig(mixer=replace(attention, window=one), mlp=mlp) for one in windows)
 
 
-def read_ministral3(config: ModelFile) -> DecoderConfig:
-    """Read the scaling of queries (`llama_4_scaling_beta`) beside YaRN."""
+def _query_scaling(config: ModelFile) -> QueryScaling | None:
+    """Read the scaling of queries (`llama_4_scaling_beta`) beside YaRN; None: there is none."""
     rope = rope_section(config)
-    scaling = None
-    if rope.get("llama_4_scaling_beta", float, 0.0):
-        scaling = QueryScaling(
-            beta=rope.positive_number("llama_4_scaling_beta"),
-            length=rope.positive("original_max_position_embeddings"),
-        )
+    if not rope.get("llama_4_scaling_beta", float, 0.0):
+        return None
+    return QueryScaling(
+        beta=rope.positive_number("llama_4_scaling_beta"),
+        length=rope.positive("original_max_position_embeddings"),
+    )
+
+
+def read_ministral3(config: ModelFile) -> DecoderConfig:
+    """Read Ministral 3, whose queries may be scaled by their position."""
+    scaling = _query_scaling(config)
     window = config.bounded(config.window())
     layer = LayerConfig(
         mixer=config.attention(default_theta=1_000_000.0, window=window, query_scaling=scaling),
@@ -59,15 +71,41 @@ def read_ministral3(config: ModelFile) -> DecoderConfig:
     return config.decoder(layer)
 
 
+def read_mistral4(config: ModelFile) -> DecoderConfig:
+    """Read Mistral 4: latent attention with scaled queries, and a mixture of experts chosen by a softmax."""
+    attention = read_latent_attention(
+        config,
+        is_interleaved=config.get("rope_interleave", bool, True),
+        counts_whole_head=True,
+        query_scaling=_query_scaling(config),
+    )
+    if config.get("n_group", int, 1) > 1:
+        raise config.error("n_group", "groups of experts are not supported here; supported: 1")
+    routing = config.routing(
+        keys=("n_routed_experts", "num_local_experts"),
+        renormalise=config.get("norm_topk_prob", bool, True),
+        scale=config.positive_number("routed_scaling_factor", 1.0),
+    )
+    experts = config.experts(routing, shared=shared_experts(config, "n_shared_experts"))
+    layers = (LayerConfig(mixer=attention, mlp=mlp) for mlp in first_layers_dense(config, experts))
+    return config.decoder(layers, layout=layout_without_predictions(config))
+
+
 def read_mistral3(config: ModelFile) -> DecoderConfig:
-    """Read the text part of Mistral Small 3.1 and later or of Ministral 3, depending on its `model_type`."""
+    """Read the text part of Mistral Small 3.1 and later, of Ministral 3 or of Mistral 4, depending on its
+    `model_type`."""
     kind = config.get("model_type", str, "mistral")
     if kind not in _TEXT_PARTS:
         raise config.error("model_type", f"{kind} is not supported; supported: {', '.join(_TEXT_PARTS)}")
     return _TEXT_PARTS[kind](config)
 
 
-_TEXT_PARTS = {"mistral": read_mistral, "ministral": read_ministral, "ministral3": read_ministral3}
+_TEXT_PARTS = {
+    "mistral": read_mistral,
+    "ministral": read_ministral,
+    "ministral3": read_ministral3,
+    "mistral4": read_mistral4,
+}
 
 MINISTRAL = Family(
     name="Ministral",
@@ -82,6 +120,13 @@ MINISTRAL3 = Family(
     features="queries scaled by their position",
     examples=("mistralai/Ministral-3-8B-Instruct-2512-BF16",),
     read=read_ministral3,
+)
+MISTRAL4 = Family(
+    name="Mistral 4",
+    architectures=("Mistral4ForCausalLM",),
+    features="latent attention; queries scaled by their position; a mixture of experts, and one that all tokens share",
+    examples=("mistralai/Mistral-Small-4-119B-2603",),
+    read=read_mistral4,
 )
 MISTRAL3 = Family(
     name="Mistral Small 3, Ministral 3 with vision",

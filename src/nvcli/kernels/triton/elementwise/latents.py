@@ -1,0 +1,134 @@
+"""Latent attention's norm, rotary positions and store into the paged cache in one kernel: a program for each token and
+some of its heads, and one for its key."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nvcli.kernels.latent_types import LatentHeads
+from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
+from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
+
+_HEADS_PER_PROGRAM = 16
+
+
+@triton.jit
+def _turn(source, mask, angles, inside, pair, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Load rotated numbers as pairs, and turn them by the angles: → first and second of each pair, float32."""
+    if INTERLEAVED:
+        first = tl.load(source + 2 * pair, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(source + 2 * pair + 1, mask=mask, other=0.0).to(tl.float32)
+    else:
+        first = tl.load(source + pair, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(source + pair + HALF, mask=mask, other=0.0).to(tl.float32)
+    cos = tl.load(angles + pair, mask=inside, other=0.0)
+    sin = tl.load(angles + HALF + pair, mask=inside, other=0.0)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _rotate_and_store_kernel(
+    queries_ptr,  # [T, NUM_HEADS, PLAIN + ROPE], tokens query_stride apart
+    latents_ptr,  # [T, LATENT + ROPE], rows latent_stride apart
+    cos_sin_ptr,  # [T, ROPE] float32
+    absorbed_ptr,  # [T, NUM_HEADS, LATENT + ROPE], whose last ROPE numbers are written
+    cache_ptr,  # blocks cache_block_stride apart, written
+    slot_mapping_ptr,
+    weight_ptr,  # [LATENT]
+    eps,
+    query_stride,
+    latent_stride,
+    cache_block_stride,
+    NUM_HEADS: tl.constexpr,
+    PLAIN: tl.constexpr,
+    ROPE: tl.constexpr,
+    LATENT: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_LATENT: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (token, part): the first part is the token's key, and the others are HEADS query heads each."""
+    HALF: tl.constexpr = ROPE // 2
+    KEY: tl.constexpr = LATENT + ROPE
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    angles = cos_sin_ptr + token * ROPE
+    await_kernel_before(DEPENDENT)
+    if part == 0:
+        key_pair = tl.arange(0, BLOCK_HALF)
+        is_pair = key_pair < HALF
+        latent_row = latents_ptr + token * latent_stride
+        numbers = tl.arange(0, BLOCK_LATENT)
+        is_latent = numbers < LATENT
+        latent = tl.load(latent_row + numbers, mask=is_latent, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + numbers, mask=is_latent, other=0.0).to(tl.float32)
+        normed = latent * tl.rsqrt(tl.sum(latent * latent, axis=0) / LATENT + eps) * weight
+        key_first, key_second = _turn(latent_row + LATENT, is_pair, angles, is_pair, key_pair, HALF, INTERLEAVED)
+        slot = tl.load(slot_mapping_ptr + token)
+        place = cache_ptr + slot // BLOCK_SIZE * cache_block_stride + slot % BLOCK_SIZE * KEY
+        tl.store(place + numbers, normed.to(cache_ptr.dtype.element_ty), mask=is_latent)
+        tl.store(place + LATENT + key_pair, key_first.to(cache_ptr.dtype.element_ty), mask=is_pair)
+        tl.store(place + LATENT + HALF + key_pair, key_second.to(cache_ptr.dtype.element_ty), mask=is_pair)
+    else:
+        pair = tl.arange(0, BLOCK_HALF)[None, :]
+        inside = pair < HALF
+        heads = ((part - 1) * HEADS + tl.arange(0, HEADS))[:, None]
+        mask = (heads < NUM_HEADS) & inside
+        source = queries_ptr + token * query_stride + heads * (PLAIN + ROPE) + PLAIN
+        first, second = _turn(source, mask, angles, inside, pair, HALF, INTERLEAVED)
+        target = absorbed_ptr + (token * NUM_HEADS + heads) * KEY + LATENT + pair
+        tl.store(target, first.to(absorbed_ptr.dtype.element_ty), mask=mask)
+        tl.store(target + HALF, second.to(absorbed_ptr.dtype.element_ty), mask=mask)
+
+
+def rotate_and_store(
+    queries: Tensor,
+    latents: Tensor,
+    cos_sin: Tensor,
+    absorbed: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+    heads: LatentHeads,
+    *,
+    weight: Tensor,
+    eps: float,
+) -> None:
+    """See `nvcli.kernels.latents.rotate_and_store`."""
+    _, block_size, _, key_dim = cache.shape
+    query_dim = heads.plain_dim + heads.rope_dim
+    assert key_dim == heads.latent_dim + heads.rope_dim
+    assert queries.stride()[1:] == (query_dim, 1)
+    assert latents.stride(1) == 1
+    assert cos_sin.is_contiguous()
+    assert absorbed.is_contiguous()
+    assert cache.stride()[1:] == (key_dim, key_dim, 1)
+    of_program = min(_HEADS_PER_PROGRAM, next_power_of_2(heads.num_heads))
+    _rotate_and_store_kernel[(len(queries), 1 + ceil_div(heads.num_heads, of_program))](
+        queries,
+        latents,
+        cos_sin,
+        absorbed,
+        cache,
+        slot_mapping,
+        weight,
+        eps,
+        queries.stride(0),
+        latents.stride(0),
+        cache.stride(0),
+        NUM_HEADS=heads.num_heads,
+        PLAIN=heads.plain_dim,
+        ROPE=heads.rope_dim,
+        LATENT=heads.latent_dim,
+        BLOCK_HALF=next_power_of_2(heads.rope_dim // 2),
+        BLOCK_LATENT=next_power_of_2(heads.latent_dim),
+        HEADS=of_program,
+        BLOCK_SIZE=block_size,
+        INTERLEAVED=heads.is_interleaved,
+        num_warps=4,
+        **dependent(cache.device),
+    )

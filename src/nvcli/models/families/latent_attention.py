@@ -1,0 +1,72 @@
+"""The reader of multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434), which several families
+share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from nvcli.core.validation import show
+from nvcli.models.families.model_file import MAX_HEAD_DIM, ModelFile
+from nvcli.models.mixers.attention import QueryScaling
+from nvcli.models.mixers.latent_attention import LatentAttentionConfig
+from nvcli.models.rope_config import RopeConfig, read_rope, rope_section
+
+_NORM_EPS = 1e-6
+"""The epsilon of the norms of latent vectors, which transformers does not take from config.json."""
+
+
+def read_latent_attention(
+    config: ModelFile,
+    *,
+    is_interleaved: bool,
+    counts_whole_head: bool = False,
+    query_scaling: QueryScaling | None = None,
+) -> LatentAttentionConfig:
+    """Read the attention of all layers. `counts_whole_head`: `partial_rotary_factor` is a part of whole heads, and not
+    of their rotated numbers."""
+    plain_dim = config.positive("qk_nope_head_dim", most=MAX_HEAD_DIM)
+    rope_dim = config.positive("qk_rope_head_dim", most=MAX_HEAD_DIM)
+    if rope_dim % 2:
+        raise config.error("qk_rope_head_dim", f"{rope_dim} is odd; rotary embedding pairs dimensions")
+    head_dim = plain_dim + rope_dim if counts_whole_head else rope_dim
+    rope = read_rope(
+        config,
+        head_dim=head_dim,
+        default_theta=10_000.0,
+        is_interleaved=is_interleaved,
+        default_partial=rope_dim / head_dim,
+    )
+    if rope.rotary_dim(head_dim) != rope_dim:
+        raise rope_section(config).error(
+            "partial_rotary_factor",
+            f"{show(rope.partial_rotary_factor)} of {head_dim} dimensions are not the {rope_dim} of `qk_rope_head_dim`",
+        )
+    query_rank = None if config.values.get("q_lora_rank") is None else config.positive("q_lora_rank")
+    bias = config.bias()
+    if bias and query_rank is None:
+        raise config.error("attention_bias", "true is not supported together with `q_lora_rank` null")
+    return LatentAttentionConfig(
+        num_heads=config.positive("num_attention_heads"),
+        query_rank=query_rank,
+        latent_dim=config.positive("kv_lora_rank", most=MAX_HEAD_DIM),
+        plain_dim=plain_dim,
+        rope_dim=rope_dim,
+        value_dim=config.positive("v_head_dim", most=MAX_HEAD_DIM),
+        scale=(plain_dim + rope_dim) ** -0.5 * _score_factor(config, rope),
+        rope=replace(rope, partial_rotary_factor=1.0),
+        norm_eps=_NORM_EPS,
+        bias=bias,
+        query_scaling=query_scaling,
+    )
+
+
+def _score_factor(config: ModelFile, rope: RopeConfig) -> float:
+    """Return the factor by which scores grow where rope stretches the context (`mscale_all_dim`)."""
+    weight = rope_section(config).get("mscale_all_dim", float, 0.0)
+    if rope.rope_type == "default" or not weight or rope.factor <= 1:
+        return 1.0
+    factor = 0.1 * weight * math.log(rope.factor) + 1.0
+    if factor <= 0:
+        raise rope_section(config).error("mscale_all_dim", f"{show(weight)} gives no factor above zero")
+    return factor**2

@@ -1,0 +1,109 @@
+"""LatentAttention: multi-head latent attention with absorbed queries, sharded over the ranks by heads.
+
+Each rank keeps the latents of all tokens. Shapes: T tokens, H hidden, N heads of this rank, L size of a latent vector,
+R rotated numbers, D = L + R numbers of a key in the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.spec import AttentionSpec
+from nvcli.kernels.fp8_types import Activations
+from nvcli.kernels.key_copies import copy_keys
+from nvcli.kernels.latent_types import LatentHeads
+from nvcli.kernels.latents import rotate_and_store
+from nvcli.kernels.norm import rms_norm
+from nvcli.models.layers import Angles, Norm, TokenMixer
+from nvcli.models.mixers.latent_attention import FROM_LATENTS, LATENTS, LatentAttentionConfig
+from nvcli.models.mixers.mixer import NormConfig
+from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear, TensorShard
+from nvcli.models.qkv import QueryScaleTable
+
+
+class LatentAttention(TokenMixer):
+    """[T, H] → [T, N × size of a value], the input of `o_proj`."""
+
+    spec: AttentionSpec
+
+    def __init__(
+        self,
+        build: BuildContext,
+        path: str,
+        config: LatentAttentionConfig,
+        norm: NormConfig,
+        spec: AttentionSpec,
+        cache_layer: int,
+    ) -> None:
+        super().__init__()
+        self.config, self.spec, self.cache_layer = config, spec, cache_layer
+        self.heads = LatentHeads(
+            num_heads=spec.num_heads,
+            plain_dim=config.plain_dim,
+            rope_dim=config.rope_dim,
+            latent_dim=config.latent_dim,
+            is_interleaved=config.rope.is_interleaved,
+        )
+        self.in_proj = ColumnParallelLinear(build, f"{path}.in_proj", (config.first_projection, LATENTS))
+        self.q_norm: Norm | None = None
+        self.q_b_proj: ColumnParallelLinear | None = None
+        if config.query_rank is not None:
+            self.q_norm = Norm(build, f"{path}.q_a_layernorm", norm)
+            self.q_b_proj = ColumnParallelLinear(build, f"{path}.q_b_proj", ("q_b_proj",))
+        self.kv_norm = Norm(build, f"{path}.kv_a_layernorm", norm)
+        self.from_latents = TensorShard(build, f"{path}.{FROM_LATENTS}.weight")
+        self.o_proj = RowParallelLinear(build, f"{path}.o_proj")
+        scaling = config.query_scaling
+        scales = scaling is not None and build.max_positions > scaling.length
+        self.query_scales = QueryScaleTable(scaling, build.max_positions) if scaling is not None and scales else None
+
+    @property
+    def input_proj(self) -> ColumnParallelLinear:
+        return self.in_proj
+
+    def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
+        """Store the tokens' latents and rotated keys, and attend to those of all tokens."""
+        config, heads = self.config, self.heads
+        adapters = None if batch.adapters is None else batch.adapters.tokens
+        projected = self.in_proj(x, adapters)
+        queries, latents = projected[:, : -config.key_dim], projected[:, -config.key_dim :]
+        if self.q_b_proj is not None:
+            assert self.q_norm is not None
+            queries = self.q_b_proj(rms_norm(queries, self.q_norm.weight, config.norm_eps), adapters)
+        queries = queries.unflatten(1, (heads.num_heads, config.query_dim))
+        weight = self.from_latents.weight.view(heads.num_heads, -1, config.latent_dim)
+        absorbed = torch.empty(
+            len(queries), heads.num_heads, config.key_dim, dtype=queries.dtype, device=queries.device
+        )
+        _by_head(queries[..., : config.plain_dim], weight[:, : config.plain_dim], absorbed[..., : config.latent_dim])
+        cos_sin = angles.of(config.rotation)
+        assert cos_sin is not None
+        cache, values = batch.kv_cache.layer(self.cache_layer)
+        keys = rotate_and_store(
+            queries,
+            latents,
+            cos_sin,
+            absorbed,
+            cache,
+            batch.slot_mapping[self.spec.kv_group],
+            heads,
+            weight=self.kv_norm.weight,
+            eps=config.norm_eps,
+            keep_keys=batch.backend.reads_new_keys,
+        )
+        if batch.key_copies is not None:
+            copy_keys(cache, values, None, batch.key_copies.of_groups[self.spec.kv_group])
+        if self.query_scales is not None:
+            absorbed = (absorbed * self.query_scales(batch.positions)).to(absorbed.dtype)
+        new_values = absorbed if keys is None else keys[..., : config.latent_dim]
+        attended = batch.backend.forward(self.spec, self.cache_layer, absorbed, keys, new_values, batch)
+        out = torch.empty(len(queries), heads.num_heads, config.value_dim, dtype=attended.dtype, device=attended.device)
+        _by_head(attended, weight[:, config.plain_dim :].transpose(1, 2), out)
+        return out.flatten(1)
+
+
+def _by_head(x: Tensor, weights: Tensor, out: Tensor) -> None:
+    """Multiply each head by its own matrix: [T, N, in], [N, in, out] → `out` [T, N, out]."""
+    torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))

@@ -1,0 +1,138 @@
+"""LatentAttentionConfig: multi-head latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434).
+`models/latent_attention.py` computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from nvcli.attention.kv_layout import KVDtype
+from nvcli.attention.spec import AttentionSpec
+from nvcli.core.config_types import KeptWeights
+from nvcli.models.mixers.attention import QueryScaling
+from nvcli.models.mixers.mixer import LayerContext, Mixer, MixerCosts, Piece, Ranks, Rotation
+from nvcli.models.rope_config import RopeConfig
+from nvcli.models.tensor_spec import Sharding, StoredDtype, TensorSpec, matrix, with_bias
+
+LATENTS, FROM_LATENTS = "kv_a_proj_with_mqa", "kv_b_proj"
+"""The projections to latents and rotated keys, and from latents to keys and values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttentionConfig(Mixer):
+    """Attention to a latent vector of each token, from which the keys and values of all heads are projected, and to one
+    rotated key that all heads share.
+
+    A query is projected to the latents' space instead (it is absorbed), and so is the result from there: a token's
+    latent and rotated key are then one key for all heads, whose first numbers are its value.
+    """
+
+    name: ClassVar[str] = "self_attn"
+    module: ClassVar[str] = "nvcli.models.latent_attention:LatentAttention"
+    num_heads: int
+    query_rank: int | None
+    """The size of the latent vector that queries are projected from; None: they are projected from the block's
+    input."""
+    latent_dim: int
+    """The size of the latent vector that keys and values are projected from."""
+    plain_dim: int
+    """Numbers of each head's query and key that are not rotated; the rotated ones follow them."""
+    rope_dim: int
+    value_dim: int
+    scale: float
+    """Scores are multiplied by it before the softmax; positive."""
+    rope: RopeConfig
+    """The rotation of `rope_dim` numbers."""
+    norm_eps: float
+    """The epsilon of the norms of latent vectors."""
+    bias: bool = False
+    """Whether the projections to latents and of the result have biases."""
+    query_scaling: QueryScaling | None = None
+
+    @property
+    def query_dim(self) -> int:
+        """The size of each head's query before it is absorbed."""
+        return self.plain_dim + self.rope_dim
+
+    @property
+    def key_dim(self) -> int:
+        """The numbers that a token keeps: its latent vector and its rotated key."""
+        return self.latent_dim + self.rope_dim
+
+    @property
+    def first_projection(self) -> str:
+        """The projection of the block's input for queries."""
+        return "q_proj" if self.query_rank is None else "q_a_proj"
+
+    @property
+    def rotation(self) -> Rotation:
+        return self.rope, self.rope_dim
+
+    @property
+    def batch_dependence(self) -> str | None:
+        return "latent attention, whose products for all heads depend on the number of rows"
+
+    @property
+    def fp8_keys_problem(self) -> str | None:
+        return "latent attention, whose latent vectors are kept in the model's type"
+
+    def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> AttentionSpec:
+        return AttentionSpec(
+            num_heads=self.num_heads // tensor_parallel_size,
+            num_kv_heads=1,
+            head_dim=self.key_dim,
+            scale=self.scale,
+            kv_group=kv_group,
+            value_dim=self.latent_dim,
+        )
+
+    def costs(self, num_layers: int, dtype: StoredDtype, kv_dtype: KVDtype, tensor_parallel_size: int) -> MixerCosts:
+        spec = self.kv_spec(tensor_parallel_size)
+        return MixerCosts(
+            kv_bytes_per_token=num_layers * spec.token_bytes(kv_dtype),
+            flops_per_pair=num_layers * 2 * spec.num_heads * (spec.head_dim + spec.result_dim),
+        )
+
+    def check(self, ranks: Ranks) -> Iterator[str]:
+        if self.num_heads % ranks.size:
+            yield f"{self.num_heads} attention heads do not divide by {ranks.size}"
+
+    def pieces(self, ranks: Ranks) -> Iterator[Piece]:
+        heads = self.num_heads // ranks.size
+        queries = heads * self.query_dim
+        if self.query_rank is None:
+            yield Piece("q_proj", queries, None, queries + self.key_dim)
+        else:
+            yield Piece("q_a_proj", self.query_rank, None, self.query_rank + self.key_dim)
+            yield Piece("q_b_proj", queries, None)
+        yield Piece("o_proj", heads * self.value_dim, "o_proj")
+
+    def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
+        """Count the elements: queries as they are projected and as they are absorbed, and results in both forms."""
+        of_head = self.query_dim + self.key_dim + self.latent_dim + self.value_dim
+        return 3 * hidden_size + 2 * (self.query_rank or 0) + 2 * self.key_dim + self.num_heads // ranks.size * of_head
+
+    def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
+        """Yield the tensors. Each rank has all latents, and some of the heads. The projection from latents is never
+        quantised: queries and results are multiplied by its parts."""
+        hidden, dtype, heads = context.hidden_size, context.dtype, self.num_heads
+        queries, fused = heads * self.query_dim, (self.first_projection, LATENTS)
+        if self.query_rank is None:
+            yield matrix(f"{path}.q_proj", (queries, hidden), Sharding.ROWS, dtype, "attention", fused)
+        else:
+            shape = self.query_rank, hidden
+            q_a_proj = matrix(f"{path}.q_a_proj", shape, Sharding.REPLICATED, dtype, "attention", fused)
+            yield from with_bias(q_a_proj, bias=self.bias)
+            yield context.norm_weight(f"{path}.q_a_layernorm", self.query_rank, "attention")
+            shape = queries, self.query_rank
+            yield matrix(f"{path}.q_b_proj", shape, Sharding.ROWS, dtype, "attention", ("q_b_proj",))
+        latents = matrix(f"{path}.{LATENTS}", (self.key_dim, hidden), Sharding.REPLICATED, dtype, "attention", fused)
+        yield from with_bias(latents, bias=self.bias)
+        yield context.norm_weight(f"{path}.kv_a_layernorm", self.latent_dim, "attention")
+        shape = heads * (self.plain_dim + self.value_dim), self.latent_dim
+        weight = matrix(f"{path}.{FROM_LATENTS}", shape, Sharding.ROWS, dtype, "attention")
+        yield replace(weight, in_linear_layer=False)
+        shape = hidden, heads * self.value_dim
+        o_proj = matrix(f"{path}.o_proj", shape, Sharding.COLUMNS, dtype, "attention", ("o_proj",))
+        yield from with_bias(o_proj, bias=self.bias)
