@@ -109,6 +109,17 @@ def test_a_row_reads_and_writes_its_states() -> None:
     assert (prefill.limit_by_part["decode states"], prefill.limit_by_part["prompt states"]) == (0.0, 0.4)
 
 
+def test_latent_attention_of_prompts_counts_as_it_could_be_computed(tmp_path: Path) -> None:
+    """Decode steps read 576 numbers of a key once for all heads; heads of prompts could have keys of 192 numbers and
+    values of 128."""
+    costs = model_costs(load_model_config(write_shape("deepseek-v2-lite", tmp_path)), "bfloat16")
+    parts = work_of(
+        record(num_decodes=3, num_prefill_tokens=4, decode_keys=50, prefill_keys=4, prefill_pairs=10), costs
+    )
+    assert parts["decode attention"] == Work(27 * 53 * 576 * 2, 27 * 50 * 16 * 2 * (576 + 512))
+    assert parts["prompt attention"] == Work(27 * 8 * 576 * 2, 27 * 10 * 16 * 2 * (192 + 128))
+
+
 def test_qwen3_5_35b_a3b(tmp_path: Path) -> None:
     """30 of 40 layers have a state: 32 heads of 128 × 128 in float32, and the last 3 inputs of 8,192 channels."""
     model = load_model_config(write_shape("qwen3.5-35b-a3b", tmp_path))

@@ -88,10 +88,13 @@ class LatentAttentionConfig(Mixer):
         )
 
     def costs(self, num_layers: int, dtype: StoredDtype, kv_dtype: KVDtype, tensor_parallel_size: int) -> MixerCosts:
+        """Return the costs of absorbed queries. Those of prompts could be attended as they are projected, to keys and
+        values of each head."""
         spec = self.kv_spec(tensor_parallel_size)
         return MixerCosts(
             kv_bytes_per_token=num_layers * spec.token_bytes(kv_dtype),
             flops_per_pair=num_layers * 2 * spec.num_heads * (spec.head_dim + spec.result_dim),
+            fewest_prompt_flops_per_pair=num_layers * 2 * spec.num_heads * (self.query_dim + self.value_dim),
         )
 
     def check(self, ranks: Ranks) -> Iterator[str]:

@@ -113,6 +113,9 @@ class MixerCosts:
     """Keys and values of one token in these layers."""
     flops_per_pair: int = 0
     """Operations per pair of a token and a token that it attends to, in these layers."""
+    fewest_prompt_flops_per_pair: int | None = None
+    """The fewest operations per pair with which prompts can be attended, by which the limit is computed; None:
+    `flops_per_pair`."""
     state_bytes: int = 0
     """The recurrent states of one request. A step reads and writes them once for each of its rows."""
     flops_per_token: int = 0
