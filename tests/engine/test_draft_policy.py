@@ -22,6 +22,8 @@ WIDTHS = (2, 3, 4, 6, 8)
 UNEVEN: dict[str, Any] = {"uneven_widths": (1.5, 2.0, 3.0, 4.0), "most_of_uneven": 8, "uneven_from": 16}
 CAPTURE_SECONDS, NEW_SECONDS = 0.03, 4e-4
 """How long the device waits while the graph of a shape is captured, and how much longer its first step takes."""
+PASS_COST = 0.06
+"""What a pass of a head takes of a step's time."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,11 @@ class Simulation:
             Drafting(widths=WIDTHS, max_step_tokens=1024, accept_rate=seen, **{**UNEVEN, **drafting})
         )
         self.costs, self.accept_rate, self.noise, self.share = MODELS[model], accept_rate, noise, share
+        self.is_extended = True
+        """Whether the head took in the last step; with other drafts this does not matter."""
         if seen_rate is None:
             self.policy._evidence = self  # type: ignore[assignment]
+        self.has_head = drafting.get("has_head", False)
         self.rng = random.Random(1)
         self.captured: set[tuple[int, int, int]] = set()
         self.rows = [state_of(number, [1, 2], [5]) for number in range(1024)]
@@ -90,8 +95,13 @@ class Simulation:
         for number in range(num_steps):
             rows = self.rows[:num_rows]
             widths = self.policy.widths(rows, 1 << 20, has_prompts=False)
-            counts = [accepted(rng, width, self.rate_of(row)) for row, width in enumerate(widths)]
+            rates = [self.rate_of(row) if self.is_extended else 0.0 for row in range(num_rows)]
+            counts = [accepted(rng, width, rate) for width, rate in zip(widths, rates, strict=True)]
             took = self.costs.seconds(num_rows, sum(widths)) * (1 + rng.uniform(-self.noise, self.noise))
+            extends = self.policy.extends(has_drafts=max(widths) > 1, has_prompts=False)
+            if self.has_head:
+                self.is_extended = extends
+                took *= 1 + PASS_COST * (max(widths) - 1 if max(widths) > 1 else extends)
             shape = size_of(num_rows), sum(widths), max(widths)
             is_new = max(widths) > 1 and shape not in self.captured
             idle = CAPTURE_SECONDS if is_new else 0.0
@@ -105,6 +115,7 @@ class Simulation:
                 num_logits=pack(widths),
                 num_decodes=num_rows,
                 row_limits=pack([1000] * num_rows) if max(widths) > 1 else b"",
+                extends_drafts=extends,
             )
             output = StepOutput(step_id=number, token_ids=b"", counts=pack(counts), seconds=took, idle_seconds=idle)
             in_flight.append((step, output))
@@ -254,6 +265,24 @@ def test_no_drafts_beside_prompts_or_where_a_step_has_no_room() -> None:
     assert simulation.width(1000, 10_000) == 1
 
 
+@pytest.mark.parametrize(("num_rows", "least"), [(1, 1.6), (16, 1.4), (256, 0.99)])
+def test_drafts_of_a_head_are_tried_and_kept_if_they_pay(num_rows: int, least: float) -> None:
+    assert Simulation("8B, fast attention", 0.7, has_head=True, noise=0.02).run(num_rows, 3000) > least
+    assert Simulation("8B, fast attention", 0.0, has_head=True, noise=0.02).run(num_rows, 3000) > 0.99
+
+
+def test_a_head_takes_in_what_its_drafts_need() -> None:
+    """Prompts, and the step before the first drafts; not the prompts of a run in which they are wrong."""
+    useful, useless = (Simulation("8B, fast attention", rate, has_head=True) for rate in (0.8, 0.0))
+    for simulation in (useful, useless):
+        assert simulation.policy.extends(has_drafts=False, has_prompts=True)
+        assert not simulation.policy.extends(has_drafts=False, has_prompts=False)
+        simulation.run(16, 400)
+    assert useful.policy.extends(has_drafts=False, has_prompts=True)
+    assert not useless.policy.extends(has_drafts=False, has_prompts=True)
+    assert not Simulation("8B", 0.8).policy.extends(has_drafts=True, has_prompts=True)
+
+
 def test_always_drafts_as_many_as_there_may_be() -> None:
     policy = DraftPolicy(Drafting(widths=WIDTHS, policy="always", max_step_tokens=64))
     rows = [state_of(number, [1, 2], [5]) for number in range(40)]
@@ -275,13 +304,13 @@ def test_drafted_and_accepted_tokens_are_counted() -> None:
         ),
         [state_of(number, [1, 2], [5]) for number in range(3)],
     )
-    assert (policy.num_drafted, policy.num_accepted) == ([2, 2], [0, 2])
+    assert (policy.num_drafted, policy.num_accepted) == ([2, 2, 0], [0, 2, 0])
 
 
 def test_figures_of_drafts_are_those_of_all_replicas() -> None:
     replicas = [
-        EngineStats(decode_rows=10, drafted=(8, 0), accepted=(5, 0)),
-        EngineStats(decode_rows=6, drafted=(2, 3), accepted=(1, 2), forced_tokens=4),
+        EngineStats(decode_rows=10, drafted=(8, 0, 0), accepted=(5, 0, 0)),
+        EngineStats(decode_rows=6, drafted=(2, 3, 0), accepted=(1, 2, 0), forced_tokens=4),
     ]
     figures = SpeculationFigures.of(replicas)
     assert figures is not None

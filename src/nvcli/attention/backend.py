@@ -96,6 +96,9 @@ class AttentionBackend(ABC):
     """Whether keys and values behind a row's last key must be finite, because they are multiplied by 0. Blocks are then
     cleared before a row decodes into them."""
 
+    plans_on_device: bool = False
+    """Whether `plan_on_device` is all that a batch of decode rows needs, so that a step may run several batches."""
+
     needs_exact_lens: bool = False
     """Whether `ForwardBatch.seq_lens_host` must be exact; other backends accept upper bounds."""
 

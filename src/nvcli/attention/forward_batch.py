@@ -49,6 +49,8 @@ class BatchShape:
     """Whether prefill chunks share prefixes that are read for several of them at a time."""
     has_adapters: bool = False
     """Whether some rows may have LoRA adapters."""
+    extends_drafts: bool = False
+    """Whether a head that drafts tokens computes the batch's tokens too."""
 
     @property
     def num_rows(self) -> int:
@@ -70,12 +72,12 @@ class BatchShape:
     def holds(self, other: BatchShape) -> bool:
         """Whether a batch of another shape can be padded to this one. If decode rows have different numbers of tokens,
         so may the padding rows, but none has more than `tokens_per_row`."""
-        flags = other.shares_segments, other.shares_prefixes, other.has_adapters
+        flags = other.shares_segments, other.shares_prefixes, other.has_adapters, other.extends_drafts
         if (
             self.decode_rows < other.decode_rows
             or self.prefill_rows < other.prefill_rows
             or self.prefill_tokens < other.prefill_tokens
-            or flags != (self.shares_segments, self.shares_prefixes, self.has_adapters)
+            or flags != (self.shares_segments, self.shares_prefixes, self.has_adapters, self.extends_drafts)
         ):
             return False
         if other.uneven_tokens == 0:
@@ -87,12 +89,15 @@ class BatchShape:
 
 
 class LayerAttention(Protocol):
-    """The part of an attention backend (`AttentionBackend`) that a layer calls."""
+    """The part of an attention backend (`AttentionBackend`) that layers and heads call."""
 
     reads_new_keys: bool
 
     def num_decoded_rows(self, shape: BatchShape) -> int:
         """Return the number of leading rows that a kernel for decode rows serves; the others count as chunks."""
+
+    def plan_on_device(self, batch: ForwardBatch) -> None:
+        """Prepare for another batch within a step, if the backend `plans_on_device`."""
 
     def forward(
         self,

@@ -21,6 +21,7 @@ class HybridBackend(AttentionBackend):
         self.reads_behind_rows = prefill.reads_behind_rows or decode.reads_behind_rows
         self.needs_exact_lens = prefill.needs_exact_lens or decode.needs_exact_lens
         self.reads_segments = decode.reads_segments
+        self.plans_on_device = decode.plans_on_device
         self.prefix_tile_tokens = prefill.prefix_tile_tokens
 
     @classmethod

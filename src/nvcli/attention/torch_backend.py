@@ -94,6 +94,7 @@ class TorchBackend(AttentionBackend):
     reads_new_keys = True  # those of prompts without a prefix
     reads_behind_rows = True
     reads_segments = True
+    plans_on_device = True
 
     def __init__(self, case: AttentionCase) -> None:
         self._case = case

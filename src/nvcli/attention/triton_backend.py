@@ -24,6 +24,7 @@ class TritonBackend(AttentionBackend):
 
     name = "triton"
     reads_segments = True
+    plans_on_device = True
 
     def __init__(self, case: AttentionCase) -> None:
         # Triton is imported only by runs that use it.

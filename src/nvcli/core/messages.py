@@ -37,8 +37,9 @@ gets a token, and stays finite when divided by the lowest temperature."""
 MOST_KEY_COPIES = 2
 """Most copy runs per new slot and KV group."""
 
-DRAFT_SOURCES = ("lookup", "answers")
-"""Sources of drafts: a row's own prompt and answer, or other answers of the job."""
+DRAFT_SOURCES = ("lookup", "answers", "head")
+"""Sources of drafts: a row's own prompt and answer, other answers of the job, or a head that drafts from the model's
+hidden states."""
 
 MAX_KV_GROUPS = 16
 """The maximum KV groups of a model. The step channel is made before a rank can report their number."""
@@ -165,6 +166,8 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=
     """The number of tokens that each row computes, at least 1."""
     num_logits: bytes = b""
     """The number of each row's last tokens that need logits; 0 for a prefill chunk that does not end its prompt."""
+    extends_drafts: bool = False
+    """Whether the head that drafts tokens computes the step's tokens too, so that later steps can have its drafts."""
     seq_lens: bytes = b""
     """An upper bound on each row's length after this step, its own tokens included. It is exact unless an earlier step
     whose counts the engine does not know yet may accept a number of tokens of its own; so with stages it always is."""

@@ -19,13 +19,14 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         Flag(
             "--speculate",
             MODEL,
-            "Draft several tokens per step and keep the correct ones: lookup: from earlier text; auto: whatever "
-            "works with the model.",
+            "Draft several tokens per step and keep the correct ones: lookup: from earlier text; mtp: by the model's "
+            "own head for that; auto: whatever works with the model.",
         ),
     ] = "auto"
     """lookup: a row's last tokens are looked up in its prompt and answer so far and in other answers, and the tokens
-    that followed them there are drafted; tokens that a grammar forces are taken several at a time. auto: what never
-    costs time: such drafts if the model can check them, one forced token at a time."""
+    that followed them there are drafted; tokens that a grammar forces are taken several at a time. mtp: the
+    checkpoint's head for multi-token prediction drafts, and where it cannot, earlier text. auto: what never costs time:
+    drafts from earlier text if the model can check them, one forced token at a time."""
     max_draft_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFT_TOKENS)] = 7
     """Maximum tokens drafted for a row in one step."""
     policy: DraftPolicyName = "auto"

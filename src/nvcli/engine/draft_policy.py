@@ -59,6 +59,10 @@ _STEPS_IN_FLIGHT = 4
 """Upper bound on the steps whose outputs are still awaited when a step is scheduled."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 4096
 """Steps without drafts before the next try when the estimates speak against drafts: at first, and at most."""
+_RATE_OF_HEADS = 0.5
+"""The assumed acceptance rate of the drafts of a head, until some have run."""
+_USELESS = 0.3
+"""If fewer of a head's first drafts are right, and steps have none, it is spared the prompts."""
 _NEWS = 0.1
 """The acceptance rate must exceed its estimate by this much for the pause to be short again."""
 _PLAIN_EVERY, _PLAIN_OFTEN = 128, 32
@@ -87,6 +91,8 @@ class Drafting:
     """Maximum tokens of all decode rows of a step with drafts."""
     accept_rate: float | None = None
     """See `EngineConfig.draft_accept_rate`."""
+    has_head: bool = False
+    """Whether a head of the model drafts, which must have taken in the steps before (`DraftPolicy.extends`)."""
 
 
 class DraftPolicy:
@@ -99,8 +105,14 @@ class DraftPolicy:
         """Drafted tokens from each of `DRAFT_SOURCES`."""
         self.num_accepted = [0] * len(DRAFT_SOURCES)
         most = drafting.widths[-1] - 1 if drafting else 0
-        self._survival = [0.0] * most
+        self._has_head = drafting is not None and drafting.has_head
+        prior = _RATE_OF_HEADS if self._has_head else 0.0
+        self._survival = [prior ** (place + 1) for place in range(most)]
         """Share of rows whose first, second, … draft is right."""
+        self._is_extended = False
+        """Whether the head takes in the latest step."""
+        self._awaited: Form | None = None
+        """The form that the next step is to have, once the head has taken in this one; None: it is yet to be chosen."""
         self._evidence = DraftEvidence(most, drafting.accept_rate if drafting else None)
         self._costs = DraftCosts()
         self._num_steps = 0
@@ -140,12 +152,29 @@ class DraftPolicy:
         if not forms or (has_prompts and not is_always):
             return [1] * num_rows
         levels = self._rates.levels(rows) if has_levels else []
-        self._form = forms[-1] if is_always else self._choose(size_of(num_rows), forms, levels)
+        form, self._awaited = self._awaited, None
+        if form is None or form not in forms or not (form.is_even or levels):
+            form = forms[-1] if is_always else self._choose(size_of(num_rows), forms, levels)
+        if self._has_head and form != _PLAIN and not self._is_extended:
+            form, self._awaited = _PLAIN, form
+        self._form = form
         self._steps_with_drafts = 0 if self._form == _PLAIN else self._steps_with_drafts + 1
         self._steps_without_drafts = self._steps_without_drafts + 1 if self._form == _PLAIN else 0
         if self._form.is_even:
             return [int(self._form.mean)] * num_rows
         return self._rates.widths(levels, self._rates.plan(levels, self._form.num_tokens(num_rows) - num_rows))
+
+    def extends(self, *, has_drafts: bool, has_prompts: bool) -> bool:
+        """Return whether the head takes in the next step, so that rows can have its drafts afterwards. Call it once for
+        each step, after `widths`. Steps without drafts are taken in before one with drafts, and those with prompts
+        unless the head's drafts were mostly wrong."""
+        drafting = self._drafting
+        if drafting is None or not drafting.has_head:
+            return False
+        is_useless = self._num_tests[0] > 0 and self._survival[0] < _USELESS and self._form == _PLAIN
+        is_due = has_drafts or self._awaited is not None or drafting.policy == "always"
+        self._is_extended = is_due or (has_prompts and not is_useless)
+        return self._is_extended
 
     @property
     def has_drafts(self) -> bool:
@@ -173,10 +202,11 @@ class DraftPolicy:
             if form != _PLAIN and plain is not None:
                 spent = output.seconds + min(output.idle_seconds, _MOST_IDLE)
                 debt += spent - plain * sum(counts) / num_rows
-            self._costs.learn(size, form, output.seconds, output.idle_seconds)
+            if form != _PLAIN or not step.extends_drafts:
+                self._costs.learn(size, form, output.seconds, output.idle_seconds)
         self._debt = max(-_MOST_SAVED, debt)
         every = 1 if self._num_looks < _LOOKS else 4 if form == _PLAIN else 16
-        if decoding and self._num_steps % every == 0:
+        if decoding and self._num_steps % every == 0 and not self._has_head:
             self._look(decoding[self._num_looks % len(decoding)])
 
     def _form_of(self, widths: Sequence[int]) -> Form:

@@ -118,6 +118,7 @@ def drafting_of(config: EngineConfig, ready: EngineReady) -> Drafting | None:
         policy=config.draft_policy,
         max_step_tokens=ready.max_draft_step_tokens,
         accept_rate=config.draft_accept_rate,
+        has_head=config.draft_head is not None,
     )
 
 

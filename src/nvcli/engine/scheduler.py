@@ -142,7 +142,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """Return the next step, or None when nothing can be computed now."""
-        draft = StepDraft(brings_prefixes=self.limits.drafting is not None)
+        draft = StepDraft(self.limits.drafting)
         self._tables.begin_step()
         num_running, num_preemptions = len(self._running), self._num_preemptions
         has_prompts = self._turns.has_prompts(self._running, len(self._waiting), has_drafts=self._drafts.has_drafts)
@@ -182,6 +182,7 @@ class Scheduler:
             restarts=self._restarts,
             adapters=self._running.merged,
             sharing=self._tables.share(draft, len(rows)),
+            extends_drafts=self._drafts.extends(has_drafts=bool(row_limits), has_prompts=draft.has_chunks),
         )
         self._next_step_id += 1
         self._num_with_drafts += bool(row_limits)

@@ -21,6 +21,7 @@ from nvcli.core.messages import (
 )
 from nvcli.core.structured import Constraint
 from nvcli.engine.chunk_groups import Arrangement, Chunk
+from nvcli.engine.draft_policy import Drafting
 from nvcli.engine.merged_adapter import MergedAdapter
 from nvcli.engine.shared_segments import SegmentChanges
 from nvcli.engine.slot_sampling import slot_sampling
@@ -87,9 +88,11 @@ class Sharing(NamedTuple):
 class StepDraft:
     """Collects a step's input: requests that enter slots, new blocks, tokens that the ranks lack, and the rows."""
 
-    def __init__(self, *, brings_prefixes: bool = False) -> None:
-        """`brings_prefixes`: whether the ranks need the tokens of all cached prefixes, to look drafts up in them."""
-        self._brings_prefixes = brings_prefixes
+    def __init__(self, drafting: Drafting | None = None) -> None:
+        """`drafting`: with it the ranks need the tokens of all cached prefixes, to look drafts up in them, and for a
+        head the token behind each chunk, from which it makes its keys."""
+        self._brings_prefixes = drafting is not None
+        self._looks_ahead = drafting is not None and drafting.has_head
         self.num_prefix_ids = 0
         """Cached tokens of entering requests that the step carries; `max_step_input_bytes` limits them."""
         self._new_slots: list[NewSlot] = []
@@ -193,7 +196,7 @@ class StepDraft:
         """Add a prefill chunk: the last `num_tokens` of a request's computed tokens, which the step brings along."""
         assert state.slot is not None
         start = state.num_computed - num_tokens
-        self.add_tokens(state, start, num_tokens)
+        self.add_tokens(state, start, num_tokens + (self._looks_ahead and state.num_computed < state.num_tokens))
         if state.queries is not None:
             query = state.queries.read_chunk(len(self._chunks), start, state.num_computed)
             if query is not None:
@@ -236,6 +239,7 @@ class StepDraft:
         restarts: bool,
         adapters: MergedAdapter,
         sharing: Sharing,
+        extends_drafts: bool = False,
     ) -> ScheduledStep:
         """Return the step, which has something to compute.
 
@@ -277,6 +281,7 @@ class StepDraft:
             shared_prefixes=pack(n for first, count, keys in groups for n in (num_decodes + first, count, keys)),
             key_copies=sharing.key_copies,
             copies_new_keys=sharing.copies_new_keys,
+            extends_drafts=extends_drafts,
             **adapters.take_changes(),
             queries=[msgspec.structs.replace(query, row=num_decodes + query.row) for query in self._queries],
         )

@@ -24,7 +24,7 @@ LONGEST_MATCH = 8
 """Maximum tokens that are compared; among matches at least this long, the latest is taken."""
 LEAST_MATCH = 2
 """Minimum tokens that must be equal."""
-OWN_TEXT, OTHER_ANSWERS = range(2)
+OWN_TEXT, OTHER_ANSWERS, HEAD = range(3)
 """Sources of drafts, as indices of `nvcli.core.messages.DRAFT_SOURCES`."""
 _COIN = 1 << 16
 

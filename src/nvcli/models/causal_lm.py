@@ -1,113 +1,27 @@
-"""CausalLM: the decoder of every family in `families/`, with its LM head.
-
-Each layer's `LayerConfig` says which blocks it has and where its norms are.
-"""
+"""CausalLM: the decoder of every family in `families/`, with its LM head, and the head that drafts tokens if the run
+uses one."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionSpec, CacheSpec, attention_kinds
-from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.invariant_linear import row_by_row
 from nvcli.models.config import ModelConfig
+from nvcli.models.decoder_layer import DecoderLayer
+from nvcli.models.draft_heads.head import DraftHead, SharedParts
 from nvcli.models.geometry import EMBEDDING, HEAD
 from nvcli.models.kv_groups import layer_specs
-from nvcli.models.layer_config import LayerConfig
-from nvcli.models.layer_inputs import LayerInput, LayerInputs
-from nvcli.models.layers import Angles, FeedForward, InputNorm, ResultNorm, RotaryTables, TokenMixer
-from nvcli.models.mixers.mixer import NormConfig
-from nvcli.models.parallel import BuildContext, ParallelLMHead, TensorShard, VocabParallelEmbedding
+from nvcli.models.layer_inputs import LayerInputs
+from nvcli.models.layers import InputNorm, RotaryTables, TokenMixer
+from nvcli.models.parallel import BuildContext, ParallelLMHead, VocabParallelEmbedding
 from nvcli.models.weights import WeightModule
 from nvcli.worker.distributed.tensor_parallel import StageState
-
-
-class DecoderLayer(nn.Module):
-    """One decoder layer. It takes and returns the residual stream as `layers.py` describes."""
-
-    def __init__(
-        self,
-        build: BuildContext,
-        path: str,
-        config: LayerConfig,
-        norm: NormConfig,
-        spec: CacheSpec,
-        cache_layer: int,
-        *,
-        has_input: bool,
-    ) -> None:
-        """Build the layer. `has_input`: whether it has an input besides the residual stream."""
-        super().__init__()
-        self.group = build.group
-        self.is_parallel = config.norms.is_parallel
-
-        def before(name: str | None, behind: str | None) -> InputNorm | None:
-            """Build the norm of a block's input; `behind` names the norm after the previous block."""
-            return None if name is None else InputNorm(build, f"{path}.{name}", norm, is_summed=behind is not None)
-
-        def after(name: str | None, *, is_summed: bool = False) -> ResultNorm | None:
-            return None if name is None else ResultNorm(build, f"{path}.{name}", norm, is_summed=is_summed)
-
-        norms = config.norms
-        self.before_attention = before(norms.before_attention, norms.after_mlp)
-        self.mixer: TokenMixer = config.mixer.build(build, path, norm, spec, cache_layer)
-        self.after_attention = after(norms.after_attention)
-        self.before_mlp = before(norms.before_mlp, norms.after_attention)
-        self.mlp: FeedForward = config.mlp.build(build, path, norm)
-        self.after_mlp = after(norms.after_mlp, is_summed=self.mlp.is_summed)
-        self.gives_stream = self.after_mlp is None or self.mlp.is_summed
-        if not self.is_parallel:  # norms quantise for the projections behind them, where nothing else reads the result
-            for input_norm, block in ((self.before_attention, self.mixer), (self.before_mlp, self.mlp)):
-                if input_norm is not None and block.input_proj is not None:
-                    input_norm.quantise_for(block.input_proj)
-        self.input = LayerInput(build, path, norm) if has_input else None
-        self.scalar = Scalar(build, f"{path}.layer_scalar") if config.has_scalar else None
-
-    def forward(
-        self,
-        delta: Tensor | None,
-        residual: Tensor,
-        own: Tensor | None,
-        angles: Angles,
-        batch: ForwardBatch,
-        rows: Tensor | None,
-    ) -> tuple[Tensor | None, Tensor]:
-        """Return the next `delta` and `residual`: [T, H] each, or [N, H] if only the tokens `rows` [N] continue after
-        attention. `own` [T, P] is the layer's input besides the residual stream."""
-        x = _input(self.before_attention, delta, residual)
-        mixed = self.mixer(x, angles, batch)
-        adapters = None if batch.adapters is None else batch.adapters.tokens if rows is None else batch.adapters.kept
-        if rows is not None:
-            if len(rows) == 0:
-                return None, residual[rows]
-            mixed = mixed[rows]
-            if self.is_parallel:
-                assert isinstance(x, Tensor)
-                x = x[rows]
-            residual = self.group.residual_rows(residual, rows)
-        if self.is_parallel:
-            return _add_part(self.mlp(x, None, adapters), self.mixer.o_proj.part(mixed, None, adapters)), residual
-        delta = self.mixer.o_proj(mixed, residual if self.after_attention is None else None, adapters)
-        del mixed  # the MLP can reuse its memory
-        if self.after_attention is not None:
-            delta = self.after_attention(delta, residual)
-        x = _input(self.before_mlp, delta, residual)
-        delta = self.mlp(x, residual if self.gives_stream else None, adapters)
-        if self.after_mlp is not None:
-            delta = self.after_mlp(delta, residual)
-        if self.input is not None:
-            assert own is not None
-            residual, delta = self.input(residual.add_(delta), own if rows is None else own[rows]), None
-        return (delta, residual) if self.scalar is None else (None, self.scalar(delta, residual))
-
-
-class Scalar(TensorShard):
-    """Adds `delta` to `residual` and multiplies the sum by one number, in place. [T, H] → [T, H]."""
-
-    def forward(self, delta: Tensor | None, residual: Tensor) -> Tensor:
-        return (residual if delta is None else residual.add_(delta)).mul_(self.weight)
 
 
 class Decoder(nn.Module):
@@ -125,8 +39,10 @@ class Decoder(nn.Module):
         inputs = decoder.layer_inputs
         self.inputs = None if inputs is None else LayerInputs(build, inputs, decoder.norm, config.hidden_size)
         numbers, owners = stage.layers(config.num_layers), decoder.kv_owners
-        self.rotary = RotaryTables((layers[number].mixer.rotation for number in numbers), build.max_positions)
-        specs = layer_specs(config, build.group.size, stage)
+        of_head = () if config.draft_head is None else config.draft_head.mixers
+        mixers = *(layers[number].mixer for number in numbers), *of_head
+        self.rotary = RotaryTables((mixer.rotation for mixer in mixers), build.max_positions)
+        specs = layer_specs(config, build.group.size, stage)[: len(numbers)]
         self.layers = nn.ModuleDict(
             {
                 str(number): DecoderLayer(
@@ -145,12 +61,24 @@ class Decoder(nn.Module):
         self.is_summed = layers[numbers[-1]].norms.after_mlp is not None
         self.norm = InputNorm(build, "model.norm", decoder.norm, is_summed=self.is_summed) if stage.is_last else None
 
-    def forward(self, batch: ForwardBatch, received: StageState | None) -> Tensor | StageState:
+    def embed(self, ids: Tensor) -> Tensor:
+        """Return the embeddings of tokens, as layers read them: [T] → [T, H]."""
+        assert self.embed_tokens is not None
+        embeddings: Tensor = self.embed_tokens(ids)
+        if self.embedding_scale != 1.0:
+            embeddings.mul_(self.embedding_scale)
+        return embeddings
+
+    def forward(
+        self, batch: ForwardBatch, received: StageState | None, streams: Mapping[str, Tensor] | None = None
+    ) -> Tensor | StageState:
+        """Compute what `CausalLM.forward` returns. `streams`: [T, H] each, filled with the residual stream before the
+        layers that they name."""
+        streams = streams or {}
         delta: Tensor | None = None
+        residual: Tensor
         if self.embed_tokens is not None:
-            residual: Tensor = self.embed_tokens(batch.input_ids)
-            if self.embedding_scale != 1.0:
-                residual.mul_(self.embedding_scale)
+            residual = self.embed(batch.input_ids)
         else:
             assert received is not None
             delta, residual = self.group.recv_stage(received)
@@ -158,12 +86,12 @@ class Decoder(nn.Module):
         inputs: list[Tensor | None] = [None] * len(self.layers)
         if self.inputs is not None:
             inputs = list(self.inputs(batch.input_ids, residual).unbind(1))
-        *layers, last_layer = self.layers.values()
-        for layer, own in zip(layers, inputs, strict=False):
-            delta, residual = layer(delta, residual, own, angles, batch, None)
+        *layers, (last, last_layer) = self.layers.items()
+        for (number, layer), own in zip(layers, inputs, strict=False):
+            delta, residual = layer(delta, residual, own, angles, batch, None, streams.get(number))
         # After the last attention, only rows that need logits are computed further.
         rows = None if self.norm is None else batch.logits_rows
-        delta, residual = last_layer(delta, residual, inputs[-1], angles, batch, rows)
+        delta, residual = last_layer(delta, residual, inputs[-1], angles, batch, rows, streams.get(last))
         if self.norm is None:
             if self.is_summed and delta is not None:
                 residual, delta = residual.add_(delta), None
@@ -192,6 +120,13 @@ class CausalLM(nn.Module):
             name = EMBEDDING if config.tie_word_embeddings else HEAD
             tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
             self.lm_head = ParallelLMHead(build, name, tied_to=tied_to)
+        self.draft_head: DraftHead | None = None
+        """The head that drafts tokens; None: the run uses none."""
+        if config.draft_head is not None:
+            shared = SharedParts(embed=self.model.embed, compute_logits=self.compute_logits, angles=self.model.rotary)
+            num_layers = config.num_layers
+            specs = layer_specs(config, build.group.size, build.stage)[num_layers:]
+            self.draft_head = config.draft_head.build(build, shared, specs, num_layers)
 
     def forward(self, batch: ForwardBatch, received: StageState | None = None) -> Tensor | StageState:
         """Compute the hidden states after the final norm for the tokens that need logits (`batch.logits_rows`): [N, H],
@@ -202,6 +137,33 @@ class CausalLM(nn.Module):
         """
         out: Tensor | StageState = self.model(batch, received)
         return out
+
+    def forward_with_states(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Do what `forward` does in a model of one stage, and return besides its result [N, H] what the draft head
+        reads of all tokens: [T, H] for each of the head's `aux_layers`, side by side, or the hidden states after the
+        final norm [T, H]."""
+        head = self.config.draft_head
+        assert head is not None
+        if head.aux_layers:
+            width = self.config.hidden_size
+            embedding = self.model.embed_tokens
+            assert embedding is not None
+            states = embedding.weight.new_empty(batch.num_tokens, width * len(head.aux_layers))
+            parts = torch.split(states, width, dim=1)
+            streams = dict(zip(map(str, head.aux_layers), parts, strict=True))
+            hidden = self.model(batch, None, streams)
+        else:
+            states = self.model(replace(batch, logits_rows=None), None)
+            if self.group.size > 1:
+                states = states.clone()  # it holds until the next sum
+            hidden = states if batch.logits_rows is None else states[batch.logits_rows]
+        return hidden, states
+
+    def run(self, batch: ForwardBatch, received: StageState | None = None) -> tuple[Tensor | StageState, Tensor | None]:
+        """Return what `forward` does, and what `forward_with_states` adds if the draft head takes in the batch."""
+        if batch.shape.extends_drafts:
+            return self.forward_with_states(batch)
+        return self.forward(batch, received), None
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Compute logits, [N, H] → [N, M] in the model's dtype, for this rank's part of the vocabulary: M tokens
@@ -248,17 +210,3 @@ class CausalLM(nn.Module):
                     parameter = getattr(module, name)
                     parts[part] = parts.get(part, 0) + parameter.numel() * parameter.element_size()
         return parts
-
-
-def _input(norm: InputNorm | None, delta: Tensor | None, residual: Tensor) -> Activations:
-    """Compute a block's input: `delta` + `residual`, normed if there is a norm."""
-    if norm is not None:
-        x: Activations = norm(delta, residual)
-        return x
-    return residual if delta is None else residual.add_(delta)
-
-
-def _add_part(delta: Tensor, part: Tensor) -> Tensor:
-    """Add this rank's part [T, H] of one block's result to another's: [T, H], or float32 parts [P, T, H]."""
-    (delta[0] if delta.dim() == 3 else delta).add_(part)
-    return delta

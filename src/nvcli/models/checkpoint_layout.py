@@ -37,6 +37,8 @@ class CheckpointLayout:
     """Whether the checkpoint holds more than the text model. The rest is left on disk."""
     left: tuple[str, ...] = ()
     """Name prefixes of other tensors that are left on disk."""
+    of_head: tuple[str, ...] = ()
+    """Name prefixes, in the files, of the tensors of a head that drafts tokens. They are read in any case."""
     interleaves_experts: bool = False
     """Whether gate and up rows alternate in stacks of experts, and unquantised stacks hold matrices [in, out]."""
     is_headless: bool = False
@@ -45,12 +47,15 @@ class CheckpointLayout:
     def decoder_name(self, stored: str) -> str | None:
         """Return the decoder's name of a tensor in the files, or None for one that is not the text model's."""
         name: str | None = stored
-        if self.is_headless:
+        is_of_head = stored.startswith(self.of_head)
+        if is_of_head:
+            pass
+        elif self.is_headless:
             name = None if stored.startswith("lm_head.") else "model." + stored.removeprefix("model.")
         elif self.is_part:
             matches = (to + stored.removeprefix(prefix) for prefix, to in _TEXT_PREFIXES if stored.startswith(prefix))
             name = next(matches, None)
-        if name is not None and name.startswith(self.left):
+        if name is not None and not is_of_head and name.startswith(self.left):
             return None
         for found, wanted in self.renamed if name is not None else ():
             assert name is not None

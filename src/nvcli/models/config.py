@@ -17,12 +17,13 @@ from nvcli.core.validation import show
 from nvcli.errors import ConfigError
 from nvcli.kernels.weight_formats import FP8_ALIGNMENT, FP8_BLOCK, FP8Scaling, StoredGroups
 from nvcli.models.config_overrides import NO_OVERRIDES, check_overrides, with_overrides
+from nvcli.models.draft_head_config import DraftHeadConfig
 from nvcli.models.families.catalogue import find_family
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import ModelFile
 from nvcli.models.json_file import MAX_INT, JsonFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
-from nvcli.models.mixers.mixer import Piece, Ranks
+from nvcli.models.mixers.mixer import Mixer, Piece, Ranks
 from nvcli.models.quantisation.formats import read_quantisation
 from nvcli.models.quantisation.kept import problems_of_cut_groups, stored_groups
 from nvcli.models.quantisation.modelopt import QUANTISATION_FILE
@@ -70,6 +71,8 @@ class ModelConfig:
     """How ranks keep the weights of linear layers: in the run's type, in FP8, or in the 4 bits of the checkpoint."""
     has_head: bool = True
     """Whether the checkpoint has an LM head. A bare decoder computes embeddings and generates no tokens."""
+    draft_head: DraftHeadConfig | None = None
+    """The head by which the run drafts tokens; None: it uses none."""
 
     @property
     def num_layers(self) -> int:
@@ -79,6 +82,12 @@ class ModelConfig:
     def layers(self) -> tuple[LayerConfig, ...]:
         """Each layer's config, in layer order."""
         return self.decoder.layers
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The token mixer of each layer, and of the draft head's layers behind them: the layers of the KV cache."""
+        head = self.draft_head
+        return (*(layer.mixer for layer in self.layers), *(() if head is None else head.mixers))
 
     @property
     def fp8_scaling(self) -> FP8Scaling:
@@ -114,6 +123,17 @@ class ModelConfig:
             return False
         patterns = name_patterns(self.quantisation.left_alone)
         return any(map(patterns.match, self.decoder.layout.stored_modules(module)))
+
+    def with_mtp(self) -> ModelConfig:
+        """Return the model with the head for multi-token prediction that its checkpoint brings. Raises ConfigError if
+        it brings none."""
+        head = self.decoder.mtp
+        if head is None:
+            raise ConfigError(
+                f"`speculation.method` (--speculate) is mtp, and this model ({self.architecture}) has no head for "
+                "multi-token prediction: use lookup, or leave it out"
+            )
+        return replace(self, draft_head=head, decoder=replace(self.decoder, layout=head.layout(self.decoder.layout)))
 
     def headless(self) -> ModelConfig:
         """Return the model as embedding runs need it: an LM head in the files is ignored, and the embedding takes its

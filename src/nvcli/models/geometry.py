@@ -13,7 +13,7 @@ from functools import lru_cache
 from nvcli.models.config import ModelConfig
 from nvcli.models.layer_config import LayerConfig
 from nvcli.models.mixers.mixer import LayerContext
-from nvcli.models.tensor_spec import EXPERTS, Sharding, StoredDtype, TensorSpec, matrix, vector
+from nvcli.models.tensor_spec import EXPERTS, Sharding, StoredDtype, TensorSpec, matrix
 from nvcli.worker.distributed.stage import WHOLE, Stage
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -55,6 +55,7 @@ def _quantised(tensors: tuple[TensorSpec, ...], config: ModelConfig) -> Iterator
         if tensor.is_of_experts:  # files name each expert
             parts = [part.replace(f".{EXPERTS}.", f".{EXPERTS}.0.") for part in parts]
         is_plain = has_experts_alone and not tensor.is_of_experts
+        is_plain |= config.quantization == "w4a16" and tensor.part == "draft head"  # few files have that in 4 bits
         if kind != "weight" or is_plain or not parts or any(map(config.leaves_alone, parts)):
             yield tensor
         elif config.quantization == "fp8":
@@ -85,19 +86,17 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
             yield matrix(HEAD, (config.vocab_size, hidden), Sharding.VOCAB, dtype, "LM head")
         elif not stage.is_first:
             yield replace(embedding, part="LM head")
+        if config.draft_head is not None:
+            for tensor in config.draft_head.tensors(context, config.vocab_size):
+                yield replace(tensor, part="draft head")
 
 
 def _layer(path: str, layer: LayerConfig, context: LayerContext, input_size: int | None) -> Iterator[TensorSpec]:
-    """Yield the tensors of one layer. All its norms have the same form, whatever their place. `input_size` is the size
-    of the layer's input besides the residual stream; None: it has none."""
+    """Yield the tensors of one layer. `input_size` is the size of the layer's input besides the residual stream; None:
+    it has none."""
     hidden, dtype = context.hidden_size, context.dtype
-    for block in layer.blocks:
-        yield from block.tensors(f"{path}.{block.name}", context)
-    for name in layer.norms.names():
-        yield from context.norm_tensors(f"{path}.{name}")
+    yield from layer.tensors(path, context)
     if input_size is not None:
         yield matrix(f"{path}.per_layer_input_gate", (input_size, hidden), Sharding.REPLICATED, dtype, "MLP")
         yield matrix(f"{path}.per_layer_projection", (hidden, input_size), Sharding.REPLICATED, dtype, "MLP")
         yield context.norm_weight(f"{path}.post_per_layer_input_norm", hidden)
-    if layer.has_scalar:
-        yield vector(f"{path}.layer_scalar", 1, Sharding.REPLICATED, "norms", dtype)

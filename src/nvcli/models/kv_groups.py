@@ -42,24 +42,30 @@ class _Kind(NamedTuple):
 def kv_groups(config: ModelConfig, stage: Stage = WHOLE) -> tuple[KVGroup, ...]:
     """Return the KV groups of a stage. Every stage has the same groups in the same order, each with the stage's own
     layers."""
-    held = stage.layers(config.num_layers)
+    held, mixers = _held_layers(config, stage), config.mixers
     groups = []
     for numbers in _whole_groups(config):
-        spec = config.layers[numbers[0]].mixer.kv_spec()
+        spec = mixers[numbers[0]].kv_spec()
         layers = tuple(number - held.start for number in numbers if number in held)
         groups.append(KVGroup(window=spec.window, is_state=spec.is_state, layers=layers))
     return tuple(groups)
 
 
 def layer_specs(config: ModelConfig, tensor_parallel_size: int, stage: Stage = WHOLE) -> tuple[CacheSpec, ...]:
-    """Return the KV-cache spec of each layer of a stage, on one rank. Layers of one KV group that attend alike have
-    equal specs."""
-    numbers, layers, owners = stage.layers(config.num_layers), config.layers, config.decoder.kv_owners
+    """Return the KV-cache spec of each layer of a stage, on one rank; in the last stage those of a draft head follow.
+    Layers of one KV group that attend alike have equal specs."""
+    numbers, mixers = _held_layers(config, stage), config.mixers
+    owners = [*config.decoder.kv_owners, *range(config.num_layers, len(mixers))]
     group_of = {layer: number for number, group in enumerate(kv_groups(config, stage)) for layer in group.layers}
     return tuple(
-        layers[number].mixer.kv_spec(tensor_parallel_size, group_of[owners[number] - numbers.start])
-        for number in numbers
+        mixers[number].kv_spec(tensor_parallel_size, group_of[owners[number] - numbers.start]) for number in numbers
     )
+
+
+def _held_layers(config: ModelConfig, stage: Stage) -> range:
+    """Return the numbers of the layers that a stage has in its KV cache."""
+    numbers = stage.layers(config.num_layers)
+    return range(numbers.start, len(config.mixers)) if stage.is_last else numbers
 
 
 @lru_cache(maxsize=64)
@@ -99,7 +105,7 @@ def group_bytes(
     `block_size` tokens, and for a recurrent state (0 if no layer has one)."""
     most, states = 0, 0
     for numbers, group in zip(_whole_groups(config), kv_groups(config, stage), strict=True):
-        spec = config.layers[numbers[0]].mixer.kv_spec(tensor_parallel_size)
+        spec = config.mixers[numbers[0]].kv_spec(tensor_parallel_size)
         num_bytes = len(group.layers) * spec.block_bytes(block_size, dtype, kv_dtype or dtype)
         if group.is_state:
             states = max(states, num_bytes)
@@ -121,11 +127,11 @@ def _whole_groups(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
     """Return the layers of each group of the whole model, with kinds in the order of their first layers."""
     kinds: dict[_Kind, list[int]] = {}
     with_states: dict[StateSpec, list[int]] = {}
-    for number, layer in enumerate(config.layers):
-        spec = layer.mixer.kv_spec()
+    for number, mixer in enumerate(config.mixers):
+        spec = mixer.kv_spec()
         if isinstance(spec, StateSpec):
             with_states.setdefault(spec, []).append(number)
-        elif layer.mixer.reads_kv_of is None:
+        elif mixer.reads_kv_of is None:
             kind = _Kind(spec.window, spec.num_kv_heads, spec.head_dim, spec.num_parts)
             kinds.setdefault(kind, []).append(number)
     size = _block_elements({kind: len(numbers) for kind, numbers in kinds.items()})

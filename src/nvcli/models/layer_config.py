@@ -6,11 +6,13 @@ All sizes are those of the whole model, not of one rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from nvcli.models.checkpoint_layout import PLAIN_LAYOUT, CheckpointLayout
-from nvcli.models.mixers.mixer import Block, FeedForward, Mixer, NormConfig
+from nvcli.models.draft_head_config import DraftHeadConfig
+from nvcli.models.mixers.mixer import Block, FeedForward, LayerContext, Mixer, NormConfig
+from nvcli.models.tensor_spec import Sharding, TensorSpec, vector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,16 @@ class LayerConfig:
     def blocks(self) -> tuple[Block, Block]:
         return self.mixer, self.mlp
 
+    def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
+        """Yield the tensors of the layer `path`, besides those of inputs of its own. All its norms have the same form,
+        whatever their place."""
+        for block in self.blocks:
+            yield from block.tensors(f"{path}.{block.name}", context)
+        for name in self.norms.names():
+            yield from context.norm_tensors(f"{path}.{name}")
+        if self.has_scalar:
+            yield vector(f"{path}.layer_scalar", 1, Sharding.REPLICATED, "norms", context.dtype)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInputsConfig:
@@ -80,6 +92,8 @@ class DecoderConfig:
     """Logits become soft_cap × tanh(logit / soft_cap); None: no cap."""
     layer_inputs: LayerInputsConfig | None = None
     layout: CheckpointLayout = PLAIN_LAYOUT
+    mtp: DraftHeadConfig | None = None
+    """The head for multi-token prediction that checkpoints of the family bring; None: they bring none."""
 
     @property
     def num_layers(self) -> int:

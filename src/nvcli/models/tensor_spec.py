@@ -21,9 +21,9 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 EXPERTS = "experts"
 """The name of a layer's experts in its MLP; an expert's number follows it."""
 
-Part = Literal["embeddings", "attention", "MLP", "experts", "norms", "LM head"]
+Part = Literal["embeddings", "attention", "MLP", "experts", "norms", "LM head", "draft head"]
 """The items of a memory report under which weights are counted. Experts are those that a router chooses; the router
-itself and a shared expert belong to the MLP."""
+itself and a shared expert belong to the MLP. A head that drafts tokens is one item."""
 
 
 class Sharding(Enum):

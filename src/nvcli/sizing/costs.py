@@ -116,7 +116,7 @@ def model_costs(
 
 def _expert_costs(model: ModelConfig, tensors: list[TensorSpec], tensor_parallel_size: int) -> MatrixCosts:
     """Count one rank's part of the experts."""
-    experts = _matrices([tensor for tensor in tensors if tensor.is_of_experts], tensor_parallel_size)
+    experts = _matrices([tensor for tensor in tensors if tensor.part == "experts"], tensor_parallel_size)
     routings = {layer.mlp.routing for layer in model.decoder.layer_kinds if layer.mlp.routing is not None}
     if not experts.num_weights:
         return experts

@@ -141,8 +141,9 @@ def _widened_bytes(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _sampling(config: EngineConfig, model: ModelConfig) -> int:
-    """Return the size of all rows' logits."""
-    return config.max_step_logits * _logits_bytes(config, model)
+    """Return the size of all rows' logits, and of those of a head that drafts beside them."""
+    of_head = config.max_padded_rows if model.draft_head is not None else 0
+    return (config.max_step_logits + of_head) * _logits_bytes(config, model)
 
 
 def _logits_bytes(config: EngineConfig, model: ModelConfig) -> int:
@@ -192,6 +193,7 @@ def _buffers(config: EngineConfig, model: ModelConfig, stage: Stage | None) -> i
     drafts = 0
     if config.max_draft_tokens and config.pipeline_parallel_size == 1:
         drafts = ANSWER_TABLE_BYTES + _kept_states(config, model)
+        drafts += config.max_num_seqs * row_bytes if model.draft_head is not None else 0
     return tokens + tables + drafts + sums + links + angles + _prefill_scratch(config, model) + _WORKSPACE_BYTES
 
 

@@ -68,8 +68,23 @@ def load_with_adapters(
     if choice.merged is not None:
         adapter = read_adapter(find_adapter(choice.merged), base)
         model = adapter.adapt(model)
+    model = _with_draft_head(run, model)
     device = (found_device or detect_device()) if run.device == "auto" else run.device
     return keep_weights(run, model, device, gpus=gpus, gpu_bytes=gpu_bytes, adapter=adapter), adapter, named
+
+
+def _with_draft_head(run: RunConfig, model: ModelConfig) -> ModelConfig:
+    """Return the model with the head that drafts its tokens, if the run uses one. Raises ConfigError."""
+    method = run.speculation.method
+    if method != "mtp" or run.task != "generate" or model.draft_head is not None:
+        return model
+    if run.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"`speculation.method` (--speculate) is {method}, and `pipeline_parallel_size` (--pp) is "
+            f"{run.pipeline_parallel_size}: a head drafts from all layers of a model that are in one stage; use --tp, "
+            "or --speculate lookup"
+        )
+    return model.with_mtp()
 
 
 def resolve_engine_config(
@@ -86,18 +101,13 @@ def resolve_engine_config(
     `tensor_parallel_size` is 1 until `resolve_layout` chooses. `found_device` is the device that `device: auto` stands
     for; None: look for a GPU. `row_adapters` are the run's adapters with names; None: read them.
     """
+    model = _with_draft_head(run, model)
     tensor_parallel_size = layout_as_given(run).tensor_parallel_size
     if run.quantization != "auto":
         model = model.with_quantization(run.quantization)
     model.check_tensor_parallel(tensor_parallel_size)
     model.check_pipeline_parallel(run.pipeline_parallel_size)
-    max_model_len = run.max_model_len or model.max_position_embeddings
-    if max_model_len > model.max_position_embeddings:
-        raise ConfigError(
-            f"`max_model_len` is {max_model_len}, and {run.model} was made for at most "
-            f"{model.max_position_embeddings} tokens (max_position_embeddings); lower it or leave it out, or stretch "
-            "the model with `hf_overrides`"
-        )
+    max_model_len = _max_model_len(run, model)
     device = (found_device or detect_device()) if run.device == "auto" else run.device
     dtype = run.dtype
     if dtype == "auto":
@@ -149,9 +159,22 @@ def resolve_engine_config(
         batch_invariant=run.batch_invariant,
         max_draft_tokens=run.speculation.num_draft_tokens if run.task == "generate" else 0,
         takes_forced_tokens=run.speculation.method == "lookup",
+        draft_head="mtp" if model.draft_head is not None else None,
         draft_policy=run.speculation.policy,
         prepare_grammars=run.task == "generate" and run.sampling.get("structured") is not None,
     )
+
+
+def _max_model_len(run: RunConfig, model: ModelConfig) -> int:
+    """Return the longest request's tokens. Raises ConfigError if the model was made for fewer."""
+    max_model_len = run.max_model_len or model.max_position_embeddings
+    if max_model_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"`max_model_len` is {max_model_len}, and {run.model} was made for at most "
+            f"{model.max_position_embeddings} tokens (max_position_embeddings); lower it or leave it out, or stretch "
+            "the model with `hf_overrides`"
+        )
+    return max_model_len
 
 
 def _read_adapters(run: RunConfig, model_path: Path) -> dict[str, Adapter]:

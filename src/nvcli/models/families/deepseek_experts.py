@@ -6,8 +6,11 @@ from __future__ import annotations
 
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.model_file import ModelFile
+from nvcli.models.layer_config import LayerConfig
 from nvcli.models.mixers.experts import ExpertsConfig
+from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.mixers.mlp import MLPConfig
+from nvcli.models.mtp_config import MTPConfig
 
 SHARED_EXPERT = (".shared_experts.", ".shared_expert.")
 """The names of shared experts in files and in the decoder."""
@@ -40,11 +43,20 @@ def shared_experts(config: ModelFile, count_key: str) -> MLPConfig | None:
 
 
 def layout_without_predictions(config: ModelFile) -> CheckpointLayout:
-    """Return the layout of files whose last layers, for multi-token prediction, stay on disk."""
+    """Return the layout of files whose last layers, for multi-token prediction, stay on disk unless a run drafts tokens
+    by them (`prediction_head`)."""
     layers = config.num_layers()
     count = min(config.get("num_nextn_predict_layers", int, 0), _MOST_LEFT)
     left = tuple(f"model.layers.{layers + number}." for number in range(count))
     return CheckpointLayout(renamed=(SHARED_EXPERT,), left=left)
+
+
+def prediction_head(config: ModelFile, layer: LayerConfig, norm: NormConfig) -> MTPConfig | None:
+    """Return the head that the first of the layers for multi-token prediction makes; `layer` is what it has in common
+    with the decoder's layers."""
+    if config.get("num_nextn_predict_layers", int, 0) < 1:
+        return None
+    return MTPConfig(layer=layer, norm=norm, stored_layer=config.num_layers())
 
 
 def first_layers_dense(config: ModelFile, experts: ExpertsConfig) -> list[MLPConfig | ExpertsConfig]:

@@ -5,7 +5,14 @@ latent attention beside them."""
 
 from __future__ import annotations
 
-from nvcli.models.families.deepseek_experts import first_layers_dense, layout_without_predictions, read_experts
+from dataclasses import replace
+
+from nvcli.models.families.deepseek_experts import (
+    first_layers_dense,
+    layout_without_predictions,
+    prediction_head,
+    read_experts,
+)
 from nvcli.models.families.family import Family
 from nvcli.models.families.latent_attention import read_latent_attention
 from nvcli.models.families.model_file import ModelFile
@@ -52,17 +59,17 @@ GLM4 = Family(
 
 
 def read_glm4_moe(config: ModelFile) -> DecoderConfig:
-    """Read GLM-4.5, with half-rotated heads. Its multi-token prediction layers stay on disk."""
+    """Read GLM-4.5, with half-rotated heads."""
     attention = config.attention(
         default_theta=10_000.0,
         default_partial=0.5,
         qk_norm="head" if config.get("use_qk_norm", bool, False) else None,
         qkv_bias=config.bias(),
     )
-    mlps = first_layers_dense(config, read_experts(config))
-    return config.decoder(
-        (LayerConfig(mixer=attention, mlp=mlp) for mlp in mlps), layout=layout_without_predictions(config)
-    )
+    experts = read_experts(config)
+    layers = [LayerConfig(mixer=attention, mlp=mlp) for mlp in first_layers_dense(config, experts)]
+    decoder = config.decoder(layers, layout=layout_without_predictions(config))
+    return replace(decoder, mtp=prediction_head(config, LayerConfig(mixer=attention, mlp=experts), decoder.norm))
 
 
 GLM4_MOE = Family(

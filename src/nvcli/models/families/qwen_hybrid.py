@@ -1,9 +1,10 @@
 """Qwen3-Next, and the text part of Qwen 3.5 and 3.6: gated delta nets (https://arxiv.org/abs/2412.06464) between layers
-of gated full attention. Multi-token prediction heads are left on disk."""
+of gated full attention. The head for multi-token prediction is one more layer of full attention; it is left on disk
+unless a run drafts tokens by it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from nvcli.core.validation import show
@@ -15,9 +16,11 @@ from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.attention import AttentionConfig, OutputGate
 from nvcli.models.mixers.delta_net import DeltaNetConfig
 from nvcli.models.mixers.experts import ExpertsConfig
+from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.mixers.mlp import MLPConfig
+from nvcli.models.mtp_config import PREFIX, MTPConfig
 
-_LAYOUT = CheckpointLayout(left=("mtp.",))
+_LAYOUT = CheckpointLayout(left=(PREFIX,))
 _MAX_TAPS = 16
 """The most tokens that a convolution reads; more than any model's does."""
 
@@ -57,8 +60,17 @@ def _read(
     )
     kinds: dict[str, AttentionConfig | DeltaNetConfig] = {FULL: attention}
     kinds[LINEAR] = _delta_net(config, is_fused_by_head=is_fused_by_head)
-    layers = (LayerConfig(mixer=kinds[kind], mlp=mlp) for kind, mlp in zip(_layer_types(config), mlps, strict=True))
-    return config.decoder(layers, norm=config.rms_norm(weight_offset=1.0), layout=_LAYOUT)
+    layers = [LayerConfig(mixer=kinds[kind], mlp=mlp) for kind, mlp in zip(_layer_types(config), mlps, strict=True)]
+    norm = config.rms_norm(weight_offset=1.0)
+    return config.decoder(layers, norm=norm, layout=_LAYOUT, mtp=_head(config, layers, norm))
+
+
+def _head(config: ModelFile, layers: Sequence[LayerConfig], norm: NormConfig) -> MTPConfig | None:
+    """Read the head; older files do not say that there is one."""
+    count = config.get("mtp_num_hidden_layers", int, 1)
+    if count != 1 or config.get("mtp_use_dedicated_embeddings", bool, False):
+        return None
+    return MTPConfig(layer=next(layer for layer in reversed(layers) if not layer.mixer.kv_spec().is_state), norm=norm)
 
 
 def _delta_net(config: ModelFile, *, is_fused_by_head: bool) -> DeltaNetConfig:

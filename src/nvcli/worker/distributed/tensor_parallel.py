@@ -112,6 +112,12 @@ class TensorParallelGroup:
             return residual[rows]
         return memory.sum(memory.own_rows(residual, rows))
 
+    def whole_residual(self, residual: Tensor) -> Tensor:
+        """Return the residual stream [T, H], up to date on every rank (see `residual_rows`)."""
+        if self.size == 1:
+            return residual
+        return self.residual_rows(residual, torch.arange(len(residual), device=residual.device))
+
     def sum_of_squares(self, squares: Tensor) -> Tensor:
         """Sum float32 numbers over the ranks, in place, always through the process group and never through
         `PeerMemory`."""

@@ -1,13 +1,15 @@
 """Drafter: the drafts of a rank's decode rows, from their lookup to the counts on their way to the host.
 
 A step with drafts looks them up before its inputs are prepared (`find`), computes them after the last tokens, chooses a
-token at every position, and keeps the correct drafts and the token after them (`keep`). All ranks do the same, from
-tokens that all of them have. Answers that follow a grammar have no drafts, because their masks are built one token at a
-time.
+token at every position, and keeps the correct drafts and the token after them (`keep`). If the model has a head that
+drafts (`ModelDrafter`), rows have its drafts where it has any, and the head takes in the step at its end (`extend`).
+All ranks do the same, from tokens that all of them have. Answers that follow a grammar have no drafts, because their
+masks are built one token at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,8 +19,10 @@ from torch import Tensor
 from nvcli.core.messages import StepInput
 from nvcli.kernels.drafts import accept_drafts, accepted_of, find_drafts
 from nvcli.kernels.prepare_inputs import keep_tokens
-from nvcli.kernels.step_tensors import DraftRows, StepInputs
+from nvcli.kernels.step_tensors import StepInputs
 from nvcli.worker.runner.input_buffers import StepBatch
+from nvcli.worker.runner.model_drafter import ModelDrafter
+from nvcli.worker.runner.sampling_table import SamplingFlag
 from nvcli.worker.runner.slot_table import SlotTable, unpack_ids
 
 
@@ -49,16 +53,36 @@ class PendingDrafts:
 class Drafter:
     """Drafts for the slots of one table."""
 
-    def __init__(self, slots: SlotTable, *, max_positions: int, accept_rate: float | None = None) -> None:
-        """`max_positions`: the positions that the model knows. `accept_rate`: see `EngineConfig.draft_accept_rate`."""
-        self._slots = slots
+    def __init__(
+        self,
+        slots: SlotTable,
+        model: ModelDrafter | None = None,
+        *,
+        max_positions: int,
+        accept_rate: float | None = None,
+    ) -> None:
+        """`model`: drafts by a head; None: there is none. `max_positions`: the positions that the model knows.
+        `accept_rate`: see `EngineConfig.draft_accept_rate`."""
+        self._slots, self._model = slots, model
         self._max_positions = max_positions
         self._accepted = accepted_of(accept_rate)
+
+    def may_draft(self, step: StepInput, batch: StepBatch) -> np.ndarray | None:
+        """Tell which decode rows of a step may have drafts: those that choose without masks, [decode rows] bool; None:
+        none has any."""
+        if batch.drafts is None:
+            return None
+        slots = unpack_ids(step.slots)[: step.num_decodes]
+        may: np.ndarray = (self._slots.sampling.flags_host[slots] & SamplingFlag.CONSTRAINED) == 0
+        return may
 
     def find(self, batch: StepBatch) -> None:
         """Look up drafts to follow the last tokens of a step's rows, before the step's inputs are prepared."""
         if batch.drafts is not None:
-            find_drafts(batch.rows, self._slots.state, batch.drafts, self._slots.answers, for_all=self._accepted >= 0)
+            for_all = self._accepted >= 0
+            find_drafts(batch.rows, self._slots.state, batch.drafts, self._slots.answers, for_all=for_all)
+            if self._model is not None:
+                self._model.propose(batch, for_all=for_all)
 
     def limit_positions(self, batch: StepBatch) -> None:
         """Clamp the positions of a prepared step to those that the model knows: drafts may reach beyond the longest
@@ -86,18 +110,26 @@ class Drafter:
         if held is not None:
             self._slots.take_back(slots, held)
 
-    def numbers(self, step: StepInput, batch: StepBatch, drafts: DraftRows) -> Tensor:
-        """Return what the host needs to know about a step's drafts besides the sampled ids: the tokens of each row,
-        then the drafts of each decode row, then their sources, [rows + 2 num_decodes] int32."""
-        num_rows, num_decodes = batch.forward.shape.num_rows, step.num_decodes
-        return torch.cat([drafts.counts[:num_rows], drafts.num_drafts[:num_decodes], drafts.sources[:num_decodes]])
+    def extend(self, batch: StepBatch, states: Tensor | None) -> None:
+        """Let the head take in a step whose tokens are kept. states: [T, K], what it reads of the target; None: it
+        takes nothing in."""
+        if states is not None:
+            assert self._model is not None
+            self._model.extend(batch, states)
 
-    def pending(self, step: StepInput, batch: StepBatch, numbers: Tensor) -> PendingDrafts:
-        """Wrap `numbers`, which are on their way to the host."""
-        num_rows, num_decodes = batch.forward.shape.num_rows, step.num_decodes
+    def to_host(
+        self, step: StepInput, batch: StepBatch, ids: Tensor, copy: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, PendingDrafts | None]:
+        """Start copying a step's sampled ids [N] to the host by `copy`, with what the host needs to know about its
+        drafts besides: the tokens of each row, the drafts of each decode row, and their sources."""
+        drafts, num_rows, num_decodes = batch.drafts, batch.forward.shape.num_rows, step.num_decodes
+        if drafts is None:
+            return copy(ids), None
+        numbers = drafts.counts[:num_rows], drafts.num_drafts[:num_decodes], drafts.sources[:num_decodes]
+        host = copy(torch.cat([ids, *numbers]))
+        counts, drafted, sources = host[len(ids) :].split_with_sizes([num_rows, num_decodes, num_decodes])
         num_logits = unpack_ids(step.num_logits)
         rows = np.arange(len(num_logits))
         rows[num_decodes:] += batch.forward.shape.decode_rows - num_decodes
         has_logits = num_logits > 0
-        drafted, sources = numbers[num_rows : num_rows + num_decodes], numbers[num_rows + num_decodes :]
-        return PendingDrafts(drafted, sources, numbers[:num_rows], rows[has_logits], num_logits[has_logits])
+        return host[: len(ids)], PendingDrafts(drafted, sources, counts, rows[has_logits], num_logits[has_logits])

@@ -127,8 +127,9 @@ def shapes_to_run(shapes: Sequence[BatchShape]) -> set[BatchShape]:
     kernel that none of these does, which is then loaded during capture."""
     first: dict[object, BatchShape] = {}
     for shape in shapes:
-        kind = shape.decode_rows > 0, shape.prefill_rows > 0, shape.tokens_per_row, shape.shares_segments
-        first.setdefault((*kind, shape.shares_prefixes, shape.has_adapters, (shape.num_tokens - 1).bit_length()), shape)
+        rows = shape.decode_rows > 0, shape.prefill_rows > 0, shape.tokens_per_row
+        traits = shape.shares_segments, shape.shares_prefixes, shape.has_adapters, shape.extends_drafts
+        first.setdefault((rows, traits, (shape.num_tokens - 1).bit_length()), shape)
     return set(first.values())
 
 

@@ -67,8 +67,16 @@ class GraphShapes:
                 (shape.decode_rows, shape.prefill_rows, shape.prefill_tokens), most_shared, most_tokens
             )
         ]
+        has_head = bool(draft_widths) and config.draft_head is not None
+        if has_head:  # it takes in steps with prompts, and those that have drafts themselves
+            late += [replace(shape, extends_drafts=True) for shape in at_start + late if shape.prefill_rows]
         drafts = [
-            BatchShape(decode_rows=rows, tokens_per_row=most, uneven_tokens=0 if tokens == rows * most else tokens)
+            BatchShape(
+                decode_rows=rows,
+                tokens_per_row=most,
+                uneven_tokens=0 if tokens == rows * most else tokens,
+                extends_drafts=has_head,
+            )
             for rows, tokens, most in draft_graph_sizes(config, draft_widths)
         ]
         drafts = [shape for shape in drafts if backend.can_capture(shape)]

@@ -64,6 +64,7 @@ def exact_shape(step: StepInput) -> BatchShape:
         shares_segments=step.shares_segments,
         shares_prefixes=bool(step.shared_prefixes),
         has_adapters=step.has_adapters,
+        extends_drafts=step.extends_drafts,
     )
 
 
@@ -167,8 +168,7 @@ class InputBuffers:
                 sources=draft_sources,
                 counts=draft_counts,
             )
-        no_slots = np.zeros(0, dtype=np.int32)
-        return StepBatch(rows=rows, inputs=inputs, forward=forward, sampled_slots=no_slots, drafts=drafts)
+        return StepBatch(rows=rows, inputs=inputs, forward=forward, sampled_slots=np.zeros(0, np.int32), drafts=drafts)
 
     def stage(self, step: StepInput, batch: StepBatch, may_draft: np.ndarray | None = None) -> StepBatch:
         """Lay out the step's rows for the batch on the host; `load` copies them to the device. `may_draft`: [decode

@@ -26,7 +26,7 @@ from nvcli.kernels.triton.launch.compile_processes import CompileProcesses
 from nvcli.models.kv_groups import kv_groups
 from nvcli.models.registry import build_model
 from nvcli.sizing.kv_cache import max_blocks, tokens_in_blocks
-from nvcli.sizing.memory import shared_sum_rows, with_affordable_drafts
+from nvcli.sizing.memory import shared_sum_rows
 from nvcli.sizing.memory_plan import by_item
 from nvcli.worker.distributed.peer_memory import share_memory
 from nvcli.worker.distributed.process_group import divide_ranks, join_process_group
@@ -36,12 +36,11 @@ from nvcli.worker.masks.mask_workers import MaskWorkers
 from nvcli.worker.runner.compiled_programs import Program
 from nvcli.worker.runner.constraints import Constraints, start_workers
 from nvcli.worker.runner.device import has_fp8_units, import_on_thread, kept_weights_note, open_device
-from nvcli.worker.runner.drafter import Drafter
+from nvcli.worker.runner.draft_limits import why_no_drafts, with_limited_drafts
 from nvcli.worker.runner.first_start import compile_kernels
 from nvcli.worker.runner.graph_shapes import GraphShapes
 from nvcli.worker.runner.input_buffers import InputBuffers
 from nvcli.worker.runner.interface import RankContext
-from nvcli.worker.runner.masked_choice import MaskedChoice
 from nvcli.worker.runner.memory import (
     check_positions_fit,
     check_weights_fit,
@@ -56,12 +55,13 @@ from nvcli.worker.runner.memory import (
     reserve_contiguous,
 )
 from nvcli.worker.runner.memory_regions import MemoryRegion, make_region
-from nvcli.worker.runner.query_reader import PromptQueryReader
+from nvcli.worker.runner.model_drafter import ModelDrafter
 from nvcli.worker.runner.rank_adapters import RankAdapters
 from nvcli.worker.runner.rank_weights import RankWeights, read_files
 from nvcli.worker.runner.sampler import Sampler
 from nvcli.worker.runner.slot_table import SlotTable
 from nvcli.worker.runner.step_clock import StepClock
+from nvcli.worker.runner.step_parts import StepParts
 from nvcli.worker.runner.step_results import PendingStep
 from nvcli.worker.runner.step_runner import StepRunner
 from nvcli.worker.runner.warm_up import run_largest_batches
@@ -207,13 +207,8 @@ class ModelRunner:
             self.weights.begin(self._notes.append)
 
     def _limit_drafts(self) -> None:
-        """Limit the tokens of steps with drafts by the memory that the weights leave, alike on all ranks."""
-        config = self.config
-        if config.max_draft_tokens and self.device.type == "cuda":
-            budget = int(torch.cuda.mem_get_info(self.device)[1] * config.gpu_memory_utilization)
-            left = budget - sum(self.model.weight_bytes().values())
-            tokens = with_affordable_drafts(config, self.model_config, left).max_draft_step_tokens
-            self.config = msgspec.structs.replace(config, draft_step_tokens=self._groups.world.min(tokens))
+        weight_bytes = sum(self.model.weight_bytes().values())
+        self.config = with_limited_drafts(self.config, self.model_config, weight_bytes, self.device, self._groups.world)
 
     def _finish_weights(self) -> None:
         with self._phase("load weights"):
@@ -257,6 +252,12 @@ class ModelRunner:
         )
 
     def _choose_graphs(self) -> None:
+        has_states = any(group.is_state for group in self._kv_groups)
+        reason = why_no_drafts(self.config, self.backend, has_states=has_states)
+        self._draft_widths = () if reason else self.config.draft_widths
+        self._may_draft = bool(self._draft_widths)
+        if self.config.max_draft_tokens and reason:
+            self._notes.append(f"note: no tokens are drafted (`speculation`): {reason}")
         self._graph_shapes = GraphShapes.choose(
             self.config,
             self.model_config,
@@ -264,12 +265,8 @@ class ModelRunner:
             self.device,
             max_shared_rows=self._max_shared_rows,
             shares_prefixes=self._prefix_tile_tokens > 0,
-            draft_widths=self._draft_widths(),
+            draft_widths=self._draft_widths,
         )
-
-    def _draft_widths(self) -> tuple[int, ...]:
-        """Return `EngineConfig.draft_widths`, or none if rows can have no drafts."""
-        return () if self._why_no_drafts() else self.config.draft_widths
 
     def _make_slots(self) -> None:
         """Make the empty tables and buffers of the steps, large enough for padded steps."""
@@ -279,11 +276,9 @@ class ModelRunner:
         vocab_size = self.model_config.vocab_size
         self.sampler = Sampler(self.slots, self.group, vocab_size, batch_invariant=config.batch_invariant)
         follows = self._context.rank == config.output_rank
-        self._may_draft = bool(self._draft_widths())
-        if config.max_draft_tokens and not self._may_draft:
-            self._notes.append(f"note: no tokens are drafted (`speculation`): {self._why_no_drafts()}")
         has_states = self._may_draft and bool(self._kv_spec.state_groups)
         self.kept_states = KeptStates(self._kv_spec, config.max_draft_step_tokens, self.device) if has_states else None
+        self._model_drafter = ModelDrafter.of(self.model, self.slots, self.sampler, config) if self._may_draft else None
         self.constraints = Constraints(
             config.model_path,
             vocab_size,
@@ -320,14 +315,6 @@ class ModelRunner:
         if self.config.pipeline_parallel_size > 1 or self.backend.needs_exact_lens:
             return False
         return not any(group.is_state for group in self._kv_groups)  # without drafts, they take in a token at once
-
-    def _why_no_drafts(self) -> str:
-        """Return why steps cannot check drafts; empty: they can."""
-        if self.backend.needs_exact_lens:
-            return f"the attention backend {self.backend.name} needs the exact length of each request"
-        if self.config.pipeline_parallel_size > 1 and any(group.is_state for group in self._kv_groups):
-            return "with pipeline stages (--pp) recurrent states do not learn in time which drafts are right"
-        return ""
 
     def _compile_kernels(self) -> None:
         """Compile the kernels of the model's first start side by side; later starts load them in the warm-up."""
@@ -366,7 +353,7 @@ class ModelRunner:
             self.device,
             max_shared_rows=self._max_shared_rows,
             shares_prefixes=self._prefix_tile_tokens > 0,
-            draft_widths=self._draft_widths(),
+            draft_widths=self._draft_widths,
             num_places=self._adapters.num_places,
         )
 
@@ -406,35 +393,22 @@ class ModelRunner:
         self.steps = self._make_steps()
 
     def _make_steps(self) -> StepRunner:
-        """Make the objects that run steps over this rank's tables and cache, without graphs."""
-        config = self.config
-        drafter = Drafter(self.slots, max_positions=config.max_model_len, accept_rate=config.draft_accept_rate)
-        masks = MaskedChoice(
-            self.constraints,
-            self.sampler,
-            self.slots,
-            drafter,
-            max_rows=config.max_step_logits,
-            steps_in_flight=config.max_steps_in_flight,
-        )
-        return StepRunner(
-            self.model,
-            self.slots,
-            self.buffers,
-            self.kv_cache,
-            self.backend,
-            self.sampler,
-            drafter,
-            masks,
-            PromptQueryReader(self.model, self.group, self.device, batch_invariant=config.batch_invariant),
-            self._adapters.of_steps,
-            self.link,
-            self._clock,
+        parts = StepParts(
+            config=self.config,
+            model=self.model,
+            slots=self.slots,
+            buffers=self.buffers,
+            backend=self.backend,
+            sampler=self.sampler,
+            model_drafter=self._model_drafter,
+            constraints=self.constraints,
+            adapters=self._adapters.of_steps,
+            link=self.link,
+            clock=self._clock,
             kept_states=self.kept_states,
-            sets_lengths=self._may_draft and not self.stage.is_last,
-            steps_in_flight=config.max_steps_in_flight,
-            max_sampled=config.max_step_logits + 3 * config.max_padded_rows,
+            may_draft=self._may_draft,
         )
+        return parts.make(self.kv_cache)
 
     def _capture_graphs(self) -> None:
         shapes = self._graph_shapes

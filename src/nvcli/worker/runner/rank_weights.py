@@ -73,6 +73,7 @@ def read_files(config: EngineConfig, path: Path) -> ModelFiles:
     row_adapters = {number: read_adapter(each, model) for number, each in enumerate(config.lora_paths, 1)}
     for number in config.merged_adapters:
         model = row_adapters[number].adapt(model)
+    model = model.with_mtp() if config.draft_head == "mtp" else model
     return ModelFiles(model.with_quantization(config.quantization), adapter, row_adapters)
 
 

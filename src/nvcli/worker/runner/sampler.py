@@ -99,11 +99,6 @@ class Sampler:
         with_ranks |= SamplingFlag.SMALL_TOP_K if group.size > 1 else SamplingFlag(0)
         self._full_flags = int(_CHANGES_AND_LOGPROBS | SamplingFlag.CONSTRAINED | with_ranks)
 
-    def may_draft(self, slots: np.ndarray) -> np.ndarray:
-        """Tell which of these slots [n] may have drafts: those that choose without masks. [n] bool"""
-        may: np.ndarray = (self._table.flags_host[slots] & SamplingFlag.CONSTRAINED) == 0
-        return may
-
     def needs(self, slots: np.ndarray, is_first: np.ndarray | None = None) -> SamplingNeeds:
         """Look up what the rows of these slots [N] ask for. `is_first`: [N] bool, the first of each request's rows, the
         only ones that have masks; None: each has one row."""

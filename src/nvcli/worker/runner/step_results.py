@@ -30,9 +30,12 @@ class StepLogits:
     does."""
     query_results: PendingQueryResults | None = None
     """Results of prompt queries; None if there are none."""
+    states: Tensor | None = None
+    """[T, K], what the head that drafts is yet to take in once the tokens are chosen; None: nothing."""
 
     def unowned(self) -> StepLogits:
-        return replace(self, logits=unowned(self.logits))
+        states = None if self.states is None else unowned(self.states)
+        return replace(self, logits=unowned(self.logits), states=states)
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,10 +106,7 @@ class StepRunner:
         graphs = None if queries is not None or step.copies_new_keys else self._graphs
         padded = None if graphs is None else graphs.padded_shape(shape)
         batch = self._batch(shape, step) if padded is None else self._padded_batch(padded)
-        may_draft = (
-            None if batch.drafts is None else self._sampler.may_draft(unpack_ids(step.slots)[: step.num_decodes])
-        )
-        batch = self._buffers.stage(step, batch, may_draft)
+        batch = self._buffers.stage(step, batch, self._drafter.may_draft(step, batch))
         self._plan(batch, padded)
         self._link.receive(batch.forward.num_tokens)
         step_time = self._clock.start(is_graph=padded is not None, num_tokens=batch.forward.num_tokens)
@@ -138,14 +135,11 @@ class StepRunner:
             self._link.send(output.state)
             return None
         ids, logprobs = self._masks.choose(step, output.logits, output.ids, batch, padded, needs)
-        drafts = None
-        if batch.drafts is None:
-            host_ids = self._to_host(ids)
-        else:
-            if self._kept_states is not None:
-                self._kept_states.advance(self._kv_cache, batch.forward.state_rows, batch.drafts.counts)
-            host = self._to_host(torch.cat([ids, self._drafter.numbers(step, batch, batch.drafts)]))
-            host_ids, drafts = host[: len(ids)], self._drafter.pending(step, batch, host[len(ids) :])
+        if not needs.is_simple or output.ids is None:
+            self._drafter.extend(batch, output.states)
+        if batch.drafts is not None and self._kept_states is not None:
+            self._kept_states.advance(self._kv_cache, batch.forward.state_rows, batch.drafts.counts)
+        host_ids, drafts = self._drafter.to_host(step, batch, ids, self._to_host)
         outcome = self._masks.record(host_ids)
         self._clock.stop(step_time)
         return PendingStep(
@@ -193,7 +187,7 @@ class StepRunner:
         if self._adapters is not None and forward.shape.has_adapters:
             forward = replace(forward, adapters=self._adapters.prepare(batch.rows, forward))
         self._backend.plan_on_device(forward)
-        hidden = self._model.forward(forward, self._link.received(forward.num_tokens))
+        hidden, states = self._model.run(forward, self._link.received(forward.num_tokens))
         if isinstance(hidden, StageState):
             return StageOutput(hidden)
         query_results = None
@@ -201,13 +195,15 @@ class StepRunner:
             query_results = self._reader.read(hidden, queries)
             hidden = hidden[queries.sampled]
         if len(hidden) == 0:  # chunks that do not end a prompt
+            self._drafter.extend(batch, states)
             return StepLogits(hidden, torch.empty(0, dtype=torch.int32, device=hidden.device), query_results)
         logits = self._model.compute_logits(hidden)
         if not sample:
-            return StepLogits(logits, None, query_results)
+            return StepLogits(logits, None, query_results, states)
         ids = self._sampler.sample(logits, batch.inputs.sample_slots, batch.inputs.sample_positions)
         self._drafter.keep(batch, ids)
-        return StepLogits(logits, ids, query_results)
+        self._drafter.extend(batch, states)
+        return StepLogits(logits, ids, query_results, states)
 
     def _batch(self, shape: BatchShape, step: StepInput) -> StepBatch:
         """Make views for a step without padding."""

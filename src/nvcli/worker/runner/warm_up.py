@@ -85,7 +85,7 @@ def warm_up_steps(
     `drafts`: (most rows, tokens per row) of each step with drafts, which may share segments too; there are also steps
     with fewer rows. Requests have adapters in `num_places` places (0: none).
     """
-    make = partial(_step, num_places=num_places)
+    make = partial(_step, num_places=num_places, extends_drafts=bool(drafts) and config.draft_head is not None)
     yield make(_prompt_lens(config, num_tokens), num_decodes=0, is_scored=True)
     for fewer in _fp8_tokens(config, num_tokens) if config.quantization == "fp8" else ():
         yield make(_prompt_lens(config, fewer), num_decodes=0)
@@ -137,6 +137,7 @@ def _step(
     shares_segments: bool = False,
     num_shared: int = 0,
     num_places: int = 0,
+    extends_drafts: bool = False,
 ) -> StepInput:
     """Make a step that brings its tokens along and gives every slot the null block, to load the code that takes
     these in. For the same reason it has a segment without keys, a slot without segments, and a key copied onto itself;
@@ -158,6 +159,7 @@ def _step(
             for slot in slots
         ],
         has_adapters=num_places > 0,
+        extends_drafts=extends_drafts,
         block_groups=nothing,
         block_slots=pack(slots),
         block_columns=nothing,

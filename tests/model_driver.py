@@ -63,11 +63,14 @@ class ModelDriver:
         has_fp8_units: bool = True,
         lora: Path | None = None,
         row_loras: Sequence[Path] = (),
+        has_mtp: bool = False,
     ) -> None:
-        """`lora` is merged into the weights; requests choose among `row_loras`."""
+        """`lora` is merged into the weights; requests choose among `row_loras`. `has_mtp`: with the head for
+        multi-token prediction."""
         config = load_model_config(path, expert_parallel=expert_parallel)
         adapter = None if lora is None else read_adapter(lora, config)
         config = (config if adapter is None else adapter.adapt(config)).with_quantization(quantization)
+        config = config.with_mtp() if has_mtp else config
         self.group = group or TensorParallelGroup.single()
         self.model = build_model(
             config,

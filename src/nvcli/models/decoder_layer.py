@@ -1,0 +1,119 @@
+"""DecoderLayer: one layer of a decoder, or of a head that drafts tokens. Its `LayerConfig` says which blocks it has and
+where its norms are."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.spec import CacheSpec
+from nvcli.kernels.fp8_types import Activations
+from nvcli.models.layer_config import LayerConfig
+from nvcli.models.layer_inputs import LayerInput
+from nvcli.models.layers import Angles, FeedForward, InputNorm, ResultNorm, TokenMixer
+from nvcli.models.mixers.mixer import NormConfig
+from nvcli.models.parallel import BuildContext, TensorShard
+
+
+class DecoderLayer(nn.Module):
+    """One decoder layer. It takes and returns the residual stream as `layers.py` describes."""
+
+    def __init__(
+        self,
+        build: BuildContext,
+        path: str,
+        config: LayerConfig,
+        norm: NormConfig,
+        spec: CacheSpec,
+        cache_layer: int,
+        *,
+        has_input: bool,
+    ) -> None:
+        """Build the layer. `has_input`: whether it has an input besides the residual stream."""
+        super().__init__()
+        self.group = build.group
+        self.is_parallel = config.norms.is_parallel
+
+        def before(name: str | None, behind: str | None) -> InputNorm | None:
+            """Build the norm of a block's input; `behind` names the norm after the previous block."""
+            return None if name is None else InputNorm(build, f"{path}.{name}", norm, is_summed=behind is not None)
+
+        def after(name: str | None, *, is_summed: bool = False) -> ResultNorm | None:
+            return None if name is None else ResultNorm(build, f"{path}.{name}", norm, is_summed=is_summed)
+
+        norms = config.norms
+        self.before_attention = before(norms.before_attention, norms.after_mlp)
+        self.mixer: TokenMixer = config.mixer.build(build, path, norm, spec, cache_layer)
+        self.after_attention = after(norms.after_attention)
+        self.before_mlp = before(norms.before_mlp, norms.after_attention)
+        self.mlp: FeedForward = config.mlp.build(build, path, norm)
+        self.after_mlp = after(norms.after_mlp, is_summed=self.mlp.is_summed)
+        self.gives_stream = self.after_mlp is None or self.mlp.is_summed
+        if not self.is_parallel:  # norms quantise for the projections behind them, where nothing else reads the result
+            for input_norm, block in ((self.before_attention, self.mixer), (self.before_mlp, self.mlp)):
+                if input_norm is not None and block.input_proj is not None:
+                    input_norm.quantise_for(block.input_proj)
+        self.input = LayerInput(build, path, norm) if has_input else None
+        self.scalar = Scalar(build, f"{path}.layer_scalar") if config.has_scalar else None
+
+    def forward(
+        self,
+        delta: Tensor | None,
+        residual: Tensor,
+        own: Tensor | None,
+        angles: Angles,
+        batch: ForwardBatch,
+        rows: Tensor | None,
+        stream: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return the next `delta` and `residual`: [T, H] each, or [N, H] if only the tokens `rows` [N] continue after
+        attention. `own` [T, P] is the layer's input besides the residual stream. `stream` [T, H] is filled with the
+        stream before the layer; None: nobody asks for it."""
+        x = _input(self.before_attention, delta, residual)
+        if stream is not None:
+            stream.copy_(self.group.whole_residual(residual))
+        mixed = self.mixer(x, angles, batch)
+        adapters = None if batch.adapters is None else batch.adapters.tokens if rows is None else batch.adapters.kept
+        if rows is not None:
+            if len(rows) == 0:
+                return None, residual[rows]
+            mixed = mixed[rows]
+            if self.is_parallel:
+                assert isinstance(x, Tensor)
+                x = x[rows]
+            residual = self.group.residual_rows(residual, rows)
+        if self.is_parallel:
+            return _add_part(self.mlp(x, None, adapters), self.mixer.o_proj.part(mixed, None, adapters)), residual
+        delta = self.mixer.o_proj(mixed, residual if self.after_attention is None else None, adapters)
+        del mixed  # the MLP can reuse its memory
+        if self.after_attention is not None:
+            delta = self.after_attention(delta, residual)
+        x = _input(self.before_mlp, delta, residual)
+        delta = self.mlp(x, residual if self.gives_stream else None, adapters)
+        if self.after_mlp is not None:
+            delta = self.after_mlp(delta, residual)
+        if self.input is not None:
+            assert own is not None
+            residual, delta = self.input(residual.add_(delta), own if rows is None else own[rows]), None
+        return (delta, residual) if self.scalar is None else (None, self.scalar(delta, residual))
+
+
+class Scalar(TensorShard):
+    """Adds `delta` to `residual` and multiplies the sum by one number, in place. [T, H] → [T, H]."""
+
+    def forward(self, delta: Tensor | None, residual: Tensor) -> Tensor:
+        return (residual if delta is None else residual.add_(delta)).mul_(self.weight)
+
+
+def _input(norm: InputNorm | None, delta: Tensor | None, residual: Tensor) -> Activations:
+    """Compute a block's input: `delta` + `residual`, normed if there is a norm."""
+    if norm is not None:
+        x: Activations = norm(delta, residual)
+        return x
+    return residual if delta is None else residual.add_(delta)
+
+
+def _add_part(delta: Tensor, part: Tensor) -> Tensor:
+    """Add this rank's part [T, H] of one block's result to another's: [T, H], or float32 parts [P, T, H]."""
+    (delta[0] if delta.dim() == 3 else delta).add_(part)
+    return delta

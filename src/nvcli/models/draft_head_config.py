@@ -1,0 +1,52 @@
+"""DraftHeadConfig: a head that drafts tokens from the hidden states of a model, its target. Torch-free.
+
+A head's keys at position p are made from the token at p + 1 and the target's hidden state at p, so that they lie in the
+same KV blocks as the target's own. Its layers are numbered behind the target's in the KV cache.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import Any, ClassVar
+
+from nvcli.attention.spec import CacheSpec
+from nvcli.models.checkpoint_layout import CheckpointLayout
+from nvcli.models.mixers.mixer import LayerContext, Mixer
+from nvcli.models.tensor_spec import TensorSpec
+
+
+class DraftHeadConfig(ABC):
+    """The settings of a head; subclasses are frozen dataclasses."""
+
+    module: ClassVar[str]
+    """The module that computes it, a `DraftHead`: `package.file:Class`, created with the arguments of `build`."""
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """The target's layers before which the head reads the residual stream, ascending; empty: it reads the hidden
+        states after the target's final norm."""
+        return ()
+
+    @property
+    @abstractmethod
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The token mixers of its layers, which have keys and values in the target's blocks."""
+
+    @abstractmethod
+    def tensors(self, context: LayerContext, vocab_size: int) -> Iterator[TensorSpec]:
+        """Yield its tensors, besides those that it shares with the target."""
+
+    def layout(self, layout: CheckpointLayout) -> CheckpointLayout:
+        """Return the layout of the target's files, with the head's tensors among those that are read."""
+        return layout
+
+    def build(self, build: object, shared: object, specs: Sequence[CacheSpec], cache_layer: int) -> Any:
+        """Create the `DraftHead` that computes it. Imports torch.
+
+        `build` is a `BuildContext`; `shared` are the target's `SharedParts`; `specs` are those of `mixers` on this
+        rank, and `cache_layer` is the number of its first layer in the rank's KV cache.
+        """
+        module, _, name = self.module.partition(":")
+        return getattr(import_module(module), name)(build, self, shared, specs, cache_layer)

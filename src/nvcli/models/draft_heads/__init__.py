@@ -1,0 +1,1 @@
+"""Heads that draft tokens from a model's own hidden states, as modules."""

@@ -1,0 +1,113 @@
+"""ModelDrafter: drafts by the head of a model, at two moments of a step.
+
+At its end the head computes the step's tokens as well (`extend`), so that its keys follow the target's wherever these
+go, and keeps a first guess for each row. At the start of a step with drafts it goes on from these guesses, one pass
+for each further draft (`propose`). Tokens are chosen as the target chooses them, with the noise of their own position:
+so a draft is right more often than one that is drawn independently.
+
+Steps that leave `extend` out cost later drafts of their rows, and never an answer.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nvcli.attention.forward_batch import BatchShape, ForwardBatch
+from nvcli.core.engine_config import EngineConfig
+from nvcli.kernels.guesses import KeptGuesses, Passes, following_tokens, keep_guesses, last_tokens
+from nvcli.models.causal_lm import CausalLM
+from nvcli.models.draft_heads.head import DraftHead
+from nvcli.worker.runner.input_buffers import StepBatch
+from nvcli.worker.runner.sampler import Sampler
+from nvcli.worker.runner.slot_table import SlotTable
+
+
+class ModelDrafter:
+    """Drafts of one rank's rows by a head. All ranks call it alike."""
+
+    def __init__(
+        self,
+        head: DraftHead,
+        slots: SlotTable,
+        sampler: Sampler,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        max_positions: int,
+    ) -> None:
+        """`max_positions`: the positions that the head knows."""
+        self._head, self._slots, self._sampler = head, slots, sampler
+        self._max_positions = max_positions
+        lengths = slots.state.lengths
+        self._kept = KeptGuesses.empty(len(lengths), hidden_size, dtype, lengths.device)
+        self._row_starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
+
+    @classmethod
+    def of(cls, model: CausalLM, slots: SlotTable, sampler: Sampler, config: EngineConfig) -> ModelDrafter | None:
+        """Make the drafter of a model; None: it has no head."""
+        if model.draft_head is None:
+            return None
+        return cls(
+            model.draft_head,
+            slots,
+            sampler,
+            hidden_size=model.config.hidden_size,
+            dtype=getattr(torch, config.dtype),
+            max_positions=config.max_model_len,
+        )
+
+    def propose(self, batch: StepBatch, *, for_all: bool) -> None:
+        """Draft tokens for the rows of a step that have a guess, before the step's inputs are prepared. `for_all`:
+        old guesses serve too."""
+        drafts, state = batch.drafts, self._slots.state
+        assert drafts is not None
+        num_rows, width = batch.forward.shape.decode_rows, batch.forward.shape.tokens_per_row
+        passes = Passes.begin(self._kept, batch.rows, state, drafts, num_rows, for_all=for_all)
+        tokens = passes.write(state, 1, self._kept.tokens[passes.slots])
+        states = passes.states(self._kept)
+        for number in range(1, width - 1):
+            positions, places = passes.places(state, number)
+            one = self._batch_of_pass(batch.forward, passes.slots, tokens, positions, places)
+            one.backend.plan_on_device(one)
+            hidden, states = self._head(tokens, states, one, None)
+            guesses = self._choose(hidden, passes.slots, passes.last + number + 1)
+            tokens = passes.write(state, number + 1, guesses)
+
+    def extend(self, batch: StepBatch, states: Tensor) -> None:
+        """Compute the tokens of a step with the head, once the step's own tokens are chosen, and keep a guess for each
+        row. states: [T, K], the target's (`CausalLM.forward_with_states`)."""
+        forward, rows, state = batch.forward, batch.rows, self._slots.state
+        tokens = following_tokens(rows, state, forward.positions)
+        last, slots = last_tokens(rows, state, batch.inputs, forward.shape.num_rows)
+        last.clamp_(max=forward.num_tokens - 1)
+        hidden, states = self._head(tokens, self._head.read(states), forward, last)
+        guesses = self._choose(hidden, slots, state.lengths[slots] + 1)
+        keep_guesses(self._kept, state, slots, guesses, states)
+
+    def _choose(self, hidden: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """Choose the tokens of `positions` [R], as the target would: [R] int32."""
+        chosen: Tensor = self._sampler.sample(self._head.compute_logits(hidden), slots, positions)
+        return chosen.clamp_(min=0)  # a token in place of `NOT_FINITE`
+
+    def _batch_of_pass(
+        self, forward: ForwardBatch, slots: Tensor, tokens: Tensor, positions: Tensor, places: Tensor
+    ) -> ForwardBatch:
+        """Make the batch of a pass of one token for each decode row of a step."""
+        num_rows = len(slots)
+        return ForwardBatch(
+            shape=BatchShape(decode_rows=num_rows),
+            input_ids=tokens,
+            positions=positions.clamp(max=self._max_positions - 1),
+            slot_mapping=places,
+            slots=slots,
+            block_tables=forward.block_tables,
+            seq_lens=positions + 1,
+            query_start_loc=self._row_starts[: num_rows + 1],
+            logits_rows=None,
+            num_tokens_host=np.ones(num_rows, dtype=np.int32),
+            seq_lens_host=forward.seq_lens_host[:num_rows],
+            kv_cache=forward.kv_cache,
+            backend=forward.backend,
+        )

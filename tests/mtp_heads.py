@@ -1,0 +1,57 @@
+"""Random heads for multi-token prediction, written into small checkpoints as published files have them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from checkpoints import edit_json, edit_weights
+from nvcli.models.config import load_model_config
+from nvcli.models.geometry import model_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GLM_NAMES = {
+    "mtp.pre_fc_norm_embedding.": "enorm.",
+    "mtp.pre_fc_norm_hidden.": "hnorm.",
+    "mtp.fc.": "eh_proj.",
+    "mtp.norm.": "shared_head.norm.",
+    "mtp.layers.0.": "",
+    ".shared_expert.": ".shared_experts.",
+}
+"""Qwen's names and those of GLM-4.5 behind the number of the layer."""
+
+
+def stored_name(name: str, layer: int | None) -> str:
+    """Return the name in files of a tensor that Qwen calls `name`. `layer`: the number of the layer that GLM-4.5 has
+    for the head; None: the file is Qwen's."""
+    if layer is None:
+        return name
+    for found, wanted in GLM_NAMES.items():
+        name = name.replace(found, wanted)
+    return f"model.layers.{layer}.{name}"
+
+
+def add_mtp_head(path: Path, *, seed: int = 1) -> Path:
+    """Add a random head to a checkpoint of one file whose family has heads. `path` is returned."""
+    import torch
+
+    config = load_model_config(path)
+    layer = config.num_layers if config.architecture.startswith("Glm4") else None
+    if layer is not None:
+        edit_json(path / "config.json", num_nextn_predict_layers=1)
+        config = load_model_config(path)
+    generator = torch.Generator().manual_seed(seed)
+    head = [tensor for tensor in model_tensors(config.with_mtp(), "float32") if tensor.part == "draft head"]
+
+    def add(weights: dict[str, Tensor]) -> None:
+        for tensor in head:
+            for name in tensor.stored_names:
+                noise = torch.randn(tensor.stored_shape, generator=generator)
+                scale = noise.shape[-1] ** -0.5 if noise.dim() == 2 else 0.2
+                is_norm = "norm" in name and tensor.offset == 0
+                weights[stored_name(name, layer)] = noise * scale + (1.0 if is_norm else 0.0)
+
+    edit_weights(path, add)
+    return path
