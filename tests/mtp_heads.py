@@ -12,7 +12,7 @@ from nvcli.models.geometry import model_tensors
 if TYPE_CHECKING:
     from torch import Tensor
 
-GLM_NAMES = {
+NAMES_IN_LAYER = {
     "mtp.pre_fc_norm_embedding.": "enorm.",
     "mtp.pre_fc_norm_hidden.": "hnorm.",
     "mtp.fc.": "eh_proj.",
@@ -20,15 +20,15 @@ GLM_NAMES = {
     "mtp.layers.0.": "",
     ".shared_expert.": ".shared_experts.",
 }
-"""Qwen's names and those of GLM-4.5 behind the number of the layer."""
+"""Qwen's names and those of DeepSeek-V3 and GLM-4.5 behind the number of the layer."""
 
 
 def stored_name(name: str, layer: int | None) -> str:
-    """Return the name in files of a tensor that Qwen calls `name`. `layer`: the number of the layer that GLM-4.5 has
+    """Return the name in files of a tensor that Qwen calls `name`. `layer`: the number of the layer that they have
     for the head; None: the file is Qwen's."""
     if layer is None:
         return name
-    for found, wanted in GLM_NAMES.items():
+    for found, wanted in NAMES_IN_LAYER.items():
         name = name.replace(found, wanted)
     return f"model.layers.{layer}.{name}"
 
@@ -38,7 +38,7 @@ def add_mtp_head(path: Path, *, seed: int = 1) -> Path:
     import torch
 
     config = load_model_config(path)
-    layer = config.num_layers if config.architecture.startswith("Glm4") else None
+    layer = None if config.architecture.startswith("Qwen") else config.num_layers
     if layer is not None:
         edit_json(path / "config.json", num_nextn_predict_layers=1)
         config = load_model_config(path)

@@ -23,7 +23,7 @@ from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 from tensor_parallel_ranks import run_ranks
 
 IDS = random.Random(3).choices(range(97), k=41)
-FAMILIES = ("qwen 3-next", "qwen 3.5 with vision", "qwen 3.5 mixture of experts", "glm 4.5")
+FAMILIES = ("qwen 3-next", "qwen 3.5 with vision", "glm 4.5", "deepseek v3")
 _OF_LAYER = {"mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm.", "mtp.fc.": "eh_proj."}
 _OF_LAYER |= {"mtp.norm.": "post_norm.", "mtp.layers.0.": "mtp_block."}
 
@@ -71,7 +71,7 @@ def head_weights(path: Path, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     config = load_model_config(path)
-    layer = config.num_layers if config.architecture.startswith("Glm4") else None
+    layer = None if config.architecture.startswith("Qwen") else config.num_layers
     files = load_file(path / "model.safetensors")
 
     def find(name: str) -> Tensor:

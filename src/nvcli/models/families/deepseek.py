@@ -8,7 +8,7 @@ from nvcli.kernels.expert_settings import Routing
 from nvcli.models.families.deepseek_experts import (
     first_layers_dense,
     layout_without_predictions,
-    read_experts,
+    read_with_predictions,
     shared_experts,
 )
 from nvcli.models.families.family import Family
@@ -40,10 +40,9 @@ def _routing(config: ModelFile) -> Routing:
 
 
 def read_deepseek_v3(config: ModelFile) -> DecoderConfig:
-    """Read DeepSeek-V3. Its multi-token prediction layers stay on disk."""
+    """Read DeepSeek-V3."""
     attention = read_latent_attention(config, is_interleaved=config.get("rope_interleave", bool, True))
-    layers = (LayerConfig(mixer=attention, mlp=mlp) for mlp in first_layers_dense(config, read_experts(config)))
-    return config.decoder(layers, layout=layout_without_predictions(config))
+    return read_with_predictions(config, attention)
 
 
 DEEPSEEK_V2 = Family(

@@ -4,11 +4,13 @@ share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.model_file import ModelFile
-from nvcli.models.layer_config import LayerConfig
+from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.experts import ExpertsConfig
-from nvcli.models.mixers.mixer import NormConfig
+from nvcli.models.mixers.mixer import Mixer
 from nvcli.models.mixers.mlp import MLPConfig
 from nvcli.models.mtp_config import MTPConfig
 
@@ -44,19 +46,30 @@ def shared_experts(config: ModelFile, count_key: str) -> MLPConfig | None:
 
 def layout_without_predictions(config: ModelFile) -> CheckpointLayout:
     """Return the layout of files whose last layers, for multi-token prediction, stay on disk unless a run drafts tokens
-    by them (`prediction_head`)."""
+    by them (`read_with_predictions`)."""
     layers = config.num_layers()
     count = min(config.get("num_nextn_predict_layers", int, 0), _MOST_LEFT)
     left = tuple(f"model.layers.{layers + number}." for number in range(count))
     return CheckpointLayout(renamed=(SHARED_EXPERT,), left=left)
 
 
-def prediction_head(config: ModelFile, layer: LayerConfig, norm: NormConfig) -> MTPConfig | None:
-    """Return the head that the first of the layers for multi-token prediction makes; `layer` is what it has in common
-    with the decoder's layers."""
-    if config.get("num_nextn_predict_layers", int, 0) < 1:
-        return None
-    return MTPConfig(layer=layer, norm=norm, stored_layer=config.num_layers())
+def read_with_predictions(
+    config: ModelFile, attention: Mixer, is_sparse: Iterable[bool] | None = None
+) -> DecoderConfig:
+    """Read a decoder, and the head that the first of its layers for multi-token prediction makes. `is_sparse`: which
+    layers have experts; None: those behind the first dense ones."""
+    experts = read_experts(config)
+    if is_sparse is None:
+        mlps = first_layers_dense(config, experts)
+    else:
+        dense = config.mlp()
+        mlps = [experts if sparse else dense for sparse in is_sparse]
+    layers = [LayerConfig(mixer=attention, mlp=mlp) for mlp in mlps]
+    norm, head = config.rms_norm(), None
+    if config.get("num_nextn_predict_layers", int, 0) > 0:
+        layer = LayerConfig(mixer=attention, mlp=experts)
+        head = MTPConfig(layer=layer, norm=norm, stored_layer=config.num_layers())
+    return config.decoder(layers, norm=norm, layout=layout_without_predictions(config), mtp=head)
 
 
 def first_layers_dense(config: ModelFile, experts: ExpertsConfig) -> list[MLPConfig | ExpertsConfig]:

@@ -5,14 +5,7 @@ latent attention beside them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from nvcli.models.families.deepseek_experts import (
-    first_layers_dense,
-    layout_without_predictions,
-    prediction_head,
-    read_experts,
-)
+from nvcli.models.families.deepseek_experts import read_with_predictions
 from nvcli.models.families.family import Family
 from nvcli.models.families.latent_attention import read_latent_attention
 from nvcli.models.families.model_file import ModelFile
@@ -66,10 +59,7 @@ def read_glm4_moe(config: ModelFile) -> DecoderConfig:
         qk_norm="head" if config.get("use_qk_norm", bool, False) else None,
         qkv_bias=config.bias(),
     )
-    experts = read_experts(config)
-    layers = [LayerConfig(mixer=attention, mlp=mlp) for mlp in first_layers_dense(config, experts)]
-    decoder = config.decoder(layers, layout=layout_without_predictions(config))
-    return replace(decoder, mtp=prediction_head(config, LayerConfig(mixer=attention, mlp=experts), decoder.norm))
+    return read_with_predictions(config, attention)
 
 
 GLM4_MOE = Family(
@@ -82,13 +72,9 @@ GLM4_MOE = Family(
 
 
 def read_glm4_moe_lite(config: ModelFile) -> DecoderConfig:
-    """Read GLM-4.7-Flash, with latent attention. Its multi-token prediction layer stays on disk."""
+    """Read GLM-4.7-Flash, with latent attention."""
     attention = read_latent_attention(config, is_interleaved=config.get("rope_interleave", bool, True))
-    experts, dense = read_experts(config), config.mlp()
-    mlps = (experts if is_sparse else dense for is_sparse in config.sparse_layers())
-    return config.decoder(
-        (LayerConfig(mixer=attention, mlp=mlp) for mlp in mlps), layout=layout_without_predictions(config)
-    )
+    return read_with_predictions(config, attention, config.sparse_layers())
 
 
 GLM4_MOE_LITE = Family(
