@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from model_driver import CPU, load_weights
 from torch import Tensor
 
+from model_driver import CPU, load_weights
 from nvcli.models.adapters.adapter import read_adapter
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import load_model_config

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from model_driver import ModelDriver
 from torch import Tensor
 
 from adapters import ATTENTION, LINEAR
 from batches import RequestState
 from checkpoints import reference_model, write_tiny_model
 from family_shapes import SHAPES
+from model_driver import ModelDriver
 
 peft = pytest.importorskip("peft")
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_driver import CPU, ModelDriver
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoints import write_tiny_model
 from family_shapes import SHAPES
+from model_driver import CPU, ModelDriver
 from nvcli.errors import LoadError
 from nvcli.tools.doctor.model_probe import check_tensors
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from model_driver import CPU, load_weights
 from rank_weights import load_parameters
 from safetensors.torch import load_file
 from torch import Tensor
 
 from checkpoints import edit_json, edit_weights, write_tiny_model
 from expert_shapes import GPT_OSS
+from model_driver import CPU, load_weights
 from model_facts import attention_of
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.config import load_model_config

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_driver import ModelDriver
 from torch import Tensor
 
 from batches import RequestState, make_batch
 from checkpoints import reference_logits_of, write_tiny_model
 from expert_shapes import EXPERT_SHAPES
 from family_shapes import LONGEST_SHORT_RUN, SHAPES
+from model_driver import ModelDriver
 from nvcli.models.config import load_model_config
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.worker.distributed.stage import Stage

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_driver import CPU, ModelDriver
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from batches import RequestState
 from checkpoints import write_tiny_model, write_tiny_qwen3
 from family_shapes import SHAPES
+from model_driver import CPU, ModelDriver
 from nvcli.errors import LoadError
 from nvcli.kernels.fp8_kv import dequantise_heads
 from nvcli.kernels.fp8_types import FP8

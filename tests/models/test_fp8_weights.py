@@ -13,7 +13,6 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.nn.functional as F
-from model_driver import CPU, ModelDriver
 from rank_weights import load_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from batches import RequestState, make_batch
 from checkpoints import edit_weights, reference_logits, reference_model, write_tiny_model
 from family_shapes import SHAPES
+from model_driver import CPU, ModelDriver
 from nvcli.core.config_types import FP8Accumulation
 from nvcli.errors import ConfigError
 from nvcli.kernels import fp8

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from model_driver import CPU, load_weights
 from torch import Tensor, nn
 
 from checkpoints import write_tiny_model
+from model_driver import CPU, load_weights
 from nvcli.kernels.activation import Activation
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.weight_formats import FP8Scaling

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_driver import CPU, ModelDriver, load_weights
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from batches import RequestState
 from checkpoints import edit_json, edit_weights, reference_logits, write_tiny_qwen3
+from model_driver import CPU, ModelDriver, load_weights
 from nvcli.errors import LoadError
 from nvcli.models import pinned_upload
 from nvcli.models.checkpoint_check import describe_unused

@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from model_driver import CPU
 from rank_weights import load_model
 from safetensors.torch import load_file, save_file
 
 from adapters import LINEAR, PREFIX, low_rank, write_adapter
 from checkpoints import write_tiny_model
 from expert_shapes import EXPERT_SHAPES
+from model_driver import CPU
 from nvcli.models import merged_weights
 from nvcli.models.adapters.adapter import read_adapter
 from nvcli.models.causal_lm import CausalLM

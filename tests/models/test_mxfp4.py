@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from model_driver import ModelDriver
 from rank_weights import load_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -21,6 +20,7 @@ from adapters import STACKS, low_rank_of_stacks, write_adapter
 from batches import RequestState
 from checkpoints import edit_json, reference_logits, write_tiny_model
 from expert_shapes import GPT_OSS
+from model_driver import ModelDriver
 from mxfp4 import BLOCKS_FILE, SCALES_FILE, quantise
 from nvcli.errors import ConfigError, LoadError
 from nvcli.kernels.fp8_types import FP8

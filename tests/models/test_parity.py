@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from model_driver import ModelDriver
 from torch import Tensor
 
 from batches import RequestState
 from checkpoints import reference_logits, write_tiny_model
+from model_driver import ModelDriver
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 LLAMA3 = {

@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from model_driver import ModelDriver
 from rank_weights import load_model, load_parameters
 from torch import Tensor
 
 from batches import RequestState
 from checkpoints import edit_json, edit_weights, reference_logits, write_tiny_model
+from model_driver import ModelDriver
 from nvcli.errors import LoadError
 from nvcli.models.config import load_model_config
 from nvcli.worker.distributed.stage import WHOLE, Stage

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_driver import ModelDriver
 
 from batches import RequestState
 from checkpoints import reference_logits, write_tiny_model
+from model_driver import ModelDriver
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 from quantised_checkpoints import FORMATS, fp8_blocks, write_quantised
 from tensor_parallel_ranks import run_ranks

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from model_driver import CPU, ModelDriver, load_weights
 from torch import Tensor
 
 from batches import RequestState, make_batch
 from checkpoints import reference_logits, write_tiny_qwen3
+from model_driver import CPU, ModelDriver, load_weights
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.config import load_model_config
 from nvcli.models.registry import build_model

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from model_driver import ModelDriver
 from torch import Tensor
 
 from batches import RequestState, make_batch
 from checkpoints import write_tiny_model
+from model_driver import ModelDriver
 from nvcli.kernels.peer_memory import PeerLayout
 from nvcli.worker.distributed.peer_memory import open_peer_memory
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup

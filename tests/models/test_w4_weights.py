@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from model_driver import CPU, ModelDriver
 from rank_weights import load_model
 from safetensors.torch import load_file
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch import Tensor
 from batches import RequestState, make_batch
 from checkpoints import edit_json, reference_logits, write_tiny_model
 from expert_shapes import GPT_OSS
+from model_driver import CPU, ModelDriver
 from mxfp4 import quantise as quantise_experts
 from nvcli.errors import ConfigError, LoadError
 from nvcli.kernels.w4 import dequantise
