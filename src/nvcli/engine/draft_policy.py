@@ -44,13 +44,14 @@ _LEAST_GAIN, _LEAST_TO_STAY, _LEAST_TO_TRY = 1.03, 1.01, 1.1
 """Minimum gain for a step with drafts if the previous step had none, and if it had some; and the additional factor by
 which a shape that was never measured must be better."""
 _TRY_SECONDS = 0.03
-"""The assumed cost of the first step of a shape (15 to 35 ms for Qwen3-0.6B and 8B on an H200)."""
+"""The assumed cost of the first step of a shape, until some have run (15 to 35 ms for Qwen3-0.6B and 8B on an H200, 70
+to 125 ms for Qwen3.5-35B-A3B)."""
 _HORIZON = 1.0
 """A run is expected to continue for as long as it has run so far, and for at least this many seconds."""
 _MOST_IDLE = 1.0
 """Maximum seconds of idle time before a step that are counted as a cost of its drafts."""
-_MOST_DEBT = 0.2
-"""Maximum debt in seconds at which steps have drafts."""
+_MOST_DEBT, _MOST_DEBT_OF_KNOWN = 0.2, 0.5
+"""Maximum debt in seconds at which steps have drafts: in any form, and in one that was measured."""
 _MOST_SAVED = 0.2
 """Maximum seconds that are saved up for later tries."""
 _TRIED_SHARE = 0.005
@@ -119,6 +120,8 @@ class DraftPolicy:
         self._num_looks = 0
         self._elapsed = 0.0
         """Seconds of all steps."""
+        self._try_seconds = _TRY_SECONDS
+        """What the first step of a shape costs."""
         self._debt = 0.0
         """Seconds that drafts have cost, less what they have gained and what was written off. Below 0: the seconds that
         tries may cost."""
@@ -202,6 +205,8 @@ class DraftPolicy:
             if form != _PLAIN and plain is not None:
                 spent = output.seconds + min(output.idle_seconds, _MOST_IDLE)
                 debt += spent - plain * sum(counts) / num_rows
+                if not self._costs.has_graph(size, form):
+                    self._try_seconds = max(self._try_seconds, min(output.idle_seconds, _MOST_IDLE))
             if form != _PLAIN or not step.extends_drafts:
                 self._costs.learn(size, form, output.seconds, output.idle_seconds)
         self._debt = max(-_MOST_SAVED, debt)
@@ -270,7 +275,7 @@ class DraftPolicy:
                 gain /= _LEAST_TO_TRY
             if gain > best_gain:
                 best, best_gain = form, gain
-        if best != _PLAIN and self._debt <= _MOST_DEBT:
+        if best != _PLAIN and self._debt <= (_MOST_DEBT_OF_KNOWN if costs.is_known(size, best) else _MOST_DEBT):
             if self._steps_with_drafts >= (_PLAIN_EVERY if best_gain > _LARGE_GAIN else _PLAIN_OFTEN):
                 return _PLAIN
             if not costs.is_known(size, best):
@@ -311,5 +316,5 @@ class DraftPolicy:
         """Return the seconds that a step with drafts wastes if all of them are wrong."""
         plain = self._costs.plain(size)
         assert plain is not None
-        capture = 0.0 if self._costs.has_graph(size, form) else _TRY_SECONDS
+        capture = 0.0 if self._costs.has_graph(size, form) else self._try_seconds
         return (self._costs.ratio(size, form) - 1) * plain + capture

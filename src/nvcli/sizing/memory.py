@@ -161,11 +161,14 @@ def _graphs(config: EngineConfig, model: ModelConfig, *, samples: bool) -> int:
     sampling = _sampling(config, model) if samples else 0
     shared = activations if activations > sampling else activations + sampling
     most_tokens = launch_bound_tokens(model, config.tensor_parallel_size)
-    num_graphs = _num_draft_graphs(config) + sum(
+    num_graphs = sum(
         (1 + may_share(size[0], config.max_shared_rows))
         * (1 + may_share_prefixes(size, config.max_shared_rows, most_tokens))
         for size in sizes
     )
+    if model.draft_head is not None:  # steps that it takes in and others
+        num_graphs *= 2
+    num_graphs += _num_draft_graphs(config)
     if config.placed_adapters:  # steps with adapters and steps without them
         num_graphs *= 2
     return shared + num_graphs * _BYTES_PER_GRAPH

@@ -68,8 +68,12 @@ class GraphShapes:
             )
         ]
         has_head = bool(draft_widths) and config.draft_head is not None
-        if has_head:  # it takes in steps with prompts, and those that have drafts themselves
-            late += [replace(shape, extends_drafts=True) for shape in at_start + late if shape.prefill_rows]
+        if has_head:  # it takes in steps with prompts while it is of use, and others before and with drafts
+            with_prompts = [shape for shape in at_start if shape.prefill_rows]
+            extended = [replace(shape, extends_drafts=True) for shape in late]
+            extended += [replace(shape, extends_drafts=True) for shape in at_start if not shape.prefill_rows]
+            at_start = [replace(shape, extends_drafts=shape.prefill_rows > 0) for shape in at_start]
+            late += with_prompts + extended
         drafts = [
             BatchShape(
                 decode_rows=rows,
