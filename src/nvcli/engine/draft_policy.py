@@ -121,7 +121,7 @@ class DraftPolicy:
         self._elapsed = 0.0
         """Seconds of all steps."""
         self._try_seconds = _TRY_SECONDS
-        """What the first step of a shape costs."""
+        """The cost of the first step of a shape."""
         self._debt = 0.0
         """Seconds that drafts have cost, less what they have gained and what was written off. Below 0: the seconds that
         tries may cost."""
