@@ -21,6 +21,7 @@ from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.adapters.row_adapters import check_row_adapter
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.config import load_model_config
+from nvcli.models.draft_heads.own_files import with_draft_head
 from nvcli.models.kv_groups import kv_groups
 from nvcli.models.loader import begin_loading
 from nvcli.models.registry import build_model
@@ -64,13 +65,15 @@ class ModelDriver:
         lora: Path | None = None,
         row_loras: Sequence[Path] = (),
         has_mtp: bool = False,
+        draft_head: Path | None = None,
     ) -> None:
         """`lora` is merged into the weights; requests choose among `row_loras`. `has_mtp`: with the head for
-        multi-token prediction."""
+        multi-token prediction; `draft_head`: with the head in this folder."""
         config = load_model_config(path, expert_parallel=expert_parallel)
         adapter = None if lora is None else read_adapter(lora, config)
         config = (config if adapter is None else adapter.adapt(config)).with_quantization(quantization)
         config = config.with_mtp() if has_mtp else config
+        config = config if draft_head is None else with_draft_head(config, str(draft_head))
         self.group = group or TensorParallelGroup.single()
         self.model = build_model(
             config,

@@ -114,8 +114,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     (`sizing.memory.affordable_draft_tokens`); None: not known yet."""
     takes_forced_tokens: bool = True
     """Whether runs with drafts also take tokens that a grammar forces several at a time."""
-    draft_head: Literal["mtp"] | None = None
-    """The head that drafts tokens beside what is looked up; None: there is none."""
+    draft_head: str | None = None
+    """The head that drafts tokens beside what is looked up: mtp, that of the checkpoint, or the folder of one; None:
+    there is none."""
     draft_policy: DraftPolicyName = "auto"
     """`RunConfig.speculation.policy`"""
     draft_accept_rate: float | None = None

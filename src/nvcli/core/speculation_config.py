@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from nvcli.core.config_types import MAX_DRAFT_TOKENS, DraftMethod, DraftPolicyName
+from nvcli.core.config_types import MAX_DRAFT_TOKENS, DraftPolicyName
 from nvcli.core.flags import MODEL, Flag
 
 
@@ -15,22 +15,29 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """How tokens are drafted. Drafts change no answer: only tokens that the model itself would give are kept."""
 
     method: Annotated[
-        DraftMethod,
+        str,
         Flag(
             "--speculate",
             MODEL,
             "Draft several tokens per step and keep the correct ones: lookup: from earlier text; mtp: by the model's "
-            "own head for that; auto: whatever works with the model.",
+            "own head for that; PATH: by an EAGLE-3 head in this folder; auto: whatever works with the model.",
+            metavar="auto|none|lookup|mtp|PATH",
         ),
     ] = "auto"
     """lookup: a row's last tokens are looked up in its prompt and answer so far and in other answers, and the tokens
     that followed them there are drafted; tokens that a grammar forces are taken several at a time. mtp: the
-    checkpoint's head for multi-token prediction drafts, and where it cannot, earlier text. auto: what never costs time:
-    drafts from earlier text if the model can check them, one forced token at a time."""
+    checkpoint's head for multi-token prediction drafts, and where it cannot, earlier text. A folder, or an id in the
+    local cache of the Hugging Face hub: the EAGLE-3 head there drafts likewise. auto: what never costs time: drafts
+    from earlier text if the model can check them, one forced token at a time."""
     max_draft_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFT_TOKENS)] = 7
     """Maximum tokens drafted for a row in one step."""
     policy: DraftPolicyName = "auto"
     """auto: as many drafts as make the run faster, or none; always: as many as are found."""
+
+    @property
+    def draft_head(self) -> str | None:
+        """The head that drafts: mtp, or the name of a folder; None: there is none."""
+        return None if self.method in ("auto", "none", "lookup") else self.method
 
     @property
     def num_draft_tokens(self) -> int:

@@ -123,7 +123,12 @@ class CausalLM(nn.Module):
         self.draft_head: DraftHead | None = None
         """The head that drafts tokens; None: the run uses none."""
         if config.draft_head is not None:
-            shared = SharedParts(embed=self.model.embed, compute_logits=self.compute_logits, angles=self.model.rotary)
+            shared = SharedParts(
+                embed=self.model.embed,
+                compute_logits=self.compute_logits,
+                angles=self.model.rotary,
+                vocab_size=config.vocab_size,
+            )
             num_layers = config.num_layers
             specs = layer_specs(config, build.group.size, build.stage)[num_layers:]
             self.draft_head = config.draft_head.build(build, shared, specs, num_layers)

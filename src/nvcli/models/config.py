@@ -220,6 +220,8 @@ class ModelConfig:
                 problems += self._problems_of_fp8(pieces)
             elif self.quantization == "w4a16" and not problems:
                 problems += problems_of_cut_groups(self.stored_groups, self.hidden_size, pieces, size)
+        for block in self.draft_head.blocks if self.draft_head is not None and not problems else ():
+            problems += (f"{problem} in the head that drafts" for problem in block.check(ranks))
         return list(dict.fromkeys(problems))
 
     def _problems_of_fp8(self, pieces: list[Piece]) -> Iterator[str]:

@@ -7,13 +7,14 @@ same KV blocks as the target's own. Its layers are numbered behind the target's 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, ClassVar
 
 from nvcli.attention.spec import CacheSpec
 from nvcli.models.checkpoint_layout import CheckpointLayout
-from nvcli.models.mixers.mixer import LayerContext, Mixer
+from nvcli.models.mixers.mixer import Block, LayerContext, Mixer
+from nvcli.models.tensor_info import TensorInfo
 from nvcli.models.tensor_spec import TensorSpec
 
 
@@ -34,9 +35,23 @@ class DraftHeadConfig(ABC):
     def mixers(self) -> tuple[Mixer, ...]:
         """The token mixers of its layers, which have keys and values in the target's blocks."""
 
+    @property
+    @abstractmethod
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks of its layers, which are cut over the ranks."""
+
+    def state_size(self, hidden_size: int) -> int:
+        """Return the size of its own states, under a target of this hidden size."""
+        return hidden_size
+
     @abstractmethod
     def tensors(self, context: LayerContext, vocab_size: int) -> Iterator[TensorSpec]:
         """Yield its tensors, besides those that it shares with the target."""
+
+    def stored_tensors(self) -> Mapping[str, TensorInfo]:
+        """Return the tensors that the head has in files of its own, by the decoder's names; empty: they are among its
+        target's, or have random weights."""
+        return {}
 
     def layout(self, layout: CheckpointLayout) -> CheckpointLayout:
         """Return the layout of the target's files, with the head's tensors among those that are read."""

@@ -103,6 +103,8 @@ def find_weights(
     config = config or model.config
     located = read_model_tensors(config, path)
     tensors = located.tensors if adapter is None else adapter.over(located.tensors)
+    if config.draft_head is not None:
+        tensors = {**tensors, **config.draft_head.stored_tensors()}
     if has_own_head:
         tensors = with_own_head(tensors)
     check_tensors(config, tensors, path, stage=model.stage)

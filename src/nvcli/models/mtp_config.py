@@ -13,7 +13,7 @@ from typing import ClassVar
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.draft_head_config import DraftHeadConfig
 from nvcli.models.layer_config import LayerConfig
-from nvcli.models.mixers.mixer import LayerContext, Mixer, NormConfig
+from nvcli.models.mixers.mixer import Block, LayerContext, Mixer, NormConfig
 from nvcli.models.tensor_spec import Sharding, TensorSpec, matrix
 
 PREFIX = "mtp."
@@ -41,6 +41,10 @@ class MTPConfig(DraftHeadConfig):
     @property
     def mixers(self) -> tuple[Mixer, ...]:
         return (self.layer.mixer,)
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return self.layer.blocks
 
     def tensors(self, context: LayerContext, vocab_size: int) -> Iterator[TensorSpec]:
         hidden = context.hidden_size

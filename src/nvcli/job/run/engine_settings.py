@@ -25,6 +25,7 @@ from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.adapters.find import find_adapter
 from nvcli.models.adapters.row_adapters import sizes_of
 from nvcli.models.config import ModelConfig, load_model_config
+from nvcli.models.draft_heads.own_files import find_head, with_draft_head
 from nvcli.sizing.graph_sizes import default_batched_tokens
 from nvcli.sizing.kv_cache import default_block_size
 
@@ -75,16 +76,16 @@ def load_with_adapters(
 
 def _with_draft_head(run: RunConfig, model: ModelConfig) -> ModelConfig:
     """Return the model with the head that drafts its tokens, if the run uses one. Raises ConfigError."""
-    method = run.speculation.method
-    if method != "mtp" or run.task != "generate" or model.draft_head is not None:
+    name = run.speculation.draft_head
+    if name is None or run.task != "generate" or model.draft_head is not None:
         return model
     if run.pipeline_parallel_size > 1:
         raise ConfigError(
-            f"`speculation.method` (--speculate) is {method}, and `pipeline_parallel_size` (--pp) is "
+            f"`speculation.method` (--speculate) is {name}, and `pipeline_parallel_size` (--pp) is "
             f"{run.pipeline_parallel_size}: a head drafts from all layers of a model that are in one stage; use --tp, "
             "or --speculate lookup"
         )
-    return model.with_mtp()
+    return with_draft_head(model, find_head(name), is_random=run.load_format == "dummy")
 
 
 def resolve_engine_config(
@@ -159,7 +160,7 @@ def resolve_engine_config(
         batch_invariant=run.batch_invariant,
         max_draft_tokens=run.speculation.num_draft_tokens if run.task == "generate" else 0,
         takes_forced_tokens=run.speculation.method == "lookup",
-        draft_head="mtp" if model.draft_head is not None else None,
+        draft_head=None if model.draft_head is None else find_head(run.speculation.method),
         draft_policy=run.speculation.policy,
         prepare_grammars=run.task == "generate" and run.sampling.get("structured") is not None,
     )

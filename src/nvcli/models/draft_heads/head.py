@@ -27,6 +27,7 @@ class SharedParts:
     """[N, H] → [N, M], the target's LM head."""
     angles: Callable[[Tensor], Angles]
     """[T] positions → the angles of the target's and the head's rotations."""
+    vocab_size: int
 
 
 class DraftHead(nn.Module, ABC):

@@ -117,6 +117,8 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
         raise ConfigError(f"--accept-rate {options.accept_rate} is of drafts, and there are none; add --speculate auto")
     _check_adapters(run, options)
     run = in_mode(run, options.lora_mode)
+    if options.shape is not None:
+        run = msgspec.structs.replace(run, load_format="dummy")
     with ExitStack() as stack:
         folder = model_folder(run.model, options.shape, revision=run.revision, quantization=run.quantization)
         path = stack.enter_context(folder)
@@ -146,7 +148,6 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
         config = msgspec.structs.replace(
             layout.apply(config),
             record_steps=True,
-            load_format=config.load_format if options.shape is None else "dummy",
             draft_accept_rate=options.accept_rate,
         )
         result = bench(

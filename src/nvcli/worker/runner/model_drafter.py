@@ -47,13 +47,13 @@ class ModelDrafter:
     @classmethod
     def of(cls, model: CausalLM, slots: SlotTable, sampler: Sampler, config: EngineConfig) -> ModelDrafter | None:
         """Make the drafter of a model; None: it has no head."""
-        if model.draft_head is None:
+        if model.draft_head is None or model.config.draft_head is None:
             return None
         return cls(
             model.draft_head,
             slots,
             sampler,
-            hidden_size=model.config.hidden_size,
+            hidden_size=model.config.draft_head.state_size(model.config.hidden_size),
             dtype=getattr(torch, config.dtype),
             max_positions=config.max_model_len,
         )

@@ -21,6 +21,7 @@ from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.checkpoint_check import describe_unused
 from nvcli.models.config import ModelConfig, load_model_config
+from nvcli.models.draft_heads.own_files import with_draft_head
 from nvcli.models.loader import (
     CheckpointWeights,
     begin_reading,
@@ -73,7 +74,8 @@ def read_files(config: EngineConfig, path: Path) -> ModelFiles:
     row_adapters = {number: read_adapter(each, model) for number, each in enumerate(config.lora_paths, 1)}
     for number in config.merged_adapters:
         model = row_adapters[number].adapt(model)
-    model = model.with_mtp() if config.draft_head == "mtp" else model
+    if config.draft_head is not None:
+        model = with_draft_head(model, config.draft_head, is_random=config.load_format == "dummy")
     return ModelFiles(model.with_quantization(config.quantization), adapter, row_adapters)
 
 
