@@ -133,7 +133,8 @@ def _choose_tile(shape: AttentionShape) -> Tile:
         return tile(32, 32, 8 if head_dim > 256 else 4)
     shared_memory = shared_memory_bytes(shape.device)
     if head_dim > 256:
-        return tile(64, 32, 8) if shared_memory >= 227 << 10 else tile(32, 16, 8)
+        keys = 64 if shape.tail_dim else 32  # there are no values to be read beside them
+        return tile(64, keys, 8) if shared_memory >= 227 << 10 else tile(32, 16, 8)
     if head_dim > 128:
         return tile(64, 32, 4)
     stages = 3 if head_dim <= 64 or shared_memory >= 163 << 10 else 2
