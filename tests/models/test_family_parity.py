@@ -7,9 +7,12 @@ import random
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
+from rank_weights import load_model
 from torch import Tensor
 
 from batches import RequestState, make_batch
@@ -59,6 +62,27 @@ def assert_close(found: Tensor, expected: Tensor, *, name: str = "") -> None:
     atol = 3e-3 if name.startswith(("qwen 3-next", "qwen 3.5")) else 2e-4
     torch.testing.assert_close(found, expected, atol=atol, rtol=1e-4)
     assert expected.std() > 0.3, "the reference must not be so flat that everything agrees"
+
+
+@pytest.mark.parametrize("name", ["ernie 4.5 moe", "glm 4.5"])
+def test_routers_in_float32_choose_as_published(name: str, checkpoint_of: Checkpoints) -> None:
+    """All of 4,096 tokens get the same experts where everything else is in bfloat16. Ernie's routers alone keep weights
+    of float32."""
+    path, dtype = checkpoint_of(name), torch.bfloat16
+    reference = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    layer = reference.config.num_hidden_layers - 1
+    published = reference.model.layers[layer].mlp
+    router: Any = load_model(path, dtype=dtype).get_submodule(f"model.layers.{layer}.mlp.gate")
+    x = torch.randn(4096, reference.config.hidden_size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with torch.inference_mode():
+        _, weights, experts = published.gate(x)
+        routes = router(x)
+    assert router.weight.dtype == (torch.float32 if name == "ernie 4.5 moe" else dtype)
+    (found, places), (expected, others) = routes.experts.sort(1), experts.sort(1)
+    assert torch.equal(found, expected)
+    torch.testing.assert_close(
+        routes.weights.gather(1, places), weights.float().gather(1, others), atol=1e-2, rtol=1e-2
+    )
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -17,14 +17,17 @@ from nvcli.kernels.invariant_linear import invariant_linear
 
 
 def router_logits(x: Tensor, weight: Tensor, *, batch_invariant: bool = False) -> Tensor:
-    """x Wᵀ in float32, in parts that add up to it. x: [T, H]; weight: [E, H] → [P, T, E] float32.
+    """x Wᵀ in float32, in parts that add up to it. x: [T, H]; weight: [E, H], of the type of x or in float32 →
+    [P, T, E] float32.
 
     `batch_invariant`: a token's logits have the same bits whatever other tokens there are.
     """
+    if weight.dtype == torch.float32:
+        x = x.float()
     if batch_invariant:
         return invariant_linear(x, weight, dtype=torch.float32).unsqueeze(0)
-    if not x.is_cuda:
-        return F.linear(x, weight).float().unsqueeze(0)
+    if not x.is_cuda or x.dtype == torch.float32:
+        return F.linear(x.float(), weight.float()).unsqueeze(0)
     from nvcli.kernels.triton.products import linear
 
     if linear.takes_parts(x, weight):

@@ -24,13 +24,14 @@ def read_ernie(config: ModelFile) -> DecoderConfig:
 
 
 def read_ernie_moe(config: ModelFile) -> DecoderConfig:
-    """Read which layers have experts. They are chosen by softmax scores with a correction. Layers for multi-token
+    """Read which layers have experts. They are chosen by softmax scores with a correction, of
+    a router in float32. Layers for multi-token
     prediction stay on disk."""
     if config.get("use_bias", bool, False):
         raise config.error("use_bias", "true is not supported beside experts, only false")
     routing = config.routing(keys=("moe_num_experts",), chosen_key="moe_k", renormalise=True)
     shared = shared_experts(config, "moe_num_shared_experts")
-    experts = config.experts(routing, has_correction=True, shared=shared)
+    experts = config.experts(routing, has_correction=True, has_wide_router=True, shared=shared)
     count = config.num_layers()
     first, last = config.get("moe_layer_start_index", int, 1), config.get("moe_layer_end_index", int, -1)
     interval = config.positive("moe_layer_interval") if "moe_layer_interval" in config.values else 1

@@ -35,6 +35,8 @@ class ExpertsConfig(FeedForward):
     """Whether numbers from the checkpoint are added to the scores when experts are chosen; see `route`."""
     has_factors: bool = False
     """Whether each expert's weight for a token is multiplied by a number from the checkpoint; see `route`."""
+    has_wide_router: bool = False
+    """Whether the router's weight is one of float32, whatever the type of the others."""
     shared: MLPConfig | None = None
     """The shared expert; several of them form one whose size is their sum."""
     gates_shared: bool = False
@@ -85,7 +87,8 @@ class ExpertsConfig(FeedForward):
         computed."""
         hidden, dtype = context.hidden_size, context.dtype
         num_experts, size = self.routing.num_experts, self.intermediate_size
-        yield matrix(f"{path}.gate", (num_experts, hidden), Sharding.REPLICATED, dtype, "MLP")
+        router_dtype = "float32" if self.has_wide_router else dtype
+        yield matrix(f"{path}.gate", (num_experts, hidden), Sharding.REPLICATED, router_dtype, "MLP")
         vectors = {
             "bias": self.bias,
             "e_score_correction_bias": self.has_correction,
