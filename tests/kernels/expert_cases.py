@@ -11,7 +11,8 @@ from nvcli.kernels import w4
 from nvcli.kernels.expert_settings import GatedActivation
 from nvcli.kernels.expert_types import ExpertScales, ExpertWeights, Routes, W4Scales
 from nvcli.kernels.fp8 import dequantise_weight, quantise_weight
-from nvcli.kernels.mxfp4 import dequantise
+from nvcli.kernels.fp8_types import FP8
+from nvcli.kernels.mxfp4 import dequantise, numbers_of_codes
 from nvcli.kernels.weight_formats import FP8Scaling, W4Format
 
 SILU = GatedActivation()
@@ -23,6 +24,7 @@ FORMATS: dict[str, Format] = {
     "channel": "channel",
     "block": "block",
     "mxfp4": W4Format("mxfp4", 32),
+    "nvfp4": W4Format("nvfp4", 16),
     "groups of 32": W4Format("integer", 32),
     "groups of 128": W4Format("integer", 128),
 }
@@ -89,6 +91,12 @@ def _make_weight(values: Tensor, format: Format, dtype: torch.dtype) -> tuple[Te
         codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
         scales = w4.join_exponents(exponents, format)
         return w4.pack(codes, format), scales, dequantise(blocks, exponents).float()
+    if format.kind == "nvfp4":
+        block_scales = (bits[:, : columns // 16] >> 1).clamp(max=126).to(torch.uint8).view(FP8)
+        factor = values[:, 0].abs() * 1e-2 + 1e-4
+        codes, scales = (bits & 15).to(torch.uint8), w4.join_block_scales(block_scales, factor, format)
+        numbers = numbers_of_codes(codes).float() * block_scales.float().repeat_interleave(16, 1)
+        return w4.pack(codes, format), scales, numbers * factor.unsqueeze(1)
     groups = columns // format.group
     scales, zeros = values[:, :groups].abs().half().float() / 4 + 1e-3, (bits[:, :groups] & 15).float()
     joined = w4.join_scales(scales, zeros)

@@ -15,13 +15,13 @@ from nvcli.kernels import linear, w4
 from nvcli.kernels import norm as norm_reference
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation, silu_and_mul
 from nvcli.kernels.fp8 import dequantise_weight, fp8_weight_linear, quantise, quantise_weight
-from nvcli.kernels.fp8_types import Activations
+from nvcli.kernels.fp8_types import FP8, Activations
 from nvcli.kernels.triton.elementwise import norm
 from nvcli.kernels.triton.products import linear as launches
 from nvcli.kernels.triton.products import products
-from nvcli.kernels.triton.products.product_launch import ProductLaunch
+from nvcli.kernels.triton.products.product_launch import ProductLaunch, for_format
 from nvcli.kernels.triton.products.products import multiply
-from nvcli.kernels.weight_formats import FP8_BLOCK, W4Format
+from nvcli.kernels.weight_formats import FP8_BLOCK, NVFP4_BLOCK, W4Format
 
 CAPABILITY = torch.cuda.get_device_capability() if HAS_GPU else (9, 0)
 DTYPES = [torch.bfloat16, torch.float16] if HAS_GPU else [torch.float32]
@@ -29,7 +29,7 @@ TOLERANCE = 1e-2 if HAS_GPU else 1e-4
 pytestmark = MARKS
 __all__ = ["exact_conversions"]
 
-Kind = Literal["plain", "channel", "block", "128", "64", "32"]
+Kind = Literal["plain", "channel", "block", "128", "64", "32", "nvfp4"]
 """What shares a scale in a weight: nothing; a row or a block of codes in FP8; so many neighbours of 4 bits."""
 SHAPES: dict[Kind, list[tuple[int, int]]] = (
     {
@@ -39,6 +39,7 @@ SHAPES: dict[Kind, list[tuple[int, int]]] = (
         "128": [(6144, 4096)],
         "64": [(1000, 4160)],
         "32": [(896, 864)],
+        "nvfp4": [(6144, 4096), (1000, 4144)],
     }
     if HAS_GPU
     else {
@@ -48,6 +49,7 @@ SHAPES: dict[Kind, list[tuple[int, int]]] = (
         "128": [(96, 256)],
         "64": [(64, 320)],
         "32": [(80, 160)],
+        "nvfp4": [(96, 256), (80, 176)],
     }
 )
 CASES = [(kind, *shape) for kind, shapes in SHAPES.items() for shape in shapes]
@@ -80,6 +82,14 @@ def make_weight(kind: Kind, rows: int, columns: int, dtype: torch.dtype) -> Weig
     elif kind == "channel" or kind == "block":
         codes, scales = quantise_weight(values, kind)
         weight = Weight(codes, dequantise_weight(codes, scales), scales)
+    elif kind == "nvfp4":
+        format = W4Format("nvfp4", NVFP4_BLOCK)
+        codes = torch.randint(0, 16, (rows, columns), generator=generator, device=DEVICE, dtype=torch.uint8)
+        scales = torch.randint(0, 127, (rows, columns // NVFP4_BLOCK), generator=generator, device=DEVICE)
+        factors = (torch.rand(rows, generator=generator, device=DEVICE) + 0.5) * columns**-0.5 / 256
+        joined = w4.join_block_scales(scales.to(torch.uint8).view(FP8), factors, format)
+        words = w4.pack(codes, format)
+        weight = Weight(words, w4.dequantise(words, joined, columns, format), joined, format)
     else:
         format = W4Format("integer", int(kind))
         codes = torch.randint(0, 16, (rows, columns), generator=generator, device=DEVICE, dtype=torch.uint8)
@@ -89,6 +99,10 @@ def make_weight(kind: Kind, rows: int, columns: int, dtype: torch.dtype) -> Weig
         words = w4.pack(codes, format)
         weight = Weight(words, w4.dequantise(words, joined, columns, format), joined, format)
     return weight
+
+
+def launch_for(launch: ProductLaunch, weight: Weight) -> ProductLaunch:
+    return launch if weight.format is None else for_format(launch, weight.format)
 
 
 def make_rows(num_rows: int, columns: int, dtype: torch.dtype, seed: int = 1) -> torch.Tensor:
@@ -124,6 +138,7 @@ def test_products(
 ) -> None:
     """Every tile is computed once, however it is loaded, whichever operand comes first and whoever takes it."""
     weight = make_weight(kind, rows, columns, dtype)
+    launch = launch_for(launch, weight)
     bias = torch.linspace(-1, 1, rows).to(DEVICE, dtype)
     for x, values in activations(make_rows(num_rows, columns, dtype), kind):
         expected = values.double() @ weight.values.double().T
@@ -172,7 +187,8 @@ def test_gated_products(kind: Kind, rows: int, columns: int, dtype: torch.dtype,
     weight = make_weight(kind, rows, columns, dtype)
     x = make_rows(40, columns, dtype) / 100
     expected = ACTIVATE_AND_MUL[gate](F.linear(x.float(), weight.values).to(dtype))
-    found = multiply(x, weight.numbers, LAUNCHES[name], scales=weight.scales, format=weight.format, gate=gate)
+    launch = launch_for(LAUNCHES[name], weight)
+    found = multiply(x, weight.numbers, launch, scales=weight.scales, format=weight.format, gate=gate)
     assert found.dtype == dtype
     assert_near(found, expected)
 

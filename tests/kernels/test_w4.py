@@ -8,9 +8,10 @@ import torch
 from kernel_device import DEVICE, HAS_GPU, MARKS
 from nvcli.kernels import w4
 from nvcli.kernels.triton.products import w4_linear as kernels
-from nvcli.kernels.triton.products.product_launch import Kind, ProductLaunch
+from nvcli.kernels.triton.products.product_launch import Kind, ProductLaunch, for_format
+from nvcli.kernels.triton.products.products import multiply
 from nvcli.kernels.triton.products.w4_linear import LINEAR
-from nvcli.kernels.weight_formats import W4Format
+from nvcli.kernels.weight_formats import NVFP4_BLOCK, W4Format
 
 pytestmark = MARKS
 SHARED_MEMORY = 227 * 1024
@@ -39,6 +40,27 @@ def test_nothing_is_lost(rows: int, columns: int, group: int) -> None:
     assert torch.equal(w4.dequantise(words, scales, columns, W4Format("integer", group)), values)
     found = kernels.dequantise(words.to(DEVICE), scales.to(DEVICE), columns, W4Format("integer", group), torch.float32)
     assert torch.equal(found.cpu(), values)
+
+
+def test_every_number_of_nvfp4_is_exact() -> None:
+    """All codes with all scales, in whatever type they are multiplied. Rows have factors of their own."""
+    format = W4Format("nvfp4", NVFP4_BLOCK)
+    numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    every = torch.tensor([*numbers, *(-one for one in numbers)])
+    codes = torch.arange(16, dtype=torch.uint8).repeat(3, 127)
+    scales = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).expand(3, -1).contiguous()
+    factors = torch.tensor([1.0, 2.0**-10, 3.0])
+    words, joined = w4.pack(codes, format), w4.join_block_scales(scales, factors, format)
+    values = (every * scales.float().unsqueeze(-1)).flatten(1) * factors.unsqueeze(1)
+    columns = codes.shape[1]
+    assert torch.equal(w4.dequantise(words, joined, columns, format), values)
+    found = kernels.dequantise(words.to(DEVICE), joined.to(DEVICE), columns, format, torch.float32)
+    assert torch.equal(found.cpu(), values)
+    launch = for_format(ProductLaunch(16, 64, 128, 3, 4), format)
+    for dtype in (torch.bfloat16, torch.float16) if HAS_GPU else (torch.float32,):
+        x = torch.eye(columns, dtype=dtype)
+        product = multiply(x.to(DEVICE), words.to(DEVICE), launch, scales=joined.to(DEVICE), format=format)
+        assert torch.equal(product.cpu(), values.t().to(dtype))
 
 
 @pytest.mark.parametrize("kind", LINEAR)

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, W4Format
+from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, W4Format, W4Kind
 
 
 class Routes(NamedTuple):
@@ -59,7 +59,7 @@ class W4Scales(NamedTuple):
     down_format: W4Format
 
 
-WeightKind = FP8Scaling | Literal["plain", "integer", "mxfp4"]
+WeightKind = FP8Scaling | W4Kind | Literal["plain"]
 """The format of an expert's weight: plain numbers, FP8 with scales of rows or blocks, or 4 bits."""
 
 

@@ -4,15 +4,18 @@ tensors take the Triton kernels that are held to it.
 Whatever a checkpoint's layout is, ranks keep a weight [out, in] in one:
 
     words   [out, in / 4] int16. 4 P columns are a tile and have P words: word j has the codes of the columns j, j + P,
-            j + 2 P and j + 3 P of its tile, from its lowest bits on. P is 32. A last tile that is not full ends in
-            codes of 0.
+            j + 2 P and j + 3 P of its tile, from its lowest bits on. P is 32, or 16 for NVFP4. A last tile that is not
+            full ends in codes of 0.
     scales  integers: [groups, out] int32, where a group is 32, 64 or 128 neighbours of a row. A value is
             (code - zero) × scale; the lowest 8 bits hold the zero, the others those of the scale in float32.
             MXFP4: [tiles, out] int32, the scales of a tile's four blocks, 8 bits each, from the lowest bits on.
+            NVFP4: [1 + tiles, out] int32, first the float32 by which all scales of a row are multiplied, then those of
+            each tile's four blocks in e4m3, as for MXFP4.
 
 The scales of integers lose 8 bits of 24, those that scales in 16 bits do not have. Products of few rows are exact but
 for the order of their sums: (code - zero) is a number of any half type, and its scale is applied to sums in float32.
-With more rows values are rounded to the type of x, as they are where a weight is kept in it. How many rows are few, and
+With more rows values are rounded to the type of x, as they are where a weight is kept in it. A number of FP4 times its
+block's scale is one of bfloat16 and of float16. How many rows are few, and
 how products are launched, is in `triton/w4_linear.py`. Shapes: T rows, `in` and `out` features.
 """
 
@@ -23,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
+from nvcli.kernels.fp8_types import FP8, numbers
 from nvcli.kernels.linear import gated_linear, linear, linear_for_sum
 from nvcli.kernels.mxfp4 import numbers_of_codes, powers_of_scales
 from nvcli.kernels.weight_formats import W4_PARTS, W4Format
@@ -34,10 +38,10 @@ LARGEST_FP4_SCALE = 128
 def pack(codes: Tensor, format: W4Format) -> Tensor:
     """Pack codes [out, in] uint8, each below 16, into words [out, in / 4] int16."""
     rows, columns = codes.shape
-    padded = F.pad(codes, (0, -columns % format.tile)).view(rows, -1, W4_PARTS, format.part).int()
-    shifts = torch.arange(0, 16, 4, dtype=torch.int32, device=codes.device).view(1, 1, -1, 1)
-    words = (padded << shifts).sum(2, dtype=torch.int32)
-    return words.to(torch.int16).flatten(1)
+    padded = F.pad(codes, (0, -columns % format.tile))
+    first, second, third, fourth = padded.view(rows, -1, W4_PARTS, format.part).unbind(2)
+    halves = torch.stack((first | (second << 4), third | (fourth << 4)), dim=-1)  # the lower byte comes first
+    return halves.view(torch.int16).flatten(1)
 
 
 def unpack(words: Tensor, columns: int, format: W4Format) -> Tensor:
@@ -65,14 +69,22 @@ def join_exponents(scales: Tensor, format: W4Format) -> Tensor:
     return padded.view(torch.int32).t().contiguous()
 
 
+def join_block_scales(scales: Tensor, factor: Tensor, format: W4Format) -> Tensor:
+    """Join the scales of NVFP4, [out, in / 16] e4m3, and the number by which a row's are multiplied, [out] float32:
+    [1 + tiles, out] int32."""
+    return torch.cat((factor.float().view(1, -1).view(torch.int32), join_exponents(scales.view(torch.uint8), format)))
+
+
 def dequantise(words: Tensor, scales: Tensor, columns: int, format: W4Format) -> Tensor:
     """Return the values of a weight in float32: [out, columns]."""
     codes = unpack(words, columns, format)
-    if format.kind == "mxfp4":
+    if format.kind != "integer":
+        is_nv = format.kind == "nvfp4"
         places = torch.arange(0, 32, 8, dtype=torch.int32, device=scales.device)
-        exponents = (scales.t().unsqueeze(-1) >> places) & 255
-        factors = powers_of_scales(exponents.flatten(1)).float()
-        return numbers_of_codes(codes).float() * factors.repeat_interleave(format.group, 1)[:, :columns]
+        eights = ((scales[is_nv:].t().unsqueeze(-1) >> places) & 255).to(torch.uint8).flatten(1)
+        factors = numbers(eights.view(FP8)) if is_nv else powers_of_scales(eights).float()
+        values = numbers_of_codes(codes).float() * factors.repeat_interleave(format.group, 1)[:, :columns]
+        return values * scales[0].view(torch.float32).unsqueeze(1) if is_nv else values
     factors, zeros = (part.repeat_interleave(format.group, 1)[:, :columns] for part in part_scales(scales))
     return (codes.float() - zeros) * factors
 
@@ -80,7 +92,7 @@ def dequantise(words: Tensor, scales: Tensor, columns: int, format: W4Format) ->
 def w4_linear(
     x: Tensor, words: Tensor, scales: Tensor, format: W4Format, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """x Wᵀ + b for a weight of integers. x: [T, in]; bias: [out] → [T, out], in `out` (contiguous) if that is given."""
+    """x Wᵀ + b. x: [T, in]; bias: [out] → [T, out], in `out` (contiguous) if that is given."""
     if x.is_cuda and len(x):
         from nvcli.kernels.triton.products import w4_linear as kernels
 
@@ -118,7 +130,7 @@ def w4_gated_linear(x: Tensor, words: Tensor, scales: Tensor, format: W4Format, 
 
 
 def values_for(x: Tensor, words: Tensor, scales: Tensor, format: W4Format) -> Tensor:
-    """Return the values of a weight [out, in] of integers in the type of `x` [T, in]."""
+    """Return the values of a weight [out, in] in the type of `x` [T, in]."""
     if x.is_cuda:
         from nvcli.kernels.triton.products import w4_linear as kernels
 

@@ -22,11 +22,16 @@ W4_PARTS = 4
 """Codes of a word, where ranks keep a weight in 4 bits (`kernels/w4.py`)."""
 _PART = 32
 """The words of a tile: the smallest group, so that groups have whole parts."""
+NVFP4_BLOCK = 16
+"""How many neighbours of a row share a scale in NVFP4."""
 W4_GROUPS = (128, 64, 32)
 """How many neighbours of a row may share a scale in such a weight of integers, the most first."""
 
 FP8Scaling = Literal["channel", "block"]
 """The part of a weight in FP8 that shares a scale: a row, or a block of 128 × 128."""
+
+W4Kind = Literal["integer", "mxfp4", "nvfp4"]
+"""The kind of codes of 4 bits: integers, or numbers of FP4 with the scales of one of its formats."""
 
 
 def scale_shape(rows: int, columns: int, scaling: FP8Scaling) -> tuple[int, ...]:
@@ -38,15 +43,15 @@ def scale_shape(rows: int, columns: int, scaling: FP8Scaling) -> tuple[int, ...]
 class W4Format:
     """How ranks keep a weight [out, in] in 4 bits: as words and scales (`kernels/w4.py`)."""
 
-    kind: Literal["integer", "mxfp4"]
+    kind: W4Kind
     group: int
-    """How many neighbours of a row share a scale: one of W4_GROUPS, or MXFP4_BLOCK."""
+    """How many neighbours of a row share a scale: one of W4_GROUPS, MXFP4_BLOCK or NVFP4_BLOCK."""
 
     @property
     def part(self) -> int:
         """The words of a tile: as many neighbours of a row are in the same bits of their words, and groups have whole
         parts."""
-        return _PART
+        return NVFP4_BLOCK if self.kind == "nvfp4" else _PART
 
     @property
     def tile(self) -> int:
@@ -58,9 +63,9 @@ class W4Format:
         return -(-columns // self.tile) * self.part
 
     def scales_of_row(self, columns: int) -> int:
-        """Count the words of 32 bits that hold a row's scales: one for each group, or of MXFP4 for the four groups of a
-        tile."""
-        return -(-columns // (self.group if self.kind == "integer" else self.tile))
+        """Count the words of 32 bits that hold a row's scales: one for each group, or of FP4 for the four groups of a
+        tile, and of NVFP4 one for the row."""
+        return (self.kind == "nvfp4") - (-columns // (self.group if self.kind == "integer" else self.tile))
 
     def num_bytes(self, rows: int, columns: int) -> int:
         """Count the bytes of a weight [rows, columns]."""
@@ -71,7 +76,7 @@ class W4Format:
 class StoredGroups:
     """How a checkpoint has a weight in 4 bits."""
 
-    kind: Literal["integer", "mxfp4"]
+    kind: W4Kind
     size: int | None
     """How many columns of a row share a scale; None: all."""
     has_order: bool = False
@@ -82,6 +87,8 @@ class StoredGroups:
         neither a group nor the cut ends in. None: there are none."""
         if self.kind == "mxfp4":
             return None if columns % MXFP4_BLOCK else W4Format("mxfp4", MXFP4_BLOCK)
+        if self.kind == "nvfp4":
+            return None if columns % NVFP4_BLOCK else W4Format("nvfp4", NVFP4_BLOCK)
         fitting = (size for size in W4_GROUPS if columns % size == 0 and (self.size is None or self.size % size == 0))
         group = next(fitting, None)
         return None if group is None else W4Format("integer", group)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nvcli.kernels.expert_settings import GatedActivation
 from nvcli.kernels.expert_types import ExpertMatrix
-from nvcli.kernels.triton.products.product_launch import ExpertTiles, HopperFP8Launch, HopperW4Launch, fit
+from nvcli.kernels.triton.products.product_launch import ExpertTiles, HopperFP8Launch, HopperW4Launch, fit, for_format
 from nvcli.kernels.triton.products.w4_linear import has_hopper_kernel, takes_experts
 from nvcli.kernels.weight_formats import FP8_ALIGNMENT, FP8_BLOCK
 
@@ -69,6 +69,9 @@ def choose_expert_launch(
         num_rows = min(num_rows, _MEDIUM_ROWS)
     if gate_up.format is not None:
         launch = _for_4_bits(num_rows, down, is_integer=gate_up.kind == "integer")
+        launch = launch._replace(
+            gate_up=for_format(launch.gate_up, gate_up.format), down=for_format(launch.down, gate_up.format)
+        )
     elif quantises:
         launch = _for_fp8(num_rows, by_blocks=gate_up.kind == "block")
     elif gate_up.kind != "plain":

@@ -122,7 +122,7 @@ def _multiply_item(
     """Multiply an item's rows, up to ROW_TILE from `first_row` on, by OUT_TILE features of its expert. An expert's
     weight has ROWS rows: `out`, or if GATED 2 `out`, those of the gate first. Rows behind the item's last are those of
     other experts, or nobody's; their results are not stored."""
-    IN_4_BITS: tl.constexpr = KIND == "integer" or KIND == "mxfp4"
+    IN_4_BITS: tl.constexpr = KIND == "integer" or KIND == "mxfp4" or KIND == "nvfp4"
     ROWS: tl.constexpr = 2 * OUT_FEATURES if GATED else OUT_FEATURES
     features = feature + tl.arange(0, OUT_TILE)
     is_feature = features < OUT_FEATURES

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 
 from nvcli.kernels.triton.launch.multiprocessors import shared_memory_bytes
+from nvcli.kernels.weight_formats import W4Format
 
 Gate = Literal["silu", "gelu_tanh"]
 """The function on the gate of a product of gate and up projection (`kernels/activation.py`)."""
@@ -19,6 +20,7 @@ and up projection side by side, with the activation."""
 _BESIDE_TILES = 2 << 10
 """Bytes of shared memory that a program takes beside its tiles."""
 _LEAST_STAGES, _LEAST_ROWS, _LEAST_FEATURES = 2, 16, 32
+_MOST_STAGES = 8
 
 
 class ProductLaunch(NamedTuple):
@@ -29,7 +31,7 @@ class ProductLaunch(NamedTuple):
     """Features of the result; a gated product multiplies as many of the gate and of the up projection. It is at most
     128 for scales by blocks, so that the features of a tile share their scales."""
     in_tile: int
-    """128 for scales by blocks and for weights of 4 bits."""
+    """128 for scales by blocks and for weights of 4 bits, of NVFP4 64."""
     num_stages: int
     num_warps: int
     num_parts: int = 1
@@ -53,7 +55,7 @@ class ExpertTiles(NamedTuple):
     """Features of the result, at most 128 for FP8 with scales by blocks. The gated product multiplies as many of the
     gate and of the up projection."""
     in_tile: int
-    """128 for FP8 with scales by blocks and for 4 bits."""
+    """128 for FP8 with scales by blocks and for 4 bits, of NVFP4 64."""
     num_stages: int
     num_warps: int
     rows_first: bool = False
@@ -103,6 +105,13 @@ class HopperW4Launch(NamedTuple):
 
 
 _Tiles = TypeVar("_Tiles", ProductLaunch, ExpertTiles)
+
+
+def for_format(launch: _Tiles, format: W4Format) -> _Tiles:
+    """Return the launch of a product with a weight of 4 bits for the tiles of its format: smaller ones are fetched
+    further ahead."""
+    stages = launch.num_stages * launch.in_tile // format.tile
+    return launch._replace(in_tile=format.tile, num_stages=min(stages, max(launch.num_stages, _MOST_STAGES)))
 
 
 def fit(

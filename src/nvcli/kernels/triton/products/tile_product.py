@@ -8,7 +8,8 @@ What a weight of each kind is made of:
     block    e4m3, with a scale for 128 × 128 numbers, and of activations for 128 of a row, by which the sum of each 128
              products is multiplied
     integer  words of four codes (`kernels/w4.py`) with scales for groups of a row's codes
-    mxfp4    the same, with scales that are powers of two
+    mxfp4    the same, with numbers of FP4 and scales that are powers of two
+    nvfp4    the same, with scales in e4m3, and each row with a factor, which the whole sum is multiplied by
 
 FP8 units keep about 14 bits of a sum. They add up the products of 128 input features, and these sums are added up in
 float32: left to the units, 4,096 products of one sign lose 8 %, and of random signs 0.3 %. Activations without scales
@@ -30,7 +31,7 @@ from nvcli.kernels.triton.products.operands import (
     scaled_dot,
     zeros,
 )
-from nvcli.kernels.triton.products.w4_codes import add_tile
+from nvcli.kernels.triton.products.w4_codes import add_tile, row_factors
 from nvcli.kernels.weight_formats import FP8_BLOCK
 
 _FP8_BLOCK = tl.constexpr(FP8_BLOCK)
@@ -68,7 +69,7 @@ def multiply_tile(
 ):
     """Return the sums of a tile in float32, as ROWS_FIRST says, and GATED those of the up projection."""
     MAX_IMPRECISE: tl.constexpr = _FP8_BLOCK if QUANTISED else None
-    IN_4_BITS: tl.constexpr = KIND == "integer" or KIND == "mxfp4"
+    IN_4_BITS: tl.constexpr = KIND == "integer" or KIND == "mxfp4" or KIND == "nvfp4"
     PART: tl.constexpr = IN_TILE // 4  # codes of a word
     row_size = tl.cdiv(in_features, IN_TILE) * PART if IN_4_BITS else in_features
     scales_stride = out_features * 2 if GATED else out_features
@@ -126,6 +127,10 @@ def multiply_tile(
         total *= row_scales * load_features(scale_ptrs, is_feature, ROWS_FIRST)
         if GATED:
             up *= row_scales * load_features(scale_ptrs + out_features, is_feature, ROWS_FIRST)
+    if KIND == "nvfp4":
+        total *= row_factors(scales_ptr, features, is_feature)[:, None]
+        if GATED:
+            up *= row_factors(scales_ptr, out_features + features, is_feature)[:, None]
     return total, up
 
 

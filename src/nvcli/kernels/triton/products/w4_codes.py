@@ -27,6 +27,7 @@ _BF16_NUMBERS = tl.constexpr(
     tuple(_SIGN_AND_NUMBER.format(12 - 4 * part, "shl" if part < 2 else "shr", abs(6 - 4 * part)) for part in range(4))
 )
 _ZERO_MASK = tl.constexpr(0xFF)
+_NVFP4_UNIT = tl.constexpr(2.0**8)
 
 
 @triton.jit
@@ -67,16 +68,46 @@ def fp4_numbers(words, exponents, PART: tl.constexpr, DTYPE: tl.constexpr, PACKE
     multiplied is therefore 2^126 times the block's 2^(exponent - 127).
     """
     factors = ((exponents >> (8 * PART)) & 255) + 126
+    numbers = _fp4_codes(words, PART, PACKED)
+    if PACKED:
+        numbers *= (factors << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)[:, None]
+    else:
+        numbers *= (factors << 23).to(tl.float32, bitcast=True)[:, None]
+    return numbers.to(DTYPE)
+
+
+@triton.jit
+def nvfp4_numbers(words, scales, PART: tl.constexpr, DTYPE: tl.constexpr, PACKED: tl.constexpr):
+    """Return the numbers of one part of NVFP4, exactly, but _NVFP4_UNIT times too small. words: [N, 16] int16; scales:
+    [N] int32, those of the tile's four parts in e4m3 → [N, 16] of DTYPE.
+
+    A number of FP4 times a scale has at most 6 bits and is a number of each type. A scale's bits, put where float32 has
+    such ones, are 2^120 times too small, and 2^126 times its value would be too large.
+    """
+    bits = ((scales >> (8 * PART)) & 127) << 20
+    factors = bits.to(tl.float32, bitcast=True) * 2.0**120 * (2.0**126 / _NVFP4_UNIT)
+    numbers = _fp4_codes(words, PART, PACKED)
+    return (numbers * factors.to(numbers.dtype)[:, None]).to(DTYPE)
+
+
+@triton.jit
+def _fp4_codes(words, PART: tl.constexpr, PACKED: tl.constexpr):
+    """Return the numbers of a part's codes, 2^126 times too small: in bfloat16 if PACKED, else in float32."""
     if PACKED:
         numbers = tl.inline_asm_elementwise(
             _BF16_NUMBERS[PART], "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
         )
-        numbers *= (factors << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)[:, None]
     else:
         codes = (words.to(tl.int32) >> (4 * PART)) & 15
         numbers = (((codes & 8) << 28) | ((codes & 7) << 22)).to(tl.float32, bitcast=True)
-        numbers *= (factors << 23).to(tl.float32, bitcast=True)[:, None]
-    return numbers.to(DTYPE)
+    return numbers
+
+
+@triton.jit
+def row_factors(scales_ptr, features, is_feature):
+    """Load the factors by which sums of a weight in NVFP4 are multiplied: [N] float32, from its scales."""
+    factors = tl.load(scales_ptr + features, mask=is_feature, other=0).to(tl.float32, bitcast=True)
+    return factors * _NVFP4_UNIT
 
 
 @triton.jit
@@ -98,18 +129,22 @@ def add_tile(
 ):
     """Add the product of one tile of input features to `total`.
 
-    `scales_stride` is how far the scales of two groups (of MXFP4: of two tiles) are apart. IS_WHOLE says that the last
+    `scales_stride` is how far the scales of two groups (of FP4: of two tiles) are apart. IS_WHOLE says that the last
     tile is full. The sums of a group of integers are multiplied by their scales, which is exact, and takes registers
     for these sums.
     """
     PARTS: tl.constexpr = 4
     TILE: tl.constexpr = PARTS * PART
     codes = tl.load(words_ptrs + tile * PART, mask=is_feature[:, None], other=0)
-    if KIND == "mxfp4":
-        exponents = tl.load(scales_ptrs + tile * scales_stride, mask=is_feature, other=0)
+    if KIND != "integer":
+        group = tile + 1 if KIND == "nvfp4" else tile  # the first are the factors of rows
+        scales = tl.load(scales_ptrs + group * scales_stride, mask=is_feature, other=0)
         for part in tl.static_range(PARTS):
             inputs = _load_part(x_ptrs, tile * TILE, is_row, part, in_features, PART, IS_WHOLE)
-            numbers = fp4_numbers(codes, exponents, part, inputs.dtype, PACKED)
+            if KIND == "nvfp4":
+                numbers = nvfp4_numbers(codes, scales, part, inputs.dtype, PACKED)
+            else:
+                numbers = fp4_numbers(codes, scales, part, inputs.dtype, PACKED)
             total = tl.dot(numbers, inputs, total, input_precision="ieee")
     else:
         GROUP_PARTS: tl.constexpr = GROUP // PART

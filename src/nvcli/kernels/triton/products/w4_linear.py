@@ -19,9 +19,9 @@ from torch import Tensor
 from nvcli.kernels.expert_types import ExpertMatrix
 from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
 from nvcli.kernels.triton.launch.triton_version import has_known_gluon
-from nvcli.kernels.triton.products.product_launch import Gate, HopperW4Launch, Kind, ProductLaunch, fit
+from nvcli.kernels.triton.products.product_launch import Gate, HopperW4Launch, Kind, ProductLaunch, fit, for_format
 from nvcli.kernels.triton.products.products import multiply
-from nvcli.kernels.triton.products.w4_codes import integers, scales_and_zeros
+from nvcli.kernels.triton.products.w4_codes import fp4_numbers, integers, nvfp4_numbers, row_factors, scales_and_zeros
 from nvcli.kernels.weight_formats import W4Format
 from nvcli.kernels.whole_numbers import ceil_div
 
@@ -77,6 +77,7 @@ def linear(
         return add_parts(result, x.dtype, out) if has_parts and kind == "plain" else result
     if launch is None:
         return None
+    launch = for_format(launch, format)
     launch = fit(launch, launch.row_tile, x.device, x.element_size(), 0.5, 1 if gate is None else 2)
     if kind == "sum":
         num_parts = choose_parts(len(x), len(words), x.shape[1], launch, num_multiprocessors(x.device))
@@ -153,10 +154,11 @@ def add_parts(parts: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> T
 @triton.jit
 def _dequantise_kernel(
     words_ptr,  # [OUT_FEATURES, WORDS] int16
-    scales_ptr,  # [groups, OUT_FEATURES] int32
+    scales_ptr,  # [groups or tiles, OUT_FEATURES] int32
     out_ptr,  # [OUT_FEATURES, IN_FEATURES], written
     OUT_FEATURES: tl.constexpr,
     IN_FEATURES: tl.constexpr,
+    KIND: tl.constexpr,
     GROUP: tl.constexpr,
     OUT_TILE: tl.constexpr,
     PART: tl.constexpr,
@@ -172,11 +174,20 @@ def _dequantise_kernel(
         words_ptr + rows[:, None].to(tl.int64) * WORDS + tile * PART + inner[None, :], mask=is_row[:, None], other=0
     )
     out_ptrs = out_ptr + rows[:, None].to(tl.int64) * IN_FEATURES + tile * TILE + inner[None, :]
+    if KIND == "nvfp4":
+        factors = row_factors(scales_ptr, rows, is_row)
+        scales_ptr += OUT_FEATURES
     for part in tl.static_range(4):
         first = tile * TILE + part * PART
-        pairs = tl.load(scales_ptr + first // GROUP * OUT_FEATURES + rows, mask=is_row & (first < IN_FEATURES), other=0)
-        scales, zeros = scales_and_zeros(pairs, tl.float32, PACKED=False)
-        values = integers(words, zeros, part, tl.float32, PACKED=False) * scales[:, None]
+        group = first // GROUP if KIND == "integer" else tile
+        scales = tl.load(scales_ptr + group * OUT_FEATURES + rows, mask=is_row & (first < IN_FEATURES), other=0)
+        if KIND == "nvfp4":
+            values = nvfp4_numbers(words, scales, part, tl.float32, PACKED=False) * factors[:, None]
+        elif KIND == "mxfp4":
+            values = fp4_numbers(words, scales, part, tl.float32, PACKED=False)
+        else:
+            of_group, zeros = scales_and_zeros(scales, tl.float32, PACKED=False)
+            values = integers(words, zeros, part, tl.float32, PACKED=False) * of_group[:, None]
         mask = is_row[:, None] & (first + inner < IN_FEATURES)[None, :]
         tl.store(out_ptrs + part * PART, values.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -192,6 +203,7 @@ def dequantise(words: Tensor, scales: Tensor, columns: int, format: W4Format, dt
         out,
         OUT_FEATURES=len(words),
         IN_FEATURES=columns,
+        KIND=format.kind,
         GROUP=format.group,
         OUT_TILE=_DEQUANTISED_ROWS,
         PART=format.part,
