@@ -21,13 +21,13 @@ from batches import RequestState, make_batch
 from checkpoints import edit_weights, reference_logits, reference_model, write_tiny_model
 from family_shapes import SHAPES
 from model_driver import CPU, ModelDriver
-from nvcli.core.config_types import FP8Accumulation
+from nvcli.core.config_types import FP8Accumulation, KeptWeights
 from nvcli.errors import ConfigError
 from nvcli.kernels import fp8
 from nvcli.kernels.fp8 import dequantise_weight, quantise, quantise_weight
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.weight_formats import FP8Scaling
-from nvcli.models import kept_values, loader, stored_values
+from nvcli.models import kept_values, loader, stacked_values, stored_values
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.fp8_linear import Fp8LinearMethod
 from nvcli.models.geometry import model_tensors
@@ -161,7 +161,8 @@ def test_weights_are_computed_piece_by_piece(
     whole = dict(load_model(path, 1, 2, quantization=quantization).named_parameters())
     monkeypatch.setattr(loader, "_PIECE_NUMBERS", {"cpu": 128 * 256})
     sizes = []
-    for module, function in ((kept_values, "quantise_weight"), (stored_values, "scale_codes")):
+    computing = ((kept_values, "quantise_weight"), (stored_values, "scale_codes"), (stacked_values, "scale_codes"))
+    for module, function in computing:
         compute = getattr(module, function)
 
         def watched(values: Tensor, *others: Any, compute: Any = compute) -> Any:
@@ -298,12 +299,31 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"blocks": quantised, "decoded": decoded, "plain": path}
 
 
-@pytest.mark.parametrize("name", ["modelopt, nvfp4", "compressed, nvfp4"])
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("modelopt, nvfp4", "fp8"),
+        ("compressed, nvfp4", "fp8"),
+        ("modelopt, nvfp4", "w4a16"),
+        ("modelopt, nvfp4", "none"),
+        ("compressed, mxfp4", "fp8"),
+        ("modelopt, mxfp8", "fp8"),
+        ("modelopt", "fp8"),
+        ("fbgemm", "fp8"),
+        ("fp8, blocks of 128", "fp8"),
+        ("fp8, blocks of 128", "none"),
+        ("plain", "fp8"),
+        ("plain", "none"),
+    ],
+)
 def test_experts_that_are_read_together_are_as_those_read_alone(
-    name: str, experts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, kept: KeptWeights, experts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, _ = write_quantised(experts["plain"], tmp_path, FORMATS[name], skip=("gate.weight",))
-    edit_weights(path, lambda tensors: tensors.update(_other_factors(tensors)))
+    path = experts["plain"]
+    if name != "plain":
+        path, _ = write_quantised(path, tmp_path, FORMATS[name], skip=("gate.weight",))
+        edit_weights(path, lambda tensors: tensors.update(_other_factors(tensors)))
+    load = partial(load_model, quantization=kept)
     sizes: list[int] = []
     read = loader.read_kept_together
 
@@ -313,12 +333,14 @@ def test_experts_that_are_read_together_are_as_those_read_alone(
 
     monkeypatch.setattr(loader, "read_kept_together", watched)
     for rank, size in ((0, 1), (1, 2)):
-        together = load_fp8(path, rank, size).state_dict()
-        assert max(sizes) == 4 * size, "as many as a piece has room for: 2^18 numbers"
+        together = load(path, rank, size).state_dict()
+        assert max(sizes) in (4 * size, 8 * size), (
+            "as many as a piece has room for: 2^18 numbers, or 2^19 kept as stored"
+        )
         with monkeypatch.context() as patch:
-            patch.setattr(loader, "_PIECE_NUMBERS", {"cpu": 1})
+            patch.setattr(loader, "together_key", lambda info, source: None)
             sizes.clear()
-            alone = load_fp8(path, rank, size).state_dict()
+            alone = load(path, rank, size).state_dict()
         assert not sizes
         for parameter, values in together.items():
             assert torch.equal(values.float(), alone[parameter].float()), parameter

@@ -41,7 +41,18 @@ KEPT = {
     "gptq, act-order": gptq(32, act_order=True, order_seed=1),
     "w4a16": packed(64),
     "w4a16, zeros": packed(32, sym=False),
+    "nvfp4": FORMATS["modelopt, nvfp4"],
+    "nvfp4 by compressed-tensors": FORMATS["compressed, nvfp4"],
 }
+CASES = (
+    ("awq", 1, 64),
+    ("awq", 2, 32),
+    ("gptq, zeros, version 2", 2, 32),
+    ("w4a16", 2, 32),
+    ("nvfp4", 1, 16),
+    ("nvfp4 by compressed-tensors", 2, 16),
+)
+"""Name, ranks, and the group of the weight."""
 load_w4 = partial(load_model, quantization="w4a16")
 
 
@@ -81,7 +92,7 @@ def test_logits_and_bytes(name: str, checkpoints: dict[str, tuple[Path, Path]]) 
 def test_values_are_those_of_the_checkpoint(checkpoints: dict[str, tuple[Path, Path]]) -> None:
     """Not one number is rounded once more, as these scales have 16 bits. A rank's 96 or 192 columns take groups of 32
     where those of the checkpoint, of 64 or 96, are cut or do not divide 128."""
-    for name, size, group in (("awq", 1, 64), ("awq", 2, 32), ("gptq, zeros, version 2", 2, 32), ("w4a16", 2, 32)):
+    for name, size, group in CASES:
         quantised, plain = checkpoints[name]
         stored = load_file(plain / "model.safetensors")
         for rank in range(size):
@@ -108,23 +119,25 @@ def test_stages_give_the_logits_of_one(checkpoints: dict[str, tuple[Path, Path]]
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A mixture of experts in integers, and one in MXFP4."""
+    """Mixtures of experts in integers and NVFP4, and one in MXFP4."""
     folder = tmp_path_factory.mktemp("experts")
     plain = unstack_experts(write_tiny_model(folder / "plain", "Qwen3Moe", **MOE))
     quantised, decoded = write_quantised(plain, folder / "awq", awq(32), skip=())
+    nvfp4, nvfp4_decoded = write_quantised(plain, folder / "nvfp4", FORMATS["modelopt, nvfp4"], skip=())
     sizes = {**GPT_OSS, "hidden_size": 64, "intermediate_size": 128}
     published = quantise_experts(write_tiny_model(folder / "gpt-oss", "GptOss", **sizes))
-    return {"awq": quantised, "awq, decoded": decoded, "mxfp4": published}
+    found = {"awq": quantised, "awq, decoded": decoded, "mxfp4": published}
+    return {**found, "nvfp4": nvfp4, "nvfp4, decoded": nvfp4_decoded}
 
 
 def test_experts(experts: dict[str, Path]) -> None:
     """MXFP4 keeps experts alone in 4 bits; biases, sinks and the rest are as they are."""
-    torch.testing.assert_close(
-        logits(experts["awq"]), reference_logits(experts["awq, decoded"], IDS), atol=2e-4, rtol=1e-4
-    )
+    for name in ("awq", "nvfp4"):
+        expected = reference_logits(experts[f"{name}, decoded"], IDS)
+        torch.testing.assert_close(logits(experts[name]), expected, atol=2e-4, rtol=1e-4)
     (expected,) = ModelDriver(experts["mxfp4"]).step((RequestState(), IDS))
     torch.testing.assert_close(logits(experts["mxfp4"]), expected, atol=2e-4, rtol=1e-4)
-    for name in ("awq", "mxfp4"):
+    for name in ("awq", "mxfp4", "nvfp4"):
         for size, is_whole in ((1, False), (2, False), (2, True)):
             model = load_w4(experts[name], size - 1, size, expert_parallel=is_whole)
             assert model.weight_bytes() == weight_bytes(model.config, "float32", tensor_parallel_size=size)
@@ -138,7 +151,7 @@ def run_rank(group: TensorParallelGroup, paths: list[Path]) -> list[Tensor]:
 def test_two_ranks_give_the_logits_of_one(
     checkpoints: dict[str, tuple[Path, Path]], experts: dict[str, Path], tmp_path: Path
 ) -> None:
-    paths = [checkpoints["awq"][0], experts["awq"], experts["mxfp4"]]
+    paths = [checkpoints["awq"][0], experts["awq"], experts["mxfp4"], experts["nvfp4"]]
     for path, found in zip(paths, run_ranks(2, run_rank, tmp_path, paths)[0], strict=True):
         torch.testing.assert_close(found, logits(path), atol=2e-4, rtol=1e-4)
 
@@ -146,7 +159,8 @@ def test_two_ranks_give_the_logits_of_one(
 def test_random_weights_are_of_a_usual_size(
     checkpoints: dict[str, tuple[Path, Path]], experts: dict[str, Path]
 ) -> None:
-    for path, name in ((checkpoints["awq"][0], "mlp.gate_up_proj"), (experts["mxfp4"], "mlp.experts")):
+    dense = (checkpoints[name][0] for name in ("awq", "nvfp4"))
+    for path, name in (*((one, "mlp.gate_up_proj") for one in dense), (experts["mxfp4"], "mlp.experts")):
         model = build_model(
             load_model_config(path).with_quantization("w4a16"), TensorParallelGroup.single(), torch.float32
         )

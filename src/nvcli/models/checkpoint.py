@@ -119,7 +119,7 @@ def weight_files(path: Path) -> list[Path]:
     """Return the safetensors files of a checkpoint folder: those that the index lists, if there is one. Raises
     LoadError."""
     if os.path.lexists(path / INDEX_FILE):
-        return sorted({path / file for file in read_index(path).values()})
+        return _files_of(path, read_index(path))
     single = path / SINGLE_FILE
     files = [single] if os.path.lexists(single) else sorted(path.glob("*.safetensors"))
     if files:
@@ -154,12 +154,20 @@ def read_index(path: Path) -> dict[str, str]:
     weight_map = index.values.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise index.error("weight_map", f"{show(weight_map)} does not map tensor names to file names")
+    allowed: set[str] = set()
     for tensor, file in weight_map.items():
+        if isinstance(file, str) and file in allowed:
+            continue
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
             raise index.error(
                 f"weight_map.{show(tensor)}", f"{show(file)} is no *.safetensors file of the folder; download it again"
             )
+        allowed.add(file)
     return weight_map
+
+
+def _files_of(path: Path, index: Mapping[str, str]) -> list[Path]:
+    return [path / file for file in sorted(set(index.values()))]
 
 
 def read_tensors(path: Path) -> dict[str, TensorInfo]:
@@ -170,9 +178,10 @@ def read_tensors(path: Path) -> dict[str, TensorInfo]:
     """
     index = read_index(path)
     tensors: dict[str, TensorInfo] = {}
-    for file in weight_files(path):
+    for file in _files_of(path, index) if index else weight_files(path):
+        file_name = file.name
         for name, info in read_header(file).items():
-            if index and index.get(name) != file.name:
+            if index and index.get(name) != file_name:
                 continue  # the index leaves it out, or names another file for it
             if name in tensors:
                 raise LoadError(f"{path}: tensor {name} is both in {tensors[name].file.name} and {file.name}")

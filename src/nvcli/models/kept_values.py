@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,10 +13,11 @@ from torch import Tensor
 from nvcli.errors import LoadError
 from nvcli.kernels.fp8 import quantise_weight
 from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX
-from nvcli.kernels.w4 import LARGEST_FP4_SCALE, join_exponents, join_scales, pack
+from nvcli.kernels.w4 import LARGEST_FP4_SCALE, join_block_scales, join_exponents, join_scales, pack
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, W4Format
 from nvcli.models.adapters.merge import read_values
-from nvcli.models.stacked_values import read_stack, stack_key
+from nvcli.models.rounded_rows import RowTally
+from nvcli.models.stacked_values import StoredStack, decode_stack, read_stack, scales_of, stack_key
 from nvcli.models.stored_values import OpenFiles
 from nvcli.models.tensor_info import TensorInfo
 from nvcli.models.weights import WeightSource
@@ -51,22 +53,51 @@ def read_kept(files: OpenFiles, info: TensorInfo, source: WeightSource, device: 
 
 
 def read_kept_together(
-    files: OpenFiles, infos: Sequence[TensorInfo], source: WeightSource, device: torch.device, pairs: Tensor
-) -> list[KeptPart]:
+    files: OpenFiles,
+    infos: Sequence[TensorInfo],
+    source: WeightSource,
+    device: torch.device,
+    pairs: Tensor,
+    tally: RowTally,
+) -> KeptPart:
     """Read what a rank keeps of several tensors, whose `together_key` is the same; `source` is that of one of them, and
-    `pairs` are the device's `byte_pairs`. Each result is what `read_kept` returns for its tensor."""
-    stack = read_stack(files, infos, source.read, device, pairs)
-    codes, scales = _move_to_fp8(stack.values, stack.factors)
-    num_rows = len(scales) // len(infos)
-    return [KeptPart(*one) for one in zip(codes.view(len(infos), num_rows, -1), scales.view(-1, num_rows), strict=True)]
+    `pairs` are the device's `byte_pairs`. `tally` counts rows of FP4 that become FP8. The result is what `read_kept`
+    returns for each tensor, with a dimension for the tensors before the others."""
+    info, count, stack = infos[0], len(infos), read_stack(files, infos, source.read, device)
+    if source.scales is None:
+        return KeptPart(_parted(decode_stack(stack, info, count, pairs), count))
+    scaling = source.scales.scaling
+    if isinstance(scaling, W4Format):
+        return _stack_in_w4(stack, scaling, count)
+    if has_kept_codes(info, source):
+        codes, scales = stack.codes, _parted(scales_of(stack, count), count)
+        scales = scales if scaling == "block" else scales.squeeze(2).expand(count, len(codes) // count)
+        return KeptPart(_parted(codes, count), scales)
+    values = decode_stack(stack, info, count, pairs)
+    if stack.scales is None:
+        codes, scales = quantise_weight(values, scaling)
+    else:
+        factors = stack.factors
+        factors = factors if factors is None else factors.repeat_interleave(len(values) // count)
+        codes, scales = _move_to_fp8(values, factors)
+        if info.codes is not None and info.codes.numbers == "fp4":
+            tally.add(stack.scales)
+    return KeptPart(_parted(codes, count), scales.view(count, -1))
 
 
 def together_key(info: TensorInfo, source: WeightSource) -> Hashable | None:
     """Return what a tensor has in common with those that `read_kept_together` can read with it; None: it is read
     alone."""
-    if source.scales is None or source.scales.scaling != "channel" or source.tensor.row_order is not None:
+    if source.tensor.row_order is not None or (source.tensor.offset, source.tensor.factor) != (0.0, 1.0):
         return None
-    return stack_key(info, source.read)
+    scaling, codes = None if source.scales is None else source.scales.scaling, info.codes
+    if isinstance(scaling, W4Format):
+        can_stack = scaling.kind == "nvfp4" and codes is not None and codes.numbers == "fp4"
+    else:
+        can_stack = scaling is None or has_kept_codes(info, source)
+        can_stack = can_stack or (scaling == "channel" and (codes is None or codes.has_small_scales))
+    key = stack_key(info, source.read) if can_stack else None
+    return None if key is None else (scaling, key)
 
 
 def has_kept_codes(info: TensorInfo, source: WeightSource) -> bool:
@@ -121,13 +152,16 @@ def _move_to_fp8(values: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]
 def _read_w4(
     files: OpenFiles, info: TensorInfo, source: WeightSource, kept: W4Format, device: torch.device
 ) -> KeptPart:
-    is_mxfp4 = kept.kind == "mxfp4"
+    is_mxfp4, factor = kept.kind == "mxfp4", None
     if info.codes is None or info.packing is None or info.packing.bits != 4:
         raise LoadError(
             f"{info.file}: tensor {info.name} is stored as {info.dtype}, but config.json does not list it among those "
             "that are not quantised: use quantization: none"
         )
-    codes, scales, zeros, group_of = files.read_codes(info, source.read, device)
+    if kept.kind == "nvfp4":  # the scales of blocks stay as they are
+        factor = files.read_factor(info, device)
+    bare = replace(info.codes, factor=None) if kept.kind == "nvfp4" else info.codes
+    codes, scales, zeros, group_of = files.read_codes(replace(info, codes=bare), source.read, device)
     order: Tensor | None = None
     assert source.scales is not None
     if source.scales.order_row is not None:
@@ -148,8 +182,26 @@ def _read_w4(
     codes, scales = (in_order(one, rows) for one in (codes, _of_groups(scales, groups, shape)))
     if is_mxfp4:
         return KeptPart(pack(codes, kept), join_exponents(scales, kept), order)
+    if factor is not None:
+        return KeptPart(pack(codes, kept), join_block_scales(scales.to(FP8), factor.expand(len(codes)), kept))
     assert zeros is not None
     return KeptPart(pack(codes, kept), join_scales(scales, in_order(_of_groups(zeros, groups, shape), rows)), order)
+
+
+def _parted(stack: Tensor, count: int) -> Tensor:
+    """Give the matrices of a stack a dimension: [count × rows, columns] → [count, rows, columns]."""
+    return stack.view(count, -1, stack.shape[1])
+
+
+def _stack_in_w4(stack: StoredStack, kept: W4Format, num_weights: int) -> KeptPart:
+    """Return weights in NVFP4 as ranks keep them."""
+    assert stack.scales is not None
+    assert stack.factors is not None
+    codes = torch.stack((stack.codes & 15, stack.codes >> 4), dim=-1).flatten(1)
+    factors = stack.factors.repeat_interleave(len(codes) // num_weights)
+    joined = join_block_scales(stack.scales.to(FP8), factors, kept)
+    words = _parted(pack(codes, kept), num_weights)
+    return KeptPart(words, joined.view(len(joined), num_weights, -1).transpose(0, 1))
 
 
 def _of_groups(grid: Tensor, groups: Tensor, shape: tuple[int, int]) -> Tensor:

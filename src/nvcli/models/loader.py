@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,9 +30,10 @@ from nvcli.models.config import ModelConfig
 from nvcli.models.kept_values import KeptPart, has_kept_codes, read_kept, read_kept_together, together_key
 from nvcli.models.kv_scales import find_kv_scales
 from nvcli.models.pinned_upload import PinnedUpload
+from nvcli.models.rounded_rows import RoundedRows, RowTally
 from nvcli.models.stored_values import OpenFiles
 from nvcli.models.tensor_info import TensorInfo
-from nvcli.models.weights import DerivedModule, ScaleTarget, WeightModule, WeightSource
+from nvcli.models.weights import DerivedModule, ScaleTarget, WeightModule, WeightSource, length
 
 _MAX_THREADS = 8
 _ALIGNMENT = 512
@@ -43,13 +44,17 @@ _CODES_STD, _MIDDLE_CODE = 4.6, 8
 """Standard deviation and middle of random codes in 4 bits."""
 _MXFP4_SCALES = 0x78787878
 """Four scales of 2^-7, with which random MXFP4 codes have about the standard deviation of random weights."""
+_NVFP4_SCALES, _FP4_STD = 0x38383838, 2.9
+"""Four scales of 1, and the standard deviation of random codes of FP4."""
 _RANDOM_ROWS = 4096
 """Rows of random codes that are made at a time, in float32."""
 _BYTES_PER_TASK = 128 << 20
 """Files with more of a model's weights are read by several threads."""
-_PIECE_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 23}
+_PIECE_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Weights that are dequantised or quantised are read in pieces of about this many numbers: on a CPU, a float32 piece
 fits in its cache; on a GPU, it takes little memory next to the weights."""
+_STORED_PIECES = 2
+"""How many times as large pieces are that stay as they are stored."""
 _COMPARED_PLACES, _COMPARED_ROWS = 16, 64
 """Two tensors are compared at this many places, of this many rows each: one that was trained separately differs
 everywhere, and reading all of both takes as long as loading them."""
@@ -122,7 +127,7 @@ def begin_loading(
     adapter: Adapter | None = None,
     has_own_head: bool = False,
     say: Callable[[str], object] = lambda note: None,
-) -> Callable[[], None]:
+) -> Callable[[], str | None]:
     """Find the weights, allocate `model` on `device` and begin to read; see these three functions."""
     weights = find_weights(model, path, adapter=adapter, has_own_head=has_own_head)
     for note in weights.notes:
@@ -131,11 +136,12 @@ def begin_loading(
     return begin_reading(model, weights)
 
 
-def begin_reading(model: CausalLM, weights: CheckpointWeights) -> Callable[[], None]:
+def begin_reading(model: CausalLM, weights: CheckpointWeights) -> Callable[[], str | None]:
     """Start threads that fill a model's parameters, which have memory already, and return a function that waits for
     them. Until then the model can be run on a GPU, but its results are meaningless.
 
-    The returned function raises LoadError for files that cannot be read.
+    The returned function returns a note for the user, if there is something to say about what was read, and raises
+    LoadError for files that cannot be read.
     """
     names: set[str] = set()
 
@@ -148,11 +154,12 @@ def begin_reading(model: CausalLM, weights: CheckpointWeights) -> Callable[[], N
         wait = _begin_to_read(noted(), weights.tensors)
     assert names == set(model.tensors), "every tensor has its layer"
 
-    def finish() -> None:
-        wait()
+    def finish() -> str | None:
+        rounded = wait()
         for module in model.modules():
             if isinstance(module, WeightModule) and (problem := module.weight_problem()) is not None:
                 raise LoadError(f"{weights.path}: {problem}")
+        return rounded.describe()
 
     return finish
 
@@ -264,6 +271,9 @@ def _fill_scales(module: nn.Module, target: ScaleTarget) -> None:
         scales.fill_(_STD / _FP8_STD)
     elif target.scaling.kind == "mxfp4":
         scales.fill_(_MXFP4_SCALES)
+    elif target.scaling.kind == "nvfp4":
+        scales.fill_(_NVFP4_SCALES)
+        scales[..., 0, :] = int(torch.tensor(_STD / _FP4_STD).view(torch.int32))
     else:
         one = torch.ones(1, 1)
         scales.fill_(int(join_scales(one * (_STD / _CODES_STD), one * _MIDDLE_CODE)))
@@ -339,11 +349,11 @@ def read_weights(assignments: Iterable[Assignment], tensors: Mapping[str, Tensor
     _begin_to_read(assignments, tensors)()
 
 
-def _begin_to_read(assignments: Iterable[Assignment], tensors: Mapping[str, TensorInfo]) -> Callable[[], None]:
+def _begin_to_read(assignments: Iterable[Assignment], tensors: Mapping[str, TensorInfo]) -> Callable[[], RoundedRows]:
     """Start threads that read assignments, the first while later ones are gone through. Return a function that waits
-    for them, which raises LoadError for files that cannot be read."""
+    for them, which returns how much of FP4 was rounded, and raises LoadError for files that cannot be read."""
     pool = ThreadPoolExecutor(max_workers=_MAX_THREADS, thread_name_prefix="load")
-    readings: list[Future[None]] = []
+    readings: list[Future[RoundedRows]] = []
     waiting: dict[Path, list[Assignment]] = {}
     num_bytes: Counter[Path] = Counter()
 
@@ -351,10 +361,9 @@ def _begin_to_read(assignments: Iterable[Assignment], tensors: Mapping[str, Tens
         num_bytes[file] = 0
         readings.append(pool.submit(_read_task, file, waiting.pop(file), tensors))
 
-    def finish() -> None:
+    def finish() -> RoundedRows:
         try:
-            for reading in readings:
-                reading.result()
+            return sum((reading.result() for reading in readings), RoundedRows())
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -370,7 +379,7 @@ def _begin_to_read(assignments: Iterable[Assignment], tensors: Mapping[str, Tens
     return finish
 
 
-def _read_task(file: Path, assignments: list[Assignment], tensors: Mapping[str, TensorInfo]) -> None:
+def _read_task(file: Path, assignments: list[Assignment], tensors: Mapping[str, TensorInfo]) -> RoundedRows:
     try:
         # Inference mode is per thread, and parameters made in it may only be written in it.
         device, upload = assignments[0].target.device, None
@@ -378,19 +387,25 @@ def _read_task(file: Path, assignments: list[Assignment], tensors: Mapping[str, 
             torch.cuda.set_device(device)  # per thread as well
             upload = PinnedUpload(device)
         with torch.inference_mode(), OpenFiles(upload) as files:
-            pairs = byte_pairs(device)
+            pairs, tally = byte_pairs(device), RowTally(device)
             for together in _groups(assignments, tensors):
+                infos = [tensors[a.source.stored_name] for a in together]
                 if len(together) > 1:
-                    infos = [tensors[a.source.stored_name] for a in together]
-                    found = read_kept_together(files, infos, together[0].source, device, pairs)
-                    for a, kept in zip(together, found, strict=True):
-                        _fill(a, kept)
+                    kept = read_kept_together(files, infos, together[0].source, device, pairs, tally)
+                    _fill_together(together, kept)
                     continue
-                info = tensors[together[0].source.stored_name]
-                for a in _pieces(together[0], info):
-                    _fill(a, read_kept(files, info, a.source, device))
+                for a in _pieces(together[0], infos[0]):
+                    if _is_fp4(infos[0]) and together_key(infos[0], a.source) is not None:
+                        _fill_together([a], read_kept_together(files, infos, a.source, device, pairs, tally))
+                    else:
+                        _fill(a, read_kept(files, infos[0], a.source, device))
+            return tally.counts()
     except (SafetensorError, OSError) as error:
         raise LoadError(f"{file}: cannot be read ({error}); download it again") from None
+
+
+def _is_fp4(info: TensorInfo) -> bool:
+    return info.codes is not None and info.codes.numbers == "fp4"
 
 
 def _fill(a: Assignment, kept: KeptPart) -> None:
@@ -399,20 +414,44 @@ def _fill(a: Assignment, kept: KeptPart) -> None:
             target.copy_(values)
 
 
+def _fill_together(group: Sequence[Assignment], kept: KeptPart) -> None:
+    """Fill parameters with the parts of a stack [len(group), ...]; those at equal distances, as neighbouring experts'
+    are, by one copy."""
+    for targets, values in (([a.target for a in group], kept.weight), ([a.scales for a in group], kept.scales)):
+        if values is None:
+            continue
+        found = [target for target in targets if target is not None]
+        first, offsets = found[0], [target.storage_offset() for target in found]
+        step = offsets[1] - offsets[0] if len(found) > 1 else 0
+        is_even = step > 0 and offsets == [*range(offsets[0], offsets[-1] + 1, step)]
+        if is_even and len({target.untyped_storage().data_ptr() for target in found}) == 1:
+            stack = first.as_strided((len(found), *first.shape), (step, *first.stride()), first.storage_offset())
+            stack.copy_(values)
+            continue
+        for target, value in zip(found, values, strict=True):
+            target.copy_(value)
+
+
 def _groups(assignments: Iterable[Assignment], tensors: Mapping[str, TensorInfo]) -> Iterator[list[Assignment]]:
     """Yield neighbours that are read together, as many as a piece has room for; others alone."""
     group: list[Assignment] = []
     group_key: Hashable | None = None
     for a in assignments:
         key = together_key(tensors[a.source.stored_name], a.source)
-        num_numbers = (len(group) + 1) * a.target.numel()
-        if group and (key is None or key != group_key or num_numbers > _PIECE_NUMBERS[a.target.device.type]):
+        num_numbers = (len(group) + 1) * math.prod(map(length, a.source.read))
+        most = _PIECE_NUMBERS[a.target.device.type] * (_STORED_PIECES if _stays_as_stored(a, tensors) else 1)
+        if group and (key is None or key != group_key or num_numbers > most):
             yield group
             group = []
         group.append(a)
         group_key = key
     if group:
         yield group
+
+
+def _stays_as_stored(a: Assignment, tensors: Mapping[str, TensorInfo]) -> bool:
+    info = tensors[a.source.stored_name]
+    return has_kept_codes(info, a.source) or (info.codes is None and a.source.scales is None)
 
 
 def _pieces(a: Assignment, info: TensorInfo) -> Iterator[Assignment]:

@@ -1,70 +1,127 @@
-"""Values of several weights that are stored alike, read and decoded together.
+"""Several weights that are stored alike, read and decoded together.
 
-An NVFP4 checkpoint of many experts has tens of thousands of small matrices, each of a few small tensors. A GPU takes
-longer to be told what to do with each of them than to do it.
+A checkpoint of many experts has tens of thousands of small matrices, each of one or a few tensors. A GPU takes longer
+to be told what to do with each of them than to do it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nvcli.kernels.mxfp4 import numbers_of_bytes
+from nvcli.kernels.mxfp4 import numbers_of_bytes, powers_of_scales
 from nvcli.models.stored_values import OpenFiles, scale_codes
-from nvcli.models.tensor_info import TensorInfo
+from nvcli.models.tensor_info import Codes, Packing, TensorInfo
 
-_PER_BYTE = 2
+_PAIRS = Packing(bits=4, dim=1, per_index=2)
 
 
-class StackedPart(NamedTuple):
-    """The same part of several weights, one below the other."""
+class StoredStack(NamedTuple):
+    """The same part of several weights as a checkpoint has it, one below the other."""
 
-    values: Tensor
-    """[weights × rows, columns] float32."""
-    factors: Tensor
-    """The number that all scales of a row's weight have been multiplied by, [weights × rows] float32."""
+    codes: Tensor
+    """[weights × rows, columns] numbers or codes, or of FP4 bytes [weights × rows, columns / 2]."""
+    scales: Tensor | None
+    """[weights × blocks of rows, groups]: float32, or uint8 where they are exponents; None: the weights are plain."""
+    factors: Tensor | None
+    """The number that all scales of a weight are multiplied by, [weights] float32; None: there is none."""
 
 
 def stack_key(info: TensorInfo, part: Sequence[slice]) -> Hashable | None:
     """Return what this part of a weight has in common with those that it can be read with; None: it is read alone.
 
-    Read together are parts of whole weights in FP4 with one factor, whose columns are not cut within a group.
+    Read together are parts of matrices of their own that are plain, or in FP8 or FP4 and not cut within what shares a
+    scale.
     """
-    codes = info.codes
-    if codes is None or codes.numbers != "fp4" or codes.factor is None or len(part) != 2:
-        return None
-    if codes.zeros is not None or codes.groups is not None or codes.columns is not None or info.changes:
+    if len(part) != 2 or info.changes or info.flat is not None or info.stored is None or len(info.stored.shape) != 2:
         return None
     if info.expert is not None or info.first_row or info.row_step != 1 or info.is_transposed or info.has_ones:
         return None
-    (rows, columns), (high, wide) = part, codes.block
-    stored = [one.stored for one in (info, codes.scales, codes.factor)]
-    is_plain = [one is not None and len(one.shape) == 2 for one in stored[:2]] == [True, True]
-    if not is_plain or high != 1 or wide % _PER_BYTE or columns.start % wide or columns.stop % wide:
+    rows, columns = part
+    common = rows.start, rows.stop, columns.start, columns.stop, info.stored.shape, info.stored.dtype
+    codes = info.codes
+    if codes is None:
+        return None if info.packing is not None else common
+    if codes.numbers == "integer" or info.packing not in (None, _PAIRS) or codes.scales.is_transposed:
         return None
-    forms = [None if one is None else (one.shape, one.dtype) for one in stored]
-    return rows.start, rows.stop, columns.start, columns.stop, wide, codes.divides, codes.unit, *forms
+    if codes.zeros is not None or codes.zero or codes.groups is not None or codes.columns is not None:
+        return None
+    others = [one.stored for one in (codes.scales, codes.factor) if one is not None]
+    if None in others or codes.scales.has_ones or codes.scales.expert is not None:
+        return None
+    (high, wide), is_one = codes.block, _has_one_scale(codes)
+    if not is_one and (rows.start % high or rows.stop % high):
+        return None
+    if not is_one and codes.scales.shape[1:] not in ((), (1,)) and (columns.start % wide or columns.stop % wide):
+        return None
+    if info.packing is not None and (columns.start % 2 or columns.stop % 2):
+        return None
+    forms = [None if one is None else (one.shape, one.dtype) for one in others]
+    return *common, high, wide, codes.numbers, codes.divides, codes.unit, *forms
 
 
 def read_stack(
-    files: OpenFiles, infos: Sequence[TensorInfo], part: Sequence[slice], device: torch.device, pairs: Tensor
-) -> StackedPart:
-    """Read the same part of weights with the same `stack_key`. `pairs`: `byte_pairs` of the device.
-
-    Raises SafetensorError and OSError for files that cannot be read.
-    """
+    files: OpenFiles, infos: Sequence[TensorInfo], part: Sequence[slice], device: torch.device
+) -> StoredStack:
+    """Read the same part of weights with the same `stack_key`. Raises SafetensorError and OSError for files that cannot
+    be read."""
     rows, columns = part
-    found = [info.codes for info in infos if info.codes is not None]
-    first, wide = found[0], found[0].block[1]
-    stored = rows, slice(columns.start // _PER_BYTE, columns.stop // _PER_BYTE)
-    groups = rows, slice(columns.start // wide, columns.stop // wide)
-    numbers = numbers_of_bytes(files.read_together(infos, stored).to(device), pairs)
-    scales = files.read_together([codes.scales for codes in found], groups).to(device).float()
-    factors = files.read_together([one for codes in found if (one := codes.factor) is not None], ()).to(device).float()
-    factors = (factors.reciprocal() if first.divides else factors).repeat_interleave(rows.stop - rows.start)
-    scales = (scales * first.unit).mul_(factors.unsqueeze(1))
-    values = scale_codes(numbers.view(*scales.shape, wide), scales.unsqueeze(2))
-    return StackedPart(values.flatten(1), factors)
+    first = infos[0].codes
+    if infos[0].packing is not None:
+        columns = slice(columns.start // 2, columns.stop // 2)
+    stored = files.read_together(infos, (rows, columns)).to(device)
+    if first is None:
+        return StoredStack(stored, None, None)
+    codes = [info.codes for info in infos if info.codes is not None]
+    scales = files.read_together([one.scales for one in codes], _part_of_scales(first, part)).to(device)
+    scales = scales.view(len(scales), -1) if len(scales) else scales
+    if scales.dtype != torch.uint8:
+        scales = scales.float() * first.unit
+    factors = None
+    if first.factor is not None:
+        factors = files.read_together([one.factor for one in codes if one.factor is not None], ()).to(device).float()
+        factors = factors.reciprocal() if first.divides else factors
+    return StoredStack(stored, scales, factors)
+
+
+def decode_stack(stack: StoredStack, info: TensorInfo, num_weights: int, pairs: Tensor) -> Tensor:
+    """Return the values of a stack of `num_weights` weights like `info`: [weights × rows, columns], in float32, or for
+    plain weights and FP4 with powers of 2 in a type that holds them. `pairs`: `byte_pairs` of the device."""
+    if stack.scales is None or info.codes is None:
+        return stack.codes
+    numbers = stack.codes if info.packing is None else numbers_of_bytes(stack.codes, pairs)
+    scales = scales_of(stack, num_weights)
+    tiles = numbers.view(len(scales), -1, scales.shape[1], numbers.shape[1] // scales.shape[1])
+    return scale_codes(tiles, scales[:, None, :, None]).view(numbers.shape)
+
+
+def scales_of(stack: StoredStack, num_weights: int) -> Tensor:
+    """Return the scales of a stack with the factors of its weights: [weights × blocks of rows, groups]."""
+    scales = stack.scales
+    assert scales is not None
+    if scales.dtype == torch.uint8:
+        scales = powers_of_scales(scales)
+    if stack.factors is None:
+        return scales
+    return scales * stack.factors.repeat_interleave(len(scales) // num_weights).unsqueeze(1)
+
+
+def _has_one_scale(codes: Codes) -> bool:
+    return math.prod(codes.scales.shape) == 1
+
+
+def _part_of_scales(codes: Codes, part: Sequence[slice]) -> tuple[slice, ...]:
+    """Return the part of a weight's scales that belongs to a part of the weight; empty: all scales are one number."""
+    if _has_one_scale(codes):
+        return ()
+    (rows, columns), (high, wide) = part, codes.block
+    of_rows = slice(rows.start // high, rows.stop // high)
+    if len(codes.scales.shape) == 1:
+        return (of_rows,)
+    if codes.scales.shape[1] == 1:
+        return of_rows, slice(0, 1)
+    return of_rows, slice(columns.start // wide, columns.stop // wide)

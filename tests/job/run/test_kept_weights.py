@@ -120,11 +120,13 @@ def test_the_choice_is_said(
     [
         (141, {}, "none", "^NVFP4 weights become bfloat16, as that loses nothing and fits; --quantization fp8 "),
         (24, {}, "fp8", "^NVFP4 weights become FP8, as bfloat16 would take more than 50% of a GPU's memory; "),
+        (12, {}, "w4a16", "^NVFP4 weights stay in 4 bits, as more bits would take more than 50% of a GPU's memory; "),
         (24, {"batch_invariant": True}, "none", "^NVFP4 weights become bfloat16, as batch_invariant asks for it"),
+        (141, {"quantization": "w4a16"}, "w4a16", "^$"),
         (141, {"quantization": "fp8"}, "fp8", "^$"),
     ],
 )
-def test_nvfp4_becomes_fp8_by_memory(gib: int, keys: dict[str, Any], kept: str, line: str, tmp_path: Path) -> None:
+def test_how_nvfp4_is_kept(gib: int, keys: dict[str, Any], kept: str, line: str, tmp_path: Path) -> None:
     write_shape("qwen3-8b", tmp_path)
     edit_json(tmp_path / "config.json", quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"})
     run, shape = RunConfig(model="m", **keys), load_model_config(tmp_path)
@@ -132,8 +134,22 @@ def test_nvfp4_becomes_fp8_by_memory(gib: int, keys: dict[str, Any], kept: str, 
     config = resolve_engine_config(run, tmp_path, model, found_device="cuda")
     assert model.quantization == kept
     assert re.search(line, explain_choice(run, model, config))
+    edit_json(tmp_path / "config.json", quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"})
     with pytest.raises(ConfigError, match=r"is w4a16.* this one is NVFP4: use quantization: none, or fp8"):
-        shape.with_quantization("w4a16")
+        load_model_config(tmp_path).with_quantization("w4a16")
+
+
+@pytest.mark.parametrize(("gib", "capability", "kept"), [(24, (8, 9), "fp8"), (24, (8, 0), "w4a16")])
+def test_nvfp4_stays_in_4_bits_without_fp8_units(
+    gib: int, capability: tuple[int, int], kept: str, tmp_path: Path
+) -> None:
+    write_shape("qwen3-8b", tmp_path)
+    edit_json(tmp_path / "config.json", quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"})
+    model, size = load_model_config(tmp_path), gib * GIB
+    card = SmiGpu(
+        index=0, uuid="a", name="a", driver="580", total_bytes=size, used_bytes=0, mig=False, capability=capability
+    )
+    assert keep_weights(RunConfig(model="m"), model, "cuda", gpus=[card]).quantization == kept
 
 
 def test_plans_know_what_4_bits_take(tmp_path: Path) -> None:

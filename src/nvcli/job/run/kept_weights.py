@@ -4,8 +4,9 @@ hand.
 A checkpoint in FP8 stays in FP8 on GPUs with units for FP8 products: they are faster, and take half the memory. So does
 MXFP8, whose scales are folded into the scales of rows, and the experts of an MXFP4 checkpoint become FP8, which loses
 next to nothing, if that leaves enough memory. Any other checkpoint in 4 bits runs large batches faster in 16 bits. It
-stays in 4 bits (or becomes FP8 if ranks cannot keep its format, such as NVFP4) only if 16 bits would leave little
-memory for the KV cache, so that batches would be small. On a CPU all weights are plain.
+stays in 4 bits only if 16 bits would leave little memory for the KV cache, so that batches would be small; FP4 becomes
+FP8 then, where GPUs have units for it and 8 bits leave enough memory, or ranks cannot keep its format. On a CPU all
+weights are plain.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def keep_weights(
         if adapter is not None:
             adapter.check_kept(kept)
         return kept
-    format_kept = _format_kept(model, adapter)
+    format_kept = _format_kept(run, model, adapter)
     if device == "cpu" or format_kept is None or _obstacle(run, model, format_kept):
         return model.with_quantization("none")
     if gpus is None and gpu_bytes is None:
@@ -65,23 +66,28 @@ def keep_weights(
     smallest = gpu_bytes or min((gpu.total_bytes for gpu in gpus if gpu.total_bytes), default=None)
     if smallest is None:
         return model.with_quantization("none")
-    if model.quantisation.numbers == "mxfp4" and has_fp8_units and not _obstacle(run, model, "fp8"):
+    plain, numbers = model.with_quantization("none"), model.quantisation.numbers
+    fits_plain = not _is_large(run, plain, smallest)
+    if fits_plain and numbers != "mxfp4":
+        return plain
+    if numbers in ("mxfp4", "fp4") and has_fp8_units and not _obstacle(run, model, "fp8"):
         in_fp8 = model.with_quantization("fp8")
         if not _is_large(run, in_fp8, smallest):
             return in_fp8
-    return model.with_quantization(format_kept if _is_large(run, model.with_quantization("none"), smallest) else "none")
+    return plain if fits_plain else model.with_quantization(format_kept)
 
 
 def explain_choice(run: RunConfig, model: ModelConfig, config: EngineConfig, *, adapter: Adapter | None = None) -> str:
     """Explain the choice of `quantization: auto` for a checkpoint in FP8 or 4 bits; empty if there was no choice."""
-    format_kept = _format_kept(model, adapter)
+    format_kept = _format_kept(run, model, adapter)
     if run.quantization != "auto" or config.device == "cpu" or format_kept is None:
         return ""
     assert model.quantisation is not None
     obstacle, numbers = _obstacle(run, model, format_kept), model.quantisation.numbers
     what = {"fp8": "weights", "fp4": f"{model.quantisation.name} weights", "mxfp4": "experts"}.get(numbers, "weights")
     if model.quantization != "none":
-        why = f"{config.dtype} would take more than {_LARGE_SHARE:.0%} of a GPU's memory"
+        more = "more bits" if numbers == "fp4" and model.quantization == "w4a16" else config.dtype
+        why = f"{more} would take more than {_LARGE_SHARE:.0%} of a GPU's memory"
         if numbers == "fp8":
             why = "the checkpoint has them"
         elif numbers == "mxfp4" and model.quantization == "fp8":
@@ -119,15 +125,17 @@ def check_fast_accumulation(run: RunConfig, model: ModelConfig, device: Literal[
     raise ConfigError(f"`fp8_accumulation` is fast, but {problem}: {way_out}")
 
 
-def _format_kept(model: ModelConfig, adapter: Adapter | None) -> KeptWeights | None:
+def _format_kept(run: RunConfig, model: ModelConfig, adapter: Adapter | None) -> KeptWeights | None:
     """Return how ranks could keep the checkpoint's quantised weights; None: it has none that they can keep. What an
-    adapter changes has no 4 bits in the checkpoint."""
+    adapter changes has no 4 bits in the checkpoint, and NVFP4 that cannot be cut in 4 bits may be cut in 8."""
     kept = "none" if model.quantisation is None else model.quantisation.kept_as
     if kept == "w4a16" and adapter is not None:
         try:
             adapter.check_kept(model.with_quantization(kept))
         except ConfigError:
             return "fp8"
+    if kept == "w4a16" and model.quantisation is not None and model.quantisation.numbers == "fp4":
+        kept = "fp8" if _obstacle(run, model, kept) else kept
     return None if kept == "none" else kept
 
 

@@ -18,9 +18,9 @@ _QUANTISED = (
     "Quantised checkpoints of every family except gpt-oss, which has MXFP4: FP8, AWQ, GPTQ, bitsandbytes, ModelOpt's "
     "FP8, NVFP4 and MXFP8, and compressed-tensors' W4A16, W8A16, W8A8, FP8, NVFP4, MXFP4 and MXFP8. On GPUs with FP8 "
     "units auto keeps FP8, MXFP8 and the experts of gpt-oss in 8 bits; it keeps 4 bits if memory requires it (NVFP4 "
-    "and compressed-tensors' MXFP4 then in 8 bits), and the rest is loaded as plain weights. --quantization w4a16 "
-    "keeps the 4 bits of AWQ, GPTQ, W4A16 and MXFP4; two whole models, of Qwen3-8B's and gpt-oss-20b's shapes, have "
-    "run this way on a GPU. --quantization fp8 keeps weights of any checkpoint in 8 bits."
+    "and compressed-tensors' MXFP4 in 8 bits, if those fit), and the rest is loaded as plain weights. --quantization "
+    "w4a16 keeps the 4 bits of AWQ, GPTQ, W4A16, NVFP4 and gpt-oss's MXFP4. --quantization fp8 keeps weights of any "
+    "checkpoint in 8 bits."
 )
 
 

@@ -43,7 +43,7 @@ def read_compressed(config: QuantisationFile) -> Quantisation:
     }
     fp4 = {kind for kind in kinds if kind.numbers == "fp4"}
     if len(kinds) > 1 and len(fp4) == 1 and kinds - fp4 == {_FP8}:
-        kinds = {replace(kind, label=f"{kind.label} and FP8") for kind in fp4}
+        kinds = {replace(kind, label=f"{kind.label} and FP8", has_nvfp4_alone=False) for kind in fp4}
     if len(kinds) != 1:
         raise config.error("config_groups", f"{len(kinds)} kinds of weights; supported: one, or FP4 beside FP8")
     return replace(kinds.pop(), left_alone=config.names("ignore"))
@@ -88,6 +88,7 @@ def _read_fp4(weights: QuantisationFile, size: int | None) -> Quantisation:
         label=label,
         parts=(parts, ONE_BY_ONE),
         group_size=size,
+        has_nvfp4_alone=size == _NV_GROUP,
     )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from nvcli.errors import ConfigError
-from nvcli.kernels.weight_formats import W4_GROUPS, StoredGroups
+from nvcli.kernels.weight_formats import NVFP4_BLOCK, W4_GROUPS, StoredGroups
 from nvcli.models.mixers.mixer import Piece
 from nvcli.models.quantisation.quantisation import Quantisation
 
@@ -17,11 +17,13 @@ _WAY_OUT = "use quantization: none, or fp8"
 def stored_groups(quantisation: Quantisation | None, *, has_experts: bool) -> StoredGroups:
     """Return how a checkpoint groups its 4-bit weights. Raises ConfigError if it has none, or ranks cannot keep
     them."""
+    if quantisation is not None and quantisation.has_nvfp4_alone:
+        return StoredGroups(kind="nvfp4", size=NVFP4_BLOCK)
     if quantisation is None or quantisation.bits != 4 or quantisation.numbers in ("fp4", "table"):
         found = "not quantised" if quantisation is None else quantisation.name
         raise ConfigError(
-            f"`quantization` is w4a16, which keeps the 4 bits of a checkpoint (AWQ, GPTQ, W4A16, gpt-oss's MXFP4), but "
-            f"this one is {found}: {_WAY_OUT}"
+            f"`quantization` is w4a16, which keeps the 4 bits of a checkpoint (AWQ, GPTQ, W4A16, NVFP4, gpt-oss's "
+            f"MXFP4), but this one is {found}: {_WAY_OUT}"
         )
     if quantisation.numbers == "mxfp4":
         return StoredGroups(kind="mxfp4", size=None)
@@ -43,10 +45,11 @@ def problems_of_cut_groups(groups: StoredGroups, hidden_size: int, pieces: Itera
     """Yield the 4-bit weights that cannot be cut over `size` ranks, by the number of input features per rank."""
     lengths = {"the hidden size": hidden_size}
     for piece in pieces:
-        if piece.cut_by_inputs is not None and (piece.is_of_experts or groups.kind == "integer"):
+        if piece.cut_by_inputs is not None and (piece.is_of_experts or groups.kind != "mxfp4"):
             lengths[piece.cut_by_inputs] = piece.length
     for name, length in lengths.items():
         if groups.kept(length) is None:
-            yield f"each rank's {length:,} input features of {name} are not whole groups of {_LEAST_GROUP} in 4 bits"
+            least = groups.size if groups.kind == "nvfp4" else _LEAST_GROUP
+            yield f"each rank's {length:,} input features of {name} are not whole groups of {least} in 4 bits"
     if groups.has_order and size > 1:
         yield "weights with reordered columns (desc_act) cannot be split in 4 bits"

@@ -11,7 +11,8 @@ QUANTISATION_FILE = "hf_quant_config.json"
 """The file that says how a checkpoint is quantised, where config.json does not."""
 _FP8_BLOCKS = "FP8_PB_WO"
 _FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", _FP8_BLOCKS)
-_FP4 = ("NVFP4", "W4A16_NVFP4", "NVFP4_W4A16", "NVFP4_AWQ")
+_BARE_FP4 = ("NVFP4", "W4A16_NVFP4", "NVFP4_W4A16")
+_FP4 = (*_BARE_FP4, "NVFP4_AWQ")
 _MXFP8, _MIXED = "MXFP8", "MIXED_PRECISION"
 _FP4_PARTS = WeightParts(
     codes="weight",
@@ -42,6 +43,7 @@ def read_modelopt(config: QuantisationFile) -> Quantisation:
         parts=(_FP4_PARTS, ONE_BY_ONE),
         weight_block=(FP8_BLOCK, FP8_BLOCK) if _FP8_BLOCKS in algorithms else None,
         group_size=config.group_size(group_size),
+        has_nvfp4_alone=algorithms <= set(_BARE_FP4),
         left_alone=config.names("ignore", "exclude_modules"),
     )
 

@@ -123,7 +123,8 @@ class Quantisation:
     method: str
     """`quant_method` of config.json."""
     numbers: Literal["fp8", "fp4", "integer", "mxfp4", "table"]
-    """The kind of its codes; `mxfp4` is FP4 that ranks can keep, and `table` are numbers of a table."""
+    """The kind of its codes; `mxfp4` is FP4 of which ranks keep the stacks of experts, and `table` are numbers of a
+    table."""
     bits: int
     label: str | None = None
     """The name of the format, for people; None: it follows from the other fields."""
@@ -137,13 +138,15 @@ class Quantisation:
     """A number that is added to stored zeros of packed codes."""
     needed: tuple[str, ...] = ()
     """Parts that integers must have according to config.json: without them, the codes would mean other numbers."""
+    has_nvfp4_alone: bool = False
+    """Whether all quantised weights are in NVFP4, with no factors besides its own, so that ranks can keep them."""
     left_alone: tuple[str, ...] = ()
     """Patterns of the layers that are not quantised (`module_names.py`)."""
 
     @property
     def kept_as(self) -> KeptWeights:
         """How ranks keep its weights by default, if memory and the GPU allow it; `none`: as plain weights."""
-        if self.numbers in ("fp8", "fp4"):
+        if self.numbers == "fp8" or (self.numbers == "fp4" and not self.has_nvfp4_alone):
             return "fp8"
         return "w4a16" if self.bits == 4 and self.numbers != "table" else "none"
 

@@ -212,7 +212,7 @@ class ModelRunner:
 
     def _finish_weights(self) -> None:
         with self._phase("load weights"):
-            self.weights.finish()
+            self.weights.finish(self._notes.append)
             self._weight_bytes = sum(self.model.weight_bytes().values())
         with self._phase("wait for all ranks"):  # their files may be elsewhere, and slow
             self.world.meet("weights are loaded")

@@ -95,7 +95,7 @@ class RankWeights:
         self._kept: HostCopy | MemoryRegion | None = None
         """The weights while the rank is asleep and keeps them: a copy, or on a CPU the region itself."""
         self._kv_scales: dict[int, list[float]] = {}
-        self._finish: Callable[[], None] = wait_for_gpu
+        self._finish: Callable[[], str | None] = wait_for_gpu
 
     # ------------------------------------------------------------------ start
 
@@ -119,9 +119,11 @@ class RankWeights:
         if (kv_note := set_kv_scales(self._model, found.kv_scales, self._device)) is not None:
             say(kv_note)
 
-    def finish(self) -> None:
-        """Wait until the weights are loaded. Raises LoadError for files that cannot be read."""
-        self._finish()
+    def finish(self, say: Callable[[str], object]) -> None:
+        """Wait until the weights are loaded. `say` takes notes for the user. Raises LoadError for files that cannot be
+        read."""
+        if (note := self._finish()) is not None:
+            say(note)
 
     def _make_memory(self, num_bytes: int) -> Tensor:
         self._region = make_region(num_bytes, self._device)
