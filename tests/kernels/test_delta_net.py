@@ -16,12 +16,12 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 from nvcli.kernels.advance_states import advance_states
 from nvcli.kernels.causal_conv import causal_conv
 from nvcli.kernels.delta_net import delta_chunks, delta_rule, delta_step
-from nvcli.kernels.delta_types import DeltaGates, DeltaHeads
 from nvcli.kernels.kept_inputs import KeptInputs
 from nvcli.kernels.norm import gated_rms_norm
+from nvcli.kernels.recurrent_types import DeltaGates, RecurrentHeads
 from nvcli.kernels.state_rows import StateRows
 
-HEADS = DeltaHeads(num_key_heads=2, key_dim=8, num_value_heads=4, value_dim=16)
+HEADS = RecurrentHeads(num_key_heads=2, key_dim=8, num_value_heads=4, value_dim=16)
 LENGTH = 150
 
 

@@ -15,11 +15,12 @@ from nvcli.kernels import advance_states as advance_reference
 from nvcli.kernels import causal_conv as conv_reference
 from nvcli.kernels import delta_net as reference
 from nvcli.kernels import norm as norm_reference
-from nvcli.kernels.delta_types import DeltaGates, DeltaHeads
+from nvcli.kernels import selective_scan as scan_reference
 from nvcli.kernels.kept_inputs import KeptInputs
+from nvcli.kernels.recurrent_types import DeltaGates, RecurrentHeads, ScanGates
 from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.elementwise import norm
-from nvcli.kernels.triton.recurrent import advance_states, causal_conv, delta_chunks, delta_net
+from nvcli.kernels.triton.recurrent import advance_states, causal_conv, delta_chunks, delta_net, selective_scan
 
 pytestmark = [*MARKS, pytest.mark.parametrize("dtype", DTYPES)]
 
@@ -39,13 +40,29 @@ STEPS = {
 }
 """(tokens before, tokens) of each row, block tables, block size, single rows, tokens of nobody."""
 NUM_BLOCKS = 21
-HEADS = [DeltaHeads(2, 16, 4, 32), DeltaHeads(1, 24, 3, 20)]
+HEADS = [
+    RecurrentHeads(2, 16, 4, 32),
+    RecurrentHeads(1, 24, 3, 20),
+    RecurrentHeads(2, 24, 4, 20, rule="scan"),
+]
 if HAS_GPU:
-    HEADS.append(DeltaHeads(1, 128, 2, 128))
+    HEADS += [RecurrentHeads(1, 128, 2, 128), RecurrentHeads(1, 128, 2, 64, rule="scan")]
+RULES = {
+    "delta": (delta_net.delta_rule, reference.delta_rule),
+    "scan": (selective_scan.selective_scan, scan_reference.selective_scan),
+}
+"""The kernel and the reference of each rule."""
 
 
 def rand(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def gates_of(heads: RecurrentHeads, both: Tensor, of_heads: Tensor) -> DeltaGates | ScanGates:
+    """The gates of tokens, whose numbers are `both` [T, 2 Hv] and those of heads `of_heads` [3, Hv]."""
+    first, second = both[:, : heads.num_value_heads], both[:, heads.num_value_heads :]
+    rates, biases, skip = of_heads
+    return DeltaGates(first, second, rates, biases) if heads.rule == "delta" else ScanGates(second, rates, biases, skip)
 
 
 def on_device(rows: StateRows) -> StateRows:
@@ -65,34 +82,31 @@ def test_causal_conv(step: str, taps: int, dtype: torch.dtype) -> None:
     rows = make_rows(work, tables, block_size=block_size, num_single=num_single, padding=padding)
     wide, weight = rand(len(rows.slot_mapping), 200, dtype=dtype), rand(150, taps, dtype=dtype, seed=1)
     x, pool = wide[:, 20:170], rand(NUM_BLOCKS, taps - 1, 150, dtype=dtype, seed=2)
-    found_pool = pool.to(DEVICE, copy=True)
-    found = causal_conv.causal_conv(wide.to(DEVICE)[:, 20:170], weight.to(DEVICE), found_pool, on_device(rows))
-    expected = conv_reference.causal_conv(x, weight, pool, rows)
+    found_pool, moved = pool.to(DEVICE, copy=True), wide.to(DEVICE)[:, 20:170]
+    bias = rand(150, dtype=dtype, seed=3) if taps == 2 else None
+    moved_bias = None if bias is None else bias.to(DEVICE)
+    found = causal_conv.causal_conv(moved, weight.to(DEVICE), found_pool, on_device(rows), bias=moved_bias)
+    expected = conv_reference.causal_conv(x, weight, pool, rows, bias=bias)
     assert_close(found, expected, dtype)
     assert torch.equal(found_pool.cpu()[1:], pool[1:])
 
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("step", STEPS)
-def test_delta_rule(step: str, heads: DeltaHeads, dtype: torch.dtype) -> None:
+def test_rules(step: str, heads: RecurrentHeads, dtype: torch.dtype) -> None:
     work, tables, block_size, num_single, padding = STEPS[step]
     rows = make_rows(work, tables, block_size=block_size, num_single=num_single, padding=padding)
     if heads.key_dim == 128 and dtype == torch.float32:
         pytest.skip("the compiler takes a minute")
     count, num_heads = len(rows.slot_mapping), heads.num_value_heads
     qkv, both = rand(count, heads.num_channels, dtype=dtype), rand(count, 2 * num_heads, dtype=dtype, seed=1)
-    rates, biases = rand(num_heads, dtype=dtype, seed=3), rand(num_heads, dtype=dtype, seed=4)
+    of_heads = rand(3, num_heads, dtype=dtype, seed=3)
     pool = rand(NUM_BLOCKS, num_heads, heads.key_dim, heads.value_dim, dtype=torch.float32, seed=5)
-    found_pool, split = pool.to(DEVICE, copy=True), both.to(DEVICE)
-    found = delta_net.delta_rule(
-        qkv.to(DEVICE),
-        DeltaGates(split[:, :num_heads], split[:, num_heads:], rates.to(DEVICE), biases.to(DEVICE)),
-        found_pool,
-        on_device(rows),
-        heads,
-    )
-    gates = DeltaGates(both[:, :num_heads], both[:, num_heads:], rates, biases)
-    expected = reference.delta_rule(qkv, gates, pool, rows, heads)
+    found_pool = pool.to(DEVICE, copy=True)
+    kernel, rule = RULES[heads.rule]
+    gates = gates_of(heads, both.to(DEVICE), of_heads.to(DEVICE))
+    found = kernel(qkv.to(DEVICE), gates, found_pool, on_device(rows), heads)
+    expected = rule(qkv, gates_of(heads, both, of_heads), pool, rows, heads)
     assert_close(found, expected, dtype)
     assert_close(found_pool[1:], pool[1:], dtype)
 
@@ -108,7 +122,7 @@ nobody."""
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("step", DRAFTS)
-def test_rows_with_drafts(step: str, heads: DeltaHeads, dtype: torch.dtype) -> None:
+def test_rows_with_drafts(step: str, heads: RecurrentHeads, dtype: torch.dtype) -> None:
     work, tables, block_size, num_drafts, accepted, padding = DRAFTS[step]
     rows = make_rows(work, tables, block_size=block_size, num_drafts=num_drafts, padding=padding)
     if heads.key_dim == 128 and dtype == torch.float32 and num_drafts < len(work):
@@ -117,7 +131,7 @@ def test_rows_with_drafts(step: str, heads: DeltaHeads, dtype: torch.dtype) -> N
     state = num_heads, heads.key_dim, heads.value_dim
     x, weight = rand(num_tokens, channels, dtype=dtype), rand(channels, 4, dtype=dtype, seed=1)
     both = rand(num_tokens, 2 * num_heads, dtype=dtype, seed=2)
-    of_heads = rand(2, num_heads, dtype=dtype, seed=3)
+    of_heads, bias = rand(3, num_heads, dtype=dtype, seed=3), rand(channels, dtype=dtype, seed=4)
     conv_pools, pools = rand(2, 6, 3, channels, dtype=dtype, seed=5), rand(2, 6, *state, dtype=torch.float32, seed=6)
     counts = torch.tensor([*accepted, *[0] * (len(work) - num_drafts)], dtype=torch.int32)
 
@@ -125,26 +139,26 @@ def test_rows_with_drafts(step: str, heads: DeltaHeads, dtype: torch.dtype) -> N
         moved = on_device(rows) if device == DEVICE else rows
         conv_pool, pool = (tensor.to(device, copy=True) for tensor in (conv_pools, pools))
         kept = KeptInputs.empty(2, num_tokens + 2, state, channels, dtype, device)
-        split, (rates, biases) = both.to(device), of_heads.to(device)
-        gates = DeltaGates(split[:, :num_heads], split[:, num_heads:], rates, biases)
+        gates = gates_of(heads, both.to(device), of_heads.to(device))
         outs = []
         for layer in range(2):
             own = kept.layer(layer)
-            outs += [conv(x.to(device), weight.to(device), conv_pool[layer], moved, own)]
+            outs += [conv(x.to(device), weight.to(device), conv_pool[layer], moved, own, bias.to(device))]
             outs += [rule(x.to(device), gates, pool[layer], moved, heads, own)]
-        advance(kept, conv_pool, pool, moved, counts.to(device))
+        advance(kept, conv_pool, pool, moved, counts.to(device), has_unit_keys=heads.rule == "delta")
         return [*outs, *kept, conv_pool[:, 1:], pool[:, 1:]]
 
-    found = run(DEVICE, causal_conv.causal_conv, delta_net.delta_rule, advance_states.advance_states)
+    kernel, wanted_rule = RULES[heads.rule]
+    found = run(DEVICE, causal_conv.causal_conv, kernel, advance_states.advance_states)
     cpu = torch.device("cpu")
-    expected = run(cpu, conv_reference.causal_conv, reference.delta_rule, advance_reference.advance_states)
+    expected = run(cpu, conv_reference.causal_conv, wanted_rule, advance_reference.advance_states)
     for one, wanted in zip(found, expected, strict=True):
         assert_close(one, wanted, dtype)
 
 
 def test_a_prompt_of_one_token_over_and_over(dtype: torch.dtype) -> None:
     """Equal keys, no decay: powers of the system's matrix would be too large for a float32."""
-    heads = DeltaHeads(1, 16, 1, 16)
+    heads = RecurrentHeads(1, 16, 1, 16)
     qkv = torch.cat((torch.ones(128, 32), rand(128, 16, dtype=torch.float32)), dim=1).to(dtype)
     gates = DeltaGates(*(torch.full((128, 1), x, dtype=dtype) for x in (20.0, -20.0)), *torch.zeros(2, 1, dtype=dtype))
     rows = make_rows([(0, 128)], [[1]], block_size=128, num_single=0)
@@ -155,10 +169,12 @@ def test_a_prompt_of_one_token_over_and_over(dtype: torch.dtype) -> None:
     assert_close(found, reference.delta_rule(qkv, gates, pool, rows, heads), dtype)
 
 
-def test_gated_norm(dtype: torch.dtype) -> None:
-    x, wide, weight = rand(5, 3, 40, dtype=dtype), rand(5, 200, dtype=dtype, seed=1), rand(40, dtype=dtype, seed=2)
-    found = norm.gated_rms_norm(x.to(DEVICE), wide.to(DEVICE)[:, 8:128].unflatten(1, (3, 40)), weight.to(DEVICE), 1e-6)
-    expected = norm_reference.gated_rms_norm(x, wide[:, 8:128].unflatten(1, (3, 40)), weight, 1e-6)
+@pytest.mark.parametrize(("shape", "gates_first"), [((40,), False), ((3, 40), True)])
+def test_gated_norm(shape: tuple[int, ...], gates_first: bool, dtype: torch.dtype) -> None:
+    x, wide, weight = rand(5, 3, 40, dtype=dtype), rand(5, 200, dtype=dtype, seed=1), rand(*shape, dtype=dtype, seed=2)
+    gate, moved = wide[:, 8:128].unflatten(1, (3, 40)), wide.to(DEVICE)[:, 8:128].unflatten(1, (3, 40))
+    found = norm.gated_rms_norm(x.to(DEVICE), moved, weight.to(DEVICE), 1e-6, gates_first=gates_first)
+    expected = norm_reference.gated_rms_norm(x, gate, weight, 1e-6, gates_first=gates_first)
     assert_close(found, expected, dtype)
 
 
@@ -171,7 +187,7 @@ def test_no_number_of_rows_compiles_anew(dtype: torch.dtype) -> None:
         delta_chunks._pass_kernel,
         norm._gated_rms_norm_kernel,
     ]
-    heads, states = DeltaHeads(1, 25, 2, 50), torch.zeros(NUM_BLOCKS, 2, 25, 50, device=DEVICE)
+    heads, states = RecurrentHeads(1, 25, 2, 50), torch.zeros(NUM_BLOCKS, 2, 25, 50, device=DEVICE)
     pool, weight = (rand(*shape, dtype=dtype).to(DEVICE) for shape in ((NUM_BLOCKS, 3, 150), (150, 4)))
 
     def step(num_rows: int) -> None:

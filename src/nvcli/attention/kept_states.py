@@ -31,6 +31,9 @@ class KeptStates:
             for group in spec.state_groups
             if (state := spec.group_states[group]) is not None
         }
+        self._has_unit_keys = {
+            group: state.has_unit_keys for group, state in enumerate(spec.group_states) if state is not None
+        }
         self._of_layer = {
             layer: kept.layer(place)
             for group, kept in self._of_group.items()
@@ -45,4 +48,5 @@ class KeptStates:
         """Bring the states of a step's rows with drafts behind the tokens that count: the first `counts` [R] int32 of
         each row's. `rows_of` returns the rows by KV group. Call it once for each step that has such rows."""
         for group, kept in self._of_group.items():
-            advance_states(kept, *kv_cache.group_states(group), rows_of(group), counts)
+            states = kv_cache.group_states(group)
+            advance_states(kept, *states, rows_of(group), counts, has_unit_keys=self._has_unit_keys[group])

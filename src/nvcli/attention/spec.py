@@ -69,6 +69,8 @@ class StateSpec:
     """(last inputs, channels) of the layer's convolution, kept in the model's type."""
     recurrent_shape: tuple[int, int, int]
     """(heads, key size, value size), kept in float32."""
+    has_unit_keys: bool = True
+    """Whether states are written along keys of length 1, as delta nets do."""
     kv_group: int = 0
 
     is_state: ClassVar[bool] = True

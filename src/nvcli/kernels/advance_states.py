@@ -9,25 +9,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nvcli.kernels.delta_types import unit_length
 from nvcli.kernels.kept_inputs import KeptInputs
+from nvcli.kernels.recurrent_types import unit_length
 from nvcli.kernels.state_rows import StateRows
 
 
-def advance_states(kept: KeptInputs, conv_pool: Tensor, pool: Tensor, rows: StateRows, counts: Tensor) -> None:
+def advance_states(
+    kept: KeptInputs, conv_pool: Tensor, pool: Tensor, rows: StateRows, counts: Tensor, *, has_unit_keys: bool = True
+) -> None:
     """Advance the states of a step's rows with drafts by the tokens that count.
 
     kept: all L layers; conv_pool: [L, num_blocks, K - 1, C]; pool: [L, num_blocks, Hv, Dk, Dv] float32, both written;
     counts: [R] int32, how many of each row's leading tokens count. A row of which none counts keeps its state.
+    `has_unit_keys`: states are written along keys of length 1.
     """
     if pool.is_cuda:
         from nvcli.kernels.triton.recurrent import advance_states as kernels
 
-        kernels.advance_states(kept, conv_pool, pool, rows, counts)
+        kernels.advance_states(kept, conv_pool, pool, rows, counts, has_unit_keys=has_unit_keys)
         return
     starts, sources, seq_lens = rows.query_start_loc.tolist(), rows.sources().tolist(), rows.seq_lens.tolist()
     num_layers, _, num_heads, key_dim, _ = pool.shape
-    keys = unit_length(kept.keys.float().view(*kept.keys.shape[:2], -1, key_dim))
+    keys = kept.keys.float().view(*kept.keys.shape[:2], -1, key_dim)
+    keys = unit_length(keys) if has_unit_keys else keys
     keys = keys.repeat_interleave(num_heads // keys.shape[2], dim=2)
     for row, count in enumerate(counts[: rows.num_draft_rows].tolist()):
         start, source = starts[row], sources[row]

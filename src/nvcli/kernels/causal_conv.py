@@ -14,8 +14,16 @@ from nvcli.kernels.kept_inputs import KeptInputs
 from nvcli.kernels.state_rows import StateRows
 
 
-def causal_conv(x: Tensor, weight: Tensor, pool: Tensor, rows: StateRows, kept: KeptInputs | None = None) -> Tensor:
-    """Compute silu(Σ weight[:, i] × input i - (K - 1)) of each token, and store the last inputs of each row.
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    pool: Tensor,
+    rows: StateRows,
+    kept: KeptInputs | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Compute silu(Σ weight[:, i] × input i - (K - 1), plus the bias [C]) of each token, and store the last inputs of
+    each row.
 
     x: [T, C], rows may be strided; weight: [C, K], the last tap is the token's own; pool: [num_blocks, K - 1, C], the
     inputs of each block's last tokens, the latest last, written → [T, C]. Tokens that belong to no row get zeros. The
@@ -24,21 +32,22 @@ def causal_conv(x: Tensor, weight: Tensor, pool: Tensor, rows: StateRows, kept: 
     if x.is_cuda:
         from nvcli.kernels.triton.recurrent import causal_conv as kernels
 
-        return kernels.causal_conv(x, weight, pool, rows, kept)
+        return kernels.causal_conv(x, weight, pool, rows, kept, bias)
     num_single, history = rows.num_single_rows, pool.shape[1]
+    taps, constant = weight.float().T, 0.0 if bias is None else bias.float()
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     if num_single:
         sources, targets = rows.sources()[:num_single], rows.targets()
         before = torch.where((sources > 0)[:, None, None], pool[sources], 0)
         inputs = torch.cat((before.to(x.dtype), x[:num_single].unsqueeze(1)), dim=1)  # [R, K, C]
-        out[:num_single] = F.silu((inputs.float() * weight.float().T).sum(1))
+        out[:num_single] = F.silu((inputs.float() * taps).sum(1) + constant)
         pool[targets] = inputs[:, 1:].to(pool.dtype)
     for start, end, source in rows.draft_spans():
         assert kept is not None
         before = torch.zeros_like(pool[0]) if source is None else pool[source]
         inputs = torch.cat((before.to(x.dtype), x[start:end]))  # [K - 1 + span, C]
         windows = inputs.unfold(0, history + 1, 1).transpose(1, 2)  # [span, K, C]
-        out[start:end] = F.silu((windows.float() * weight.float().T).sum(1))
+        out[start:end] = F.silu((windows.float() * taps).sum(1) + constant)
         kept.inputs[start:end] = x[start:end]
     before = torch.zeros_like(pool[0])
     for start, end, begins_row, source, target in rows.spans():
@@ -46,7 +55,7 @@ def causal_conv(x: Tensor, weight: Tensor, pool: Tensor, rows: StateRows, kept: 
             before = torch.zeros_like(pool[0]) if source is None else pool[source]
         inputs = torch.cat((before.to(x.dtype), x[start:end]))  # [K - 1 + span, C]
         convolved = F.conv1d(inputs.float().T, weight.float().unsqueeze(1), groups=len(weight))
-        out[start:end] = F.silu(convolved.T)
+        out[start:end] = F.silu(convolved.T + constant)
         before = inputs[len(inputs) - history :]
         if target:
             pool[target] = before.to(pool.dtype)

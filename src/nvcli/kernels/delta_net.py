@@ -16,8 +16,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nvcli.kernels.delta_types import DeltaGates, DeltaHeads, unit_length
 from nvcli.kernels.kept_inputs import KeptInputs
+from nvcli.kernels.recurrence import RecurrentInputs, compute_rows, of_value_heads, split_heads
+from nvcli.kernels.recurrent_types import DeltaGates, RecurrentHeads, unit_length
 from nvcli.kernels.state_rows import StateRows
 
 CHUNK = 64
@@ -25,7 +26,7 @@ CHUNK = 64
 
 
 def delta_rule(
-    qkv: Tensor, gates: DeltaGates, pool: Tensor, rows: StateRows, heads: DeltaHeads, kept: KeptInputs | None = None
+    qkv: Tensor, gates: DeltaGates, pool: Tensor, rows: StateRows, heads: RecurrentHeads, kept: KeptInputs | None = None
 ) -> Tensor:
     """Compute the rule for a step's tokens, and store the states after them.
 
@@ -37,36 +38,10 @@ def delta_rule(
         from nvcli.kernels.triton.recurrent import delta_net as kernels
 
         return kernels.delta_rule(qkv, gates, pool, rows, heads, kept)
-    q, k, v = _heads(qkv, heads)
-    beta, decay = gates.beta.float().sigmoid(), gates.decay()
-    num_single = rows.num_single_rows
-    out = torch.zeros(len(qkv), heads.num_value_heads, heads.value_dim, dtype=qkv.dtype, device=qkv.device)
-    if num_single:
-        sources = rows.sources()[:num_single]
-        state = torch.where((sources > 0)[:, None, None, None], pool[sources], 0.0)
-        single = slice(0, num_single)
-        out[single], state = delta_step(q[single], k[single], v[single], decay[single], beta[single], state)
-        pool[rows.targets()] = state
-    if rows.num_draft_rows:
-        assert kept is not None
-        num_tokens = int(rows.query_start_loc[rows.num_draft_rows])
-        key_size = heads.num_key_heads * heads.key_dim
-        kept.keys[:num_tokens] = qkv[:num_tokens, key_size : 2 * key_size]
-        kept.decay[:num_tokens] = decay[:num_tokens]
-        for first, end, source in rows.draft_spans():
-            state = torch.zeros_like(pool[:1]) if source is None else pool[source : source + 1]
-            for token in range(first, end):
-                one = slice(token, token + 1)
-                out[one], state, kept.written[one] = _step(q[one], k[one], v[one], decay[one], beta[one], state)
-    state = torch.zeros_like(pool[0])
-    for start, end, begins_row, source, target in rows.spans():
-        if begins_row:
-            state = torch.zeros_like(pool[0]) if source is None else pool[source]
-        part = slice(start, end)
-        out[part], state = delta_chunks(q[part], k[part], v[part], decay[part], beta[part], state)
-        if target:
-            pool[target] = state
-    return out
+    q, k, v = split_heads(qkv, heads)
+    q, k = (of_value_heads(unit_length(x), heads) for x in (q, k))
+    inputs = RecurrentInputs(q * heads.key_dim**-0.5, k, v, gates.decay(), gates.beta.float().sigmoid())
+    return compute_rows(qkv, inputs, pool, rows, heads, kept, _step, _chunks)
 
 
 def delta_step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,17 +50,22 @@ def delta_step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, sta
     q, k: [R, Hv, Dk]; v: [R, Hv, Dv]; decay (logarithms), beta: [R, Hv]; state: [R, Hv, Dk, Dv]. All float32 → results
     [R, Hv, Dv], states after them.
     """
-    out, state, _ = _step(q, k, v, decay, beta, state)
+    out, state, _ = _step(RecurrentInputs(q, k, v, decay, beta), state)
     return out, state
 
 
-def _step(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _step(inputs: RecurrentInputs, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `delta_step`, and also return what each token writes, [R, Hv, Dv]."""
+    q, k, v, decay, beta = inputs
     state = state * decay.exp()[..., None, None]
     read = (state * k.unsqueeze(-1)).sum(-2)
     written = (v - read) * beta.unsqueeze(-1)
     state = state + k.unsqueeze(-1) * written.unsqueeze(-2)
     return (state * q.unsqueeze(-1)).sum(-2), state, written
+
+
+def _chunks(inputs: RecurrentInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    return delta_chunks(*inputs, state)
 
 
 def delta_chunks(
@@ -115,14 +95,3 @@ def delta_chunks(
         last = total[:, -1:]
         state = state * last.exp() + (keys * (last - total).exp()).transpose(1, 2) @ written
     return out, state
-
-
-def _heads(qkv: Tensor, heads: DeltaHeads) -> tuple[Tensor, Tensor, Tensor]:
-    """Split queries, keys and values into heads, one key head for each value head, then normalise and scale: float32
-    [T, Hv, Dk] twice, and [T, Hv, Dv]."""
-    key_size = heads.num_key_heads * heads.key_dim
-    sizes = [key_size, key_size, heads.num_value_heads * heads.value_dim]
-    q, k, v = torch.split(qkv.float(), sizes, dim=1)
-    repeats = heads.num_value_heads // heads.num_key_heads
-    q, k = (unit_length(x.view(len(x), -1, heads.key_dim)).repeat_interleave(repeats, dim=1) for x in (q, k))
-    return q * heads.key_dim**-0.5, k, v.view(len(v), -1, heads.value_dim)

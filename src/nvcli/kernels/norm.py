@@ -57,11 +57,17 @@ def sum_in_order(parts: Tensor) -> Tensor:
     return total.to(parts.dtype)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute norm(x) × weight × silu(gate) over the last dimension. x: [T, heads, D], contiguous; gate: [T, heads, D],
-    dense in its last two dimensions; weight: [D] → [T, heads, D]."""
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool = False) -> Tensor:
+    """Compute norm(x) × weight × silu(gate) over the last dimension; if `gates_first`, norm(x × silu(gate)) × weight.
+
+    x: [T, heads, D], contiguous; gate: [T, heads, D], dense in its last two dimensions; weight: [D], or [heads, D] →
+    [T, heads, D].
+    """
     if x.is_cuda:
         from nvcli.kernels.triton.elementwise import norm
 
-        return norm.gated_rms_norm(x, gate, weight, eps)
-    return (rms_norm(x.float(), weight, eps) * F.silu(gate.float())).to(x.dtype)
+        return norm.gated_rms_norm(x, gate, weight, eps, gates_first=gates_first)
+    factor = F.silu(gate.float())
+    if gates_first:
+        return rms_norm(x.float() * factor, weight, eps).to(x.dtype)
+    return (rms_norm(x.float(), weight, eps) * factor).to(x.dtype)

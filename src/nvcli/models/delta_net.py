@@ -16,9 +16,9 @@ from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import StateSpec
 from nvcli.kernels.causal_conv import causal_conv
 from nvcli.kernels.delta_net import delta_rule
-from nvcli.kernels.delta_types import DeltaGates, DeltaHeads
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.norm import gated_rms_norm
+from nvcli.kernels.recurrent_types import DeltaGates, RecurrentHeads
 from nvcli.models.layers import Angles, Norm, TokenMixer
 from nvcli.models.mixers.delta_net import DeltaNetConfig
 from nvcli.models.mixers.mixer import NormConfig
@@ -49,7 +49,7 @@ class GatedDeltaNet(TokenMixer):
         self.spec = spec
         self.cache_layer = cache_layer
         size = build.group.size
-        self.heads = DeltaHeads(
+        self.heads = RecurrentHeads(
             config.num_key_heads // size, config.key_dim, config.num_value_heads // size, config.value_dim
         )
         pieces = _pieces_by_head(build, path, config) if config.is_fused_by_head else _pieces(build, path, config)

@@ -69,7 +69,7 @@ def _rms_norm_kernel(
 def _gated_rms_norm_kernel(
     x_ptr,  # [T × NUM_HEADS, SIZE]
     gate_ptr,  # [T, NUM_HEADS, SIZE], tokens gate_stride apart
-    weight_ptr,  # [SIZE]
+    weight_ptr,  # [SIZE], or with OWN_WEIGHTS [NUM_HEADS, SIZE]
     out_ptr,  # [T × NUM_HEADS, SIZE], written
     eps,
     gate_stride,
@@ -78,9 +78,12 @@ def _gated_rms_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    OWN_WEIGHTS: tl.constexpr,
+    GATES_FIRST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (tile of ROWS heads): out = norm(x) × weight × silu(gate). BLOCK is the next power of two of SIZE."""
+    """Program (tile of ROWS heads): out = norm(x) × weight × silu(gate), or with GATES_FIRST norm(x × silu(gate)) ×
+    weight. BLOCK is the next power of two of SIZE."""
     await_kernel_before(DEPENDENT)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
@@ -88,17 +91,26 @@ def _gated_rms_norm_kernel(
     x = tl.load(x_ptr + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
     gate_ptrs = gate_ptr + (row // NUM_HEADS) * gate_stride + (row % NUM_HEADS) * SIZE + column
     gate = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    if OWN_WEIGHTS:
+        weight = tl.load(weight_ptr + (row % NUM_HEADS) * SIZE + column, mask=inside, other=0.0).to(tl.float32)
+    else:
+        weight = tl.load(weight_ptr + column, mask=column < SIZE, other=0.0).to(tl.float32)
+    factor = gate * tl.sigmoid(gate)
+    if GATES_FIRST:
+        x *= factor
     mean_square = tl.sum(x * x, axis=1) / SIZE
-    out = x * tl.rsqrt(mean_square + eps)[:, None] * weight * gate * tl.sigmoid(gate)
+    out = x * tl.rsqrt(mean_square + eps)[:, None] * weight
+    if not GATES_FIRST:
+        out *= factor
     tl.store(out_ptr + row * SIZE + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool = False) -> Tensor:
     """See `nvcli.kernels.norm.gated_rms_norm`."""
     num_tokens, num_heads, size = x.shape
     assert x.is_contiguous()
     assert gate.stride()[1:] == (size, 1)
+    assert weight.is_contiguous()
     out = torch.empty_like(x)
     num_rows, block = num_tokens * num_heads, next_power_of_2(size)
     rows = max(1, 1024 // block)
@@ -114,8 +126,10 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
         SIZE=size,
         BLOCK=block,
         ROWS=rows,
+        OWN_WEIGHTS=weight.dim() == 2,
+        GATES_FIRST=gates_first,
         **dependent(x.device),
-        num_warps=4,
+        num_warps=4 if block <= 1024 else 8,
     )
     return out
 

@@ -1,5 +1,5 @@
-"""Advances the states of rows with drafts, in Triton: two kernels for all layers of a KV group, one for the states of
-delta nets and one for those of their convolutions.
+"""Advances the states of rows with drafts, in Triton: two kernels for all layers of a KV group, one for their
+recurrent states and one for those of their convolutions.
 
 A row may read its state from a block and write its new state to the same block: each program reads all that it needs
 before it writes its part of the state, which no other program reads.
@@ -53,6 +53,7 @@ def _advance_kernel(
     VALUE_DIM: tl.constexpr,
     KEY_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
+    UNIT_KEYS: tl.constexpr,
 ):
     """Program (tile of a state's columns and value head, row, layer)."""
     TILES: tl.constexpr = (VALUE_DIM + VALUE_TILE - 1) // VALUE_TILE
@@ -70,7 +71,8 @@ def _advance_kernel(
         for index in range(count):
             at = layer * num_tokens + start + index
             k = tl.load(keys_ptr + (at * KEY_HEADS + key_head) * KEY_DIM + i, mask=in_key, other=0.0).to(tl.float32)
-            k *= tl.rsqrt(tl.sum(k * k, 0) + NORM_EPS)
+            if UNIT_KEYS:
+                k *= tl.rsqrt(tl.sum(k * k, 0) + NORM_EPS)
             written = tl.load(written_ptr + (at * VALUE_HEADS + head) * VALUE_DIM + j, mask=in_value, other=0.0)
             state *= tl.exp(tl.load(decay_ptr + at * VALUE_HEADS + head))
             state += k[:, None] * written[None, :]
@@ -114,7 +116,15 @@ def _advance_inputs_kernel(
         tl.store(pool_ptr + places, tl.where(is_own, own, before), mask=inside)
 
 
-def advance_states(kept: KeptInputs, conv_pool: Tensor, pool: Tensor, rows: StateRows, counts: Tensor) -> None:
+def advance_states(
+    kept: KeptInputs,
+    conv_pool: Tensor,
+    pool: Tensor,
+    rows: StateRows,
+    counts: Tensor,
+    *,
+    has_unit_keys: bool = True,
+) -> None:
     """See `nvcli.kernels.advance_states.advance_states`."""
     num_layers, _, num_heads, key_dim, value_dim = pool.shape
     num_inputs, num_channels = conv_pool.shape[2:]
@@ -141,6 +151,7 @@ def advance_states(kept: KeptInputs, conv_pool: Tensor, pool: Tensor, rows: Stat
         VALUE_DIM=value_dim,
         KEY_TILE=next_power_of_2(key_dim),
         VALUE_TILE=tile,
+        UNIT_KEYS=has_unit_keys,
         num_warps=_WARPS,
     )
     channels = min(_CHANNELS, next_power_of_2(num_channels))

@@ -29,9 +29,19 @@ H200 with 8,192 tokens and channels: 120 µs; 135 with 16 and 256. Memory traffi
 
 
 @triton.jit
+def _bias_of(bias_ptr, channel, inside):
+    """Return the bias of channels [1, CHANNELS] in float32; zeros if there is none."""
+    if bias_ptr is None:
+        return tl.zeros(channel.shape, tl.float32)
+    # a branch of its own: it is compiled only where there is a bias
+    return tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _step_kernel(
     x_ptr,  # [T, NUM_CHANNELS], rows x_stride apart
     weight_ptr,  # [NUM_CHANNELS, TAPS]
+    bias_ptr,  # [NUM_CHANNELS], or None
     pool_ptr,  # [num_blocks, TAPS - 1, NUM_CHANNELS], blocks pool_stride apart, read and written
     out_ptr,  # [T, NUM_CHANNELS], written
     rows,  # `RowTensors`
@@ -57,6 +67,7 @@ def _step_kernel(
     value = tl.where(tap == TAPS - 1, own, before)
     weight = tl.load(weight_ptr + channel * TAPS + tap, mask=inside & (tap < TAPS), other=0.0)
     total = tl.sum(value.to(tl.float32) * weight.to(tl.float32), 0)[None, :]
+    total += _bias_of(bias_ptr, channel, inside)
     out = total * tl.sigmoid(total)
     out_ptr += token.to(tl.int64) * NUM_CHANNELS + channel
     tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=inside)
@@ -70,6 +81,7 @@ def _step_kernel(
 def _draft_kernel(
     x_ptr,  # as in _step_kernel
     weight_ptr,
+    bias_ptr,
     pool_ptr,  # read
     out_ptr,
     kept_ptr,  # [T, NUM_CHANNELS], written
@@ -89,6 +101,7 @@ def _draft_kernel(
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     inside = channel < NUM_CHANNELS
     weight = tl.load(weight_ptr + channel * TAPS + tap, mask=inside & (tap < TAPS), other=0.0).to(tl.float32)
+    bias = _bias_of(bias_ptr, channel, inside)
     for index in range(end - start):
         place = tap + index  # the state's entries, then the row's tokens
         is_before = inside & (tap < TAPS) & (place < TAPS - 1) & (source > 0)
@@ -97,7 +110,7 @@ def _draft_kernel(
         at = (start + place - (TAPS - 1)).to(tl.int64)
         own = tl.load(x_ptr + at * x_stride + channel, mask=is_own, other=0.0)
         value = tl.where(place >= TAPS - 1, own.to(before.dtype), before)
-        total = tl.sum(value.to(tl.float32) * weight, 0)[None, :]
+        total = tl.sum(value.to(tl.float32) * weight, 0)[None, :] + bias
         out = total * tl.sigmoid(total)
         places = (start.to(tl.int64) + index) * NUM_CHANNELS + channel
         tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=inside)
@@ -121,6 +134,7 @@ def _row_of_token(token, starts_ptr, first_row, num_rows, num_halvings):
 def _chunk_kernel(
     x_ptr,  # as in _step_kernel
     weight_ptr,
+    bias_ptr,
     pool_ptr,  # read
     out_ptr,
     rows,
@@ -152,7 +166,7 @@ def _chunk_kernel(
     reads_state = is_token & (token - start < TAPS - 1) & (before > 0)
     places = tl.load(rows.slots + row) * rows.table_stride + tl.maximum(before - 1, 0) // BLOCK_SIZE
     source = tl.load(rows.tables + places, mask=reads_state, other=0).to(tl.int64)
-    total = tl.zeros([TOKENS, CHANNELS], tl.float32)
+    total = tl.zeros([TOKENS, CHANNELS], tl.float32) + _bias_of(bias_ptr, channel, in_channels)
     for tap in tl.static_range(TAPS):
         at = token - (TAPS - 1 - tap)
         value = tl.load(
@@ -169,7 +183,7 @@ def _chunk_kernel(
             )
             weight = tl.load(weight_ptr + channel * TAPS + tap, mask=in_channels, other=0.0)
             total += value.to(tl.float32) * weight.to(tl.float32)
-    out = total * tl.sigmoid(total)
+    out = tl.where(is_token[:, None], total * tl.sigmoid(total), 0.0)
     out_ptrs = out_ptr + token[:, None].to(tl.int64) * NUM_CHANNELS + channel
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=(token < num_tokens)[:, None] & in_channels)
 
@@ -213,11 +227,19 @@ def _keep_inputs_kernel(
                 tl.store(pool_ptr + block * pool_stride + (tap - 1) * NUM_CHANNELS + channel, value, mask=inside)
 
 
-def causal_conv(x: Tensor, weight: Tensor, pool: Tensor, rows: StateRows, kept: KeptInputs | None = None) -> Tensor:
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    pool: Tensor,
+    rows: StateRows,
+    kept: KeptInputs | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
     """See `nvcli.kernels.causal_conv.causal_conv`."""
     num_channels, taps = weight.shape
     assert x.stride(1) == 1
     assert weight.is_contiguous()
+    assert bias is None or bias.is_contiguous()
     assert pool[0].is_contiguous()
     num_rows, num_single = len(rows.slots), rows.num_single_rows
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -228,6 +250,7 @@ def causal_conv(x: Tensor, weight: Tensor, pool: Tensor, rows: StateRows, kept: 
         _step_kernel[grid](
             x,
             weight,
+            bias,
             pool,
             out,
             tensors,
@@ -243,6 +266,7 @@ def causal_conv(x: Tensor, weight: Tensor, pool: Tensor, rows: StateRows, kept: 
         _draft_kernel[rows.num_draft_rows, ceil_div(num_channels, _DRAFT_CHANNELS)](
             x,
             weight,
+            bias,
             pool,
             out,
             kept.inputs,
@@ -257,6 +281,7 @@ def causal_conv(x: Tensor, weight: Tensor, pool: Tensor, rows: StateRows, kept: 
         _chunk_kernel[ceil_div(num_tokens, _TOKENS), tiles](
             x,
             weight,
+            bias,
             pool,
             out,
             tensors,

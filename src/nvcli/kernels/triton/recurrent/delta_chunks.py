@@ -21,10 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.delta_types import DeltaGates, DeltaHeads
+from nvcli.kernels.recurrent_types import DeltaGates, RecurrentHeads
 from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.launch.multiprocessors import shared_memory_bytes
-from nvcli.kernels.triton.recurrent.state_rows import RowTensors, row_of, row_span
+from nvcli.kernels.triton.recurrent.gates import read_gates
+from nvcli.kernels.triton.recurrent.state_rows import RowTensors, chunk_of, chunk_tokens, row_of, row_span
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
 NORM_EPS = tl.constexpr(1e-6)
@@ -37,35 +38,6 @@ _SOLVE_WARPS, _SOLVE_REGISTERS = 4, 168
 8,192 tokens of 14 rows, with 32 heads of 128; 309 without a limit."""
 _VALUE_TILE, _PASS_WARPS, _PASS_STAGES = 64, 4, 2
 """Measured in the same way: 289 µs; 304 with tiles of 128 and 8 warps, 345 with one stage."""
-
-
-@triton.jit
-def read_gates(gates, token, head, is_token, beta_stride, step_stride):
-    """Return β of tokens, and the logarithms of their decays: -exp(log_rate) × softplus(step + step_bias)."""
-    beta = tl.sigmoid(tl.load(gates.beta + token * beta_stride + head, mask=is_token, other=0.0).to(tl.float32))
-    step = tl.load(gates.step + token * step_stride + head, mask=is_token, other=0.0).to(tl.float32)
-    log_rate = tl.load(gates.log_rate + head).to(tl.float32)
-    x = step + tl.load(gates.step_bias + head).to(tl.float32)
-    softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-    return beta, -tl.exp(log_rate) * softplus
-
-
-@triton.jit
-def _chunk_of(position, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the number of the chunk that a position of a request is in."""
-    CHUNKS: tl.constexpr = (BLOCK_SIZE + CHUNK - 1) // CHUNK
-    return position // BLOCK_SIZE * CHUNKS + position % BLOCK_SIZE // CHUNK
-
-
-@triton.jit
-def _chunk_tokens(chunk, start, end, before, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr):
-    """Return a row's first token in a chunk, and the number of its tokens there."""
-    CHUNKS: tl.constexpr = (BLOCK_SIZE + CHUNK - 1) // CHUNK
-    block = chunk // CHUNKS * BLOCK_SIZE
-    first = block + chunk % CHUNKS * CHUNK
-    last = tl.minimum(tl.minimum(first + CHUNK, block + BLOCK_SIZE), before + end - start)
-    first = tl.maximum(first, before)
-    return start + first - before, last - first
 
 
 @triton.jit
@@ -83,7 +55,7 @@ def _find_chunk(index, rows, first_row, num_rows, num_halvings, BLOCK_SIZE: tl.c
         high = tl.where(first <= index, high, middle)
     start, _, before = row_span(low, rows)
     index -= (start - origin) * CHUNKS // BLOCK_SIZE + _MORE_CHUNKS * (low - first_row)
-    return low, _chunk_of(before, BLOCK_SIZE, CHUNK) + index
+    return low, chunk_of(before, BLOCK_SIZE, CHUNK) + index
 
 
 @triton.jit
@@ -146,7 +118,7 @@ def _solve_kernel(
     step_stride,
     scale,
     BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,  # `DeltaHeads`
+    HEADS: tl.constexpr,  # `RecurrentHeads`
     KEY_TILE: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -160,7 +132,7 @@ def _solve_kernel(
     key_head = head // (VALUE_HEADS // KEY_HEADS)
     row, chunk = _find_chunk(tl.program_id(0), rows, first_row, num_rows, num_halvings, BLOCK_SIZE, CHUNK)
     start, end, before = row_span(row, rows)
-    first, count = _chunk_tokens(chunk, start, end, before, BLOCK_SIZE, CHUNK)
+    first, count = chunk_tokens(chunk, start, end, before, BLOCK_SIZE, CHUNK)
     if count > 0:
         i = tl.arange(0, KEY_TILE)
         n = tl.arange(0, CHUNK)
@@ -175,7 +147,7 @@ def _solve_kernel(
         overlap = tl.dot(k, tl.trans(k), input_precision=PRECISION)
         k_scale = tl.rsqrt(tl.sum(tl.where(n[:, None] == n[None, :], overlap, 0.0), 1) + NORM_EPS)
         similarity = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        beta, decay = read_gates(gates, token, head, is_token, beta_stride, step_stride)
+        beta, decay = read_gates(gates, token, head, is_token, beta_stride, step_stride, "delta")
         decay = tl.where(is_token, decay, 0.0)
         total = tl.cumsum(decay, 0)
         whole = tl.sum(decay, 0)
@@ -212,7 +184,7 @@ def _pass_kernel(
     qkv_stride,
     pool_stride,
     BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,  # `DeltaHeads`
+    HEADS: tl.constexpr,  # `RecurrentHeads`
     KEY_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -236,15 +208,15 @@ def _pass_kernel(
     places = head * KEY_DIM * VALUE_DIM + i[:, None] * VALUE_DIM + j[None, :]
     inside = in_key[:, None] & in_value[None, :]
     state = tl.trans(tl.load(pool_ptr + source * pool_stride + places, mask=inside & (source > 0), other=0.0))
-    first_chunk = _chunk_of(before, BLOCK_SIZE, CHUNK)
-    num_chunks = _chunk_of(before + end - start - 1, BLOCK_SIZE, CHUNK) - first_chunk + 1
+    first_chunk = chunk_of(before, BLOCK_SIZE, CHUNK)
+    num_chunks = chunk_of(before + end - start - 1, BLOCK_SIZE, CHUNK) - first_chunk + 1
     num_chunks = tl.where(end > start, num_chunks, 0)
     dtype = qkv_ptr.dtype.element_ty
     stride = VALUE_HEADS * num_tokens
     scales_ptr += head * num_tokens
     for number in tl.range(0, num_chunks, num_stages=NUM_STAGES):
         chunk = first_chunk + number
-        first, count = _chunk_tokens(chunk, start, end, before, BLOCK_SIZE, CHUNK)
+        first, count = chunk_tokens(chunk, start, end, before, BLOCK_SIZE, CHUNK)
         is_token = n < count
         token = (first + n).to(tl.int64)
         row_ptrs = qkv_ptr + token[:, None] * qkv_stride
@@ -285,7 +257,7 @@ def _pass_kernel(
 
 
 def compute_chunks(
-    qkv: Tensor, gates: DeltaGates, pool: Tensor, rows: StateRows, heads: DeltaHeads, out: Tensor
+    qkv: Tensor, gates: DeltaGates, pool: Tensor, rows: StateRows, heads: RecurrentHeads, out: Tensor
 ) -> None:
     """Compute the rows after the decode rows into `out`, as `nvcli.kernels.delta_net.delta_rule` does, with zeros for
     tokens after the last row."""

@@ -1,185 +1,24 @@
-"""The gated delta rule in Triton. For a row of one token, each program updates some columns of one head's state in a
-single pass. For a row with drafts, it computes one token after another and leaves the stored state unchanged. All other
-rows are computed in chunks (`delta_chunks.py`).
-"""
+"""The gated delta rule in Triton: decode rows token by token (`steps.py`), all others in chunks (`delta_chunks.py`)."""
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.delta_types import DeltaGates, DeltaHeads
 from nvcli.kernels.kept_inputs import KeptInputs
+from nvcli.kernels.recurrent_types import DeltaGates, RecurrentHeads
 from nvcli.kernels.state_rows import StateRows
-from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
-from nvcli.kernels.triton.recurrent.delta_chunks import NORM_EPS, compute_chunks, read_gates
-from nvcli.kernels.triton.recurrent.state_rows import RowTensors, row_of
-from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
-
-_STEP_TILE, _STEP_WARPS = 64, 4
-"""Measured on an H200 with 256 rows of 32 heads of 128: 280 µs, with states read and written at 3.84 TB/s; 327 with
-tiles of 32, 281 with tiles of 128 and 4 warps. Cache hints make it slower (282 to 290)."""
-_DRAFT_TILE, _DRAFT_WARPS = 32, 1
-"""Measured on an H200 with 16 rows of 8 tokens and 32 heads of 128: 27.8 µs, where one token takes 14.2; 34.2 with 2
-warps, 47.1 with 4 warps, 32.7 with tiles of 16 and 1 warp, 36.9 with tiles of 64 and 4 warps. With 128 rows of 4
-tokens: 130 µs, where one token takes 141, because no state is written."""
-
-
-@triton.jit
-def _add_token(state, token, head, i, j, qkv_ptr, gates, beta_stride, step_stride, scale, HEADS: tl.constexpr):
-    """Add one token, whose queries, keys and values begin at `qkv_ptr`, to columns `j` of one head's state [i, j].
-    Returns the state, the token's result, what it wrote, and the logarithm of the decay that it applied."""
-    KEY_HEADS: tl.constexpr = HEADS.num_key_heads
-    VALUE_HEADS: tl.constexpr = HEADS.num_value_heads
-    KEY_DIM: tl.constexpr = HEADS.key_dim
-    VALUE_DIM: tl.constexpr = HEADS.value_dim
-    key_head = head // (VALUE_HEADS // KEY_HEADS)
-    in_key, in_value = i < KEY_DIM, j < VALUE_DIM
-    q = tl.load(qkv_ptr + key_head * KEY_DIM + i, mask=in_key, other=0.0).to(tl.float32)
-    k = tl.load(qkv_ptr + (KEY_HEADS + key_head) * KEY_DIM + i, mask=in_key, other=0.0).to(tl.float32)
-    v = tl.load(qkv_ptr + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j, mask=in_value, other=0.0).to(tl.float32)
-    q *= tl.rsqrt(tl.sum(q * q, 0) + NORM_EPS) * scale
-    k *= tl.rsqrt(tl.sum(k * k, 0) + NORM_EPS)
-    beta, decay = read_gates(gates, token.to(tl.int64), head, True, beta_stride, step_stride)
-    state *= tl.exp(decay)
-    written = (v - tl.sum(state * k[:, None], 0)) * beta
-    state += k[:, None] * written[None, :]
-    return state, tl.sum(state * q[:, None], 0), written, decay
-
-
-@triton.jit
-def _step_kernel(
-    qkv_ptr,  # [T, NUM_CHANNELS]
-    gates,  # `DeltaGates`, rows beta_stride and step_stride apart
-    pool_ptr,  # [num_blocks, VALUE_HEADS, KEY_DIM, VALUE_DIM] float32, blocks pool_stride apart, read and written
-    out_ptr,  # [T, VALUE_HEADS, VALUE_DIM], written
-    rows,  # `RowTensors`
-    qkv_stride,
-    beta_stride,
-    step_stride,
-    pool_stride,
-    scale,
-    BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,  # `DeltaHeads`
-    KEY_TILE: tl.constexpr,
-    VALUE_TILE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """Program (row, value head, tile of the state's columns). KEY_TILE is the next power of two of KEY_DIM."""
-    VALUE_HEADS: tl.constexpr = HEADS.num_value_heads
-    KEY_DIM: tl.constexpr = HEADS.key_dim
-    VALUE_DIM: tl.constexpr = HEADS.value_dim
-    await_kernel_before(DEPENDENT)
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    token, _, _, source = row_of(row, rows, BLOCK_SIZE)
-    i = tl.arange(0, KEY_TILE)
-    j = tl.program_id(2) * VALUE_TILE + tl.arange(0, VALUE_TILE)
-    in_value = j < VALUE_DIM
-    qkv_ptr += token.to(tl.int64) * qkv_stride
-    places = head * KEY_DIM * VALUE_DIM + i[:, None] * VALUE_DIM + j[None, :]
-    inside = (i < KEY_DIM)[:, None] & in_value[None, :]
-    state = tl.load(pool_ptr + source * pool_stride + places, mask=inside & (source > 0), other=0.0)
-    state, out, _, _ = _add_token(state, token, head, i, j, qkv_ptr, gates, beta_stride, step_stride, scale, HEADS)
-    out_ptr += (token.to(tl.int64) * VALUE_HEADS + head) * VALUE_DIM
-    tl.store(out_ptr + j, out.to(out_ptr.dtype.element_ty), mask=in_value)
-    target = tl.load(rows.places + token) // BLOCK_SIZE
-    tl.store(pool_ptr + target * pool_stride + places, state, mask=inside & (target > 0))
-
-
-@triton.jit
-def _draft_kernel(
-    qkv_ptr,  # as in _step_kernel
-    gates,
-    pool_ptr,  # read
-    out_ptr,
-    kept,  # `KeptInputs` of the layer; all but its inputs are written
-    rows,
-    qkv_stride,
-    beta_stride,
-    step_stride,
-    pool_stride,
-    scale,
-    BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY_TILE: tl.constexpr,
-    VALUE_TILE: tl.constexpr,
-):
-    """Program (row, value head, tile of the state's columns), for a row with drafts."""
-    KEY_HEADS: tl.constexpr = HEADS.num_key_heads
-    VALUE_HEADS: tl.constexpr = HEADS.num_value_heads
-    KEY_DIM: tl.constexpr = HEADS.key_dim
-    VALUE_DIM: tl.constexpr = HEADS.value_dim
-    HEADS_OF_KEY: tl.constexpr = VALUE_HEADS // KEY_HEADS
-    head = tl.program_id(1)
-    start, end, _, source = row_of(tl.program_id(0), rows, BLOCK_SIZE)
-    i = tl.arange(0, KEY_TILE)
-    j = tl.program_id(2) * VALUE_TILE + tl.arange(0, VALUE_TILE)
-    in_key, in_value = i < KEY_DIM, j < VALUE_DIM
-    inside = in_key[:, None] & in_value[None, :] & (source > 0)
-    places = head * KEY_DIM * VALUE_DIM + i[:, None] * VALUE_DIM + j[None, :]
-    state = tl.load(pool_ptr + source * pool_stride + places, mask=inside, other=0.0)
-    keeps_head = tl.program_id(2) == 0
-    keeps_key = keeps_head & (head % HEADS_OF_KEY == 0)
-    for index in range(end - start):
-        token = start.to(tl.int64) + index
-        token_ptr = qkv_ptr + token * qkv_stride
-        state, out, written, decay = _add_token(
-            state, token, head, i, j, token_ptr, gates, beta_stride, step_stride, scale, HEADS
-        )
-        values = (token * VALUE_HEADS + head) * VALUE_DIM + j
-        tl.store(out_ptr + values, out.to(out_ptr.dtype.element_ty), mask=in_value)
-        tl.store(kept.written + values, written, mask=in_value)
-        tl.store(kept.decay + token * VALUE_HEADS + head, decay, mask=keeps_head)
-        key = (head // HEADS_OF_KEY) * KEY_DIM + i
-        k = tl.load(token_ptr + KEY_HEADS * KEY_DIM + key, mask=in_key & keeps_key, other=0.0)
-        tl.store(kept.keys + token * KEY_HEADS * KEY_DIM + key, k, mask=in_key & keeps_key)
+from nvcli.kernels.triton.recurrent.delta_chunks import compute_chunks
+from nvcli.kernels.triton.recurrent.steps import compute_decode_rows
 
 
 def delta_rule(
-    qkv: Tensor, gates: DeltaGates, pool: Tensor, rows: StateRows, heads: DeltaHeads, kept: KeptInputs | None = None
+    qkv: Tensor, gates: DeltaGates, pool: Tensor, rows: StateRows, heads: RecurrentHeads, kept: KeptInputs | None = None
 ) -> Tensor:
     """See `nvcli.kernels.delta_net.delta_rule`."""
-    assert qkv.stride(1) == gates.beta.stride(1) == gates.step.stride(1) == 1
-    assert pool[0].is_contiguous()
     shape = (len(qkv), heads.num_value_heads, heads.value_dim)
     out = torch.empty(shape, dtype=qkv.dtype, device=qkv.device)
-    strides = qkv.stride(0), gates.beta.stride(0), gates.step.stride(0), pool.stride(0)
-    scale = heads.key_dim**-0.5
-    sizes = {"BLOCK_SIZE": rows.block_size, "HEADS": heads, "KEY_TILE": next_power_of_2(heads.key_dim)}
-    if rows.num_single_rows:
-        tile = min(_STEP_TILE, next_power_of_2(heads.value_dim))
-        _step_kernel[rows.num_single_rows, heads.num_value_heads, ceil_div(heads.value_dim, tile)](
-            qkv,
-            gates,
-            pool,
-            out,
-            RowTensors.of(rows),
-            *strides,
-            scale,
-            **sizes,
-            VALUE_TILE=tile,
-            **dependent(qkv.device),
-            num_warps=_STEP_WARPS,
-        )
-    if rows.num_draft_rows:
-        assert kept is not None
-        tile = min(_DRAFT_TILE, next_power_of_2(heads.value_dim))
-        _draft_kernel[rows.num_draft_rows, heads.num_value_heads, ceil_div(heads.value_dim, tile)](
-            qkv,
-            gates,
-            pool,
-            out,
-            kept,
-            RowTensors.of(rows),
-            *strides,
-            scale,
-            **sizes,
-            VALUE_TILE=tile,
-            num_warps=_DRAFT_WARPS,
-        )
+    compute_decode_rows(qkv, gates, pool, rows, heads, kept, out)
     if len(rows.slots) > rows.num_decode_rows:
         compute_chunks(qkv, gates, pool, rows, heads, out)
     return out

@@ -51,3 +51,21 @@ def row_of(row, rows, BLOCK_SIZE: tl.constexpr):
     slot = tl.load(rows.slots + row)
     source = tl.load(rows.tables + slot * rows.table_stride + column, mask=before > 0, other=0).to(tl.int64)
     return start, end, before, source
+
+
+@triton.jit
+def chunk_of(position, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the number of the chunk that a position of a request is in."""
+    CHUNKS: tl.constexpr = (BLOCK_SIZE + CHUNK - 1) // CHUNK
+    return position // BLOCK_SIZE * CHUNKS + position % BLOCK_SIZE // CHUNK
+
+
+@triton.jit
+def chunk_tokens(chunk, start, end, before, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr):
+    """Return a row's first token in a chunk, and the number of its tokens there."""
+    CHUNKS: tl.constexpr = (BLOCK_SIZE + CHUNK - 1) // CHUNK
+    block = chunk // CHUNKS * BLOCK_SIZE
+    first = block + chunk % CHUNKS * CHUNK
+    last = tl.minimum(tl.minimum(first + CHUNK, block + BLOCK_SIZE), before + end - start)
+    first = tl.maximum(first, before)
+    return start + first - before, last - first

@@ -1,0 +1,80 @@
+"""Inputs of recurrent layers (`delta_net.py`, `selective_scan.py`) besides queries, keys and values. T tokens, Hv value
+heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_NORM_EPS = 1e-6
+
+Rule = Literal["delta", "scan"]
+"""How a token changes a state: by the gated delta rule, or by the selective scan of Mamba-2."""
+
+
+def unit_length(x: Tensor) -> Tensor:
+    """Normalise the vectors of the last dimension, float32, to length 1."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentHeads:
+    """The heads of one rank's part of a layer. Passed to kernels as a whole; each field is a constant there."""
+
+    num_key_heads: int
+    key_dim: int
+    num_value_heads: int
+    value_dim: int
+    rule: Rule = "delta"
+
+    @property
+    def num_channels(self) -> int:
+        """The size of a token's queries, keys and values together."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+
+class DeltaGates(NamedTuple):
+    """The tensors that the gates of the delta rule are computed from."""
+
+    beta: Tensor
+    """[T, Hv]; β is its sigmoid."""
+    step: Tensor
+    """[T, Hv], see `decay`."""
+    log_rate: Tensor
+    """[Hv]."""
+    step_bias: Tensor
+    """[Hv]."""
+
+    def decay(self) -> Tensor:
+        """The logarithm g of each token's decay: [T, Hv] float32, at most 0."""
+        return -self.log_rate.float().exp() * _step_sizes(self.step, self.step_bias)
+
+
+class ScanGates(NamedTuple):
+    """The tensors that the decays and factors of the selective scan are computed from."""
+
+    step: Tensor
+    """[T, Hv], see `step_sizes`."""
+    log_rate: Tensor
+    """[Hv]."""
+    step_bias: Tensor
+    """[Hv]."""
+    skip: Tensor
+    """[Hv]; a token's own value times this number is added to its result."""
+
+    def step_sizes(self) -> Tensor:
+        """The step size Δ of each token, the factor of what it writes: [T, Hv] float32, above 0."""
+        return _step_sizes(self.step, self.step_bias)
+
+    def decay(self) -> Tensor:
+        """The logarithm g of each token's decay: [T, Hv] float32, at most 0."""
+        return -self.log_rate.float().exp() * self.step_sizes()
+
+
+def _step_sizes(step: Tensor, bias: Tensor) -> Tensor:
+    sizes: Tensor = F.softplus(step.float() + bias.float())
+    return sizes
