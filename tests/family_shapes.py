@@ -42,6 +42,15 @@ HYBRID_EXPERTS = {
     "shared_expert_intermediate_size": 32,
 }
 
+MAMBA = {
+    "mamba_expand": 2,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "num_hidden_layers": 4,
+}
+
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3, layers without rope": ("SmolLM3", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "smollm3, windows where nothing rotates": (
@@ -138,6 +147,21 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "granite 4, mamba and experts": (
+        "GraniteMoeHybrid",
+        {
+            **MAMBA,
+            "mamba_n_groups": 1,
+            "layer_types": [LINEAR, FULL, LINEAR, FULL],
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 32,
+            "shared_intermediate_size": 40,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.1,
+        },
+    ),
+    "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1, 3], "mamba_proj_bias": True}),
     "seed-oss": ("SeedOss", {"attention_out_bias": True, "mlp_bias": True}),
     "cohere 2": (
         "Cohere2",

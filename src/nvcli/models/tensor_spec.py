@@ -15,7 +15,12 @@ KeptDtype = StoredDtype | Literal["float8_e4m3fn"]
 DTYPE_BYTES: dict[KeptDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 """Bytes of one element."""
 
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "in_proj": ("in_proj_z", "in_proj_x", "in_proj_B", "in_proj_C", "in_proj_dt"),
+    "conv1d": ("conv1d_x", "conv1d_B", "conv1d_C"),
+}
 """Projections that files may hold as one tensor, which concatenates their rows."""
 
 EXPERTS = "experts"

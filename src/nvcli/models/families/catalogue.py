@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nvcli.models.families.afmoe import AFMOE, LAGUNA
+from nvcli.models.families.bamba import BAMBA
 from nvcli.models.families.cohere2 import COHERE2, COHERE2_MOE
 from nvcli.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from nvcli.models.families.dots import DOTS1, SOLAR_OPEN
@@ -58,6 +59,7 @@ FAMILIES: tuple[Family, ...] = (
     GLM4_MOE_LITE,
     GRANITE,
     GRANITE4,
+    BAMBA,
     GPT_OSS,
     SEED_OSS,
     MINICPM3,

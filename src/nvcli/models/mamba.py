@@ -1,0 +1,131 @@
+"""Mamba: a layer's selective state space (`kernels/selective_scan.py`), sharded over the ranks by heads.
+
+Ranks keep the rows of the input projection in the order of delta nets: queries (C), keys (B) and values (x), then
+the gates (z) and the step sizes. Shapes: T tokens, H hidden, Hv heads of this rank, Dv their size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.spec import StateSpec
+from nvcli.kernels.causal_conv import causal_conv
+from nvcli.kernels.fp8_types import Activations
+from nvcli.kernels.norm import gated_rms_norm
+from nvcli.kernels.recurrent_types import RecurrentHeads, ScanGates
+from nvcli.kernels.selective_scan import selective_scan
+from nvcli.models.layers import Angles, TokenMixer
+from nvcli.models.mixers.mamba import MambaConfig
+from nvcli.models.mixers.mixer import NormConfig
+from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear, TensorShard
+from nvcli.models.tensor_spec import TensorSpec
+from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, length
+
+
+class Mamba(TokenMixer):
+    """A selective state space: [T, H] → [T, Hv × Dv], the input of `o_proj`."""
+
+    def __init__(
+        self,
+        build: BuildContext,
+        path: str,
+        config: MambaConfig,
+        norm: NormConfig,
+        spec: StateSpec,
+        cache_layer: int,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.cache_layer = cache_layer
+        num_heads, key_dim, value_dim = spec.recurrent_shape
+        num_groups = config.groups_per_rank(build.group.size)
+        self.heads = RecurrentHeads(num_groups, key_dim, num_heads, value_dim, rule="scan")
+        order = ("in_proj_C", "in_proj_B", "in_proj_x", "in_proj_z", "in_proj_dt")
+        self.in_proj = ColumnParallelLinear(build, f"{path}.in_proj", order)
+        self.conv = ConvWeights(build, [f"{path}.conv1d_{part}" for part in ("C", "B", "x")])
+        # One number for each of this rank's heads: [Hv].
+        self.log_rate = TensorShard(build, f"{path}.A_log")
+        self.step_bias = TensorShard(build, f"{path}.dt_bias")
+        self.skip = TensorShard(build, f"{path}.D")
+        self.norm = GatedNorm(build, f"{path}.norm", config)
+        self.o_proj = RowParallelLinear(build, f"{path}.out_proj")
+
+    def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
+        """Compute the tokens' outputs, and store the states after them; for rows with drafts, store what is needed to
+        advance their states later."""
+        assert isinstance(x, Tensor), "its input is not quantised"
+        conv_pool, pool = batch.kv_cache.state(self.cache_layer)
+        rows = batch.state_rows(self.spec.kv_group)
+        kept = None if batch.kept_states is None else batch.kept_states.layer(self.cache_layer)
+        heads, channels = self.heads, self.heads.num_channels
+        projected = self.in_proj(x, None if batch.adapters is None else batch.adapters.tokens)
+        gates_end = channels + heads.num_value_heads * heads.value_dim
+        qkv = causal_conv(projected[:, :channels], self.conv.weight.squeeze(1), conv_pool, rows, kept, self.conv.bias)
+        gates = ScanGates(
+            step=projected[:, gates_end:],
+            log_rate=self.log_rate.weight,
+            step_bias=self.step_bias.weight,
+            skip=self.skip.weight,
+        )
+        out = selective_scan(qkv, gates, pool, rows, heads, kept)
+        normed: Tensor = self.norm(out.flatten(1), projected[:, channels:gates_end])
+        return normed
+
+
+class ConvWeights(WeightModule):
+    """The convolution's taps for this rank's channels, [channels, 1, taps], and its bias [channels] if it has one: the
+    parts of `names`, one behind the other."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, build: BuildContext, names: list[str]) -> None:
+        super().__init__()
+        self.group = build.group
+        self.parts = [build.tensors[f"{name}.weight"] for name in names]
+        self.biases = [build.tensors[f"{name}.bias"] for name in names if f"{name}.bias" in build.tensors]
+        rows = sum(part.kept_shape(build.group.size)[0] for part in self.parts)
+        self.weight = empty_parameter(self.parts[0], rows, *self.parts[0].shape[1:])
+        self.bias = empty_parameter(self.biases[0], rows) if self.biases else None
+
+    def weight_sources(self) -> Iterator[WeightSource]:
+        for parameter, tensors in (("weight", self.parts), ("bias", self.biases)):
+            yield from self._sources(parameter, tensors)
+
+    def _sources(self, parameter: str, tensors: list[TensorSpec]) -> Iterator[WeightSource]:
+        start = 0
+        for tensor in tensors:
+            read = tensor.shard(self.group.rank, self.group.size)
+            rows = slice(start, start + length(read[0]))
+            yield WeightSource(tensor=tensor, read=read, parameter=parameter, write=(rows, *read[1:]))
+            start = rows.stop
+
+
+class GatedNorm(TensorShard):
+    """The norm of the gated result over the heads of each group, norm(x × silu(gate)) × weight. x, gate: [T, Hv × Dv] →
+    the same shape. Where ranks share a group, its squares are summed over them."""
+
+    def __init__(self, build: BuildContext, path: str, config: MambaConfig) -> None:
+        super().__init__(build, f"{path}.weight")
+        self.eps = config.norm_eps
+        self.num_groups = config.num_groups
+        self.group_size = config.inner_size // config.num_groups
+        self.own_groups = config.groups_per_rank(self.group.size)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        if self.num_groups >= self.group.size:
+            by_group = self.own_groups, self.group_size
+            gates = gate.as_strided((len(x), *by_group), (gate.stride(0), self.group_size, 1), gate.storage_offset())
+            weight = self.weight.view(by_group)
+            return gated_rms_norm(x.view(len(x), *by_group), gates, weight, self.eps, gates_first=True).flatten(1)
+        gated = x.float() * F.silu(gate.float())
+        # A column for each group, so that one sum over all ranks adds up what belongs together.
+        squares = torch.zeros(len(x), self.num_groups, dtype=torch.float32, device=x.device)
+        own = self.group.rank * self.num_groups // self.group.size
+        squares[:, own] = gated.square().sum(-1)
+        mean = self.group.sum_of_squares(squares)[:, own, None] / self.group_size
+        return (gated * torch.rsqrt(mean + self.eps) * self.weight).to(x.dtype)

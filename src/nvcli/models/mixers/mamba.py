@@ -1,0 +1,126 @@
+"""MambaConfig: the selective state space of Mamba-2 (https://arxiv.org/abs/2405.21060). `models/mamba.py` computes
+it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from nvcli.attention.kv_layout import KVDtype
+from nvcli.attention.spec import StateSpec
+from nvcli.core.config_types import KeptWeights
+from nvcli.models.mixers.mixer import LayerContext, Mixer, MixerCosts, Piece, Ranks
+from nvcli.models.tensor_spec import (
+    DTYPE_BYTES,
+    FUSED,
+    Sharding,
+    StoredDtype,
+    TensorSpec,
+    matrix,
+    vector,
+    with_bias,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaConfig(Mixer):
+    """A selective state space in place of attention: it keeps a state of fixed size, and no keys and values.
+
+    In the terms of attention, B is a token's key, C its query and x its value. Heads of one group share keys and
+    queries.
+    """
+
+    name: ClassVar[str] = "mamba"
+    module: ClassVar[str] = "nvcli.models.mamba:Mamba"
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    """It divides `num_heads`."""
+    state_size: int
+    """The size of keys and queries."""
+    conv_taps: int
+    """The number of tokens that the convolution reads: the token itself, and those right before it."""
+    norm_eps: float
+    """Added to mean squares in the norm of the result, which is over the heads of a group."""
+    conv_bias: bool = True
+    bias: bool = False
+    """Whether the projections have biases."""
+
+    @property
+    def inner_size(self) -> int:
+        """The size of all values of a token."""
+        return self.num_heads * self.head_dim
+
+    def groups_per_rank(self, tensor_parallel_size: int) -> int:
+        """Return the number of groups of each rank. With fewer groups than ranks, neighbouring ranks hold the same
+        one."""
+        return max(1, self.num_groups // tensor_parallel_size)
+
+    def channels_per_rank(self, tensor_parallel_size: int) -> int:
+        """Return the number of channels of a rank's convolution: its queries, keys and values."""
+        keys = self.groups_per_rank(tensor_parallel_size) * self.state_size
+        return 2 * keys + self.inner_size // tensor_parallel_size
+
+    @property
+    def batch_dependence(self) -> str | None:
+        return "layers with a recurrent state, which prompts and decode steps compute in other orders"
+
+    def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> StateSpec:
+        return StateSpec(
+            conv_shape=(self.conv_taps - 1, self.channels_per_rank(tensor_parallel_size)),
+            recurrent_shape=(self.num_heads // tensor_parallel_size, self.state_size, self.head_dim),
+            has_unit_keys=False,
+            kv_group=kv_group,
+        )
+
+    def costs(self, num_layers: int, dtype: StoredDtype, kv_dtype: KVDtype, tensor_parallel_size: int) -> MixerCosts:
+        spec = self.kv_spec(tensor_parallel_size)
+        return MixerCosts(
+            state_bytes=num_layers * spec.num_bytes(DTYPE_BYTES[dtype]),
+            flops_per_token=num_layers * 2 * 2 * math.prod(spec.recurrent_shape),
+        )
+
+    def check(self, ranks: Ranks) -> Iterator[str]:
+        size, groups = ranks.size, self.num_groups
+        if self.num_heads % size:
+            yield f"{self.num_heads} heads of Mamba layers do not divide by {size}"
+        elif groups % size and size % groups:
+            yield f"{groups} groups of Mamba layers neither divide by {size} nor divide it"
+
+    def pieces(self, ranks: Ranks) -> Iterator[Piece]:
+        yield Piece("out_proj", self.inner_size // ranks.size, "out_proj")
+
+    def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
+        return 3 * hidden_size + 2 * self.channels_per_rank(ranks.size) + 3 * self.inner_size // ranks.size
+
+    def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
+        """Yield the tensors: the parts of the input projection and of the convolution, which files hold as one, each by
+        itself. The parameters of decay, step and skip are kept in float32, in which they are used. The input projection
+        fuses the small projection for the step sizes with the others, and is never quantised."""
+        hidden, dtype, inner = context.hidden_size, context.dtype, self.inner_size
+        keys = self.num_groups * self.state_size
+        rows = {"z": inner, "x": inner, "B": keys, "C": keys, "dt": self.num_heads}
+        for name in FUSED["in_proj"]:
+            yield from self._part(f"{path}.{name}", rows, (hidden,), dtype, bias=self.bias)
+        for name in FUSED["conv1d"]:
+            yield from self._part(f"{path}.{name}", rows, (1, self.conv_taps), dtype, bias=self.conv_bias)
+        for name in ("A_log", "dt_bias", "D"):
+            yield vector(f"{path}.{name}", self.num_heads, Sharding.ROWS, "attention")
+        norm = context.norm_weight(f"{path}.norm", inner, "attention", weight_offset=0.0)
+        yield replace(norm, sharding=Sharding.ROWS)
+        out_proj = matrix(f"{path}.out_proj", (hidden, inner), Sharding.COLUMNS, dtype, "attention", ("out_proj",))
+        yield from with_bias(out_proj, bias=self.bias)
+
+    def _part(
+        self, name: str, rows: dict[str, int], shape: tuple[int, ...], dtype: StoredDtype, *, bias: bool
+    ) -> Iterator[TensorSpec]:
+        """Yield a part of a fused weight [rows, *shape], and its bias. `rows` are those of each kind of part, with
+        which its name ends."""
+        kind = name.rpartition("_")[2]
+        weight = matrix(name, (rows[kind], *shape), Sharding.ROWS, dtype, "attention")
+        weight = replace(weight, max_shards=self.num_groups if kind in ("B", "C") else None)
+        yield weight
+        if bias:
+            yield replace(weight, name=f"{name}.bias", shape=weight.shape[:1])
