@@ -16,7 +16,7 @@ from functools import cache, partial
 import torch
 
 from benchmark import Case, Figures, gpu_microseconds, run_benchmark
-from nvcli.kernels.expert_settings import GatedActivation, Routing
+from nvcli.kernels.expert_settings import ExpertActivation, Routing
 from nvcli.kernels.expert_types import ExpertWeights, Routes
 from nvcli.kernels.experts import apply_experts
 from nvcli.kernels.routing import route
@@ -28,7 +28,7 @@ SHAPES = {  # experts, experts per token, hidden size, intermediate size
 }
 SIZES = (2, 4)
 ROWS = (1, 16, 64, 256, 1024, 8192)
-SILU = GatedActivation()
+SILU = ExpertActivation()
 
 
 @cache

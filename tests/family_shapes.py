@@ -161,6 +161,23 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_multiplier": 0.1,
         },
     ),
+    "nemotron-h": (
+        "NemotronH",
+        {
+            "layers_block_type": [LINEAR, "moe", FULL, "mlp", LINEAR, FULL],
+            "num_hidden_layers": 6,
+            "ssm_state_size": 16,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "n_groups": 2,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 40,
+            "routed_scaling_factor": 1.5,
+            "time_step_min": 1e-9,  # the limit holds for prompts alone in transformers, and in no other implementation
+        },
+    ),
     "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1, 3], "mamba_proj_bias": True}),
     "seed-oss": ("SeedOss", {"attention_out_bias": True, "mlp_bias": True}),
     "cohere 2": (

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from nvcli.kernels import w4
-from nvcli.kernels.expert_settings import GatedActivation
+from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.expert_types import ExpertScales, ExpertWeights, Routes, W4Scales
 from nvcli.kernels.fp8 import dequantise_weight, quantise_weight
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.mxfp4 import dequantise, numbers_of_codes
 from nvcli.kernels.weight_formats import FP8Scaling, W4Format
 
-SILU = GatedActivation()
-GPT_OSS = GatedActivation(kind="clamped_swiglu", alpha=1.702, limit=7.0)
+SILU = ExpertActivation()
+GPT_OSS = ExpertActivation(kind="clamped_swiglu", alpha=1.702, limit=7.0)
 Format = None | FP8Scaling | W4Format
 """None: plain numbers."""
 FORMATS: dict[str, Format] = {
@@ -51,19 +51,21 @@ def make(
     device: torch.device | str = "cpu",
     *,
     biases: bool = False,
+    is_gated: bool = True,
 ) -> Case:
     """Make random weights and rows, with distinct random experts for each token."""
     num_experts, chosen, hidden, size = shape
+    num_rows = 2 * size if is_gated else size
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
     made = []
-    for rows, columns in ((2 * size, hidden), (hidden, size)):
+    for rows, columns in ((num_rows, hidden), (hidden, size)):
         experts = [_make_weight(random(rows, columns) * columns**-0.5, format, dtype) for _ in range(num_experts)]
         made.append([torch.stack(tensors) for tensors in zip(*experts, strict=True)])
-    pair = [random(num_experts, rows).to(dtype) if biases else None for rows in (2 * size, hidden)]
+    pair = [random(num_experts, rows).to(dtype) if biases else None for rows in (num_rows, hidden)]
     weights, scales, values = zip(*made, strict=True)
     joined: ExpertScales | W4Scales | None = None
     if isinstance(format, W4Format):

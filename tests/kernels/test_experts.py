@@ -14,7 +14,7 @@ from torch import Tensor
 from fp8_interpreter import exact_conversions
 from kernel_device import DEVICE, HAS_GPU, MARKS
 from nvcli.kernels import experts as reference
-from nvcli.kernels.expert_settings import GatedActivation
+from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.expert_types import ExpertScales
 from nvcli.kernels.fp8 import quantise
 from nvcli.kernels.norm import add_rms_norm
@@ -33,14 +33,14 @@ SMALL = (4, 2, 256, 128)
 # Qwen3-MoE's kind, and sizes that no tile divides.
 SHAPES: list[Shape] = [(128, 8, 2048, 768), (8, 2, 1008, 384)] if HAS_GPU else [SMALL, (3, 1, 144, 128)]
 NUM_TOKENS = [1, 16, 300, 3000] if HAS_GPU else [1, 20]
-CLAMPED = GatedActivation(kind="clamped_swiglu", alpha=1.702, limit=1.0)
-ACTIVATIONS = [SILU, GatedActivation(kind="gelu_tanh"), CLAMPED]
+CLAMPED = ExpertActivation(kind="clamped_swiglu", alpha=1.702, limit=1.0)
+ACTIVATIONS = [SILU, ExpertActivation(kind="gelu_tanh"), CLAMPED]
 KINDS = pytest.mark.parametrize("kind", FORMATS)
 
 __all__ = ["exact_conversions"]
 
 
-def expected_of(case: Case, activation: GatedActivation, scaling: FP8Scaling | None = None) -> Tensor:
+def expected_of(case: Case, activation: ExpertActivation, scaling: FP8Scaling | None = None) -> Tensor:
     """Compute experts in float32 from the numbers that the weights stand for. With `scaling`, activations are rounded
     to FP8 where experts in FP8 round them."""
 
@@ -63,7 +63,7 @@ def expected_of(case: Case, activation: GatedActivation, scaling: FP8Scaling | N
 
 
 def apply_on_device(
-    case: Case, activation: GatedActivation, launch: ExpertLaunch | None = None, *, quantises: bool = False
+    case: Case, activation: ExpertActivation, launch: ExpertLaunch | None = None, *, quantises: bool = False
 ) -> Tensor:
     """Return the Triton kernels' result, in memory that holds NaN before."""
     out = case.x.new_full((case.routes.experts.shape[1], *case.x.shape), torch.nan)
@@ -163,14 +163,14 @@ class TestWorkList:
         assert sorted(seen) == list(range(num_tokens * experts_per_token))
 
 
-def check(case: Case, activation: GatedActivation = SILU, launch: ExpertLaunch | None = None) -> None:
+def check(case: Case, activation: ExpertActivation = SILU, launch: ExpertLaunch | None = None) -> None:
     """Hold the kernels to plain numbers."""
     found = apply_on_device(case, activation, launch)
     assert found.dtype == case.x.dtype
     assert error(found, expected_of(case, activation)) < (1e-5 if case.x.dtype == torch.float32 else 0.01)
 
 
-def check_quantised(case: Case, activation: GatedActivation = SILU, launch: ExpertLaunch | None = None) -> None:
+def check_quantised(case: Case, activation: ExpertActivation = SILU, launch: ExpertLaunch | None = None) -> None:
     """Hold the kernels to what the activations that they quantise stand for."""
     if not isinstance(case.scales, ExpertScales) or not HAS_UNITS:
         return
@@ -228,8 +228,15 @@ def test_experts_of_other_ranks_give_zeros(kind: str) -> None:
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda activation: activation.kind)
-def test_biases_and_activations(activation: GatedActivation) -> None:
+def test_biases_and_activations(activation: ExpertActivation) -> None:
     check(make(None, (4, 2, 64, 40), 40, DTYPE, DEVICE, biases=True), activation)
+
+
+@pytest.mark.parametrize("kind", ["plain", "channel", "block", "groups of 32"])
+def test_experts_without_gates(kind: str) -> None:
+    case = make(FORMATS[kind], (4, 2, 256, 128), 40, DTYPE, DEVICE, biases=True, is_gated=False)
+    for check_one in (check, check_quantised):
+        check_one(case, ExpertActivation(kind="relu2"))
 
 
 def test_a_broken_token_breaks_no_other() -> None:

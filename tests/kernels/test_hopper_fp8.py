@@ -23,7 +23,7 @@ from fp8_interpreter import exact_conversions
 from kernel_device import DEVICE, INTERPRETED_MARKS, on_hopper
 from nvcli.kernels import experts as reference
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
-from nvcli.kernels.expert_settings import GatedActivation
+from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.expert_types import ExpertScales, Routes
 from nvcli.kernels.fp8 import dequantise_weight, quantise, quantise_weight
 from nvcli.kernels.fp8_types import FP8, FP8_MAX, QuantisedRows, numbers
@@ -123,14 +123,14 @@ def experts_case(dtype: torch.dtype, num_tokens: int = 150, shape: Shape = EXPER
     return case._replace(routes=routes_of(num_tokens, *shape[:2], favourite=1))
 
 
-def multiply_experts(case: Case, launch: HopperFP8Launch, activation: GatedActivation = SILU) -> Tensor:
+def multiply_experts(case: Case, launch: HopperFP8Launch, activation: ExpertActivation = SILU) -> Tensor:
     """Return the results of the kernel, in memory that holds NaN before."""
     out = case.x.new_full((case.routes.experts.shape[1], *case.x.shape), torch.nan)
     experts.apply_experts(*case[:2], case.weights, case.scales, activation, out, launch, quantises=True)
     return out
 
 
-def expected_of_experts(case: Case, activation: GatedActivation = SILU) -> Tensor:
+def expected_of_experts(case: Case, activation: ExpertActivation = SILU) -> Tensor:
     return reference.apply_experts(case.x, case.routes, case.weights, activation, scales=case.scales)
 
 
@@ -140,8 +140,8 @@ def expected_of_experts(case: Case, activation: GatedActivation = SILU) -> Tenso
 def test_experts(held: tuple[int, int], unit_tiles: int | None) -> None:
     """With a rank that holds some, an expert whose rows end within a tile, and one without rows."""
     case = share_of(experts_case(torch.float32), *held)
-    found = multiply_experts(case, HopperFP8Launch(2, 2, unit_tiles), GatedActivation(kind="gelu_tanh"))
-    assert error(found, expected_of_experts(case, GatedActivation(kind="gelu_tanh"))) < 0.04, "both round"
+    found = multiply_experts(case, HopperFP8Launch(2, 2, unit_tiles), ExpertActivation(kind="gelu_tanh"))
+    assert error(found, expected_of_experts(case, ExpertActivation(kind="gelu_tanh"))) < 0.04, "both round"
 
 
 def test_products_run_beside_sums() -> None:

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from nvcli.kernels.expert_settings import GatedActivation
+from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.expert_types import ExpertMatrix
 from nvcli.kernels.triton.products import expert_launches, hopper_w4, w4_linear
 from nvcli.kernels.triton.products.product_launch import HopperW4Launch, Kind
@@ -89,7 +89,7 @@ def test_experts(dtype: torch.dtype) -> None:
     x = torch.empty(1, 64, dtype=dtype)
     for rows in (HOPPER_EXPERT_ROWS, HOPPER_EXPERT_ROWS + 1, 8192):
         launch = expert_launches.choose_expert_launch(
-            rows, gate_up, down, x, GatedActivation(), quantises=False, batch_invariant=False
+            rows, gate_up, down, x, ExpertActivation(), quantises=False, batch_invariant=False
         )
         has_many = rows > HOPPER_EXPERT_ROWS and dtype == torch.bfloat16
         assert isinstance(launch, HopperW4Launch) == has_many

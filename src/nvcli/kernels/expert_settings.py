@@ -38,13 +38,20 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatedActivation:
-    """The function of a gated MLP on its gate and up projections.
+class ExpertActivation:
+    """The function of an expert on its gate and up projections, or on its up projection if it has no gate.
 
     `silu`: silu(gate) × up. `gelu_tanh`: gelu(gate) × up, with the approximation of gelu by tanh. `clamped_swiglu`
-    (gpt-oss): with the gate at most `limit` and up within ±`limit`, gate × sigmoid(`alpha` × gate) × (up + 1).
+    (gpt-oss): with the gate at most `limit` and up within ±`limit`, gate × sigmoid(`alpha` × gate) × (up + 1). `relu2`,
+    without a gate: relu(up)².
     """
 
-    kind: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
+    kind: Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"] = "silu"
     alpha: float = 1.0
     limit: float = 0.0
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether experts have gates. Without them, what is said of gate and up projections holds of up alone: it has
+        half as many rows."""
+        return self.kind != "relu2"

@@ -25,7 +25,7 @@ class ExpertWeights(NamedTuple):
     """The weights of a layer's experts, or of those of them that this rank holds, contiguous."""
 
     gate_up: Tensor
-    """[E, 2 I, H]: each expert's gate projection above its up projection."""
+    """[E, 2 I, H]: each expert's gate projection above its up projection; without gates [E, I, H], and so below."""
     down: Tensor
     """[E, H, I]."""
     gate_up_bias: Tensor | None = None

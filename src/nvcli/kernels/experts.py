@@ -1,4 +1,4 @@
-"""The experts of a layer: each token's gated MLPs, which its router chose. Plain torch is the reference; CUDA tensors
+"""The experts of a layer: each token's MLPs, which its router chose. Plain torch is the reference; CUDA tensors
 take the Triton kernels that are held to it, which wait for nothing on the host.
 
 Weights are numbers like x, or in FP8 (`kernels/fp8.py`) or 4 bits (`kernels/w4.py`), with scales. Where they are in
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nvcli.kernels import w4
-from nvcli.kernels.expert_settings import GatedActivation
+from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.expert_types import ExpertMatrix, ExpertScales, ExpertWeights, Routes, W4Scales, matrices
 from nvcli.kernels.fp8 import fp8_linear, fp8_weight_linear, quantise
 from nvcli.kernels.invariant_linear import invariant_linear, row_by_row
@@ -44,7 +44,7 @@ def apply_experts(
     x: Tensor,
     routes: Routes,
     weights: ExpertWeights,
-    activation: GatedActivation,
+    activation: ExpertActivation,
     out: Tensor | None = None,
     *,
     scales: ExpertScales | W4Scales | None = None,
@@ -106,8 +106,10 @@ def pairs_of_experts(routes: Routes, weights: ExpertWeights) -> Iterator[tuple[i
             yield expert, pairs // experts_per_token, pairs % experts_per_token
 
 
-def activate(gate_up: Tensor, activation: GatedActivation) -> Tensor:
-    """Compute what an expert makes of its gate and up projections: [T, 2 I] → [T, I]."""
+def activate(gate_up: Tensor, activation: ExpertActivation) -> Tensor:
+    """Compute what an expert makes of its gate and up projections: [T, 2 I], or without a gate [T, I], → [T, I]."""
+    if activation.kind == "relu2":
+        return F.relu(gate_up).square()
     gate, up = gate_up.chunk(2, dim=-1)
     if activation.kind == "silu":
         return F.silu(gate) * up

@@ -102,7 +102,7 @@ class ModelConfig:
 
     @property
     def has_experts(self) -> bool:
-        return any(layer.mlp.routing is not None for layer in self.decoder.layer_kinds)
+        return any(layer.routing is not None for layer in self.decoder.layer_kinds)
 
     def ranks(self, size: int) -> Ranks:
         """Return how `size` ranks share a layer."""

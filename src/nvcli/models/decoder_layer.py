@@ -32,7 +32,7 @@ class DecoderLayer(nn.Module):
         """Build the layer. `has_input`: whether it has an input besides the residual stream."""
         super().__init__()
         self.group = build.group
-        self.is_parallel = config.norms.is_parallel
+        self.is_parallel = config.is_parallel
 
         def before(name: str | None, behind: str | None) -> InputNorm | None:
             """Build the norm of a block's input; `behind` names the norm after the previous block."""
@@ -46,12 +46,13 @@ class DecoderLayer(nn.Module):
         self.mixer: TokenMixer = config.mixer.build(build, path, norm, spec, cache_layer)
         self.after_attention = after(norms.after_attention)
         self.before_mlp = before(norms.before_mlp, norms.after_attention)
-        self.mlp: FeedForward = config.mlp.build(build, path, norm)
-        self.after_mlp = after(norms.after_mlp, is_summed=self.mlp.is_summed)
-        self.gives_stream = self.after_mlp is None or self.mlp.is_summed
+        self.mlp: FeedForward | None = None if config.mlp is None else config.mlp.build(build, path, norm)
+        is_summed = self.mlp is not None and self.mlp.is_summed
+        self.after_mlp = after(norms.after_mlp, is_summed=is_summed)
+        self.gives_stream = self.after_mlp is None or is_summed
         if not self.is_parallel:  # norms quantise for the projections behind them, where nothing else reads the result
             for input_norm, block in ((self.before_attention, self.mixer), (self.before_mlp, self.mlp)):
-                if input_norm is not None and block.input_proj is not None:
+                if input_norm is not None and block is not None and block.input_proj is not None:
                     input_norm.quantise_for(block.input_proj)
         self.input = LayerInput(build, path, norm) if has_input else None
         self.scalar = Scalar(build, f"{path}.layer_scalar") if config.has_scalar else None
@@ -83,13 +84,15 @@ class DecoderLayer(nn.Module):
                 x = x[rows]
             residual = self.group.residual_rows(residual, rows)
         if self.is_parallel:
+            assert self.mlp is not None
             return _add_part(self.mlp(x, None, adapters), self.mixer.o_proj.part(mixed, None, adapters)), residual
         delta = self.mixer.o_proj(mixed, residual if self.after_attention is None else None, adapters)
         del mixed  # the MLP can reuse its memory
         if self.after_attention is not None:
             delta = self.after_attention(delta, residual)
-        x = _input(self.before_mlp, delta, residual)
-        delta = self.mlp(x, residual if self.gives_stream else None, adapters)
+        if self.mlp is not None:
+            x = _input(self.before_mlp, delta, residual)
+            delta = self.mlp(x, residual if self.gives_stream else None, adapters)
         if self.after_mlp is not None:
             delta = self.after_mlp(delta, residual)
         if self.input is not None:

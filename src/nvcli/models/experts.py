@@ -23,11 +23,11 @@ from nvcli.kernels.gates import gate_rows
 from nvcli.kernels.lora_types import AdapterRows
 from nvcli.kernels.norm import sum_in_order
 from nvcli.kernels.routing import route, route_row_by_row, router_logits
-from nvcli.models.layers import FeedForward
+from nvcli.models.layers import FeedForward, GatedMLP
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mixer import NormConfig
-from nvcli.models.mixers.mlp import MLPConfig
-from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear, TensorShard, TensorShards
+from nvcli.models.parallel import BuildContext, TensorShard, TensorShards
+from nvcli.models.plain_mlp import PlainMLP
 from nvcli.models.tensor_spec import EXPERTS
 from nvcli.models.weights import WeightModule, WeightSource, empty_fp8_scales, empty_parameter, empty_w4, length
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
@@ -46,7 +46,8 @@ class MixtureOfExperts(FeedForward):
         self.shared_expert: SharedExpert | None = None
         if config.shared is not None:
             gate = f"{path}.shared_expert_gate" if config.gates_shared else None
-            self.shared_expert = SharedExpert(build, f"{path}.shared_expert", config.shared, gate, config.shared_factor)
+            shared = config.shared.build_at(build, f"{path}.shared_expert", norm)
+            self.shared_expert = SharedExpert(build, shared, gate, config.shared_factor)
         self.num_parts = config.routing.experts_per_token + (self.shared_expert is not None)
 
     def forward(self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None) -> Tensor:
@@ -112,7 +113,7 @@ class Experts(WeightModule):
     chosen expert's output times its weight."""
 
     gate_up_proj: nn.Parameter
-    """[E, 2 I, H], or words of 4-bit codes [E, 2 I, H / 4]."""
+    """[E, 2 I, H], or words of 4-bit codes [E, 2 I, H / 4]; without gates I rows in place of 2 I, here and below."""
     down_proj: nn.Parameter
     """[E, H, I], or words [E, H, I / 4]."""
     gate_up_scale: nn.Parameter
@@ -131,16 +132,18 @@ class Experts(WeightModule):
         self.tensors = {
             name: build.tensors[f"{path}.{name}"]
             for kind in (("weight", "bias") if config.bias else ("weight",))
-            for name in (f"gate_proj.{kind}", f"up_proj.{kind}", f"down_proj.{kind}")
+            for name in (f"{projection}.{kind}" for projection in config.projections)
         }
-        gate, down = self.tensors["gate_proj.weight"], self.tensors["down_proj.weight"]
+        first_name = config.projections[0]
+        gate, down = self.tensors[f"{first_name}.weight"], self.tensors["down_proj.weight"]
+        self.num_inputs = len(config.projections) - 1  # projections of what the experts read
         self.held = gate.shard(self.rank, self.size)[0]
         self.num_others = gate.shape[0] - length(self.held)
         num_experts, size, hidden = gate.kept_shape(self.size)
         self.scaling, self.quantises = gate.scaling, build.has_fp8_units
         gate_format, down_format = gate.w4_format(self.size), down.w4_format(self.size)
         self.formats = None if gate_format is None or down_format is None else (gate_format, down_format)
-        gate_up_shape, down_shape = (num_experts, 2 * size, hidden), down.kept_shape(self.size)
+        gate_up_shape, down_shape = (num_experts, self.num_inputs * size, hidden), down.kept_shape(self.size)
         if self.formats is not None:
             self.gate_up_proj, self.gate_up_scale = empty_w4(gate_up_shape, self.formats[0])
             self.down_proj, self.down_scale = empty_w4(down_shape, self.formats[1])
@@ -150,14 +153,14 @@ class Experts(WeightModule):
         if gate.scaling is not None:
             self.gate_up_scale = empty_fp8_scales(self.gate_up_proj, gate.scaling)
             self.down_scale = empty_fp8_scales(self.down_proj, gate.scaling)
-        biases = [self.tensors[f"{name}.bias"] for name in ("gate_proj", "down_proj")] if config.bias else []
-        self.gate_up_bias = empty_parameter(biases[0], num_experts, 2 * size) if biases else None
+        biases = [self.tensors[f"{name}.bias"] for name in (first_name, "down_proj")] if config.bias else []
+        self.gate_up_bias = empty_parameter(biases[0], num_experts, self.num_inputs * size) if biases else None
         self.down_bias = empty_parameter(biases[1], num_experts, hidden) if biases else None
 
     def weight_sources(self) -> Iterator[WeightSource]:
         for name, tensor in self.tensors.items():
             experts, rows, *columns = tensor.shard(self.rank, self.size)
-            first = length(rows) if name.startswith("up_proj") else 0
+            first = length(rows) if name.startswith("up_proj") and self.num_inputs == 2 else 0
             write = (slice(first, first + length(rows)), *(slice(0, length(part)) for part in columns))
             for expert in range(experts.start, experts.stop):
                 source = WeightSource(
@@ -209,26 +212,22 @@ class SharedGate(TensorShard):
 
 
 class SharedExpert(nn.Module):
-    """The gated MLP that all tokens share; its output is multiplied by a factor, and by sigmoid(gate(x)) if it has a
+    """The MLP that all tokens share; its output is multiplied by a factor, and by sigmoid(gate(x)) if it has a
     gate. [T, H] → [T, H], this rank's part of a sum."""
 
-    def __init__(
-        self, build: BuildContext, path: str, config: MLPConfig, gate: str | None, factor: float = 1.0
-    ) -> None:
+    def __init__(self, build: BuildContext, mlp: GatedMLP | PlainMLP, gate: str | None, factor: float = 1.0) -> None:
         """Build the expert. `gate` is the path of the gate's weight; None: it has no gate."""
         super().__init__()
-        self.activation = config.activation
-        self.gate_up_proj = ColumnParallelLinear(build, f"{path}.gate_up_proj", ("gate_proj", "up_proj"))
-        self.down_proj = RowParallelLinear(build, f"{path}.down_proj")
+        self.mlp = mlp
         self.gate = None if gate is None else SharedGate(build, gate)
         self.factor = factor
 
     def forward(self, x: Tensor, out: Tensor, adapters: AdapterRows | None) -> None:
         """Write the result to `out`, which is contiguous."""
-        hidden = self.gate_up_proj.gated(x, self.activation, adapters=adapters)
-        assert isinstance(hidden, Tensor)
+        hidden = self.mlp.hidden(x, adapters)
+        assert isinstance(hidden, Tensor), "no scaling was asked for"
         if self.gate is not None:
             self.gate(hidden, x)
         if self.factor != 1.0:
             hidden.mul_(self.factor)
-        self.down_proj.part(hidden, out, adapters)
+        self.mlp.down_proj.part(hidden, out, adapters)

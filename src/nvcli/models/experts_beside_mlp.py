@@ -17,6 +17,7 @@ from nvcli.models.experts import Experts, Router, part_of_sum
 from nvcli.models.layers import FeedForward, GatedMLP, InputNorm, ResultNorm
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mixer import NormConfig
+from nvcli.models.mixers.mlp import MLPConfig
 from nvcli.models.parallel import BuildContext, ColumnParallelLinear
 from nvcli.models.tensor_spec import EXPERTS
 
@@ -28,7 +29,7 @@ class ExpertsBesideMLP(FeedForward):
 
     def __init__(self, build: BuildContext, path: str, config: ExpertsConfig, norm: NormConfig) -> None:
         super().__init__()
-        assert config.shared is not None
+        assert isinstance(config.shared, MLPConfig)
         assert not config.gates_shared
         self.group = build.group
         self.batch_invariant = build.batch_invariant

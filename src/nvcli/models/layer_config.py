@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from nvcli.kernels.expert_settings import Routing
 from nvcli.models.checkpoint_layout import PLAIN_LAYOUT, CheckpointLayout
 from nvcli.models.draft_head_config import DraftHeadConfig
 from nvcli.models.mixers.mixer import Block, FeedForward, LayerContext, Mixer, NormConfig
@@ -30,7 +31,7 @@ class LayerNorms:
 
     @property
     def is_parallel(self) -> bool:
-        """Whether attention and MLP read the same normed input, and their outputs are added."""
+        """Whether an MLP has no norms of its own: it then reads the mixer's normed input."""
         return self.before_mlp is None and self.after_mlp is None
 
     def names(self) -> Iterable[str]:
@@ -45,15 +46,25 @@ class LayerConfig:
 
     mixer: Mixer
     """The block that mixes tokens."""
-    mlp: FeedForward
-    """The block that computes each token by itself."""
+    mlp: FeedForward | None
+    """The block that computes each token by itself; None: the layer has none."""
     norms: LayerNorms = LayerNorms()
     has_scalar: bool = False
     """Whether the residual stream is multiplied by a number from the checkpoint at the end of the layer."""
 
     @property
-    def blocks(self) -> tuple[Block, Block]:
-        return self.mixer, self.mlp
+    def blocks(self) -> tuple[Block, ...]:
+        return (self.mixer,) if self.mlp is None else (self.mixer, self.mlp)
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether mixer and MLP read the same normed input, and their outputs are added."""
+        return self.mlp is not None and self.norms.is_parallel
+
+    @property
+    def routing(self) -> Routing | None:
+        """How a token's experts are chosen; None: the layer has no experts."""
+        return None if self.mlp is None else self.mlp.routing
 
     def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
         """Yield the tensors of the layer `path`, besides those of inputs of its own. All its norms have the same form,

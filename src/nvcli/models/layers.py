@@ -158,9 +158,13 @@ class GatedMLP(FeedForward):
         return self.gate_up_proj
 
     def forward(self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None) -> Tensor | None:
-        hidden = self.gate_up_proj.gated(x, self.activation, self.down_proj.input_scaling, adapters)
+        hidden = self.hidden(x, adapters, self.down_proj.input_scaling)
         delta: Tensor | None = self.down_proj(hidden, residual, adapters)
         return delta
+
+    def hidden(self, x: Activations, adapters: AdapterRows | None, scaling: FP8Scaling | None = None) -> Activations:
+        """Compute activation(gate(x)) × up(x), [T, H] → [T, I], which may be quantised as `scaling` says."""
+        return self.gate_up_proj.gated(x, self.activation, scaling, adapters)
 
 
 class Angles:

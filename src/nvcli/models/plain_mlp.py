@@ -34,13 +34,16 @@ class PlainMLP(FeedForward):
         return self.up_proj
 
     def forward(self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None) -> Tensor | None:
+        delta: Tensor | None = self.down_proj(self.hidden(x, adapters), residual, adapters)
+        return delta
+
+    def hidden(self, x: Activations, adapters: AdapterRows | None) -> Tensor:
+        """Compute activation(up(x)): [T, H] → [T, I]."""
         hidden: Tensor = self.up_proj(x, adapters)
         function = partial(
             activate, activation=self.activation, numbers=None if self.numbers is None else self.numbers()
         )
-        hidden = row_by_row(function, hidden) if self.batch_invariant else function(hidden)
-        delta: Tensor | None = self.down_proj(hidden, residual, adapters)
-        return delta
+        return row_by_row(function, hidden) if self.batch_invariant else function(hidden)
 
 
 class ActivationNumbers(TensorShards):

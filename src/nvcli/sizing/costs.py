@@ -117,7 +117,7 @@ def model_costs(
 def _expert_costs(model: ModelConfig, tensors: list[TensorSpec], tensor_parallel_size: int) -> MatrixCosts:
     """Count one rank's part of the experts."""
     experts = _matrices([tensor for tensor in tensors if tensor.part == "experts"], tensor_parallel_size)
-    routings = {layer.mlp.routing for layer in model.decoder.layer_kinds if layer.mlp.routing is not None}
+    routings = {layer.routing for layer in model.decoder.layer_kinds if layer.routing is not None}
     if not experts.num_weights:
         return experts
     assert len(routings) == 1, "no family routes differently in different layers"

@@ -217,10 +217,17 @@ def few_tokens_requests() -> list[Request]:
     return made
 
 
+TWO_LAYERS = {
+    "qwen 3.5": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "bamba": {"num_hidden_layers": 2, "attn_layer_indices": [1]},
+}
+"""Families with recurrent states."""
+
+
 @pytest.fixture(scope="module")
-def with_states(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    family, shape = SHAPES["qwen 3.5"]
-    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+def with_states(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    family, shape = SHAPES[request.param]
+    layers = TWO_LAYERS[request.param]
     return write_tiny_model(tmp_path_factory.mktemp("models") / "states", family, **{**shape, **layers})
 
 
@@ -230,13 +237,15 @@ def expected_of_states(with_states: Path) -> dict[int, RequestOutput]:
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("with_states", "config"),
     [
-        {"max_num_seqs": 4, "max_num_batched_tokens": 25},
-        {"max_num_seqs": 12, "num_kv_tokens": 200, "max_draft_tokens": 2},
-        {"max_num_seqs": 64, "max_draft_tokens": 15, "enable_prefix_caching": False},
+        ("qwen 3.5", {"max_num_seqs": 4, "max_num_batched_tokens": 25}),
+        ("qwen 3.5", {"max_num_seqs": 12, "num_kv_tokens": 200, "max_draft_tokens": 2}),
+        ("qwen 3.5", {"max_num_seqs": 64, "max_draft_tokens": 15, "enable_prefix_caching": False}),
+        ("bamba", {"max_num_seqs": 4, "max_num_batched_tokens": 25}),
     ],
-    ids=["chunked, prefix hits", "preempted", "wide"],
+    ids=["chunked, prefix hits", "preempted", "wide", "mamba"],
+    indirect=["with_states"],
 )
 def test_recurrent_states_take_in_only_what_is_right(
     with_states: Path, expected_of_states: dict[int, RequestOutput], config: dict[str, Any]
@@ -249,6 +258,7 @@ def test_recurrent_states_take_in_only_what_is_right(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("with_states", TWO_LAYERS, indirect=True)
 @pytest.mark.parametrize("enforce_eager", [True, False])
 def test_recurrent_states_on_a_gpu(
     with_states: Path, expected_of_states: dict[int, RequestOutput], enforce_eager: bool

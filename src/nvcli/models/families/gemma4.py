@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from nvcli.core.validation import show
-from nvcli.kernels.expert_settings import GatedActivation
+from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.models.checkpoint_layout import PLAIN_LAYOUT, CheckpointLayout
 from nvcli.models.families.family import Family
 from nvcli.models.families.gemma import GEMMA3, NORMS_ON_BOTH_SIDES
@@ -91,7 +91,7 @@ def _layers(config: ModelFile) -> Iterator[LayerConfig]:
 def _experts(config: ModelFile, mlp: MLPConfig) -> ExpertsConfig:
     return config.experts(
         config.routing(keys=("num_experts",), chosen_key="top_k_experts", renormalise=True),
-        activation=GatedActivation(kind=mlp.activation),
+        activation=ExpertActivation(kind=mlp.activation),
         has_factors=True,
         has_norms=True,
     )

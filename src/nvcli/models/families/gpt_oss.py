@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nvcli.kernels.expert_settings import GatedActivation
+from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
@@ -27,7 +27,7 @@ def read(config: ModelFile) -> DecoderConfig:
     bias = config.bias(default=True)
     full = config.attention(default_theta=150_000.0, qkv_bias=bias, o_bias=bias, has_sinks=True)
     attention = {FULL: full, SLIDING: replace(full, window=config.bounded(config.window(128)))}
-    activation = GatedActivation(
+    activation = ExpertActivation(
         kind="clamped_swiglu",
         alpha=config.positive_number("swiglu_alpha", 1.702),
         limit=config.positive_number("swiglu_limit", 7.0),

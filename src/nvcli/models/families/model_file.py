@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from nvcli.core.validation import show
-from nvcli.kernels.expert_settings import GatedActivation, Routing
+from nvcli.kernels.expert_settings import ExpertActivation, Routing
 from nvcli.models.json_file import JsonFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, index_kinds
 from nvcli.models.mixers.attention import AttentionConfig
@@ -207,7 +207,7 @@ class ModelFile(JsonFile):
 
     def experts(self, routing: Routing, *, size_key: str = "moe_intermediate_size", **settings: Any) -> ExpertsConfig:
         """Read the experts' size from `size_key`, and their activation. `settings` are fields of `ExpertsConfig`."""
-        settings.setdefault("activation", GatedActivation(kind=self.activation()))
+        settings.setdefault("activation", ExpertActivation(kind=self.activation()))
         return ExpertsConfig(routing=routing, intermediate_size=self.positive(size_key), **settings)
 
     def routing_with_groups(self, routing: Routing) -> Routing:

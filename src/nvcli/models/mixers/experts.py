@@ -8,19 +8,17 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from nvcli.core.config_types import KeptWeights
-from nvcli.kernels.expert_settings import EXPERT_ALIGNMENT, GatedActivation, Routing
+from nvcli.kernels.expert_settings import EXPERT_ALIGNMENT, ExpertActivation, Routing
 from nvcli.models.mixers.mixer import FeedForward, LayerContext, Piece, Ranks, code_elements
 from nvcli.models.mixers.mlp import MLPConfig
+from nvcli.models.mixers.plain_mlp import PlainMLPConfig
 from nvcli.models.tensor_spec import EXPERTS, Sharding, TensorSpec, matrix, vector, with_bias
-
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-"""The projections of an expert, which are kept in FP8 or 4 bits together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig(FeedForward):
-    """A mixture of experts in place of an MLP: gated MLPs of which a router chooses some for each token, and optionally
-    one that all tokens share."""
+    """A mixture of experts in place of an MLP: MLPs with or without gates of which a router chooses some for each
+    token, and optionally one that all tokens share."""
 
     name: ClassVar[str] = "mlp"
     launch_seconds: ClassVar[float] = 2e-3
@@ -28,7 +26,7 @@ class ExpertsConfig(FeedForward):
     routing: Routing
     intermediate_size: int
     """The size of each expert that a router chooses."""
-    activation: GatedActivation
+    activation: ExpertActivation
     bias: bool = False
     """Whether the router's and the experts' projections have biases."""
     has_correction: bool = False
@@ -37,7 +35,7 @@ class ExpertsConfig(FeedForward):
     """Whether each expert's weight for a token is multiplied by a number from the checkpoint; see `route`."""
     has_wide_router: bool = False
     """Whether the router's weight is one of float32, whatever the type of the others."""
-    shared: MLPConfig | None = None
+    shared: MLPConfig | PlainMLPConfig | None = None
     """The shared expert; several of them form one whose size is their sum."""
     gates_shared: bool = False
     """Whether the shared expert's output for each token is multiplied by a gate."""
@@ -52,6 +50,11 @@ class ExpertsConfig(FeedForward):
         if self.has_norms:
             return "nvcli.models.experts_beside_mlp:ExpertsBesideMLP"
         return "nvcli.models.experts:MixtureOfExperts"
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The projections of an expert, which are kept in FP8 or 4 bits together."""
+        return ("gate_proj", "up_proj", "down_proj") if self.activation.is_gated else ("up_proj", "down_proj")
 
     def check(self, ranks: Ranks) -> Iterator[str]:
         if self.shared is not None:
@@ -71,7 +74,8 @@ class ExpertsConfig(FeedForward):
         if self.shared is not None:
             yield from self.shared.pieces(ranks)
         size = self.intermediate_size // ranks.parts_of_expert
-        projections = "the experts' gate_proj, up_proj and down_proj"
+        *inputs, last = self.projections
+        projections = f"the experts' {', '.join(inputs)} and {last}"
         yield Piece(projections, size, "the experts' down_proj", is_of_experts=True)
 
     def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
@@ -96,12 +100,12 @@ class ExpertsConfig(FeedForward):
         }
         for name in (name for name, is_there in vectors.items() if is_there):
             yield vector(f"{path}.gate.{name}", num_experts, Sharding.REPLICATED, "MLP")
-        for name in _PROJECTIONS:
+        for name in self.projections:
             is_down = name == "down_proj"
             shape = (num_experts, hidden, size) if is_down else (num_experts, size, hidden)
             sharding = Sharding.COLUMNS if is_down else Sharding.ROWS
             sharding = Sharding.EXPERTS if context.expert_parallel else sharding
-            weight = matrix(f"{path}.{EXPERTS}.{name}", shape, sharding, dtype, "experts", _PROJECTIONS)
+            weight = matrix(f"{path}.{EXPERTS}.{name}", shape, sharding, dtype, "experts", self.projections)
             yield from with_bias(replace(weight, is_of_experts=True), bias=self.bias)
         if self.shared is not None:
             yield from self.shared.tensors(f"{path}.shared_expert", context)

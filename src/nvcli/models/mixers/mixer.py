@@ -141,8 +141,12 @@ class Block(ABC):
         `build` is a `BuildContext`; `cache` is, for a block with a `kv_spec`, that spec and the number of its layer
         in the KV cache.
         """
+        return self.build_at(build, f"{path}.{self.name}", norm, *cache)
+
+    def build_at(self, build: object, path: str, norm: NormConfig, *cache: object) -> Any:
+        """Create it under another path than its own name in a layer, as a part of another block."""
         module, _, name = self.module.partition(":")
-        return getattr(import_module(module), name)(build, f"{path}.{self.name}", self, norm, *cache)
+        return getattr(import_module(module), name)(build, path, self, norm, *cache)
 
     @abstractmethod
     def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nvcli.kernels.expert_settings import GatedActivation
+from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.expert_types import ExpertMatrix
 from nvcli.kernels.triton.products.product_launch import ExpertTiles, HopperFP8Launch, HopperW4Launch, fit, for_format
 from nvcli.kernels.triton.products.w4_linear import has_hopper_kernel, takes_experts
@@ -54,14 +54,14 @@ def choose_expert_launch(
     gate_up: ExpertMatrix,
     down: ExpertMatrix,
     x: Tensor,
-    activation: GatedActivation,
+    activation: ExpertActivation,
     *,
     quantises: bool,
     batch_invariant: bool,
 ) -> ExpertLaunch | HopperFP8Launch | HopperW4Launch:
     """Choose the launch for a mean number of rows of an expert. With `batch_invariant` it is the same for every number
     of rows."""
-    if takes_experts(num_rows, x, gate_up, down):
+    if activation.is_gated and takes_experts(num_rows, x, gate_up, down):
         return _HOPPER_W4
     if quantises and num_rows >= _HOPPER_FP8_ROWS and _serves_fp8_on_hopper(gate_up, down, x, activation):
         return _HOPPER_FP8
@@ -87,11 +87,11 @@ def choose_expert_launch(
     )
 
 
-def _serves_fp8_on_hopper(gate_up: ExpertMatrix, down: ExpertMatrix, x: Tensor, activation: GatedActivation) -> bool:
+def _serves_fp8_on_hopper(gate_up: ExpertMatrix, down: ExpertMatrix, x: Tensor, activation: ExpertActivation) -> bool:
     return (
         gate_up.kind == down.kind == "channel"
         and gate_up.bias is down.bias is None
-        and activation.kind != "clamped_swiglu"
+        and activation.kind in ("silu", "gelu_tanh")
         and down.weight.shape[-1] % FP8_BLOCK == gate_up.weight.shape[-1] % FP8_ALIGNMENT == 0
         and x.element_size() == 2
         and x.is_cuda

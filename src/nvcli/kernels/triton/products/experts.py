@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nvcli.kernels.expert_settings import GatedActivation
+from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.expert_types import ExpertMatrix, ExpertScales, ExpertWeights, Routes, W4Scales, matrices
 from nvcli.kernels.fp8_types import Activations, QuantisedRows
 from nvcli.kernels.triton.elementwise.activation import activate
@@ -41,7 +41,7 @@ from nvcli.kernels.whole_numbers import ceil_div
 
 @triton.jit
 def activate_gated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """See `GatedActivation`. float32."""
+    """See `ExpertActivation`, of experts with gates. float32."""
     if KIND == "clamped_swiglu":
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1
@@ -51,7 +51,7 @@ def activate_gated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _experts_kernel(
-    x_ptr,  # GATED: [T, in]; else [T × k, in], in the order of order_ptr
+    x_ptr,  # with an ACTIVATION [T, in]; else [T × k, in], in the order of order_ptr
     x_tiles,  # with HAS_TILES, descriptor of the latter, tiles [ROW_TILE, IN_TILE]
     x_scales_ptr,  # QUANTISED: [T or T × k] float32, or for blocks [T or T × k, groups]
     weight,  # descriptor of [E × ROWS, in], tiles [OUT_TILE, IN_TILE]; in 4 bits [E, ROWS, words] int16
@@ -60,7 +60,7 @@ def _experts_kernel(
     order_ptr,  # [T × k] int32
     items_ptr,  # [N, ITEM_FIELDS] int32
     pair_weights_ptr,  # [T × k] float32, how much each pair counts
-    out_ptr,  # GATED: [T × k, out], in the order of order_ptr; else [k, T, out]; written
+    out_ptr,  # with an ACTIVATION [T × k, out], in the order of order_ptr; else [k, T, out]; written
     num_tokens,
     ITEM_FIELDS: tl.constexpr,
     ROW_TILE: tl.constexpr,
@@ -123,6 +123,7 @@ def _multiply_item(
     weight has ROWS rows: `out`, or if GATED 2 `out`, those of the gate first. Rows behind the item's last are those of
     other experts, or nobody's; their results are not stored."""
     IN_4_BITS: tl.constexpr = KIND == "integer" or KIND == "mxfp4" or KIND == "nvfp4"
+    IS_DOWN: tl.constexpr = ACTIVATION is None
     ROWS: tl.constexpr = 2 * OUT_FEATURES if GATED else OUT_FEATURES
     features = feature + tl.arange(0, OUT_TILE)
     is_feature = features < OUT_FEATURES
@@ -131,7 +132,7 @@ def _multiply_item(
     sorted_rows = (first_row + rows).to(tl.int64)
     pair_ptrs = order_ptr + first_row + rows
     x_rows = sorted_rows
-    if GATED:
+    if not IS_DOWN:
         x_rows = (tl.load(pair_ptrs, mask=is_row, other=0) // EXPERTS_PER_TOKEN).to(tl.int64)
     total, up = multiply_tile(
         x_tiles if HAS_TILES else x_ptr, first_row, x_rows, is_row, x_scales_ptr, weight, expert * ROWS + feature,
@@ -145,10 +146,13 @@ def _multiply_item(
         if GATED:
             up += load_features(bias_ptr + row_features + OUT_FEATURES, is_feature, ROWS_FIRST)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    if GATED:
+    if not IS_DOWN:
         # Rounded where the two-step version stores: both give the same bits but for the order of the sums.
-        total, up = total.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-        total = activate_gated(total, up, ACTIVATION, ALPHA, LIMIT)
+        total = total.to(dtype).to(tl.float32)
+        if GATED:
+            total = activate_gated(total, up.to(dtype).to(tl.float32), ACTIVATION, ALPHA, LIMIT)
+        else:
+            total = tl.where(total <= 0.0, 0.0, total * total)
         out_rows = sorted_rows
     else:
         pairs = tl.load(pair_ptrs, mask=is_row, other=0)
@@ -163,7 +167,7 @@ def apply_experts(
     routes: Routes,
     weights: ExpertWeights,
     scales: ExpertScales | W4Scales | None,
-    activation: GatedActivation,
+    activation: ExpertActivation,
     out: Tensor,
     launch: ExpertLaunch | HopperFP8Launch | HopperW4Launch | None = None,
     *,
@@ -196,7 +200,8 @@ def apply_experts(
             is_gelu=activation.kind == "gelu_tanh",
         )
         return
-    hidden = torch.empty(len(work.order), weights.gate_up.shape[1] // 2, dtype=x.dtype, device=x.device)
+    size = weights.gate_up.shape[1] // (2 if activation.is_gated else 1)
+    hidden = torch.empty(len(work.order), size, dtype=x.dtype, device=x.device)
     if isinstance(launch, HopperW4Launch):
         from nvcli.kernels.triton.products import hopper_w4
 
@@ -222,7 +227,7 @@ def _multiply(
     routes: Routes,
     work: WorkList,
     launch: ExpertTiles,
-    activation: GatedActivation | None,
+    activation: ExpertActivation | None,
     out: Tensor,
 ) -> None:
     """Compute the gate and up projection of every pair with its activation: [T, H] → [T × k, I], sorted by expert; or
@@ -255,7 +260,7 @@ def _multiply(
         OUT_FEATURES=out_features,
         IN_FEATURES=in_features,
         EXPERTS_PER_TOKEN=routes.experts.shape[1],
-        GATED=activation is not None,
+        GATED=activation is not None and activation.is_gated,
         KIND=matrix.kind,
         GROUP=matrix.group,
         NUM_SCALES=0 if scales is None else scales[0].numel(),

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.expert_settings import GatedActivation
+from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.expert_types import ExpertMatrix, Routes
 from nvcli.kernels.triton.launch.descriptors import TILE_BYTES, describe, describe_kept
 from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
@@ -106,7 +106,7 @@ def linear(
     elif out is None:
         out = torch.empty(len(x), out_features, dtype=x.dtype, device=x.device)
     row_tiles = num_parts * ceil_div(len(x), launch.row_tile)
-    activation = None if gate is None else GatedActivation(kind=gate)
+    activation = None if gate is None else ExpertActivation(kind=gate)
     _launch(x, ExpertMatrix(words[None], None, scales, format), out, launch, row_tiles, len(x), activation)
     return out
 
@@ -117,7 +117,7 @@ def multiply_experts(
     routes: Routes,
     work: WorkList,
     launch: HopperW4Launch,
-    activation: GatedActivation | None,
+    activation: ExpertActivation | None,
     out: Tensor,
 ) -> None:
     """Multiply as `experts.py` does, but with rows of x sorted by expert for both projections: [T × k, in]."""
@@ -160,7 +160,7 @@ def _launch(
     launch: HopperW4Launch,
     row_tiles: int,
     num_rows: int,
-    activation: GatedActivation | None,
+    activation: ExpertActivation | None,
     work: WorkList | None = None,
     routes: Routes | None = None,
 ) -> None:
@@ -209,7 +209,7 @@ def _launch(
             is_gated=is_gated,
             is_grouped=work is not None,
             has_bias=bias is not None,
-            activation=activation or GatedActivation(),
+            activation=activation or ExpertActivation(),
             experts_per_token=1 if routes is None else routes.experts.shape[1],
         ),
         num_warps=4,

@@ -27,7 +27,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from nvcli.kernels.expert_settings import GatedActivation
+from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.kernels.triton.launch.hopper_stages import LOADING_REGISTERS, LOADING_WARPS, make_barriers
 from nvcli.kernels.triton.launch.triton_version import reinterpret, tma_load
 from nvcli.kernels.triton.products.expert_groups import ITEM_FIELDS
@@ -58,7 +58,7 @@ class HopperW4Kind:
     is_grouped: bool
     """Whether the rows are those of experts, by their work list."""
     has_bias: bool
-    activation: GatedActivation
+    activation: ExpertActivation
     experts_per_token: int
 
     @property
@@ -235,7 +235,7 @@ def _add_block(
 
 @gluon.jit
 def _activate(gate, up, ACTIVATION: gl.constexpr):
-    """See `GatedActivation`. float32."""
+    """See `ExpertActivation`. float32."""
     argument = gate
     if ACTIVATION.kind == "clamped_swiglu":
         LIMIT: gl.constexpr = ACTIVATION.limit

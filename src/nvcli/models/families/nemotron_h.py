@@ -1,0 +1,139 @@
+"""Nemotron-H (https://arxiv.org/abs/2504.03624) and Nemotron 3: Mamba-2, attention without positions, and MLPs or
+experts without gates, in an order of their own.
+
+In the files each of these blocks is a layer, with a norm before it. Here a layer is a block that mixes tokens with the
+MLP or the experts right behind it, if they follow, so the decoder has fewer layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nvcli.core.validation import show
+from nvcli.kernels.expert_settings import ExpertActivation
+from nvcli.models.checkpoint_layout import CheckpointLayout
+from nvcli.models.families.deepseek_experts import SHARED_EXPERT
+from nvcli.models.families.family import Family
+from nvcli.models.families.mamba import ATTENTION, MAMBA, MambaKeys, check_attention, read_mamba
+from nvcli.models.families.model_file import FULL, LINEAR, MAX_LAYERS, ModelFile
+from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
+from nvcli.models.mixers.experts import ExpertsConfig
+from nvcli.models.mixers.mixer import FeedForward, Mixer, NormConfig
+from nvcli.models.mixers.plain_mlp import PlainMLPConfig
+
+_LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
+"""Kinds of blocks in `hybrid_override_pattern`."""
+_KNOWN = (*ATTENTION, *MAMBA, "mlp", "moe")
+_PREFIXES = ("backbone.", "model.")
+"""Prefixes of names in older and newer files."""
+_BEFORE_MIXER, _BEFORE_MLP = "input_layernorm", "post_attention_layernorm"
+_ALONE = LayerNorms(before_attention=_BEFORE_MIXER, before_mlp=None)
+_KEYS = MambaKeys(
+    heads="mamba_num_heads",
+    head_dim="mamba_head_dim",
+    groups="n_groups",
+    state="ssm_state_size",
+    taps="conv_kernel",
+    conv_bias="use_conv_bias",
+    bias="use_bias",
+    activation="mamba_hidden_act",
+    eps="layer_norm_epsilon",
+)
+
+
+def read_nemotron_h(config: ModelFile) -> DecoderConfig:
+    """Read the blocks of `layers_block_type`, or of the older `hybrid_override_pattern`. Raises LoadError for an order
+    in which an MLP follows no block that mixes tokens."""
+    kinds = _block_kinds(config)
+    bias, eps = config.bias(), config.positive_number("layer_norm_epsilon")
+    attention = config.attention(default_theta=None, rope=lambda _: None, qkv_bias=bias, o_bias=bias)
+    blocks: dict[str, Mixer | FeedForward] = {}
+    for kind in dict.fromkeys(kinds):
+        if kind in ATTENTION:
+            blocks[kind] = attention
+        elif kind in MAMBA:
+            inner_size = config.positive(_KEYS.heads) * config.positive(_KEYS.head_dim)
+            blocks[kind] = read_mamba(config, _KEYS, inner_size=inner_size)
+        else:
+            blocks[kind] = _mlp(config, "intermediate_size") if kind == "mlp" else _experts(config)
+    layers: list[LayerConfig] = []
+    places: list[str] = []
+    for number, kind in enumerate(kinds):
+        block = blocks[kind]
+        if isinstance(block, Mixer):
+            layers.append(LayerConfig(mixer=block, mlp=None, norms=_ALONE))
+        elif isinstance(block, FeedForward) and layers and layers[-1].mlp is None:
+            layers[-1] = LayerConfig(mixer=layers[-1].mixer, mlp=block)
+        else:
+            raise config.error(
+                _key(config), f"block {number} is {kind} behind no block that mixes tokens, which is not supported"
+            )
+        places.append(f"{len(layers) - 1}.{block.name}")
+    return config.decoder(layers, norm=NormConfig(eps=eps), layout=_layout(places))
+
+
+def _key(config: ModelFile) -> str:
+    keys = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+    return next((key for key in keys if config.values.get(key) is not None), keys[-1])
+
+
+def _block_kinds(config: ModelFile) -> Sequence[str]:
+    """Read the kind of each block."""
+    key = _key(config)
+    value = config.values.get(key)
+    kinds = [_LETTERS.get(letter, letter) for letter in value] if isinstance(value, str) else value
+    if not isinstance(kinds, list) or not 0 < len(kinds) <= MAX_LAYERS:
+        raise config.error(key, f"{show(value)} is not a list of blocks, or a text with a letter for each")
+    if others := [kind for kind in kinds if kind not in _KNOWN]:
+        raise config.error(key, f"{show(others[0])} is not supported here; supported: {', '.join(_KNOWN)}")
+    check_attention(config, key, kinds)
+    return kinds
+
+
+def _mlp(config: ModelFile, size_key: str) -> PlainMLPConfig:
+    if (activation := config.get("mlp_hidden_act", str, "relu2")) != "relu2":
+        raise config.error("mlp_hidden_act", f"{show(activation)} is not supported here; supported: relu2")
+    return PlainMLPConfig(
+        intermediate_size=config.positive(size_key), activation="relu2", bias=config.get("mlp_bias", bool, False)
+    )
+
+
+def _experts(config: ModelFile) -> ExpertsConfig:
+    """Read experts without gates, chosen as in DeepSeek-V3, and the shared one."""
+    if config.values.get("moe_latent_size") is not None:
+        raise config.error("moe_latent_size", "experts that compute in a smaller space are not supported")
+    routing = config.routing(
+        keys=("n_routed_experts",),
+        scoring="sigmoid",
+        renormalise=config.get("norm_topk_prob", bool, True),
+        scale=config.positive_number("routed_scaling_factor", 1.0),
+    )
+    return config.experts(
+        config.routing_with_groups(routing),
+        activation=ExpertActivation(kind="relu2"),
+        has_correction=True,
+        shared=_mlp(config, "moe_shared_expert_intermediate_size"),
+    )
+
+
+def _layout(places: Sequence[str]) -> CheckpointLayout:
+    """Return the names in files, for blocks at `places`: layer and name of the block in the decoder."""
+    renamed = [SHARED_EXPERT]
+    for prefix in _PREFIXES:
+        renamed += [(f"{prefix}embeddings.", "model.embed_tokens."), (f"{prefix}norm_f.", "model.norm.")]
+        for number, place in enumerate(places):
+            layer, _, name = place.partition(".")
+            norm = _BEFORE_MLP if name == "mlp" else _BEFORE_MIXER
+            renamed.append((f"{prefix}layers.{number}.mixer.", f"model.layers.{place}."))
+            renamed.append((f"{prefix}layers.{number}.norm.", f"model.layers.{layer}.{norm}."))
+    return CheckpointLayout(renamed=tuple(renamed), left=("mtp.",))
+
+
+NEMOTRON_H = Family(
+    name="Nemotron-H, Nemotron 3",
+    architectures=("NemotronHForCausalLM",),
+    features="Mamba-2 layers, layers of attention, MLPs or experts without a gate, with relu²; not experts in a latent "
+    "space (Nemotron 3 Super)",
+    examples=("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "nvidia/NVIDIA-Nemotron-Nano-9B-v2"),
+    read=read_nemotron_h,
+)
