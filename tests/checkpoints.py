@@ -86,7 +86,7 @@ def write_tiny_model(
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(0.7 + 0.1 * torch.randn(1, generator=generator))
-            elif name.endswith("e_score_correction_bias"):
+            elif name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
         model.get_input_embeddings().weight.mul_(3.0 if embedding_scale is None else embedding_scale)
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=max_shard_size)

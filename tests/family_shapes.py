@@ -178,6 +178,32 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "time_step_min": 1e-9,  # the limit holds for prompts alone in transformers, and in no other implementation
         },
     ),
+    "lfm2": (
+        "Lfm2",
+        {
+            "hidden_size": 64,
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", FULL, "conv", FULL],
+            "block_multiple_of": 16,
+            "block_ffn_dim_multiplier": 1.5,
+            "conv_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "lfm2 moe": (
+        "Lfm2Moe",
+        {
+            "hidden_size": 64,
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", FULL, "conv", FULL],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.5,
+            "tie_word_embeddings": True,
+        },
+    ),
     "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1, 3], "mamba_proj_bias": True}),
     "seed-oss": ("SeedOss", {"attention_out_bias": True, "mlp_bias": True}),
     "cohere 2": (

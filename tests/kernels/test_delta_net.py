@@ -160,7 +160,7 @@ def test_a_request_with_drafts(block_size: int) -> None:
     weight = rand(HEADS.num_channels, 4, seed=7)
     pools = [torch.full((3, 4, 8, 16), 1e3) for _ in range(2)]
     conv_pools = [torch.full((3, 3, HEADS.num_channels), 1e3) for _ in range(2)]
-    kept = KeptInputs.empty(1, 16, (4, 8, 16), HEADS.num_channels, torch.float32, torch.device("cpu"))
+    kept = KeptInputs.empty(1, 16, (4, 8, 16), HEADS.num_channels, 16, torch.float32, torch.device("cpu"))
     table = [2] * (LENGTH // block_size + 4)
 
     def run(number: int, tokens: Tensor, rows: StateRows) -> Tensor:

@@ -85,8 +85,10 @@ def test_causal_conv(step: str, taps: int, dtype: torch.dtype) -> None:
     found_pool, moved = pool.to(DEVICE, copy=True), wide.to(DEVICE)[:, 20:170]
     bias = rand(150, dtype=dtype, seed=3) if taps == 2 else None
     moved_bias = None if bias is None else bias.to(DEVICE)
-    found = causal_conv.causal_conv(moved, weight.to(DEVICE), found_pool, on_device(rows), bias=moved_bias)
-    expected = conv_reference.causal_conv(x, weight, pool, rows, bias=bias)
+    found = causal_conv.causal_conv(
+        moved, weight.to(DEVICE), found_pool, on_device(rows), bias=moved_bias, activates=taps > 2
+    )
+    expected = conv_reference.causal_conv(x, weight, pool, rows, bias=bias, activates=taps > 2)
     assert_close(found, expected, dtype)
     assert torch.equal(found_pool.cpu()[1:], pool[1:])
 
@@ -138,7 +140,7 @@ def test_rows_with_drafts(step: str, heads: RecurrentHeads, dtype: torch.dtype) 
     def run(device: torch.device, conv: Any, rule: Any, advance: Any) -> list[Tensor]:
         moved = on_device(rows) if device == DEVICE else rows
         conv_pool, pool = (tensor.to(device, copy=True) for tensor in (conv_pools, pools))
-        kept = KeptInputs.empty(2, num_tokens + 2, state, channels, dtype, device)
+        kept = KeptInputs.empty(2, num_tokens + 2, state, channels, heads.num_key_heads * heads.key_dim, dtype, device)
         gates = gates_of(heads, both.to(device), of_heads.to(device))
         outs = []
         for layer in range(2):

@@ -25,6 +25,7 @@ class KeptStates:
                 max_tokens,
                 state.recurrent_shape,
                 state.conv_shape[1],
+                state.key_size,
                 spec.dtype,
                 device,
             )

@@ -68,7 +68,7 @@ class StateSpec:
     conv_shape: tuple[int, int]
     """(last inputs, channels) of the layer's convolution, kept in the model's type."""
     recurrent_shape: tuple[int, int, int]
-    """(heads, key size, value size), kept in float32."""
+    """(heads, key size, value size), kept in float32; zeros for layers that only keep the convolution's inputs."""
     has_unit_keys: bool = True
     """Whether states are written along keys of length 1, as delta nets do."""
     kv_group: int = 0
@@ -76,6 +76,13 @@ class StateSpec:
     is_state: ClassVar[bool] = True
     window: ClassVar[int] = 2
     """A token continues from the state after the previous one, as with a window of two tokens."""
+
+    @property
+    def key_size(self) -> int:
+        """The size of a token's keys, of which the convolution's channels have two, queries and keys, besides the
+        values; 0 without a recurrent state."""
+        num_heads, _, value_dim = self.recurrent_shape
+        return (self.conv_shape[1] - num_heads * value_dim) // 2 if num_heads else 0
 
     def num_bytes(self, element_bytes: int) -> int:
         """The bytes of the state at this element size, padding included."""
@@ -85,9 +92,7 @@ class StateSpec:
     def kept_bytes(self, element_bytes: int) -> int:
         """The bytes that a layer keeps of each token of rows with drafts (`kernels/kept_inputs.py`)."""
         num_heads, _, value_dim = self.recurrent_shape
-        num_channels = self.conv_shape[1]
-        key_size = (num_channels - num_heads * value_dim) // 2
-        return element_bytes * (num_channels + key_size) + 4 * num_heads * (value_dim + 1)
+        return element_bytes * (self.conv_shape[1] + self.key_size) + 4 * num_heads * (value_dim + 1)
 
     def block_bytes(self, block_size: int, dtype: KVDtype, kv_dtype: KVDtype) -> int:
         """The bytes of a layer's state in a block; each block has one."""

@@ -30,9 +30,9 @@ def advance_states(
         return
     starts, sources, seq_lens = rows.query_start_loc.tolist(), rows.sources().tolist(), rows.seq_lens.tolist()
     num_layers, _, num_heads, key_dim, _ = pool.shape
-    keys = kept.keys.float().view(*kept.keys.shape[:2], -1, key_dim)
+    keys = kept.keys.float().view(*kept.keys.shape[:2], num_heads and kept.keys.shape[2] // key_dim, key_dim)
     keys = unit_length(keys) if has_unit_keys else keys
-    keys = keys.repeat_interleave(num_heads // keys.shape[2], dim=2)
+    keys = keys.repeat_interleave(num_heads // max(1, keys.shape[2]), dim=2)
     for row, count in enumerate(counts[: rows.num_draft_rows].tolist()):
         start, source = starts[row], sources[row]
         before = seq_lens[row] - (starts[row + 1] - start)

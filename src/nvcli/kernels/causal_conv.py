@@ -1,5 +1,5 @@
-"""The short causal convolution of a recurrent layer, over each channel by itself, then SiLU. Plain torch is the
-reference; CUDA tensors take the Triton kernels, which are tested against it.
+"""The short causal convolution of a recurrent layer, over each channel by itself, then SiLU or nothing. Plain torch is
+the reference; CUDA tensors take the Triton kernels, which are tested against it.
 
 Its state is the last K - 1 inputs of a request. Shapes: T tokens, C channels, K taps, R rows.
 """
@@ -21,9 +21,11 @@ def causal_conv(
     rows: StateRows,
     kept: KeptInputs | None = None,
     bias: Tensor | None = None,
+    *,
+    activates: bool = True,
 ) -> Tensor:
-    """Compute silu(Σ weight[:, i] × input i - (K - 1), plus the bias [C]) of each token, and store the last inputs of
-    each row.
+    """Compute silu(Σ weight[:, i] × input i - (K - 1), plus the bias [C]) of each token, or the sum itself unless it
+    `activates`, and store the last inputs of each row.
 
     x: [T, C], rows may be strided; weight: [C, K], the last tap is the token's own; pool: [num_blocks, K - 1, C], the
     inputs of each block's last tokens, the latest last, written → [T, C]. Tokens that belong to no row get zeros. The
@@ -32,22 +34,23 @@ def causal_conv(
     if x.is_cuda:
         from nvcli.kernels.triton.recurrent import causal_conv as kernels
 
-        return kernels.causal_conv(x, weight, pool, rows, kept, bias)
+        return kernels.causal_conv(x, weight, pool, rows, kept, bias, activates=activates)
     num_single, history = rows.num_single_rows, pool.shape[1]
+    activate = F.silu if activates else torch.clone
     taps, constant = weight.float().T, 0.0 if bias is None else bias.float()
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     if num_single:
         sources, targets = rows.sources()[:num_single], rows.targets()
         before = torch.where((sources > 0)[:, None, None], pool[sources], 0)
         inputs = torch.cat((before.to(x.dtype), x[:num_single].unsqueeze(1)), dim=1)  # [R, K, C]
-        out[:num_single] = F.silu((inputs.float() * taps).sum(1) + constant)
+        out[:num_single] = activate((inputs.float() * taps).sum(1) + constant)
         pool[targets] = inputs[:, 1:].to(pool.dtype)
     for start, end, source in rows.draft_spans():
         assert kept is not None
         before = torch.zeros_like(pool[0]) if source is None else pool[source]
         inputs = torch.cat((before.to(x.dtype), x[start:end]))  # [K - 1 + span, C]
         windows = inputs.unfold(0, history + 1, 1).transpose(1, 2)  # [span, K, C]
-        out[start:end] = F.silu((windows.float() * taps).sum(1) + constant)
+        out[start:end] = activate((windows.float() * taps).sum(1) + constant)
         kept.inputs[start:end] = x[start:end]
     before = torch.zeros_like(pool[0])
     for start, end, begins_row, source, target in rows.spans():
@@ -55,7 +58,7 @@ def causal_conv(
             before = torch.zeros_like(pool[0]) if source is None else pool[source]
         inputs = torch.cat((before.to(x.dtype), x[start:end]))  # [K - 1 + span, C]
         convolved = F.conv1d(inputs.float().T, weight.float().unsqueeze(1), groups=len(weight))
-        out[start:end] = F.silu(convolved.T + constant)
+        out[start:end] = activate(convolved.T + constant)
         before = inputs[len(inputs) - history :]
         if target:
             pool[target] = before.to(pool.dtype)

@@ -41,12 +41,13 @@ class KeptInputs(NamedTuple):
         num_tokens: int,
         recurrent_shape: tuple[int, int, int],
         num_channels: int,
+        key_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> KeptInputs:
-        """Allocate the kept data of `num_layers` layers, whose states have the shape (Hv, Dk, Dv)."""
+        """Allocate the kept data of `num_layers` layers, whose states have the shape (Hv, Dk, Dv); `key_size` is the
+        size of a token's keys."""
         num_heads, _, value_dim = recurrent_shape
-        key_size = (num_channels - num_heads * value_dim) // 2
 
         def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(num_layers, num_tokens, *shape, dtype=dtype, device=device)

@@ -19,6 +19,7 @@ FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "in_proj": ("in_proj_z", "in_proj_x", "in_proj_B", "in_proj_C", "in_proj_dt"),
+    "bcx_proj": ("b_proj", "c_proj", "x_proj"),
     "conv1d": ("conv1d_x", "conv1d_B", "conv1d_C"),
 }
 """Projections that files may hold as one tensor, which concatenates their rows."""

@@ -220,6 +220,7 @@ def few_tokens_requests() -> list[Request]:
 TWO_LAYERS = {
     "qwen 3.5": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     "bamba": {"num_hidden_layers": 2, "attn_layer_indices": [1]},
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
 }
 """Families with recurrent states."""
 

@@ -133,27 +133,28 @@ def advance_states(
     assert pool[0, 0].is_contiguous()
     assert conv_pool[0, 0].is_contiguous()
     tensors = RowTensors.of(rows)
-    tile = min(_TILE, next_power_of_2(value_dim))
-    _advance_kernel[num_heads * ceil_div(value_dim, tile), num_rows, num_layers](
-        kept.keys,
-        kept.written,
-        kept.decay,
-        pool,
-        tensors,
-        counts,
-        num_tokens,
-        pool.stride(0),
-        pool.stride(1),
-        BLOCK_SIZE=rows.block_size,
-        KEY_HEADS=kept.keys.shape[2] // key_dim,
-        VALUE_HEADS=num_heads,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        KEY_TILE=next_power_of_2(key_dim),
-        VALUE_TILE=tile,
-        UNIT_KEYS=has_unit_keys,
-        num_warps=_WARPS,
-    )
+    if pool.numel():
+        tile = min(_TILE, next_power_of_2(value_dim))
+        _advance_kernel[num_heads * ceil_div(value_dim, tile), num_rows, num_layers](
+            kept.keys,
+            kept.written,
+            kept.decay,
+            pool,
+            tensors,
+            counts,
+            num_tokens,
+            pool.stride(0),
+            pool.stride(1),
+            BLOCK_SIZE=rows.block_size,
+            KEY_HEADS=kept.keys.shape[2] // key_dim,
+            VALUE_HEADS=num_heads,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            KEY_TILE=next_power_of_2(key_dim),
+            VALUE_TILE=tile,
+            UNIT_KEYS=has_unit_keys,
+            num_warps=_WARPS,
+        )
     channels = min(_CHANNELS, next_power_of_2(num_channels))
     _advance_inputs_kernel[ceil_div(num_channels, channels), num_rows, num_layers](
         kept.inputs,

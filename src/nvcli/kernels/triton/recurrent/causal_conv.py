@@ -50,6 +50,7 @@ def _step_kernel(
     NUM_CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    ACTIVATES: tl.constexpr,
     TAPS_TILE: tl.constexpr,
     CHANNELS: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -68,7 +69,7 @@ def _step_kernel(
     weight = tl.load(weight_ptr + channel * TAPS + tap, mask=inside & (tap < TAPS), other=0.0)
     total = tl.sum(value.to(tl.float32) * weight.to(tl.float32), 0)[None, :]
     total += _bias_of(bias_ptr, channel, inside)
-    out = total * tl.sigmoid(total)
+    out = total * tl.sigmoid(total) if ACTIVATES else total
     out_ptr += token.to(tl.int64) * NUM_CHANNELS + channel
     tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=inside)
     # Input i becomes entry i - 1 of the next state. A row may write to the block that it read, hence the barrier.
@@ -91,6 +92,7 @@ def _draft_kernel(
     NUM_CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    ACTIVATES: tl.constexpr,
     TAPS_TILE: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
@@ -111,7 +113,7 @@ def _draft_kernel(
         own = tl.load(x_ptr + at * x_stride + channel, mask=is_own, other=0.0)
         value = tl.where(place >= TAPS - 1, own.to(before.dtype), before)
         total = tl.sum(value.to(tl.float32) * weight, 0)[None, :] + bias
-        out = total * tl.sigmoid(total)
+        out = total * tl.sigmoid(total) if ACTIVATES else total
         places = (start.to(tl.int64) + index) * NUM_CHANNELS + channel
         tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=inside)
         tl.store(kept_ptr + places + 0 * tap, own, mask=is_own & (tap == TAPS - 1))
@@ -147,6 +149,7 @@ def _chunk_kernel(
     NUM_CHANNELS: tl.constexpr,
     TAPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    ACTIVATES: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
@@ -183,7 +186,7 @@ def _chunk_kernel(
             )
             weight = tl.load(weight_ptr + channel * TAPS + tap, mask=in_channels, other=0.0)
             total += value.to(tl.float32) * weight.to(tl.float32)
-    out = tl.where(is_token[:, None], total * tl.sigmoid(total), 0.0)
+    out = tl.where(is_token[:, None], total * tl.sigmoid(total) if ACTIVATES else total, 0.0)
     out_ptrs = out_ptr + token[:, None].to(tl.int64) * NUM_CHANNELS + channel
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=(token < num_tokens)[:, None] & in_channels)
 
@@ -234,6 +237,8 @@ def causal_conv(
     rows: StateRows,
     kept: KeptInputs | None = None,
     bias: Tensor | None = None,
+    *,
+    activates: bool = True,
 ) -> Tensor:
     """See `nvcli.kernels.causal_conv.causal_conv`."""
     num_channels, taps = weight.shape
@@ -256,6 +261,7 @@ def causal_conv(
             tensors,
             *strides,
             **sizes,
+            ACTIVATES=activates,
             TAPS_TILE=next_power_of_2(taps),
             CHANNELS=_STEP_CHANNELS,
             **dependent(x.device),
@@ -273,6 +279,7 @@ def causal_conv(
             tensors,
             *strides,
             **sizes,
+            ACTIVATES=activates,
             TAPS_TILE=next_power_of_2(taps),
             CHANNELS=_DRAFT_CHANNELS,
         )
@@ -291,6 +298,7 @@ def causal_conv(
             len(x),
             *strides,
             **sizes,
+            ACTIVATES=activates,
             TOKENS=_TOKENS,
             CHANNELS=_CHANNELS,
         )

@@ -1,0 +1,97 @@
+"""LFM2 (https://arxiv.org/abs/2511.23404): gated short convolutions in most layers, attention in the others, each with
+a gated MLP or, in LFM2-MoE, with experts in all but the first layers."""
+
+from __future__ import annotations
+
+from nvcli.core.validation import show
+from nvcli.models.checkpoint_layout import CheckpointLayout
+from nvcli.models.families.family import Family
+from nvcli.models.families.model_file import FULL, ModelFile
+from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
+from nvcli.models.mixers.mixer import FeedForward, Mixer, NormConfig
+from nvcli.models.mixers.short_conv import ShortConvConfig
+
+_CONV = "conv"
+_MAX_TAPS = 16
+"""The most tokens that a convolution reads; more than any model's does."""
+_LAYOUT = CheckpointLayout(
+    renamed=(
+        (".feed_forward.expert_bias", ".mlp.gate.e_score_correction_bias"),
+        (".feed_forward.", ".mlp."),
+        (".w1.", ".gate_proj."),
+        (".w3.", ".up_proj."),
+        (".w2.", ".down_proj."),
+        (".self_attn.out_proj.", ".self_attn.o_proj."),
+        (".q_layernorm.", ".q_norm."),
+        (".k_layernorm.", ".k_norm."),
+        (".conv.in_proj.", ".conv.bcx_proj."),
+        ("model.embedding_norm.", "model.norm."),
+    )
+)
+_NORMS = LayerNorms(before_attention="operator_norm", before_mlp="ffn_norm")
+
+
+def read_lfm2(config: ModelFile) -> DecoderConfig:
+    """Read a dense model, whose MLPs may be smaller than `intermediate_size` says."""
+    size = config.positive("block_ff_dim" if config.values.get("block_ff_dim") is not None else "intermediate_size")
+    if config.get("block_auto_adjust_ff_dim", bool, True):
+        unit = config.positive("block_multiple_of") if config.values.get("block_multiple_of") is not None else 256
+        size = int(config.positive_number("block_ffn_dim_multiplier", 1.0) * (2 * size // 3))
+        size = -(-size // unit) * unit
+    mlp = config.with_values({**config.values, "intermediate_size": size}).mlp()
+    return _read(config, [mlp] * config.num_layers())
+
+
+def read_lfm2_moe(config: ModelFile) -> DecoderConfig:
+    """Read a mixture of experts, chosen by sigmoid scores with a correction."""
+    routing = config.routing(
+        scoring="sigmoid",
+        renormalise=config.get("norm_topk_prob", bool, True),
+        scale=config.positive_number("routed_scaling_factor", 1.0),
+    )
+    experts = config.experts(routing, has_correction=config.get("use_expert_bias", bool, True))
+    first, dense = config.get("num_dense_layers", int, 2), config.mlp()
+    return _read(config, [dense if number < first else experts for number in range(config.num_layers())])
+
+
+def _read(config: ModelFile, mlps: list[FeedForward]) -> DecoderConfig:
+    attention = config.attention(default_theta=1_000_000.0, qk_norm="head")
+    conv = ShortConvConfig(
+        num_channels=config.positive("hidden_size"),
+        conv_taps=config.positive("conv_L_cache", least=2, most=_MAX_TAPS),
+        bias=config.get("conv_bias", bool, False),
+    )
+    mixers: list[Mixer] = [attention if kind == FULL else conv for kind in _layer_types(config)]
+    layers = [LayerConfig(mixer=mixer, mlp=mlp, norms=_NORMS) for mixer, mlp in zip(mixers, mlps, strict=True)]
+    return config.decoder(layers, norm=NormConfig(eps=config.positive_number("norm_eps", 1e-5)), layout=_LAYOUT)
+
+
+def _layer_types(config: ModelFile) -> list[str]:
+    """Read which layers have attention: from `layer_types`, or in older files from `full_attn_idxs`."""
+    types = config.layer_types(supported=(FULL, _CONV))
+    if types is None:
+        indices = config.values.get("full_attn_idxs")
+        if not isinstance(indices, list):
+            raise config.error("full_attn_idxs", f"{show(indices)} is not a list of layers")
+        types = [FULL if number in indices else _CONV for number in range(config.num_layers())]
+    if FULL not in types:
+        raise config.error("layer_types", f"{show(types)} has no layer of full attention")
+    return types
+
+
+LFM2 = Family(
+    name="LFM2",
+    architectures=("Lfm2ForCausalLM",),
+    features="gated short convolutions between layers of attention",
+    examples=("LiquidAI/LFM2-1.2B", "LiquidAI/LFM2-2.6B"),
+    read=read_lfm2,
+    ties_embeddings=True,
+)
+LFM2_MOE = Family(
+    name="LFM2 MoE",
+    architectures=("Lfm2MoeForCausalLM",),
+    features="gated short convolutions between layers of attention; a mixture of experts",
+    examples=("LiquidAI/LFM2-8B-A1B",),
+    read=read_lfm2_moe,
+    ties_embeddings=True,
+)

@@ -1,0 +1,68 @@
+"""ShortConvConfig: a gated short convolution (LFM2, https://arxiv.org/abs/2511.23404). `models/short_conv.py` computes
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from nvcli.attention.kv_layout import KVDtype
+from nvcli.attention.spec import StateSpec
+from nvcli.core.config_types import KeptWeights
+from nvcli.models.mixers.mixer import LayerContext, Mixer, MixerCosts, Piece, Ranks
+from nvcli.models.tensor_spec import DTYPE_BYTES, FUSED, Sharding, StoredDtype, TensorSpec, matrix, with_bias
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvConfig(Mixer):
+    """A short convolution between two gates in place of attention: it keeps its last inputs, and no keys and values."""
+
+    name: ClassVar[str] = "conv"
+    module: ClassVar[str] = "nvcli.models.short_conv:ShortConv"
+    num_channels: int
+    """The hidden size."""
+    conv_taps: int
+    """The number of tokens that the convolution reads: the token itself, and those right before it."""
+    bias: bool = False
+    """Whether the projections and the convolution have biases."""
+
+    @property
+    def batch_dependence(self) -> str | None:
+        return "layers with a recurrent state, which prompts and decode steps compute in other orders"
+
+    def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> StateSpec:
+        channels = self.num_channels // tensor_parallel_size
+        return StateSpec(conv_shape=(self.conv_taps - 1, channels), recurrent_shape=(0, 0, 0), kv_group=kv_group)
+
+    def costs(self, num_layers: int, dtype: StoredDtype, kv_dtype: KVDtype, tensor_parallel_size: int) -> MixerCosts:
+        spec = self.kv_spec(tensor_parallel_size)
+        return MixerCosts(
+            state_bytes=num_layers * spec.num_bytes(DTYPE_BYTES[dtype]),
+            flops_per_token=num_layers * 2 * self.conv_taps * spec.conv_shape[1],
+        )
+
+    def check(self, ranks: Ranks) -> Iterator[str]:
+        if self.num_channels % ranks.size:
+            yield f"{self.num_channels} channels of convolutions do not divide by {ranks.size}"
+
+    def pieces(self, ranks: Ranks) -> Iterator[Piece]:
+        size = self.num_channels // ranks.size
+        yield Piece("in_proj and out_proj", size, "out_proj", 3 * size)
+
+    def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
+        return 2 * hidden_size + 6 * self.num_channels // ranks.size
+
+    def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
+        hidden, dtype, size, fused = context.hidden_size, context.dtype, self.num_channels, FUSED["bcx_proj"]
+        for name in fused:
+            weight = matrix(f"{path}.{name}", (size, hidden), Sharding.ROWS, dtype, "attention", fused)
+            yield from with_bias(weight, bias=self.bias)
+        taps = matrix(f"{path}.conv", (size, 1, self.conv_taps), Sharding.ROWS, dtype, "attention")
+        yield taps
+        if self.bias:
+            yield TensorSpec(
+                name=f"{path}.conv.bias", shape=(size,), sharding=Sharding.ROWS, dtype=dtype, part="attention"
+            )
+        out_proj = matrix(f"{path}.out_proj", (hidden, size), Sharding.COLUMNS, dtype, "attention", ("out_proj",))
+        yield from with_bias(out_proj, bias=self.bias)
