@@ -133,6 +133,10 @@ def test_internlm3_has_names_of_its_own_for_biases(tmp_path: Path) -> None:
     assert (attention_of(config).qkv_bias, attention_of(config).o_bias) == (True, False)
 
 
+BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_expand": 2, "mamba_d_state": 8}
+NEMOTRON_H = {"layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2"}
+
+
 @pytest.mark.parametrize(
     ("architecture", "values", "parts"),
     [
@@ -157,7 +161,27 @@ def test_internlm3_has_names_of_its_own_for_biases(tmp_path: Path) -> None:
             },
             ["`rope_parameters`", "keys are values"],
         ),
-        ("GraniteMoeHybridForCausalLM", {"layer_types": ["mamba", "attention"]}, ["`layer_types`", "mamba"]),
+        (
+            "GraniteMoeHybridForCausalLM",
+            {"layer_types": ["mamba", "mamba"]},
+            ["`layer_types`", "no layer has attention"],
+        ),
+        (
+            "BambaForCausalLM",
+            {**BAMBA, "attn_layer_indices": [1], "time_step_limit": [0.001, 0.1]},
+            ["`time_step_limit`", "0.001"],
+        ),
+        (
+            "BambaForCausalLM",
+            {**BAMBA, "attn_layer_indices": [1], "mamba_d_head": 5},
+            ["`mamba_d_head`", "of 5 do not"],
+        ),
+        ("NemotronHForCausalLM", {**NEMOTRON_H, "hybrid_override_pattern": "-*"}, ["block 0 is mlp"]),
+        (
+            "NemotronHForCausalLM",
+            {**NEMOTRON_H, "hybrid_override_pattern": "*E", "moe_latent_size": 8},
+            ["`moe_latent_size`"],
+        ),
         ("GraniteForCausalLM", {"residual_multiplier": 0}, ["`residual_multiplier`", "0"]),
         ("Cohere2ForCausalLM", {"logit_scale": -1}, ["`logit_scale`", "-1"]),
         ("StableLmForCausalLM", {"qk_layernorm": True}, ["`qk_layernorm`", "a norm of its own"]),

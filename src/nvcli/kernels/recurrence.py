@@ -18,7 +18,7 @@ from nvcli.kernels.state_rows import StateRows
 
 
 class RecurrentInputs(NamedTuple):
-    """What a rule reads of tokens, float32."""
+    """The inputs of a rule, float32."""
 
     q: Tensor
     """[T, Hv, Dk]."""

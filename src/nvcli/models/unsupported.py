@@ -99,7 +99,7 @@ def _kind(name: str, values: Mapping[str, Any]) -> str | None:
     if kind is not None:
         return f"it is {kind}, and nvcli serves decoders that generate text"
     if any(key.startswith(("mamba_", "ssm_", "state_size")) for key in values):
-        return "its layers have the recurrent states of Mamba, which nvcli does not compute"
+        return "it has Mamba layers of a kind that nvcli does not compute"
     if "index_topk" in values:
         return "its tokens attend to a sparse choice of keys (DSA), which nvcli does not compute"
     if "kv_lora_rank" in values:

@@ -1,4 +1,4 @@
-"""What families with layers of Mamba-2 (https://arxiv.org/abs/2405.21060) share: how config.json describes them."""
+"""Reads layers of Mamba-2 (https://arxiv.org/abs/2405.21060) from config.json, for all families that have them."""
 
 from __future__ import annotations
 
