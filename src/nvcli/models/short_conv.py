@@ -5,7 +5,7 @@ Shapes: T tokens, H hidden, C channels of this rank.
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import StateSpec
@@ -33,7 +33,7 @@ class ShortConv(TokenMixer):
         self.spec = spec
         self.cache_layer = cache_layer
         self.in_proj = ColumnParallelLinear(build, f"{path}.bcx_proj", ("b_proj", "c_proj", "x_proj"))
-        self.conv = TensorShards(build, {name: f"{path}.conv.{name}" for name in ("weight", "bias")})
+        self.conv = Taps(build, {name: f"{path}.conv.{name}" for name in ("weight", "bias")})
         self.o_proj = RowParallelLinear(build, f"{path}.out_proj")
 
     @property
@@ -51,3 +51,9 @@ class ShortConv(TokenMixer):
         taps = self.conv.weight.squeeze(1)
         convolved = causal_conv(before * values, taps, pool, rows, kept, self.conv.bias, activates=False)
         return convolved.mul_(after)
+
+
+class Taps(TensorShards):
+    """The convolution's taps for this rank's channels, [C, 1, taps], and its bias [C] if it has one."""
+
+    bias: nn.Parameter | None
