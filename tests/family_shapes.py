@@ -178,6 +178,30 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "time_step_min": 1e-9,  # the limit holds for prompts alone in transformers, and in no other implementation
         },
     ),
+    "falcon-h1": (
+        "FalconH1",
+        {
+            **MAMBA,
+            "num_hidden_layers": 3,
+            "mamba_d_ssm": 48,
+            "mamba_n_heads": 6,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": True,
+            "embedding_multiplier": 1.5,
+            "lm_head_multiplier": 0.5,
+            "mlp_multipliers": [0.8, 1.3],
+            "key_multiplier": 0.6,
+            "attention_in_multiplier": 1.2,
+            "attention_out_multiplier": 0.7,
+            "ssm_in_multiplier": 1.1,
+            "ssm_multipliers": [0.9, 1.2, 0.8, 1.1, 0.7],
+            "ssm_out_multiplier": 1.4,
+        },
+    ),
+    "falcon-h1 without norms": (
+        "FalconH1",
+        {**MAMBA, "mamba_d_ssm": 64, "num_hidden_layers": 2, "tie_word_embeddings": True},
+    ),
     "lfm2": (
         "Lfm2",
         {

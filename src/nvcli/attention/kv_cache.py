@@ -63,8 +63,10 @@ class KVCacheSpec:
         dtype: torch.dtype,
         kv_dtype: torch.dtype | None = None,
     ) -> KVCacheSpec:
-        """Make the cache of a rank's layers. A group without layers takes no space in a block."""
-        first = [layers[group[0]] if group else None for group in group_layers]
+        """Make the cache of a rank's layers, each with one spec or several. A group without layers takes no space in a
+        block."""
+        of_group = {spec.kv_group: spec for spec in layers}
+        first = [of_group[number] if group else None for number, group in enumerate(group_layers)]
         heads = tuple(
             (spec.num_kv_heads, spec.head_dim) if isinstance(spec, AttentionSpec) else (0, 0) for spec in first
         )

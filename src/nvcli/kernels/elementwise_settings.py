@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-GateFunction = Literal["sigmoid", "softplus"]
+GateFunction = Literal["sigmoid", "softplus", "silu"]
 """The function that makes factors of gates."""
 PlainActivation = Literal["relu2", "gelu_tanh", "xielu"]
 """The activation of an MLP without a gate. `relu2` is relu(x)² (https://arxiv.org/abs/2109.08668), `gelu_tanh` is GELU

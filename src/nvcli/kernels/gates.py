@@ -21,7 +21,10 @@ def gate_values(values: Tensor, gates: Tensor, function: GateFunction = "sigmoid
         from nvcli.kernels.triton.elementwise import gates as kernels
 
         return kernels.gate_values(values, gates, function)
-    factors = gates.sigmoid() if function == "sigmoid" else F.softplus(gates.float()).to(values.dtype)
+    if function == "sigmoid":
+        factors = gates.sigmoid()
+    else:
+        factors = (F.softplus if function == "softplus" else F.silu)(gates.float()).to(values.dtype)
     values.view(*gates.shape, -1).mul_(factors.unsqueeze(-1))
     return values
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ class Decoder(nn.Module):
         of_head = () if config.draft_head is None else config.draft_head.mixers
         mixers = *(layers[number].mixer for number in numbers), *of_head
         self.rotary = RotaryTables((mixer.rotation for mixer in mixers), build.max_positions)
-        specs = layer_specs(config, build.group.size, stage)[: len(numbers)]
+        specs = iter(layer_specs(config, build.group.size, stage))
         self.layers = nn.ModuleDict(
             {
                 str(number): DecoderLayer(
@@ -50,11 +51,11 @@ class Decoder(nn.Module):
                     f"model.layers.{number}",
                     layers[number],
                     decoder.norm,
-                    spec,
+                    list(islice(specs, len(layers[number].mixers))),
                     owners[number] - numbers.start,
                     has_input=inputs is not None,
                 )
-                for number, spec in zip(numbers, specs, strict=True)
+                for number in numbers
             }
         )
         # After a norm of the block's output, `delta` is identical on all ranks and need not be summed.
@@ -187,13 +188,13 @@ class CausalLM(nn.Module):
 
     @property
     def mixers(self) -> tuple[TokenMixer, ...]:
-        """The token mixer of each layer of this rank."""
-        return tuple(module for module in self.modules() if isinstance(module, TokenMixer))
+        """The first token mixer of each layer of this rank."""
+        return tuple(layer.mixer for layer in self.model.layers.values())
 
     @property
     def cache_layers(self) -> tuple[CacheSpec, ...]:
-        """Each layer's part of the KV cache on this rank, in layer order."""
-        return tuple(mixer.spec for mixer in self.mixers)
+        """The parts of the KV cache on this rank that mixers have, in layer order."""
+        return tuple(module.spec for module in self.modules() if isinstance(module, TokenMixer))
 
     @property
     def attention_kinds(self) -> tuple[AttentionSpec, ...]:

@@ -84,10 +84,10 @@ class ModelConfig:
         return self.decoder.layers
 
     @property
-    def mixers(self) -> tuple[Mixer, ...]:
-        """The token mixer of each layer, and of the draft head's layers behind them: the layers of the KV cache."""
-        head = self.draft_head
-        return (*(layer.mixer for layer in self.layers), *(() if head is None else head.mixers))
+    def mixers(self) -> tuple[tuple[Mixer, ...], ...]:
+        """The token mixers of each layer, and of the draft head's layers behind them: the layers of the KV cache."""
+        of_head = () if self.draft_head is None else self.draft_head.mixers
+        return (*(layer.mixers for layer in self.layers), *((mixer,) for mixer in of_head))
 
     @property
     def fp8_scaling(self) -> FP8Scaling:

@@ -3,6 +3,8 @@ where its norms are."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
@@ -24,12 +26,13 @@ class DecoderLayer(nn.Module):
         path: str,
         config: LayerConfig,
         norm: NormConfig,
-        spec: CacheSpec,
+        specs: Sequence[CacheSpec],
         cache_layer: int,
         *,
         has_input: bool,
     ) -> None:
-        """Build the layer. `has_input`: whether it has an input besides the residual stream."""
+        """Build the layer. `specs`: those of its mixers; `has_input`: whether it has an input besides the residual
+        stream."""
         super().__init__()
         self.group = build.group
         self.is_parallel = config.is_parallel
@@ -43,7 +46,10 @@ class DecoderLayer(nn.Module):
 
         norms = config.norms
         self.before_attention = before(norms.before_attention, norms.after_mlp)
-        self.mixer: TokenMixer = config.mixer.build(build, path, norm, spec, cache_layer)
+        self.mixer: TokenMixer = config.mixer.build(build, path, norm, specs[0], cache_layer)
+        self.beside: TokenMixer | None = None
+        if config.beside is not None:
+            self.beside = config.beside.build(build, path, norm, specs[1], cache_layer)
         self.after_attention = after(norms.after_attention)
         self.before_mlp = before(norms.before_mlp, norms.after_attention)
         self.mlp: FeedForward | None = None if config.mlp is None else config.mlp.build(build, path, norm)
@@ -52,7 +58,8 @@ class DecoderLayer(nn.Module):
         self.gives_stream = self.after_mlp is None or is_summed
         if not self.is_parallel:  # norms quantise for the projections behind them, where nothing else reads the result
             for input_norm, block in ((self.before_attention, self.mixer), (self.before_mlp, self.mlp)):
-                if input_norm is not None and block is not None and block.input_proj is not None:
+                is_only_reader = block is not self.mixer or self.beside is None
+                if input_norm is not None and block is not None and is_only_reader and block.input_proj is not None:
                     input_norm.quantise_for(block.input_proj)
         self.input = LayerInput(build, path, norm) if has_input else None
         self.scalar = Scalar(build, f"{path}.layer_scalar") if config.has_scalar else None
@@ -74,11 +81,13 @@ class DecoderLayer(nn.Module):
         if stream is not None:
             stream.copy_(self.group.whole_residual(residual))
         mixed = self.mixer(x, angles, batch)
+        other = None if self.beside is None else self.beside(x, angles, batch)
         adapters = None if batch.adapters is None else batch.adapters.tokens if rows is None else batch.adapters.kept
         if rows is not None:
             if len(rows) == 0:
                 return None, residual[rows]
             mixed = mixed[rows]
+            other = None if other is None else other[rows]
             if self.is_parallel:
                 assert isinstance(x, Tensor)
                 x = x[rows]
@@ -86,8 +95,14 @@ class DecoderLayer(nn.Module):
         if self.is_parallel:
             assert self.mlp is not None
             return _add_part(self.mlp(x, None, adapters), self.mixer.o_proj.part(mixed, None, adapters)), residual
-        delta = self.mixer.o_proj(mixed, residual if self.after_attention is None else None, adapters)
-        del mixed  # the MLP can reuse its memory
+        stream = residual if self.after_attention is None else None
+        delta = self.mixer.o_proj(mixed, stream, adapters)
+        if self.beside is not None and other is not None:
+            if delta is None:
+                delta = self.beside.o_proj(other, stream, adapters)
+            else:
+                delta = _add_part(delta, self.beside.o_proj.part(other, None, adapters))
+        del mixed, other  # the MLP can reuse their memory
         if self.after_attention is not None:
             delta = self.after_attention(delta, residual)
         if self.mlp is not None:

@@ -6,7 +6,7 @@ checkpoints against it, and memory plans, limits and layouts add it up (`nvcli.s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
@@ -28,7 +28,7 @@ def model_tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage = WHOLE)
 
     With a tied LM head the last of several stages needs the embedding, as its LM head.
     """
-    tensors = tuple(_tensors(config, dtype, stage))
+    tensors = tuple(_with_factors(_tensors(config, dtype, stage), dict(config.decoder.weight_factors)))
     return tensors if config.quantization == "none" else tuple(_quantised(tensors, config))
 
 
@@ -42,11 +42,20 @@ def unused_tensors(config: ModelConfig) -> tuple[str, ...]:
     )
 
 
+def _with_factors(tensors: Iterable[TensorSpec], factors: Mapping[str, float]) -> Iterator[TensorSpec]:
+    """Give weights their factors, by the last two parts of their projections' names."""
+    for tensor in tensors:
+        module, _, kind = tensor.name.rpartition(".")
+        factor = factors.get(".".join(module.split(".")[-2:]), 1.0) if kind == "weight" else 1.0
+        yield tensor if factor == 1.0 else replace(tensor, factor=tensor.factor * factor)
+
+
 def _quantised(tensors: tuple[TensorSpec, ...], config: ModelConfig) -> Iterator[TensorSpec]:
     """Mark the weights of linear layers to be kept in FP8 or 4 bits, except those that the checkpoint did not quantise.
     Projections that a layer fuses are kept in the same way, and so are those of a mixture of experts, whose weights are
-    the only quantised ones in MXFP4 checkpoints."""
+    the only quantised ones in MXFP4 checkpoints. Weights with factors stay plain."""
     names = {tensor.name for tensor in tensors}
+    scaled = {tensor.name for tensor in tensors if tensor.factor != 1.0}
     has_experts_alone = config.quantisation is not None and config.quantisation.numbers == "mxfp4"
     for tensor in tensors:
         module, _, kind = tensor.name.rpartition(".")
@@ -56,6 +65,7 @@ def _quantised(tensors: tuple[TensorSpec, ...], config: ModelConfig) -> Iterator
             parts = [part.replace(f".{EXPERTS}.", f".{EXPERTS}.0.") for part in parts]
         is_plain = has_experts_alone and not tensor.is_of_experts
         is_plain |= config.quantization == "w4a16" and tensor.part == "draft head"  # few files have that in 4 bits
+        is_plain |= any(f"{parent}.{one}.{kind}" in scaled for one in tensor.kept_with)
         if kind != "weight" or is_plain or not parts or any(map(config.leaves_alone, parts)):
             yield tensor
         elif config.quantization == "fp8":

@@ -16,12 +16,20 @@ from nvcli.attention.kv_layout import STATE_ALIGNMENT, KVDtype
 from nvcli.attention.spec import CacheSpec, StateSpec
 from nvcli.core.messages import MAX_KV_GROUPS, KVGroup
 from nvcli.models.config import ModelConfig
+from nvcli.models.mixers.mixer import Mixer
 from nvcli.models.tensor_spec import StoredDtype
 from nvcli.worker.distributed.stage import WHOLE, Stage
 
 _FULL_PADDING_COST = 8
 """Cost of an unused layer slot in a full-attention group, which wastes memory in every block of a sequence. In a group
 with a window it does so only in the blocks that the window covers: that costs 1, and so does one more group."""
+
+
+class _Layers(NamedTuple):
+    """The layers of a group in the whole model, and a mixer of one of them: all keep the same things."""
+
+    mixer: Mixer
+    numbers: tuple[int, ...]
 
 
 class _Kind(NamedTuple):
@@ -42,23 +50,29 @@ class _Kind(NamedTuple):
 def kv_groups(config: ModelConfig, stage: Stage = WHOLE) -> tuple[KVGroup, ...]:
     """Return the KV groups of a stage. Every stage has the same groups in the same order, each with the stage's own
     layers."""
-    held, mixers = _held_layers(config, stage), config.mixers
+    held = _held_layers(config, stage)
     groups = []
-    for numbers in _whole_groups(config):
-        spec = mixers[numbers[0]].kv_spec()
+    for mixer, numbers in _whole_groups(config):
+        spec = mixer.kv_spec()
         layers = tuple(number - held.start for number in numbers if number in held)
         groups.append(KVGroup(window=spec.window, is_state=spec.is_state, layers=layers))
     return tuple(groups)
 
 
 def layer_specs(config: ModelConfig, tensor_parallel_size: int, stage: Stage = WHOLE) -> tuple[CacheSpec, ...]:
-    """Return the KV-cache spec of each layer of a stage, on one rank; in the last stage those of a draft head follow.
-    Layers of one KV group that attend alike have equal specs."""
+    """Return the KV-cache spec of each mixer of a stage, in the order of layers and of the mixers of a layer, on one
+    rank; in the last stage those of a draft head follow. Layers of one KV group that attend alike have equal specs."""
     numbers, mixers = _held_layers(config, stage), config.mixers
     owners = [*config.decoder.kv_owners, *range(config.num_layers, len(mixers))]
-    group_of = {layer: number for number, group in enumerate(kv_groups(config, stage)) for layer in group.layers}
+    group_of = {
+        (layer, group.is_state): number
+        for number, group in enumerate(kv_groups(config, stage))
+        for layer in group.layers
+    }
     return tuple(
-        mixers[number].kv_spec(tensor_parallel_size, group_of[owners[number] - numbers.start]) for number in numbers
+        mixer.kv_spec(tensor_parallel_size, group_of[owners[number] - numbers.start, mixer.kv_spec().is_state])
+        for number in numbers
+        for mixer in mixers[number]
     )
 
 
@@ -104,8 +118,8 @@ def group_bytes(
     """Return the bytes that the layers of the largest KV group take on one rank: for the keys and values of
     `block_size` tokens, and for a recurrent state (0 if no layer has one)."""
     most, states = 0, 0
-    for numbers, group in zip(_whole_groups(config), kv_groups(config, stage), strict=True):
-        spec = config.mixers[numbers[0]].kv_spec(tensor_parallel_size)
+    for (mixer, _), group in zip(_whole_groups(config), kv_groups(config, stage), strict=True):
+        spec = mixer.kv_spec(tensor_parallel_size)
         num_bytes = len(group.layers) * spec.block_bytes(block_size, dtype, kv_dtype or dtype)
         if group.is_state:
             states = max(states, num_bytes)
@@ -123,29 +137,33 @@ def blocks_needed(config: ModelConfig, num_tokens: int, *, block_size: int, chun
 
 
 @lru_cache(maxsize=64)
-def _whole_groups(config: ModelConfig) -> tuple[tuple[int, ...], ...]:
+def _whole_groups(config: ModelConfig) -> tuple[_Layers, ...]:
     """Return the layers of each group of the whole model, with kinds in the order of their first layers."""
     kinds: dict[_Kind, list[int]] = {}
     with_states: dict[StateSpec, list[int]] = {}
-    for number, mixer in enumerate(config.mixers):
-        spec = mixer.kv_spec()
-        if isinstance(spec, StateSpec):
-            with_states.setdefault(spec, []).append(number)
-        elif mixer.reads_kv_of is None:
-            kind = _Kind(spec.window, spec.num_kv_heads, spec.head_dim, spec.num_parts)
-            kinds.setdefault(kind, []).append(number)
+    mixers: dict[_Kind | StateSpec, Mixer] = {}
+    for number, of_layer in enumerate(config.mixers):
+        for mixer in of_layer:
+            spec = mixer.kv_spec()
+            if isinstance(spec, StateSpec):
+                mixers.setdefault(spec, mixer)
+                with_states.setdefault(spec, []).append(number)
+            elif mixer.reads_kv_of is None:
+                kind = _Kind(spec.window, spec.num_kv_heads, spec.head_dim, spec.num_parts)
+                mixers.setdefault(kind, mixer)
+                kinds.setdefault(kind, []).append(number)
     size = _block_elements({kind: len(numbers) for kind, numbers in kinds.items()})
-    groups: list[tuple[int, ...]] = []
+    groups: list[_Layers] = []
     for kind, numbers in kinds.items():
         count = -(-len(numbers) // (size // kind.elements))
         # Every count-th layer, so that each pipeline stage has about as many layers of each group.
-        groups += [tuple(numbers[first::count]) for first in range(count)]
-    for index, numbers in enumerate(with_states.values()):
+        groups += [_Layers(mixers[kind], tuple(numbers[first::count])) for first in range(count)]
+    for index, (state, numbers) in enumerate(with_states.items()):
         # A state is as large as the keys of many tokens, so groups with the fewest layers have the smallest blocks.
         count = (MAX_KV_GROUPS - len(groups)) // (len(with_states) - index)
         per_group = -(-len(numbers) // count)
         count = -(-len(numbers) // per_group)
-        groups += [tuple(numbers[first::count]) for first in range(count)]
+        groups += [_Layers(mixers[state], tuple(numbers[first::count])) for first in range(count)]
     return tuple(groups)
 
 

@@ -46,6 +46,8 @@ class LayerConfig:
 
     mixer: Mixer
     """The block that mixes tokens."""
+    beside: Mixer | None = None
+    """Another mixer, which reads the same normed input; their outputs are added."""
     mlp: FeedForward | None
     """The block that computes each token by itself; None: the layer has none."""
     norms: LayerNorms = LayerNorms()
@@ -53,8 +55,12 @@ class LayerConfig:
     """Whether the residual stream is multiplied by a number from the checkpoint at the end of the layer."""
 
     @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        return (self.mixer,) if self.beside is None else (self.mixer, self.beside)
+
+    @property
     def blocks(self) -> tuple[Block, ...]:
-        return (self.mixer,) if self.mlp is None else (self.mixer, self.mlp)
+        return self.mixers if self.mlp is None else (*self.mixers, self.mlp)
 
     @property
     def is_parallel(self) -> bool:
@@ -102,6 +108,9 @@ class DecoderConfig:
     logit_soft_cap: float | None = None
     """Logits become soft_cap × tanh(logit / soft_cap); None: no cap."""
     layer_inputs: LayerInputsConfig | None = None
+    weight_factors: tuple[tuple[str, float], ...] = ()
+    """Factors of weights, which are multiplied by them when they are loaded: the last two parts of a projection's name
+    in the decoder, and its factor."""
     layout: CheckpointLayout = PLAIN_LAYOUT
     mtp: DraftHeadConfig | None = None
     """The head for multi-token prediction that checkpoints of the family bring; None: they bring none."""

@@ -16,6 +16,7 @@ from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import StateSpec
 from nvcli.kernels.causal_conv import causal_conv
 from nvcli.kernels.fp8_types import Activations
+from nvcli.kernels.gates import gate_values
 from nvcli.kernels.norm import gated_rms_norm
 from nvcli.kernels.recurrent_types import RecurrentHeads, ScanGates
 from nvcli.kernels.selective_scan import selective_scan
@@ -52,7 +53,7 @@ class Mamba(TokenMixer):
         self.log_rate = TensorShard(build, f"{path}.A_log")
         self.step_bias = TensorShard(build, f"{path}.dt_bias")
         self.skip = TensorShard(build, f"{path}.D")
-        self.norm = GatedNorm(build, f"{path}.norm", config)
+        self.norm = None if config.norm is None else GatedNorm(build, f"{path}.norm", config)
         self.o_proj = RowParallelLinear(build, f"{path}.out_proj")
 
     def forward(self, x: Activations, angles: Angles, batch: ForwardBatch) -> Tensor:
@@ -73,8 +74,8 @@ class Mamba(TokenMixer):
             skip=self.skip.weight,
         )
         out = selective_scan(qkv, gates, pool, rows, heads, kept)
-        normed: Tensor = self.norm(out.flatten(1), projected[:, channels:gates_end])
-        return normed
+        out, gate = out.flatten(1), projected[:, channels:gates_end]
+        return gate_values(out, gate, "silu") if self.norm is None else self.norm(out, gate)
 
 
 class ConvWeights(WeightModule):
@@ -106,14 +107,15 @@ class ConvWeights(WeightModule):
 
 
 class GatedNorm(TensorShard):
-    """The norm of the gated result over the heads of each group, norm(x × silu(gate)) × weight. x, gate: [T, Hv × Dv] →
-    the same shape. Where ranks share a group, its squares are summed over them."""
+    """The norm of the result over the heads of each group: norm(x × silu(gate)) × weight, or norm(x) × weight ×
+    silu(gate). x, gate: [T, Hv × Dv] → the same shape. Where ranks share a group, its squares are summed over them."""
 
     def __init__(self, build: BuildContext, path: str, config: MambaConfig) -> None:
         super().__init__(build, f"{path}.weight")
         self.eps = config.norm_eps
         self.num_groups = config.num_groups
         self.group_size = config.inner_size // config.num_groups
+        self.gates_first = config.norm == "behind gate"
         self.own_groups = config.groups_per_rank(self.group.size)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -121,11 +123,15 @@ class GatedNorm(TensorShard):
             by_group = self.own_groups, self.group_size
             gates = gate.as_strided((len(x), *by_group), (gate.stride(0), self.group_size, 1), gate.storage_offset())
             weight = self.weight.view(by_group)
-            return gated_rms_norm(x.view(len(x), *by_group), gates, weight, self.eps, gates_first=True).flatten(1)
-        gated = x.float() * F.silu(gate.float())
+            return gated_rms_norm(
+                x.view(len(x), *by_group), gates, weight, self.eps, gates_first=self.gates_first
+            ).flatten(1)
+        factor = F.silu(gate.float())
+        values = x.float() * factor if self.gates_first else x.float()
         # A column for each group, so that one sum over all ranks adds up what belongs together.
         squares = torch.zeros(len(x), self.num_groups, dtype=torch.float32, device=x.device)
         own = self.group.rank * self.num_groups // self.group.size
-        squares[:, own] = gated.square().sum(-1)
+        squares[:, own] = values.square().sum(-1)
         mean = self.group.sum_of_squares(squares)[:, own, None] / self.group_size
-        return (gated * torch.rsqrt(mean + self.eps) * self.weight).to(x.dtype)
+        normed = values * torch.rsqrt(mean + self.eps) * self.weight
+        return (normed if self.gates_first else normed * factor).to(x.dtype)

@@ -202,7 +202,7 @@ def _buffers(config: EngineConfig, model: ModelConfig, stage: Stage | None) -> i
 
 def _kept_states(config: EngineConfig, model: ModelConfig) -> int:
     """Return the size of `attention.kept_states.KeptStates`."""
-    specs = [layer.mixer.kv_spec(config.tensor_parallel_size) for layer in model.layers]
+    specs = [mixer.kv_spec(config.tensor_parallel_size) for layer in model.layers for mixer in layer.mixers]
     of_token = sum(spec.kept_bytes(DTYPE_BYTES[config.dtype]) for spec in specs if isinstance(spec, StateSpec))
     return config.max_draft_step_tokens * of_token
 
@@ -215,7 +215,8 @@ def _prefill_scratch(config: EngineConfig, model: ModelConfig) -> int:
     takes = config.kv_dtype == "fp8" and config.dtype == "bfloat16" and backend in ("auto", "triton")
     if not takes or config.batch_invariant or config.block_size % SCRATCH_UNIT:
         return 0
-    specs = [layer.mixer.kv_spec(config.tensor_parallel_size) for layer in model.decoder.layer_kinds]
+    kinds_of_layers = model.decoder.layer_kinds
+    specs = [mixer.kv_spec(config.tensor_parallel_size) for layer in kinds_of_layers for mixer in layer.mixers]
     kinds = attention_kinds(specs)
     shapes = {spec.geometry[1:] for spec in kinds}
     if len(shapes) > 1 or any(spec.is_state for spec in specs):

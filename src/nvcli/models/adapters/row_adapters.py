@@ -61,7 +61,9 @@ def _max_rank(adapter: Adapter) -> int:
 
 def _is_linear(tensor: TensorSpec) -> bool:
     is_shared = tensor.sharding in (Sharding.ROWS, Sharding.COLUMNS)
-    return len(tensor.shape) == 2 and is_shared and not tensor.is_of_experts and tensor.in_linear_layer
+    if not tensor.in_linear_layer or tensor.factor != 1.0:  # what an adapter adds to a product would lack the factor
+        return False
+    return len(tensor.shape) == 2 and is_shared and not tensor.is_of_experts
 
 
 def _problem(change: WeightChange) -> tuple[str, str] | None:

@@ -9,6 +9,7 @@ from nvcli.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from nvcli.models.families.dots import DOTS1, SOLAR_OPEN
 from nvcli.models.families.ernie import ERNIE, ERNIE_MOE
 from nvcli.models.families.exaone import EXAONE4
+from nvcli.models.families.falcon_h1 import FALCON_H1
 from nvcli.models.families.family import Family
 from nvcli.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from nvcli.models.families.gemma4 import GEMMA4
@@ -62,6 +63,7 @@ FAMILIES: tuple[Family, ...] = (
     GRANITE,
     GRANITE4,
     BAMBA,
+    FALCON_H1,
     LFM2,
     LFM2_MOE,
     GPT_OSS,

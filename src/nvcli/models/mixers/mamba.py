@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from nvcli.attention.kv_layout import KVDtype
 from nvcli.attention.spec import StateSpec
@@ -22,6 +22,9 @@ from nvcli.models.tensor_spec import (
     vector,
     with_bias,
 )
+
+ResultNorm = Literal["behind gate", "before gate"]
+"""Where the norm of the result is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +47,8 @@ class MambaConfig(Mixer):
     """The number of tokens that the convolution reads: the token itself, and those right before it."""
     norm_eps: float
     """Added to mean squares in the norm of the result, which is over the heads of a group."""
+    norm: ResultNorm | None = "behind gate"
+    """Whether the result is normed behind or before its gate; None: it is gated alone."""
     conv_bias: bool = True
     bias: bool = False
     """Whether the projections have biases."""
@@ -108,8 +113,9 @@ class MambaConfig(Mixer):
             yield from self._part(f"{path}.{name}", rows, (1, self.conv_taps), dtype, bias=self.conv_bias)
         for name in ("A_log", "dt_bias", "D"):
             yield vector(f"{path}.{name}", self.num_heads, Sharding.ROWS, "attention")
-        norm = context.norm_weight(f"{path}.norm", inner, "attention", weight_offset=0.0)
-        yield replace(norm, sharding=Sharding.ROWS)
+        if self.norm is not None:
+            norm = context.norm_weight(f"{path}.norm", inner, "attention", weight_offset=0.0)
+            yield replace(norm, sharding=Sharding.ROWS)
         out_proj = matrix(f"{path}.out_proj", (hidden, inner), Sharding.COLUMNS, dtype, "attention", ("out_proj",))
         yield from with_bias(out_proj, bias=self.bias)
 

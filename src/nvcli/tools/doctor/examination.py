@@ -172,7 +172,7 @@ def _attention_task(
     block_size = run.block_size or DEFAULT_BLOCK_SIZE
     if model is not None and config is not None:
         size = config.tensor_parallel_size
-        specs = attention_kinds(layer.mixer.kv_spec(size) for layer in model.decoder.layer_kinds)
+        specs = attention_kinds(mixer.kv_spec(size) for layer in model.decoder.layer_kinds for mixer in layer.mixers)
         dtype, kv_dtype, block_size = config.dtype, config.kv_dtype, config.block_size
     return AttentionTask(
         device=device,

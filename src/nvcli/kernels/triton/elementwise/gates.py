@@ -23,7 +23,7 @@ def _gate_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
+    FUNCTION: tl.constexpr,
     MAKES_GATE: tl.constexpr,
     IN_SIZE: tl.constexpr,
     IN_BLOCK: tl.constexpr,
@@ -44,7 +44,9 @@ def _gate_kernel(
     else:
         gates = source_ptr + row * source_stride + columns // NEIGHBOURS
         gate = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
-    factor = softplus(gate) if SOFTPLUS else tl.sigmoid(gate)
+    factor = softplus(gate) if FUNCTION == "softplus" else tl.sigmoid(gate)
+    if FUNCTION == "silu":
+        factor *= gate
     tl.store(values_ptrs, (values * factor).to(values_ptr.dtype.element_ty), mask=inside)
 
 
@@ -74,7 +76,7 @@ def _launch(values: Tensor, source: Tensor, weight: Tensor | None, function: Gat
         SIZE=size,
         BLOCK=block,
         NEIGHBOURS=1 if weight is not None else size // source.shape[1],
-        SOFTPLUS=function == "softplus",
+        FUNCTION=function,
         MAKES_GATE=weight is not None,
         IN_SIZE=in_size,
         IN_BLOCK=next_power_of_2(in_size),
