@@ -189,7 +189,7 @@ class CausalLM(nn.Module):
     @property
     def mixers(self) -> tuple[TokenMixer, ...]:
         """The first token mixer of each layer of this rank."""
-        return tuple(layer.mixer for layer in self.model.layers.values())
+        return tuple(layer.mixer for layer in self.model.layers.values() if isinstance(layer, DecoderLayer))
 
     @property
     def cache_layers(self) -> tuple[CacheSpec, ...]:

@@ -38,8 +38,7 @@ class MTPHead(DraftHead):
         self.norm_of_embedding = InputNorm(build, NORM_OF_EMBEDDING, config.norm)
         self.norm_of_hidden = InputNorm(build, NORM_OF_HIDDEN, config.norm)
         self.fc = TensorShard(build, f"{FC}.weight")
-        (spec,) = specs
-        self.layer = DecoderLayer(build, LAYER, config.layer, config.norm, spec, cache_layer, has_input=False)
+        self.layer = DecoderLayer(build, LAYER, config.layer, config.norm, specs, cache_layer, has_input=False)
         is_summed = config.layer.norms.after_mlp is not None
         self.norm = InputNorm(build, NORM, config.norm, is_summed=is_summed)
 
