@@ -35,6 +35,6 @@ BAMBA = Family(
     name="Bamba",
     architectures=("BambaForCausalLM",),
     features="Mamba-2 layers between layers of attention",
-    examples=("ibm-ai-platform/Bamba-9B-v2", "ibm-ai-platform/Bamba-9B-v1"),
+    examples=("ibm-ai-platform/Bamba-9B-v2",),
     read=read_bamba,
 )

@@ -81,6 +81,6 @@ FALCON_H1 = Family(
     name="Falcon-H1",
     architectures=("FalconH1ForCausalLM",),
     features="Mamba-2 and attention side by side; multipliers",
-    examples=("tiiuae/Falcon-H1-34B-Instruct", "tiiuae/Falcon-H1-7B-Instruct"),
+    examples=("tiiuae/Falcon-H1-34B-Instruct",),
     read=read_falcon_h1,
 )

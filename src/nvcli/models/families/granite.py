@@ -105,6 +105,6 @@ GRANITE4 = Family(
     name="Granite 4",
     architectures=("GraniteMoeHybridForCausalLM",),
     features="as Granite 3; Mamba-2 layers between layers of attention; a mixture of experts in the larger models",
-    examples=("ibm-granite/granite-4.0-h-small", "ibm-granite/granite-4.0-h-tiny", "ibm-granite/granite-4.0-micro"),
+    examples=("ibm-granite/granite-4.0-h-small", "ibm-granite/granite-4.0-micro"),
     read=read_granite4,
 )

@@ -83,7 +83,7 @@ LFM2 = Family(
     name="LFM2",
     architectures=("Lfm2ForCausalLM",),
     features="gated short convolutions between layers of attention",
-    examples=("LiquidAI/LFM2-1.2B", "LiquidAI/LFM2-2.6B"),
+    examples=("LiquidAI/LFM2-1.2B",),
     read=read_lfm2,
     ties_embeddings=True,
 )

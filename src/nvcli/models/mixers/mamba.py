@@ -24,7 +24,7 @@ from nvcli.models.tensor_spec import (
 )
 
 ResultNorm = Literal["behind gate", "before gate"]
-"""Where the norm of the result is."""
+"""The place of the result's norm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
