@@ -57,7 +57,7 @@ class Eagle3Config(DraftHeadConfig):
     draft_ids: tuple[int, ...] | None = field(default=None, hash=False)
     """The tokens of its own LM head, ascending; None: all of the target's."""
     tensor_infos: Mapping[str, TensorInfo] = field(default_factory=dict, hash=False)
-    """Where its tensors are; empty if it has random weights."""
+    """The places of its tensors in files; empty if it has random weights."""
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
