@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints import edit_json
+from eagle3_heads import write_head
 from nvcli.demo import demo_path
 from nvcli.errors import LoadError
 from nvcli.models.hub import DownloadSize
@@ -115,3 +116,14 @@ def test_end_of_sequence_ids(folder: Path) -> None:
     edit_json(folder / "config.json", eos_token_id=None)
     files = check_model_files(str(folder))
     assert [f.level for f in files.findings if f.name == "generation config"] == [Level.WARNING]
+
+
+def test_the_head_that_drafts(tmp_path: Path) -> None:
+    write_head(tmp_path / "head", demo_path(), layers=(0, 3, 6))
+    files = check_model_files("demo", draft_head=str(tmp_path / "head"))
+    assert files.findings[-1].found == f"{tmp_path / 'head'}, reads the states before layers 0, 3, 6"
+    assert files.config is not None
+    assert files.config.draft_head is not None
+    for name in ("mtp", str(tmp_path / "none")):
+        (finding,) = problems(check_model_files("demo", draft_head=name))
+        assert "`speculation.method`" in finding.found

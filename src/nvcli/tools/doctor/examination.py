@@ -61,6 +61,7 @@ def examine(run: RunConfig, *, output: Path, timeout: float) -> Iterator[Section
                 expert_parallel=run.enable_expert_parallel,
                 overrides=run.hf_overrides,
                 adapters=adapter_choice(run.lora),
+                draft_head=run.speculation.draft_head,
             )
         config, layout, config_findings = _layout(run, files, device, smi)
         num_ranks = layout.num_ranks

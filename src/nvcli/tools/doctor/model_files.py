@@ -20,6 +20,7 @@ from nvcli.models.adapters.row_adapters import check_row_adapter
 from nvcli.models.checkpoint import find_model, read_tensors, weight_files
 from nvcli.models.config import GENERATION_CONFIG_FILE, ModelConfig, load_model_config
 from nvcli.models.config_overrides import NO_OVERRIDES
+from nvcli.models.draft_heads.own_files import MTP, find_head, with_draft_head
 from nvcli.models.hub import check_reachable, check_room, download_size
 from nvcli.models.safetensors_header import read_header
 from nvcli.models.tensor_info import TensorInfo
@@ -47,9 +48,11 @@ def check_model_files(
     expert_parallel: bool = False,
     overrides: Mapping[str, Any] = NO_OVERRIDES,
     adapters: AdapterChoice = NO_ADAPTERS,
+    draft_head: str | None = None,
 ) -> ModelFiles:
-    """Check the configured model. Nothing is downloaded. `revision` is that of `find_model`,
-    `expert_parallel` and `overrides` are those of `load_model_config`."""
+    """Check the configured model, its adapters and the head that drafts for it (`find_head`; None: it has none).
+    Nothing is downloaded. `revision` is that of `find_model`, `expert_parallel` and `overrides` are those of
+    `load_model_config`."""
     path, finding = _find(name, revision)
     if path is None:
         return ModelFiles(path=None, config=None, tensors=None, findings=[finding])
@@ -63,6 +66,9 @@ def check_model_files(
         adapter, adapter_finding = _read_adapter(adapters.merged, config)
         findings.append(adapter_finding)
         config = config if adapter is None else adapter.adapt(config)
+    if draft_head is not None and config is not None:
+        config, head_finding = _read_head(draft_head, config)
+        findings.append(head_finding)
     return ModelFiles(path=path, config=config, tensors=tensors, findings=findings, adapter=adapter)
 
 
@@ -126,6 +132,22 @@ def _read_adapter(name: str, config: ModelConfig, *, is_of_rows: bool = False) -
         return None, problem("adapter", str(error), "choose an adapter of this model: --lora FOLDER")
     changed = len({*adapter.changes, *adapter.replaced})
     return adapter, ok("adapter", f"{path}, changes {counted(changed, 'tensor')}")
+
+
+def _read_head(name: str, config: ModelConfig) -> tuple[ModelConfig, Finding]:
+    """Return the model with the head that drafts for it, or without one that cannot."""
+    try:
+        found = find_head(name)
+        model = with_draft_head(config, found)
+    except (ConfigError, LoadError) as error:
+        return config, problem("draft head", str(error), "choose a head of this model, or --speculate auto")
+    head = model.draft_head
+    assert head is not None
+    where = "of the checkpoint" if found == MTP else found
+    states = (
+        f"the states before layers {', '.join(map(str, head.aux_layers))}" if head.aux_layers else "the last states"
+    )
+    return model, ok("draft head", f"{where}, reads {states}")
 
 
 def _generation_config(path: Path, config: ModelConfig) -> Finding:
