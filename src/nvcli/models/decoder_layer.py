@@ -79,6 +79,8 @@ class DecoderLayer(nn.Module):
         stream before the layer; None: nobody asks for it."""
         x = _input(self.before_attention, delta, residual)
         if stream is not None:
+            if self.group.size > 1 and isinstance(x, Tensor):
+                x = x.clone()  # a group's result holds until its next call
             stream.copy_(self.group.whole_residual(residual))
         mixed = self.mixer(x, angles, batch)
         other = None if self.beside is None else self.beside(x, angles, batch)
