@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -37,6 +36,7 @@ from nvcli.engine.scheduler import Scheduler
 from nvcli.tools.bench.workload import PrefixLevel, Workload
 from nvcli.worker.executor.executor import Executor
 from nvcli.worker.runner.interface import RankContext
+from plain_config import plain_config
 
 BLOCK_SIZE = 64
 
@@ -75,29 +75,9 @@ def create_null_runner(config: EngineConfig, context: RankContext) -> NullRunner
     return NullRunner()
 
 
-def make_config(*, max_num_seqs: int, max_num_batched_tokens: int, record_steps: bool = False) -> EngineConfig:
-    return EngineConfig(
-        model_path=Path(),
-        device="cpu",
-        dtype="float32",
-        tensor_parallel_size=1,
-        max_model_len=8192,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        gpu_memory_utilization=0.9,
-        kv_cache_memory=None,
-        block_size=BLOCK_SIZE,
-        attention_backend="auto",
-        enable_prefix_caching=True,
-        enforce_eager=False,
-        step_timeout=60,
-        record_steps=record_steps,
-    )
-
-
 def measure(num_running: int, num_steps: int, number: int) -> Figures:
     """Return the median milliseconds of a decode step with `num_running` requests, and of each of its parts."""
-    config = make_config(max_num_seqs=num_running, max_num_batched_tokens=8192)
+    config = plain_config(max_num_seqs=num_running)
     limits = scheduler_limits(config, NullRunner.ready)
     scheduler = Scheduler(limits, BlockManager(num_running * (config.max_blocks_per_seq + 1)))
     executor = Executor(config, runner="bench_host:create_null_runner")
@@ -148,7 +128,7 @@ def measure(num_running: int, num_steps: int, number: int) -> Figures:
 
 def measure_start(num_requests: int, num_shared: int, number: int, *, num_passes: int = 9) -> Figures:
     """Return the median milliseconds until the rank gets the first step, and the step that admits the last request."""
-    config = make_config(max_num_seqs=num_requests, max_num_batched_tokens=16_384, record_steps=True)
+    config = plain_config(max_num_seqs=num_requests, max_num_batched_tokens=16_384, record_steps=True)
     client = EngineClient.start(config, runner="bench_host:create_null_runner")
     workload = Workload(
         num_requests=num_requests,

@@ -23,18 +23,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from benchmark import Case, Figures, run_benchmark
 from nvcli.core.config import JobConfig, RunConfig
-from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import EngineReady, StepInput, StepOutput, pack, unpack
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.draft_costs import size_of
-from nvcli.engine.engine_process import drafting_of
+from nvcli.engine.engine_process import scheduler_limits
 from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import Request, StepRecord
 from nvcli.engine.scheduler import Scheduler
@@ -43,6 +41,7 @@ from nvcli.job.job import RowContext
 from nvcli.job.planning.planner import Planner
 from nvcli.job.run.plan import make_planner
 from nvcli.job.text.prepare import PreparedRow
+from plain_config import plain_config
 
 BLOCK_SIZE = 64
 MAX_MODEL_LEN = 40_960
@@ -82,29 +81,6 @@ def step_seconds(step: StepRecord, rows: int, *, reads_once: bool) -> float:
         prefill_keys * KEY_BYTES / BYTES_PER_SECOND, step.prefill_pairs * FLOPS_PER_PAIR / PREFILL_FLOPS_PER_SECOND
     )
     return matrices + head + decode + prefill + 2.5e-6 * rows + 0.3e-3
-
-
-def engine_config(seqs: int, batched_tokens: int, accept_rate: float | None) -> EngineConfig:
-    """Return the settings that say how many tokens are drafted."""
-    return EngineConfig(
-        model_path=Path(),
-        device="cuda",
-        dtype="bfloat16",
-        tensor_parallel_size=1,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=seqs,
-        max_num_batched_tokens=batched_tokens,
-        gpu_memory_utilization=0.9,
-        kv_cache_memory=None,
-        block_size=BLOCK_SIZE,
-        attention_backend="auto",
-        enable_prefix_caching=True,
-        enforce_eager=False,
-        plan_admission=True,
-        step_timeout=60.0,
-        max_draft_tokens=0 if accept_rate is None else 7,
-        draft_accept_rate=accept_rate,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,15 +189,17 @@ def simulate(
 
     Without `plans_admission` requests are admitted as long as blocks are free. `accept_rate` None: nothing is drafted.
     """
-    settings = engine_config(seqs, batched_tokens, accept_rate)
-    limits = SchedulerLimits(
+    settings = plain_config(
+        max_model_len=MAX_MODEL_LEN,
         max_num_seqs=seqs,
         max_num_batched_tokens=batched_tokens,
-        max_model_len=MAX_MODEL_LEN,
         block_size=BLOCK_SIZE,
-        plans_admission=plans_admission,
-        drafting=drafting_of(settings, EngineReady(**READY, max_draft_step_tokens=settings.max_draft_step_tokens)),
+        plan_admission=plans_admission,
+        max_draft_tokens=0 if accept_rate is None else 7,
+        draft_accept_rate=accept_rate,
     )
+    ready = EngineReady(**READY, max_draft_step_tokens=settings.max_draft_step_tokens)
+    limits = scheduler_limits(settings, ready)
     scheduler = Scheduler(limits, BlockManager(kv_tokens // BLOCK_SIZE))
     executor = Lengths(rows, limits, accept_rate=accept_rate or 0.0, reads_once=reads_once)
     core = EngineCore(scheduler, executor, max_in_flight=2, recorder=StepRecorder(limits))

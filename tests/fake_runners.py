@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -26,29 +25,21 @@ from nvcli.core.messages import (
 )
 from nvcli.errors import LoadError
 from nvcli.worker.runner.interface import RankContext, Runner
+from plain_config import plain_config
 
 BLOCK_SIZE = 4
 
 
 def engine_config(**overrides: object) -> EngineConfig:
-    values: dict[str, object] = {
-        "model_path": Path("nowhere"),
-        "device": "cpu",
-        "dtype": "float32",
-        "tensor_parallel_size": 1,
+    """Return the configuration of a small engine, which admits whatever fits."""
+    small: dict[str, object] = {
         "max_model_len": 256,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 32,
-        "gpu_memory_utilization": 0.9,
-        "kv_cache_memory": None,
         "block_size": BLOCK_SIZE,
-        "attention_backend": "auto",
-        "enable_prefix_caching": True,
-        "enforce_eager": False,
         "plan_admission": False,
-        "step_timeout": 60.0,
     }
-    return EngineConfig(**{**values, **overrides})  # type: ignore[arg-type]
+    return plain_config(**{**small, **overrides})
 
 
 class Output:
@@ -415,11 +406,15 @@ class HashingRunner(CountingRunner):
             assert state.position == start - 1, "a state behind another token"
             return state.hash
         first = 0 if window is None else max(0, start - window + 1)
-        keys = [self.kv[self.place(group, slot, position)] for position in range(first, start)]
-        assert [key.position for key in keys] == list(range(first, start)), "keys of other positions"
-        assert all(key.before == before.hash for before, key in pairwise(keys)), "keys of other requests"
-        assert first > 0 or keys[0].before == 0
-        return keys[-1].hash
+        table, size = self.tables[group, slot], self.block_size
+        keys = [self.kv[table[position // size], position % size] for position in range(first, start)]
+        before = keys[0].before
+        assert first > 0 or before == 0
+        for position, key in enumerate(keys, first):
+            assert key.position == position, "keys of other positions"
+            assert key.before == before, "keys of other requests"
+            before = key.hash
+        return before
 
     def sample(self, slot: int, position: int, key: Key) -> int:
         sampling = self.sampling[slot]

@@ -18,6 +18,7 @@ from nvcli.core.config_source import json_object
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.errors import ConfigError
+from plain_config import plain_config
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 
@@ -322,22 +323,7 @@ def test_the_default_example_shows_every_key_with_its_default() -> None:
 
 
 def test_an_engine_config_survives_the_way_to_another_process() -> None:
-    config = EngineConfig(
-        model_path=Path("/m"),
-        device="cpu",
-        dtype="float32",
-        tensor_parallel_size=1,
-        max_model_len=130,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        gpu_memory_utilization=0.9,
-        kv_cache_memory=None,
-        block_size=64,
-        attention_backend="auto",
-        enable_prefix_caching=True,
-        enforce_eager=False,
-        step_timeout=10.0,
-    )
+    config = plain_config(max_model_len=130)
     data = msgspec.msgpack.encode(config, enc_hook=str)
     assert msgspec.msgpack.decode(data, type=EngineConfig, dec_hook=lambda kind, value: kind(value)) == config
     assert config.max_blocks_per_seq == 3
