@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,16 @@ from nvcli.core.messages import unpack
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.chunk_groups import PrefixCosts
 from nvcli.engine.core import EngineCore
-from nvcli.engine.engine_process import drafting_of
+from nvcli.engine.engine_process import scheduler_limits
 from nvcli.engine.request import Request, RequestOutput
-from nvcli.engine.scheduler import Scheduler, SchedulerLimits
+from nvcli.engine.scheduler import Scheduler
 from nvcli.engine.segment_forest import SegmentCosts
 from nvcli.worker.runner.interface import RankContext
 from nvcli.worker.runner.model_runner import ModelRunner
 from rank_executor import RankExecutor
+
+MOST_STEPS = 2_000
+"""Steps after which an engine of these tests has come to an end, if it ever does."""
 
 
 def make_runner(path: Path, device: str = "cuda", **overrides: Any) -> ModelRunner:
@@ -45,19 +49,7 @@ def make_scheduler(
     """`num_blocks`: fewer than the rank has. `segment_costs` and `prefix_costs`: see `SchedulerLimits`."""
     assert segment_costs is None or runner.ready.reads_segments
     config = runner.config
-    limits = SchedulerLimits(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=config.max_model_len,
-        block_size=config.block_size,
-        kv_groups=tuple(runner.ready.kv_groups),
-        segment_costs=segment_costs,
-        prefix_costs=prefix_costs,
-        drafting=drafting_of(config, runner.ready),
-        max_loaded_adapters=runner.ready.max_loaded_adapters,
-        merged_adapters=config.merged_adapters,
-        merged_only_adapters=config.merged_only_adapters,
-    )
+    limits = replace(scheduler_limits(config, runner.ready), segment_costs=segment_costs, prefix_costs=prefix_costs)
     num_blocks = num_blocks or runner.ready.num_blocks
     return Scheduler(limits, BlockManager(num_blocks, enable_prefix_caching=config.enable_prefix_caching))
 
@@ -97,6 +89,8 @@ def run_core(core: EngineCore, requests: Iterable[Request] = ()) -> dict[int, Re
     """Step until every request is answered: the last output of each, by request id."""
     core.add(requests)
     outputs: dict[int, RequestOutput] = {}
-    while core.has_work:
+    for _ in range(MOST_STEPS):
+        if not core.has_work:
+            return outputs
         outputs.update({output.request_id: output for output in core.step()})
-    return outputs
+    raise AssertionError(f"after {MOST_STEPS:,} steps the engine has not come to an end: {core.stats}")
