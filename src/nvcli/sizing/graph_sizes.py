@@ -79,7 +79,8 @@ def draft_graph_sizes(config: EngineConfig, widths: Sequence[int]) -> list[tuple
         most = most_of_uneven(widths)
         means = [mean for mean in UNEVEN_WIDTHS if mean < most]
         sizes += [(rows, int(mean * rows), most) for mean in means for rows in all_rows if rows >= UNEVEN_ROWS]
-    return [size for size in sizes if size[1] <= config.max_draft_step_tokens]
+    most_tokens = config.max_draft_step_tokens
+    return [size for size in sizes if size[1] <= most_tokens]
 
 
 def may_share(decode_rows: int, max_shared_rows: int) -> bool:

@@ -175,8 +175,8 @@ def _graphs(config: EngineConfig, model: ModelConfig, *, samples: bool) -> int:
 
 
 def _num_draft_graphs(config: EngineConfig) -> int:
-    sizes = draft_graph_sizes(config, config.draft_widths)
-    return sum(1 + may_share(rows, config.max_shared_rows) for rows, *_ in sizes)
+    most_shared = config.max_shared_rows
+    return sum(1 + may_share(rows, most_shared) for rows, *_ in draft_graph_sizes(config, config.draft_widths))
 
 
 def _buffers(config: EngineConfig, model: ModelConfig, stage: Stage | None) -> int:
