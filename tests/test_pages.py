@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import page_sessions
 from fake_command import ENVIRON
 from nvcli.cli.main import app
 from nvcli.demo import demo_path
+from warm_process import run_warm
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -50,8 +50,9 @@ def test_programs_run(tmp_path: Path) -> None:
     run = "\n".join(program for program in programs if "import ray" not in program)  # tests/ray_stage runs that
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "step-2000").symlink_to(demo_path())  # which takes the place of other weights
-    done = subprocess.run(
-        [sys.executable, "-c", run], cwd=tmp_path, env=ENVIRON, capture_output=True, text=True, timeout=240
+    (tmp_path / "program.py").write_text(run, encoding="utf-8")
+    done = run_warm(
+        [sys.executable, "program.py"], cwd=tmp_path, env=ENVIRON, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     assert "sum 95" in done.stdout

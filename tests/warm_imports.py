@@ -16,6 +16,19 @@ with warnings.catch_warnings():
         "nvcli.engine.engine_process",
         "nvcli.worker.executor.worker",
         "nvcli.worker.runner.model_runner",
+        # What these import when they first need it, which is in each copy.
+        "pydantic.type_adapter",
+        "zoneinfo",
+        "importlib.readers",
+        "encodings.unicode_escape",
+        "numpy.ma",
+        "llguidance",
+        "nvcli.core.config_source",
+        "nvcli.demo",
+        "nvcli.job.run.engine_ahead",
+        "nvcli.models.fp8_linear",
+        "nvcli.models.w4_linear",
+        "nvcli.attention.torch_segments",
     ):
         importlib.import_module(name)
 gc.collect()

@@ -11,6 +11,8 @@ from nvcli.core.config import load_sourced_config
 from nvcli.errors import ConfigError
 from nvcli.job.run.resolve import resolve_settings
 
+pytestmark = pytest.mark.usefixtures("warm_engines")  # what makes grammars is a copy too
+
 REFUSED = {
     "stop_token_ids=[5, 640]": "`sampling.stop_token_ids` holds 640; the model's tokens are 0 to 639",
     "allowed_token_ids=[9999]": "`sampling.allowed_token_ids` holds 9999",

@@ -29,7 +29,8 @@ from nvcli.job.run.generate import generate
 from nvcli.job.text.tokenizer import Tokenizer
 from scheduler_engine import SchedulerEngine
 
-pytestmark = pytest.mark.usefixtures("tokenizer")  # imports transformers once, before the runs
+# Imports transformers once, before the runs; what renders conversations is a copy.
+pytestmark = pytest.mark.usefixtures("tokenizer", "warm_engines")
 
 
 class Silent(Progress):

@@ -24,7 +24,7 @@ from nvcli.job.progress.summary import Summary, format_summary
 from nvcli.job.run.generate import generate
 from nvcli.job.text.tokenizer import Tokenizer
 
-pytestmark = pytest.mark.usefixtures("tokenizer")  # imports transformers once, before the runs
+pytestmark = pytest.mark.usefixtures("tokenizer", "warm_engines")  # imports transformers once, before the runs
 
 BOS = 0
 

@@ -12,6 +12,8 @@ from nvcli import LLM
 from nvcli.demo import demo_path
 from quantised_checkpoints import Format, awq, gptq, write_quantised
 
+pytestmark = pytest.mark.usefixtures("warm_engines")
+
 
 @pytest.mark.parametrize(
     "stored", [awq(128), gptq(32, act_order=True, order_seed=1)], ids=["AWQ", "GPTQ with act-order"]
