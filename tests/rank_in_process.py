@@ -26,6 +26,7 @@ from nvcli.engine.limits import SchedulerLimits
 from nvcli.engine.request import RequestOutput
 from nvcli.engine.scheduler import Scheduler
 from nvcli.engine.state import RequestState
+from nvcli.errors import LimitsTooHigh
 from nvcli.worker.runner.interface import RankContext
 
 
@@ -51,10 +52,14 @@ class RankInProcess:
         self.blocks_anew = blocks_anew
         self.steps: list[StepInput] = []
         self.failed: list[StepInput] = []
+        self.ran: list[StepInput] = []
+        self.num_refusals = 0
+        """So many times in a row what lowered limits leave is too little for new ranks."""
         self.num_short_rows = 0
         self.passes_over = False
         self.outputs: deque[tuple[set[int], StepOutput]] = deque()
         """Slots that sample, and what they sampled."""
+        self.most_outputs = 0
         self.runner = self.make_runner()
 
     def make_runner(self) -> HashingRunner:
@@ -83,7 +88,9 @@ class RankInProcess:
                 launched = self.runner.launch(step)
                 assert launched is not None
                 output = launched.result()
+                self.ran.append(step)
         self.outputs.append(({slot for slot, _, num_logits in rows_of(step) if num_logits}, output))
+        self.most_outputs = max(self.most_outputs, len(self.outputs))
 
     def check(self, step: StepInput) -> None:
         """What holds for every step, whether it runs or not."""
@@ -128,6 +135,9 @@ class RankInProcess:
 
     def recover(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
         assert not self.outputs
+        if self.num_refusals:
+            self.num_refusals -= 1
+            raise LimitsTooHigh("as planned")
         if self.blocks_anew is None:
             return None
         self.runner = self.make_runner()

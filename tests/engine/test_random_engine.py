@@ -31,6 +31,8 @@ FULL, NARROW, WIDE = KVGroup(), KVGroup(window=6), KVGroup(window=17)
 STATE = KVGroup(window=2, is_state=True)
 EASY_LOOP = StopRepetition(max_pattern_size=30, min_count=2, min_tokens=2)
 MOST_ADAPTERS = 6
+CHECKED_STEPS = 3
+"""What is wrong in the engine's tables stays there for some steps: checking takes as long as a step."""
 FORCED = [60, 61, 62]
 """Tokens that no rank gives."""
 
@@ -184,8 +186,11 @@ def random_case(seed: int, groups: tuple[KVGroup, ...], *, shares_prefixes: bool
     return Case(rng, limits, rank, num_blocks, behind_prefixes(requests, rng) if shares_prefixes else requests)
 
 
-def run_at_random(case: Case, *, hold_back: float, abort: float) -> tuple[dict[int, RequestOutput], Tokens]:
-    """Requests arrive bit by bit; some need their last token, some are aborted. Last outputs and tokens by request."""
+def run_at_random(
+    case: Case, *, hold_back: float, abort: float, checked_steps: int = CHECKED_STEPS
+) -> tuple[dict[int, RequestOutput], Tokens]:
+    """Requests arrive bit by bit; some need their last token, some are aborted. Last outputs and tokens by request.
+    The integrity of the engine's tables is checked once in so many steps, and at the end."""
     rng = case.rng
     max_in_flight = max(case.limits.num_micro_batches, rng.choice([1, 2, 2, 2]))
     core, scheduler = make_core(case.limits, case.rank, num_blocks=case.num_blocks, max_in_flight=max_in_flight)
@@ -194,7 +199,7 @@ def run_at_random(case: Case, *, hold_back: float, abort: float) -> tuple[dict[i
     done: dict[int, RequestOutput] = {}
     tokens: Tokens = {request.request_id: [] for request in case.requests}
     num_added = 0
-    for _ in range(20_000):
+    for number in range(20_000):
         if num_added == len(case.requests) and not core.has_work:
             break
         for request in case.requests[num_added : num_added + rng.randrange(4)]:
@@ -216,7 +221,9 @@ def run_at_random(case: Case, *, hold_back: float, abort: float) -> tuple[dict[i
                     found[:] = [sum([*found, *unpack(result.hidden_sum)])]
             if output.finish_reason is not None:
                 done[output.request_id] = output
-        scheduler.check_integrity()
+        if number % checked_steps == 0:
+            scheduler.check_integrity()
+    scheduler.check_integrity()
     assert done.keys() == tokens.keys(), "the engine does not come to an end"
     assert scheduler.block_manager.num_used == 0
     assert len(core.take_notes()) == len(case.rank.failed)
@@ -235,7 +242,7 @@ def expected_answers(requests: list[Request]) -> dict[int, tuple[list[int], str 
         max_loaded_adapters=MOST_ADAPTERS,
     )
     case = Case(random.Random(0), plain, RankInProcess(plain), 1000, requests)
-    done, tokens = run_at_random(case, hold_back=0, abort=0)
+    done, tokens = run_at_random(case, hold_back=0, abort=0, checked_steps=20_000)
     return {i: (tokens[i], output.finish_reason, case.read.get(i)) for i, output in done.items()}
 
 
@@ -262,7 +269,7 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS.keys())
-@pytest.mark.parametrize("seed", seeds(20))
+@pytest.mark.parametrize("seed", seeds(14))
 def test_answers_are_those_of_one_token_at_a_time(seed: int, groups: tuple[KVGroup, ...]) -> None:
     check_answers(random_case(seed * 7 + len(groups), groups))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import msgspec
 import pytest
 
@@ -12,9 +10,9 @@ from nvcli.core.messages import ForwardMode, StepInput, StepOutput, max_step_inp
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
-from nvcli.engine.request import RequestOutput
 from nvcli.engine.scheduler import Scheduler, SchedulerLimits
 from nvcli.worker.runner.interface import RankContext
+from rank_in_process import run
 from requests_factory import make_request
 
 
@@ -87,21 +85,6 @@ def make_core(num_blocks: int = 64, **limits: int) -> tuple[EngineCore, Schedule
     scheduler = Scheduler(scheduler_limits, BlockManager(num_blocks))
     executor = CheckingExecutor(scheduler_limits)
     return EngineCore(scheduler, executor, max_in_flight=2), scheduler, executor
-
-
-def run(core: EngineCore, scheduler: Scheduler, max_steps: int = 5000) -> dict[int, RequestOutput]:
-    done: dict[int, RequestOutput] = {}
-    for _ in range(max_steps):
-        if not core.has_work:
-            break
-        for output in core.step():
-            assert output.finish_reason is not None
-            assert output.request_id not in done
-            done[output.request_id] = output
-        scheduler.check_integrity()
-    assert not core.has_work, "the engine does not come to an end"
-    assert scheduler.block_manager.num_used == 0
-    return done
 
 
 def counted(n: int, prompt_len: int = 0) -> list[int]:
@@ -259,50 +242,6 @@ def test_prefix_ids_of_penalised_requests_stay_within_the_channel() -> None:
     ]
     assert len(prefixes) == 59
     assert all(prefix == prompt[: len(prefix)] for prefix in prefixes)
-
-
-@pytest.mark.parametrize("seed", range(25))
-def test_random_jobs(seed: int) -> None:
-    """Any mix of arrivals, lengths, shared prefixes, aborts and tight memory: all answered right, nothing leaks."""
-    rng = random.Random(seed)
-    core, scheduler, _ = make_core(
-        num_blocks=rng.randint(10, 60),
-        max_num_seqs=rng.randint(1, 12),
-        max_num_batched_tokens=rng.randint(12, 64),
-    )
-    prefixes = [[rng.randrange(50) for _ in range(rng.randrange(30))] for _ in range(3)]
-    wanted: dict[int, int] = {}
-    done: dict[int, RequestOutput] = {}
-    aborted: set[int] = set()
-    next_id = 0
-    while next_id < 60 or core.has_work:
-        for _ in range(rng.randrange(4) if next_id < 60 else 0):
-            prompt = rng.choice(prefixes) + [rng.randrange(50) for _ in range(rng.randint(1, 20))]
-            wanted[next_id] = rng.randint(1, 30)
-            stop_ids = [100 + rng.randrange(30)] if rng.random() < 0.3 else []
-            if stop_ids:
-                wanted[next_id] = min(wanted[next_id], stop_ids[0] - 99)
-            core.add([make_request(next_id, prompt, max(wanted[next_id], 1), stop_ids=stop_ids)])
-            next_id += 1
-        if wanted and rng.random() < 0.05:
-            victim = rng.choice(sorted(wanted))
-            core.abort([victim])
-            aborted.add(victim)
-        for output in core.step():
-            assert output.request_id not in done
-            done[output.request_id] = output
-        scheduler.check_integrity()
-    capacity = scheduler.block_manager.num_blocks * BLOCK_SIZE
-    assert done.keys() == wanted.keys()
-    for request_id, output in done.items():
-        tokens = unpack(output.token_ids).tolist()
-        if output.finish_reason == "error":
-            assert int(output.error.split()[0]) > capacity
-        elif output.finish_reason == "abort":
-            assert request_id in aborted
-        else:
-            assert tokens == counted(wanted[request_id])
-    assert scheduler.block_manager.num_used == 0
 
 
 @pytest.mark.parametrize("fields", [{"bad_words": ((5, 6),)}, {"sampling": SamplingParams(repetition_penalty=1.2)}, {}])
