@@ -84,9 +84,11 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 CIRCUMSTANCES: dict[str, dict[str, Any]] = {
     "plain": {"max_num_batched_tokens": 4096, "max_num_seqs": 64, "enable_prefix_caching": False},
     "chunked": {"max_num_batched_tokens": 9, "max_num_seqs": 8},
-    "prefix-hits": {"max_num_seqs": 3, "max_num_batched_tokens": 512},
+    "prefix-hits": {"max_num_seqs": 6, "max_num_batched_tokens": 512},
     "preempted": {"max_num_seqs": 16, "max_num_batched_tokens": 64, "num_kv_tokens": 380},
 }
+ONLY_HEADS = {"tied-gqa2": "chunked", "untied-mha": "prefix-hits", "untied-gqa4": "preempted"}
+"""Checkpoints that differ in the number of their heads alone, each with the circumstance that it is run in."""
 TWO_RANKS = {"tensor_parallel_size": 2, "max_num_seqs": 16, "max_num_batched_tokens": 64}
 """How the layers of other checkpoints are cut is a test of models."""
 
@@ -133,7 +135,21 @@ def test_whole_engines_give_the_same_answers(
     assert (stats.cached_tokens > 0) == config.get("enable_prefix_caching", True)
 
 
-@pytest.mark.parametrize("circumstance", [name for name in CIRCUMSTANCES if name != "plain"])
+@pytest.mark.parametrize(
+    ("checkpoint", "circumstance"),
+    [
+        pytest.param(
+            name,
+            circumstance,
+            id=f"{name}-{circumstance}",
+            marks=() if ONLY_HEADS.get(name, circumstance) == circumstance else pytest.mark.full,
+        )
+        for name in CHECKPOINTS
+        for circumstance in CIRCUMSTANCES
+        if circumstance != "plain"
+    ],
+    indirect=["checkpoint"],
+)
 def test_circumstances_do_not_change_the_answers(
     checkpoint: Path,
     plain_answers: dict[int, list[int]],
