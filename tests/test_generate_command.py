@@ -79,7 +79,7 @@ def gone(pids: list[int]) -> bool:
 )
 def test_answers_are_right(tmp_path: Path, settings: list[str]) -> None:
     """Paging, chunking, prefix reuse, preemption and sharding leave the answers as they are."""
-    count = 28
+    count = 22
     path = write_rows(tmp_path / "in.jsonl", questions(count))
     run = run_warm if settings else subprocess.run  # new interpreters for one of them
     done = nvcli(path, *(word for setting in settings for word in ("--set", setting)), run=run)
@@ -417,8 +417,8 @@ def test_the_progress_file_and_the_summary_add_up(tmp_path: Path) -> None:
 def test_with_keep_going_the_other_copy_takes_over(tmp_path: Path) -> None:
     """Sampled answers are those of an untouched run, though an engine was killed in the middle of its rows."""
     rows = [
-        {"prompt": f"a b c {number}", "sampling": {"max_tokens": 80 if number > 3 else 5, "ignore_eos": True}}
-        for number in range(48)
+        {"prompt": f"a b c {number}", "sampling": {"max_tokens": 50 if number > 3 else 5, "ignore_eos": True}}
+        for number in range(32)
     ]
     path = write_rows(tmp_path / "in.jsonl", rows)
     # Rows are seen in the file soon after they are answered, so that many are left when the engine dies.

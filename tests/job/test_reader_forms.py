@@ -114,8 +114,8 @@ def test_what_unpacks_to_much_comes_in_small_pieces(suffix: str, byte: bytes) ->
 
 
 @pytest.mark.parametrize("name", ["in.jsonl.zst", "in.json.zst", "in.txt.zst", "in.csv.zst"])
-def test_a_hundred_million_line_ends_are_counted_and_not_made(tmp_path: Path, name: str) -> None:
-    num_blocks = 800
+def test_millions_of_line_ends_are_counted_and_not_made(tmp_path: Path, name: str) -> None:
+    num_blocks = 200
     path = tmp_path / name
     path.write_bytes(zstandard.compress(b"prompt") + rle_frame(b"\n", num_blocks) + zstandard.compress(b'"p"\n'))
     if name != "in.csv.zst":
@@ -123,7 +123,7 @@ def test_a_hundred_million_line_ends_are_counted_and_not_made(tmp_path: Path, na
     started = time.process_time()
     (row,) = read(path)
     assert row.context.line == f"line {(num_blocks << 17) + 1}"
-    assert time.process_time() - started < 10  # some 0.4 s; a list of 100,000,000 lines takes 20 s
+    assert time.process_time() - started < 2.5  # some 0.1 s; a list of 26,000,000 lines takes 5 s
 
 
 def test_a_cell_keeps_its_many_blank_lines(tmp_path: Path) -> None:
@@ -164,8 +164,8 @@ def test_other_key_names(read_rows: ReadRows, tmp_path: Path) -> None:
     assert all(part in message for part, message in zip(expected, messages, strict=True)), messages
 
 
-def test_a_line_of_fifty_megabytes(read_rows: ReadRows) -> None:
-    prompt = b"x" * 50_000_000
+def test_a_line_of_twenty_megabytes(read_rows: ReadRows) -> None:
+    prompt = b"x" * 20_000_000
     rows = read_rows(b'{"prompt":"' + prompt + b'"}\n{"prompt":"' + prompt + b'\n{"prompt":"b"}')
     assert isinstance(rows[0], Job)
     assert rows[0].prompt == prompt.decode()

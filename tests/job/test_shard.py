@@ -26,16 +26,16 @@ def read(
     return rows
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(4))
 def test_shards_read_the_rows_of_the_whole_job_be_they_good_or_bad(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     path = tmp_path / "in.jsonl"
     id_key = rng.choice(["id", "id", "custom_id", "x"])
-    lines = [*RowMaker(rng, JobFacts(max_model_len=1024, vocab_size=640, id_key=id_key)).lines(300)]
+    lines = [*RowMaker(rng, JobFacts(max_model_len=1024, vocab_size=640, id_key=id_key)).lines(150)]
     path.write_bytes(b"\n".join([*lines, *lines]))  # the second time, every id is one that was taken
     keys = RowKeys(id=id_key)
     whole = read(path, keys=keys)
-    for count in (1, 2, 7):
+    for count in (1, 2, 5):
         shards = [read(path, Shard(number, count), keys) for number in range(count)]
         assert sorted((row for rows in shards for row in rows), key=lambda row: row.context.index) == whole
 
