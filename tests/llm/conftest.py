@@ -14,8 +14,8 @@ from nvcli.tools.bench.made_up_adapters import write_adapters
 
 
 @pytest.fixture
-def make_llm(model_folder: Path, tokenizer: object) -> Iterator[MakeLLM]:
-    """`tokenizer` imports transformers once, before the first LLM."""
+def make_llm(model_folder: Path, tokenizer: object, warm_engines: None) -> Iterator[MakeLLM]:
+    """`tokenizer` imports transformers once, before the first LLM; with `warm_engines` what renders is a copy."""
     make = MakeLLM(model_folder)
     yield make
     for llm in make.made:

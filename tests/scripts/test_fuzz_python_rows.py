@@ -12,17 +12,17 @@ import pytest
 from fuzz_python_rows import fuzz, rows_of
 from nvcli.job.rows import parser
 
+# The first imports transformers, before the LLM; what renders conversations is a copy.
+pytestmark = pytest.mark.usefixtures("tokenizer", "warm_engines")
 
-def test_hostile_rows_of_a_program(tokenizer: object) -> None:
-    """`tokenizer` imports transformers once, before the LLM."""
+
+def test_hostile_rows_of_a_program() -> None:
     counts = fuzz(300, seed=2)
     assert counts["answered"] > 30
     assert counts["invalid_value"] > 50
 
 
-def test_it_notices_when_objects_are_not_looked_at(
-    tokenizer: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_it_notices_when_objects_are_not_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def as_it_is(value: Any, key: str) -> Any:
         return value
 

@@ -307,7 +307,7 @@ def test_dry_run_on_the_command_line(nvcli_here: NvcliHere) -> None:
     assert "Traceback" not in too_small.stderr
 
 
-def test_a_cpu_run_is_profiled_by_loading_it(tmp_path: Path, nvcli_here: NvcliHere) -> None:
+def test_a_cpu_run_is_profiled_by_loading_it(tmp_path: Path, nvcli_here: NvcliHere, warm_engines: None) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "What is 1 + 1?", "sampling": {"max_tokens": 9}}\n{"prompt": 5}\n', encoding="utf-8")
     done = nvcli_here(
