@@ -12,6 +12,7 @@ import torch
 from attention_setup import Bench as AnyBench
 from attention_setup import History
 
+from combinations import full
 from fp8_interpreter import exact_conversions
 from kernel_device import DEVICE, HAS_GPU, MARKS
 from nvcli.attention import triton_kernels
@@ -43,12 +44,13 @@ def scratch_kernel(
 
 
 @pytest.mark.skipif(HAS_GPU and torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
-@pytest.mark.parametrize("scratch_tokens", [6 * UNIT, 64 * UNIT])
 @pytest.mark.parametrize(
-    ("head_dim", "num_kv_heads", "ratio", "block_size", "options"),
+    ("head_dim", "num_kv_heads", "ratio", "block_size", "options", "scratch_tokens"),
     [
-        (64, 3, 1, 64, {"soft_cap": 0.7}),
-        (128, 2, 4, 128, {"windows": (40, None), "has_sinks": True}),
+        (64, 3, 1, 64, {"soft_cap": 0.7}, 6 * UNIT),
+        (64, 3, 1, 64, {"soft_cap": 0.7}, 64 * UNIT),
+        (128, 2, 4, 128, {"windows": (40, None), "has_sinks": True}, 6 * UNIT),
+        full((128, 2, 4, 128, {"windows": (40, None), "has_sinks": True}, 64 * UNIT), in_parts=True),
     ],
 )
 def test_steps(
