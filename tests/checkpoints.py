@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -140,9 +141,15 @@ def reference_logits_of(path: Path, prompts: list[list[int]]) -> list[Any]:
     """transformers' logits at every position of each prompt: [length, vocab_size] float32 each."""
     import torch
 
-    model = reference_model(path)
+    model = _kept_model(path, max(file.stat().st_mtime_ns for file in path.iterdir()))
     with torch.inference_mode():
         return [model(torch.tensor([ids])).logits[0] for ids in prompts]
+
+
+@functools.lru_cache(maxsize=2)
+def _kept_model(path: Path, changed_at: int) -> Any:
+    """Return the model of a checkpoint; it is loaded once for as long as its files stay as they are."""
+    return reference_model(path)
 
 
 def reference_model(path: Path) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,13 @@ def test_whole_prompt_over_many_blocks(checkpoint: Path) -> None:
     assert_close(logits, reference_logits(checkpoint, ids))
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_prompt_in_chunks(checkpoint: Path, chunk: int) -> None:
+@pytest.mark.parametrize(("first", "chunk"), [(100, 1), (0, 7), (0, 64)])
+def test_prompt_in_chunks(checkpoint: Path, first: int, chunk: int) -> None:
+    """The chunks behind the `first` tokens, which are one step."""
     ids = ids_of(130)
     driver, request = ModelDriver(checkpoint), RequestState()
-    parts = [driver.step((request, ids[i : i + chunk])) for i in range(0, len(ids), chunk)]
+    starts = [*range(bool(first)), *range(first, len(ids), chunk)]
+    parts = [driver.step((request, ids[i:end])) for i, end in pairwise([*starts, len(ids)])]
     assert_close(torch.cat([part for (part,) in parts]), reference_logits(checkpoint, ids))
 
 
