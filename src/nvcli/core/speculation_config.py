@@ -20,15 +20,17 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             "--speculate",
             MODEL,
             "Draft several tokens per step and keep the correct ones: lookup: from earlier text; mtp: by the model's "
-            "own head for that; PATH: by an EAGLE-3 head in this folder; auto: whatever works with the model.",
+            "own head for that; PATH: by the EAGLE-3 head or the small model in this folder; auto: whatever works with "
+            "the model.",
             metavar="auto|none|lookup|mtp|PATH",
         ),
     ] = "auto"
     """lookup: a row's last tokens are looked up in its prompt and answer so far and in other answers, and the tokens
     that followed them there are drafted; tokens that a grammar forces are taken several at a time. mtp: the
     checkpoint's head for multi-token prediction drafts, and where it cannot, earlier text. A folder, or an id in the
-    local cache of the Hugging Face hub: the EAGLE-3 head there drafts likewise. auto: what never costs time: drafts
-    from earlier text if the model can check them, one forced token at a time."""
+    local cache of the Hugging Face hub: the EAGLE-3 head there drafts likewise, or the model there, whose tokens must
+    be the same. auto: what never costs time: drafts from earlier text if the model can check them, one forced token at
+    a time."""
     max_draft_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFT_TOKENS)] = 7
     """Maximum tokens drafted for a row in one step."""
     policy: DraftPolicyName = "auto"

@@ -3,7 +3,7 @@ uses one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -28,7 +28,10 @@ from nvcli.worker.distributed.tensor_parallel import StageState
 class Decoder(nn.Module):
     """The layers of one pipeline stage, with the embedding in the first stage and the final norm in the last."""
 
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+    def __init__(
+        self, config: ModelConfig, build: BuildContext, specs: Sequence[CacheSpec], first_cache_layer: int
+    ) -> None:
+        """`specs`: those of the stage's layers in the KV cache, numbered there from `first_cache_layer` on."""
         super().__init__()
         self.group = build.group
         stage, decoder, layers = build.stage, config.decoder, config.layers
@@ -43,7 +46,7 @@ class Decoder(nn.Module):
         of_head = () if config.draft_head is None else config.draft_head.mixers
         mixers = *(layers[number].mixer for number in numbers), *of_head
         self.rotary = RotaryTables((mixer.rotation for mixer in mixers), build.max_positions)
-        specs = iter(layer_specs(config, build.group.size, stage))
+        specs_of_layers = iter(specs)
         self.layers = nn.ModuleDict(
             {
                 str(number): DecoderLayer(
@@ -51,8 +54,8 @@ class Decoder(nn.Module):
                     f"model.layers.{number}",
                     layers[number],
                     decoder.norm,
-                    list(islice(specs, len(layers[number].mixers))),
-                    owners[number] - numbers.start,
+                    list(islice(specs_of_layers, len(layers[number].mixers))),
+                    owners[number] - numbers.start + first_cache_layer,
                     has_input=inputs is not None,
                 )
                 for number in numbers
@@ -107,14 +110,24 @@ class CausalLM(nn.Module):
     """One rank's shard of a decoder with a language-model head: the interface for the runner, the loader and the tests.
     Module names follow the checkpoint's tensor names."""
 
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        build: BuildContext,
+        *,
+        specs: Sequence[CacheSpec] | None = None,
+        cache_layer: int = 0,
+    ) -> None:
+        """`specs` and `cache_layer`: the layers' part of the KV cache, and the number of the first one there, for a
+        model whose keys lie beside those of another; None: as its own groups say."""
         super().__init__()
+        specs = layer_specs(config, build.group.size, build.stage) if specs is None else specs
         self.config = config
         self.group = build.group
         self.stage = build.stage
         self.tensors = build.tensors
         """The checkpoint tensors that this rank's stage is made of, by name."""
-        self.model = Decoder(config, build)
+        self.model = Decoder(config, build, specs, cache_layer)
         self.batch_invariant = build.batch_invariant
         self.lm_head: ParallelLMHead | None = None
         if build.stage.is_last:
@@ -131,8 +144,9 @@ class CausalLM(nn.Module):
                 vocab_size=config.vocab_size,
             )
             num_layers = config.num_layers
-            specs = layer_specs(config, build.group.size, build.stage)[num_layers:]
-            self.draft_head = config.draft_head.build(build, shared, specs, num_layers)
+            self.draft_head = config.draft_head.build(
+                build, shared, specs[-len(config.draft_head.mixers) :], num_layers
+            )
 
     def forward(self, batch: ForwardBatch, received: StageState | None = None) -> Tensor | StageState:
         """Compute the hidden states after the final norm for the tokens that need logits (`batch.logits_rows`): [N, H],
@@ -167,9 +181,14 @@ class CausalLM(nn.Module):
 
     def run(self, batch: ForwardBatch, received: StageState | None = None) -> tuple[Tensor | StageState, Tensor | None]:
         """Return what `forward` does, and what `forward_with_states` adds if the draft head takes in the batch."""
-        if batch.shape.extends_drafts:
+        head = self.config.draft_head
+        if head is None or not batch.shape.extends_drafts:
+            return self.forward(batch, received), None
+        if head.reads_states:
             return self.forward_with_states(batch)
-        return self.forward(batch, received), None
+        hidden = self.forward(batch)
+        assert isinstance(hidden, Tensor)
+        return hidden, hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Compute logits, [N, H] → [N, M] in the model's dtype, for this rank's part of the vocabulary: M tokens

@@ -24,6 +24,10 @@ class DraftHeadConfig(ABC):
     module: ClassVar[str]
     """The module that computes it, a `DraftHead`: `package.file:Class`, created with the arguments of `build`."""
 
+    reads_states: ClassVar[bool] = True
+    """Whether it reads states of the target, and so the token behind each position. A model of its own reads the tokens
+    at the positions themselves."""
+
     @property
     def aux_layers(self) -> tuple[int, ...]:
         """The target's layers before which the head reads the residual stream, ascending; empty: it reads the hidden

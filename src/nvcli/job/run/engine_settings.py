@@ -25,7 +25,8 @@ from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.adapters.find import find_adapter
 from nvcli.models.adapters.row_adapters import sizes_of
 from nvcli.models.config import ModelConfig, load_model_config
-from nvcli.models.draft_heads.own_files import find_head, with_draft_head
+from nvcli.models.draft_heads.own_files import MTP, find_head, with_draft_head
+from nvcli.models.same_tokens import check_same_tokens
 from nvcli.sizing.graph_sizes import default_batched_tokens
 from nvcli.sizing.kv_cache import default_block_size
 
@@ -69,13 +70,14 @@ def load_with_adapters(
     if choice.merged is not None:
         adapter = read_adapter(find_adapter(choice.merged), base)
         model = adapter.adapt(model)
-    model = _with_draft_head(run, model)
+    model = _with_draft_head(run, model_path, model)
     device = (found_device or detect_device()) if run.device == "auto" else run.device
     return keep_weights(run, model, device, gpus=gpus, gpu_bytes=gpu_bytes, adapter=adapter), adapter, named
 
 
-def _with_draft_head(run: RunConfig, model: ModelConfig) -> ModelConfig:
-    """Return the model with the head that drafts its tokens, if the run uses one. Raises ConfigError."""
+def _with_draft_head(run: RunConfig, model_path: Path, model: ModelConfig) -> ModelConfig:
+    """Return the model with the head or the model that drafts its tokens, if the run uses one. Raises ConfigError and
+    LoadError."""
     name = run.speculation.draft_head
     if name is None or run.task != "generate" or model.draft_head is not None:
         return model
@@ -85,7 +87,10 @@ def _with_draft_head(run: RunConfig, model: ModelConfig) -> ModelConfig:
             f"{run.pipeline_parallel_size}: a head drafts from all layers of a model that are in one stage; use --tp, "
             "or --speculate lookup"
         )
-    return with_draft_head(model, find_head(name), is_random=run.load_format == "dummy")
+    head = find_head(name)
+    if head != MTP:
+        check_same_tokens(model_path, Path(head))
+    return with_draft_head(model, head, is_random=run.load_format == "dummy")
 
 
 def resolve_engine_config(
@@ -102,7 +107,7 @@ def resolve_engine_config(
     `tensor_parallel_size` is 1 until `resolve_layout` chooses. `found_device` is the device that `device: auto` stands
     for; None: look for a GPU. `row_adapters` are the run's adapters with names; None: read them.
     """
-    model = _with_draft_head(run, model)
+    model = _with_draft_head(run, model_path, model)
     tensor_parallel_size = layout_as_given(run).tensor_parallel_size
     if run.quantization != "auto":
         model = model.with_quantization(run.quantization)

@@ -44,9 +44,9 @@ class DraftHead(nn.Module, ABC):
     ) -> tuple[Tensor, Tensor]:
         """Run a pass over the tokens of a batch, and store their keys.
 
-        token_ids: [T], the token after each position; states: [T, H], which may be overwritten; rows: [N] int64, the
-        tokens that are computed to the end; None: all. Returns what `compute_logits` takes, [N, H], and the states for
-        the next pass, [N, H].
+        token_ids: [T], the token after each position, or with a model of its own the one at the position; states: [T,
+        H], which may be overwritten; rows: [N] int64, the tokens that are computed to the end; None: all. Returns what
+        `compute_logits` takes, [N, H], and the states for the next pass, [N, H].
         """
 
     @abstractmethod

@@ -1,4 +1,5 @@
-"""Draft heads by their names: mtp for the head of a checkpoint, or a folder of its own. Torch-free."""
+"""Draft heads by their names: mtp for the head of a checkpoint, or the folder of a head or of a small model.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from nvcli.core.validation import show
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.checkpoint import find_model
 from nvcli.models.config import CONFIG_FILE, ModelConfig
-from nvcli.models.draft_heads.eagle3_files import read_eagle3
+from nvcli.models.draft_heads.eagle3_files import is_eagle3, read_eagle3
+from nvcli.models.draft_model_config import read_draft_model
+from nvcli.models.json_file import JsonFile
 
 MTP = "mtp"
 
@@ -22,7 +25,7 @@ def find_head(name: str) -> str:
     if name == MTP:
         return name
     problem = f"`speculation.method` (--speculate) is {show(name)}, which is neither auto, none, lookup or {MTP}"
-    way_out = "give the folder of an EAGLE-3 head"
+    way_out = "give the folder of an EAGLE-3 head, or of a small model with the same tokens"
     try:
         found = find_model(name)
     except (ConfigError, LoadError) as error:
@@ -39,4 +42,7 @@ def with_draft_head(config: ModelConfig, name: str, *, is_random: bool = False) 
     """
     if name == MTP:
         return config.with_mtp()
-    return replace(config, draft_head=read_eagle3(Path(name), config, is_random=is_random))
+    folder = Path(name)
+    if is_eagle3(JsonFile.read(folder / CONFIG_FILE)):
+        return replace(config, draft_head=read_eagle3(folder, config, is_random=is_random))
+    return replace(config, draft_head=read_draft_model(folder, config, is_random=is_random))

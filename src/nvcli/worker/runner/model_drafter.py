@@ -36,8 +36,10 @@ class ModelDrafter:
         hidden_size: int,
         dtype: torch.dtype,
         max_positions: int,
+        reads_states: bool = True,
     ) -> None:
-        """`max_positions`: the positions that the head knows."""
+        """`max_positions`: the positions that the head knows; `reads_states`: see `DraftHeadConfig`."""
+        self._reads_states = reads_states
         self._head, self._slots, self._sampler = head, slots, sampler
         self._max_positions = max_positions
         lengths = slots.state.lengths
@@ -56,6 +58,7 @@ class ModelDrafter:
             hidden_size=model.config.draft_head.state_size(model.config.hidden_size),
             dtype=getattr(torch, config.dtype),
             max_positions=config.max_model_len,
+            reads_states=model.config.draft_head.reads_states,
         )
 
     def propose(self, batch: StepBatch, *, for_all: bool) -> None:
@@ -65,23 +68,31 @@ class ModelDrafter:
         assert drafts is not None
         num_rows, width = batch.forward.shape.decode_rows, batch.forward.shape.tokens_per_row
         passes = Passes.begin(self._kept, batch.rows, state, drafts, num_rows, for_all=for_all)
-        tokens = passes.write(state, 1, self._kept.tokens[passes.slots])
         states = passes.states(self._kept)
-        for number in range(1, width - 1):
+        if self._reads_states:
+            tokens = passes.write(state, 1, self._kept.tokens[passes.slots])
+        else:
+            tokens = state.token_ids[passes.slots, passes.last.long()]
+        ahead = int(self._reads_states)
+        for number in range(1, width - ahead):
             positions, places = passes.places(state, number)
             one = self._batch_of_pass(batch.forward, passes.slots, tokens, positions, places)
             one.backend.plan_on_device(one)
             hidden, states = self._head(tokens, states, one, None)
-            guesses = self._choose(hidden, passes.slots, passes.last + number + 1)
-            tokens = passes.write(state, number + 1, guesses)
+            guesses = self._choose(hidden, passes.slots, passes.last + number + ahead)
+            tokens = passes.write(state, number + ahead, guesses)
 
     def extend(self, batch: StepBatch, states: Tensor) -> None:
         """Compute the tokens of a step with the head, once the step's own tokens are chosen, and keep a guess for each
         row. states: [T, K], the target's (`CausalLM.forward_with_states`)."""
         forward, rows, state = batch.forward, batch.rows, self._slots.state
-        tokens = following_tokens(rows, state, forward.positions)
         last, slots = last_tokens(rows, state, batch.inputs, forward.shape.num_rows)
         last.clamp_(max=forward.num_tokens - 1)
+        if not self._reads_states:  # all that is wanted are its keys
+            self._head(forward.input_ids, states, forward, last[:0])
+            self._kept.positions[slots] = state.lengths[slots] + 1
+            return
+        tokens = following_tokens(rows, state, forward.positions)
         hidden, states = self._head(tokens, self._head.read(states), forward, last)
         guesses = self._choose(hidden, slots, state.lengths[slots] + 1)
         keep_guesses(self._kept, state, slots, guesses, states)
