@@ -223,6 +223,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return (*(width for width in _DRAFT_WIDTHS if width < most), most)
 
     @property
+    def uneven_draft_widths(self) -> tuple[float, ...]:
+        """The numbers of tokens per decode row, on average, of steps whose rows have different numbers of drafts,
+        ascending; empty with a head, whose passes are as many as the row with the most drafts needs."""
+        if not self.max_draft_tokens or self.draft_head is not None:
+            return ()
+        return tuple(mean for mean in UNEVEN_WIDTHS if mean < most_of_uneven(self.draft_widths))
+
+    @property
     def max_row_tokens(self) -> int:
         """Maximum tokens of a request in the KV cache: drafts may reach beyond the longest answer."""
         return self.max_model_len + self.max_draft_tokens

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
 
-from nvcli.core.engine_config import UNEVEN_ROWS, UNEVEN_WIDTHS, EngineConfig, most_of_uneven
+from nvcli.core.engine_config import UNEVEN_ROWS, EngineConfig, most_of_uneven
 from nvcli.models.config import ModelConfig
 from nvcli.sizing.costs import model_costs
 
@@ -77,7 +77,7 @@ def draft_graph_sizes(config: EngineConfig, widths: Sequence[int]) -> list[tuple
     sizes = [(rows, rows * width, width) for width in widths for rows in all_rows]
     if widths:
         most = most_of_uneven(widths)
-        means = [mean for mean in UNEVEN_WIDTHS if mean < most]
+        means = config.uneven_draft_widths
         sizes += [(rows, int(mean * rows), most) for mean in means for rows in all_rows if rows >= UNEVEN_ROWS]
     most_tokens = config.max_draft_step_tokens
     return [size for size in sizes if size[1] <= most_tokens]
