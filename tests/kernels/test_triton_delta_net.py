@@ -102,6 +102,7 @@ def test_rules(step: str, heads: RecurrentHeads, dtype: torch.dtype) -> None:
         pytest.skip("the compiler takes a minute")
     count, num_heads = len(rows.slot_mapping), heads.num_value_heads
     qkv, both = rand(count, heads.num_channels, dtype=dtype), rand(count, 2 * num_heads, dtype=dtype, seed=1)
+    qkv[:, : heads.num_key_heads * heads.key_dim] *= heads.key_dim**-0.5  # as results of about 1 need it in a scan
     of_heads = rand(3, num_heads, dtype=dtype, seed=3)
     pool = rand(NUM_BLOCKS, num_heads, heads.key_dim, heads.value_dim, dtype=torch.float32, seed=5)
     found_pool = pool.to(DEVICE, copy=True)
