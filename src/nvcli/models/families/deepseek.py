@@ -57,7 +57,7 @@ DEEPSEEK_V3 = Family(
     name="DeepSeek-V3, R1, Kimi-K2",
     architectures=("DeepseekV3ForCausalLM",),
     features="latent attention; a mixture of experts after dense layers, and an expert that all tokens share",
-    examples=("deepseek-ai/DeepSeek-V3.1", "deepseek-ai/DeepSeek-R1-0528", "moonshotai/Kimi-K2-Instruct"),
+    examples=("deepseek-ai/DeepSeek-V3.1", "deepseek-ai/DeepSeek-R1-0528"),
     read=read_deepseek_v3,
     defaults={
         "q_lora_rank": 1536,
