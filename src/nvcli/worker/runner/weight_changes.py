@@ -106,6 +106,7 @@ class WeightChanges:
         if self._device.type == "cuda":
             wait_for_gpu()
             if self._is_asleep:
+                torch.cuda.empty_cache()  # what reading took in passing is not free for others
                 reserve_contiguous(self._activation_bytes, self._device)
         self._is_asleep = False
         self._num_fills += 1
