@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fake_runners import engine_config
 from nvcli.core.messages import StepInput, StepOutput, pack
 from nvcli.engine.draft_costs import size_of
 from nvcli.engine.draft_evidence import DraftEvidence, Outcome
@@ -284,6 +285,12 @@ def test_a_head_takes_in_what_its_drafts_need() -> None:
     assert useful.policy.extends(has_drafts=False, has_prompts=True)
     assert not useless.policy.extends(has_drafts=False, has_prompts=True)
     assert not Simulation("8B", 0.8).policy.extends(has_drafts=True, has_prompts=True)
+
+
+def test_rows_have_equally_many_drafts_of_a_head() -> None:
+    assert engine_config(max_draft_tokens=7).uneven_draft_widths == UNEVEN["uneven_widths"]
+    assert engine_config(max_draft_tokens=7, draft_head="mtp").uneven_draft_widths == ()
+    assert engine_config().uneven_draft_widths == ()
 
 
 def test_always_drafts_as_many_as_there_may_be() -> None:
