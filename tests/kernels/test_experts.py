@@ -47,7 +47,7 @@ def expected_of(case: Case, activation: ExpertActivation, scaling: FP8Scaling | 
     def rounded(x: Tensor) -> Tensor:
         if scaling is None:
             return x.float()
-        codes, scales, _ = quantise(x, scaling)
+        codes, scales, *_ = quantise(x, scaling)
         factors = scales[:, None] if scaling == "channel" else scales.repeat_interleave(FP8_BLOCK, 1)[:, : x.shape[1]]
         return codes.float() * factors
 

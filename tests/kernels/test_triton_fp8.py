@@ -45,6 +45,9 @@ def assert_same(found: QuantisedRows, expected: QuantisedRows) -> None:
     one, other = found.codes.cpu().float(), expected.codes.float()
     assert ((one - other).abs() <= 0.13 * other.abs() + 2.0**-8).all()
     assert (one != other).float().mean() < (0.02 if HAS_GPU else 1e-3)
+    assert (found.values is None) == (expected.values is None)
+    if found.values is not None:
+        torch.testing.assert_close(found.values.cpu(), expected.values, atol=1e-6, rtol=1.6e-2)
 
 
 @SCALINGS
@@ -133,8 +136,9 @@ def test_norm_and_quantise(delta: str, dtype: torch.dtype, scaling: FP8Scaling) 
         }[delta]
         on_device, moved = residual.to(DEVICE, copy=True), None if change is None else change.to(DEVICE)
         centred = size == SIZES[1]
-        found = norm.norm_and_quantise(moved, on_device, weight.to(DEVICE), 1e-6, scaling, is_centered=centred)
-        expected = reference.norm_and_quantise(change, residual, weight, 1e-6, scaling, is_centered=centred)
+        ways = {"is_centered": centred, "keeps_values": size == SIZES[-1]}
+        found = norm.norm_and_quantise(moved, on_device, weight.to(DEVICE), 1e-6, scaling, **ways)
+        expected = reference.norm_and_quantise(change, residual, weight, 1e-6, scaling, **ways)
         torch.testing.assert_close(on_device.cpu(), residual, atol=1e-6, rtol=1.6e-2)
         assert_same(found, expected)
 

@@ -38,17 +38,29 @@ def quantise(x: Tensor, scaling: FP8Scaling) -> QuantisedRows:
 
 
 def norm_and_quantise(
-    delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float, scaling: FP8Scaling, *, is_centered: bool
+    delta: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    scaling: FP8Scaling,
+    *,
+    is_centered: bool,
+    keeps_values: bool = False,
 ) -> QuantisedRows:
     """Do what `add_rms_norm` does, or without a `delta` `rms_norm`, and quantise the result, rounded to the residual's
-    type as these would."""
+    type as these would; `keeps_values` keeps it beside its codes."""
     if residual.is_cuda:
         from nvcli.kernels.triton.elementwise import norm
 
-        return norm.norm_and_quantise(delta, residual, weight, eps, scaling, is_centered=is_centered)
+        return norm.norm_and_quantise(
+            delta, residual, weight, eps, scaling, is_centered=is_centered, keeps_values=keeps_values
+        )
     if delta is None:
-        return quantise(rms_norm(residual, weight, eps, is_centered=is_centered), scaling)
-    return quantise(add_rms_norm(delta, residual, weight, eps, is_centered=is_centered), scaling)
+        normed = rms_norm(residual, weight, eps, is_centered=is_centered)
+    else:
+        normed = add_rms_norm(delta, residual, weight, eps, is_centered=is_centered)
+    quantised = quantise(normed, scaling)
+    return quantised._replace(values=normed) if keeps_values else quantised
 
 
 def activate_and_quantise(gate_up: Tensor, activation: Activation, scaling: FP8Scaling) -> QuantisedRows:

@@ -49,6 +49,8 @@ class QuantisedRows(NamedTuple):
     """[T] float32, or for blocks [T, G]."""
     dtype: torch.dtype
     """The type of the values that the codes stand for, and of a product with them."""
+    values: Tensor | None = None
+    """[T, in], the values before they were quantised, if LoRA adapters may need them."""
 
     @property
     def shape(self) -> torch.Size:

@@ -65,10 +65,13 @@ class InputNorm(Norm):
         super().__init__(build, path, config)
         self.is_summed = is_summed
         self._scaling: FP8Scaling | None = None
+        self._keeps_values = False
 
     def quantise_for(self, layer: ColumnParallelLinear) -> None:
-        """From now on, quantise the output as `layer` does, which is its only reader."""
-        self._scaling = layer.input_scaling if self.bias is None else None
+        """From now on, quantise the output as `layer` does, which is its only reader, and keep the values if it takes
+        adapters."""
+        self._scaling = layer.input_scaling() if self.bias is None else None
+        self._keeps_values = layer.takes_adapters
 
     def forward(self, delta: Tensor | None, residual: Tensor) -> Activations:
         x = self._norm(delta, residual)
@@ -80,7 +83,13 @@ class InputNorm(Norm):
     def _norm(self, delta: Tensor | None, residual: Tensor) -> Activations:
         if self._scaling is not None and (delta is None or self.is_summed or self.group.size == 1):
             return norm_and_quantise(
-                delta, residual, self.weight, self.eps, self._scaling, is_centered=self.is_centered
+                delta,
+                residual,
+                self.weight,
+                self.eps,
+                self._scaling,
+                is_centered=self.is_centered,
+                keeps_values=self._keeps_values,
             )
         if delta is None:
             return rms_norm(residual, self.weight, self.eps, is_centered=self.is_centered)
@@ -158,7 +167,7 @@ class GatedMLP(FeedForward):
         return self.gate_up_proj
 
     def forward(self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None) -> Tensor | None:
-        hidden = self.hidden(x, adapters, self.down_proj.input_scaling)
+        hidden = self.hidden(x, adapters, self.down_proj.input_scaling(adapters))
         delta: Tensor | None = self.down_proj(hidden, residual, adapters)
         return delta
 

@@ -72,16 +72,15 @@ class ShardedLinear(WeightModule):
         self.method.create(self)
         self.takes_adapters = build.has_adapters
 
-    @property
-    def input_scaling(self) -> FP8Scaling | None:
-        """How the preceding operation should quantise the input; None: not at all. Adapters need it unquantised."""
-        return None if self.takes_adapters else self.method.input_scaling
+    def input_scaling(self, adapters: AdapterRows | None = None) -> FP8Scaling | None:
+        """Return how the preceding operation should quantise the input for rows with these adapters, if it does not
+        keep the values, too; None: not at all."""
+        return self.method.input_scaling if adapters is None or self.low_rank is None else None
 
     def add_adapters(self, out: Tensor, x: Activations, adapters: AdapterRows | None) -> None:
         """Add the products of `x` [T, columns] with the rows' adapters to the layer's product `out` [T, rows]."""
         if adapters is not None and self.low_rank is not None:
-            assert isinstance(x, Tensor), "`input_scaling` says so"
-            self.low_rank.add(out, x, adapters)
+            self.low_rank.add(out, _values(x), adapters)
 
     def weight_sources(self) -> Iterator[WeightSource]:
         return self.method.sources(self)
@@ -105,6 +104,13 @@ class LowRankProducts:
         """Compute activation(gate) × up, with the adapters' products added to both. gate_up: [T, rows] → [T, rows /
         2]."""
         return activate_with_low_rank(gate_up, x, adapters, self.bank, self.layer, activation)
+
+
+def _values(x: Activations) -> Tensor:
+    """Return the values of a layer's input, which what quantises for layers that take adapters keeps."""
+    values = x if isinstance(x, Tensor) else x.values
+    assert values is not None
+    return values
 
 
 class LinearMethod(ABC):
@@ -238,9 +244,8 @@ class ColumnParallelLinear(ShardedLinear):
         if the next layer asks for it by its `scaling`."""
         if adapters is None or self.low_rank is None:
             return self.method.apply_gated(self, x, activation, scaling)
-        assert isinstance(x, Tensor), "`input_scaling` says so"
         gate_up = self.method.apply(self, x, with_bias=True)
-        return self.low_rank.activate(gate_up, x, adapters, activation)
+        return self.low_rank.activate(gate_up, _values(x), adapters, activation)
 
 
 class RowParallelLinear(ShardedLinear):

@@ -156,6 +156,16 @@ def test_drafts(adapters: Adapters) -> None:
     assert stats.accepted_tokens > 0
 
 
+def test_beside_weights_in_fp8(adapters: Adapters) -> None:
+    """Rows without an adapter are answered as by a model without adapters, and those with one as alone, otherwise."""
+    base = tokens_of(generate_here(adapters.base, requests_of(0), quantization="fp8")[0])
+    mixed = tokens_of(generate_here(adapters.base, mixed_requests(), **config_of(adapters, quantization="fp8"))[0])
+    alone = tokens_of(generate_here(adapters.base, requests_of(2), **config_of(adapters, quantization="fp8"))[0])
+    assert {number: mixed[number] for number in base} == base
+    assert {number: mixed[200 + number] for number in alone} == alone
+    assert alone != base
+
+
 def test_an_adapter_that_cannot_be_read_fails_its_own_rows_alone(
     adapters: Adapters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

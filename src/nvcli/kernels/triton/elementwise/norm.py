@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.fp8_types import QuantisedRows
+from nvcli.kernels.fp8_types import Activations, QuantisedRows
 from nvcli.kernels.triton.elementwise.fp8 import FP8_GROUP, empty_rows, store_quantised
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
@@ -22,6 +22,7 @@ def _rms_norm_kernel(
     weight_ptr,  # [SIZE]
     out_ptr,  # [T, SIZE], written; QUANTISED in e4m3
     scales_ptr,  # QUANTISED: [T] float32, or BY_GROUPS [T, SIZE / 128, rounded up], written
+    values_ptr,  # None, or QUANTISED: [T, SIZE], the result before it is quantised, written
     eps,
     x_part_stride,
     x_row_stride,
@@ -58,7 +59,10 @@ def _rms_norm_kernel(
     mean_square = tl.sum(x * x, axis=0) / SIZE
     normed = x * tl.rsqrt(mean_square + eps) * weight
     if QUANTISED:
-        normed = normed.to(residual_ptr.dtype.element_ty).to(tl.float32)
+        values = normed.to(residual_ptr.dtype.element_ty)
+        if values_ptr is not None:
+            tl.store(values_ptr + row * SIZE + columns, values, mask=inside)
+        normed = values.to(tl.float32)
         NUM_SCALES: tl.constexpr = (SIZE + FP8_GROUP - 1) // FP8_GROUP if BY_GROUPS else 1
         store_quantised(normed, out_ptr + row * SIZE, scales_ptr + row * NUM_SCALES, 0, SIZE, BLOCK, BY_GROUPS)
     else:
@@ -158,14 +162,23 @@ def sum_rms_norm(parts: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, 
 
 
 def norm_and_quantise(
-    delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float, scaling: FP8Scaling, *, is_centered: bool
+    delta: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    scaling: FP8Scaling,
+    *,
+    is_centered: bool,
+    keeps_values: bool = False,
 ) -> QuantisedRows:
     """See `nvcli.kernels.fp8.norm_and_quantise`. Last dimensions are dense."""
     num_rows, size = residual.shape
     out = empty_rows(num_rows, size, scaling, residual)
+    if keeps_values:
+        out = out._replace(values=torch.empty(num_rows, size, dtype=residual.dtype, device=residual.device))
     x = residual if delta is None else delta
     parts = x if x.dim() == 3 else x.unsqueeze(0)
-    _launch(parts, residual, weight, out.codes, eps, add=delta is not None, is_centered=is_centered, scales=out.scales)
+    _launch(parts, residual, weight, out, eps, add=delta is not None, is_centered=is_centered)
     return out
 
 
@@ -173,14 +186,14 @@ def _launch(
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
-    out: Tensor,
+    out: Activations,
     eps: float,
     *,
     add: bool,
     is_centered: bool,
-    scales: Tensor | None = None,
 ) -> None:
-    """Launch the kernel; `scales` are those of a result in FP8, [T] or of groups."""
+    """Launch the kernel."""
+    result, scales, values = (out, None, None) if isinstance(out, Tensor) else (out.codes, out.scales, out.values)
     num_parts, num_rows, size = x.shape
     assert x.stride(-1) == residual.stride(-1) == 1
     block = next_power_of_2(size) if scales is None else max(FP8_BLOCK, next_power_of_2(size))
@@ -188,8 +201,9 @@ def _launch(
         x,
         residual,
         weight,
-        out,
+        result,
         scales,
+        values,
         eps,
         x.stride(0),
         x.stride(1),
