@@ -1,20 +1,24 @@
-"""Merging a low-rank product into a weight: the Triton kernel against plain torch."""
+"""Merging a low-rank product into a weight, against its definition in float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from kernel_device import DEVICE, DTYPES, MARKS
-from nvcli.kernels.triton.products.low_rank_merge import merge_low_rank
+from kernel_device import DEVICE, DTYPES, HAS_GPU
+from nvcli.kernels import low_rank_merge
+from nvcli.kernels.low_rank_merge import merge_low_rank
 
-pytestmark = MARKS
+pytestmark = [pytest.mark.gpu] if HAS_GPU else []
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "columns", "rank"), [(70, 200, 16), (64, 128, 1), (5, 300, 40)])
-def test_against_torch(dtype: torch.dtype, rows: int, columns: int, rank: int) -> None:
-    """Rounded once, into a part of a larger weight; in place too."""
+def test_against_float64(
+    dtype: torch.dtype, rows: int, columns: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounded once, into a part of a larger weight, in blocks of a few rows; in place too."""
+    monkeypatch.setattr(low_rank_merge, "_NUMBERS_AT_ONCE", 3000)
     generator = torch.Generator(DEVICE).manual_seed(rank)
     whole = torch.randn(rows + 3, columns + 8, generator=generator, device=DEVICE).to(dtype)
     base, before = whole[3:, :columns], whole.clone()
@@ -26,6 +30,9 @@ def test_against_torch(dtype: torch.dtype, rows: int, columns: int, rank: int) -
     assert torch.equal(whole, before)
     bits = torch.finfo(dtype).eps
     torch.testing.assert_close(out.double(), expected, rtol=bits, atol=1e-5 + bits)
+    exact = torch.empty(rows, columns, dtype=torch.float32, device=DEVICE)
+    merge_low_rank(exact, base, up, down, 0.75)
+    assert torch.equal(exact.to(dtype), out)
     merge_low_rank(base, base, up, down, 0.75)
     assert torch.equal(base, out)
     before[3:, :columns] = out

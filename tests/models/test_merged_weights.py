@@ -103,6 +103,7 @@ def test_weights_are_those_that_the_loader_makes(
     with torch.inference_mode():
         model, weights = load_base(base, folders, rank=rank, size=size, dtype=dtype, kept=kept)
         assert weights.place == place or dtype == torch.bfloat16, "of rounded weights there is nothing to keep"
+        assert ("another type" in weights.note) == (dtype == torch.bfloat16)
         for number in (1, 2, 4, 3, 1, 0, 4, 0):
             assert weights.merge(number) is None
             lora = folders[number - 1] if number else None

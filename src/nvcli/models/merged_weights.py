@@ -2,9 +2,10 @@
 
 Another adapter is merged from the base weights, never from those of the adapter before it, so that the weights are
 those that the loader makes of the checkpoint and the adapter. The base is kept on the device where it fits, else in
-host memory; of weights that ranks keep in another type than the checkpoint (FP8, or rounded), and where memory is
-short, it is read from the checkpoint again. Only weights that some adapter changes are kept. All parameters stay where
-they are, so that CUDA graphs go on serving.
+host memory: for weights in FP8 the numbers that they were quantised from, which are quantised again with each adapter.
+Of weights that ranks keep in another type for other reasons, and where memory is short, it is read from the checkpoint
+again. Only weights that some adapter changes are kept. All parameters stay where they are, so that CUDA graphs go on
+serving.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from nvcli.core.lora_config import BASE_SHARE
 from nvcli.core.messages import NO_ADAPTER
 from nvcli.core.system.host_memory import available_ram
 from nvcli.errors import LoadError
+from nvcli.kernels.fp8 import dequantise_weight, quantise_weight
+from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.low_rank_merge import merge_low_rank
+from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
 from nvcli.models.adapters.adapter import Adapter, with_own_head
 from nvcli.models.adapters.merge import are_finite, check_finite, read_stored, read_stored_features
 from nvcli.models.causal_lm import CausalLM
@@ -38,6 +42,8 @@ Place = Literal["device", "host", "files"]
 _HOST_SHARE = 0.5
 """Share of the free RAM that the base weights of all ranks of a machine take at most."""
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_NUMBERS_AT_ONCE = 16 << 20
+"""Numbers of a weight that are quantised at a time."""
 _READING_THREADS = 2
 """Threads that read adapters ahead of use."""
 _CPU = torch.device("cpu")
@@ -97,14 +103,15 @@ class MergedWeights:
             one for one in assignments_of(model) if one.source.stored_name in self._names and one.target.numel() > 0
         ]
         self._device = self._weights[0].target.device if self._weights else _CPU
-        self._is_kept = [self._keeps_base(one) for one in self._weights]
-        self.num_bytes = sum(one.num_bytes for one, kept in zip(self._weights, self._is_kept, strict=True) if kept)
+        self._base_types = [self._base_type(one) for one in self._weights]
+        """The type in which each base is kept; None: it is not."""
+        self.num_bytes = sum(
+            one.target.numel() * dtype.itemsize
+            for one, dtype in zip(self._weights, self._base_types, strict=True)
+            if dtype is not None
+        )
         self.place = self._choose_place(num_ranks)
-        self._copies = [
-            self._copy(one.target) if kept and self.place != "files" else None
-            for one, kept in zip(self._weights, self._is_kept, strict=True)
-        ]
-        self._warm_up()
+        self._copies = self._copy_base(is_made_up=path is None)
         self._current: int | None = NO_ADAPTER
         """The adapter that is merged; None: a change was interrupted."""
         sizes = {number: _product_bytes(adapter) for number, adapter in adapters.items()}
@@ -118,7 +125,7 @@ class MergedWeights:
         read = "read from the checkpoint at each change"
         where = {"device": "kept on each GPU" if self._device.type == "cuda" else "kept in RAM", "host": "kept in RAM"}
         kept = f"{format_bytes(self.num_bytes)} of the weights that they change are {where.get(self.place, read)}"
-        num_others = len(self._is_kept) - sum(self._is_kept)
+        num_others = self._base_types.count(None)
         others = f"{num_others:,} weights are {read}, because they are kept in another type" if num_others else ""
         return f"LoRA adapters are merged in turn: {', and '.join(filter(None, (kept * (self.num_bytes > 0), others)))}"
 
@@ -163,12 +170,18 @@ class MergedWeights:
             found[TIED_HEAD] = found[TIED_TO]
         return {name: info for name, info in found.items() if info != self._base.get(name)}
 
-    def _keeps_base(self, weight: Assignment) -> bool:
-        """Whether a parameter holds the checkpoint's numbers as they are, so that a copy of it is the base."""
-        info, tensor = self._base[weight.source.stored_name], weight.source.tensor
-        is_plain = weight.scales is None and weight.order is None and info.codes is None and tensor.row_order is None
-        is_exact = _STORED.get(info.dtype) == weight.target.dtype or weight.target.dtype == torch.float32
-        return is_plain and is_exact and (tensor.offset, tensor.factor) == (0.0, 1.0)
+    def _base_type(self, weight: Assignment) -> torch.dtype | None:
+        """Return the type in which the base of a parameter is kept: its own if it holds the checkpoint's numbers as
+        they are, so that a copy of it is the base, or the checkpoint's if they were quantised to FP8; None: it is not
+        kept."""
+        info, tensor, target = self._base[weight.source.stored_name], weight.source.tensor, weight.target
+        dtype = _STORED.get(info.dtype)
+        is_plain = weight.order is None and info.codes is None and info.flat is None and tensor.row_order is None
+        if dtype is None or not is_plain or (tensor.offset, tensor.factor) != (0.0, 1.0):
+            return None
+        if weight.scales is not None:
+            return dtype if target.dtype == FP8 and target.dim() == 2 else None
+        return target.dtype if target.dtype in (dtype, torch.float32) else None
 
     def _choose_place(self, num_ranks: int) -> Place:
         ram = available_ram() * _HOST_SHARE / num_ranks
@@ -178,21 +191,26 @@ class MergedWeights:
             return "host" if self.num_bytes <= ram else "files"
         return "device" if self.num_bytes <= ram else "files"
 
-    def _warm_up(self) -> None:
-        """Compile the kernel, which would otherwise take the time of the first change."""
-        index = next((index for index, copy in enumerate(self._copies) if copy is not None), None)
-        if index is not None and self._device.type == "cuda":
-            base = self._weights[index].target
-            if base.dim() == 2:
-                for dtype in _STORED.values():
-                    up, down = (torch.zeros(size, 16, dtype=dtype, device=self._device) for size in base.shape)
-                    merge_low_rank(torch.empty_like(base), base, up.t(), down.t().contiguous(), 1.0)
-
-    def _copy(self, target: Tensor) -> Tensor:
-        if self.place == "device":
-            return target.clone()
-        copy = torch.empty(target.shape, dtype=target.dtype, device=_CPU, pin_memory=True)
-        return copy.copy_(target)
+    def _copy_base(self, *, is_made_up: bool) -> list[Tensor | None]:
+        """Copy the base of each weight to its place; None: it is not kept."""
+        copies: list[Tensor | None] = []
+        unread: list[Assignment] = []
+        for weight, dtype in zip(self._weights, self._base_types, strict=True):
+            if dtype is None or self.place == "files":
+                copies.append(None)
+                continue
+            on_host = self.place == "host"
+            device = _CPU if on_host else self._device
+            copy = torch.empty(weight.target.shape, dtype=dtype, device=device, pin_memory=on_host)
+            copies.append(copy)
+            if weight.scales is None:
+                copy.copy_(weight.target)
+            elif is_made_up:
+                copy.copy_(dequantise_weight(weight.target, weight.scales))
+            else:
+                unread.append(replace(weight, source=replace(weight.source, scales=None), target=copy, scales=None))
+        read_weights(unread, self._base)
+        return copies
 
     def _set(self, index: int, info: TensorInfo | None, product: _Product | None, values: Tensor) -> bool:
         """Set a weight to its base with an adapter's changes, from what is kept; return whether that is possible.
@@ -200,6 +218,9 @@ class MergedWeights:
         weight, base = self._weights[index], self._copies[index]
         if base is None or (info is not None and product is None):
             return False
+        if weight.scales is not None:
+            self._quantise(weight, base, product, values)
+            return True
         if product is None or self.place == "host":
             weight.target.copy_(base, non_blocking=True)
             base = weight.target
@@ -207,6 +228,26 @@ class MergedWeights:
             up, down = product.matrices(values)
             merge_low_rank(weight.target, base, up, down, product.scaling)
         return True
+
+    def _quantise(self, weight: Assignment, base: Tensor, product: _Product | None, values: Tensor) -> None:
+        """Set a weight in FP8 to its base with an adapter's product, as the loader does: quantised from float32. It is
+        done in blocks of rows, whose numbers take little memory."""
+        assert weight.scales is not None
+        scaling: FP8Scaling = "block" if weight.scales.dim() == 2 else "channel"
+        rows_per_scale = FP8_BLOCK if scaling == "block" else 1
+        num_rows, num_columns = base.shape
+        step = FP8_BLOCK * max(1, _NUMBERS_AT_ONCE // (FP8_BLOCK * num_columns))
+        for first in range(0, num_rows, step):
+            last = min(first + step, num_rows)
+            part = base[first:last].to(self._device, non_blocking=True)
+            if product is not None:
+                up, down = product.matrices(values)
+                merged = torch.empty_like(part, dtype=torch.float32)
+                merge_low_rank(merged, part, up[:, first:last], down, product.scaling)
+                part = merged
+            codes, scales = quantise_weight(part, scaling)
+            weight.target[first:last].copy_(codes)
+            weight.scales[first // rows_per_scale :][: len(scales)].copy_(scales)
 
     def _spoil(self, changed: Mapping[str, TensorInfo]) -> None:
         """Make the results of an adapter that cannot be merged NaN, on whichever rank it was."""
@@ -267,14 +308,15 @@ def _product_bytes(adapter: Adapter) -> int:
 
 
 def _made_up(model: CausalLM) -> dict[str, TensorInfo]:
-    """Return the tensors of a model whose weights are made up, as if files held them in the types that ranks keep."""
+    """Return the tensors of a model whose weights are made up, as if files held them in the types that ranks keep, or
+    those in FP8 in 16 bits."""
     types = {dtype: name for name, dtype in _STORED.items()}
     return {
         name: TensorInfo(
             file=Path("made-up weights"),
             name=name,
             shape=tensor.stored_shape,
-            dtype=types.get(getattr(torch, tensor.dtype), tensor.dtype),
+            dtype=types.get(getattr(torch, tensor.dtype), "BF16" if tensor.scaling is not None else tensor.dtype),
             num_bytes=0,
         )
         for tensor in model.tensors.values()

@@ -6,6 +6,7 @@ changes (`kernels/lora_types.py`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -69,11 +70,14 @@ def adapter_memory(
 
 def _base_bytes(config: EngineConfig, model: ModelConfig, stage: Stage, free: int | None) -> int:
     """Estimate the base of the weights into which adapters are merged in turn; 0 where it is not kept on the device."""
-    if not config.merged_adapters or config.quantization != "none" or free is None:
+    is_fp8 = config.quantization == "fp8" and model.quantisation is None  # kept as the checkpoint has it
+    if not config.merged_adapters or not (config.quantization == "none" or is_fp8) or free is None:
         return 0
     changed = set(config.lora_sizes.projections)
     num_bytes = sum(
-        tensor.kept_bytes(config.tensor_parallel_size)
+        2 * math.prod(tensor.kept_shape(config.tensor_parallel_size))
+        if is_fp8
+        else tensor.kept_bytes(config.tensor_parallel_size)
         for tensor in linear_tensors(model, stage)
         if not changed or tensor.name.split(".")[-2] in changed
     )
