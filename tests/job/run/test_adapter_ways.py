@@ -37,7 +37,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Adapter]:
 
 
 def test_adapters_of_many_rows_are_merged(tmp_path: Path) -> None:
-    """An 8B model on an H200: from about four times as many as run at a time, more where its base is in RAM."""
+    """An 8B model on an H200: from about five times as many as run at a time, more where its base is in RAM."""
     model = load_model_config(write_shape("qwen3-8b", tmp_path))
     write_adapters(model, tmp_path, rank=16, num_adapters=1, seed=0)
     adapter = read_adapter(tmp_path / "adapter-1", model)
@@ -49,7 +49,7 @@ def test_adapters_of_many_rows_are_merged(tmp_path: Path) -> None:
         return choose_merged(work, {1: adapter}, model, config, speed, gpu_bytes=gpu_bytes) == (1,)
 
     large, small = 140 << 30, 40 << 30
-    assert [merged(num, 512, large) for num in (4, 256, 600, 900, 10_000)] == [False, False, False, True, True]
+    assert [merged(num, 512, large) for num in (4, 256, 600, 1_300, 10_000)] == [False, False, False, True, True]
     assert [merged(num, 512, small) for num in (256, 900, 10_000)] == [False, False, True]
 
 
