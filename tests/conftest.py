@@ -25,7 +25,7 @@ from warm_process import engines_are_copies, warm_children
 from weightless_model import write_weightless_model
 
 # A slow machine is no failure; on CI the examples are the same every time, so that a red run can be repeated.
-settings.register_profile("nvcli", deadline=None, derandomize=bool(os.environ.get("CI")), max_examples=50)
+settings.register_profile("nvcli", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.register_profile("all", settings.get_profile("nvcli"), max_examples=200)
 settings.load_profile("nvcli")
 
