@@ -46,6 +46,11 @@ class SchedulerLimits:
         """The most tokens of a decode row."""
         return 1 if self.drafting is None else self.drafting.widths[-1]
 
+    @property
+    def takes_all_runs(self) -> bool:
+        """Whether forced tokens are taken in runs even if that makes the job no faster."""
+        return self.drafting is not None and self.drafting.policy == "always"
+
     def max_decode_rows(self, num_running: int) -> int:
         """Return the most decode rows of a step: a micro-batch's share of the running requests, within its tokens."""
         return min(-(-num_running // self.num_micro_batches), self.max_num_batched_tokens)

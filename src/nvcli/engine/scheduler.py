@@ -65,7 +65,7 @@ class Scheduler:
         self._turns = PromptTurns()
         self._num_with_drafts = 0
         """Steps in flight that have drafts."""
-        self._forced = ForcedTokens(self._running)
+        self._forced = ForcedTokens(self._running, takes_all=limits.takes_all_runs)
         self._by_id: dict[int, RequestState] = {}
         self._registered: list[int] = []
         """Blocks registered for reuse since the last step."""

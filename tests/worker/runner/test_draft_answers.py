@@ -173,6 +173,22 @@ def test_tokens_that_grammars_force_come_several_a_step(structured: list[Request
     assert stats.decode_rows < without.decode_rows - stats.forced_tokens // 2
 
 
+def test_forced_tokens_of_one_row_in_many_come_one_at_a_time() -> None:
+    """A chunk would cost all rows more than it saves, unless drafts are to be taken always."""
+    constraint = Constraint(
+        grammar=load_vocabulary().compile(Structured(regex="([0-9] to [0-9] or ){6}")), end_ids=END_IDS
+    )
+    forced = make_request(0, [20, 30], 60, stop_ids=END_IDS, constraint=constraint)
+    plain = [make_request(number, [20 + number, 31], 60, row=number) for number in range(1, 40)]
+    answers = []
+    for policy, are_taken in (("auto", False), ("always", True)):
+        config = {"max_num_seqs": 40, "max_num_batched_tokens": 80, "max_draft_tokens": 1, "draft_policy": policy}
+        found, stats = run_here([forced, *plain], **config)
+        answers.append(found)
+        assert (stats.forced_tokens > 0) == are_taken
+    assert_equal(*answers)
+
+
 def test_runs_that_cannot_take_tokens_back_draft_nothing_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nvcli.attention.torch_backend.TorchBackend.needs_exact_lens", True)
     runner = make_runner(demo_path(), "cpu", kv_cache_memory=1 << 20, **DRAFTS)
