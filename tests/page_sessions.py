@@ -31,8 +31,8 @@ _VARYING = [
 """What differs from run to run, and a letter for it."""
 
 
-_PROGRESS = re.compile(r"nvcli: [\dhms.]+: ")
-"""A line that a busy machine has time to print, and others do not."""
+_BY_TIME = re.compile(r"nvcli: [\dhms.]+: |  drafts ")
+"""Lines that depend on how fast the machine is: progress, and drafts, which are tried where they may pay."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -136,7 +136,7 @@ def _differences(page: Path, folder: Path, environ: dict[str, str]) -> Iterator[
             timeout=240,
         )
         code = done.returncode
-        lines = [line.rstrip() for line in done.stdout.decode().splitlines() if not _PROGRESS.match(line)]
+        lines = [line.rstrip() for line in done.stdout.decode().splitlines() if not _BY_TIME.match(line)]
         printed = "\n".join(lines).strip("\n")
         every = command.text.startswith("nvcli bench")
         if not _alike("\n".join(command.output).strip("\n"), printed, every_number=every):

@@ -8,9 +8,7 @@ calls it `layers.0`. Anything that cannot be computed is refused by name.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from nvcli.core.system.regular_file import open_regular
 from nvcli.core.validation import show
@@ -23,6 +21,9 @@ from nvcli.models.json_file import JsonFile
 from nvcli.models.mixers.mixer import LayerContext
 from nvcli.models.safetensors_header import unreadable
 from nvcli.models.tensor_info import TensorInfo
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _ARCHITECTURES = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"}
@@ -215,6 +216,8 @@ def _draft_ids(
         if count < target.vocab_size:
             raise file.error(key, f"{count:,} of {target.vocab_size:,} tokens, and no tensor d2t says which")
         return None
+    import numpy as np
+
     ids = _integers(offsets, (count,)) + np.arange(count)
     if not (np.diff(ids) > 0).all() or ids[0] < 0 or ids[-1] >= target.vocab_size:
         raise LoadError(
@@ -239,6 +242,8 @@ def _integers(info: TensorInfo, shape: tuple[int, ...]) -> np.ndarray:
             f"{' or '.join(_INTEGERS)}"
         )
     assert info.stored is not None, "it was read from a header"
+    import numpy as np
+
     dtype = np.dtype(_INTEGERS[info.dtype])
     if info.num_bytes != shape[0] * dtype.itemsize:
         raise LoadError(f"{info.file}: corrupt: tensor {info.name} has {info.num_bytes:,} bytes; download it again")
