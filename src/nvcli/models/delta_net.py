@@ -30,7 +30,7 @@ from nvcli.models.parallel import (
     TensorShard,
     linear_piece,
 )
-from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, length
+from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, length, stacked_rows
 
 
 class GatedDeltaNet(TokenMixer):
@@ -97,12 +97,8 @@ class ConvWeight(WeightModule):
         self.weight = empty_parameter(self.tensor, sum(map(length, self.parts)), 1, config.conv_taps)
 
     def weight_sources(self) -> Iterator[WeightSource]:
-        start = 0
-        for part in self.parts:
-            rows = slice(start, start + length(part))
-            taps = self.tensor.shard(0, 1)[1:]
-            yield WeightSource(tensor=self.tensor, read=(part, *taps), parameter="weight", write=(rows, *taps))
-            start = rows.stop
+        taps = self.tensor.shard(0, 1)[1:]
+        yield from stacked_rows("weight", ((self.tensor, (part, *taps)) for part in self.parts))
 
 
 def _parts(config: DeltaNetConfig, rank: int, size: int) -> tuple[slice, slice, slice]:

@@ -24,8 +24,7 @@ from nvcli.models.layers import Angles, TokenMixer
 from nvcli.models.mixers.mamba import MambaConfig
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.parallel import BuildContext, ColumnParallelLinear, RowParallelLinear, TensorShard
-from nvcli.models.tensor_spec import TensorSpec
-from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, length
+from nvcli.models.weights import WeightModule, WeightSource, empty_parameter, stacked_rows
 
 
 class Mamba(TokenMixer):
@@ -95,15 +94,8 @@ class ConvWeights(WeightModule):
 
     def weight_sources(self) -> Iterator[WeightSource]:
         for parameter, tensors in (("weight", self.parts), ("bias", self.biases)):
-            yield from self._sources(parameter, tensors)
-
-    def _sources(self, parameter: str, tensors: list[TensorSpec]) -> Iterator[WeightSource]:
-        start = 0
-        for tensor in tensors:
-            read = tensor.shard(self.group.rank, self.group.size)
-            rows = slice(start, start + length(read[0]))
-            yield WeightSource(tensor=tensor, read=read, parameter=parameter, write=(rows, *read[1:]))
-            start = rows.stop
+            shards = [tensor.shard(self.group.rank, self.group.size) for tensor in tensors]
+            yield from stacked_rows(parameter, zip(tensors, shards, strict=True))
 
 
 class GatedNorm(TensorShard):

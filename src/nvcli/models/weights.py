@@ -7,7 +7,7 @@ threads. Neither knows the other.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -108,6 +108,16 @@ def empty_w4(shape: Sequence[int], kept: W4Format) -> tuple[nn.Parameter, nn.Par
     words = torch.empty(*outer, rows, kept.words_of_row(columns), dtype=torch.int16)
     scales = torch.empty(*outer, kept.scales_of_row(columns), rows, dtype=torch.int32)
     return nn.Parameter(words, requires_grad=False), nn.Parameter(scales, requires_grad=False)
+
+
+def stacked_rows(parameter: str, parts: Iterable[tuple[TensorSpec, tuple[slice, ...]]]) -> Iterator[WeightSource]:
+    """Yield the sources of a parameter that holds parts of tensors one behind the other, by rows. `parts`: (tensor,
+    what is read of it)."""
+    start = 0
+    for tensor, read in parts:
+        rows = slice(start, start + length(read[0]))
+        yield WeightSource(tensor=tensor, read=read, parameter=parameter, write=(rows, *read[1:]))
+        start = rows.stop
 
 
 def length(part: slice) -> int:
