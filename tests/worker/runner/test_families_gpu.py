@@ -16,8 +16,8 @@ from one_rank import make_runner, run_requests
 from requests_factory import make_request
 
 MAX_TOKENS = 16
-NEWER_TRANSFORMERS = {"olmo 3", "gpt-oss"}
-"""Version 5.17 refuses the configuration of one, and computes the other as version 5.23 does not."""
+NEWER_TRANSFORMERS = {"olmo 3", "gpt-oss", "bamba", "minimax m2"}
+"""Version 5.17 refuses the configuration of the first, and computes the others differently from version 5.23."""
 PROMPTS = [random.Random(length).choices(range(2, 97), k=length) for length in (1, 5, 17, 33, 40)]
 
 
