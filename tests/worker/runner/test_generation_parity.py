@@ -2,12 +2,16 @@
 
 Whole engines with processes of their own answer for one checkpoint, engines in this process for the others. Each
 circumstance (chunked prefill, prefix hits, preemption, tensor parallelism) answers the same requests, and must
-give the same greedy continuations as transformers, and the same sampled ones as every other circumstance.
+give the same greedy continuations as transformers, and the same sampled ones as every other circumstance. Every kind
+of layer meets all of them at once; each of them alone, which says more of what is wrong, runs with --all.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,9 @@ import pytest
 from generation import generate, generate_here, greedy_answers, requests
 
 from checkpoints import write_tiny_model
+from combinations import full
 from nvcli.core.messages import unpack
+from nvcli.engine.request import RequestOutput
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen-3.5": {
@@ -81,107 +87,92 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "seed": 2,
     },
 }
-CIRCUMSTANCES: dict[str, dict[str, Any]] = {
-    "plain": {"max_num_batched_tokens": 4096, "max_num_seqs": 64, "enable_prefix_caching": False},
+PLAIN: dict[str, Any] = {"max_num_batched_tokens": 4096, "max_num_seqs": 64, "enable_prefix_caching": False}
+TOGETHER: dict[str, Any] = {"max_num_batched_tokens": 32, "max_num_seqs": 16, "num_kv_tokens": 380}
+ALONE: dict[str, dict[str, Any]] = {
     "chunked": {"max_num_batched_tokens": 9, "max_num_seqs": 8},
     "prefix-hits": {"max_num_seqs": 6, "max_num_batched_tokens": 512},
     "preempted": {"max_num_seqs": 16, "max_num_batched_tokens": 64, "num_kv_tokens": 380},
 }
-ONLY_HEADS = {"tied-gqa2": "chunked", "untied-mha": "prefix-hits", "untied-gqa4": "preempted"}
-"""Checkpoints that differ in the number of their heads alone, each with the circumstance that it is run in."""
 TWO_RANKS = {"tensor_parallel_size": 2, "max_num_seqs": 16, "max_num_batched_tokens": 64}
 """How the layers of other checkpoints are cut is a test of models."""
 
 
-@pytest.fixture(scope="module", params=CHECKPOINTS)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("models") / request.param, **CHECKPOINTS[request.param])
+@dataclass(frozen=True)
+class Answered:
+    """A checkpoint, and its answers by request: transformers' greedy ones, and those of one step a token."""
+
+    path: Path
+    greedy: list[list[int]]
+    plain: dict[int, list[int]]
 
 
 @pytest.fixture(scope="module")
-def greedy_reference(checkpoint: Path) -> list[list[int]]:
-    return greedy_answers(checkpoint)
+def answered(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Answered]:
+    @cache
+    def answer(name: str) -> Answered:
+        path = write_tiny_model(tmp_path_factory.mktemp("models") / name, **CHECKPOINTS[name])
+        done, stats = generate_here(path, requests(), **PLAIN)
+        assert stats.cached_tokens == 0
+        return Answered(path, greedy_answers(path), tokens_of(done))
+
+    return answer
 
 
-@pytest.fixture(scope="module")
-def plain_answers(checkpoint: Path) -> dict[int, list[int]]:
-    done, stats = generate_here(checkpoint, requests(), **CIRCUMSTANCES["plain"])
-    assert stats.cached_tokens == 0
-    return {i: unpack(output.token_ids).tolist() for i, output in done.items()}
+def tokens_of(done: dict[int, RequestOutput]) -> dict[int, list[int]]:
+    return {number: unpack(output.token_ids).tolist() for number, output in done.items()}
 
 
-def test_plain(plain_answers: dict[int, list[int]], greedy_reference: list[list[int]]) -> None:
-    for i, expected in enumerate(greedy_reference):
-        assert plain_answers[i] == expected
-    answers = [tuple(tokens) for i, tokens in plain_answers.items() if i >= 1000]
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_plain(answered: Callable[[str], Answered], name: str) -> None:
+    model = answered(name)
+    assert [model.plain[i] for i in range(len(model.greedy))] == model.greedy
+    answers = [tuple(tokens) for i, tokens in model.plain.items() if i >= 1000]
     assert len(set(answers)) > len(answers) // 2  # sampled answers do differ
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        # The same circumstances in this process are the next test.
-        *(pytest.param(CIRCUMSTANCES[name], id=name, marks=pytest.mark.full) for name in ("plain", "chunked")),
-        *(pytest.param(CIRCUMSTANCES[name], id=name) for name in ("prefix-hits", "preempted")),
-        pytest.param(TWO_RANKS, id="tp2"),
+        pytest.param(TOGETHER, id="together"),
+        *(pytest.param(config, id=name, marks=pytest.mark.full) for name, config in ALONE.items()),
+        # The next test but one has two ranks in each stage.
+        pytest.param(TWO_RANKS, id="tp2", marks=pytest.mark.full),
     ],
 )
-@pytest.mark.parametrize("checkpoint", ["qwen-3.5"], indirect=True)
-def test_whole_engines_give_the_same_answers(
-    checkpoint: Path, plain_answers: dict[int, list[int]], config: dict[str, Any]
-) -> None:
-    done, stats = generate(checkpoint, requests(), **config)
-    assert {number: unpack(output.token_ids).tolist() for number, output in done.items()} == plain_answers
-    assert (stats.cached_tokens > 0) == config.get("enable_prefix_caching", True)
+def test_whole_engines_give_the_same_answers(answered: Callable[[str], Answered], config: dict[str, Any]) -> None:
+    model = answered("qwen-3.5")
+    done, stats = generate(model.path, requests(), **config)
+    assert tokens_of(done) == model.plain
+    assert stats.cached_tokens > 0
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "circumstance"),
-    [
-        pytest.param(
-            name,
-            circumstance,
-            id=f"{name}-{circumstance}",
-            marks=() if ONLY_HEADS.get(name, circumstance) == circumstance else pytest.mark.full,
-        )
-        for name in CHECKPOINTS
-        for circumstance in CIRCUMSTANCES
-        if circumstance != "plain"
-    ],
-    indirect=["checkpoint"],
-)
+@pytest.mark.parametrize("config", [TOGETHER, *map(full, ALONE.values())], ids=["together", *ALONE])
+@pytest.mark.parametrize("name", CHECKPOINTS)
 def test_circumstances_do_not_change_the_answers(
-    checkpoint: Path,
-    plain_answers: dict[int, list[int]],
-    greedy_reference: list[list[int]],
-    circumstance: str,
+    answered: Callable[[str], Answered], name: str, config: dict[str, Any]
 ) -> None:
     batch = requests()
-    random.Random(circumstance).shuffle(batch)
-    config = CIRCUMSTANCES[circumstance]
-    if circumstance == "preempted" and checkpoint.name == "gemma-4":
-        config = {
-            **config,
-            "num_kv_tokens": 410,
-        }  # its groups of layers share the blocks: the longest prompt needs these
-    done, stats = generate_here(checkpoint, batch, **config)
-    if circumstance == "preempted":
-        assert stats.num_preemptions > 0
-    else:
-        assert stats.cached_tokens > 100
-    answers = {i: unpack(output.token_ids).tolist() for i, output in done.items()}
-    for i, expected in enumerate(greedy_reference):
+    random.Random(str(config)).shuffle(batch)
+    if "num_kv_tokens" in config and name == "gemma-4":
+        config = {**config, "num_kv_tokens": 410}  # its groups of layers share the blocks: the longest prompt needs these
+    model = answered(name)
+    done, stats = generate_here(model.path, batch, **config)
+    assert (stats.num_preemptions > 0) == ("num_kv_tokens" in config)
+    assert stats.cached_tokens > 50
+    answers = tokens_of(done)
+    for i, expected in enumerate(model.greedy):
         assert answers[i] == expected, f"prompt {i}"
-    assert answers == plain_answers
+    assert answers == model.plain
 
 
-@pytest.mark.parametrize("checkpoint", ["qwen-3.5"], indirect=True)
-def test_states_in_two_stages_of_two_ranks(checkpoint: Path, plain_answers: dict[int, list[int]]) -> None:
+def test_states_in_two_stages_of_two_ranks(answered: Callable[[str], Answered]) -> None:
     """All at once: chunks, prefix hits and preemption. No drafts, although they are wanted."""
+    model = answered("qwen-3.5")
     config: dict[str, Any] = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "max_num_seqs": 16}
     config |= {"max_num_batched_tokens": 40, "max_draft_tokens": 3, "draft_policy": "always"}
-    done, stats = generate(checkpoint, requests(), **config, num_kv_tokens=380)
-    assert {number: unpack(output.token_ids).tolist() for number, output in done.items()} == plain_answers
+    done, stats = generate(model.path, requests(), **config, num_kv_tokens=380)
+    assert tokens_of(done) == model.plain
     assert stats.num_preemptions > 0
     assert stats.cached_tokens > 0
     assert stats.drafted_tokens == 0
