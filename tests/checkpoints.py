@@ -56,6 +56,10 @@ def tiny_model_config(**overrides: Any) -> dict[str, Any]:
     }
 
 
+_last_written: list[Any] = []
+"""The checkpoint of `write_tiny_model` that was written last: its folder, its time, and transformers' model of it."""
+
+
 def write_tiny_model(
     path: Path,
     family: str = "Qwen3",
@@ -91,6 +95,8 @@ def write_tiny_model(
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
         model.get_input_embeddings().weight.mul_(3.0 if embedding_scale is None else embedding_scale)
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=max_shard_size)
+    if dtype == "float32" and family not in WITH_VISION:
+        _last_written[:] = [path, _changed_at(path), model]
     return path
 
 
@@ -141,7 +147,7 @@ def reference_logits_of(path: Path, prompts: list[list[int]]) -> list[Any]:
     """transformers' logits at every position of each prompt: [length, vocab_size] float32 each."""
     import torch
 
-    model = _kept_model(path, max(file.stat().st_mtime_ns for file in path.iterdir()))
+    model = _kept_model(path, _changed_at(path))
     with torch.inference_mode():
         return [model(torch.tensor([ids])).logits[0] for ids in prompts]
 
@@ -152,8 +158,12 @@ def _kept_model(path: Path, changed_at: int) -> Any:
     return reference_model(path)
 
 
+def _changed_at(path: Path) -> int:
+    return max(file.stat().st_mtime_ns for file in path.iterdir())
+
+
 def reference_model(path: Path) -> Any:
-    """transformers' own model of a checkpoint, in float32.
+    """transformers' own model of a checkpoint, in float32; the last one that was written is not read again.
 
     Its plain attention is asked for: torch's, which is the default, leaves out Gemma 2's soft cap in some versions.
     """
@@ -162,6 +172,10 @@ def reference_model(path: Path) -> Any:
     import torch
     import transformers
 
+    if len(_last_written) == 3 and _last_written[:2] == [path, _changed_at(path)]:
+        model = _last_written.pop()  # whoever asks for it may change it
+        model.set_attn_implementation("eager")
+        return model.eval()
     (name,) = json.loads((path / "config.json").read_text())["architectures"]
     model_class = getattr(transformers, name)
     return model_class.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()

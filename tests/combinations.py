@@ -1,9 +1,9 @@
-"""Cases of tests that can be left out: those beyond one for every two arguments, and those like another."""
+"""Cases of tests that can be left out: those beyond one for every argument or every two, and those like another."""
 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,22 +20,28 @@ def full(case: Any, *, in_parts: bool = False) -> Any:
     return pytest.param(*case, marks=pytest.mark.full) if in_parts else pytest.param(case, marks=pytest.mark.full)
 
 
-def beyond_pairs(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """Of each test, the cases whose every pair of arguments is in another case too.
+def left_out_of(items: Iterable[pytest.Item], size: int) -> set[pytest.Item]:
+    """Of each test, the cases whose every `size` arguments, one or two, are together in another case too.
 
-    Cases are kept one after the other, each time the one with the most pairs that no other has, and so always the
-    same ones.
+    Cases are kept one after the other, each time the one with the most that no other has, and of those the one whose
+    arguments were taken least often, and so always the same ones.
     """
     cases_of: dict[tuple[object, str], dict[pytest.Item, set[object]]] = defaultdict(dict)
     for item in items:
         assert isinstance(item, pytest.Function)
         values = sorted((name, id(value)) for name, value in item.callspec.params.items())
-        cases_of[item.parent, item.originalname][item] = set(itertools.combinations(values, min(2, len(values))))
+        cases_of[item.parent, item.originalname][item] = set(itertools.combinations(values, min(size, len(values))))
     left_out = set()
     for cases in cases_of.values():
         missing = set().union(*cases.values())
+        taken: Counter[object] = Counter()
+
+        def gain(item: pytest.Item) -> tuple[int, int]:
+            return len(cases[item] & missing), -sum(taken[each] for each in cases[item])  # noqa: B023
+
         while missing:
-            item = max(cases, key=lambda item: len(cases[item] & missing))
-            missing -= cases.pop(item)
+            found = cases.pop(max(cases, key=gain))
+            missing -= found
+            taken.update(found)
         left_out |= cases.keys()
     return left_out

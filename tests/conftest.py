@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from combinations import beyond_pairs
+from combinations import left_out_of
 from fake_command import NvcliHere
 from nvcli.job.text.tokenizer import Tokenizer
 from shared_memory import left_in_shared_memory, shared_memory
@@ -138,8 +138,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is none, and leave out there what `pairwise` and `full` say."""
-    if not any({"gpu", "pairwise", "full"} & item.keywords.keys() for item in items):
+    """Skip tests marked `gpu` where there is none, and leave out there what `full`, `each` and `pairwise` say."""
+    if not any({"gpu", "full", "each", "pairwise"} & item.keywords.keys() for item in items):
         return
     import torch
 
@@ -151,6 +151,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
     if not config.getoption("--all"):
         left_out = {item for item in items if "full" in item.keywords}
-        left_out |= beyond_pairs(item for item in items if "pairwise" in item.keywords)
+        for size, mark in ((1, "each"), (2, "pairwise")):
+            left_out |= left_out_of((item for item in items if mark in item.keywords), size)
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]

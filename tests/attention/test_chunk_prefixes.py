@@ -62,12 +62,12 @@ def share(step: Step, groups: list[Group]) -> Step:
 
 CASES: list[Any] = [
     full((2, 32, 64, (None,), {}), in_parts=True),
-    (4, 128, 64, (None,), {}),
+    full((4, 128, 64, (None,), {}), in_parts=True),
     (3, 16, 16, (None, 50), {"has_sinks": True}),
     full((5, 16, 24, (None,), {"soft_cap": 0.7}), in_parts=True),
     (2, 32, 64, (90, None), {"kv_dtype": FP8}),
     (5, 80, 16, (None,), {"value_dim": 64}),
-    (4, 64, 64, (None,), {}),  # on a Hopper GPU by a kernel of its own
+    full((4, 64, 64, (None,), {}), in_parts=True),  # on a Hopper GPU by a kernel of its own
     (5, 128, 128, (None,), {"soft_cap": 0.7, "has_sinks": True}),
 ]
 

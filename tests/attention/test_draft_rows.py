@@ -85,6 +85,7 @@ GEOMETRIES: list[Any] = [
 ]
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("backend", [TritonBackend, invariant])
 @pytest.mark.parametrize(("width", "geometry"), GEOMETRIES, ids=str)
 def test_rows_of_several_tokens(backend: Any, width: int, geometry: dict[str, Any]) -> None:

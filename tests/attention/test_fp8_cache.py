@@ -148,6 +148,7 @@ def numbers(words: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.skipif(HAS_GPU, reason="the kernel runs here")
+@pytest.mark.each
 @pytest.mark.parametrize("kind", [partial(AnyBench, max_shared_rows=8), FarApart])
 @pytest.mark.parametrize(
     ("many_rows", "geometry"),

@@ -41,6 +41,7 @@ def make_bench(backend: type[AttentionBackend], **geometry: Any) -> Bench:
 BACKENDS = pytest.mark.parametrize("backend", [TritonBackend, RowByRowBackend])
 
 
+@pytest.mark.each
 @BACKENDS
 @pytest.mark.parametrize(
     "geometry",
@@ -95,6 +96,7 @@ def bits_of_last_tokens(
     return [torch.cat(found) for found in results]
 
 
+@pytest.mark.pairwise
 @BACKENDS
 @pytest.mark.parametrize("history", [0, SPLIT.value - 12])
 @pytest.mark.parametrize(

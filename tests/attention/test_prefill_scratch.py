@@ -47,7 +47,7 @@ def scratch_kernel(
 @pytest.mark.parametrize(
     ("head_dim", "num_kv_heads", "ratio", "block_size", "options", "scratch_tokens"),
     [
-        (64, 3, 1, 64, {"soft_cap": 0.7}, 6 * UNIT),
+        full((64, 3, 1, 64, {"soft_cap": 0.7}, 6 * UNIT), in_parts=True),
         (64, 3, 1, 64, {"soft_cap": 0.7}, 64 * UNIT),
         (128, 2, 4, 128, {"windows": (40, None), "has_sinks": True}, 6 * UNIT),
         full((128, 2, 4, 128, {"windows": (40, None), "has_sinks": True}, 64 * UNIT), in_parts=True),
@@ -75,7 +75,7 @@ def test_steps(
     bench.step((a, 4), (b, 4), shape=BatchShape(decode_rows=2, tokens_per_row=4))
 
 
-@pytest.mark.parametrize(("num_chunks", "longest"), [(1, 900), (5, 700), (40, 90)])
+@pytest.mark.parametrize(("num_chunks", "longest"), [(1, 900), full((5, 700), in_parts=True), (40, 90)])
 def test_plan(num_chunks: int, longest: int) -> None:
     """Copied tiles are those at the head of the list, every one as it stands there but for the place of its keys; units
     are listed once for each chunk, side by side; who is left out would have found no room."""

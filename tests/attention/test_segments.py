@@ -50,7 +50,7 @@ CASES: list[Any] = [
     (2, 32, 8, (None,), {"kv_dtype": FP8, "soft_cap": 0.7}),
     (5, 80, 16, (None,), {"value_dim": 64, "num_kv_heads": 1}),
     # On a Hopper GPU by a kernel of its own, beside the rows' own keys:
-    (3, 64, 64, (None,), {}),
+    full((3, 64, 64, (None,), {}), in_parts=True),
     (5, 128, 128, (None,), {"soft_cap": 0.7, "has_sinks": True}),
     (64, 64, 192, (None,), {"num_kv_heads": 1}),
 ]

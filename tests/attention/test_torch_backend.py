@@ -16,6 +16,7 @@ from nvcli.attention.torch_backend import TorchBackend
 Bench = partial(AnyBench, TorchBackend)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("block_size", [1, 16, 64])
 @pytest.mark.parametrize("ratio", [1, 2, 4, 8])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -30,6 +31,7 @@ def test_shapes_and_step_kinds(head_dim: int, ratio: int, block_size: int) -> No
         bench.step((a, 1), (b, 1), (c, 1), (d, 1), (e, 1))
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("block_size", [1, 16, 24])
 @pytest.mark.parametrize("windows", [(1,), (7, None), (40, 16, 40), (300, 33)], ids=str)
 def test_windows(windows: tuple[int | None, ...], block_size: int) -> None:
@@ -54,6 +56,7 @@ def test_long_prompt_in_chunks() -> None:
     bench.step((history, 1), (other, 1))
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("windows", [(None,), (200,)], ids=str)
 @pytest.mark.parametrize("block_size", [1, 16])
 def test_many_decode_rows_of_mixed_lengths(block_size: int, windows: tuple[int | None, ...]) -> None:

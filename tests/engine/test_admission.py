@@ -7,6 +7,7 @@ from collections import deque
 
 import pytest
 
+from combinations import full
 from nvcli.core.messages import KVGroup, StepInput, StepOutput, pack, unpack
 from nvcli.engine.admission import Admission
 from nvcli.engine.block_manager import BlockManager
@@ -82,7 +83,7 @@ def some_requests(rng: random.Random, number: int, max_tokens: int, **fields: ob
     ]
 
 
-@pytest.mark.parametrize(("mean", "num_blocks"), [(250, 400), (400, 800)])
+@pytest.mark.parametrize(("mean", "num_blocks"), [(250, 400), full((400, 800), in_parts=True)])
 def test_few_requests_are_preempted_and_the_job_takes_hardly_more_steps(mean: int, num_blocks: int) -> None:
     """The cache holds about 20 to 30 requests, in 64 slots. The lengths of so few are hard to foresee."""
     rng = random.Random(1)

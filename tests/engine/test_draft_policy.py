@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from combinations import full
 from fake_runners import engine_config
 from nvcli.core.messages import StepInput, StepOutput, pack
 from nvcli.engine.draft_costs import size_of
@@ -151,6 +152,7 @@ def accepted(rng: random.Random, width: int, accept_rate: float) -> int:
     return count
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("num_rows", [1, 16, 256, 1024])
 def test_drafts_that_are_always_wrong_cost_less_than_a_hundredth(model: str, num_rows: int) -> None:
@@ -181,10 +183,12 @@ def test_drafts_that_seemed_right_and_are_wrong_cost_little(num_rows: int) -> No
     ],
 )
 def test_drafts_that_are_mostly_right_are_made(model: str, num_rows: int, least: float) -> None:
-    assert Simulation(model, 0.7, noise=0.02).run(num_rows, 1_000 if num_rows == 256 else 2_000) > least
+    assert Simulation(model, 0.7, noise=0.02).run(num_rows, 600 if num_rows == 256 else 1_500) > least
 
 
-@pytest.mark.parametrize(("model", "num_rows", "rate"), [("0.6B", 16, 0.3), ("0.6B", 128, 0.5), ("8B", 64, 0.3)])
+@pytest.mark.parametrize(
+    ("model", "num_rows", "rate"), [("0.6B", 16, 0.3), full(("0.6B", 128, 0.5), in_parts=True), ("8B", 64, 0.3)]
+)
 def test_drafts_that_do_not_pay_cost_less_than_a_hundredth(model: str, num_rows: int, rate: float) -> None:
     """In a run of seconds; a try or two cost more of a shorter one."""
     assert Simulation(model, rate, noise=0.02).run(num_rows, 4_000) > 0.99
@@ -192,7 +196,7 @@ def test_drafts_that_do_not_pay_cost_less_than_a_hundredth(model: str, num_rows:
 
 @pytest.mark.parametrize(
     ("model", "num_rows", "share", "least", "even"),
-    [("8B, fast attention", 64, 0.5, 1.6, 1.3), ("0.6B, fast attention", 128, 0.25, 1.25, 1.01)],
+    [("8B, fast attention", 64, 0.5, 1.6, 1.3), full(("0.6B, fast attention", 128, 0.25, 1.25, 1.01), in_parts=True)],
 )
 def test_drafts_go_to_the_rows_where_they_are_right(
     model: str, num_rows: int, share: float, least: float, even: float
@@ -271,8 +275,9 @@ def test_no_drafts_beside_prompts_or_where_a_step_has_no_room() -> None:
 
 @pytest.mark.parametrize(("num_rows", "least"), [(1, 1.6), (16, 1.4), (256, 0.99)])
 def test_drafts_of_a_head_are_tried_and_kept_if_they_pay(num_rows: int, least: float) -> None:
-    assert Simulation("8B, fast attention", 0.7, has_head=True, noise=0.02).run(num_rows, 3000) > least
-    assert Simulation("8B, fast attention", 0.0, has_head=True, noise=0.02).run(num_rows, 3000) > 0.99
+    num_steps = 1000 if num_rows == 256 else 3000
+    assert Simulation("8B, fast attention", 0.7, has_head=True, noise=0.02).run(num_rows, num_steps) > least
+    assert Simulation("8B, fast attention", 0.0, has_head=True, noise=0.02).run(num_rows, num_steps) > 0.99
 
 
 def test_a_head_takes_in_what_its_drafts_need() -> None:

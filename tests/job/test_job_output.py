@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from combinations import full
 from nvcli.core.config_types import Order
 from nvcli.errors import ConfigError, OutputError, WorkerError
 from nvcli.job.job import RowForm
@@ -32,16 +34,20 @@ def sorted_lines(path: Path) -> list[bytes]:
     return sorted(plain_bytes(path).splitlines())
 
 
+@pytest.mark.parametrize("stride", [full(1), 4])
 @pytest.mark.parametrize(("name", "form"), [*((name, RowForm.NATIVE) for name in NAMES), ("out.jsonl", RowForm.CHAT)])
 def test_a_file_cut_at_any_byte_is_finished_as_if_never_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, form: RowForm
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, form: RowForm, stride: int
 ) -> None:
+    """The first and the last bytes, those around the ends of lines, and some of the others."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # a thousand jobs would wait for the disk
     whole = tmp_path / f"whole.{name}"
     write(whole, range(3), failing=(1,), form=form, finish=True)
     path = tmp_path / name
     data, lines, manifest = whole.read_bytes(), sorted_lines(whole), msgspec.json.encode(JOB)
-    for size in range(len(data) + 1):
+    ends = [0, len(data), *(match.end() for match in re.finditer(b"\n", data))]
+    sizes = {end + beside for end in ends for beside in (-2, -1, 0, 1)} | {*range(0, len(data), stride)}
+    for size in sorted(sizes & {*range(len(data) + 1)}):
         path.write_bytes(data[:size])
         manifest_path(path).write_bytes(manifest)
         write(path, range(3), failing=(1,), form=form, finish=True)

@@ -135,6 +135,7 @@ def expected_of_experts(case: Case, activation: ExpertActivation = SILU) -> Tens
 
 
 @pytest.mark.usefixtures("simulated", "exact_conversions")
+@pytest.mark.each
 @pytest.mark.parametrize("unit_tiles", [2, None])
 @pytest.mark.parametrize("held", [(0, 4), (1, 3)])
 def test_experts(held: tuple[int, int], unit_tiles: int | None) -> None:

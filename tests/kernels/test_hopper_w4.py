@@ -82,6 +82,7 @@ def test_products(rows: int, columns: int, num_rows: int, launch: HopperW4Launch
 
 @pytest.mark.skipif(HAS_GPU, reason="rows are sorted by a kernel that is interpreted only where there is no GPU")
 @pytest.mark.usefixtures("simulated")
+@pytest.mark.pairwise
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("num_others", [0, 2])
 @pytest.mark.parametrize("blocks", [1, 3])

@@ -103,7 +103,7 @@ def sharded(logits: torch.Tensor, num_ranks: int, columns: SamplingColumns, modu
 
 
 @pytest.mark.parametrize("module", [reference, sampling])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_ranks", [full(1), 2, full(4), 8])
 def test_parts_of_the_vocabulary_choose_what_the_whole_does(num_ranks: int, module: ModuleType) -> None:
     """Bit for bit: the random numbers go by token, and equal scores to the first."""
     choose = expected_sample if module is reference else sample

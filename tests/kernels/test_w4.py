@@ -42,8 +42,10 @@ def test_nothing_is_lost(rows: int, columns: int, group: int) -> None:
     assert torch.equal(found.cpu(), values)
 
 
-def test_every_number_of_nvfp4_is_exact() -> None:
-    """All codes with all scales, in whatever type they are multiplied. Rows have factors of their own."""
+@pytest.mark.parametrize("multiplied", [pytest.param(127, marks=() if HAS_GPU else pytest.mark.full), 9])
+def test_every_number_of_nvfp4_is_exact(multiplied: int) -> None:
+    """All codes with all scales, the first and the last ones in whatever type they are multiplied. Rows have factors of
+    their own."""
     format = W4Format("nvfp4", NVFP4_BLOCK)
     numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     every = torch.tensor([*numbers, *(-one for one in numbers)])
@@ -56,6 +58,10 @@ def test_every_number_of_nvfp4_is_exact() -> None:
     assert torch.equal(w4.dequantise(words, joined, columns, format), values)
     found = kernels.dequantise(words.to(DEVICE), joined.to(DEVICE), columns, format, torch.float32)
     assert torch.equal(found.cpu(), values)
+    ends = [*range(multiplied - multiplied // 2), *range(127 - multiplied // 2, 127)]
+    codes, scales = codes[:, : 16 * multiplied], scales[:, ends].contiguous()
+    words, joined = w4.pack(codes, format), w4.join_block_scales(scales, factors, format)
+    values, columns = values.unflatten(1, (127, 16))[:, ends].flatten(1), codes.shape[1]
     launch = for_format(ProductLaunch(16, 64, 128, 3, 4), format)
     for dtype in (torch.bfloat16, torch.float16) if HAS_GPU else (torch.float32,):
         x = torch.eye(columns, dtype=dtype)

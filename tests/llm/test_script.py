@@ -28,7 +28,7 @@ for _ in range(2):
 print("".join(llm.stream([{"role": "user", "content": "Count from 9 to 14."}])))
 
 made = []
-thread = threading.Thread(target=lambda: made.append(LLM("demo", device="cpu", kv_cache_memory="64MiB", dp=2)))
+thread = threading.Thread(target=lambda: made.append(LLM("demo", device="cpu", kv_cache_memory="64MiB")))
 thread.start()
 thread.join()
 (other,) = made
@@ -68,7 +68,7 @@ def test_a_script_without_a_main_guard(tmp_path: Path) -> None:
         "9 10 11 12 13 14",
         "['3', '7']",
     ]
-    assert lines[5] == "4 2"  # engines and renderers of two, then of one
+    assert lines[5] == "3 2"  # the engines of both and what they share, then of one
     assert "the engine" in lines[6]
     assert "was killed by SIGKILL; it was at: running" in lines[6]
     assert lines[7:] == ["None"]

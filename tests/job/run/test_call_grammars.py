@@ -147,6 +147,7 @@ def check_calls(name: str, answer: str, rule: CallRule) -> int:
     return len(calls)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("rule", [REQUIRED, NAMED, CallRule(), SINGLE], ids=["required", "named", "auto", "single"])
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_the_reader_finds_calls_in_every_answer(model: Model, name: str, rule: CallRule) -> None:

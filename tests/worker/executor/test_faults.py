@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from combinations import full
 from fake_runners import engine_config
 from nvcli.core.messages import unpack
 from nvcli.engine.client import EngineClient
@@ -106,7 +107,7 @@ def poll_for(client: EngineClient, seconds: float) -> None:
         assert client.poll(left) == []
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (3, 1), (2, 2), (1, 8)])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2), *(full(case, in_parts=True) for case in ((3, 1), (1, 8)))])
 def test_requests_are_answered_through_real_processes(clients: list[EngineClient], tp: int, pp: int) -> None:
     client = start(clients, "CountingRunner", tensor_parallel_size=tp, pipeline_parallel_size=pp)
     client.wait_ready()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from launched_graphs import LaunchedGraphs
 from mixed_requests import SAMPLINGS, assert_equal, mixed_requests, samples_of
 
 from checkpoints import write_tiny_model
+from combinations import full
 from constrained_requests import END_IDS, load_vocabulary
 from family_shapes import SHAPES
 from nvcli.attention.forward_batch import BatchShape
@@ -95,14 +97,14 @@ def expected(requests: list[Request]) -> dict[int, RequestOutput]:
 @pytest.mark.parametrize(
     ("config", "num_blocks"),
     [
-        ({}, None),
+        full(({}, None), in_parts=True),
         ({"max_num_seqs": 16, "max_num_batched_tokens": 40, "max_draft_tokens": 15}, None),
-        ({"max_num_seqs": 7, "max_num_batched_tokens": 9, "max_draft_tokens": 2}, None),
+        ({"max_num_seqs": 7, "max_num_batched_tokens": 9, "max_draft_tokens": 2, "overlap_steps": False}, None),
         ({"max_num_seqs": 12, "block_size": 2, "draws": True}, 110),
-        ({"max_num_seqs": 6, "enable_prefix_caching": False, "overlap_steps": False}, 60),
+        full(({"max_num_seqs": 6, "enable_prefix_caching": False, "overlap_steps": False}, 60), in_parts=True),
         ({"max_draft_tokens": 1, "draft_policy": "auto"}, None),
     ],
-    ids=["plain", "wide", "narrow steps", "few blocks", "one step at a time", "auto"],
+    ids=["plain", "wide", "narrow steps, one at a time", "few blocks", "one step at a time", "auto"],
 )
 def test_answers_are_those_without_drafts(
     requests: list[Request], expected: dict[int, RequestOutput], config: dict[str, Any], num_blocks: int | None
@@ -154,12 +156,12 @@ def test_rows_of_different_widths_in_graphs() -> None:
 def test_ranks_that_share_a_model_take_the_same_drafts(
     requests: list[Request], expected: dict[int, RequestOutput], structured: list[Request], structured_answers: Any
 ) -> None:
-    fewer = [*samples_of(requests[:24]), *structured[:8]]
+    fewer = [*samples_of(requests[:12]), *structured[:4]]
     found, stats = generate(demo_path(), fewer, tensor_parallel_size=2, **UNEVEN)
     all_expected = expected | structured_answers[0]
     assert_equal(found, {request.request_id: all_expected[request.request_id] for request in fewer})
     assert stats.accepted_tokens > 30
-    assert stats.forced_tokens > 10
+    assert stats.forced_tokens > 5
 
 
 def test_tokens_that_grammars_force_come_several_a_step(structured: list[Request], structured_answers: Any) -> None:
@@ -176,10 +178,10 @@ def test_tokens_that_grammars_force_come_several_a_step(structured: list[Request
 def test_forced_tokens_of_one_row_in_many_come_one_at_a_time() -> None:
     """A chunk would cost all rows more than it saves, unless drafts are to be taken always."""
     constraint = Constraint(
-        grammar=load_vocabulary().compile(Structured(regex="([0-9] to [0-9] or ){6}")), end_ids=END_IDS
+        grammar=load_vocabulary().compile(Structured(regex="([0-9] to [0-9] or ){3}")), end_ids=END_IDS
     )
-    forced = make_request(0, [20, 30], 60, stop_ids=END_IDS, constraint=constraint)
-    plain = [make_request(number, [20 + number, 31], 60, row=number) for number in range(1, 40)]
+    forced = make_request(0, [20, 30], 30, stop_ids=END_IDS, constraint=constraint)
+    plain = [make_request(number, [20 + number, 31], 30, row=number) for number in range(1, 40)]
     answers = []
     for policy, are_taken in (("auto", False), ("always", True)):
         config = {"max_num_seqs": 40, "max_num_batched_tokens": 80, "max_draft_tokens": 1, "draft_policy": policy}
@@ -201,12 +203,12 @@ def test_runs_that_cannot_take_tokens_back_draft_nothing_and_say_so(monkeypatch:
 def test_stages_take_the_same_drafts(
     requests: list[Request], expected: dict[int, RequestOutput], structured: list[Request], structured_answers: Any
 ) -> None:
-    fewer = [*samples_of(requests[:24]), *structured[:8]]
+    fewer = [*samples_of(requests[:12]), *structured[:4]]
     found, stats = generate(demo_path(), fewer, pipeline_parallel_size=2, **UNEVEN)
     all_expected = expected | structured_answers[0]
     assert_equal(found, {request.request_id: all_expected[request.request_id] for request in fewer})
-    assert stats.accepted_tokens > 100
-    assert stats.forced_tokens > 10
+    assert stats.accepted_tokens > 50
+    assert stats.forced_tokens > 5
 
 
 def few_tokens_requests() -> list[Request]:
@@ -242,19 +244,21 @@ TWO_LAYERS = {
 
 
 @pytest.fixture(scope="module")
-def with_states(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    family, shape = SHAPES[request.param]
-    layers = TWO_LAYERS[request.param]
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "states", family, **{**shape, **layers})
+def with_states(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[int, RequestOutput]]]:
+    """Checkpoints with recurrent states, and their answers without drafts."""
 
+    @cache
+    def answered(name: str) -> tuple[Path, dict[int, RequestOutput]]:
+        family, shape = SHAPES[name]
+        folder = tmp_path_factory.mktemp("models") / "states"
+        path = write_tiny_model(folder, family, **{**shape, **TWO_LAYERS[name]})
+        return path, generate_here(path, samples_of(few_tokens_requests()), max_num_seqs=64)[0]
 
-@pytest.fixture(scope="module")
-def expected_of_states(with_states: Path) -> dict[int, RequestOutput]:
-    return generate_here(with_states, samples_of(few_tokens_requests()), max_num_seqs=64)[0]
+    return answered
 
 
 @pytest.mark.parametrize(
-    ("with_states", "config"),
+    ("name", "config"),
     [
         ("qwen 3.5", {"max_num_seqs": 4, "max_num_batched_tokens": 25}),
         ("qwen 3.5", {"max_num_seqs": 12, "num_kv_tokens": 200, "max_draft_tokens": 2}),
@@ -262,26 +266,27 @@ def expected_of_states(with_states: Path) -> dict[int, RequestOutput]:
         ("bamba", {"max_num_seqs": 4, "max_num_batched_tokens": 25}),
     ],
     ids=["chunked, prefix hits", "preempted", "wide", "mamba"],
-    indirect=["with_states"],
 )
 def test_recurrent_states_take_in_only_what_is_right(
-    with_states: Path, expected_of_states: dict[int, RequestOutput], config: dict[str, Any]
+    with_states: Callable[[str], tuple[Path, dict[int, RequestOutput]]], name: str, config: dict[str, Any]
 ) -> None:
-    found, stats = generate_here(with_states, samples_of(few_tokens_requests()), **{**DRAFTS, **config})
-    assert_equal(found, expected_of_states)
+    path, expected = with_states(name)
+    found, stats = generate_here(path, samples_of(few_tokens_requests()), **{**DRAFTS, **config})
+    assert_equal(found, expected)
     assert stats.accepted_tokens > 50
     assert (stats.num_preemptions > 0) == ("num_kv_tokens" in config)
     assert (stats.cached_tokens > 0) == config.get("enable_prefix_caching", True)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("with_states", TWO_LAYERS, indirect=True)
+@pytest.mark.parametrize("name", TWO_LAYERS)
 @pytest.mark.parametrize("enforce_eager", [True, False])
 def test_recurrent_states_on_a_gpu(
-    with_states: Path, expected_of_states: dict[int, RequestOutput], enforce_eager: bool
+    with_states: Callable[[str], tuple[Path, dict[int, RequestOutput]]], name: str, enforce_eager: bool
 ) -> None:
+    path, expected = with_states(name)
     torch.backends.cuda.matmul.allow_tf32 = False
     settings = {"block_size": 16, "dtype": "float32", "enforce_eager": enforce_eager}
-    core = make_core(make_runner(with_states, **settings, **DRAFTS))
-    assert_equal(run_core(core, samples_of(few_tokens_requests())), expected_of_states)
+    core = make_core(make_runner(path, **settings, **DRAFTS))
+    assert_equal(run_core(core, samples_of(few_tokens_requests())), expected)
     assert core.stats.accepted_tokens > 50

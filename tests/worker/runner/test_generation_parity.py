@@ -155,7 +155,7 @@ def test_circumstances_do_not_change_the_answers(
     batch = requests()
     random.Random(str(config)).shuffle(batch)
     if "num_kv_tokens" in config and name == "gemma-4":
-        config = {**config, "num_kv_tokens": 410}  # its groups of layers share the blocks: the longest prompt needs these
+        config = {**config, "num_kv_tokens": 410}  # its groups share the blocks: the longest prompt needs these
     model = answered(name)
     done, stats = generate_here(model.path, batch, **config)
     assert (stats.num_preemptions > 0) == ("num_kv_tokens" in config)

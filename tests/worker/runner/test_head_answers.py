@@ -18,6 +18,7 @@ from torch import Tensor
 
 from batches import RequestState, make_batch
 from checkpoints import edit_weights, write_tiny_model
+from combinations import full
 from family_shapes import SHAPES
 from model_driver import ModelDriver
 from mtp_heads import add_mtp_head
@@ -93,7 +94,7 @@ GRAPHS = [
 @pytest.mark.parametrize(
     ("config", "num_blocks"),
     [
-        ({}, None),
+        full(({}, None), in_parts=True),
         ({"max_num_seqs": 12, "draws": True}, 64),
         ({**AUTO, "max_num_batched_tokens": 9, "max_num_seqs": 7}, None),
         ({"shapes": GRAPHS}, None),

@@ -76,7 +76,7 @@ def answers(requests: list[Request]) -> Outputs:
 @pytest.mark.parametrize(
     ("circumstance", "config"),
     [
-        ("together", {}),
+        full(("together", {}), in_parts=True),
         full(("in turn", {"max_num_seqs": 5}), in_parts=True),
         ("chunked", {"max_num_seqs": 7, "max_num_batched_tokens": 9}),
         ("preempted", {"num_blocks": 30}),
@@ -216,9 +216,9 @@ def test_a_slot_is_taken_again_while_a_mask_of_its_last_answer_is_made(
 @pytest.mark.parametrize(
     ("circumstance", "config"),
     [
-        ("together", {}),
+        full(("together", {}), in_parts=True),
         ("preempted", {"num_blocks": 30}),
-        ("one step in flight", {"overlap_steps": False}),
+        full(("one step in flight", {"overlap_steps": False}), in_parts=True),
         ("with forced tokens", {"max_draft_tokens": 1}),
     ],
 )
