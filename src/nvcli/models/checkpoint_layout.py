@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count, takewhile
+
+from msgspec.structs import replace
 
 from nvcli.errors import LoadError
 from nvcli.models.quantisation.join import join_parts, twice

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from nvcli.errors import LoadError

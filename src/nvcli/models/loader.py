@@ -7,10 +7,8 @@ handles files and threads. Only this rank's slices are read, straight into the p
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,22 +18,17 @@ from torch import Tensor, nn
 
 from nvcli.errors import LoadError
 from nvcli.kernels.fp8_types import FP8, FP8_MAX
-from nvcli.kernels.mxfp4 import byte_pairs
 from nvcli.kernels.w4 import join_scales
-from nvcli.kernels.weight_formats import FP8_BLOCK, W4Format
+from nvcli.kernels.weight_formats import W4Format
 from nvcli.models.adapters.adapter import Adapter, with_own_head
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO, check_tensors, find_unused, read_model_tensors
 from nvcli.models.config import ModelConfig
-from nvcli.models.kept_values import KeptPart, has_kept_codes, read_kept, read_kept_together, together_key
 from nvcli.models.kv_scales import find_kv_scales
-from nvcli.models.pinned_upload import PinnedUpload
-from nvcli.models.rounded_rows import RoundedRows, RowTally
-from nvcli.models.stored_values import OpenFiles
 from nvcli.models.tensor_info import TensorInfo
-from nvcli.models.weights import DerivedModule, ScaleTarget, WeightModule, WeightSource, length
+from nvcli.models.weight_reader import Assignment, begin_to_read
+from nvcli.models.weights import DerivedModule, ScaleTarget, WeightModule, WeightSource
 
-_MAX_THREADS = 8
 _ALIGNMENT = 512
 """Bytes to a multiple of which parameters are placed, as torch's allocator for GPUs does."""
 _STD, _FP8_STD = 0.02, 100.0
@@ -48,32 +41,9 @@ _NVFP4_SCALES, _FP4_STD = 0x38383838, 2.9
 """Four scales of 1, and the standard deviation of random codes of FP4."""
 _RANDOM_ROWS = 4096
 """Rows of random codes that are made at a time, in float32."""
-_BYTES_PER_TASK = 128 << 20
-"""Files with more of a model's weights are read by several threads."""
-_PIECE_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Weights that are dequantised or quantised are read in pieces of about this many numbers: on a CPU, a float32 piece
-fits in its cache; on a GPU, it takes little memory next to the weights."""
-_STORED_PIECES = 2
-"""How many times as large pieces are that stay as they are stored."""
 _COMPARED_PLACES, _COMPARED_ROWS = 16, 64
 """Two tensors are compared at this many places, of this many rows each: one that was trained separately differs
 everywhere, and reading all of both takes as long as loading them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """One source with the parameter that it fills, once the parameter has memory."""
-
-    source: WeightSource
-    target: Tensor
-    scales: Tensor | None
-    """The parameter for scales, where `target` takes codes."""
-    order: Tensor | None
-    """The parameter for the order of the columns, if they have one."""
-
-    @property
-    def num_bytes(self) -> int:
-        return self.target.numel() * self.target.element_size()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +121,7 @@ def begin_reading(model: CausalLM, weights: CheckpointWeights) -> Callable[[], s
             yield a
 
     with torch.no_grad():
-        wait = _begin_to_read(noted(), weights.tensors)
+        wait = begin_to_read(noted(), weights.tensors)
     assert names == set(model.tensors), "every tensor has its layer"
 
     def finish() -> str | None:
@@ -310,6 +280,11 @@ def materialize(model: nn.Module, device: torch.device, make: Callable[[int], Te
             module.derive(device)
 
 
+def read_weights(assignments: Iterable[Assignment], tensors: Mapping[str, TensorInfo]) -> None:
+    """Read assignments on threads. Raises LoadError."""
+    begin_to_read(assignments, tensors)()
+
+
 def _check_tied_head(model: CausalLM, tensors: Mapping[str, TensorInfo]) -> None:
     """Raise LoadError if the checkpoint's tied LM head has values of its own.
 
@@ -342,140 +317,3 @@ def _are_equal(one: TensorInfo, other: TensorInfo, part: tuple[slice, ...]) -> b
     except (SafetensorError, OSError) as error:
         raise LoadError(f"{one.file} or {other.file}: cannot be read ({error}); download it again") from None
     return True
-
-
-def read_weights(assignments: Iterable[Assignment], tensors: Mapping[str, TensorInfo]) -> None:
-    """Read assignments on threads. Raises LoadError."""
-    _begin_to_read(assignments, tensors)()
-
-
-def _begin_to_read(assignments: Iterable[Assignment], tensors: Mapping[str, TensorInfo]) -> Callable[[], RoundedRows]:
-    """Start threads that read assignments, the first while later ones are gone through. Return a function that waits
-    for them, which returns how much of FP4 was rounded, and raises LoadError for files that cannot be read."""
-    pool = ThreadPoolExecutor(max_workers=_MAX_THREADS, thread_name_prefix="load")
-    readings: list[Future[RoundedRows]] = []
-    waiting: dict[Path, list[Assignment]] = {}
-    num_bytes: Counter[Path] = Counter()
-
-    def read(file: Path) -> None:
-        num_bytes[file] = 0
-        readings.append(pool.submit(_read_task, file, waiting.pop(file), tensors))
-
-    def finish() -> RoundedRows:
-        try:
-            return sum((reading.result() for reading in readings), RoundedRows())
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-    for a in assignments:
-        if a.target.numel() > 0:
-            file = tensors[a.source.stored_name].file
-            waiting.setdefault(file, []).append(a)
-            num_bytes[file] += a.num_bytes
-            if num_bytes[file] >= _BYTES_PER_TASK:
-                read(file)
-    for file in [*waiting]:
-        read(file)
-    return finish
-
-
-def _read_task(file: Path, assignments: list[Assignment], tensors: Mapping[str, TensorInfo]) -> RoundedRows:
-    try:
-        # Inference mode is per thread, and parameters made in it may only be written in it.
-        device, upload = assignments[0].target.device, None
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # per thread as well
-            upload = PinnedUpload(device)
-        with torch.inference_mode(), OpenFiles(upload) as files:
-            pairs, tally = byte_pairs(device), RowTally(device)
-            for together in _groups(assignments, tensors):
-                infos = [tensors[a.source.stored_name] for a in together]
-                if len(together) > 1:
-                    kept = read_kept_together(files, infos, together[0].source, device, pairs, tally)
-                    _fill_together(together, kept)
-                    continue
-                for a in _pieces(together[0], infos[0]):
-                    if _is_fp4(infos[0]) and together_key(infos[0], a.source) is not None:
-                        _fill_together([a], read_kept_together(files, infos, a.source, device, pairs, tally))
-                    else:
-                        _fill(a, read_kept(files, infos[0], a.source, device))
-            return tally.counts()
-    except (SafetensorError, OSError) as error:
-        raise LoadError(f"{file}: cannot be read ({error}); download it again") from None
-
-
-def _is_fp4(info: TensorInfo) -> bool:
-    return info.codes is not None and info.codes.numbers == "fp4"
-
-
-def _fill(a: Assignment, kept: KeptPart) -> None:
-    for target, values in ((a.target, kept.weight), (a.scales, kept.scales), (a.order, kept.order)):
-        if target is not None and values is not None:
-            target.copy_(values)
-
-
-def _fill_together(group: Sequence[Assignment], kept: KeptPart) -> None:
-    """Fill parameters with the parts of a stack [len(group), ...]; those at equal distances, as neighbouring experts'
-    are, by one copy."""
-    for targets, values in (([a.target for a in group], kept.weight), ([a.scales for a in group], kept.scales)):
-        if values is None:
-            continue
-        found = [target for target in targets if target is not None]
-        first, offsets = found[0], [target.storage_offset() for target in found]
-        step = offsets[1] - offsets[0] if len(found) > 1 else 0
-        is_even = step > 0 and offsets == [*range(offsets[0], offsets[-1] + 1, step)]
-        if is_even and len({target.untyped_storage().data_ptr() for target in found}) == 1:
-            stack = first.as_strided((len(found), *first.shape), (step, *first.stride()), first.storage_offset())
-            stack.copy_(values)
-            continue
-        for target, value in zip(found, values, strict=True):
-            target.copy_(value)
-
-
-def _groups(assignments: Iterable[Assignment], tensors: Mapping[str, TensorInfo]) -> Iterator[list[Assignment]]:
-    """Yield neighbours that are read together, as many as a piece has room for; others alone."""
-    group: list[Assignment] = []
-    group_key: Hashable | None = None
-    for a in assignments:
-        key = together_key(tensors[a.source.stored_name], a.source)
-        num_numbers = (len(group) + 1) * math.prod(map(length, a.source.read))
-        most = _PIECE_NUMBERS[a.target.device.type] * (_STORED_PIECES if _stays_as_stored(a, tensors) else 1)
-        if group and (key is None or key != group_key or num_numbers > most):
-            yield group
-            group = []
-        group.append(a)
-        group_key = key
-    if group:
-        yield group
-
-
-def _stays_as_stored(a: Assignment, tensors: Mapping[str, TensorInfo]) -> bool:
-    info = tensors[a.source.stored_name]
-    return has_kept_codes(info, a.source) or (info.codes is None and a.source.scales is None)
-
-
-def _pieces(a: Assignment, info: TensorInfo) -> Iterator[Assignment]:
-    """Split an assignment into whole blocks of rows if its numbers have to be computed, or are on a GPU before they are
-    in their place; otherwise it stays one piece."""
-    is_computed = (a.target.dtype == FP8 or bool(info.changes)) and not info.is_transposed and a.target.dim() == 2
-    is_words = a.scales is not None and a.target.dtype != FP8
-    has_codes = info.codes is not None or info.flat is not None
-    is_uploaded = a.target.device.type == "cuda" and not info.is_transposed and a.target.dim() == 2
-    if is_words or not (is_computed or is_uploaded or has_codes) or has_kept_codes(info, a.source):
-        yield a
-        return
-    num_rows, num_columns = a.target.shape
-    unit = math.lcm(FP8_BLOCK, len(a.source.tensor.row_order or (0,)))
-    step = unit * max(1, _PIECE_NUMBERS[a.target.device.type] // (unit * num_columns))
-    if num_rows <= step:
-        yield a
-        return
-    rows, columns = a.source.read
-    for first in range(0, num_rows, step):
-        last = min(first + step, num_rows)
-        scales = a.scales
-        if scales is not None:
-            per_scale = FP8_BLOCK if scales.dim() == 2 else 1
-            scales = scales[first // per_scale : -(-last // per_scale)]
-        source = replace(a.source, read=(slice(rows.start + first, rows.start + last), columns))
-        yield replace(a, source=source, target=a.target[first:last], scales=scales)

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from nvcli.core.byte_sizes import format_bytes

@@ -1,57 +1,131 @@
 """PinnedUpload: bytes of files to a GPU through one small pinned buffer.
 
 A GPU copies from pinned memory at the full speed of its link. Files are read into the buffer, not mapped: their pages
-are then copied once, by the system, and no page of them is ever part of this process.
+are then copied once, by the system, and no page of them is ever part of this process. What is known to be needed is
+staged: read in the order of the files, in as few calls as possible. A call for each small tensor costs more than its
+bytes, most of all where threads wait for each other to be told that theirs has returned.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from nvcli.models.tensor_info import FileRange
+
 _BUFFER_BYTES = 16 << 20
+_LARGEST_GAP = 64 << 10
+"""Bytes between two ranges that are read too, rather than calling twice."""
+_UNIT = 16
+"""Bytes to a multiple of which staged bytes keep their distance in the file, so that numbers stay aligned."""
 
 
 class PinnedUpload:
-    """Reads parts of files. For use by one thread."""
+    """Reads parts of files. For use by one thread at a time, on the stream that is current there."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._view = self._buffer.numpy().data
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        """A stream of its own for whoever reads; None on a CPU."""
         self._fds: dict[Path, int] = {}
+        self._staged: Tensor | None = None
+        self._ranges: dict[Path, list[FileRange]] = {}
+        """What is staged of each file, in order."""
+        self._places: dict[Path, list[int]] = {}
+        """The first byte in `_staged` of each range."""
+        self._num_filled = 0
+
+    def stage(self, ranges: Iterable[FileRange]) -> None:
+        """Read parts of files to the GPU, from where they are taken when they are asked for. What was staged before is
+        forgotten. Raises OSError, also if a file ends before."""
+        self.forget_staged()
+        num_bytes = 0
+        for part in _joined(ranges):
+            self._ranges.setdefault(part.file, []).append(part)
+            self._places.setdefault(part.file, []).append(num_bytes)
+            num_bytes += -(-(part.end - part.begin) // _UNIT) * _UNIT
+        data = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        copied = 0
+        for file, parts in self._ranges.items():
+            for part in parts:
+                copied = self._read_part(data, copied, file, part.begin, part.end - part.begin)
+                copied = self._skip(data, copied, -(part.end - part.begin) % _UNIT)
+        self._copy(data, copied)
+        self._staged = data
+
+    def forget_staged(self) -> None:
+        """Forget what was staged. Idempotent."""
+        self._staged = None
+        self._ranges.clear()
+        self._places.clear()
 
     def read(self, file: Path, offset: int, num_bytes: int) -> Tensor:
-        """Read bytes of a file: → [num_bytes] uint8 on the GPU. Raises OSError, also if the file ends before."""
+        """Read bytes of a file: → [num_bytes] uint8 on the GPU, possibly a view of what was staged. Raises OSError,
+        also if the file ends before."""
         return self.read_parts(((file, offset),), num_bytes)
 
     def read_parts(self, places: Sequence[tuple[Path, int]], num_bytes: int) -> Tensor:
         """Read as many bytes at each of these places (file, offset), one part after the other: → [places × num_bytes]
-        uint8 on the GPU. Small parts are copied together: the GPU is waited for once per filled buffer.
+        uint8 on the GPU, as `read` does. Small parts are copied together: the GPU is waited for once per filled buffer.
 
         Raises OSError, also if a file ends before.
         """
+        staged = [self._find(file, offset, num_bytes) for file, offset in places]
+        if self._staged is not None and None not in staged:
+            return _gather(self._staged, [place for place in staged if place is not None], num_bytes)
         data = torch.empty(len(places) * num_bytes, dtype=torch.uint8, device=self._device)
-        copied = filled = 0
+        copied = 0
         for file, offset in places:
-            done = 0
-            while done < num_bytes:
-                if filled == _BUFFER_BYTES:
-                    copied, filled = self._copy(data, copied, filled), 0
-                size = min(_BUFFER_BYTES - filled, num_bytes - done)
-                count = os.preadv(self._open(file), [self._view[filled : filled + size]], offset + done)
-                if count == 0:
-                    raise OSError(f"it ends at byte {offset + done:,}")
-                done, filled = done + count, filled + count
-        self._copy(data, copied, filled)
+            copied = self._read_part(data, copied, file, offset, num_bytes)
+        self._copy(data, copied)
         return data
 
-    def _copy(self, data: Tensor, first: int, size: int) -> int:
-        """Copy the buffer's first bytes to their place, and return the place after it."""
+    def _find(self, file: Path, offset: int, num_bytes: int) -> int | None:
+        """Return where bytes of a file are staged; None: they are not."""
+        ranges = self._ranges.get(file)
+        if not ranges:
+            return None
+        index = bisect_right(ranges, offset, key=lambda part: part.begin) - 1
+        if index < 0 or offset + num_bytes > ranges[index].end:
+            return None
+        return self._places[file][index] + offset - ranges[index].begin
+
+    def _read_part(self, data: Tensor, copied: int, file: Path, offset: int, num_bytes: int) -> int:
+        """Read bytes into the buffer, and what fills it to their place in `data`, whose first `copied` bytes are there
+        already. Return how many then are."""
+        done = 0
+        while done < num_bytes:
+            if self._num_filled == _BUFFER_BYTES:
+                copied = self._copy(data, copied)
+            size = min(_BUFFER_BYTES - self._num_filled, num_bytes - done)
+            view = self._view[self._num_filled : self._num_filled + size]
+            count = os.preadv(self._open(file), [view], offset + done)
+            if count == 0:
+                self._num_filled = 0
+                raise OSError(f"it ends at byte {offset + done:,}")
+            done, self._num_filled = done + count, self._num_filled + count
+        return copied
+
+    def _skip(self, data: Tensor, copied: int, num_bytes: int) -> int:
+        """Leave bytes out of the buffer, whatever they are, as `_read_part` reads them."""
+        if self._num_filled + num_bytes > _BUFFER_BYTES:
+            num_bytes -= _BUFFER_BYTES - self._num_filled
+            self._num_filled = _BUFFER_BYTES
+            copied = self._copy(data, copied)
+        self._num_filled += num_bytes
+        return copied
+
+    def _copy(self, data: Tensor, first: int) -> int:
+        """Copy the filled part of the buffer to its place, and return the place after it."""
+        size, self._num_filled = self._num_filled, 0
         data[first : first + size].copy_(self._buffer[:size])  # returns when the buffer may be filled anew
         return first + size
 
@@ -62,5 +136,29 @@ class PinnedUpload:
 
     def close(self) -> None:
         """Close the files. Idempotent."""
+        self.forget_staged()
         while self._fds:
             os.close(self._fds.popitem()[1])
+
+
+def _joined(ranges: Iterable[FileRange]) -> list[FileRange]:
+    """Return ranges in the order of the files, begun at multiples of `_UNIT`, and joined where little is between
+    them."""
+    joined: list[FileRange] = []
+    for part in sorted(ranges):
+        begin, last = part.begin // _UNIT * _UNIT, joined[-1] if joined else None
+        if last is not None and last.file == part.file and begin - last.end <= _LARGEST_GAP:
+            joined[-1] = FileRange(part.file, last.begin, max(last.end, part.end))
+        else:
+            joined.append(FileRange(part.file, begin, part.end))
+    return joined
+
+
+def _gather(staged: Tensor, places: Sequence[int], num_bytes: int) -> Tensor:
+    """Return parts of what was staged, one behind the other, aligned for numbers of any type."""
+    step = places[1] - places[0] if len(places) > 1 else num_bytes
+    if step >= num_bytes and all(later - earlier == step for earlier, later in pairwise(places)):
+        found = staged.as_strided((len(places), num_bytes), (step, 1), places[0]).reshape(-1)
+    else:
+        found = torch.cat([staged.narrow(0, place, num_bytes) for place in places])
+    return found.clone() if found.storage_offset() % _UNIT else found

@@ -24,7 +24,7 @@ _MOST_HEADER_BYTES = 100_000_000
 _METADATA = "__metadata__"
 
 
-class _Entry(msgspec.Struct, frozen=True):
+class _Entry(msgspec.Struct, frozen=True, gc=False):
     """The header's entry of a tensor, with the fields' names as there."""
 
     dtype: str

@@ -7,15 +7,15 @@ to be told what to do with each of them than to do it.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nvcli.kernels.mxfp4 import numbers_of_bytes, powers_of_scales
-from nvcli.models.stored_values import OpenFiles, scale_codes
-from nvcli.models.tensor_info import Codes, Packing, TensorInfo
+from nvcli.models.stored_values import OpenFiles, range_of, scale_codes
+from nvcli.models.tensor_info import Codes, FileRange, Packing, TensorInfo
 
 _PAIRS = Packing(bits=4, dim=1, per_index=2)
 
@@ -62,6 +62,17 @@ def stack_key(info: TensorInfo, part: Sequence[slice]) -> Hashable | None:
         return None
     forms = [None if one is None else (one.shape, one.dtype) for one in others]
     return *common, high, wide, codes.numbers, codes.divides, codes.unit, *forms
+
+
+def stack_ranges(info: TensorInfo, part: Sequence[slice]) -> Iterator[FileRange]:
+    """Yield what `read_stack` reads of files for one of the weights that it can read together."""
+    assert info.stored is not None
+    yield range_of(info, info.stored, part)
+    if (codes := info.codes) is None:
+        return
+    for one, of_one in ((codes.scales, _part_of_scales(codes, part)), (codes.factor, ())):
+        if one is not None and one.stored is not None:
+            yield range_of(one, one.stored, of_one)
 
 
 def read_stack(

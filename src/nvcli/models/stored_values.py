@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
+from msgspec.structs import replace
 from safetensors import safe_open
 from torch import Tensor
 
@@ -22,7 +22,21 @@ from nvcli.kernels.fp8_types import FP8, numbers
 from nvcli.kernels.mxfp4 import numbers_of_bytes, powers_of_scales
 from nvcli.models.flat_codes import read_flat
 from nvcli.models.pinned_upload import PinnedUpload
-from nvcli.models.tensor_info import Packing, StoredTensor, TensorInfo
+from nvcli.models.tensor_info import FileRange, Packing, StoredTensor, TensorInfo
+
+TORCH_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": FP8,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+"""torch's types by safetensors' names."""
 
 
 class StoredPart(NamedTuple):
@@ -50,8 +64,6 @@ class OpenFiles:
         self._stack = ExitStack()
         self._handles: dict[Path, Any] = {}
         self._upload = upload
-        self._dtypes: dict[str, torch.dtype] = {}
-        """torch's types by safetensors' names."""
 
     def __enter__(self) -> Self:
         return self
@@ -87,11 +99,10 @@ class OpenFiles:
         stored = [info.stored for info in infos if info.stored is not None]
         if self._upload is None or len(stored) < len(infos):
             return torch.cat([self._slice(info, part) if part else self._slice(info, ()).view(1) for info in infos])
-        dtype, shape = self._torch_dtype(infos[0], stored[0]), stored[0].shape if part else ()
-        row_bytes = math.prod(shape[1:]) * dtype.itemsize
-        first, num_rows = (part[0].start, part[0].stop - part[0].start) if part else (0, 1)
-        places = [(info.file, one.offset + first * row_bytes) for info, one in zip(infos, stored, strict=True)]
-        data = self._upload.read_parts(places, num_rows * row_bytes).view(dtype)
+        dtype, shape = TORCH_TYPES[stored[0].dtype], stored[0].shape if part else ()
+        ranges = [range_of(info, one, part) for info, one in zip(infos, stored, strict=True)]
+        places = [(one.file, one.begin) for one in ranges]
+        data = self._upload.read_parts(places, ranges[0].end - ranges[0].begin).view(dtype)
         return data.view(-1, *shape[1:])[:, *part[1:]] if part else data
 
     def _read_coded(self, info: TensorInfo, part: Sequence[slice], device: torch.device) -> Tensor:
@@ -190,8 +201,10 @@ class OpenFiles:
         """Read a part of the tensor in a file, or of one expert's; no slices for a single number."""
         if info.has_ones:
             part = [index for one in part for index in (one, 0)]
-        if self._upload is not None and part and info.stored is not None and info.stored.shape:
-            return self._read_rows(self._upload, info, info.stored, part)
+        if self._upload is not None and info.stored is not None:
+            if part and info.stored.shape:
+                return self._read_rows(self._upload, info, info.stored, part)
+            return self.read_together([info], ()).view([1] * len(part))
         if not part:
             scalar: Tensor = self._handle(info).get_tensor(info.name)
             return scalar
@@ -208,7 +221,7 @@ class OpenFiles:
         """Read a part with whole rows, and cut the other dimensions on the GPU."""
         rows, *others = part
         assert isinstance(rows, slice)
-        dtype = self._torch_dtype(info, stored)
+        dtype = TORCH_TYPES[stored.dtype]
         shape = stored.shape if info.expert is None else stored.shape[1:]
         begin, end, _ = rows.indices(shape[0])
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
@@ -216,19 +229,18 @@ class OpenFiles:
         data = upload.read(info.file, stored.offset + first * row_bytes, (end - begin) * row_bytes)
         return data.view(dtype).view(-1, *shape[1:])[:, *others]
 
-    def _torch_dtype(self, info: TensorInfo, stored: StoredTensor) -> torch.dtype:
-        dtype = self._dtypes.get(stored.dtype)
-        if dtype is None:
-            handle = self._handle(info)
-            empty = handle.get_slice(info.name)[0:0] if stored.shape else handle.get_tensor(info.name)
-            dtype = self._dtypes[stored.dtype] = empty.dtype
-        return dtype
-
     def _handle(self, info: TensorInfo) -> Any:
         if info.file not in self._handles:
             handle = safe_open(info.file, framework="pt", device="cpu")
             self._handles[info.file] = self._stack.enter_context(handle)
         return self._handles[info.file]
+
+
+def range_of(info: TensorInfo, stored: StoredTensor, part: Sequence[slice]) -> FileRange:
+    """Return where a file has some rows of a tensor that is stored alone; with an empty `part`, its first number."""
+    row_bytes = math.prod(stored.shape[1:] if part else ()) * TORCH_TYPES[stored.dtype].itemsize
+    rows = part[0] if part else slice(0, 1)
+    return FileRange(info.file, stored.offset + rows.start * row_bytes, stored.offset + rows.stop * row_bytes)
 
 
 def unpack(words: Tensor, packing: Packing, dim: int) -> Tensor:

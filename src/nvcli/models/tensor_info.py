@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import msgspec
+
 WORD_BITS = 32
 
 Numbers = Literal["integer", "fp8", "fp4"]
@@ -33,8 +35,7 @@ class Packing:
         return cls(bits=bits, dim=dim, per_index=WORD_BITS // bits, order=order)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Codes:
+class Codes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The decoding of a quantised weight's codes: (code - zero) × scale."""
 
     numbers: Numbers
@@ -132,7 +133,15 @@ class RowsChange:
 WeightChange = LowRankChange | BiasChange | RowsChange
 
 
-class StoredTensor(NamedTuple):
+class FileRange(NamedTuple):
+    """Bytes of a file from `begin` to before `end`."""
+
+    file: Path
+    begin: int
+    end: int
+
+
+class StoredTensor(msgspec.Struct, frozen=True, gc=False):
     """A tensor in a safetensors file."""
 
     offset: int
@@ -142,9 +151,11 @@ class StoredTensor(NamedTuple):
     """safetensors' name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorInfo:
-    """A tensor in a safetensors file, as its header describes it, or some of its rows [out, in]."""
+class TensorInfo(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A tensor in a safetensors file, as its header describes it, or some of its rows [out, in].
+
+    A checkpoint has up to 100,000, so they are cheap to make, and no work for the collector of garbage.
+    """
 
     file: Path
     name: str

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 
+import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, W4Format, scale_shape
 from nvcli.models.tensor_spec import TensorSpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleTarget:
+class ScaleTarget(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The destination of the codes' scales, in the module that declares the source of the codes."""
 
     parameter: str
@@ -29,8 +29,7 @@ class ScaleTarget:
     """The row of the module's `column_order` that takes the order of the weight's columns; None: it has none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightSource:
+class WeightSource(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One rectangular piece of a parameter, and the part of a checkpoint tensor that it is read from."""
 
     tensor: TensorSpec

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
+
 from nvcli.core.validation import show
 from nvcli.errors import ConfigError, LoadError
 from nvcli.models.adapters.adapter_config import MERGE_IT, AdapterConfig, read_adapter_config
@@ -70,7 +72,9 @@ class Adapter:
             found.pop(TIED_HEAD, None)  # if tied, a copy of what is replaced
         found |= {name: info for name, info in self.replaced.items() if name in found}
         found |= {
-            name: replace(found[name], changes=changes) for name, changes in self.changes.items() if name in found
+            name: msgspec.structs.replace(found[name], changes=changes)
+            for name, changes in self.changes.items()
+            if name in found
         }
         return found
 

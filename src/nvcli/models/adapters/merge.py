@@ -4,9 +4,9 @@ are stored."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
+from msgspec.structs import replace
 from safetensors import SafetensorError
 from torch import Tensor
 

@@ -7,7 +7,8 @@ common name prefix. Each format gives their names (`WeightParts`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from nvcli.errors import LoadError
 from nvcli.models.quantisation.quantisation import FLOATS, FlatParts, Quantisation, WeightParts
