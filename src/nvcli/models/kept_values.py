@@ -11,8 +11,9 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from nvcli.errors import LoadError
+from nvcli.kernels.fp4_rows import fp4_to_fp8, powers_of_rows
 from nvcli.kernels.fp8 import quantise_weight
-from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX
+from nvcli.kernels.fp8_types import FP8, FP8_MAX
 from nvcli.kernels.w4 import LARGEST_FP4_SCALE, join_block_scales, join_exponents, join_scales, pack
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling, W4Format
 from nvcli.models.adapters.merge import read_values
@@ -73,16 +74,19 @@ def read_kept_together(
         codes, scales = stack.codes, _parted(scales_of(stack, count), count)
         scales = scales if scaling == "block" else scales.squeeze(2).expand(count, len(codes) // count)
         return KeptPart(_parted(codes, count), scales)
-    values = decode_stack(stack, info, count, pairs)
     if stack.scales is None:
-        codes, scales = quantise_weight(values, scaling)
+        codes, scales = quantise_weight(stack.codes, scaling)
+        return KeptPart(_parted(codes, count), scales.view(count, -1))
+    factors, bare = stack.factors, stack._replace(factors=None)
+    if info.codes is not None and info.codes.numbers == "fp4":
+        small = scales_of(bare, count).float()
+        small = small.repeat_interleave(len(stack.codes) // len(small), 0)
+        codes, powers, exact = fp4_to_fp8(stack.codes.contiguous(), small)
+        tally.add(exact, small.shape[1])
     else:
-        factors = stack.factors
-        factors = factors if factors is None else factors.repeat_interleave(len(values) // count)
-        codes, scales = _move_to_fp8(values, factors)
-        if info.codes is not None and info.codes.numbers == "fp4":
-            tally.add(stack.scales)
-    return KeptPart(_parted(codes, count), scales.view(count, -1))
+        codes, powers = _move_to_fp8(decode_stack(bare, info, count, pairs))
+    scales = powers.view(count, -1)
+    return KeptPart(_parted(codes, count), scales if factors is None else scales * factors.unsqueeze(1))
 
 
 def together_key(info: TensorInfo, source: WeightSource) -> Hashable | None:
@@ -120,10 +124,12 @@ def _read_fp8(
 ) -> KeptPart:
     order = source.tensor.row_order
     if not has_kept_codes(info, source):
-        values = in_order(read_values(files, info, source.read, device).to(device), order)
         if scaling == "block" or info.codes is None or not info.codes.has_small_scales or info.changes:
+            values = in_order(read_values(files, info, source.read, device).to(device), order)
             return KeptPart(*quantise_weight(values, scaling))
-        return KeptPart(*_move_to_fp8(values, files.read_factor(info, device)))
+        bare, factor = replace(info, codes=replace(info.codes, factor=None)), files.read_factor(info, device)
+        codes, powers = _move_to_fp8(in_order(files.read(bare, source.read, device).to(device), order))
+        return KeptPart(codes, powers if factor is None else powers * factor)
     stored = files.read_codes(info, source.read, device)
     codes = in_order(stored.codes.view(torch.uint8), order).view(FP8)
     if scaling == "block":
@@ -131,22 +137,15 @@ def _read_fp8(
     return KeptPart(codes, in_order(stored.scales.expand(len(codes), 1).squeeze(1), order))
 
 
-def _move_to_fp8(values: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Convert floating-point numbers with scales for small blocks to FP8 with a scale for each row [rows].
+def _move_to_fp8(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Convert numbers with scales for small blocks to FP8 with a power of 2 for each row: codes, and powers [rows].
 
-    A row's scale is `factor` (one, or one for each row), which all scales have in common, times a power of 2. Numbers
-    that e4m3 represents exactly, as most of MXFP8's and FP4's, thus lose nothing; others are rounded as in any FP8
-    weight.
+    Numbers that e4m3 represents exactly, as most of MXFP8's and FP4's, thus lose nothing; others are rounded as in any
+    FP8 weight.
     """
-    common = torch.ones((), device=values.device)
-    if factor is not None:
-        common = torch.where(factor > 0, factor, common)  # an all-zero weight may have a factor of 0
-    largest = values.abs().amax(-1).clamp(min=LEAST_MAX)
-    mantissas, exponents = torch.frexp(largest / (common * FP8_MAX))
-    exponents -= (mantissas == 0.5).int()  # the smallest with which no number is too large
-    scales = ((exponents + 127) << 23).view(torch.float32) * common  # powers of 2 by their bits, exact on any device
-    codes = (values / scales.unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
-    return codes, scales
+    powers = powers_of_rows(values.float().abs().amax(-1))
+    codes = (values / powers.unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+    return codes, powers
 
 
 def _read_w4(

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from nvcli.errors import LoadError
+from nvcli.kernels.fp4_rows import has_kernel
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.mxfp4 import byte_pairs
 from nvcli.kernels.weight_formats import FP8_BLOCK
@@ -43,7 +44,7 @@ _PIECE_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Weights that are dequantised or quantised are read in pieces of about this many numbers: on a CPU, a float32 piece
 fits in its cache; on a GPU, it takes little memory next to the weights."""
 _STORED_PIECES = {"cpu": 2, "cuda": 16}
-"""How many times as large pieces are that stay as they are stored."""
+"""How many times as large pieces are that stay as they are stored, or that one kernel converts."""
 _WORDS = (torch.int64, torch.int32, torch.int16)
 """Types of which several numbers are copied as one, the largest first: no numbers in FP8 can be indexed."""
 
@@ -170,7 +171,7 @@ def _fill_all(task: Sequence[_Found], upload: PinnedUpload | None, device: torch
                 _fill_together([found.assignment for found in group], kept)
                 continue
             for piece in _pieces(a, info):
-                if key is not None and info.codes is not None and info.codes.numbers == "fp4":
+                if key is not None and _is_fp4(info):
                     _fill_together([piece], read_kept_together(files, [info], piece.source, device, pairs, tally))
                 else:
                     _fill(piece, read_kept(files, info, piece.source, device))
@@ -197,8 +198,13 @@ def _groups(task: Iterable[_Found], keys: Iterable[Hashable | None]) -> Iterator
 def _most_numbers(found: _Found) -> int:
     a, info = found
     stays = has_kept_codes(info, a.source) or (info.codes is None and a.source.scales is None)
+    is_one_kernel = _is_fp4(info) and a.target.dtype == FP8 and has_kernel(a.target.device)
     kind = a.target.device.type
-    return _PIECE_NUMBERS[kind] * (_STORED_PIECES[kind] if stays else 1)
+    return _PIECE_NUMBERS[kind] * (_STORED_PIECES[kind] if stays or is_one_kernel else 1)
+
+
+def _is_fp4(info: TensorInfo) -> bool:
+    return info.codes is not None and info.codes.numbers == "fp4"
 
 
 def _fill(a: Assignment, kept: KeptPart) -> None:
