@@ -34,9 +34,10 @@ from nvcli.models.adapters.merge import are_finite, check_finite, read_stored, r
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.checkpoint_check import TIED_HEAD, TIED_TO, read_model_tensors
 from nvcli.models.host_adapters import HostAdapters
-from nvcli.models.loader import Assignment, assignments_of, read_weights
+from nvcli.models.loader import assignments_of, read_weights
 from nvcli.models.stored_values import OpenFiles
 from nvcli.models.tensor_info import LowRankChange, TensorInfo
+from nvcli.models.weight_reader import Assignment
 from nvcli.models.weights import length
 
 Place = Literal["device", "host", "files"]

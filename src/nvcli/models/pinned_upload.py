@@ -33,7 +33,7 @@ class PinnedUpload:
         self._device = device
         self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._view = self._buffer.numpy().data
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         """A stream of its own for whoever reads; None on a CPU."""
         self._fds: dict[Path, int] = {}
         self._staged: Tensor | None = None
