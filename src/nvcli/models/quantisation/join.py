@@ -36,16 +36,22 @@ def join_parts(found: dict[str, TensorInfo], quantisation: Quantisation) -> None
 
     Raises LoadError if a part is missing, or its shape or type does not match the codes.
     """
+    parts_of: dict[str, list[WeightParts]] = {}
+    for parts in quantisation.parts:
+        parts_of.setdefault(parts.codes, []).append(parts)
+    lasts = {name.rpartition(".")[2] for name in found}
+    unused = [last for last in _UNUSED if last in lasts]
     for name, codes in list(found.items()):
         parent, _, last = name.rpartition(".")
-        named = [parts for parts in quantisation.parts if parts.codes == last]
-        fitting = [parts for parts in named if codes.dtype in parts.stored_as or last != _WEIGHT]
+        if last not in parts_of:
+            continue  # another tensor
+        fitting = [parts for parts in parts_of[last] if codes.dtype in parts.stored_as or last != _WEIGHT]
         if not fitting:
-            continue  # another tensor, or a plain weight
+            continue  # a plain weight
         weight = _join(found, parent, fitting[0], quantisation)
         is_kv = parent.endswith((".k_proj", ".v_proj"))
-        for unused in _UNUSED if is_kv else (*_UNUSED, "output_scale"):
-            found.pop(f"{parent}.{unused}", None)
+        for beside in unused if is_kv else (*unused, "output_scale"):
+            found.pop(f"{parent}.{beside}", None)
         target = f"{parent}.{_WEIGHT}"
         if target in found:
             raise twice(weight, found[target])
