@@ -7,25 +7,12 @@ MXFP4 (powers of 2 for 32) only where a row's exponents are too far apart.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX
+from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX, FP8Rows
 from nvcli.kernels.mxfp4 import numbers_of_bytes
 from nvcli.kernels.weight_formats import FP8_CAPABILITY
-
-
-class FP8Rows(NamedTuple):
-    """Rows of numbers in FP8: codes times powers of 2."""
-
-    codes: Tensor
-    """[rows, columns] e4m3."""
-    powers: Tensor
-    """The power of 2 of each row, [rows] float32."""
-    exact: Tensor
-    """In how many blocks of each row nothing was rounded, [rows] int32."""
 
 
 def fp4_to_fp8(packed: Tensor, scales: Tensor) -> FP8Rows:

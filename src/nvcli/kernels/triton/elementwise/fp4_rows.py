@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.fp4_rows import FP8Rows
-from nvcli.kernels.fp8_types import FP8, LEAST_MAX
+from nvcli.kernels.fp8_types import FP8, LEAST_MAX, FP8Rows
 from nvcli.kernels.whole_numbers import next_power_of_2, warps_of_row
 
 _LEAST = tl.constexpr(LEAST_MAX)
