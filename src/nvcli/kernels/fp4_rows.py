@@ -10,25 +10,37 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX, FP8Rows
+from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX
 from nvcli.kernels.mxfp4 import numbers_of_bytes
 from nvcli.kernels.weight_formats import FP8_CAPABILITY
 
 
-def fp4_to_fp8(packed: Tensor, scales: Tensor) -> FP8Rows:
-    """Convert rows of FP4. packed: [rows, columns / 2] uint8, the earlier one of two numbers in the lower half of its
-    byte; scales: [rows, blocks] float32, one for each columns / blocks neighbours."""
+def fp4_to_fp8(packed: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Convert rows of FP4 to codes [rows, columns] e4m3 and the power of 2 of each row, [rows] float32.
+
+    packed: [rows, columns / 2] uint8, the earlier one of two numbers in the lower half of its byte; scales: [rows,
+    blocks] float32, one for each columns / blocks neighbours.
+    """
     if has_kernel(packed.device):
         from nvcli.kernels.triton.elementwise import fp4_rows as kernels
 
         if kernels.takes(packed, scales):
             return kernels.fp4_to_fp8(packed, scales)
-    rows, num_blocks = scales.shape
-    values = numbers_of_bytes(packed).view(rows, num_blocks, -1) * scales.unsqueeze(-1)
+    values = _values(packed, scales)
     powers = powers_of_rows(values.abs().amax((1, 2)))
-    codes = (values / powers.view(-1, 1, 1)).to(FP8)
-    is_exact = codes.float().mul_(powers.view(-1, 1, 1)) == values
-    return FP8Rows(codes.flatten(1), powers, is_exact.all(-1).sum(1, dtype=torch.int32))
+    return (values / powers.view(-1, 1, 1)).to(FP8).flatten(1), powers
+
+
+def count_exact_blocks(packed: Tensor, scales: Tensor, codes: Tensor, powers: Tensor) -> Tensor:
+    """Count the blocks of each row in which nothing was rounded: [rows] int64. `codes`, `powers`: what `fp4_to_fp8`
+    made of the rows."""
+    values = _values(packed, scales)
+    return (codes.float().view(values.shape) * powers.view(-1, 1, 1) == values).all(-1).sum(1)
+
+
+def _values(packed: Tensor, scales: Tensor) -> Tensor:
+    """The numbers of rows, in float32: [rows, blocks, columns / blocks]."""
+    return numbers_of_bytes(packed).view(*scales.shape, -1) * scales.unsqueeze(-1)
 
 
 def has_kernel(device: torch.device) -> bool:

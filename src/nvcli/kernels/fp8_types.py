@@ -61,16 +61,5 @@ class QuantisedRows(NamedTuple):
         return "channel" if self.scales.dim() == 1 else "block"
 
 
-class FP8Rows(NamedTuple):
-    """Rows of FP4 weights that became FP8: codes times powers of 2 (`kernels/fp4_rows.py`)."""
-
-    codes: Tensor
-    """[rows, columns] e4m3."""
-    powers: Tensor
-    """The power of 2 of each row, [rows] float32."""
-    exact: Tensor
-    """In how many blocks of each row nothing was rounded, [rows] int32."""
-
-
 Activations = Tensor | QuantisedRows
 """The input of a linear layer: [T, in]."""

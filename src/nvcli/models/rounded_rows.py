@@ -31,7 +31,7 @@ class RoundedRows:
             return None
         of_rows, of_blocks = self.exact_rows / self.rows, self.exact_blocks / self.blocks
         return (
-            f"FP4 weights became FP8: {of_rows:.1%} of rows and {of_blocks:.1%} of blocks lose nothing; in "
+            f"FP4 weights became FP8: by a sample {of_rows:.1%} of rows and {of_blocks:.1%} of blocks lose nothing; in "
             "the others numbers of more than 4 bits are rounded to 4"
         )
 
@@ -46,7 +46,7 @@ class RowTally:
         """[2] int64: exact rows and blocks."""
 
     def add(self, exact: Tensor, num_blocks: int) -> None:
-        """Count rows by the number of exact ones among their `num_blocks` blocks, [rows] int32."""
+        """Count rows by the number of exact ones among their `num_blocks` blocks, [rows]."""
         if self._exact is None:
             self._exact = torch.zeros(2, dtype=torch.int64, device=self._device)
         self._exact += torch.stack(((exact == num_blocks).sum(), exact.sum()))

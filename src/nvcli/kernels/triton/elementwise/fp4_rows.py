@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvcli.kernels.fp8_types import FP8, LEAST_MAX, FP8Rows
+from nvcli.kernels.fp8_types import FP8, LEAST_MAX
 from nvcli.kernels.whole_numbers import next_power_of_2, warps_of_row
 
 _LEAST = tl.constexpr(LEAST_MAX)
@@ -36,7 +36,6 @@ def _fp4_rows_kernel(
     scales_ptr,  # [rows, num_blocks] float32
     codes_ptr,  # [rows, num_blocks × 2 HALF] e4m3, written
     powers_ptr,  # [rows] float32, written
-    exact_ptr,  # [rows] int32, written
     num_blocks,
     BLOCKS: tl.constexpr,  # at least num_blocks
     HALF: tl.constexpr,  # bytes of a block
@@ -54,16 +53,13 @@ def _fp4_rows_kernel(
     # The largest number is 1.m × 2^e: with 448 = 1.75 × 2^8 at least 2^(e - 8), or twice that if 1.m is above 1.75.
     largest = tl.maximum(tl.max(tl.max(tl.abs(values), axis=1), axis=0), _LEAST).to(tl.int32, bitcast=True)
     exponent = (largest >> 23) - 8 + ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
-    power = (exponent << 23).to(tl.float32, bitcast=True)
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
 
     codes = (values * inverse).to(tl.float8e4nv)
-    is_exact = tl.min((codes.to(tl.float32) * power == values).to(tl.int32), axis=1)
     column = tl.arange(0, 2 * HALF)
     places = row * num_blocks * (2 * HALF) + block[:, None] * (2 * HALF) + column[None, :]
     tl.store(codes_ptr + places, codes, mask=inside[:, None])
-    tl.store(powers_ptr + row, power)
-    tl.store(exact_ptr + row, tl.sum(tl.where(inside, is_exact, 0), axis=0))
+    tl.store(powers_ptr + row, (exponent << 23).to(tl.float32, bitcast=True))
 
 
 def takes(packed: Tensor, scales: Tensor) -> bool:
@@ -73,14 +69,13 @@ def takes(packed: Tensor, scales: Tensor) -> bool:
     return size * num_blocks == columns <= _MOST_COLUMNS and size > 1 and size == next_power_of_2(size)
 
 
-def fp4_to_fp8(packed: Tensor, scales: Tensor) -> FP8Rows:
+def fp4_to_fp8(packed: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """See `nvcli.kernels.fp4_rows.fp4_to_fp8`."""
     assert packed.is_contiguous()
     assert scales.is_contiguous()
     (rows, num_blocks), num_bytes = scales.shape, packed.shape[1]
     codes = torch.empty(rows, 2 * num_bytes, dtype=FP8, device=packed.device)
     powers = torch.empty(rows, dtype=torch.float32, device=packed.device)
-    exact = torch.empty(rows, dtype=torch.int32, device=packed.device)
     blocks, half = next_power_of_2(num_blocks), num_bytes // num_blocks
     with _LAUNCHING:
         _fp4_rows_kernel[(rows,)](
@@ -88,10 +83,9 @@ def fp4_to_fp8(packed: Tensor, scales: Tensor) -> FP8Rows:
             scales,
             codes,
             powers,
-            exact,
             num_blocks,
             BLOCKS=blocks,
             HALF=half,
             num_warps=warps_of_row(2 * half * blocks),
         )
-    return FP8Rows(codes, powers, exact)
+    return codes, powers
