@@ -71,7 +71,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "GLM-4.7-Flash with drafts": ("glm-4.7-flash", {"speculation": SpeculationConfig(method="lookup")}),
     "Gemma 2": ("gemma-2-9b", {}),
     "Gemma 3": ("gemma-3-27b", {}),
-    "Qwen3.5-35B-A3B with drafts": ("qwen3.5-35b-a3b", {"speculation": SpeculationConfig(method="lookup")}),
+    "Qwen3.5-35B-A3B with its head": ("qwen3.5-35b-a3b", {"speculation": SpeculationConfig(method="mtp")}),
     "Nemotron-3-Nano": ("nemotron-3-nano-30b-a3b", {}),
     "Granite-4.0-H-Small with drafts": ("granite-4.0-h-small", {"speculation": SpeculationConfig(method="lookup")}),
 }

@@ -110,7 +110,7 @@ def look_up(slots: Tensor, most: int, state: SlotState, answers: AnswerTable) ->
     """Draft up to `most` tokens for each slot; return their numbers and what they are from."""
     none = torch.zeros(len(slots) + 1, dtype=torch.int32)
     rows = StepRows(slots, *[none] * 4)
-    drafts = DraftRows(none, torch.full_like(slots, most), *[torch.zeros_like(slots) for _ in range(3)])
+    drafts = DraftRows(none, torch.full_like(slots, most), *[torch.zeros_like(slots) for _ in range(4)])
     find_drafts(rows, state, drafts, answers)
     return drafts.num_drafts, drafts.sources
 

@@ -69,6 +69,7 @@ def make_drafts(width: int, limits: list[int] | None = None) -> DraftRows:
         most=ints(most),
         num_drafts=ints([-1] * 8),
         sources=ints([-1] * 8),
+        matches=ints([-1] * 8),
         counts=ints([-1] * 8),
     )
 
@@ -120,6 +121,8 @@ def test_what_followed_the_last_tokens_is_drafted(width: int, for_all: bool) -> 
     assert torch.equal(there.token_ids.cpu(), state.token_ids)
     assert found.num_drafts.tolist() == drafts.num_drafts.tolist()
     assert found.sources.tolist() == drafts.sources.tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
+    assert found.matches.tolist() == drafts.matches.tolist()
+    assert max(drafts.matches) == 8
     assert int(table.time) == int(answers.time) == 2
     n = width - 1
     if not for_all:

@@ -38,8 +38,8 @@ def accepted_of(accept_rate: float | None) -> int:
 def find_drafts(
     rows: StepRows, state: SlotState, drafts: DraftRows, answers: AnswerTable | None, *, for_all: bool = False
 ) -> None:
-    """Write drafts after each row's last token into `state.token_ids`, up to `drafts.most`, and their numbers and
-    sources into `drafts.num_drafts` and `drafts.sources`. Runs before `prepare_inputs`. `for_all`: rows without a match
+    """Write drafts after each row's last token into `state.token_ids`, up to `drafts.most`, and their numbers,
+    sources and matches into `drafts`. Runs before `prepare_inputs`. `for_all`: rows without a match
     get drafts too, from their own tokens. `answers` None: no drafts come from other answers."""
     if rows.slots.is_cuda:
         from nvcli.kernels.triton.elementwise import drafts as kernels
@@ -50,12 +50,14 @@ def find_drafts(
         answers.time.add_(1)
     drafts.num_drafts[: len(rows.slots)] = 0
     drafts.sources[: len(rows.slots)] = OWN_TEXT
+    drafts.matches[: len(rows.slots)] = 0
     for row, (slot, most) in enumerate(zip(rows.slots.tolist(), drafts.most.tolist(), strict=True)):
         if most == 0:
             continue
         last = int(state.lengths[slot])
         tokens = state.token_ids[slot]
         length, found = _latest_match(tokens[: last + 1])
+        drafts.matches[row] = length
         if length or for_all:
             places = found + 1 + torch.arange(most) % max(1, last - found)
             tokens[last + 1 : last + 1 + most] = tokens[places]

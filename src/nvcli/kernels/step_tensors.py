@@ -49,6 +49,8 @@ class DraftRows(NamedTuple):
     """The number of each row's drafts, as `find_drafts` fills it in."""
     sources: Tensor
     """The source of each row's drafts, as an index of `DRAFT_SOURCES`, as `find_drafts` fills it in."""
+    matches: Tensor
+    """The number of a row's last tokens that came up before in its text, as `find_drafts` fills it in."""
     counts: Tensor
     """The number of tokens that each row gives, as `accept_drafts` fills it in."""
 
@@ -63,6 +65,54 @@ class AnswerTable(NamedTuple):
     """[S] int32, the position of the first token of each slot that is not entered yet."""
     time: Tensor
     """[1] int64, at least 1. Later entries replace earlier ones."""
+
+
+class KeptGuesses(NamedTuple):
+    """Tables of what is kept of each slot from one step to the next. The last row is the padding slot's."""
+
+    tokens: Tensor
+    """[S] int32, a guess at the token behind the last one."""
+    positions: Tensor
+    """[S] int32, its position; 0: there is none."""
+    states: Tensor
+    """[S, H], the head's state for the pass that follows."""
+
+
+class LastTokens(NamedTuple):
+    """The last token that counts of each row of a step. All tensors are [R]."""
+
+    places: Tensor
+    """int64, where it is among the step's tokens."""
+    slots: Tensor
+    """int64, the row's slot, or the padding slot for a row of which no token counts."""
+    following: Tensor
+    """int32, the position of the token behind the next one, which a head guesses."""
+
+
+class PassRows(NamedTuple):
+    """The decode rows of a step before their drafts are made. All tensors are [R]."""
+
+    slots: Tensor
+    """int64."""
+    last: Tensor
+    """int32, the position of each row's last token."""
+    end: Tensor
+    """int32, the last position for which the row has a place in the KV cache."""
+    most: Tensor
+    """int32, the number of drafts that the row gets; 0 where it has no guess."""
+
+
+class Pass(NamedTuple):
+    """A pass of one token a row: what it takes, and where it computes. All tensors but `places` are [R] int32."""
+
+    tokens: Tensor
+    positions: Tensor
+    seq_lens: Tensor
+    """The rows' lengths with the pass."""
+    places: Tensor
+    """[G, R] int64, in the KV cache. The step itself overwrites them all."""
+    sampled: Tensor
+    """The positions of the tokens that the pass guesses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

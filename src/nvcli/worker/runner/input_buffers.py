@@ -91,7 +91,7 @@ class InputBuffers:
             sample_slots=ints(max_logits, dtype=torch.int64),
             sample_positions=ints(max_logits),
         )
-        self._draft_counts = ints(3, max_rows + 1)
+        self._draft_counts = ints(4, max_rows + 1)
         words = _ROW_FIELDS * _aligned(max_rows + 2)
         self._rows = ints(words)
         # A GPU's copy reads the staged rows later, when the stream gets there.
@@ -160,14 +160,8 @@ class InputBuffers:
         )
         drafts = None
         if shape.tokens_per_row > 1:
-            num_drafts, draft_sources, draft_counts = self._draft_counts[:, : num_rows + 1]
-            drafts = DraftRows(
-                limits=limits[: num_rows + 1],
-                most=most_drafts[: num_rows + 1],
-                num_drafts=num_drafts,
-                sources=draft_sources,
-                counts=draft_counts,
-            )
+            filled_in = self._draft_counts[:, : num_rows + 1]
+            drafts = DraftRows(limits[: num_rows + 1], most_drafts[: num_rows + 1], *filled_in)
         return StepBatch(rows=rows, inputs=inputs, forward=forward, sampled_slots=np.zeros(0, np.int32), drafts=drafts)
 
     def stage(self, step: StepInput, batch: StepBatch, may_draft: np.ndarray | None = None) -> StepBatch:

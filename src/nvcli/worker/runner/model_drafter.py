@@ -16,7 +16,16 @@ from torch import Tensor
 
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.core.engine_config import EngineConfig
-from nvcli.kernels.guesses import KeptGuesses, Passes, following_tokens, keep_guesses, last_tokens
+from nvcli.kernels.guesses import (
+    begin_passes,
+    empty_guesses,
+    following_tokens,
+    keep_guesses,
+    last_tokens,
+    next_pass,
+    write_drafts,
+)
+from nvcli.kernels.step_tensors import Pass
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.draft_heads.head import DraftHead
 from nvcli.worker.runner.input_buffers import StepBatch
@@ -43,7 +52,7 @@ class ModelDrafter:
         self._head, self._slots, self._sampler = head, slots, sampler
         self._max_positions = max_positions
         lengths = slots.state.lengths
-        self._kept = KeptGuesses.empty(len(lengths), hidden_size, dtype, lengths.device)
+        self._kept = empty_guesses(len(lengths), hidden_size, dtype, lengths.device)
         self._row_starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
 
     @classmethod
@@ -67,54 +76,48 @@ class ModelDrafter:
         drafts, state = batch.drafts, self._slots.state
         assert drafts is not None
         num_rows, width = batch.forward.shape.decode_rows, batch.forward.shape.tokens_per_row
-        passes = Passes.begin(self._kept, batch.rows, state, drafts, num_rows, for_all=for_all)
-        states = passes.states(self._kept)
-        if self._reads_states:
-            tokens = passes.write(state, 1, self._kept.tokens[passes.slots])
-        else:
-            tokens = state.token_ids[passes.slots, passes.last.long()]
+        passes = begin_passes(self._kept, batch.rows, state, drafts, num_rows, for_all=for_all)
         ahead = int(self._reads_states)
+        states = self._kept.states[passes.slots]
+        guesses = self._kept.tokens[passes.slots] if ahead else None
         for number in range(1, width - ahead):
-            positions, places = passes.places(state, number)
-            one = self._batch_of_pass(batch.forward, passes.slots, tokens, positions, places)
+            here = next_pass(passes, state, number, guesses, ahead=ahead, max_positions=self._max_positions)
+            one = self._batch_of_pass(batch.forward, passes.slots, here)
             one.backend.plan_on_device(one)
-            hidden, states = self._head(tokens, states, one, None)
-            guesses = self._choose(hidden, passes.slots, passes.last + number + ahead)
-            tokens = passes.write(state, number + ahead, guesses)
+            hidden, states = self._head(here.tokens, states, one, None)
+            guesses = self._choose(hidden, passes.slots, here.sampled)
+        assert guesses is not None
+        write_drafts(passes, state, width - 1, guesses)
 
     def extend(self, batch: StepBatch, states: Tensor) -> None:
         """Compute the tokens of a step with the head, once the step's own tokens are chosen, and keep a guess for each
         row. states: [T, K], the target's (`CausalLM.forward_with_states`)."""
-        forward, rows, state = batch.forward, batch.rows, self._slots.state
-        last, slots = last_tokens(rows, state, batch.inputs, forward.shape.num_rows)
-        last.clamp_(max=forward.num_tokens - 1)
+        forward, state = batch.forward, self._slots.state
+        num_rows = forward.shape.num_rows
+        last = last_tokens(batch.rows, state, batch.inputs.seq_lens, num_rows, forward.num_tokens)
         if not self._reads_states:  # all that is wanted are its keys
-            self._head(forward.input_ids, states, forward, last[:0])
-            self._kept.positions[slots] = state.lengths[slots] + 1
+            self._head(forward.input_ids, states, forward, last.places[:0])
+            keep_guesses(self._kept, last, None, None)
             return
-        tokens = following_tokens(rows, state, forward.positions)
-        hidden, states = self._head(tokens, self._head.read(states), forward, last)
-        guesses = self._choose(hidden, slots, state.lengths[slots] + 1)
-        keep_guesses(self._kept, state, slots, guesses, states)
+        tokens = following_tokens(batch.rows, state, forward.positions)
+        hidden, states = self._head(tokens, self._head.read(states), forward, last.places)
+        keep_guesses(self._kept, last, self._choose(hidden, last.slots, last.following), states)
 
     def _choose(self, hidden: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """Choose the tokens of `positions` [R], as the target would: [R] int32."""
-        chosen: Tensor = self._sampler.sample(self._head.compute_logits(hidden), slots, positions)
-        return chosen.clamp_(min=0)  # a token in place of `NOT_FINITE`
+        return self._sampler.sample(self._head.compute_logits(hidden), slots, positions)
 
-    def _batch_of_pass(
-        self, forward: ForwardBatch, slots: Tensor, tokens: Tensor, positions: Tensor, places: Tensor
-    ) -> ForwardBatch:
+    def _batch_of_pass(self, forward: ForwardBatch, slots: Tensor, here: Pass) -> ForwardBatch:
         """Make the batch of a pass of one token for each decode row of a step."""
         num_rows = len(slots)
         return ForwardBatch(
             shape=BatchShape(decode_rows=num_rows),
-            input_ids=tokens,
-            positions=positions.clamp(max=self._max_positions - 1),
-            slot_mapping=places,
+            input_ids=here.tokens,
+            positions=here.positions,
+            slot_mapping=here.places,
             slots=slots,
             block_tables=forward.block_tables,
-            seq_lens=positions + 1,
+            seq_lens=here.seq_lens,
             query_start_loc=self._row_starts[: num_rows + 1],
             logits_rows=None,
             num_tokens_host=np.ones(num_rows, dtype=np.int32),

@@ -28,6 +28,7 @@ def _find_drafts_kernel(
     token_ids_ptr,  # [S, ...] int32, rows `stride` apart, written
     num_drafts_ptr,  # [R] int32, written
     sources_ptr,  # [R] int32, written
+    matches_ptr,  # [R] int32, written
     entries_ptr,  # [NUM_ENTRIES] int64; NUM_ENTRIES 0: there is no table
     time_ptr,  # [1] int64, advanced
     stride,
@@ -47,6 +48,7 @@ def _find_drafts_kernel(
     if most == 0:
         tl.store(num_drafts_ptr + row, 0)
         tl.store(sources_ptr + row, 0)
+        tl.store(matches_ptr + row, 0)
     else:
         slot = tl.load(slots_ptr + row).to(tl.int64)
         last = tl.load(lengths_ptr + slot)
@@ -78,6 +80,7 @@ def _find_drafts_kernel(
         tl.store(tokens_ptr + last + 1 + index, draft, mask=inside)
         tl.store(num_drafts_ptr + row, num_drafts)
         tl.store(sources_ptr + row, tl.where(num_others > 0, 1, 0))
+        tl.store(matches_ptr + row, tl.where(is_found, (best >> 32).to(tl.int32), 0))
 
 
 def find_drafts(
@@ -99,6 +102,7 @@ def find_drafts(
         state.token_ids,
         drafts.num_drafts,
         drafts.sources,
+        drafts.matches,
         state.token_ids if answers is None else answers.entries,
         state.lengths if answers is None else answers.time,
         state.token_ids.stride(0),

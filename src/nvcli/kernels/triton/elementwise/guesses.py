@@ -1,0 +1,304 @@
+"""Guesses of a head and the rows of its passes, in Triton: see `nvcli.kernels.guesses`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nvcli.kernels.step_tensors import LastTokens, Pass, PassRows
+
+if TYPE_CHECKING:
+    from nvcli.kernels.step_tensors import DraftRows, KeptGuesses, SlotState, StepRows
+
+_TOKENS, _FEW_TOKENS = 1024, 64
+"""Tokens of a row that a program takes, in steps with many tokens and with few."""
+_ROWS = 128
+"""Rows that a program takes."""
+_HIDDEN = 1024
+"""Numbers of a state that a program copies at a time."""
+
+
+@triton.jit(do_not_specialize=["stride", "num_columns"])
+def _following_tokens_kernel(
+    rows,  # `StepRows`
+    positions_ptr,  # [T] int32
+    token_ids_ptr,  # [S, ...] int32, rows `stride` apart
+    out_ptr,  # [T] int32, written
+    stride,
+    num_columns,
+    TOKENS: tl.constexpr,
+):
+    """Program (row, TOKENS of its tokens)."""
+    row = tl.program_id(0)
+    first, end = tl.load(rows.query_start_loc + row), tl.load(rows.query_start_loc + row + 1)
+    token = first + tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    inside = token < end
+    slot = tl.load(rows.slots + row).to(tl.int64)
+    column = tl.minimum(tl.load(positions_ptr + token, mask=inside, other=0) + 1, num_columns - 1)
+    tl.store(out_ptr + token, tl.load(token_ids_ptr + slot * stride + column, mask=inside, other=0), mask=inside)
+
+
+def following_tokens(rows: StepRows, state: SlotState, positions: Tensor) -> Tensor:
+    """See `nvcli.kernels.guesses.following_tokens`."""
+    out = torch.empty_like(positions)
+    tokens = _FEW_TOKENS if len(positions) <= _TOKENS else _TOKENS
+    _following_tokens_kernel[(len(rows.slots), triton.cdiv(len(positions), tokens))](
+        rows,
+        positions,
+        state.token_ids,
+        out,
+        state.token_ids.stride(0),
+        state.token_ids.shape[1],
+        TOKENS=tokens,
+        num_warps=1 if tokens < _TOKENS else 4,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "padding_slot"])
+def _last_tokens_kernel(
+    rows,  # `StepRows`
+    lengths_ptr,  # [S] int32
+    seq_lens_ptr,  # [R] int32
+    places_ptr,  # [R] int64, written
+    slots_ptr,  # [R] int64, written
+    following_ptr,  # [R] int32, written
+    num_rows,
+    num_tokens,
+    padding_slot,
+    ROWS: tl.constexpr,
+):
+    """Program (ROWS rows)."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < num_rows
+    slot = tl.load(rows.slots + row, mask=inside, other=padding_slot).to(tl.int64)
+    computed = tl.load(rows.num_tokens + row, mask=inside, other=0)
+    start = tl.load(rows.query_start_loc + row, mask=inside, other=0)
+    counted = tl.load(lengths_ptr + slot) - tl.load(seq_lens_ptr + row, mask=inside, other=0) + computed
+    slot = tl.where((counted < 1) | (computed < 1), padding_slot, slot)
+    place = tl.minimum(start + tl.maximum(counted, 1) - 1, num_tokens - 1)
+    tl.store(places_ptr + row, place.to(tl.int64), mask=inside)
+    tl.store(slots_ptr + row, slot, mask=inside)
+    tl.store(following_ptr + row, tl.load(lengths_ptr + slot) + 1, mask=inside)
+
+
+def last_tokens(rows: StepRows, state: SlotState, seq_lens: Tensor, num_rows: int, num_tokens: int) -> LastTokens:
+    """See `nvcli.kernels.guesses.last_tokens`."""
+    places, slots = (torch.empty(num_rows, dtype=torch.int64, device=seq_lens.device) for _ in range(2))
+    following = torch.empty(num_rows, dtype=torch.int32, device=seq_lens.device)
+    _last_tokens_kernel[(triton.cdiv(num_rows, _ROWS),)](
+        rows,
+        state.lengths,
+        seq_lens,
+        places,
+        slots,
+        following,
+        num_rows,
+        num_tokens,
+        state.padding_slot,
+        ROWS=_ROWS,
+        num_warps=_ROWS // 32,
+    )
+    return LastTokens(places, slots, following)
+
+
+@triton.jit(do_not_specialize=["hidden_size", "state_stride"])
+def _keep_guesses_kernel(
+    kept,  # `KeptGuesses`, written
+    slots_ptr,  # [R] int64
+    following_ptr,  # [R] int32
+    guesses_ptr,  # [R] int32
+    states_ptr,  # [R, hidden_size], rows `state_stride` apart
+    hidden_size,
+    state_stride,
+    HAS_STATES: tl.constexpr,
+    HIDDEN: tl.constexpr,
+):
+    """Program (row). Rows of the padding slot write its row all at once."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    tl.store(kept.positions + slot, tl.load(following_ptr + row))
+    if HAS_STATES:
+        tl.store(kept.tokens + slot, tl.maximum(tl.load(guesses_ptr + row), 0))
+        for first in range(0, hidden_size, HIDDEN):
+            index = first + tl.arange(0, HIDDEN)
+            inside = index < hidden_size
+            value = tl.load(states_ptr + row * state_stride + index, mask=inside)
+            tl.store(kept.states + slot * hidden_size + index, value, mask=inside)
+
+
+def keep_guesses(kept: KeptGuesses, last: LastTokens, guesses: Tensor | None, states: Tensor | None) -> None:
+    """See `nvcli.kernels.guesses.keep_guesses`."""
+    has_states = guesses is not None and states is not None
+    _keep_guesses_kernel[(len(last.slots),)](
+        kept,
+        last.slots,
+        last.following,
+        guesses if has_states else last.following,
+        states if has_states else kept.states,
+        kept.states.shape[1],
+        states.stride(0) if states is not None else 0,
+        HAS_STATES=has_states,
+        HIDDEN=_HIDDEN,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _begin_passes_kernel(
+    rows,  # `StepRows`
+    drafts,  # `DraftRows`; num_drafts and sources are written
+    lengths_ptr,  # [S] int32
+    kept_positions_ptr,  # [S] int32
+    slots_ptr,  # [R] int64, written
+    last_ptr,  # [R] int32, written
+    end_ptr,  # [R] int32, written
+    most_ptr,  # [R] int32, written
+    num_rows,
+    FOR_ALL: tl.constexpr,
+    LONG: tl.constexpr,
+    SOURCE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Program (ROWS rows)."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < num_rows
+    slot = tl.load(rows.slots + row, mask=inside, other=0).to(tl.int64)
+    last = tl.load(lengths_ptr + slot)
+    most = tl.load(drafts.most + row, mask=inside, other=0)
+    if not FOR_ALL:
+        is_long = tl.load(drafts.matches + row, mask=inside, other=0) >= LONG
+        most = tl.where((tl.load(kept_positions_ptr + slot) == last + 1) & ~is_long, most, 0)
+    tl.store(slots_ptr + row, slot, mask=inside)
+    tl.store(last_ptr + row, last, mask=inside)
+    computed = tl.load(rows.num_tokens + row, mask=inside, other=0)
+    tl.store(end_ptr + row, tl.maximum(last + computed - 1, 0), mask=inside)
+    tl.store(most_ptr + row, most, mask=inside)
+    tl.store(drafts.num_drafts + row, most, mask=inside & (most > 0))
+    tl.store(drafts.sources + row, tl.full((ROWS,), SOURCE, tl.int32), mask=inside & (most > 0))
+
+
+def begin_passes(
+    kept: KeptGuesses,
+    rows: StepRows,
+    state: SlotState,
+    drafts: DraftRows,
+    num_rows: int,
+    *,
+    for_all: bool,
+    longest: int,
+    source: int,
+) -> PassRows:
+    """See `nvcli.kernels.guesses.begin_passes`. `longest`: the length of a long match; `source`: of the drafts."""
+    slots = torch.empty(num_rows, dtype=torch.int64, device=drafts.most.device)
+    last, end, most = (torch.empty(num_rows, dtype=torch.int32, device=slots.device) for _ in range(3))
+    _begin_passes_kernel[(triton.cdiv(num_rows, _ROWS),)](
+        rows,
+        drafts,
+        state.lengths,
+        kept.positions,
+        slots,
+        last,
+        end,
+        most,
+        num_rows,
+        FOR_ALL=for_all,
+        LONG=longest,
+        SOURCE=source,
+        ROWS=_ROWS,
+        num_warps=_ROWS // 32,
+    )
+    return PassRows(slots, last, end, most)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "number", "ahead", "max_positions", "num_rows", "num_columns", "token_ids_stride", "block_table_stride",
+        "group_stride",
+    ]
+)  # fmt: skip
+def _next_pass_kernel(
+    slots_ptr,  # [R] int64
+    last_ptr,  # [R] int32
+    end_ptr,  # [R] int32
+    most_ptr,  # [R] int32
+    guesses_ptr,  # [R] int32
+    token_ids_ptr,  # [S, ...] int32, rows token_ids_stride apart, written
+    block_tables_ptr,  # [G, S, ...] int32, rows block_table_stride apart, groups group_stride
+    out,  # `Pass`, written
+    number,
+    ahead,
+    max_positions,
+    num_rows,
+    num_columns,
+    token_ids_stride,
+    block_table_stride,
+    group_stride,
+    HAS_GUESSES: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Program (ROWS rows)."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < num_rows
+    slot = tl.load(slots_ptr + row, mask=inside, other=0)
+    last = tl.load(last_ptr + row, mask=inside, other=0)
+    draft = number - 1 + ahead
+    place = token_ids_ptr + slot * token_ids_stride + tl.minimum(last + draft, num_columns - 1)
+    token = tl.load(place, mask=inside, other=0)
+    if HAS_GUESSES:
+        is_draft = tl.load(most_ptr + row, mask=inside, other=0) >= draft
+        guess = tl.maximum(tl.load(guesses_ptr + row, mask=inside, other=0), 0)
+        token = tl.where(is_draft, guess, token)
+        tl.store(place, token, mask=inside & is_draft)
+    position = tl.minimum(last + number - 1, tl.load(end_ptr + row, mask=inside, other=0))
+    tl.store(out.tokens + row, token, mask=inside)
+    tl.store(out.positions + row, tl.minimum(position, max_positions - 1), mask=inside)
+    tl.store(out.seq_lens + row, position + 1, mask=inside)
+    tl.store(out.sampled + row, last + number + ahead, mask=inside)
+    column = block_tables_ptr + slot * block_table_stride + position // BLOCK_SIZE
+    for group in tl.static_range(NUM_GROUPS):
+        block = tl.load(column + group * group_stride, mask=inside, other=0).to(tl.int64)
+        tl.store(out.places + group * num_rows + row, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=inside)
+
+
+def next_pass(
+    passes: PassRows, state: SlotState, number: int, guesses: Tensor | None, *, ahead: int, max_positions: int
+) -> Pass:
+    """See `nvcli.kernels.guesses.next_pass`."""
+    num_rows, num_groups, device = len(passes.slots), len(state.block_tables), passes.slots.device
+    tokens, positions, seq_lens, sampled = (
+        torch.empty(num_rows, dtype=torch.int32, device=device)
+        for _ in range(4)  # each aligned like the others
+    )
+    places = torch.empty(num_groups, num_rows, dtype=torch.int64, device=device)
+    out = Pass(tokens, positions, seq_lens, places, sampled)
+    _next_pass_kernel[(triton.cdiv(num_rows, _ROWS),)](
+        passes.slots,
+        passes.last,
+        passes.end,
+        passes.most,
+        passes.most if guesses is None else guesses,
+        state.token_ids,
+        state.block_tables,
+        out,
+        number,
+        ahead,
+        max_positions,
+        num_rows,
+        state.token_ids.shape[1],
+        state.token_ids.stride(0),
+        state.block_tables.stride(1),
+        state.block_tables.stride(0),
+        HAS_GUESSES=guesses is not None,
+        NUM_GROUPS=num_groups,
+        BLOCK_SIZE=state.block_size,
+        ROWS=_ROWS,
+        num_warps=_ROWS // 32,
+    )
+    return out
