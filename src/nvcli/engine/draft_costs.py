@@ -73,18 +73,17 @@ class DraftCosts:
         return any(rows >= size for rows, _ in self._extras)
 
     def ratio(self, size: int, form: Form) -> float:
-        """Return the time of a step with drafts relative to one without. A shape that was not measured is assumed to
-        take as many extra seconds per row as at the nearest size that was. The size must have a measured time without
-        drafts."""
+        """Return the time of a step with drafts relative to one without. At a size that was not measured, drafts are
+        assumed to take the same share of a step as with the nearest number of rows that was, or with fewer rows as many
+        seconds per row. The size must have a measured time without drafts."""
         if not self._extras:
             return 1 + _GUESSED_COST * (form.mean - 1)
-        mean = self._extras.get((size, form))
+        mean, plain = self._extras.get((size, form)), self._plain[size][0]
         if mean is not None:
-            extra = mean[0]
-        else:
-            rows = min((rows for rows, _ in self._extras), key=lambda rows: abs(math.log(rows / size)))
-            extra = self._extra(rows, form.mean) / rows * size
-        return 1 + max(0.0, extra) / self._plain[size][0]
+            return 1 + max(0.0, mean[0]) / plain
+        rows = min((rows for rows, _ in self._extras), key=lambda rows: abs(math.log(rows / size)))
+        extra = self._extra(rows, form.mean)
+        return 1 + (extra / self._plain[rows][0] if rows < size else extra / rows * size / plain)
 
     def _extra(self, rows: int, width: float) -> float:
         """Return the extra seconds of a step with drafts, at a size that was measured: on the line through the two

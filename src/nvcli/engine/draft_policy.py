@@ -22,8 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from nvcli.core.config_types import DraftPolicyName
+from nvcli.core.first_drafts import first_draft_widths, is_captured_first
 from nvcli.core.messages import DRAFT_SOURCES, StepInput, StepOutput, unpack
 from nvcli.engine.draft_costs import DraftCosts, Form, size_of
 from nvcli.engine.draft_evidence import DraftEvidence
@@ -31,23 +33,28 @@ from nvcli.engine.row_widths import RowRates
 from nvcli.engine.state import RequestState
 
 _PLAIN = Form(1)
+_HEAD = DRAFT_SOURCES.index("head")
 
 _ROWS_SEEN, _STEPS_SEEN = 64, 10
 """Length of the moving averages of the acceptance rates: in rows, and at least this many steps."""
-_FEW_ROWS = 16
-"""Number of rows whose first drafts replace the estimate from the evidence."""
+_PRIOR_ROWS, _PRIOR_ROWS_OF_HEAD = 16, 3
+"""Number of rows with drafts that the estimate before the first drafts counts as: from the evidence, and for a head."""
 _UNSEEN = 4
 """Number of looks with only wrong drafts that are assumed before the first real one."""
 _LOOKS = 32
 """Number of looks at the start, one per step; afterwards there is one every fourth step, or every 16th with drafts."""
-_LEAST_GAIN, _LEAST_TO_STAY, _LEAST_TO_TRY = 1.03, 1.01, 1.1
+_LEAST_GAIN, _LEAST_TO_STAY, _LEAST_TO_TRY, _LEAST_TO_TRY_OF_HEAD = 1.03, 1.01, 1.1, 1.02
 """Minimum gain for a step with drafts if the previous step had none, and if it had some; and the additional factor by
-which a shape that was never measured must be better."""
+which a shape that was never measured must be better: with drafts that are looked up, and with a head, whose passes are
+equally long."""
 _TRY_SECONDS = 0.03
 """The assumed cost of the first step of a shape, until some have run (15 to 35 ms for Qwen3-0.6B and 8B on an H200, 70
 to 125 ms for Qwen3.5-35B-A3B)."""
 _HORIZON = 1.0
-"""A run is expected to continue for as long as it has run so far, and for at least this many seconds."""
+"""Steps of a size are expected to take as long again as they have so far, and at least this many seconds; with a head,
+whose first drafts have graphs from the start, only as long."""
+_UNTESTED_SECONDS = 10.0
+"""Seconds of steps in which a head takes in prompts although it has not drafted yet."""
 _MOST_IDLE = 1.0
 """Maximum seconds of idle time before a step that are counted as a cost of its drafts."""
 _MOST_DEBT, _MOST_DEBT_OF_KNOWN = 0.2, 0.5
@@ -60,15 +67,15 @@ _STEPS_IN_FLIGHT = 4
 """Upper bound on the steps whose outputs are still awaited when a step is scheduled."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 4096
 """Steps without drafts before the next try when the estimates speak against drafts: at first, and at most."""
-_RATE_OF_HEADS = 0.5
+_RATE_OF_HEADS = 0.7
 """The assumed acceptance rate of the drafts of a head, until some have run."""
-_USELESS = 0.3
-"""If fewer of a head's first drafts are right, and steps have none, it is spared the prompts."""
+_ROWS_TO_TRUST = 16
+"""Number of rows with drafts of a head before graphs are captured for more."""
 _NEWS = 0.1
 """The acceptance rate must exceed its estimate by this much for the pause to be short again."""
 _PLAIN_EVERY, _PLAIN_OFTEN = 128, 32
-"""Steps with drafts before one without, whose time is measured; the second applies unless the gain exceeds
-`_LARGE_GAIN`."""
+"""Steps with drafts before one without, whose time is measured; the second applies to drafts that are looked up, unless
+the gain exceeds `_LARGE_GAIN`."""
 _LARGE_GAIN = 1.2
 _UNEVEN_EVERY = 8
 """Steps between two estimates of what uneven drafts would gain, while there are none."""
@@ -113,7 +120,7 @@ class DraftPolicy:
         self._is_extended = False
         """Whether the head takes in the latest step."""
         self._awaited: Form | None = None
-        """The form that the next step is to have, once the head has taken in this one; None: it is yet to be chosen."""
+        """The form of the next step, if this one has no drafts of the head yet; None: it is still to be chosen."""
         self._evidence = DraftEvidence(most, drafting.accept_rate if drafting else None)
         self._costs = DraftCosts()
         self._num_steps = 0
@@ -126,7 +133,10 @@ class DraftPolicy:
         """Seconds that drafts have cost, less what they have gained and what was written off. Below 0: the seconds that
         tries may cost."""
         self._num_tests = [0] * most
-        """Number of steps whose rows had a first, second, … draft."""
+        """Number of rows that had a first, second, … draft."""
+        self._prior_rows = _PRIOR_ROWS_OF_HEAD if self._has_head else _PRIOR_ROWS
+        self._seconds_of: dict[int, float] = {}
+        """Seconds of the steps of each size."""
         self._rates = RowRates(drafting.most_of_uneven - 1 if drafting else 0)
         self._forms: list[Form] = []
         """The forms of steps with drafts, those with the fewest tokens first."""
@@ -156,10 +166,10 @@ class DraftPolicy:
             return [1] * num_rows
         levels = self._rates.levels(rows) if has_levels else []
         form, self._awaited = self._awaited, None
-        if form is None or form not in forms or not (form.is_even or levels):
+        if form is None or form not in forms:
             form = forms[-1] if is_always else self._choose(size_of(num_rows), forms, levels)
         if self._has_head and form != _PLAIN and not self._is_extended:
-            form, self._awaited = _PLAIN, form
+            self._awaited = form
         self._form = form
         self._steps_with_drafts = 0 if self._form == _PLAIN else self._steps_with_drafts + 1
         self._steps_without_drafts = self._steps_without_drafts + 1 if self._form == _PLAIN else 0
@@ -168,15 +178,13 @@ class DraftPolicy:
         return self._rates.widths(levels, self._rates.plan(levels, self._form.num_tokens(num_rows) - num_rows))
 
     def extends(self, *, has_drafts: bool, has_prompts: bool) -> bool:
-        """Return whether the head takes in the next step, so that rows can have its drafts afterwards. Call it once for
-        each step, after `widths`. Steps without drafts are taken in before one with drafts, and those with prompts
-        unless the head's drafts were mostly wrong."""
-        drafting = self._drafting
-        if drafting is None or not drafting.has_head:
+        """Return whether the head takes in the next step, so that rows can have its drafts afterwards: steps with
+        drafts, and steps with prompts while drafts pay or have not been tried. Call it once for each step, after
+        `widths`."""
+        if not self._has_head:
             return False
-        is_useless = self._num_tests[0] > 0 and self._survival[0] < _USELESS and self._form == _PLAIN
-        is_due = has_drafts or self._awaited is not None or drafting.policy == "always"
-        self._is_extended = is_due or (has_prompts and not is_useless)
+        is_untested = not self._num_tests[0] and self._elapsed < _UNTESTED_SECONDS
+        self._is_extended = has_drafts or (has_prompts and (is_untested or self.has_drafts))
         return self._is_extended
 
     @property
@@ -201,14 +209,14 @@ class DraftPolicy:
             self._count(output, counts, widths, self._rates.learn(decoding, widths, counts) if decoding else [])
         if num_rows and num_rows == step.num_rows and output.seconds > 0:
             size = size_of(num_rows)
+            self._seconds_of[size] = self._seconds_of.get(size, 0.0) + seconds
             plain = self._costs.plain(size)
             if form != _PLAIN and plain is not None:
                 spent = output.seconds + min(output.idle_seconds, _MOST_IDLE)
                 debt += spent - plain * sum(counts) / num_rows
-                if not self._costs.has_graph(size, form):
+                if not self._has_graph(size, form):
                     self._try_seconds = max(self._try_seconds, min(output.idle_seconds, _MOST_IDLE))
-            if form != _PLAIN or not step.extends_drafts:
-                self._costs.learn(size, form, output.seconds, output.idle_seconds)
+            self._costs.learn(size, form, output.seconds, output.idle_seconds)
         self._debt = max(-_MOST_SAVED, debt)
         every = 1 if self._num_looks < _LOOKS else 4 if form == _PLAIN else 16
         if decoding and self._num_steps % every == 0 and not self._has_head:
@@ -231,11 +239,18 @@ class DraftPolicy:
         for source, num_drafted, count in zip(sources, drafted, counts, strict=True):
             self.num_drafted[source] += num_drafted
             self.num_accepted[source] += max(0, count - 1)
+        if self._has_head:  # rows without its drafts say nothing about it
+            has_drafts = [num_drafted > 0 for num_drafted in drafted]
+            counts, widths = list(compress(counts, has_drafts)), list(compress(widths, has_drafts))
+            num_rows = len(counts)
+            if _HEAD not in compress(sources, has_drafts):
+                return
         if sum(count > 1 for count in counts) / num_rows > self._survival[0] + _NEWS:
             self._pause = _FIRST_PAUSE
+            self._steps_to_try = min(self._steps_to_try, self._pause)
         for place in range(max(widths) - 1):
-            self._num_tests[place] += 1
-            first = min(1.0, num_rows / _FEW_ROWS) / self._num_tests[place]
+            self._num_tests[place] += num_rows
+            first = num_rows / (self._num_tests[place] + self._prior_rows)
             weight = max(first, min(1 / _STEPS_SEEN, num_rows / _ROWS_SEEN))
             num_right: float = sum(count > place + 1 for count in counts)
             num_right += sum(
@@ -263,25 +278,31 @@ class DraftPolicy:
         if costs.plain(size) is None:
             return _PLAIN  # nothing to compare with
         shares = self._shares()
-        first_try = not costs.knows_from(size)
-        best, best_gain, likeliest = _PLAIN, _LEAST_GAIN if self._form == _PLAIN else _LEAST_TO_STAY, (0.0, forms[0])
-        for form in forms[:1] if first_try else forms:
-            gain = self._tokens_of(form, shares, levels) / costs.ratio(size, form)
-            likeliest = max(likeliest, (gain, form))
+        seconds = max(self._seconds_of.get(size, 0.0), 0.0 if self._has_head else _HORIZON)
+        with_graphs = [form for form in forms if self._has_graph(size, form)]
+        is_guess = self._has_head and self._num_tests[0] < _ROWS_TO_TRUST
+        if not costs.knows_from(size) or (is_guess and with_graphs):
+            forms = with_graphs or forms[: 1 + self._has_head]
+        gains = {form: self._tokens_of(form, shares, levels) / costs.ratio(size, form) for form in forms}
+        most_known = max([1.0, *(gain for form, gain in gains.items() if costs.is_known(size, form))])
+        best, best_gain = _PLAIN, _LEAST_GAIN if self._form == _PLAIN else _LEAST_TO_STAY
+        for form, gain in gains.items():
             if not costs.is_known(size, form):
-                saved = (gain - 1) * max(self._elapsed, _HORIZON)
+                saved = (gain / most_known - 1) * seconds
                 if self._steps_to_wait > 0 or saved < self._price(size, form) + max(0.0, self._debt):
                     continue
-                gain /= _LEAST_TO_TRY
+                gain /= _LEAST_TO_TRY_OF_HEAD if self._has_head else _LEAST_TO_TRY
             if gain > best_gain:
                 best, best_gain = form, gain
         if best != _PLAIN and self._debt <= (_MOST_DEBT_OF_KNOWN if costs.is_known(size, best) else _MOST_DEBT):
-            if self._steps_with_drafts >= (_PLAIN_EVERY if best_gain > _LARGE_GAIN else _PLAIN_OFTEN):
+            is_rare = self._has_head or best_gain > _LARGE_GAIN
+            if self._steps_with_drafts >= (_PLAIN_EVERY if is_rare else _PLAIN_OFTEN):
                 return _PLAIN
             if not costs.is_known(size, best):
                 self._steps_to_wait = _STEPS_IN_FLIGHT
             return best
-        return self._try(size, likeliest[1])
+        likely = (with_graphs if self._has_head else forms) or forms
+        return self._try(size, max((gains[form], form) for form in likely)[1])
 
     def _tokens_of(self, form: Form, shares: Sequence[float], levels: Sequence[int]) -> float:
         """Return the tokens that a row can be expected to get in a step of this form."""
@@ -292,12 +313,13 @@ class DraftPolicy:
 
     def _shares(self) -> list[float]:
         """Return the share of rows whose first, second, … draft is right. A later draft is right at most as often as an
-        earlier one. One that was never tested is assumed to be right, given those before it, at least as often as the
-        first."""
+        earlier one. One that was never tested is assumed to be right, given those before it, as often as the first, or
+        oftener if the answers show it."""
         shares: list[float] = []
         for place, share in enumerate(self._survival):
             if place and not self._num_tests[place]:
-                share = max(share, shares[-1] * shares[0])
+                given_those_before = shares[-1] * shares[0]
+                share = given_those_before if self._has_head else max(share, given_those_before)
             shares.append(min(share, shares[-1]) if place else share)
         return shares
 
@@ -316,5 +338,13 @@ class DraftPolicy:
         """Return the seconds that a step with drafts wastes if all of them are wrong."""
         plain = self._costs.plain(size)
         assert plain is not None
-        capture = 0.0 if self._costs.has_graph(size, form) else self._try_seconds
+        capture = 0.0 if self._has_graph(size, form) else self._try_seconds
         return (self._costs.ratio(size, form) - 1) * plain + capture
+
+    def _has_graph(self, size: int, form: Form) -> bool:
+        """Whether the graph of a shape is likely to have been captured."""
+        drafting = self._drafting
+        assert drafting is not None
+        if drafting.has_head and is_captured_first(size) and form.mean in first_draft_widths(drafting.widths, size):
+            return True
+        return self._costs.has_graph(size, form)

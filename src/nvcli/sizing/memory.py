@@ -36,9 +36,10 @@ _COLLECTIVES_BYTES = 500_000_000
 _WORKSPACE_BYTES = 70_000_000
 """Workspaces of the matrix libraries."""
 _BYTES_PER_GRAPH = 1_500_000
-_DRAFTS_SHARE = 0.02
-"""Share of a GPU's memory after weights that the logits and graphs of steps with drafts take: the KV cache then holds
-nearly as many requests as without, whether or not drafts turn out to be right."""
+_DRAFTS_SHARE, _DRAFTS_SHARE_OF_HEAD = 0.02, 0.04
+"""Share of a GPU's memory after weights that the logits and graphs of steps with drafts take at most: the KV cache then
+holds nearly as many requests as without, whether or not drafts turn out to be right. A head is asked for, and may draft
+for more rows."""
 _MAX_SHARED_SUM_BYTES = 80 << 20
 """The largest part of a sum through shared memory on one rank. There are four such buffers, which come out of the KV
 cache."""
@@ -93,7 +94,8 @@ def with_affordable_drafts(config: EngineConfig, model: ModelConfig, left: int) 
     if not config.max_draft_tokens:
         return config
     tokens, least = config.max_draft_step_tokens, 1 + config.max_draft_tokens
-    while tokens > least and _draft_bytes(config, model) > left * _DRAFTS_SHARE:
+    share = _DRAFTS_SHARE if model.draft_head is None else _DRAFTS_SHARE_OF_HEAD
+    while tokens > least and _draft_bytes(config, model) > left * share:
         tokens = max(least, tokens * 3 // 4)
         config = msgspec.structs.replace(config, draft_step_tokens=tokens)
     return config
@@ -161,13 +163,12 @@ def _graphs(config: EngineConfig, model: ModelConfig, *, samples: bool) -> int:
     sampling = _sampling(config, model) if samples else 0
     shared = activations if activations > sampling else activations + sampling
     most_tokens = launch_bound_tokens(model, config.tensor_parallel_size)
+    of_head = [size for size in sizes if size[1]] if model.draft_head is not None else []  # and those without it
     num_graphs = sum(
         (1 + may_share(size[0], config.max_shared_rows))
         * (1 + may_share_prefixes(size, config.max_shared_rows, most_tokens))
-        for size in sizes
+        for size in (*sizes, *of_head)
     )
-    if model.draft_head is not None:  # steps that it takes in and others
-        num_graphs *= 2
     num_graphs += _num_draft_graphs(config)
     if config.placed_adapters:  # steps with adapters and steps without them
         num_graphs *= 2

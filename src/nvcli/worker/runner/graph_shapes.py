@@ -11,6 +11,7 @@ import torch
 from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.core.engine_config import EngineConfig
+from nvcli.core.first_drafts import first_draft_widths, is_captured_first
 from nvcli.models.config import ModelConfig
 from nvcli.sizing.graph_sizes import (
     draft_graph_sizes,
@@ -68,12 +69,11 @@ class GraphShapes:
             )
         ]
         has_head = bool(draft_widths) and config.draft_head is not None
-        if has_head:  # it takes in steps with prompts while it is of use, and others before and with drafts
+        if has_head:  # it takes in steps with prompts while it is of use, and those with drafts
             with_prompts = [shape for shape in at_start if shape.prefill_rows]
-            extended = [replace(shape, extends_drafts=True) for shape in late]
-            extended += [replace(shape, extends_drafts=True) for shape in at_start if not shape.prefill_rows]
+            late += [replace(shape, extends_drafts=True) for shape in late if shape.prefill_rows]
             at_start = [replace(shape, extends_drafts=shape.prefill_rows > 0) for shape in at_start]
-            late += with_prompts + extended
+            late += with_prompts
         drafts = [
             BatchShape(
                 decode_rows=rows,
@@ -84,7 +84,9 @@ class GraphShapes:
             for rows, tokens, most in draft_graph_sizes(config, draft_widths)
         ]
         drafts = [shape for shape in drafts if backend.can_capture(shape)]
-        late += drafts
+        first = [shape for shape in drafts if has_head and _is_captured_first(shape, draft_widths)]
+        at_start = sorted(at_start + first, key=lambda shape: shape.num_tokens, reverse=True)
+        late += [shape for shape in drafts if shape not in first]
         late += [
             replace(shape, shares_segments=True) for shape in drafts if may_share(shape.decode_rows, max_shared_rows)
         ]
@@ -106,3 +108,9 @@ class GraphShapes:
         graphs.capture(decode_only[-1:])
         smallest = max(_LEAST_GRAPH_BYTES, before - largest - free_bytes(device))
         return largest + smallest * (len(self.at_start) + len(self.late) - 1)
+
+
+def _is_captured_first(shape: BatchShape, widths: Sequence[int]) -> bool:
+    """Whether a shape with drafts is one with which a head begins."""
+    rows = shape.decode_rows
+    return is_captured_first(rows) and shape.tokens_per_row in first_draft_widths(widths, rows)
