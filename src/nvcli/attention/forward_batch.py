@@ -69,15 +69,19 @@ class BatchShape:
         """Leading rows that compute one token each."""
         return self.decode_rows if self.tokens_per_row == 1 else 0
 
+    @property
+    def traits(self) -> tuple[bool, ...]:
+        """The kinds of work that a batch has besides computing its tokens."""
+        return self.shares_segments, self.shares_prefixes, self.has_adapters, self.extends_drafts
+
     def holds(self, other: BatchShape) -> bool:
         """Whether a batch of another shape can be padded to this one. If decode rows have different numbers of tokens,
         so may the padding rows, but none has more than `tokens_per_row`."""
-        flags = other.shares_segments, other.shares_prefixes, other.has_adapters, other.extends_drafts
         if (
             self.decode_rows < other.decode_rows
             or self.prefill_rows < other.prefill_rows
             or self.prefill_tokens < other.prefill_tokens
-            or flags != (self.shares_segments, self.shares_prefixes, self.has_adapters, self.extends_drafts)
+            or self.traits != other.traits
         ):
             return False
         if other.uneven_tokens == 0:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -206,6 +207,20 @@ def test_a_step_takes_the_shape_with_the_fewest_tokens() -> None:
     assert chosen(1, 5, 10) is None
     assert chosen(1, 1, 65) is None
     assert graphs.padded_shape(BatchShape(decode_rows=1, tokens_per_row=2)) is None
+
+
+def test_a_head_takes_in_prompts_in_vain_rather_than_a_graph_is_captured() -> None:
+    """Until that has cost about as much."""
+    plain = BatchShape(decode_rows=2, prefill_rows=4, prefill_tokens=64)
+    extended = replace(plain, extends_drafts=True)
+    graphs = GraphRunner[Any]([extended, plain], lambda shape: None)
+    graphs._graphs[extended] = Mock()
+    found = [graphs.padded_shape(plain) for _ in range(70)]
+    assert set(found[:60]) == {extended}
+    assert found[-1] == plain
+    graphs._graphs[plain] = Mock()
+    assert graphs.padded_shape(plain) == plain
+    assert graphs.padded_shape(extended) == extended
 
 
 def test_a_step_whose_rows_have_different_numbers_of_drafts_takes_the_shape_that_has_room_for_its_padding() -> None:

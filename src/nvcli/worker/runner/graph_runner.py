@@ -9,8 +9,10 @@ CudaGraphRunner).
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
@@ -18,6 +20,9 @@ from torch import Tensor
 
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.worker.runner.device import wait_for_gpu
+
+_USES_OF_EXTENDED = 64
+"""Uses of a graph in which a head takes in prompts in vain, before one is captured in which it does not."""
 
 
 class GraphOutput(Protocol):
@@ -48,6 +53,8 @@ class GraphRunner(Generic[T]):
         self._outputs: dict[BatchShape, T] = {}
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
+        self._uncaptured: Counter[BatchShape] = Counter()
+        """How often steps with prompts wanted a graph that is not captured."""
         self._smallest_first = sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_rows))
 
     def capture(self, shapes: Sequence[BatchShape] | None = None) -> None:
@@ -94,8 +101,14 @@ class GraphRunner(Generic[T]):
         self._capture(shape, "relaxed")
 
     def padded_shape(self, shape: BatchShape) -> BatchShape | None:
-        """Return the shape of the graph that serves a batch; None if none does."""
-        return next((candidate for candidate in self._smallest_first if candidate.holds(shape)), None)
+        """Return the shape of the graph that serves a batch; None if none does. For some time a graph with which a head
+        takes in prompts serves those that it need not take in, which costs less than capturing another."""
+        found = next((candidate for candidate in self._smallest_first if candidate.holds(shape)), None)
+        if found is None or not found.prefill_rows or self.has_captured(found):
+            return found
+        extended = replace(found, extends_drafts=True)
+        self._uncaptured[found] += 1
+        return extended if self.has_captured(extended) and self._uncaptured[found] < _USES_OF_EXTENDED else found
 
     def replay(self, shape: BatchShape) -> T:
         """Replay the graph of a captured shape. Its output is valid until the next replay of any graph."""
@@ -127,9 +140,8 @@ def shapes_to_run(shapes: Sequence[BatchShape]) -> set[BatchShape]:
     kernel that none of these does, which is then loaded during capture."""
     first: dict[object, BatchShape] = {}
     for shape in shapes:
-        rows = shape.decode_rows > 0, shape.prefill_rows > 0, shape.tokens_per_row
-        traits = shape.shares_segments, shape.shares_prefixes, shape.has_adapters, shape.extends_drafts
-        first.setdefault((rows, traits, (shape.num_tokens - 1).bit_length()), shape)
+        kind = shape.decode_rows > 0, shape.prefill_rows > 0, shape.tokens_per_row, shape.traits
+        first.setdefault((kind, (shape.num_tokens - 1).bit_length()), shape)
     return set(first.values())
 
 

@@ -212,12 +212,10 @@ class StepRunner:
 
     def _padded_batch(self, shape: BatchShape) -> StepBatch:
         """Return the views for a shape's graph, made once."""
-        batch = self._graph_batches.get(shape)
-        if batch is None:
-            num_logits = self._buffers.num_logits(shape)
-            batch = self._make_views(shape, num_logits, needs_all_logits=shape.prefill_rows == 0)
-            self._graph_batches[shape] = batch
-        return batch
+        if shape not in self._graph_batches:
+            num_logits, needs_all_logits = self._buffers.num_logits(shape), shape.prefill_rows == 0
+            self._graph_batches[shape] = self._make_views(shape, num_logits, needs_all_logits=needs_all_logits)
+        return self._graph_batches[shape]
 
     def _make_views(self, shape: BatchShape, num_logits: int, *, needs_all_logits: bool) -> StepBatch:
         return self._buffers.batch(
