@@ -30,7 +30,7 @@ class SpeculationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     checkpoint's head for multi-token prediction drafts, and where it cannot, earlier text. A folder, or an id in the
     local cache of the Hugging Face hub: the EAGLE-3 head there drafts likewise, or the model there, whose tokens must
     be the same. auto: what never costs time: drafts from earlier text if the model can check them, one forced token at
-    a time."""
+    a time; with few requests at a time (`job.run.engine_settings`), the checkpoint's head."""
     max_draft_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFT_TOKENS)] = 7
     """Maximum tokens drafted for a row in one step."""
     policy: DraftPolicyName = "auto"

@@ -16,7 +16,7 @@ from nvcli.core.config_types import ModelDtype
 from nvcli.core.engine_config import EngineConfig, kv_dtype
 from nvcli.core.lora_config import adapter_choice
 from nvcli.core.system.nvidia_smi import SmiGpu
-from nvcli.errors import ConfigError
+from nvcli.errors import ConfigError, LoadError
 from nvcli.job.planning.layout import layout_as_given
 from nvcli.job.run.adapter_ways import find_ways
 from nvcli.job.run.device import detect_device
@@ -24,11 +24,15 @@ from nvcli.job.run.kept_weights import check_fast_accumulation, keep_weights
 from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.adapters.find import find_adapter
 from nvcli.models.adapters.row_adapters import sizes_of
+from nvcli.models.checkpoint_check import check_tensors, read_model_tensors
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.draft_heads.own_files import MTP, find_head, with_draft_head
 from nvcli.models.same_tokens import check_same_tokens
 from nvcli.sizing.graph_sizes import default_batched_tokens
 from nvcli.sizing.kv_cache import default_block_size
+
+_FEW_SEQS = 16
+"""Most requests at a time of a run that uses the checkpoint's head by itself."""
 
 
 def load_model(
@@ -70,17 +74,22 @@ def load_with_adapters(
     if choice.merged is not None:
         adapter = read_adapter(find_adapter(choice.merged), base)
         model = adapter.adapt(model)
-    model = _with_draft_head(run, model_path, model)
     device = (found_device or detect_device()) if run.device == "auto" else run.device
+    model = _with_draft_head(run, model_path, model, device)
     return keep_weights(run, model, device, gpus=gpus, gpu_bytes=gpu_bytes, adapter=adapter), adapter, named
 
 
-def _with_draft_head(run: RunConfig, model_path: Path, model: ModelConfig) -> ModelConfig:
+def _with_draft_head(
+    run: RunConfig, model_path: Path, model: ModelConfig, device: Literal["cpu", "cuda"]
+) -> ModelConfig:
     """Return the model with the head or the model that drafts its tokens, if the run uses one. Raises ConfigError and
     LoadError."""
     name = run.speculation.draft_head
-    if name is None or run.task != "generate" or model.draft_head is not None:
+    if run.task != "generate" or model.draft_head is not None:
         return model
+    if name is None:
+        takes_own = device == "cuda" and _takes_own_head(run, model)
+        return model.with_mtp() if takes_own and _has_mtp(run, model_path, model) else model
     if run.pipeline_parallel_size > 1:
         raise ConfigError(
             f"`speculation.method` (--speculate) is {name}, and `pipeline_parallel_size` (--pp) is "
@@ -91,6 +100,26 @@ def _with_draft_head(run: RunConfig, model_path: Path, model: ModelConfig) -> Mo
     if head != MTP:
         check_same_tokens(model_path, Path(head))
     return with_draft_head(model, head, is_random=run.load_format == "dummy")
+
+
+def _takes_own_head(run: RunConfig, model: ModelConfig) -> bool:
+    """Whether a run that leaves the method open drafts by the checkpoint's head: with few requests at a time, where it
+    was measured to pay, and nothing that it was not measured with."""
+    is_open = run.speculation.method == "auto" and attention_choice(run.attention_backend) in ("auto", "triton")
+    is_plain = not run.batch_invariant and not run.lora and run.pipeline_parallel_size == 1
+    return is_open and is_plain and run.max_num_seqs <= _FEW_SEQS and model.decoder.mtp is not None
+
+
+def _has_mtp(run: RunConfig, model_path: Path, model: ModelConfig) -> bool:
+    """Whether the files have the head that config.json describes; some conversions leave it out."""
+    if run.load_format == "dummy":
+        return True
+    with_head = model.with_mtp()
+    try:
+        check_tensors(with_head, read_model_tensors(with_head, model_path).tensors, model_path)
+    except LoadError:
+        return False
+    return True
 
 
 def resolve_engine_config(
@@ -107,14 +136,14 @@ def resolve_engine_config(
     `tensor_parallel_size` is 1 until `resolve_layout` chooses. `found_device` is the device that `device: auto` stands
     for; None: look for a GPU. `row_adapters` are the run's adapters with names; None: read them.
     """
-    model = _with_draft_head(run, model_path, model)
+    device = (found_device or detect_device()) if run.device == "auto" else run.device
+    model = _with_draft_head(run, model_path, model, device)
     tensor_parallel_size = layout_as_given(run).tensor_parallel_size
     if run.quantization != "auto":
         model = model.with_quantization(run.quantization)
     model.check_tensor_parallel(tensor_parallel_size)
     model.check_pipeline_parallel(run.pipeline_parallel_size)
     max_model_len = _max_model_len(run, model)
-    device = (found_device or detect_device()) if run.device == "auto" else run.device
     dtype = run.dtype
     if dtype == "auto":
         dtype = model.dtype if device == "cuda" else "float32"
@@ -165,7 +194,7 @@ def resolve_engine_config(
         batch_invariant=run.batch_invariant,
         max_draft_tokens=run.speculation.num_draft_tokens if run.task == "generate" else 0,
         takes_forced_tokens=run.speculation.method == "lookup",
-        draft_head=None if model.draft_head is None else find_head(run.speculation.method),
+        draft_head=None if model.draft_head is None else find_head(run.speculation.draft_head or MTP),
         draft_policy=run.speculation.policy,
         prepare_grammars=run.task == "generate" and run.sampling.get("structured") is not None,
     )
