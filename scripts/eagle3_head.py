@@ -9,7 +9,7 @@ modules have. Shapes: B rows, T tokens, H hidden, D head_dim.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,21 @@ class HeadShape:
     fc_norm: bool = False
     norm_output: bool = False
     qk_norm: bool = False
+
+    def layer_config(self) -> dict[str, Any]:
+        """Return the keys of config.json that describe the layer."""
+        return {
+            "model_type": "qwen3" if self.qk_norm else "llama",
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "rms_norm_eps": self.eps,
+            "rope_theta": self.rope_theta,
+            "vocab_size": self.vocab_size,
+        }
 
 
 class Keys(NamedTuple):

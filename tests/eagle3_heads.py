@@ -81,18 +81,7 @@ def _share(
 
 
 def _config(shape: HeadShape, layout: str, layers: Sequence[int] | None) -> dict[str, Any]:
-    layer = {
-        "model_type": "qwen3" if shape.qk_norm else "llama",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "rms_norm_eps": shape.eps,
-        "rope_theta": shape.rope_theta,
-        "vocab_size": shape.vocab_size,
-    }
+    layer = shape.layer_config()
     flags = {key: getattr(shape, key) for key in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")}
     own: dict[str, Any] = {"draft_vocab_size": shape.draft_vocab_size, **flags}
     if shape.target_hidden_size != shape.hidden_size:

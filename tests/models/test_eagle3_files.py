@@ -149,6 +149,13 @@ def test_heads_are_found_by_name(target: Path, tmp_path: Path) -> None:
             find_head(name)
 
 
+def test_pickled_heads_are_refused(target: Path, tmp_path: Path) -> None:
+    write_head(tmp_path, target)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(LoadError, match=r"pytorch_model.bin: .* write its tensors to model.safetensors"):
+        read(tmp_path, target)
+
+
 def test_a_head_has_to_divide_among_ranks(target: Path, tmp_path: Path) -> None:
     write_head(tmp_path, target, num_heads=3, num_kv_heads=1, intermediate_size=45)
     model = with_draft_head(load_model_config(target), str(tmp_path))
