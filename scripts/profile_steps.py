@@ -3,7 +3,7 @@
 
     python3 scripts/profile_steps.py SHAPE [--tp N] [--running N] [--steps N] [--trace FILE.json] [--kernels N]
         [--quantization TYPE] [--kv-cache-dtype TYPE] [--shared-prefix 1024,1024:8] [--input-len 64]
-        [--output-len 128] [--generated 20 | --prompts]
+        [--output-len 128] [--generated 20 | --prompts] [--speculate mtp --drafts 3]
 
 A rank in this process answers nano-vllm's workload with made-up weights, with one step in flight as in a run; with
 --tp the others follow it in processes of their own. Torch's profiler records this rank's steps once all requests
@@ -11,7 +11,7 @@ decode, or with --prompts the first steps, which are full of prompts; their kern
 --kernels the longest are listed. Requests that the KV cache does not hold to the end of their answers wait
 (--output-len), and the recording with them. Tracing costs some time between kernels, none inside them but in those
 that wait for other ranks. --quantization, --kv-cache-dtype, --shared-prefix, --input-len and --output-len are as in
-`nvcli bench`.
+`nvcli bench`, --speculate too; with --drafts every row has so many drafts in each step, of which few are right.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from torch.profiler import ProfilerActivity, profile
 from nvcli.core.config import RunConfig
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import StepInput
+from nvcli.core.speculation_config import SpeculationConfig
 from nvcli.engine.block_manager import BlockManager
 from nvcli.engine.core import EngineCore
 from nvcli.engine.engine_process import scheduler_limits
 from nvcli.engine.scheduler import Scheduler
-from nvcli.job.run.engine_settings import resolve_engine_config
-from nvcli.models.config import load_model_config
+from nvcli.job.run.engine_settings import load_model, resolve_engine_config
 from nvcli.tools.bench.command import parse_range, parse_shared_prefix
 from nvcli.tools.bench.shapes import SHAPES, write_shape
 from nvcli.tools.bench.workload import Workload
@@ -61,6 +61,8 @@ KINDS = {
 }
 """Patterns of kernels' names; the first that matches counts."""
 
+_ACCEPT_RATE = 0.1
+"""The share of drafts that is accepted. More would end the answers before they are recorded."""
 _RECORDINGS = 2
 """The first one sets the profiler up."""
 
@@ -106,9 +108,12 @@ def start_engine(run: RunConfig, workload: Workload, tp: int) -> EngineCore:
 
     with tempfile.TemporaryDirectory() as folder:
         path = write_shape(run.model, Path(folder), quantization=run.quantization)
-        model = load_model_config(path)
+        model = load_model(run, path)
         config = resolve_engine_config(run, path, model)
-        config = msgspec.structs.replace(config, load_format="dummy", tensor_parallel_size=tp)
+        always = run.speculation.policy == "always"
+        config = msgspec.structs.replace(
+            config, load_format="dummy", tensor_parallel_size=tp, draft_accept_rate=_ACCEPT_RATE if always else None
+        )
         for rank in range(1, tp):
             mine, theirs = spawn.Pipe()
             spawn.Process(target=run_peer, args=(config, rank, store_path, theirs), daemon=True).start()
@@ -173,6 +178,8 @@ def main() -> None:
     parser.add_argument("--input-len", default="100:1024", help="prompt tokens behind a shared prefix")
     parser.add_argument("--output-len", default="900:1024", help="tokens of an answer")
     parser.add_argument("--generated", type=int, default=300, help="tokens that answers have before steps are recorded")
+    parser.add_argument("--speculate", default="auto", help="where drafts come from")
+    parser.add_argument("--drafts", type=int, default=0, help="drafts of a row in each step; 0: as many as pay")
     parser.add_argument("--prompts", action="store_true", help="record the first steps, which compute prompts")
     options = parser.parse_args()
     output_len = parse_range("--output-len", options.output_len)
@@ -191,6 +198,12 @@ def main() -> None:
             "device": "cuda",
             "quantization": options.quantization,
             "kv_cache_dtype": options.kv_cache_dtype,
+            "load_format": "dummy",
+            "speculation": {
+                "method": options.speculate,
+                "max_draft_tokens": options.drafts or SpeculationConfig().max_draft_tokens,
+                "policy": "always" if options.drafts else "auto",
+            },
         },
         RunConfig,
     )
