@@ -51,6 +51,20 @@ MAMBA = {
     "num_hidden_layers": 4,
 }
 
+NEMOTRON = {
+    "layers_block_type": [LINEAR, "moe", FULL, "mlp", LINEAR, FULL],
+    "num_hidden_layers": 6,
+    "ssm_state_size": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 1.5,
+    "time_step_min": 1e-9,  # the limit holds for prompts alone in transformers, and in no other implementation
+}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3, layers without rope": ("SmolLM3", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "smollm3, windows where nothing rotates": (
@@ -161,23 +175,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_multiplier": 0.1,
         },
     ),
-    "nemotron-h": (
-        "NemotronH",
-        {
-            "layers_block_type": [LINEAR, "moe", FULL, "mlp", LINEAR, FULL],
-            "num_hidden_layers": 6,
-            "ssm_state_size": 16,
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 8,
-            "n_groups": 2,
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 32,
-            "moe_shared_expert_intermediate_size": 40,
-            "routed_scaling_factor": 1.5,
-            "time_step_min": 1e-9,  # the limit holds for prompts alone in transformers, and in no other implementation
-        },
-    ),
+    "nemotron-h": ("NemotronH", NEMOTRON),
+    "nemotron 3 super": ("NemotronH", {**NEMOTRON, "moe_latent_size": 32}),
     "falcon-h1": (
         "FalconH1",
         {
@@ -225,6 +224,19 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 32,
             "routed_scaling_factor": 1.5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "lfm3": (
+        "Lfm3",
+        {
+            "hidden_size": 64,
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", FULL, SLIDING, FULL],
+            "sliding_window": 20,
+            "rope_parameters": None,
+            "conv_bias": True,
             "tie_word_embeddings": True,
         },
     ),

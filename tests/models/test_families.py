@@ -179,8 +179,8 @@ NEMOTRON_H = {"layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2"}
         ("NemotronHForCausalLM", {**NEMOTRON_H, "hybrid_override_pattern": "-*"}, ["block 0 is mlp"]),
         (
             "NemotronHForCausalLM",
-            {**NEMOTRON_H, "hybrid_override_pattern": "*E", "moe_latent_size": 8},
-            ["`moe_latent_size`"],
+            {**NEMOTRON_H, "hybrid_override_pattern": "*E", "moe_latent_size": 8, "mlp_bias": True},
+            ["`mlp_bias`: true is not supported together with `moe_latent_size`"],
         ),
         ("GraniteForCausalLM", {"residual_multiplier": 0}, ["`residual_multiplier`", "0"]),
         ("Cohere2ForCausalLM", {"logit_scale": -1}, ["`logit_scale`", "-1"]),

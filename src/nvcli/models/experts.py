@@ -24,9 +24,9 @@ from nvcli.kernels.lora_types import AdapterRows
 from nvcli.kernels.norm import sum_in_order
 from nvcli.kernels.routing import route, route_row_by_row, router_logits
 from nvcli.models.layers import FeedForward, GatedMLP
-from nvcli.models.mixers.experts import ExpertsConfig
+from nvcli.models.mixers.experts import FROM_LATENTS, TO_LATENTS, ExpertsConfig
 from nvcli.models.mixers.mixer import NormConfig
-from nvcli.models.parallel import BuildContext, TensorShard, TensorShards
+from nvcli.models.parallel import BuildContext, ColumnParallelLinear, TensorShard, TensorShards
 from nvcli.models.plain_mlp import PlainMLP
 from nvcli.models.tensor_spec import EXPERTS
 from nvcli.models.weights import WeightModule, WeightSource, empty_fp8_scales, empty_parameter, empty_w4, length
@@ -34,8 +34,8 @@ from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
 
 class MixtureOfExperts(FeedForward):
-    """[T, H] → `delta` for the residual sum: on a single rank, parts [k, T, H], or [k + 1, T, H] with a shared expert;
-    on several ranks, this rank's part of the sum [T, H]."""
+    """[T, H] → `delta` for the residual sum: on a single rank, parts [k, T, H], or [1, T, H] where experts compute with
+    latents, and one more with a shared expert; on several ranks, this rank's part of the sum [T, H]."""
 
     def __init__(self, build: BuildContext, path: str, config: ExpertsConfig, norm: NormConfig) -> None:
         super().__init__()
@@ -48,14 +48,27 @@ class MixtureOfExperts(FeedForward):
             gate = f"{path}.shared_expert_gate" if config.gates_shared else None
             shared = config.shared.build_at(build, f"{path}.shared_expert", norm)
             self.shared_expert = SharedExpert(build, shared, gate, config.shared_factor)
-        self.num_parts = config.routing.experts_per_token + (self.shared_expert is not None)
+        self.to_latents: ColumnParallelLinear | None = None
+        self.from_latents: ColumnParallelLinear | None = None
+        if config.latent_size is not None:
+            self.to_latents = ColumnParallelLinear(build, f"{path}.{TO_LATENTS}", (TO_LATENTS,))
+            self.from_latents = ColumnParallelLinear(build, f"{path}.{FROM_LATENTS}", (FROM_LATENTS,))
+        self.num_parts, self.experts_per_token = config.num_parts, config.routing.experts_per_token
 
     def forward(self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None) -> Tensor:
         """Compute the experts' outputs. `residual` is unused: only blocks that add to the stream themselves need it."""
         assert isinstance(x, Tensor), "experts quantise what they read by themselves"
         parts = torch.empty(self.num_parts, *x.shape, dtype=x.dtype, device=x.device)
         routes = self.gate(x)
-        self.experts(x, routes, parts[: routes.experts.shape[1]])
+        if self.to_latents is None or self.from_latents is None:
+            self.experts(x, routes, parts[: self.experts_per_token])
+        else:
+            latents = self.to_latents(x, adapters)
+            results = latents.new_empty(self.experts_per_token, *latents.shape)
+            self.experts(latents, routes, results)
+            # The projection of this rank's part is its part of the projected sum.
+            result = sum_in_order(results) if self.batch_invariant else results.sum(dim=0)
+            parts[0] = self.from_latents(result, adapters)
         if self.shared_expert is not None:
             self.shared_expert(x, parts[-1], adapters)
         return part_of_sum(self.group, parts, batch_invariant=self.batch_invariant)

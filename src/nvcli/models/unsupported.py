@@ -57,6 +57,10 @@ _LACKING = {
     "BailingMoeForCausalLM": _NO_REFERENCE,
     "BailingMoeV2ForCausalLM": _NO_REFERENCE,
     "BitNetForCausalLM": "its weights have three values, and its activations 8 bits, which nvcli does not compute",
+    "KimiLinearForCausalLM": "its linear attention (KDA) is not computed by nvcli",
+    "LongcatFlashForCausalLM": "its layers have two blocks of attention each, and experts that return their input, "
+    "which nvcli does not compute",
+    "Mamba2ForCausalLM": "none of its layers has attention, for whose keys nvcli's cache is laid out",
     "MiMoV2FlashForCausalLM": "its values have heads of another size than its keys, which nvcli does not keep",
     "PhimoeForCausalLM": "its router (SparseMixer) and a bias of the LM head are not computed by nvcli",
     "PhiMoEForCausalLM": "its router (SparseMixer) and a bias of the LM head are not computed by nvcli",

@@ -17,7 +17,7 @@ from nvcli.models.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE
 from nvcli.models.families.gpt_oss import GPT_OSS
 from nvcli.models.families.granite import GRANITE, GRANITE4
 from nvcli.models.families.hunyuan import HUNYUAN_V1, HUNYUAN_V1_MOE, HUNYUAN_V3
-from nvcli.models.families.lfm2 import LFM2, LFM2_MOE
+from nvcli.models.families.lfm2 import LFM2, LFM2_MOE, LFM3
 from nvcli.models.families.llama import INTERNLM3, LLAMA, SMOLLM3
 from nvcli.models.families.minicpm import MINICPM3
 from nvcli.models.families.minimax import MINIMAX_M2
@@ -66,6 +66,7 @@ FAMILIES: tuple[Family, ...] = (
     FALCON_H1,
     LFM2,
     LFM2_MOE,
+    LFM3,
     GPT_OSS,
     SEED_OSS,
     MINICPM3,

@@ -1,15 +1,18 @@
 """LFM2 (https://arxiv.org/abs/2511.23404): gated short convolutions in most layers, attention in the others, each with
-a gated MLP or, in LFM2-MoE, with experts in all but the first layers."""
+a gated MLP or, in LFM2-MoE, with experts in all but the first layers. LFM3 has attention with windows too, gates for
+its heads, and norms behind the blocks."""
 
 from __future__ import annotations
 
 from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.family import Family
-from nvcli.models.families.model_file import FULL, ModelFile
+from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
+from nvcli.models.mixers.attention import AttentionConfig, OutputGate
 from nvcli.models.mixers.mixer import FeedForward, Mixer, NormConfig
 from nvcli.models.mixers.short_conv import ShortConvConfig
+from nvcli.models.rope_config import read_rope
 
 _CONV = "conv"
 _MAX_TAPS = 16
@@ -22,6 +25,7 @@ _LAYOUT = CheckpointLayout(
         (".w3.", ".up_proj."),
         (".w2.", ".down_proj."),
         (".self_attn.out_proj.", ".self_attn.o_proj."),
+        (".self_attn.gate_proj.", ".self_attn.g_proj."),
         (".q_layernorm.", ".q_norm."),
         (".k_layernorm.", ".k_norm."),
         (".conv.in_proj.", ".conv.bcx_proj."),
@@ -29,6 +33,16 @@ _LAYOUT = CheckpointLayout(
     )
 )
 _NORMS = LayerNorms(before_attention="operator_norm", before_mlp="ffn_norm")
+_LFM3_NORMS = LayerNorms(
+    before_attention="operator_norm",
+    after_attention="post_operator_norm",
+    before_mlp="ffn_norm",
+    after_mlp="post_ffn_norm",
+)
+_LFM3_ROPES = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    FULL: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5},
+}
 
 
 def read_lfm2(config: ModelFile) -> DecoderConfig:
@@ -54,15 +68,50 @@ def read_lfm2_moe(config: ModelFile) -> DecoderConfig:
     return _read(config, [dense if number < first else experts for number in range(config.num_layers())])
 
 
+def read_lfm3(config: ModelFile) -> DecoderConfig:
+    """Read a dense model with layers of full attention, of attention with windows and of convolutions."""
+    kinds = config.layer_types(supported=(FULL, SLIDING, _CONV)) or [
+        FULL if number % 4 == 2 else SLIDING if number % 4 == 0 and number > 0 else _CONV
+        for number in range(config.num_layers())
+    ]
+    if FULL not in kinds:
+        raise config.error("layer_types", f"{show(kinds)} has no layer of full attention")
+    mixers: dict[str, Mixer] = {_CONV: _conv(config)}
+    mixers |= {kind: _lfm3_attention(config, kind) for kind in (FULL, SLIDING) if kind in kinds}
+    norms = _LFM3_NORMS if config.get("use_sandwich_norm", bool, True) else _NORMS
+    mlp = config.mlp()
+    return _decoder(config, [LayerConfig(mixer=mixers[kind], mlp=mlp, norms=norms) for kind in kinds])
+
+
+def _lfm3_attention(config: ModelFile, kind: str) -> AttentionConfig:
+    return config.attention(
+        default_theta=None,
+        rope=lambda head_dim: read_rope(config, head_dim=head_dim, default_theta=None, layer_type=kind),
+        window=config.bounded(config.window(256)) if kind == SLIDING else None,
+        qk_norm="head",
+        qkv_bias=config.bias(),
+        o_bias=config.bias(),
+        gate=OutputGate(is_of_heads=True) if config.get("use_attention_gate", bool, True) else None,
+    )
+
+
 def _read(config: ModelFile, mlps: list[FeedForward]) -> DecoderConfig:
-    attention = config.attention(default_theta=1_000_000.0, qk_norm="head")
-    conv = ShortConvConfig(
+    attention, conv = config.attention(default_theta=1_000_000.0, qk_norm="head"), _conv(config)
+    mixers: list[Mixer] = [attention if kind == FULL else conv for kind in _layer_types(config)]
+    return _decoder(
+        config, [LayerConfig(mixer=mixer, mlp=mlp, norms=_NORMS) for mixer, mlp in zip(mixers, mlps, strict=True)]
+    )
+
+
+def _conv(config: ModelFile) -> ShortConvConfig:
+    return ShortConvConfig(
         num_channels=config.positive("hidden_size"),
         conv_taps=config.positive("conv_L_cache", least=2, most=_MAX_TAPS),
         bias=config.get("conv_bias", bool, False),
     )
-    mixers: list[Mixer] = [attention if kind == FULL else conv for kind in _layer_types(config)]
-    layers = [LayerConfig(mixer=mixer, mlp=mlp, norms=_NORMS) for mixer, mlp in zip(mixers, mlps, strict=True)]
+
+
+def _decoder(config: ModelFile, layers: list[LayerConfig]) -> DecoderConfig:
     return config.decoder(layers, norm=NormConfig(eps=config.positive_number("norm_eps", 1e-5)), layout=_LAYOUT)
 
 
@@ -94,4 +143,13 @@ LFM2_MOE = Family(
     examples=("LiquidAI/LFM2-8B-A1B",),
     read=read_lfm2_moe,
     ties_embeddings=True,
+)
+LFM3 = Family(
+    name="LFM3",
+    architectures=("Lfm3ForCausalLM",),
+    features="gated short convolutions between layers of attention, some with windows; gated heads",
+    examples=("LiquidAI/LFM3-1.7B",),
+    read=read_lfm3,
+    ties_embeddings=True,
+    defaults={"head_dim": 128, "conv_L_cache": 7, "rope_parameters": _LFM3_ROPES},
 )

@@ -99,9 +99,13 @@ def _mlp(config: ModelFile, size_key: str) -> PlainMLPConfig:
 
 
 def _experts(config: ModelFile) -> ExpertsConfig:
-    """Read experts without gates, chosen as in DeepSeek-V3, and the shared one."""
+    """Read experts without gates, chosen as in DeepSeek-V3, and the shared one. Those of Nemotron 3 Super compute with
+    latent vectors."""
+    latent_size = None
     if config.values.get("moe_latent_size") is not None:
-        raise config.error("moe_latent_size", "experts that compute in a smaller space are not supported")
+        latent_size = config.positive("moe_latent_size")
+        if config.get("mlp_bias", bool, False):
+            raise config.error("mlp_bias", "true is not supported together with `moe_latent_size`")
     routing = config.routing(
         keys=("n_routed_experts",),
         scoring="sigmoid",
@@ -112,6 +116,7 @@ def _experts(config: ModelFile) -> ExpertsConfig:
         config.routing_with_groups(routing),
         activation=ExpertActivation(kind="relu2"),
         has_correction=True,
+        latent_size=latent_size,
         shared=_mlp(config, "moe_shared_expert_intermediate_size"),
     )
 
@@ -132,8 +137,7 @@ def _layout(places: Sequence[str]) -> CheckpointLayout:
 NEMOTRON_H = Family(
     name="Nemotron-H, Nemotron 3",
     architectures=("NemotronHForCausalLM",),
-    features="Mamba-2 layers, layers of attention, MLPs or experts without a gate, with relu²; not experts in a latent "
-    "space (Nemotron 3 Super)",
+    features="Mamba-2 layers, layers of attention, MLPs or experts without a gate, with relu², also in a latent space",
     examples=("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "nvidia/NVIDIA-Nemotron-Nano-9B-v2"),
     read=read_nemotron_h,
 )

@@ -14,6 +14,9 @@ from nvcli.models.mixers.mlp import MLPConfig
 from nvcli.models.mixers.plain_mlp import PlainMLPConfig
 from nvcli.models.tensor_spec import EXPERTS, Sharding, TensorSpec, matrix, vector, with_bias
 
+TO_LATENTS, FROM_LATENTS = "fc1_latent_proj", "fc2_latent_proj"
+"""The projections of what experts read and of their results, where they compute in another space."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig(FeedForward):
@@ -35,6 +38,9 @@ class ExpertsConfig(FeedForward):
     """Whether each expert's weight for a token is multiplied by a number from the checkpoint; see `route`."""
     has_wide_router: bool = False
     """Whether the router's weight is one of float32, whatever the type of the others."""
+    latent_size: int | None = None
+    """The size of a vector that the block's input is projected to for the experts, and their results from; None: they
+    read the input itself. The router and the shared expert do so in any case."""
     shared: MLPConfig | PlainMLPConfig | None = None
     """The shared expert; several of them form one whose size is their sum."""
     gates_shared: bool = False
@@ -50,6 +56,13 @@ class ExpertsConfig(FeedForward):
         if self.has_norms:
             return "nvcli.models.experts_beside_mlp:ExpertsBesideMLP"
         return "nvcli.models.experts:MixtureOfExperts"
+
+    @property
+    def num_parts(self) -> int:
+        """The parts of its result on a single rank: one for each expert of a token, or for all of them behind a
+        projection from latents, and one of the shared expert."""
+        experts = self.routing.experts_per_token if self.latent_size is None else 1
+        return experts + (self.shared is not None)
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -82,8 +95,10 @@ class ExpertsConfig(FeedForward):
         """Count the elements. Each of a token's experts has an output of its own, and all of them may be whole on one
         rank."""
         experts = self.routing.experts_per_token
-        results = experts + (self.shared is not None) + self.has_norms  # and what the experts read
+        results = self.num_parts + self.has_norms  # and what the experts read
         inner = experts * self.intermediate_size // ranks.parts_of_expert
+        if self.latent_size is not None:
+            inner += (2 + experts) * self.latent_size
         return (2 + results) * hidden_size + inner + (code_elements(inner) if quantization == "fp8" else 0)
 
     def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
@@ -91,6 +106,7 @@ class ExpertsConfig(FeedForward):
         computed."""
         hidden, dtype = context.hidden_size, context.dtype
         num_experts, size = self.routing.num_experts, self.intermediate_size
+        read = hidden if self.latent_size is None else self.latent_size
         router_dtype = "float32" if self.has_wide_router else dtype
         yield matrix(f"{path}.gate", (num_experts, hidden), Sharding.REPLICATED, router_dtype, "MLP")
         vectors = {
@@ -102,11 +118,14 @@ class ExpertsConfig(FeedForward):
             yield vector(f"{path}.gate.{name}", num_experts, Sharding.REPLICATED, "MLP")
         for name in self.projections:
             is_down = name == "down_proj"
-            shape = (num_experts, hidden, size) if is_down else (num_experts, size, hidden)
+            shape = (num_experts, read, size) if is_down else (num_experts, size, read)
             sharding = Sharding.COLUMNS if is_down else Sharding.ROWS
             sharding = Sharding.EXPERTS if context.expert_parallel else sharding
             weight = matrix(f"{path}.{EXPERTS}.{name}", shape, sharding, dtype, "experts", self.projections)
             yield from with_bias(replace(weight, is_of_experts=True), bias=self.bias)
+        if self.latent_size is not None:
+            for name, sizes in ((TO_LATENTS, (read, hidden)), (FROM_LATENTS, (hidden, read))):
+                yield matrix(f"{path}.{name}", sizes, Sharding.REPLICATED, dtype, "MLP", (name,))
         if self.shared is not None:
             yield from self.shared.tensors(f"{path}.shared_expert", context)
             if self.gates_shared:
