@@ -13,7 +13,7 @@ from batches import Blocks, RequestState, make_batch, shape_of
 from nvcli.attention.backend import AttentionBackend, AttentionCase
 from nvcli.attention.forward_batch import BatchShape, ForwardBatch
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
-from nvcli.attention.spec import AttentionSpec
+from nvcli.attention.spec import AttentionSpec, HeadSizes
 from nvcli.kernels.fp8_kv import dequantise_heads, quantise_heads, store_heads
 from nvcli.kernels.fp8_types import FP8
 
@@ -56,6 +56,7 @@ class Bench:
         has_sinks: bool = False,
         head_dims: tuple[int, ...] | None = None,
         value_dim: int | None = None,
+        projected: HeadSizes | None = None,
         dtype: torch.dtype = torch.float32,
         kv_dtype: torch.dtype | None = None,
         device: str = "cpu",
@@ -79,6 +80,7 @@ class Bench:
                 has_sinks=has_sinks,
                 kv_group=group,
                 value_dim=value_dim,
+                projected=projected,
             )
             for group, window in enumerate(windows)
         )
@@ -145,8 +147,12 @@ class Bench:
         layer = self.layers[group]
         scales = self.kv_cache.scales(layer)
         if scales is not None:
-            for cache, scale, rows in zip(self.kv_cache.layer(layer), scales, (k, v), strict=True):
-                store_heads(cache, scale, places, rows)
+            keys, values = self.kv_cache.layer(layer)
+            store_heads(keys, scales.k, places, k)
+            if self.specs[group].value_dim is not None:
+                k = dequantise_heads(*quantise_heads(k)).to(self.dtype)
+                return k, k[..., : self.specs[group].value_dim]
+            store_heads(values, scales.v, places, v)
             k, v = (dequantise_heads(*quantise_heads(rows)).to(self.dtype) for rows in (k, v))
             return k, v
         for cache, rows in zip(self.kv_cache.layer(layer), (k, v), strict=True):

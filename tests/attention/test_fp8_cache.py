@@ -68,6 +68,15 @@ def test_shapes(backend: type[AttentionBackend], head_dim: int, num_kv_heads: in
     run_all_kinds_of_steps(bench)
 
 
+@pytest.mark.parametrize(("latent_dim", "rope_dim", "ratio", "block_size"), [(64, 16, 5, 16), (128, 64, 3, 64)])
+def test_latents(backend: type[AttentionBackend], latent_dim: int, rope_dim: int, ratio: int, block_size: int) -> None:
+    """Keys whose first numbers are their values, with one scale."""
+    bench = Bench(backend, ratio=ratio, head_dim=latent_dim + rope_dim, value_dim=latent_dim, block_size=block_size)
+    if not bench.backend.reads_behind_rows:
+        bench.leave_garbage(float("nan"))
+    run_all_kinds_of_steps(bench)
+
+
 def test_windows_soft_caps_and_sinks(backend: type[AttentionBackend]) -> None:
     bench = Bench(
         backend,

@@ -43,9 +43,11 @@ def kl(exact: Tensor, found: Tensor) -> float:
     return float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
 
 
-@pytest.mark.parametrize("name", ["gemma 2", "gemma 4, inputs of each layer and shared keys", "qwen 3-next", "gpt-oss"])
+@pytest.mark.parametrize(
+    "name", ["gemma 2", "gemma 4, inputs of each layer and shared keys", "qwen 3-next", "gpt-oss", "glm 4.7 flash"]
+)
 def test_families(name: str, tmp_path: Path) -> None:
-    """Windows and soft caps, layers that share keys in blocks of two shapes, recurrent states, and sinks."""
+    """Windows and soft caps, layers that share keys in blocks of two shapes, recurrent states, sinks, and latents."""
     family, overrides = SHAPES[name]
     path = write_tiny_model(tmp_path, family, **overrides)
     exact = logits(ModelDriver(path, max_positions=LENGTH), LENGTH)

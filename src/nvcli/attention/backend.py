@@ -26,6 +26,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -114,6 +115,9 @@ class AttentionBackend(ABC):
     (`ForwardBatch.prefixes`); 0: the backend gains nothing from such prefixes, and computes the same result with
     them."""
 
+    can_project: bool = False
+    """Whether the backend may attend chunks to keys and values projected from latents."""
+
     @abstractmethod
     def __init__(self, case: AttentionCase) -> None: ...
 
@@ -130,6 +134,11 @@ class AttentionBackend(ABC):
     def can_capture(self, shape: BatchShape) -> bool:
         """Whether a step of this shape may be captured in a CUDA graph."""
         return False
+
+    def choose_shape(self, shape: BatchShape, num_tokens: np.ndarray, seq_lens: np.ndarray) -> BatchShape:
+        """Return the shape of a step without padding, with `projects_latents` where its chunks are to be attended by
+        `forward_projected`. num_tokens, seq_lens: [R], the tokens that each row computes, and its request's keys."""
+        return shape
 
     # ------------------------------------------------------------------ what the runner and the layers call
 
@@ -168,11 +177,12 @@ class AttentionBackend(ABC):
         sinks: [num_heads] float32, the layer's own, where `spec.has_sinks`; they are not scaled.
         → [T, num_heads, head_dim], contiguous; where values are a part of the keys, v and the result have
         `spec.value_dim` in place of head_dim.
+        A batch that projects latents has decode rows here alone: T is the number of their tokens.
         """
         num_rows, first, one = batch.num_decoded_rows, batch.num_decoded_tokens, AttentionLayer(spec, layer, sinks)
         if batch.shape.num_rows == 0:
             return output_buffer(None, q, spec)
-        if num_rows == batch.shape.num_rows:
+        if num_rows == batch.shape.num_rows or batch.shape.projects_latents:
             return self.decode(one, q, batch, None)
         if num_rows == 0:
             return self.prefill(one, q, None if k is None else (k, v), batch, None)
@@ -181,6 +191,17 @@ class AttentionBackend(ABC):
         new = None if k is None else (k[first:], v[first:])
         self.prefill(one, q[first:], new, batch, out[first:])
         return out
+
+    def forward_projected(
+        self, spec: AttentionSpec, layer: int, q: Tensor, weight: Tensor, batch: ForwardBatch, out: Tensor
+    ) -> None:
+        """Attend the chunks of a batch that projects latents, causally, to their requests' past.
+
+        q: [T, num_heads, size of a key], the chunks' tokens, rotated; they may be strided; weight: [num_heads × (plain
+        numbers of a key + size of a value), size of a latent], which projects latents; out: [T, num_heads, size of a
+        value], contiguous, written.
+        """
+        raise NotImplementedError(f"{self.name} does not project latents")
 
     # ------------------------------------------------------------------ the halves
 

@@ -51,6 +51,9 @@ class BatchShape:
     """Whether some rows may have LoRA adapters."""
     extends_drafts: bool = False
     """Whether a head that drafts tokens computes the batch's tokens too."""
+    projects_latents: bool = False
+    """Whether prefill chunks attend to keys and values that are projected from latents for each head
+    (`AttentionBackend.choose_shape`)."""
 
     @property
     def num_rows(self) -> int:
@@ -71,8 +74,14 @@ class BatchShape:
 
     @property
     def traits(self) -> tuple[bool, ...]:
-        """The kinds of work that a batch has besides computing its tokens."""
-        return self.shares_segments, self.shares_prefixes, self.has_adapters, self.extends_drafts
+        """The kinds of work that a batch has besides computing its tokens, or instead of the usual."""
+        return (
+            self.shares_segments,
+            self.shares_prefixes,
+            self.has_adapters,
+            self.extends_drafts,
+            self.projects_latents,
+        )
 
     def holds(self, other: BatchShape) -> bool:
         """Whether a batch of another shape can be padded to this one. If decode rows have different numbers of tokens,
@@ -114,6 +123,11 @@ class LayerAttention(Protocol):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend causally in one layer; the shapes are those of `AttentionBackend.forward`."""
+
+    def forward_projected(
+        self, spec: AttentionSpec, layer: int, q: Tensor, weight: Tensor, batch: ForwardBatch, out: Tensor
+    ) -> None:
+        """Attend the chunks of a batch that projects latents; see `AttentionBackend.forward_projected`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

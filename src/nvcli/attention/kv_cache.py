@@ -212,18 +212,21 @@ class KVCache:
         # whole pool.
         stride = (k.stride(0), num_heads * head_dim, head_dim, 1)
         if len(parts) == 1:
-            assert not spec.has_scales, "ModelConfig.check_kv_dtype comes first"
-            keys = k.as_strided(shape, stride)
+            keys = (k.view(FP8) if spec.has_scales else k).as_strided(shape, stride)
             self._layers[layer] = keys, keys[..., : spec.group_value_dims[group]]
+            if spec.has_scales:
+                self._scales[layer] = KVScales(*[self._scales_of(k, shape)] * 2)
             return
         if not spec.has_scales:
             self._layers[layer] = k.as_strided(shape, stride), v.as_strided(shape, stride)
             return
         self._layers[layer] = k.view(FP8).as_strided(shape, stride), v.view(FP8).as_strided(shape, stride)
-        size = math.prod(shape[1:])
-        num_scales = spec.block_size * num_heads
-        scales = (part[:, size : size + 2 * num_scales].view(torch.bfloat16) for part in (k, v))
-        self._scales[layer] = KVScales(*(scale.view(self.num_blocks, num_heads, -1) for scale in scales))
+        self._scales[layer] = KVScales(*(self._scales_of(part, shape) for part in (k, v)))
+
+    def _scales_of(self, part: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+        """Return the scales behind the numbers [num_blocks, block_size, num_kv_heads, head_dim] of a part."""
+        size, num_scales = math.prod(shape[1:]), shape[1] * shape[2]
+        return part[:, size : size + 2 * num_scales].view(torch.bfloat16).view(self.num_blocks, shape[2], -1)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the keys and the values of one layer, counted from the rank's first."""

@@ -24,6 +24,8 @@ SCRATCH_UNIT = 64
 """Tokens of a unit of a prefill scratch."""
 _LEAST_SCRATCH_TOKENS = 65_536
 _MOST_SCRATCH_TOKENS = 262_144
+_MOST_PROJECTED_BYTES = 1 << 30
+"""The most bytes that a longest request may take of a scratch of projected latents."""
 
 
 def part_bytes(block_size: int, num_kv_heads: int, head_dim: int, dtype: KVDtype) -> int:
@@ -36,6 +38,13 @@ def token_bytes(num_kv_heads: int, head_dim: int, dtype: KVDtype) -> int:
     """The bytes of one token's keys in one layer, scales included. Values that are kept apart take as many."""
     scale = SCALE_BYTES if dtype == "fp8" else 0
     return num_kv_heads * (head_dim * KV_DTYPE_BYTES[dtype] + scale)
+
+
+def projected_scratch_tokens(max_model_len: int, max_num_batched_tokens: int, row_bytes: int) -> int:
+    """The tokens that a scratch of projected latents (`kernels/triton/attention/projected_prefill.py`) has room for, a
+    multiple of the unit: a step's own and a longest request, up to a size. `row_bytes`: of a token."""
+    most = min(max_model_len, _MOST_PROJECTED_BYTES // row_bytes)
+    return -(-(max_num_batched_tokens + most) // SCRATCH_UNIT) * SCRATCH_UNIT
 
 
 def scratch_tokens(max_model_len: int, max_num_seqs: int) -> int:

@@ -15,6 +15,22 @@ Geometry = tuple[int, int, int, int | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSizes:
+    """The sizes of each head's key and value as they are projected from latents."""
+
+    key_dim: int
+    """Numbers of a query and a key, of which the last ones are rotated."""
+    value_dim: int
+    rope_dim: int
+    """Rotated numbers, which all heads share."""
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether `kernels/triton/attention/projected_prefill.py` serves heads of these sizes."""
+        return self.rope_dim == 64 and self.value_dim in (64, 128, 256) and self.key_dim - self.value_dim in (0, 64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """One kind of attention on this rank. Layers that attend alike have equal specs and share the plans of a step."""
 
@@ -36,6 +52,9 @@ class AttentionSpec:
     value_dim: int | None = None
     """The first `value_dim` numbers of a key are its value, which is not kept apart; None: values have `head_dim`
     numbers of their own."""
+    projected: HeadSizes | None = None
+    """The keys and values that a key is projected to, if it is a latent vector with rotated numbers behind it, so that
+    prompts may be attended as they are projected. None: it is not."""
 
     @property
     def geometry(self) -> Geometry:
@@ -59,6 +78,13 @@ class AttentionSpec:
     def token_bytes(self, kv_dtype: KVDtype) -> int:
         """The bytes of a token's keys and values in one layer."""
         return self.num_parts * token_bytes(self.num_kv_heads, self.head_dim, kv_dtype)
+
+    def projected_size(self) -> int:
+        """The numbers that a latent is projected to for all heads, with the rotated ones; 0: it is not one."""
+        sizes = self.projected
+        if sizes is None:
+            return 0
+        return self.num_heads * (sizes.key_dim - sizes.rope_dim + sizes.value_dim) + sizes.rope_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

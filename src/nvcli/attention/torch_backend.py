@@ -148,7 +148,7 @@ class TorchBackend(AttentionBackend):
             num_blocks = group.block_ids.shape[0]
             k, v = self._scratch[: 2 * num_blocks * k_cache[0].numel()].view(2, num_blocks, *k_cache.shape[1:])
             if spec.value_dim is not None:
-                torch.index_select(k_cache, 0, group.block_ids, out=k)
+                gather_blocks(k_cache, None if scales is None else scales.k, group.block_ids, k)
                 v = k[..., : spec.value_dim]
             elif self.reads_new_keys:
                 torch.index_select(k_cache, 0, group.block_ids, out=k)

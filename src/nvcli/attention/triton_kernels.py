@@ -7,14 +7,14 @@ runs in which requests may share any.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from nvcli.attention.backend import AttentionCase, AttentionLayer
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.kv_layout import scratch_tokens
+from nvcli.attention.kv_layout import projected_scratch_tokens, scratch_tokens
 from nvcli.attention.spec import AttentionSpec, Geometry
 from nvcli.kernels.triton.attention import prefill_choice
 from nvcli.kernels.triton.attention.attention_launch import AttentionShape, LayerInputs
@@ -22,12 +22,16 @@ from nvcli.kernels.triton.attention.decode_attention import DecodeAttention
 from nvcli.kernels.triton.attention.decode_work_list import DecodeWorkList, RowTokens
 from nvcli.kernels.triton.attention.prefill_attention import PrefillAttention, PrefillKind
 from nvcli.kernels.triton.attention.prefill_choice import PrefillKernel, TileLists, attends_prefixes, attends_segments
+from nvcli.kernels.triton.attention.prefill_scratch import ScratchTiles
 from nvcli.kernels.triton.attention.prefill_tiles import Chunks, PrefillTiles, TilePart
+from nvcli.kernels.triton.attention.projected_prefill import ProjectedHeads, ProjectedPrefill
 from nvcli.kernels.triton.attention.segment_attention import SegmentAttention
 from nvcli.kernels.triton.attention.segment_merge import merge_segments
 from nvcli.kernels.triton.attention.segment_work_list import SegmentWorkList
 from nvcli.kernels.triton.attention.token_rows import TokenRows
 
+PROJECTED_NOTE = "prefill attention: the kernel for Hopper GPUs, over keys and values projected from latents"
+"""The note in the log where chunks may attend to projected latents."""
 _PARTS = TilePart.PREFIX, TilePart.REST, TilePart.OTHERS
 """Prefix first; the rest continues its softmax."""
 
@@ -62,6 +66,23 @@ def row_tokens(batch: ForwardBatch) -> RowTokens | None:
     return RowTokens(batch.query_start_loc[: batch.num_decoded_rows + 1], batch.shape.tokens_per_row)
 
 
+def _projected_prefill(case: AttentionCase) -> ProjectedPrefill | None:
+    """Make the kernels for chunks that attend to projected latents; None where a run has none."""
+    spec, sizes = case.specs[0], case.specs[0].projected
+    if case.batch_invariant or case.has_states or len({replace(one, kv_group=0) for one in case.specs}) > 1:
+        return None
+    if sizes is None or not sizes.has_kernels:
+        return None
+    tokens = projected_scratch_tokens(
+        case.max_model_len, case.max_num_batched_tokens, spec.projected_size() * case.dtype.itemsize
+    )
+    return prefill_choice.projected_prefill(
+        attention_shape(case, spec.geometry),
+        ProjectedHeads(spec.num_heads, sizes.key_dim, sizes.value_dim),
+        scratch_tokens=tokens,
+    )
+
+
 class ChunkedPrefill:
     """Prefill attention of all kinds of a run. Where chunks share prefixes, a tile takes tokens of several requests
     over the keys that they share, and then each of these chunks attends to the rest of its keys."""
@@ -85,6 +106,13 @@ class ChunkedPrefill:
                 scratch_tokens=scratch_tokens(case.max_model_len, case.max_num_seqs),
             )
             notes += notes_of_kernel
+        self.projected = _projected_prefill(case)
+        """The kernels for chunks of batches that project latents; None: there are none."""
+        self._projected_tiles: PrefillTiles | None = None
+        if self.projected is not None:
+            notes.append(PROJECTED_NOTE)
+            sizes = {"max_tokens": case.max_num_batched_tokens, "max_chunks": case.max_num_seqs}
+            self._projected_tiles = ScratchTiles(self.projected.tile_key, **sizes, device=case.device)
         self._whole = {kind: [(kernel, self._tiles.of(kernel))] for kind, kernel in self.kernels.items()}
         self.notes = tuple(dict.fromkeys(notes))
         self.prefix_tile_tokens = 0
@@ -112,7 +140,17 @@ class ChunkedPrefill:
             num_tokens=batch.num_tokens - batch.num_decoded_tokens,
             prefixes=batch.prefixes,
         )
-        self._tiles.plan(chunks)
+        if batch.shape.projects_latents:
+            assert self._projected_tiles is not None
+            self._projected_tiles.plan(chunks)
+        else:
+            self._tiles.plan(chunks)
+
+    def run_projected(self, inputs: LayerInputs, weight: Tensor, out: Tensor) -> None:
+        """Attend the chunks of a batch that projects latents as planned; see `AttentionBackend.forward_projected`."""
+        assert self.projected is not None
+        assert self._projected_tiles is not None
+        self.projected.run(inputs, weight, self._projected_tiles, out)
 
     def run(self, spec: AttentionSpec, inputs: LayerInputs, batch: ForwardBatch, out: Tensor) -> None:
         """Attend the chunks as planned."""

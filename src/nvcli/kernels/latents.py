@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nvcli.kernels.fp8_kv import store_heads
 from nvcli.kernels.latent_types import LatentHeads
 from nvcli.kernels.norm import rms_norm
 from nvcli.kernels.rotary import apply_rope
@@ -20,6 +21,7 @@ def rotate_and_store(
     cos_sin: Tensor,
     absorbed: Tensor,
     cache: Tensor,
+    scales: Tensor | None,
     slot_mapping: Tensor,
     heads: LatentHeads,
     *,
@@ -27,11 +29,13 @@ def rotate_and_store(
     eps: float,
     keep_keys: bool,
 ) -> Tensor | None:
-    """Rotate the queries' last numbers into `absorbed`; norm the latent vectors, rotate the keys, and store both.
+    """Rotate the last numbers of the first tokens' queries into `absorbed`, and those of the others where they stand;
+    norm the latent vectors, rotate the keys, and store both.
 
     queries: [T, N, P + R]; latents: [T, L + R], rows may be strided; cos_sin: [T, R] float32, cosines then sines of the
-    R/2 angles; absorbed: [T, N, L + R], contiguous, of which the last R of each head are written; cache: [num_blocks,
-    block_size, 1, L + R], contiguous within each block; slot_mapping: [T] int64, block id × block_size + offset;
+    R/2 angles; absorbed: [first tokens, N, L + R], contiguous, of which the last R of each head are written; cache:
+    [num_blocks, block_size, 1, L + R], contiguous within each block; scales: those of an FP8 cache (`fp8_kv.KVScales`),
+    else None; slot_mapping: [T] int64, block id × block_size + offset;
     weight: [L]. Rotated numbers are left in the order of pairs (i, i + R/2), which scores do not depend on.
 
     Returns what was stored, [T, 1, L + R], or None without `keep_keys`.
@@ -43,12 +47,16 @@ def rotate_and_store(
             queries, latents, cos_sin, absorbed, cache, slot_mapping, heads, weight=weight, eps=eps
         )
         return _stored(cache, slot_mapping) if keep_keys else None
-    absorbed[..., heads.latent_dim :] = _rotate(queries[..., heads.plain_dim :], cos_sin, heads)
+    rotated = _rotate(queries[..., heads.plain_dim :], cos_sin, heads)
+    absorbed[..., heads.latent_dim :] = rotated[: len(absorbed)]
+    queries[len(absorbed) :, :, heads.plain_dim :] = rotated[len(absorbed) :]
     normed = rms_norm(latents[:, : heads.latent_dim], weight, eps)
     turned = _rotate(latents[:, None, heads.latent_dim :], cos_sin, heads)
     keys = torch.cat((normed.unsqueeze(1), turned), dim=-1)
-    block_size = cache.shape[1]
-    cache[slot_mapping // block_size, slot_mapping % block_size] = keys
+    if scales is not None:
+        store_heads(cache, scales, slot_mapping, keys)
+    else:
+        cache[slot_mapping // cache.shape[1], slot_mapping % cache.shape[1]] = keys
     return keys if keep_keys else None
 
 

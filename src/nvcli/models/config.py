@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from nvcli.attention.kv_layout import KVDtype
 from nvcli.core.config_types import KeptWeights
 from nvcli.core.validation import show
 from nvcli.errors import ConfigError
@@ -189,19 +188,6 @@ class ModelConfig:
             raise ConfigError(
                 f"`batch_invariant` is true, and this model ({self.architecture}) has "
                 f"{', and '.join(dict.fromkeys(problems))}: set `batch_invariant` to false"
-            )
-
-    @property
-    def fp8_keys_problem(self) -> str | None:
-        """The reason why keys and values cannot be kept in FP8, for people; None if they can."""
-        problems = (layer.mixer.fp8_keys_problem for layer in self.decoder.layer_kinds)
-        return next(filter(None, problems), None)
-
-    def check_kv_dtype(self, kv_dtype: KVDtype) -> None:
-        """Raise ConfigError if keys and values cannot be kept in this type."""
-        if kv_dtype == "fp8" and (problem := self.fp8_keys_problem) is not None:
-            raise ConfigError(
-                f"`kv_cache_dtype` is fp8, and this model ({self.architecture}) has {problem}: leave it out"
             )
 
     def divides_by(self, size: int) -> bool:

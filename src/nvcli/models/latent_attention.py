@@ -73,20 +73,24 @@ class LatentAttention(TokenMixer):
             assert self.q_norm is not None
             queries = self.q_b_proj(rms_norm(queries, self.q_norm.weight, config.norm_eps), adapters)
         queries = queries.unflatten(1, (heads.num_heads, config.query_dim))
-        weight = self.from_latents.weight.view(heads.num_heads, -1, config.latent_dim)
-        absorbed = torch.empty(
-            len(queries), heads.num_heads, config.key_dim, dtype=queries.dtype, device=queries.device
-        )
-        _by_head(queries[..., : config.plain_dim], weight[:, : config.plain_dim], absorbed[..., : config.latent_dim])
+        from_latents: Tensor = self.from_latents.weight
+        weight = from_latents.view(heads.num_heads, -1, config.latent_dim)
+        # Decode rows come first; the queries of the others stay as they are where keys are projected.
+        num_absorbed = batch.num_decoded_tokens if batch.shape.projects_latents else len(queries)
+        absorbed = queries.new_empty(num_absorbed, heads.num_heads, config.key_dim)
+        plain = queries[:num_absorbed, :, : config.plain_dim]
+        _by_head(plain, weight[:, : config.plain_dim], absorbed[..., : config.latent_dim])
         cos_sin = angles.of(config.rotation)
         assert cos_sin is not None
         cache, values = batch.kv_cache.layer(self.cache_layer)
+        scales = batch.kv_cache.scales(self.cache_layer)
         keys = rotate_and_store(
             queries,
             latents,
             cos_sin,
             absorbed,
             cache,
+            None if scales is None else scales.k,
             batch.slot_mapping[self.spec.kv_group],
             heads,
             weight=self.kv_norm.weight,
@@ -94,13 +98,21 @@ class LatentAttention(TokenMixer):
             keep_keys=batch.backend.reads_new_keys,
         )
         if batch.key_copies is not None:
-            copy_keys(cache, values, None, batch.key_copies.of_groups[self.spec.kv_group])
+            copy_keys(cache, values, scales, batch.key_copies.of_groups[self.spec.kv_group])
+        projected_queries = queries[num_absorbed:]
         if self.query_scales is not None:
-            absorbed = (absorbed * self.query_scales(batch.positions)).to(absorbed.dtype)
-        new_values = absorbed if keys is None else keys[..., : config.latent_dim]
-        attended = batch.backend.forward(self.spec, self.cache_layer, absorbed, keys, new_values, batch)
-        out = torch.empty(len(queries), heads.num_heads, config.value_dim, dtype=attended.dtype, device=attended.device)
-        _by_head(attended, weight[:, config.plain_dim :].transpose(1, 2), out)
+            scales = self.query_scales(batch.positions)
+            absorbed = (absorbed * scales[:num_absorbed]).to(absorbed.dtype)
+            projected_queries = (projected_queries * scales[num_absorbed:]).to(queries.dtype)
+        out: Tensor = queries.new_empty(len(queries), heads.num_heads, config.value_dim)
+        if num_absorbed:
+            new_values = absorbed if keys is None else keys[..., : config.latent_dim]
+            attended = batch.backend.forward(self.spec, self.cache_layer, absorbed, keys, new_values, batch)
+            _by_head(attended, weight[:, config.plain_dim :].transpose(1, 2), out[:num_absorbed])
+        if batch.shape.projects_latents:
+            batch.backend.forward_projected(
+                self.spec, self.cache_layer, projected_queries, from_latents, batch, out[num_absorbed:]
+            )
         return out.flatten(1)
 
 

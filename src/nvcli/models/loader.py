@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from nvcli.attention.spec import AttentionSpec
 from nvcli.errors import LoadError
 from nvcli.kernels.fp8_types import FP8, FP8_MAX
 from nvcli.kernels.w4 import join_scales
@@ -144,6 +145,7 @@ def assignments_of(model: CausalLM) -> Iterator[Assignment]:
 
 def read_kv_scales(model: CausalLM, weights: CheckpointWeights) -> dict[int, list[float]]:
     """Read a checkpoint's scales for an FP8 KV cache: those of keys and values, by the layer's index in the stage.
+    Latents have scales of their own in any case.
 
     Raises LoadError for scales that are not positive numbers, for more than one per layer, and for files that cannot be
     read.
@@ -154,7 +156,8 @@ def read_kv_scales(model: CausalLM, weights: CheckpointWeights) -> dict[int, lis
         of_layer = found.get(number)
         if of_layer is None or of_layer.k is None or of_layer.v is None:
             continue
-        if not model.mixers[index].spec.is_state and model.config.layers[number].mixer.reads_kv_of is None:
+        spec, reads_own = model.mixers[index].spec, model.config.layers[number].mixer.reads_kv_of is None
+        if isinstance(spec, AttentionSpec) and spec.value_dim is None and reads_own:
             scales[index] = [_read_scale(info) for info in (of_layer.k, of_layer.v)]
     return scales
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from nvcli.attention.kv_layout import SCRATCH_UNIT, scratch_tokens
-from nvcli.attention.spec import StateSpec, attention_kinds
+from nvcli.attention.kv_layout import SCRATCH_UNIT, projected_scratch_tokens, scratch_tokens
+from nvcli.attention.spec import AttentionSpec, StateSpec, attention_kinds
 from nvcli.core.engine_config import ANSWER_TABLE_BYTES, EngineConfig
 from nvcli.core.messages import MemoryUse
 from nvcli.models.config import ModelConfig
@@ -169,6 +169,8 @@ def _graphs(config: EngineConfig, model: ModelConfig, *, samples: bool) -> int:
         * (1 + may_share_prefixes(size, config.max_shared_rows, most_tokens))
         for size in (*sizes, *of_head)
     )
+    if _projected_row_bytes(config, model):  # steps whose chunks are attended without projecting latents
+        num_graphs += sum(0 < size[2] <= most_tokens for size in (*sizes, *of_head))
     num_graphs += _num_draft_graphs(config)
     if config.placed_adapters:  # steps with adapters and steps without them
         num_graphs *= 2
@@ -208,11 +210,29 @@ def _kept_states(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_draft_step_tokens * of_token
 
 
+def _projected_row_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """Return the bytes of a token in the scratch of `kernels/triton/attention/projected_prefill.py`; 0: there is none,
+    as on GPUs other than Hopper's, which have so much more room than planned."""
+    takes = config.dtype != "float32" and config.attention_backend in ("auto", "triton")
+    takes = takes and (config.kv_dtype == config.dtype or (config.kv_dtype, config.dtype) == ("fp8", "bfloat16"))
+    if not takes or config.batch_invariant or config.block_size % SCRATCH_UNIT:
+        return 0
+    kinds_of_layers = model.decoder.layer_kinds
+    specs = {mixer.kv_spec(config.tensor_parallel_size) for layer in kinds_of_layers for mixer in layer.mixers}
+    if len(specs) != 1 or not isinstance(spec := specs.pop(), AttentionSpec):
+        return 0
+    if spec.projected is None or not spec.projected.has_kernels:
+        return 0
+    return spec.projected_size() * DTYPE_BYTES[config.dtype]
+
+
 def _prefill_scratch(config: EngineConfig, model: ModelConfig) -> int:
-    """Return the size of the bfloat16 copies of FP8 keys and values that the kernel for Hopper GPUs attends to, if
-    `kernels/triton/attention/prefill_choice.py` chooses it. Other GPUs have none, and so this much more room than
-    planned."""
+    """Return the size of what the kernel for Hopper GPUs attends to in place of the cache: bfloat16 copies of FP8 keys
+    and values, or what latents are projected to, if `kernels/triton/attention/prefill_choice.py` chooses it. Other
+    GPUs have none, and so this much more room than planned."""
     backend = config.attention_backend.partition(":")[0]
+    if row_bytes := _projected_row_bytes(config, model):
+        return row_bytes * projected_scratch_tokens(config.max_model_len, config.max_num_batched_tokens, row_bytes)
     takes = config.kv_dtype == "fp8" and config.dtype == "bfloat16" and backend in ("auto", "triton")
     if not takes or config.batch_invariant or config.block_size % SCRATCH_UNIT:
         return 0

@@ -151,7 +151,6 @@ def resolve_engine_config(
     if max_num_batched_tokens is None:
         max_num_batched_tokens = max(default_batched_tokens(model, device), run.max_num_seqs)
     attention_backend = attention_choice(run.attention_backend)
-    model.check_kv_dtype(kv_dtype(run.kv_cache_dtype, dtype))
     if run.batch_invariant:
         _check_batch_invariant(run, model, dtype, attention_backend)
     if run.fp8_accumulation == "fast":

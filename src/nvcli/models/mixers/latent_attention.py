@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from nvcli.attention.kv_layout import KVDtype
-from nvcli.attention.spec import AttentionSpec
+from nvcli.attention.spec import AttentionSpec, HeadSizes
 from nvcli.core.config_types import KeptWeights
 from nvcli.models.mixers.attention import QueryScaling
 from nvcli.models.mixers.mixer import LayerContext, Mixer, MixerCosts, Piece, Ranks, Rotation
@@ -73,10 +73,6 @@ class LatentAttentionConfig(Mixer):
     def batch_dependence(self) -> str | None:
         return "latent attention, whose products for all heads depend on the number of rows"
 
-    @property
-    def fp8_keys_problem(self) -> str | None:
-        return "latent attention, whose latent vectors are kept in the model's type"
-
     def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> AttentionSpec:
         return AttentionSpec(
             num_heads=self.num_heads // tensor_parallel_size,
@@ -85,6 +81,7 @@ class LatentAttentionConfig(Mixer):
             scale=self.scale,
             kv_group=kv_group,
             value_dim=self.latent_dim,
+            projected=HeadSizes(key_dim=self.query_dim, value_dim=self.value_dim, rope_dim=self.rope_dim),
         )
 
     def costs(self, num_layers: int, dtype: StoredDtype, kv_dtype: KVDtype, tensor_parallel_size: int) -> MixerCosts:

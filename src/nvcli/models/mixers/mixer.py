@@ -188,11 +188,6 @@ class Mixer(Block):
         """How it rotates queries and keys; None: not at all."""
         return None
 
-    @property
-    def fp8_keys_problem(self) -> str | None:
-        """The reason why its keys and values cannot be kept in FP8, for people; None: they can, or it has none."""
-        return None
-
     @abstractmethod
     def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> CacheSpec:
         """Return the spec of the KV cache that it keeps on one rank, or reads from another layer."""

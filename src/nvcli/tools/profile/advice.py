@@ -127,7 +127,7 @@ def _candidates(config: EngineConfig, model: ModelConfig, longest: int | None) -
     if config.kv_cache_memory is not None:
         yield {"kv_cache_memory": 2 * config.kv_cache_memory}, "twice the cache"
         yield {"kv_cache_memory": None}, "what gpu_memory_utilization leaves"
-        if _takes_fp8(config, model):
+        if _takes_fp8(config):
             yield fp8
         return
     if config.gpu_memory_utilization < _HIGH_UTILIZATION:
@@ -139,7 +139,7 @@ def _candidates(config: EngineConfig, model: ModelConfig, longest: int | None) -
         yield {"max_model_len": longest}, "the input's longest request; smaller tables"
     if not config.enforce_eager:
         yield {"enforce_eager": True}, "no CUDA graphs; small batches get slower"
-    if _takes_fp8(config, model):
+    if _takes_fp8(config):
         yield fp8
     if _can_keep("w4a16", config, model):
         yield {"quantization": "w4a16"}, "linear layers in the checkpoint's 4 bits; large batches get slower"
@@ -154,10 +154,10 @@ def _candidates(config: EngineConfig, model: ModelConfig, longest: int | None) -
             yield {"tensor_parallel_size": size}, "weights and cache are spread over more GPUs"
 
 
-def _takes_fp8(config: EngineConfig, model: ModelConfig) -> bool:
+def _takes_fp8(config: EngineConfig) -> bool:
     """Whether a run's keys and values could be kept in FP8 and are not yet."""
     has_backend = set(config.attention_backend.split(":")) <= {"auto", "triton", "torch"}
-    is_possible = has_backend and not config.batch_invariant and model.fp8_keys_problem is None
+    is_possible = has_backend and not config.batch_invariant
     return config.kv_dtype != "fp8" and is_possible
 
 

@@ -58,16 +58,27 @@ class GraphShapes:
         late = [
             replace(shape, shares_segments=True) for shape in at_start if may_share(shape.decode_rows, max_shared_rows)
         ]
+        most_tokens = launch_bound_tokens(model, config.tensor_parallel_size)
+        absorbed: list[BatchShape] = []
+        if backend.can_project:  # few steps have chunks whose keys are not projected
+            absorbed = [shape for shape in at_start if 0 < shape.prefill_tokens <= most_tokens]
+            late = [replace(shape, projects_latents=shape.prefill_rows > 0) for shape in late]
+            at_start = [replace(shape, projects_latents=shape.prefill_rows > 0) for shape in at_start]
         # Chunks that share prefixes are short, so there may be many of them.
         most_shared = config.max_shared_rows if shares_prefixes else 0
-        most_tokens = launch_bound_tokens(model, config.tensor_parallel_size)
         late += [
-            replace(shape, shares_prefixes=True, prefill_rows=min(config.max_num_seqs, shape.prefill_tokens))
+            replace(
+                shape,
+                shares_prefixes=True,
+                projects_latents=False,
+                prefill_rows=min(config.max_num_seqs, shape.prefill_tokens),
+            )
             for shape in at_start + late
             if may_share_prefixes(
                 (shape.decode_rows, shape.prefill_rows, shape.prefill_tokens), most_shared, most_tokens
             )
         ]
+        late += absorbed
         has_head = bool(draft_widths) and config.draft_head is not None
         if has_head:  # it takes in steps with prompts while it is of use, and those with drafts
             with_prompts = [shape for shape in at_start if shape.prefill_rows]

@@ -353,6 +353,7 @@ class ModelRunner:
             self.device,
             max_shared_rows=self._max_shared_rows,
             shares_prefixes=self._prefix_tile_tokens > 0,
+            projects_latents=self.backend.can_project,
             draft_widths=self._draft_widths,
             num_places=self._adapters.num_places,
         )

@@ -101,7 +101,7 @@ class StepRunner:
         """Run one step, or queue it on the GPU; never wait for the device. Returns None in a stage that is not the
         last."""
         self._masks.begin(step)
-        shape = exact_shape(step)
+        shape = self._backend.choose_shape(exact_shape(step), unpack_ids(step.num_tokens), unpack_ids(step.seq_lens))
         queries = self._reader.plan(step) if step.queries else None
         graphs = None if queries is not None or step.copies_new_keys else self._graphs
         padded = None if graphs is None else graphs.padded_shape(shape)

@@ -32,11 +32,13 @@ def run_largest_batches(
     *,
     max_shared_rows: int,
     shares_prefixes: bool,
+    projects_latents: bool = False,
     draft_widths: Sequence[int] = (),
     num_places: int = 0,
 ) -> None:
     """Run the steps that exercise a rank with `launch`, the largest first. Up to `max_shared_rows` requests may share
-    segments of keys and, with `shares_prefixes`, chunks a prefix. Decode rows with drafts have as many tokens as
+    segments of keys and, with `shares_prefixes`, chunks a prefix. With `projects_latents` long chunks may be attended
+    in another way than short ones. Decode rows with drafts have as many tokens as
     `draft_widths` lists. Requests have LoRA adapters in `num_places` places. Raises LimitsTooHigh if memory runs out.
 
     A CPU's KV cache has its own budget, so there a small batch is enough, to load everything that loads lazily.
@@ -53,6 +55,7 @@ def run_largest_batches(
         num_seqs,
         num_sharing,
         shares_prefixes=shares_prefixes,
+        projects_latents=projects_latents,
         drafts=drafts,
         num_places=num_places,
     ):
@@ -73,6 +76,7 @@ def warm_up_steps(
     num_sharing: int,
     *,
     shares_prefixes: bool = False,
+    projects_latents: bool = False,
     drafts: Sequence[tuple[int, int]] = (),
     num_places: int = 0,
 ) -> Iterator[StepInput]:
@@ -81,7 +85,8 @@ def warm_up_steps(
     its tokens and copies keys within its layers; the others copy before their layers.
 
     If `num_sharing` requests may share segments of keys (0: none), steps that read these once for all follow, with this
-    many requests and with fewer. With `shares_prefixes` a step has two chunks that share a block. The last steps have
+    many requests and with fewer. With `shares_prefixes` a step has two chunks that share a block, and with
+    `projects_latents` one has a chunk of one token. The last steps have
     `drafts`: (most rows, tokens per row) of each step with drafts, which may share segments too; there are also steps
     with fewer rows. Requests have adapters in `num_places` places (0: none).
     """
@@ -91,6 +96,8 @@ def warm_up_steps(
         yield make(_prompt_lens(config, fewer), num_decodes=0)
     if num_tokens > _MIDDLING_TOKENS:
         yield make(_prompt_lens(config, _MIDDLING_TOKENS), num_decodes=0)
+    if projects_latents:
+        yield make([1], num_decodes=0)
     # Slots filled again start at length 0: every request decodes its first token.
     for rows in (num_seqs, *(_fewer(num_seqs) if config.enforce_eager else ())):  # a graph's capture runs its own
         yield make([1] * rows, num_decodes=rows)

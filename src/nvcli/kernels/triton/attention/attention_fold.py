@@ -26,6 +26,11 @@ ITEM_FIELDS = tl.constexpr(8)
 """The int32 fields of a work list's entry; together they fill one 32-byte sector of memory."""
 
 
+def hopper_keys(head_dim: int) -> int:
+    """Return the keys of a tile of `hopper_prefill_kernel.py`: as many as shared memory has room for."""
+    return 128 if head_dim <= 128 else 64
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionKind:
     """The compile-time properties of an attention kernel, except its tile sizes. Kernels take it as one constant."""
@@ -35,7 +40,8 @@ class AttentionKind:
     """Query heads for each KV head."""
     head_dim: int
     tail_dim: int
-    """Numbers of queries and keys behind the first `head_dim`, which are then the value; 0: values lie apart."""
+    """Numbers of queries and keys behind the first `head_dim`, which are then the value, unless there is a
+    `shared_column`; 0: there are none, and values lie apart."""
     block_size: int
     """Tokens of a block of the cache, [num_blocks, block_size, KV, D and the tail]; in FP8 each block is followed by
     its scales."""
@@ -52,6 +58,17 @@ class AttentionKind:
     """Whether the scales of FP8 keys are loaded one tile ahead."""
     on_gpu: bool
     """False in the interpreter, which cannot run inline assembly."""
+    row_size: int
+    """Elements from one token of a block to the next."""
+    head_stride: int
+    """Elements from the key of one head to that of the next."""
+    shared_column: int
+    """The place in a token's row of the last 64 numbers of all heads' keys; 0: each head has its own."""
+
+    @property
+    def hopper_keys(self) -> int:
+        """Keys of a tile of `hopper_prefill_kernel.py`."""
+        return hopper_keys(self.head_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +121,17 @@ def load_query(q, k_cache, token, head, is_row, q_stride, scale_log2, KIND: tl.c
 
 
 @triton.jit
-def load_query_tail(q, k_cache, token, head, is_row, q_stride, KIND: tl.constexpr):
-    """Load the tails of the rows' queries, [ROWS, tail]; the arguments are those of `load_query`."""
+def load_query_tail(q, k_cache, token, head, is_row, q_stride, unit, scale_log2, KIND: tl.constexpr):
+    """Load the tails of the rows' queries, [ROWS, tail]; the arguments are those of `load_query`, and what it
+    returned."""
     places = token * q_stride + head * (KIND.head_dim + KIND.tail_dim) + KIND.head_dim
     tail = tl.load(q + places[:, None] + tl.arange(0, KIND.tail_dim)[None, :], mask=is_row[:, None], other=0.0)
-    return tail.to(k_cache.dtype.element_ty)
+    if k_cache.dtype.element_ty == tl.float8e4nv:
+        OPERAND: tl.constexpr = tl.float32 if tail.dtype.is_fp32() else tl.float16
+        tail = (tail.to(tl.float32) * (scale_log2 / unit)[:, None]).to(OPERAND)
+    else:
+        tail = tail.to(k_cache.dtype.element_ty)
+    return tail
 
 
 @triton.jit
@@ -125,11 +148,12 @@ def _load_scales(k_cache, v_cache, table, start, end, kv_head, KIND: tl.constexp
     else:
         block = tl.load(table + tl.minimum(keys, tl.maximum(end - 1, 0)) // KIND.block_size)
     block, offset = block.to(tl.int64), keys % KIND.block_size
+    KEY_DIM: tl.constexpr = KIND.head_dim + KIND.tail_dim
     k_scales = scale_pointers(
-        k_cache, block, offset, kv_head, KIND.num_kv_heads, KIND.head_dim, KIND.block_size, KIND.block_stride
+        k_cache, block, offset, kv_head, KIND.num_kv_heads, KEY_DIM, KIND.block_size, KIND.block_stride
     )
     v_scales = scale_pointers(
-        v_cache, block, offset, kv_head, KIND.num_kv_heads, KIND.head_dim, KIND.block_size, KIND.block_stride
+        v_cache, block, offset, kv_head, KIND.num_kv_heads, KEY_DIM, KIND.block_size, KIND.block_stride
     )
     return tl.load(k_scales, mask=keys < end, other=0.0), tl.load(v_scales, mask=keys < end, other=0.0)
 
@@ -226,6 +250,8 @@ def fold_keys(
                 key_tail = tl.load(k_cache + tail_offset, mask=is_read[:, None], other=0.0)
             else:
                 key_tail = tl.load(k_cache + tail_offset)
+            if IS_FP8:
+                key_tail = key_tail.to(tail.dtype)
             scores = tl.dot(tail, key_tail.T, scores, input_precision="ieee")
         if IS_FP8:
             scores = scores * key_scale.to(tl.float32)[None, :]
@@ -277,7 +303,7 @@ def fold_keys(
                 value = tl.load(v_cache + cache_offset, mask=is_read[:, None], other=0.0)
             else:
                 value = tl.load(v_cache + cache_offset)
-            if IS_FP8:
+            if IS_FP8 and KIND.tail_dim == 0:
                 value = value.to(query.dtype)
             acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
     if IN_WORDS:

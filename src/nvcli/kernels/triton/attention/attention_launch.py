@@ -30,7 +30,11 @@ class AttentionShape:
     """The cache's type."""
     device: torch.device
     tail_dim: int = 0
-    """Numbers of queries and keys behind the first `head_dim`, which are then the value; 0: values lie apart."""
+    """Numbers of queries and keys behind the first `head_dim`, which are then the value, unless there is a
+    `shared_column`; 0: there are none, and values lie apart."""
+    shared_column: int = 0
+    """The place in a token's row of the cache of the last 64 numbers of all heads' keys; values then lie apart, and
+    heads as far from each other as the cache's strides say. 0: each head has its own."""
 
     @property
     def group(self) -> int:
@@ -121,12 +125,14 @@ class AttentionLauncher:
     def _kind(self, layer: LayerInputs) -> AttentionKind:
         """Check that heads are laid out as kernels read them, and return the layer's kind."""
         shape, strides = self.shape, layer.k_cache.stride()
-        key_dim = shape.head_dim + shape.tail_dim
-        row_size = shape.num_kv_heads * key_dim
+        key_dim, has_shared = shape.head_dim + shape.tail_dim, shape.shared_column > 0
+        row_size = strides[1] if has_shared else shape.num_kv_heads * key_dim
         assert layer.q.stride()[1:] == (key_dim, 1)
         assert strides == layer.v_cache.stride()
-        assert strides[1:] == (row_size, key_dim, 1)
-        assert self._by_tma is None or (layer.window is None and strides[0] % row_size == 0 and not shape.tail_dim)
+        assert has_shared or strides[1:] == (row_size, key_dim, 1)
+        assert not has_shared or self._by_tma is not None
+        assert self._by_tma is None or (layer.window is None and strides[0] % row_size == 0)
+        assert self._by_tma is None or has_shared or not shape.tail_dim
         return AttentionKind(
             num_kv_heads=shape.num_kv_heads,
             group=shape.group,
@@ -140,6 +146,9 @@ class AttentionLauncher:
             is_invariant=self._is_invariant,
             loads_ahead=_loads_ahead(shape.device),
             on_gpu=layer.q.is_cuda,
+            row_size=strides[1],
+            head_stride=strides[2],
+            shared_column=shape.shared_column,
         )
 
     def _describe(self, cache: Tensor) -> Any:

@@ -61,6 +61,7 @@ def _load_direct_kernel(shape: AttentionShape, align: int) -> JITFunction[...] |
         and torch.cuda.get_device_capability(shape.device) >= (8, 9)
         and has_known_gluon()
         and shape.head_dim in (64, 128)
+        and shape.tail_dim == 0
         and shape.group <= 8
         and align % _DIRECT_TILE == 0
         and shape.dtype.itemsize == 2

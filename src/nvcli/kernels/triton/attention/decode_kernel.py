@@ -32,7 +32,7 @@ _LEAST = tl.constexpr(-1e30)
 _REDUCE_STAGES = tl.constexpr(3)
 """Number of chunks whose results are loaded at a time, where that fits in shared memory."""
 _MOST_STAGED = tl.constexpr(8192)
-"""The most numbers of a tile's results of which several are loaded at a time."""
+"""The most numbers of a tile's results in a chunk that are loaded at a time."""
 
 
 @triton.jit(do_not_specialize=["window", "block_table_stride"], do_not_specialize_on_alignment=["block_tables"])
@@ -121,7 +121,7 @@ def decode_attention_kernel(
     query, unit = load_query(q, k_cache, token, head, is_query, q_stride, scale_log2, KIND)
     tail = None
     if KIND.tail_dim:
-        tail = load_query_tail(q, k_cache, token, head, is_query, q_stride, KIND)
+        tail = load_query_tail(q, k_cache, token, head, is_query, q_stride, unit, scale_log2, KIND)
     weight_sum = tl.zeros([ROWS], tl.float32)
     acc_unit = tl.zeros([ROWS], tl.float32)
     if KIND.has_sinks:
@@ -132,7 +132,8 @@ def decode_attention_kernel(
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     highest, weight_sum, acc, acc_unit = fold_keys(
         query, tail, unit, highest, weight_sum, acc, acc_unit, k_cache, v_cache, table, kv_head, begin, end, None,
-        first_seen, firsts, lasts, KIND, TILE.keys, TILE.num_stages, True, IS_FP8 and starts is None,
+        first_seen, firsts, lasts, KIND, TILE.keys, TILE.num_stages, True,
+        IS_FP8 and starts is None and KIND.tail_dim == 0,
     )  # fmt: skip
     acc = weighted_mean(acc, weight_sum, acc_unit, IS_FP8)
 
@@ -151,7 +152,7 @@ def decode_attention_kernel(
         arrived = tl.atomic_add(arrivals + place, 1, sem="acq_rel")
         if arrived == num_chunks - 1:
             tl.store(arrivals + place, 0)  # for the next layer
-            if starts is None:
+            if starts is None and KIND.tail_dim == 0:
                 out_row = out + row.to(tl.int64) * (KIND.num_kv_heads * KIND.group * HEAD_DIM)
                 _reduce_chunks(
                     out_row, log_sums, partial_out, partial_lse, row, tl.load(item + 4), num_chunks, kv_head, KIND
@@ -159,7 +160,7 @@ def decode_attention_kernel(
             else:
                 _reduce_tile(
                     out, log_sums, partial_out, partial_lse, out_head, is_query, first_partial, num_places, num_chunks,
-                    ROWS, HEAD_DIM,
+                    PARTIALS, ROWS, HEAD_DIM,
                 )  # fmt: skip
 
 
@@ -216,31 +217,33 @@ def _reduce_tile(
     first_partial,  # the tile's results in the row's first chunk, in tiles
     num_places,  # tiles of a chunk's results
     num_chunks,
+    PARTIALS: tl.constexpr,  # results of a tile in a chunk
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
     """Combine the partial results of a tile of queries into their outputs, one chunk at a time."""
+    WIDTH: tl.constexpr = HEAD_DIM if ROWS * HEAD_DIM <= _MOST_STAGED else _MOST_STAGED // ROWS
     lanes = tl.arange(0, ROWS)
-    dims = tl.arange(0, HEAD_DIM)
-    highest = tl.full([ROWS], _LEAST, tl.float32)
-    weight_sum = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
-    STAGES: tl.constexpr = _REDUCE_STAGES if ROWS * HEAD_DIM <= _MOST_STAGED else 1
-    for chunk in tl.range(0, num_chunks, num_stages=STAGES):
-        partial = (first_partial + chunk * num_places) * ROWS + lanes
-        # .cg bypasses the L1 cache, which may hold values from before the other programs stored theirs.
-        lse = tl.load(partial_lse + partial, mask=is_query, other=-float("inf"), cache_modifier=".cg")
-        value = tl.load(
-            partial_out + partial[:, None] * HEAD_DIM + dims[None, :],
-            mask=is_query[:, None], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        new_highest = tl.maximum(highest, lse)
-        decay = tl.exp2(highest - new_highest)
-        weight = tl.exp2(lse - new_highest)
-        weight_sum = weight_sum * decay + weight
-        acc = acc * decay[:, None] + value * weight[:, None]
-        highest = new_highest
-    acc = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
-    tl.store(out + out_head[:, None] * HEAD_DIM + dims[None, :], acc.to(out.dtype.element_ty), is_query[:, None])
+    for first_dim in tl.static_range(0, HEAD_DIM, WIDTH):
+        dims = first_dim + tl.arange(0, WIDTH)
+        highest = tl.full([ROWS], _LEAST, tl.float32)
+        weight_sum = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, WIDTH], tl.float32)
+        for chunk in tl.range(0, num_chunks, num_stages=_REDUCE_STAGES):
+            partial = (first_partial + chunk * num_places) * PARTIALS + lanes
+            # .cg bypasses the L1 cache, which may hold values from before the other programs stored theirs.
+            lse = tl.load(partial_lse + partial, mask=is_query, other=-float("inf"), cache_modifier=".cg")
+            value = tl.load(
+                partial_out + partial[:, None] * HEAD_DIM + dims[None, :],
+                mask=is_query[:, None], other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            new_highest = tl.maximum(highest, lse)
+            decay = tl.exp2(highest - new_highest)
+            weight = tl.exp2(lse - new_highest)
+            weight_sum = weight_sum * decay + weight
+            acc = acc * decay[:, None] + value * weight[:, None]
+            highest = new_highest
+        acc = acc / tl.where(weight_sum > 0, weight_sum, 1.0)[:, None]
+        tl.store(out + out_head[:, None] * HEAD_DIM + dims[None, :], acc.to(out.dtype.element_ty), is_query[:, None])
     if log_sums is not None:
         tl.store(log_sums + out_head, highest + tl.log2(weight_sum), mask=is_query)

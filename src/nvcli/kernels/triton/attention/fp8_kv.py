@@ -87,6 +87,14 @@ def quantise_heads(first, second, static_scale, STATIC: tl.constexpr):
 
 
 @triton.jit
+def divide_by_scale(x, amax):
+    """Divide numbers, float32, by the scale of a head whose largest one is `amax`: → the numbers, to be rounded to
+    e4m3, and the scale in bfloat16; see `kernels/fp8_kv.py`."""
+    scale = (tl.maximum(amax, 1e-30) * (1 / 448.0)).to(tl.bfloat16)
+    return _clamped(x * tl.div_rn(1.0, scale.to(tl.float32))), scale
+
+
+@triton.jit
 def _clamped(x):
     """Clamp to the range of e4m3; NaN stays NaN."""
     return tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)

@@ -38,8 +38,6 @@ from nvcli.kernels.triton.launch.triton_version import reinterpret, tma_load
 _LOG2_E = gl.constexpr(1.4426950408889634)
 ROWS = gl.constexpr(128)
 """Rows of a tile, half of them for each group of warps."""
-KEYS = gl.constexpr(128)
-"""Keys of a tile."""
 PART = gl.constexpr(64)
 """Keys and columns of what one TMA load brings: 64 columns of 16 bits are the 128 bytes of its swizzle."""
 _STAGES = gl.constexpr(2)
@@ -69,6 +67,7 @@ def _read_tile(tiles, members, item, KIND: gl.constexpr, IS_PREFIX: gl.constexpr
 
     Of a segment: the slot of the tile's first row, 0, the place of its first member and their number, 0, the keys that
     count as those of a prefix do, and the first key: that of the segment's chunk, from which the others count."""
+    KEYS: gl.constexpr = KIND.hopper_keys
     tile = tiles + item // KIND.num_kv_heads * ITEM_FIELDS
     if members is not None:
         first_member = gl.load(tile) + gl.load(tile + 1)
@@ -111,16 +110,23 @@ def _load(cache, work, k_stages, v_stages, KIND: gl.constexpr, IS_PREFIX: gl.con
     `attend_tiles` makes the other arguments."""
     k_desc, v_desc, v_cache, block_tables, block_table_stride = cache
     tiles, members, _first_partials, num_items, num_programs = work
-    k_smem, k_full, k_free = k_stages
+    k_smem, k_tail_smem, k_full, k_free = k_stages
     v_smem, v_full, v_free = v_stages
+    KEYS: gl.constexpr = KIND.hopper_keys
+    HALVES: gl.constexpr = KEYS // PART
     PANELS: gl.constexpr = KIND.head_dim // PART
-    NUM_BYTES: gl.constexpr = KEYS * KIND.head_dim * 2
-    ROW_STRIDE: gl.constexpr = KIND.num_kv_heads * KIND.head_dim
+    KEY_BYTES: gl.constexpr = KEYS * (KIND.head_dim + KIND.tail_dim) * 2
+    VALUE_BYTES: gl.constexpr = KEYS * KIND.head_dim * 2
+    ROW_STRIDE: gl.constexpr = KIND.row_size
     BLOCK_SIZE: gl.constexpr = KIND.block_size
     BLOCK_ROWS: gl.constexpr = KIND.block_stride // ROW_STRIDE
-    # A tile of keys lies in shared memory as panels of 64 columns, each of its two halves one behind the other.
-    k_parts = reinterpret(k_smem, k_smem.dtype, [_STAGES * PANELS * 2, PART, PART], k_desc.layout)
-    v_parts = reinterpret(v_smem, v_smem.dtype, [_STAGES * PANELS * 2, PART, PART], v_desc.layout)
+    # The last panel of keys may be one that all heads share.
+    OWN_PANELS: gl.constexpr = PANELS - 1 if KIND.shared_column > 0 and KIND.tail_dim == 0 else PANELS
+    # A tile of keys lies in shared memory as panels of 64 columns, each of its halves one behind the other.
+    k_parts = reinterpret(k_smem, k_smem.dtype, [_STAGES * PANELS * HALVES, PART, PART], k_desc.layout)
+    v_parts = reinterpret(v_smem, v_smem.dtype, [_STAGES * PANELS * HALVES, PART, PART], v_desc.layout)
+    if KIND.tail_dim > 0:
+        tail_parts = reinterpret(k_tail_smem, k_tail_smem.dtype, [_STAGES * HALVES, PART, PART], k_desc.layout)
     i = 0
     step = 0
     item = _item(step, num_programs)
@@ -129,7 +135,7 @@ def _load(cache, work, k_stages, v_stages, KIND: gl.constexpr, IS_PREFIX: gl.con
         table = block_tables + slot.to(gl.int64) * block_table_stride + first_key // BLOCK_SIZE
         last_key = gl.maximum(num_keys - 1, 0)
         num_masked = gl.maximum(gl.cdiv(end - full, KEYS), 1)
-        column = item % KIND.num_kv_heads * KIND.head_dim
+        column = item % KIND.num_kv_heads * KIND.head_stride
         # The next blocks' ids are loaded ahead of their use.
         block = gl.load(table + gl.minimum(full, last_key) // BLOCK_SIZE)
         second_block = gl.load(table + gl.minimum(full + PART, last_key) // BLOCK_SIZE)
@@ -144,32 +150,41 @@ def _load(cache, work, k_stages, v_stages, KIND: gl.constexpr, IS_PREFIX: gl.con
             stage, phase = _stage(i)
             i += 1
             mbarrier.wait(k_free.index(stage), phase ^ 1)
-            mbarrier.expect(k_full.index(stage), NUM_BYTES)
+            mbarrier.expect(k_full.index(stage), KEY_BYTES)
+            full_bar = k_full.index(stage)
             for panel in gl.static_range(PANELS):
-                at = (stage * PANELS + panel) * 2
+                at = (stage * PANELS + panel) * HALVES
                 place = column + panel * PART
-                full_bar = k_full.index(stage)
+                if panel >= OWN_PANELS:
+                    place = KIND.shared_column
                 tma_load(k_desc, [row, place], full_bar, k_parts.index(at))
-                tma_load(k_desc, [second_row, place], full_bar, k_parts.index(at + 1))
+                if HALVES == 2:
+                    tma_load(k_desc, [second_row, place], full_bar, k_parts.index(at + 1))
+            if KIND.tail_dim > 0:
+                tma_load(k_desc, [row, KIND.shared_column], full_bar, tail_parts.index(stage * HALVES))
+                if HALVES == 2:
+                    tma_load(k_desc, [second_row, KIND.shared_column], full_bar, tail_parts.index(stage * HALVES + 1))
             mbarrier.wait(v_free.index(stage), phase ^ 1)
             if start + KEYS <= end:
-                mbarrier.expect(v_full.index(stage), NUM_BYTES)
+                mbarrier.expect(v_full.index(stage), VALUE_BYTES)
                 for panel in gl.static_range(PANELS):
-                    at = (stage * PANELS + panel) * 2
+                    at = (stage * PANELS + panel) * HALVES
                     place = column + panel * PART
                     full_bar = v_full.index(stage)
                     tma_load(v_desc, [row, place], full_bar, v_parts.index(at))
-                    tma_load(v_desc, [second_row, place], full_bar, v_parts.index(at + 1))
+                    if HALVES == 2:
+                        tma_load(v_desc, [second_row, place], full_bar, v_parts.index(at + 1))
             else:
                 # Behind the last key lies what an earlier owner of the block left: 0 × NaN would be NaN.
                 offset = row.to(gl.int64) * ROW_STRIDE + column
                 second_offset = second_row.to(gl.int64) * ROW_STRIDE + column
                 left = end - start
                 for panel in gl.static_range(PANELS):
-                    at = (stage * PANELS + panel) * 2
+                    at = (stage * PANELS + panel) * HALVES
                     shift = panel * PART
                     _copy_part(v_cache, offset + shift, ROW_STRIDE, left, v_parts.index(at))
-                    _copy_part(v_cache, second_offset + shift, ROW_STRIDE, left - PART, v_parts.index(at + 1))
+                    if HALVES == 2:
+                        _copy_part(v_cache, second_offset + shift, ROW_STRIDE, left - PART, v_parts.index(at + 1))
                 fence_async_shared()
                 mbarrier.arrive(v_full.index(stage), count=1)
         step += 1
@@ -202,16 +217,28 @@ def _weights(scores, highest, weight_sum, keys, positions, scale_log2, MASKED: g
 
 
 @gluon.jit
-def _masked_weights(query, k_stages, i, keys, positions, scale_log2, acc, highest, weight_sum, KIND: gl.constexpr):
+def _scores(query, query_tail, k_smem, k_tail_smem, stage, no_scores, KIND: gl.constexpr):
+    """Begin to multiply a tile's keys, and return the product."""
+    product = warpgroup_mma(query, k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    if KIND.tail_dim > 0:
+        product = warpgroup_mma(query_tail, k_tail_smem.index(stage).permute((1, 0)), product, is_async=True)
+    return product
+
+
+@gluon.jit
+def _masked_weights(
+    query, query_tail, k_stages, i, keys, positions, scale_log2, acc, highest, weight_sum, KIND: gl.constexpr
+):
     """Return the weights of the i-th tile of keys as an operand, where not all rows see all of them, and the running
     result, maximum and sum."""
-    k_smem, k_full, k_free = k_stages
+    k_smem, k_tail_smem, k_full, k_free = k_stages
+    KEYS: gl.constexpr = KIND.hopper_keys
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     of_result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KIND.head_dim, 16])
     stage, phase = _stage(i)
     mbarrier.wait(k_full.index(stage), phase)
     no_scores = gl.zeros([ROWS // 2, KEYS], gl.float32, of_scores)
-    product = warpgroup_mma(query, k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    product = _scores(query, query_tail, k_smem, k_tail_smem, stage, no_scores, KIND)
     scores = warpgroup_mma_wait(0, deps=[product])
     mbarrier.arrive(k_free.index(stage), count=1)
     weights, decay, highest, weight_sum = _weights(
@@ -224,27 +251,33 @@ def _masked_weights(query, k_stages, i, keys, positions, scale_log2, acc, highes
 
 @gluon.jit
 def _attend(
-    inputs, work, q_smem, k_stages, v_stages, turns,
+    inputs, work, q_parts, k_stages, v_stages, turns,
     SELF: gl.constexpr,  # 0 or 1
     KIND: gl.constexpr, IS_PREFIX: gl.constexpr,
 ):  # fmt: skip
     """Run a group of warps that attends its half of each tile of rows. `attend_tiles` makes the arguments."""
     q, out, sinks, log_sums, scale_log2, q_stride = inputs
     tiles, members, first_partials, num_items, num_programs = work
-    k_smem, k_full, k_free = k_stages
+    k_smem, k_tail_smem, k_full, k_free = k_stages
     v_smem, v_full, v_free = v_stages
+    KEYS: gl.constexpr = KIND.hopper_keys
     NUM_KV_HEADS: gl.constexpr = KIND.num_kv_heads
     GROUP: gl.constexpr = KIND.group
     HEAD_DIM: gl.constexpr = KIND.head_dim
     OWN_ROWS: gl.constexpr = ROWS // 2
     in_memory: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+    tail_in_memory: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     of_result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     of_weights: gl.constexpr = gl.DotOperandLayout(0, of_result, 2)
     score_rows: gl.constexpr = gl.SliceLayout(1, of_scores)
     result_rows: gl.constexpr = gl.SliceLayout(1, of_result)
     dtype: gl.constexpr = q.dtype.element_ty
+    q_smem, q_tail_smem = q_parts
     query = q_smem.index(SELF)
+    query_tail = None
+    if q_tail_smem is not None:
+        query_tail = q_tail_smem.index(SELF)
     no_scores = gl.zeros([OWN_ROWS, KEYS], gl.float32, of_scores)
     i = 0
     turn = 0
@@ -264,8 +297,16 @@ def _attend(
         q_row = first_token + token
         if members is not None:
             q_row = gl.load(members + q_row, mask=token < num_tokens, other=0)
-        q_offset = q_row.to(gl.int64) * q_stride + head * HEAD_DIM
+        q_offset = q_row.to(gl.int64) * q_stride + head * (HEAD_DIM + KIND.tail_dim)
         query.store(gl.load(q + q_offset[:, None] + dims[None, :], mask=in_chunk, other=0.0))
+        if query_tail is not None:
+            tail_rows = own_row + gl.arange(0, OWN_ROWS, gl.SliceLayout(1, tail_in_memory))
+            tail_dims = HEAD_DIM + gl.arange(0, KIND.tail_dim, gl.SliceLayout(0, tail_in_memory))
+            tail_token = tail_rows // GROUP
+            tail_row = (first_token + tail_token).to(gl.int64) * q_stride
+            tail_offset = tail_row + (first_head + tail_rows % GROUP) * (HEAD_DIM + KIND.tail_dim)
+            tail_mask = (tail_token < num_tokens)[:, None]
+            query_tail.store(gl.load(q + tail_offset[:, None] + tail_dims[None, :], mask=tail_mask, other=0.0))
         fence_async_shared()
 
         score_row = own_row + gl.arange(0, OWN_ROWS, score_rows)
@@ -285,7 +326,7 @@ def _attend(
         for start in range(full, last_start, KEYS):
             keys = start + lanes
             weights, acc, highest, weight_sum = _masked_weights(
-                query, k_stages, i, keys, positions, scale_log2, acc, highest, weight_sum, KIND
+                query, query_tail, k_stages, i, keys, positions, scale_log2, acc, highest, weight_sum, KIND
             )
             stage, phase = _stage(i)
             i += 1
@@ -295,7 +336,7 @@ def _attend(
             mbarrier.arrive(v_free.index(stage), count=1)
         keys = last_start + lanes
         weights, acc, highest, weight_sum = _masked_weights(
-            query, k_stages, i, keys, positions, scale_log2, acc, highest, weight_sum, KIND
+            query, query_tail, k_stages, i, keys, positions, scale_log2, acc, highest, weight_sum, KIND
         )
         stage, phase = _stage(i)
         i += 1
@@ -310,7 +351,7 @@ def _attend(
             stage, phase = _stage(i)
             i += 1
             mbarrier.wait(turns.index(SELF), (turn + SELF + 1) & 1)
-            product = warpgroup_mma(query, k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            product = _scores(query, query_tail, k_smem, k_tail_smem, stage, no_scores, KIND)
             mbarrier.wait(v_full.index(last_stage), last_phase)
             result = warpgroup_mma(weights, v_smem.index(last_stage), acc, is_async=True)
             mbarrier.arrive(turns.index(1 - SELF), count=1)
@@ -402,6 +443,7 @@ def attend_tiles(
     """Attend this program's share of the tiles; the other arguments are those of the kernel."""
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     dtype: gl.constexpr = q.dtype.element_ty
+    KEYS: gl.constexpr = KIND.hopper_keys
     q_smem = gl.allocate_shared_memory(dtype, [2, ROWS // 2, KIND.head_dim], layout)
     k_smem = gl.allocate_shared_memory(dtype, [_STAGES, KEYS, KIND.head_dim], layout)
     v_smem = gl.allocate_shared_memory(dtype, [_STAGES, KEYS, KIND.head_dim], layout)
@@ -418,16 +460,22 @@ def attend_tiles(
     for group in gl.static_range(2):
         mbarrier.init(turns.index(group), count=1)
     fence_async_shared()
-    k_stages = k_smem, k_full, k_free
+    if KIND.tail_dim > 0:
+        q_parts = q_smem, gl.allocate_shared_memory(dtype, [2, ROWS // 2, KIND.tail_dim], layout)
+        k_tail_smem = gl.allocate_shared_memory(dtype, [_STAGES, KEYS, KIND.tail_dim], layout)
+        k_stages = k_smem, k_tail_smem, k_full, k_free
+    else:
+        q_parts = q_smem, None
+        k_stages = k_smem, None, k_full, k_free
     v_stages = v_smem, v_full, v_free
     inputs = q, out, sinks, log_sums, scale_log2, q_stride
     cache = k_desc, v_desc, v_cache, block_tables, block_table_stride
     gl.warp_specialize(
         [
-            (_attend, (inputs, work, q_smem, k_stages, v_stages, turns, 0, KIND, IS_PREFIX)),
-            (_attend, (inputs, work, q_smem, k_stages, v_stages, turns, 1, KIND, IS_PREFIX)),
+            (_attend, (inputs, work, q_parts, k_stages, v_stages, turns, 0, KIND, IS_PREFIX)),
+            (_attend, (inputs, work, q_parts, k_stages, v_stages, turns, 1, KIND, IS_PREFIX)),
             (_load, (cache, work, k_stages, v_stages, KIND, IS_PREFIX)),
         ],
         [4, _LOADING_WARPS],
-        [232, 40],
+        [224, 56] if KIND.tail_dim > 0 else [232, 40],
     )

@@ -96,7 +96,7 @@ def _attend_tile(
     query, unit = load_query(q, k_cache, flat_token, head, in_chunk, q_stride, scale_log2, KIND)
     tail = None
     if KIND.tail_dim:
-        tail = load_query_tail(q, k_cache, flat_token, head, in_chunk, q_stride, KIND)
+        tail = load_query_tail(q, k_cache, flat_token, head, in_chunk, q_stride, unit, scale_log2, KIND)
 
     last_token = tl.minimum((first_row + ROWS - 1) // KIND.group, num_tokens - 1)
     # Keys up to here are before the diagonal of every row, and up to there of any row.

@@ -12,8 +12,9 @@ import torch
 
 from nvcli.kernels.triton.attention.attention_launch import AttentionShape
 from nvcli.kernels.triton.attention.prefill_attention import PrefillAttention, PrefillKind
-from nvcli.kernels.triton.attention.prefill_scratch import ScratchPrefillAttention, ScratchTiles
+from nvcli.kernels.triton.attention.prefill_scratch import UNIT, ScratchPrefillAttention, ScratchTiles
 from nvcli.kernels.triton.attention.prefill_tiles import Chunks, PrefillTiles, TileKey, TilePart
+from nvcli.kernels.triton.attention.projected_prefill import ProjectedHeads, ProjectedPrefill
 from nvcli.kernels.triton.launch.triton_version import why_slower
 
 PrefillKernel: TypeAlias = PrefillAttention | ScratchPrefillAttention
@@ -63,6 +64,23 @@ def prefill_kernel(
     return PrefillAttention(shape, PrefillKind.HOPPER), [HOPPER_NOTE]
 
 
+def projected_prefill(shape: AttentionShape, heads: ProjectedHeads, *, scratch_tokens: int) -> ProjectedPrefill | None:
+    """Make the kernels that attend chunks to projected latents, for sizes that they serve; None where a GPU or the
+    cache has none.
+
+    `shape`: that of absorbed queries and the cache. `scratch_tokens`: keys that there is room for, a multiple of 64.
+    """
+    serves = (
+        shape.head_dim % 64 == 0
+        and shape.block_size % UNIT.value == 0
+        and shape.dtype.itemsize == 2
+        and (shape.kv_dtype == shape.dtype or (shape.is_fp8 and shape.dtype == torch.bfloat16))
+        and torch.cuda.get_device_capability(shape.device) == (9, 0)
+        and why_slower() is None
+    )
+    return ProjectedPrefill(shape, heads, scratch_tokens=scratch_tokens) if serves else None
+
+
 class TileLists:
     """The tile lists of a run; kernels with equal tiles share one.
 
@@ -73,7 +91,7 @@ class TileLists:
         self._max_tokens, self._max_chunks, self._device = max_tokens, max_chunks, device
         self._lists: dict[tuple[TileKey, TilePart], PrefillTiles] = {}
 
-    def of(self, kernel: PrefillKernel, part: TilePart = TilePart.WHOLE) -> PrefillTiles:
+    def of(self, kernel: PrefillKernel | ProjectedPrefill, part: TilePart = TilePart.WHOLE) -> PrefillTiles:
         """Return the list of a kernel's tiles over a part of the keys."""
         key = kernel.tile_key
         if part in (TilePart.PREFIX, TilePart.REST):  # those of prefixes are sorted by their keys as they are

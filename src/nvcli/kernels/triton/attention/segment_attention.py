@@ -23,6 +23,7 @@ from nvcli.kernels.triton.attention.attention_fold import (
     ITEM_FIELDS,
     Tile,
     fold_keys,
+    hopper_keys,
     load_query,
     load_query_tail,
     weighted_mean,
@@ -84,7 +85,7 @@ def segment_attention_kernel(
         query, unit = load_query(q, k_cache, row.to(tl.int64), head, in_tile, q_stride, scale_log2, KIND)
         tail = None
         if KIND.tail_dim:
-            tail = load_query_tail(q, k_cache, row.to(tl.int64), head, in_tile, q_stride, KIND)
+            tail = load_query_tail(q, k_cache, row.to(tl.int64), head, in_tile, q_stride, unit, scale_log2, KIND)
         # The blocks of a segment stand in the table of each of its rows; with a window, those that the tile sees do in
         # that of the shortest row.
         slot = tl.load(item + 6)
@@ -162,7 +163,7 @@ class SegmentAttention:
             part = hopper_prefill_kernel.PART.value
             # Chunks begin with a block and with a tile of keys.
             self._rows = hopper_prefill_kernel.ROWS.value
-            self._keys = math.lcm(hopper_prefill_kernel.KEYS.value, shape.block_size)
+            self._keys = math.lcm(hopper_keys(shape.head_dim), shape.block_size)
         else:
             self._tile = _choose_tile(shape)
             self._rows, self._keys = self._tile.rows, self._tile.keys

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvcli.kernels.latent_types import LatentHeads
+from nvcli.kernels.triton.attention.fp8_kv import divide_by_scale, scale_pointers
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
@@ -28,19 +29,20 @@ def _turn(source, mask, angles, inside, pair, HALF: tl.constexpr, INTERLEAVED: t
     return first * cos - second * sin, second * cos + first * sin
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_absorbed"])
 def _rotate_and_store_kernel(
     queries_ptr,  # [T, NUM_HEADS, PLAIN + ROPE], tokens query_stride apart
     latents_ptr,  # [T, LATENT + ROPE], rows latent_stride apart
     cos_sin_ptr,  # [T, ROPE] float32
-    absorbed_ptr,  # [T, NUM_HEADS, LATENT + ROPE], whose last ROPE numbers are written
-    cache_ptr,  # blocks cache_block_stride apart, written
+    absorbed_ptr,  # [num_absorbed, NUM_HEADS, LATENT + ROPE], whose last ROPE numbers are written
+    cache_ptr,  # blocks cache_block_stride apart, written, with the scales of numbers in e4m3
     slot_mapping_ptr,
     weight_ptr,  # [LATENT]
     eps,
     query_stride,
     latent_stride,
     cache_block_stride,
+    num_absorbed,  # the queries of tokens from here on are rotated where they stand
     NUM_HEADS: tl.constexpr,
     PLAIN: tl.constexpr,
     ROPE: tl.constexpr,
@@ -71,6 +73,16 @@ def _rotate_and_store_kernel(
         key_first, key_second = _turn(latent_row + LATENT, is_pair, angles, is_pair, key_pair, HALF, INTERLEAVED)
         slot = tl.load(slot_mapping_ptr + token)
         place = cache_ptr + slot // BLOCK_SIZE * cache_block_stride + slot % BLOCK_SIZE * KEY
+        if cache_ptr.dtype.element_ty == tl.float8e4nv:
+            normed = tl.where(is_latent, normed, 0.0)
+            amax = tl.max(tl.abs(normed), axis=0)
+            amax = tl.maximum(amax, tl.max(tl.where(is_pair, tl.abs(key_first), 0.0), axis=0))
+            amax = tl.maximum(amax, tl.max(tl.where(is_pair, tl.abs(key_second), 0.0), axis=0))
+            normed, scale = divide_by_scale(normed, amax)
+            key_first, scale = divide_by_scale(key_first, amax)
+            key_second, scale = divide_by_scale(key_second, amax)
+            block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+            tl.store(scale_pointers(cache_ptr, block, offset, 0, 1, KEY, BLOCK_SIZE, cache_block_stride), scale)
         tl.store(place + numbers, normed.to(cache_ptr.dtype.element_ty), mask=is_latent)
         tl.store(place + LATENT + key_pair, key_first.to(cache_ptr.dtype.element_ty), mask=is_pair)
         tl.store(place + LATENT + HALF + key_pair, key_second.to(cache_ptr.dtype.element_ty), mask=is_pair)
@@ -81,7 +93,10 @@ def _rotate_and_store_kernel(
         mask = (heads < NUM_HEADS) & inside
         source = queries_ptr + token * query_stride + heads * (PLAIN + ROPE) + PLAIN
         first, second = _turn(source, mask, angles, inside, pair, HALF, INTERLEAVED)
-        target = absorbed_ptr + (token * NUM_HEADS + heads) * KEY + LATENT + pair
+        target = source + pair
+        if token < num_absorbed:
+            target = absorbed_ptr + (token * NUM_HEADS + heads) * KEY + LATENT + pair
+        tl.debug_barrier()  # all threads have loaded what another one overwrites
         tl.store(target, first.to(absorbed_ptr.dtype.element_ty), mask=mask)
         tl.store(target + HALF, second.to(absorbed_ptr.dtype.element_ty), mask=mask)
 
@@ -120,6 +135,7 @@ def rotate_and_store(
         queries.stride(0),
         latents.stride(0),
         cache.stride(0),
+        len(absorbed),
         NUM_HEADS=heads.num_heads,
         PLAIN=heads.plain_dim,
         ROPE=heads.rope_dim,
