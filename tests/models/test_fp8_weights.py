@@ -33,6 +33,7 @@ from nvcli.models.fp8_linear import Fp8LinearMethod
 from nvcli.models.geometry import model_tensors
 from nvcli.models.loader import init_random_weights
 from nvcli.models.parallel import ShardedLinear
+from nvcli.models.pinned_upload import PinnedUpload
 from nvcli.models.registry import build_model
 from nvcli.sizing.weights import weight_bytes
 from nvcli.worker.distributed.stage import WHOLE, Stage
@@ -351,6 +352,22 @@ def test_experts_that_are_read_together_are_as_those_read_alone(
         assert not sizes
         for parameter, values in together.items():
             assert torch.equal(values.float(), alone[parameter].float()), parameter
+
+
+@pytest.mark.parametrize("name", ["modelopt, nvfp4", "modelopt", "fp8, blocks of 128", "plain"])
+def test_experts_that_are_staged_are_as_those_read_from_files(
+    name: str, experts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU gets them, whole and for one of two ranks."""
+    path = experts["plain"]
+    if name != "plain":
+        path, _ = write_quantised(path, tmp_path, FORMATS[name], skip=("gate.weight",))
+    expected = [load_model(path, rank, size, quantization="fp8").state_dict() for rank, size in ((0, 1), (1, 2))]
+    fill = weight_reader._fill_all
+    monkeypatch.setattr(weight_reader, "_fill_all", lambda task, _, device: fill(task, PinnedUpload(device), device))
+    for (rank, size), each in zip(((0, 1), (1, 2)), expected, strict=True):
+        for parameter, values in load_model(path, rank, size, quantization="fp8").state_dict().items():
+            assert torch.equal(values.float(), each[parameter].float()), parameter
 
 
 def _other_factors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -24,7 +24,8 @@ from nvcli.models.loader import find_weights
 from nvcli.models.pinned_upload import PinnedUpload
 from nvcli.models.registry import build_model
 from nvcli.models.safetensors_header import read_header
-from nvcli.models.stored_values import OpenFiles
+from nvcli.models.stored_values import OpenFiles, ranges_of
+from nvcli.models.tensor_info import FileRange
 from nvcli.worker.distributed.stage import Stage
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
@@ -162,7 +163,8 @@ def test_what_goes_through_a_pinned_buffer_is_what_files_hold(tmp_path: Path, mo
         "experts": [(slice(0, 8), slice(0, 6)), (slice(3, 5), slice(2, 6))],
         "number": [(slice(0, 1),)],
     }
-    with OpenFiles() as files, OpenFiles(PinnedUpload(CPU)) as uploads:
+    upload = PinnedUpload(CPU)
+    with OpenFiles() as files, OpenFiles(upload) as uploads:
         for name, each in parts.items():
             for part in each:
                 expected = files.read(infos[name], part, CPU)
@@ -171,6 +173,19 @@ def test_what_goes_through_a_pinned_buffer_is_what_files_hold(tmp_path: Path, mo
         for part in parts["matrix"]:
             assert torch.equal(uploads.read_together(twice, part), files.read(infos["matrix"], part, CPU).repeat(2, 1))
         assert uploads.read_together([infos["number"]] * 3, ()).tolist() == [7.0, 7.0, 7.0]
+        upload.stage([*ranges_of([infos["matrix"]], (slice(1, 9),)), *ranges_of([infos["vector"]], (slice(3, 30),))])
+        for name, part in (
+            ("matrix", (slice(2, 7), slice(3, 5))),
+            ("vector", (slice(3, 20),)),
+            ("matrix", (slice(0, 2),)),
+        ):
+            assert torch.equal(uploads.read_stored(infos[name], part), files.read_stored(infos[name], part))
+        rows = [FileRange(file, infos["matrix"].stored.offset + 40 * row, 0) for row in (1, 3, 5, 2)]
+        for chosen in (rows[:3], rows, rows[1:2]):
+            found = upload.read_parts([one._replace(end=one.begin + 40) for one in chosen]).view(torch.float32)
+            expected = stored["matrix"].flatten().view(torch.uint8)
+            starts = [one.begin - infos["matrix"].stored.offset for one in chosen]
+            assert torch.equal(found, torch.cat([expected[start : start + 40] for start in starts]).view(torch.float32))
     with pytest.raises(OSError, match="it ends at byte"):
         PinnedUpload(CPU).read(file, file.stat().st_size - 5, 6)
 

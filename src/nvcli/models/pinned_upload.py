@@ -70,33 +70,39 @@ class PinnedUpload:
     def read(self, file: Path, offset: int, num_bytes: int) -> Tensor:
         """Read bytes of a file: → [num_bytes] uint8 on the GPU, possibly a view of what was staged. Raises OSError,
         also if the file ends before."""
-        return self.read_parts(((file, offset),), num_bytes)
+        return self.read_parts([FileRange(file, offset, offset + num_bytes)])
 
-    def read_parts(self, places: Sequence[tuple[Path, int]], num_bytes: int) -> Tensor:
-        """Read as many bytes at each of these places (file, offset), one part after the other: → [places × num_bytes]
-        uint8 on the GPU, as `read` does. Small parts are copied together: the GPU is waited for once per filled buffer.
+    def read_parts(self, parts: Sequence[FileRange]) -> Tensor:
+        """Read equally long parts of files, one behind the other: → [parts × length] uint8 on the GPU, as `read` does.
+        Small parts are copied together: the GPU is waited for once per filled buffer.
 
         Raises OSError, also if a file ends before.
         """
-        staged = [self._find(file, offset, num_bytes) for file, offset in places]
-        if self._staged is not None and None not in staged:
-            return _gather(self._staged, [place for place in staged if place is not None], num_bytes)
-        data = torch.empty(len(places) * num_bytes, dtype=torch.uint8, device=self._device)
+        num_bytes = parts[0].end - parts[0].begin
+        if self._staged is not None and (places := self._find(parts)) is not None:
+            return _gather(self._staged, places, num_bytes)
+        data = torch.empty(len(parts) * num_bytes, dtype=torch.uint8, device=self._device)
         copied = 0
-        for file, offset in places:
-            copied = self._read_part(data, copied, file, offset, num_bytes)
+        for part in parts:
+            copied = self._read_part(data, copied, part.file, part.begin, num_bytes)
         self._copy(data, copied)
         return data
 
-    def _find(self, file: Path, offset: int, num_bytes: int) -> int | None:
-        """Return where bytes of a file are staged; None: they are not."""
-        ranges = self._ranges.get(file)
-        if not ranges:
-            return None
-        index = bisect_right(ranges, offset, key=lambda part: part.begin) - 1
-        if index < 0 or offset + num_bytes > ranges[index].end:
-            return None
-        return self._places[file][index] + offset - ranges[index].begin
+    def _find(self, parts: Iterable[FileRange]) -> list[int] | None:
+        """Return where parts of files are staged; None: not all of them are."""
+        found: list[int] = []
+        within, distance = FileRange(Path(), 0, 0), 0
+        for part in parts:
+            file, begin, end = part
+            if begin < within.begin or end > within.end or file is not within.file:
+                ranges = self._ranges.get(file, [])
+                index = bisect_right(ranges, begin, key=lambda one: one.begin) - 1
+                if index < 0 or end > ranges[index].end:
+                    return None
+                within = ranges[index]._replace(file=file)
+                distance = self._places[file][index] - within.begin
+            found.append(begin + distance)
+        return found
 
     def _read_part(self, data: Tensor, copied: int, file: Path, offset: int, num_bytes: int) -> int:
         """Read bytes into the buffer, and what fills it to their place in `data`, whose first `copied` bytes are there

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nvcli.kernels.mxfp4 import numbers_of_bytes, powers_of_scales
-from nvcli.models.stored_values import OpenFiles, range_of, scale_codes
+from nvcli.models.stored_values import OpenFiles, ranges_of, scale_codes
 from nvcli.models.tensor_info import Codes, FileRange, Packing, TensorInfo
 
 _PAIRS = Packing(bits=4, dim=1, per_index=2)
@@ -64,15 +64,15 @@ def stack_key(info: TensorInfo, part: Sequence[slice]) -> Hashable | None:
     return *common, high, wide, codes.numbers, codes.divides, codes.unit, *forms
 
 
-def stack_ranges(info: TensorInfo, part: Sequence[slice]) -> Iterator[FileRange]:
-    """Yield what `read_stack` reads of files for one of the weights that it can read together."""
-    assert info.stored is not None
-    yield range_of(info, info.stored, part)
-    if (codes := info.codes) is None:
+def stack_ranges(infos: Sequence[TensorInfo], part: Sequence[slice]) -> Iterator[FileRange]:
+    """Yield what `read_stack` reads of files."""
+    yield from ranges_of(infos, part)
+    codes = [info.codes for info in infos if info.codes is not None]
+    if not codes:
         return
-    for one, of_one in ((codes.scales, _part_of_scales(codes, part)), (codes.factor, ())):
-        if one is not None and one.stored is not None:
-            yield range_of(one, one.stored, of_one)
+    yield from ranges_of([one.scales for one in codes], _part_of_scales(codes[0], part))
+    if codes[0].factor is not None:
+        yield from ranges_of([one.factor for one in codes if one.factor is not None], ())
 
 
 def read_stack(

@@ -96,14 +96,11 @@ class OpenFiles:
     def read_together(self, infos: Sequence[TensorInfo], part: Sequence[slice]) -> Tensor:
         """Read the same rows and columns of matrices that are stored alike, as they are stored, on whichever device:
         [matrices × rows, columns]; with an empty `part`, single numbers: [numbers]."""
-        stored = [info.stored for info in infos if info.stored is not None]
-        if self._upload is None or len(stored) < len(infos):
+        first = infos[0].stored
+        if self._upload is None or first is None:
             return torch.cat([self._slice(info, part) if part else self._slice(info, ()).view(1) for info in infos])
-        dtype, shape = TORCH_TYPES[stored[0].dtype], stored[0].shape if part else ()
-        ranges = [range_of(info, one, part) for info, one in zip(infos, stored, strict=True)]
-        places = [(one.file, one.begin) for one in ranges]
-        data = self._upload.read_parts(places, ranges[0].end - ranges[0].begin).view(dtype)
-        return data.view(-1, *shape[1:])[:, *part[1:]] if part else data
+        data = self._upload.read_parts(ranges_of(infos, part)).view(TORCH_TYPES[first.dtype])
+        return data.view(-1, *first.shape[1:])[:, *part[1:]] if part else data
 
     def _read_coded(self, info: TensorInfo, part: Sequence[slice], device: torch.device) -> Tensor:
         """Read the values of a part of a quantised weight, without the factors of columns."""
@@ -236,11 +233,15 @@ class OpenFiles:
         return self._handles[info.file]
 
 
-def range_of(info: TensorInfo, stored: StoredTensor, part: Sequence[slice]) -> FileRange:
-    """Return where a file has some rows of a tensor that is stored alone; with an empty `part`, its first number."""
-    row_bytes = math.prod(stored.shape[1:] if part else ()) * TORCH_TYPES[stored.dtype].itemsize
-    rows = part[0] if part else slice(0, 1)
-    return FileRange(info.file, stored.offset + rows.start * row_bytes, stored.offset + rows.stop * row_bytes)
+def ranges_of(infos: Sequence[TensorInfo], part: Sequence[slice]) -> list[FileRange]:
+    """Return where files have some rows of tensors that are stored alike, each alone; with an empty `part`, their first
+    numbers."""
+    stored = [(info.file, info.stored.offset) for info in infos if info.stored is not None]
+    first = infos[0].stored
+    assert first is not None
+    row_bytes = math.prod(first.shape[1:] if part else ()) * TORCH_TYPES[first.dtype].itemsize
+    begin, end = (part[0].start * row_bytes, part[0].stop * row_bytes) if part else (0, row_bytes)
+    return [FileRange(file, offset + begin, offset + end) for file, offset in stored]
 
 
 def unpack(words: Tensor, packing: Packing, dim: int) -> Tensor:

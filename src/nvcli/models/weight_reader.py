@@ -30,7 +30,7 @@ from nvcli.models.pinned_upload import PinnedUpload
 from nvcli.models.rounded_rows import RoundedRows, RowTally
 from nvcli.models.stacked_values import stack_ranges
 from nvcli.models.stored_values import OpenFiles
-from nvcli.models.tensor_info import TensorInfo
+from nvcli.models.tensor_info import FileRange, TensorInfo
 from nvcli.models.weights import WeightSource, length
 
 _MAX_THREADS = 8
@@ -151,19 +151,16 @@ class _Reader:
 
 def _fill_all(task: Sequence[_Found], upload: PinnedUpload | None, device: torch.device) -> RoundedRows:
     """Fill the parameters of a task."""
-    keys = [together_key(info, a.source) for a, info in task]
     pairs, tally = byte_pairs(device), RowTally(device)
+    alike: dict[Hashable, list[_Found]] = {}
+    alone: list[_Found] = []
+    for found in task:
+        key = together_key(found.info, found.assignment.source)
+        (alone if key is None else alike.setdefault(key, [])).append(found)
     with OpenFiles(upload) as files:
         if upload is not None:
-            ranges = [
-                one
-                for (a, info), key in zip(task, keys, strict=True)
-                if key is not None
-                for one in stack_ranges(info, a.source.read)
-            ]
-            if sum(one.end - one.begin for one in ranges) <= _MOST_STAGED:
-                upload.stage(ranges)
-        for group, key in _groups(task, keys):
+            _stage(upload, alike.values())
+        for group in _groups(alike.values()):
             a, info = group[0]
             if len(group) > 1:
                 infos = [found.info for found in group]
@@ -171,28 +168,32 @@ def _fill_all(task: Sequence[_Found], upload: PinnedUpload | None, device: torch
                 _fill_together([found.assignment for found in group], kept)
                 continue
             for piece in _pieces(a, info):
-                if key is not None and _is_fp4(info):
+                if _is_fp4(info):
                     _fill_together([piece], read_kept_together(files, [info], piece.source, device, pairs, tally))
                 else:
                     _fill(piece, read_kept(files, info, piece.source, device))
+        for a, info in alone:
+            for piece in _pieces(a, info):
+                _fill(piece, read_kept(files, info, piece.source, device))
         return tally.counts()
 
 
-def _groups(task: Iterable[_Found], keys: Iterable[Hashable | None]) -> Iterator[tuple[list[_Found], Hashable | None]]:
-    """Yield those with equal keys, which are read together, as many as a piece has room for, in the order of their
-    places in memory; and those without alone."""
-    waiting: dict[Hashable, list[_Found]] = {}
-    for found, key in zip(task, keys, strict=True):
-        if key is None:
-            yield [found], key
-            continue
-        group = waiting.setdefault(key, [])
-        if group and (len(group) + 1) * math.prod(map(length, found.assignment.source.read)) > _most_numbers(found):
-            yield waiting.pop(key), key
-            group = waiting.setdefault(key, [])
-        group.append(found)
-    for key, group in waiting.items():
-        yield group, key
+def _stage(upload: PinnedUpload, groups: Iterable[Sequence[_Found]]) -> None:
+    """Read all that groups of alike weights need, unless it is much."""
+    ranges: list[FileRange] = []
+    for group in groups:
+        ranges += stack_ranges([found.info for found in group], group[0].assignment.source.read)
+    if sum(one.end - one.begin for one in ranges) <= _MOST_STAGED:
+        upload.stage(ranges)
+
+
+def _groups(groups: Iterable[Sequence[_Found]]) -> Iterator[Sequence[_Found]]:
+    """Cut groups of alike weights to those that a piece has room for."""
+    for group in groups:
+        size = math.prod(map(length, group[0].assignment.source.read))
+        step = max(1, _most_numbers(group[0]) // max(size, 1))
+        for first in range(0, len(group), step):
+            yield group[first : first + step]
 
 
 def _most_numbers(found: _Found) -> int:
