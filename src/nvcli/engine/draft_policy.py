@@ -10,6 +10,9 @@ relies on
   (`DraftEvidence`);
 - how long steps take (`DraftCosts`). A form of step that has not run yet is tried if it is likely to pay for the try.
 
+Nothing shows how often a head is right but its drafts. So these are tried at once, in steps whose graphs are captured
+at the start (`core/first_drafts.py`).
+
 The time that drafts have cost and not yet won back is a debt, of which a small share of the elapsed time is written
 off. While the debt is large, there are no drafts. If the estimates speak against drafts, they are still tried where
 that creates no debt, and ever more rarely, because the evidence may miss some. So wrong guesses cost a bounded part of
