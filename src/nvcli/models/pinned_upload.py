@@ -38,7 +38,7 @@ class PinnedUpload:
         self._fds: dict[Path, int] = {}
         self._staged: Tensor | None = None
         self._ranges: dict[Path, list[FileRange]] = {}
-        """What is staged of each file, in order."""
+        """The parts of each file that are staged, in order."""
         self._places: dict[Path, list[int]] = {}
         """The first byte in `_staged` of each range."""
         self._num_filled = 0

@@ -72,7 +72,7 @@ class _Found(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """Where in its file it begins, about."""
+        """The place in its file where it begins, about."""
         return 0 if self.info.stored is None else self.info.stored.offset
 
 
@@ -106,7 +106,7 @@ class _Reader:
         self._pool = ThreadPoolExecutor(max_workers=_MAX_THREADS, thread_name_prefix="load")
         self._readings: list[Future[RoundedRows]] = []
         self._uploads: SimpleQueue[PinnedUpload] = SimpleQueue()
-        """Those that no thread has."""
+        """Uploads that no thread has."""
         self._zeroed: torch.cuda.Event | None = None
         """When parameters on a GPU can be written."""
 
