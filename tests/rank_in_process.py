@@ -46,6 +46,8 @@ class RankInProcess:
         next tokens are told ahead. `fails`: which steps run out of memory. `blocks_anew`: then the rank is replaced by
         a new one with so many KV blocks."""
         self.limits = limits
+        self.max_num_seqs = limits.max_num_seqs
+        """As it was lowered last."""
         self.accept = accept
         self.force = force
         self.fails = fails
@@ -106,6 +108,7 @@ class RankInProcess:
         )
         rows, lens = rows_of(step), unpack(step.seq_lens)
         assert 0 < len(rows) == len(lens) == len({slot for slot, _, _ in rows}) <= limits.max_num_seqs
+        assert max(slot for slot, _, _ in rows) < self.max_num_seqs
         assert step.total_tokens <= limits.max_num_batched_tokens
         assert max(lens) < limits.max_model_len + limits.tokens_per_row
         decodes, chunks = rows[: step.num_decodes], rows[step.num_decodes :]
@@ -138,6 +141,7 @@ class RankInProcess:
         if self.num_refusals:
             self.num_refusals -= 1
             raise LimitsTooHigh("as planned")
+        self.max_num_seqs = max_num_seqs
         if self.blocks_anew is None:
             return None
         self.runner = self.make_runner()

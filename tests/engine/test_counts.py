@@ -171,6 +171,16 @@ def test_a_preempted_request_waits_for_the_tokens_on_their_way() -> None:
     assert all(len(rows_of(step)) <= 2 for step in rank.steps)
 
 
+def test_all_rows_decode_without_drafts_or_wait_where_drafts_have_taken_the_blocks() -> None:
+    """A step for some of them would take as long as one for all."""
+    core, scheduler, rank = make(lambda n: 1, tokens_per_row=3, num_blocks=7)
+    core.add(make_request(i, range(i, i + length), 10) for i, length in enumerate((2, 2, 1)))
+    run(core, scheduler)
+    before_any_is_preempted = rank.steps[1:7]
+    assert [step.num_decodes for step in before_any_is_preempted] == [3] * 6
+    assert {step.total_tokens for step in before_any_is_preempted} == {3, 9}
+
+
 def test_a_cached_prefix_comes_with_its_tokens_where_drafts_are_looked_up_in_it() -> None:
     prompt = list(range(12))
     for width, brought in ((1, prompt[8:]), (4, prompt)):

@@ -33,11 +33,12 @@ def make_core(
     *,
     num_blocks: int = 64,
     blocks_anew: Callable[[], int] | None = None,
+    force: Callable[[], int] | None = None,
     **limits: int,
 ) -> tuple[EngineCore, Scheduler, RankInProcess]:
     values = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 256, "block_size": BLOCK_SIZE}
     scheduler_limits = SchedulerLimits(**{**values, **limits})
-    rank = RankInProcess(scheduler_limits, fails=fails, blocks_anew=blocks_anew)
+    rank = RankInProcess(scheduler_limits, fails=fails, blocks_anew=blocks_anew, force=force)
     return *make_core_of(scheduler_limits, rank, num_blocks=num_blocks), rank
 
 
@@ -130,6 +131,16 @@ def test_block_that_the_last_step_was_to_fill_is_not_reused() -> None:
     assert answers(run(core, scheduler)) == undisturbed([second])
     assert len(rank.failed) == 1
     assert undisturbed([first])[0][0] == ids
+
+
+@pytest.mark.parametrize("failing", range(1, 5))
+def test_tokens_that_a_failed_step_was_to_give_are_not_awaited(failing: int) -> None:
+    """Requests had taken them already, because they were forced."""
+    core, scheduler, rank = make_core(lambda step: step.step_id == failing, force=lambda: 3)
+    core.add(requests := [make_request(i, range(i, i + 5), 12) for i in range(3)])
+    assert answers(run(core, scheduler)) == undisturbed(requests)
+    assert len(rank.failed) == 1
+    assert core.stats.forced_tokens > 0
 
 
 def test_no_end_of_memory_ends_the_run_with_advice() -> None:

@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+from nvcli.core.messages import unpack
+from nvcli.engine.block_manager import BlockManager
+from nvcli.engine.limits import SchedulerLimits
+from nvcli.engine.scheduler import Scheduler
 from nvcli.engine.segment_forest import SegmentCosts
 from nvcli.engine.shared_segments import SharedSegments
 from nvcli.engine.state import Prompt, RequestState
@@ -152,6 +156,23 @@ def test_nobody_knows_what_was_told_in_steps_that_did_not_run() -> None:
     enter(segments, 7, [200, 201])
     enter(segments, 8, [202, 203])
     assert segments.take_changes(64).slots == [(0, 7, 0), (0, 8, 0)]
+
+
+def test_ranks_are_told_again_what_steps_that_were_taken_back_told() -> None:
+    costs = SegmentCosts(tile=1, partial_result=0, least_gain=1, least_saved_in_step=1)
+    limits = SchedulerLimits(
+        max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64, block_size=4, segment_costs=costs
+    )
+    scheduler = Scheduler(limits, BlockManager(100))
+    scheduler.add(make_request(i, [*range(8), 50 + i], 20) for i in range(4))
+    told = []
+    for _ in range(2):
+        step = scheduler.schedule()
+        assert step is not None
+        told.append((unpack(step.input.segments), unpack(step.input.slot_segments)))
+        scheduler.put_back([step])
+    assert told[0] == told[1]
+    assert len(told[0][1]) == 3 * 4, "a number for each slot"
 
 
 def test_without_costs_there_are_no_segments() -> None:

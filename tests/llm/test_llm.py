@@ -291,6 +291,8 @@ def test_what_cannot_be_loaded(make_llm: MakeLLM, tmp_path: Path) -> None:
         ({"block_size": 0}, "block_size=0: `block_size` is 0"),
         ({"sampling": {"top_p": 7}}, "`sampling.top_p` is 7"),
         ({"tp": 2, "tensor_parallel_size": 1}, "`tensor_parallel_size` and its short name `tp` are given"),
+        ({"pp": 2, "pipeline_parallel_size": 1}, "`pipeline_parallel_size` and its short name `pp` are given"),
+        ({"dp": 2, "data_parallel_size": 1}, "`data_parallel_size` and its short name `dp` are given"),
         ({"config": tmp_path / "none.yaml"}, "cannot read the configuration file"),
     ]:
         with pytest.raises(ConfigError, match=message):
