@@ -100,6 +100,16 @@ def write_tiny_model(
     return path
 
 
+def write_tiny_config(path: Path, family: str = "Qwen3", **overrides: Any) -> Path:
+    """The configuration of a checkpoint of `write_tiny_model` alone, for a family of text."""
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**tiny_model_config(**overrides))
+    config.architectures = [f"{family.removesuffix('Text')}ForCausalLM"]
+    config.save_pretrained(path)
+    return path
+
+
 def _make_model(transformers: Any, family: str, arguments: dict[str, Any]) -> Any:
     """A model of transformers with its initial weights. `family` is a name of `WITH_VISION` or of a text model."""
     if family not in WITH_VISION:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,20 @@ from typing import Any
 import pytest
 from generation import generate, generate_here, greedy_answers, requests
 
-from checkpoints import write_tiny_model
+from checkpoints import write_tiny_config, write_tiny_model
 from combinations import full
+from family_shapes import SHAPES
+from nvcli.attention.spec import AttentionSpec
 from nvcli.core.messages import unpack
 from nvcli.engine.request import RequestOutput
+from nvcli.models.config import load_model_config
+from nvcli.models.mixers.mixer import Mixer
+
+
+def shape_of(name: str, **changes: Any) -> dict[str, Any]:
+    family, shape = SHAPES[name]
+    return {"family": family, **shape, **changes}
+
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen-3.5": {
@@ -54,7 +64,10 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "time_step_min": 1e-9,
         "seed": 5,
     },
-    "tied-gqa2": {"tie_word_embeddings": True},
+    "falcon-h1": shape_of("falcon-h1 without norms", num_hidden_layers=1, seed=6),
+    "lfm2": shape_of("lfm2", num_hidden_layers=2, layer_types=["conv", "full_attention"], seed=7),
+    "gpt-oss": shape_of("gpt-oss", num_hidden_layers=2, seed=8),
+    "gemma-2": shape_of("gemma 2", num_hidden_layers=2, seed=9),
     "untied-mha": {"num_key_value_heads": 4, "max_shard_size": "30KB"},
     "glm-4.7-flash": {
         "family": "Glm4MoeLite",
@@ -94,8 +107,28 @@ ALONE: dict[str, dict[str, Any]] = {
     "prefix-hits": {"max_num_seqs": 6, "max_num_batched_tokens": 512},
     "preempted": {"max_num_seqs": 16, "max_num_batched_tokens": 64, "num_kv_tokens": 380},
 }
+ATTENTION = [field.name for field in fields(AttentionSpec) if field.default is None or field.default is False]
+"""What some kinds of attention have and others have not."""
 TWO_RANKS = {"tensor_parallel_size": 2, "max_num_seqs": 16, "max_num_batched_tokens": 64}
 """How the layers of other checkpoints are cut is a test of models."""
+
+
+def kinds_of_layers(path: Path) -> set[str]:
+    """What an engine has to tell apart: whatever a token leaves behind, and what later tokens see of it."""
+    kinds = set()
+    for layer in load_model_config(path).layers:
+        for mixer in layer.mixers:
+            spec = mixer.kv_spec()
+            kinds |= {type(mixer).__name__, *({"shared keys"} if mixer.reads_kv_of is not None else ())}
+            kinds |= {name for name in ATTENTION if isinstance(spec, AttentionSpec) and getattr(spec, name)}
+        kinds |= {"two mixers"} if layer.beside else set()
+    return kinds
+
+
+def test_every_kind_of_layer_is_in_some_checkpoint(tmp_path: Path) -> None:
+    found = [kinds_of_layers(write_tiny_config(tmp_path, **shape)) for shape in CHECKPOINTS.values()]
+    mixers = {mixer.__name__ for mixer in Mixer.__subclasses__() if mixer.__module__.startswith("nvcli.")}
+    assert set().union(*found) == {*mixers, *ATTENTION, "shared keys", "two mixers"}
 
 
 @dataclass(frozen=True)
