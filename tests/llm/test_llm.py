@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import itertools
 import json
 import os
@@ -20,23 +19,13 @@ import numpy as np
 import pytest
 
 from held_engine import HeldEngine, MakeLLM
+from kept_lines import KeptLines
 from nvcli.core.config import JobConfig, RunConfig
 from nvcli.errors import ClosedError, ConfigError, LoadError, RowError, WorkerError
-from nvcli.job.progress.display import Progress
 from nvcli.job.run import plan
 from nvcli.job.run.generate import generate
 from nvcli.llm.answer import Answer
 from nvcli.llm.llm import LLM, Answers
-
-
-class Silent(Progress):
-    def __init__(self) -> None:
-        super().__init__(io.StringIO())
-
-    def note(self, line: str) -> None:
-        """Drop the line."""
-
-    warn = note
 
 
 def until(is_so: Callable[[], Any]) -> None:
@@ -67,7 +56,7 @@ def test_answers_are_the_rows_that_a_job_writes(make_llm: MakeLLM, tmp_path: Pat
     source.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     run = RunConfig(model=str(make_llm.model), device="cpu", max_num_seqs=8, job=JobConfig(order="input", **keys))
     llm = make_llm(job=run.job)
-    generate(run, inputs=[str(source)], output=None, progress=Silent(), start=HeldEngine)
+    generate(run, inputs=[str(source)], output=None, progress=KeptLines(), start=HeldEngine)
     written = [json.loads(line) for line in (tmp_path / "in.out.jsonl").read_text().splitlines()]
     answers = list(llm.generate(ROWS, order="input"))
     for answer, row in zip(answers, written, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from collections.abc import Sequence
@@ -12,11 +11,11 @@ from typing import Any
 import pytest
 
 from fake_engine import FakeEngine
+from kept_lines import KeptLines
 from nvcli.core.config import JobConfig, RunConfig
 from nvcli.demo import demo_path
 from nvcli.errors import ConfigError
 from nvcli.job.output.manifest import load_manifest, save_manifest
-from nvcli.job.progress.display import Progress
 from nvcli.job.run.generate import generate
 from nvcli.job.text.chat_renderer import Conversation
 from nvcli.job.text.tokenizer import Tokenizer, has_chat_template
@@ -47,17 +46,6 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nvcli.job.run.resolve.ChatRenderer", InProcess)
 
 
-class Notes(Progress):
-    def __init__(self) -> None:
-        super().__init__(io.StringIO())
-        self.lines: list[str] = []
-
-    def note(self, line: str) -> None:
-        self.lines.append(line)
-
-    warn = note
-
-
 @pytest.fixture(scope="module")
 def textual(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built-in model without its chat template."""
@@ -72,7 +60,7 @@ def run(
     """What the user is told first, and for each output row the tokens of its prompt or its error."""
     source, output = folder / "in.jsonl", folder / "out.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    notes = Notes()
+    notes = KeptLines()
     config = RunConfig(model=str(model), device="cpu", max_model_len=256, max_num_seqs=4, job=JobConfig(**job))
     generate(config, inputs=[str(source)], output=str(output), progress=notes, start=FakeEngine)
     return notes.lines, [tokens_of(json.loads(line)) for line in sorted(output.read_text().splitlines())]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import os
 import random
@@ -16,13 +15,13 @@ from typing import Any
 import pytest
 
 from fake_engine import FakeEngine
+from kept_lines import KeptLines
 from nvcli.core.config import JobConfig, MessageTemplate, RunConfig
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import unpack
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.engine.request import Request
 from nvcli.errors import CapacityError, ConfigError, LoadError, WorkerError
-from nvcli.job.progress.display import Progress
 from nvcli.job.progress.summary import Summary, format_summary
 from nvcli.job.run.feeder import Feeder
 from nvcli.job.run.generate import generate
@@ -33,21 +32,6 @@ from scheduler_engine import SchedulerEngine
 pytestmark = pytest.mark.usefixtures("tokenizer", "warm_engines")
 
 
-class Silent(Progress):
-    def __init__(self) -> None:
-        super().__init__(io.StringIO())
-        self.notes: list[str] = []
-        self.details: list[str] = []
-
-    def note(self, line: str) -> None:
-        self.notes.append(line)
-
-    warn = note
-
-    def detail(self, line: str) -> None:
-        self.details.append(line)
-
-
 class Runs:
     """Runs jobs on fake engines and keeps what they did."""
 
@@ -55,7 +39,7 @@ class Runs:
         self.folder = folder
         self.model = model
         self.engines: list[FakeEngine] = []
-        self.progress = Silent()
+        self.progress = KeptLines()
         self.summary: Summary | None = None
 
     def __call__(
@@ -313,7 +297,7 @@ def test_replicas_share_the_rows_and_know_their_number(run: Runs) -> None:
     assert sum(shares) == 300
     assert min(shares) > 50
     assert run.progress.details.count("a note of the engine") == 1
-    assert run.progress.notes.count("a warning of the engine") == len(run.engines)
+    assert run.progress.lines.count("a warning of the engine") == len(run.engines)
 
 
 def test_limit(run: Runs) -> None:
@@ -581,7 +565,7 @@ def test_the_rows_of_a_dead_replica_are_computed_by_the_others(run: Runs, order:
     if order == "input":
         assert [row["index"] for row in rows] == list(range(401))
     assert by_index(rows) == whole
-    (warning,) = [note for note in run.progress.notes if "a copy of the model died" in note]
+    (warning,) = [note for note in run.progress.lines if "a copy of the model died" in note]
     assert "copy 1 of the model: rank 0 (pid 1) was killed by signal 9" in warning
     assert run.summary is not None
     assert run.summary.counts.num_lost_replicas == 1
@@ -596,7 +580,7 @@ def test_a_replica_that_does_not_start_is_done_without(run: Runs) -> None:
     start = replicas(run, {"load_error": CapacityError("GPU 0 is full")}, {})
     assert len(run([{"prompt": f"p{number}"} for number in range(50)], config=settings, start=start)) == 50
     assert any(
-        "its 0 unfinished rows go to the others: copy 0 of the model: GPU 0 is full" in n for n in run.progress.notes
+        "its 0 unfinished rows go to the others: copy 0 of the model: GPU 0 is full" in n for n in run.progress.lines
     )
 
 
@@ -609,7 +593,7 @@ def test_the_last_replica_ends_the_run(run: Runs) -> None:
     assert 0 < len(run.output()) < 400
     with pytest.raises(WorkerError, match="copy 1 of the model: rank 0"):  # without --keep-going the first one does
         run(rows, config={"data_parallel_size": 2}, start=start)
-    assert sum("a copy of the model died" in note for note in run.progress.notes) == 1
+    assert sum("a copy of the model died" in note for note in run.progress.lines) == 1
 
 
 def test_a_model_that_no_replica_can_load_ends_the_run(run: Runs) -> None:
@@ -643,7 +627,7 @@ def test_what_a_job_and_its_rows_say_to_the_chat_template(run: Runs) -> None:
     assert prompts == ["s:S u:hi yes", "s:S u:hi no", "s:S u:hi yes", "s:own u:hi yes", "bare"]
     assert len(run.engines[0].requests) == 4  # the third row is equal to the first one
     assert rows[2]["temperature"] == 20.5
-    warnings = [note for note in run.progress.notes if note.startswith("warning: ")]
+    warnings = [note for note in run.progress.lines if note.startswith("warning: ")]
     assert len(warnings) == 3
     assert "does not know `thinck`" in warnings[0]
     assert "line 3 has `temperature`" in warnings[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,27 +9,15 @@ from typing import Any
 import pytest
 
 from fake_engine import FakeEngine
+from kept_lines import KeptLines
 from nvcli.core.config import JobConfig, RunConfig
 from nvcli.errors import HopelessJob
 from nvcli.job.job import ErrorInfo, JobResult, RowContext
-from nvcli.job.progress.display import Progress
 from nvcli.job.run.counts import LeadingErrors
 from nvcli.job.run.generate import generate
 
 pytestmark = pytest.mark.usefixtures("tokenizer")
 BAD, OTHER, GOOD = {"prompt": 5}, {"prompt_token_ids": []}, {"prompt": "ab"}
-
-
-class Lines(Progress):
-    def __init__(self) -> None:
-        super().__init__(io.StringIO())
-        self.lines: list[str] = []
-
-    def note(self, line: str) -> None:
-        self.lines.append(line)
-
-    def warn(self, line: str) -> None:
-        self.lines.append(line)
 
 
 def run(folder: Path, model: Path, rows: list[Any], sampling: dict[str, Any] | None = None, **job: Any) -> list[str]:
@@ -39,7 +26,7 @@ def run(folder: Path, model: Path, rows: list[Any], sampling: dict[str, Any] | N
     config = RunConfig(
         model=str(model), device="cpu", sampling=sampling or {}, job=JobConfig(**{"max_leading_errors": 10, **job})
     )
-    progress = Lines()
+    progress = KeptLines()
     generate(config, inputs=[str(source)], output=str(folder / "out.jsonl"), progress=progress, start=FakeEngine)
     return progress.lines
 

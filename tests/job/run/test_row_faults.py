@@ -5,7 +5,6 @@ Exceptions that nobody foresaw are raised on purpose here, at each station of a 
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +13,11 @@ from typing import Any
 import pytest
 
 from fake_engine import FakeEngine
+from kept_lines import KeptLines
 from nvcli.core.config import RunConfig
 from nvcli.errors import RowError, WorkerError
 from nvcli.job.job import Job, JobResult, RowContext, failed
 from nvcli.job.output import writer
-from nvcli.job.progress.display import Progress
 from nvcli.job.progress.summary import Summary
 from nvcli.job.rows.parser import RowParser
 from nvcli.job.run import open_rows
@@ -39,15 +38,6 @@ class PanicException(BaseException):
 
 
 PanicException.__module__ = "pyo3_runtime"
-
-
-class Warnings(Progress):
-    def __init__(self) -> None:
-        super().__init__(io.StringIO())
-        self.warnings: list[str] = []
-
-    def warn(self, line: str) -> None:
-        self.warnings.append(line)
 
 
 def raise_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, id_of: Callable[..., Any], *stations: str) -> None:
@@ -83,7 +73,7 @@ def job(folder: Path, model: Path, rows: list[dict[str, Any]]) -> tuple[dict[str
     """Answer rows. Returns the output rows by id, the summary and the warnings."""
     source = folder / "in.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    progress, output = Warnings(), folder / "out.jsonl"
+    progress, output = KeptLines(), folder / "out.jsonl"
     summary = generate(
         RunConfig(model=str(model), device="cpu", max_num_seqs=8),
         inputs=[str(source)],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,24 +9,14 @@ from typing import Any
 import pytest
 
 from fake_engine import FakeEngine
+from kept_lines import KeptLines
 from nvcli.core.config import JobConfig, RunConfig
 from nvcli.engine.request import Request
-from nvcli.job.progress.display import Progress
 from nvcli.job.progress.summary import Summary
 from nvcli.job.run.generate import generate
 from nvcli.job.run.several_prompts import MAX_PARTS_AT_ONCE
 
 pytestmark = pytest.mark.usefixtures("tokenizer")
-
-
-class Silent(Progress):
-    def __init__(self) -> None:
-        super().__init__(io.StringIO())
-
-    def note(self, line: str) -> None:
-        pass
-
-    warn = note
 
 
 def run(folder: Path, model: Path, rows: list[dict[str, Any]], **job: Any) -> tuple[Summary, list[Any], list[Request]]:
@@ -40,7 +29,12 @@ def run(folder: Path, model: Path, rows: list[dict[str, Any]], **job: Any) -> tu
 
     config = RunConfig(model=str(model), device="cpu", max_num_seqs=8, job=JobConfig(order="input", **job))
     summary = generate(
-        config, inputs=[str(source)], output=str(folder / "out.jsonl"), progress=Silent(), overwrite=True, start=start
+        config,
+        inputs=[str(source)],
+        output=str(folder / "out.jsonl"),
+        progress=KeptLines(),
+        overwrite=True,
+        start=start,
     )
     return summary, [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()], engines[0].received
 

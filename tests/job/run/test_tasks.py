@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import math
 from collections.abc import Callable
@@ -14,12 +13,12 @@ import numpy as np
 import pytest
 
 from checkpoints import reference_logits, reference_model
+from kept_lines import KeptLines
 from model_engine import ModelEngine, write_byte_model
 from nvcli.core.config import RunConfig
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.validation import convert
 from nvcli.errors import ConfigError
-from nvcli.job.progress.display import Progress
 from nvcli.job.progress.summary import Summary, format_summary
 from nvcli.job.run.generate import generate
 from nvcli.job.text.tokenizer import Tokenizer
@@ -47,16 +46,6 @@ def encode(model: Path) -> Callable[[str], list[int]]:
     return encode
 
 
-class Silent(Progress):
-    def __init__(self) -> None:
-        super().__init__(io.StringIO())
-
-    def note(self, line: str) -> None:
-        pass
-
-    warn = note
-
-
 class Jobs:
     """Runs jobs in a folder and keeps the engines' configurations and the summary of the last."""
 
@@ -80,7 +69,7 @@ class Jobs:
         run = convert({"model": str(self.model), "device": "cpu", "task": task, **settings}, RunConfig)
         output = self.folder / name
         self.summary = generate(
-            run, inputs=[str(source)], output=str(output), progress=Silent(), start=start, **options
+            run, inputs=[str(source)], output=str(output), progress=KeptLines(), start=start, **options
         )
         if output.suffix != ".jsonl":
             return []
