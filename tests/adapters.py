@@ -46,6 +46,15 @@ def low_rank_of_stacks(base: Path, *, rank: int = 2, seed: int = 0) -> dict[str,
     return tensors
 
 
+def magnitudes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return DoRA's magnitudes for low-rank tensors."""
+    return {
+        name.replace("lora_B.weight", "lora_magnitude_vector"): tensor.abs().sum(1) + 1
+        for name, tensor in tensors.items()
+        if "lora_B" in name
+    }
+
+
 def write_adapter(folder: Path, tensors: Mapping[str, Tensor], **config: Any) -> Path:
     """Write an adapter's folder; `config` are keys of adapter_config.json that differ from a plain one of rank 4."""
     from safetensors.torch import save_file

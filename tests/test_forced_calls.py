@@ -17,15 +17,10 @@ from nvcli.job.job import CallRule, Job, JobResult, RowContext
 from nvcli.job.text.model_limits import ModelLimits
 from nvcli.job.text.prepare import Preparer
 from nvcli.job.text.tokenizer import Tokenizer
+from snapshot_rows import WEATHER
 
 pytestmark = pytest.mark.usefixtures("warm_engines")
 
-WEATHER = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
 TIME = {"type": "object", "properties": {"zone": {"enum": ["CET"]}}, "additionalProperties": False}
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": WEATHER}},

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from adapters import LINEAR, low_rank, merge, write_adapter
+from adapters import LINEAR, low_rank, magnitudes, merge, write_adapter
 from fake_command import NvcliHere, run_nvcli
 from nvcli import LLM
 from nvcli.core.config import RunConfig
@@ -194,11 +194,3 @@ def test_adapters_that_rows_cannot_choose_are_refused(folder: Path, nvcli_here: 
     done = nvcli_here("bench", "--shape", "qwen3-0.6b", "--lora", "one", cwd=folder)
     assert done.returncode == 2
     assert "--shape qwen3-0.6b makes up weights, and `lora` is" in done.stderr
-
-
-def magnitudes(tensors: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name.replace("lora_B.weight", "lora_magnitude_vector"): tensor.abs().sum(1) + 1
-        for name, tensor in tensors.items()
-        if "lora_B" in name
-    }

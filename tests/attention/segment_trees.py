@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from attention_setup import Bench, History, Step
 
+from kernel_device import DEVICE, HAS_GPU
 from nvcli.kernels.segment_tables import SegmentTables
+
+# Compiled kernels multiply in bfloat16, and the interpreter has float32 alone.
+shared_bench = partial(
+    Bench,
+    device=str(DEVICE),
+    dtype=torch.bfloat16 if HAS_GPU else torch.float32,
+    max_shared_rows=32,
+    num_tokens=3000,
+)
 
 
 @dataclass

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from attention_setup import Bench as AnyBench
 from attention_setup import History, Step
-from segment_trees import SegmentTree
+from segment_trees import SegmentTree, shared_bench
 from simulated_hopper import SimulatedHopper
 
 from combinations import full
@@ -24,14 +22,6 @@ from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels.chunk_prefixes import ChunkPrefixes
 from nvcli.kernels.fp8_types import FP8
 
-# Compiled kernels multiply in bfloat16, and the interpreter has float32 alone.
-Bench = partial(
-    AnyBench,
-    device=str(DEVICE),
-    dtype=torch.bfloat16 if HAS_GPU else torch.float32,
-    max_shared_rows=32,
-    num_tokens=3000,
-)
 pytestmark = MARKS
 Group = tuple[int, int, int]
 """The first chunk's row, the number of chunks, and the keys of the prefix."""
@@ -88,7 +78,7 @@ def test_groups_of_chunks(
         pytest.skip("the usual kernels serve it")
     rng = random.Random(block_size + ratio)
     poison = 0.0 if backend.reads_behind_rows else float("nan")
-    bench = Bench(
+    bench = shared_bench(
         backend, num_kv_heads=2, ratio=ratio, head_dim=head_dim, block_size=block_size, windows=windows, poison=poison,
         **options,
     )  # fmt: skip
@@ -123,7 +113,7 @@ def test_groups_of_chunks(
 
 def test_a_prefix_is_read_for_all_chunks_of_a_group(backend: type[AttentionBackend]) -> None:
     """All chunks get the prefix that the first one reads; the others' blocks of it are never read."""
-    bench = Bench(backend, block_size=64, num_tokens=1000, head_dim=64)
+    bench = shared_bench(backend, block_size=64, num_tokens=1000, head_dim=64)
     tree = SegmentTree(bench)
     segment = tree.segment(None, 3)
     work = [(tree.request(segment, 2), 5) for _ in range(3)]

@@ -4,17 +4,14 @@ segments once for all. On a GPU the kernels are compiled; without one they run i
 from __future__ import annotations
 
 import random
-from functools import partial
 from typing import Any
 
 import pytest
-import torch
-from attention_setup import Bench as AnyBench
-from segment_trees import SegmentTree, random_tree
+from segment_trees import SegmentTree, random_tree, shared_bench
 from simulated_hopper import SimulatedHopper
 
 from combinations import full
-from kernel_device import DEVICE, HAS_GPU, MARKS
+from kernel_device import HAS_GPU, MARKS
 from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.torch_backend import TorchBackend
@@ -22,14 +19,6 @@ from nvcli.attention.triton_backend import TritonBackend
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.triton.attention.segment_work_list import LEVELS
 
-# Compiled kernels multiply in bfloat16, and the interpreter has float32 alone.
-Bench = partial(
-    AnyBench,
-    device=str(DEVICE),
-    dtype=torch.bfloat16 if HAS_GPU else torch.float32,
-    max_shared_rows=32,
-    num_tokens=3000,
-)
 pytestmark = MARKS
 
 
@@ -70,7 +59,7 @@ def test_random_trees(
         pytest.skip("the usual kernels serve it")
     rng = random.Random(block_size)
     poison = 0.0 if backend.reads_behind_rows else float("nan")
-    bench = Bench(
+    bench = shared_bench(
         backend, ratio=ratio, head_dim=head_dim, block_size=block_size, windows=windows, poison=poison,
         **{"num_kv_heads": 2, **options},
     )  # fmt: skip
@@ -86,7 +75,7 @@ def test_random_trees(
 def test_requests_with_more_levels_than_are_read_once(backend: type[AttentionBackend]) -> None:
     """Behind the last level that counts, keys are each row's own; a long segment is cut into several chunks, and rows
     of padding have none."""
-    bench = Bench(backend, head_dim=64, block_size=64, num_kv_heads=1, ratio=2)
+    bench = shared_bench(backend, head_dim=64, block_size=64, num_kv_heads=1, ratio=2)
     tree = SegmentTree(bench)
     segments = [tree.segment(None, 40)]
     while len(segments) < LEVELS.value + 2:
@@ -99,7 +88,7 @@ def test_requests_with_more_levels_than_are_read_once(backend: type[AttentionBac
 
 def test_a_segment_is_read_once(backend: type[AttentionBackend]) -> None:
     """All rows get the segment that one row reads; the other rows' blocks of it are never read."""
-    bench = Bench(backend, block_size=64, num_tokens=1000, head_dim=64)
+    bench = shared_bench(backend, block_size=64, num_tokens=1000, head_dim=64)
     tree = SegmentTree(bench)
     segment = tree.segment(None, 3)
     requests = [tree.request(segment, 5) for _ in range(3)]
@@ -111,7 +100,7 @@ def test_a_segment_is_read_once(backend: type[AttentionBackend]) -> None:
 
 def test_steps_without_segments_launch_what_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run in which requests may share plans and attends steps in which none does as any other run."""
-    bench = Bench(TritonBackend, block_size=16, num_tokens=400, head_dim=32)
+    bench = shared_bench(TritonBackend, block_size=16, num_tokens=400, head_dim=32)
     tree = SegmentTree(bench)
     requests = [tree.request(tree.segment(None, 3), 5) for _ in range(3)]
     assert isinstance(bench.backend, TritonBackend)

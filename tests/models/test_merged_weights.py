@@ -4,7 +4,6 @@ bit for bit."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +12,7 @@ import torch
 from rank_weights import load_model
 from safetensors.torch import load_file, save_file
 
-from adapters import LINEAR, PREFIX, low_rank, write_adapter
+from adapters import LINEAR, PREFIX, low_rank, magnitudes, write_adapter
 from checkpoints import write_tiny_model
 from expert_shapes import EXPERT_SHAPES
 from model_driver import CPU
@@ -28,14 +27,6 @@ from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
 Kept = Literal["none", "fp8"]
-
-
-def magnitudes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {
-        name.replace("lora_B.weight", "lora_magnitude_vector"): tensor.abs().sum(1) + 1
-        for name, tensor in tensors.items()
-        if "lora_B" in name
-    }
 
 
 def write_adapters(base: Path, folder: Path) -> list[Path]:
