@@ -170,6 +170,7 @@ def test_ablations_run_each_in_engines_of_their_own(nvcli_here: NvcliHere) -> No
     ("args", "named"),
     [
         (("--shape", "gpt-5"), "qwen3-0.6b"),
+        (("-m", "demo", "--shape", "qwen3-0.6b"), "exclude each other"),
         (("-m", "demo", "--input-len", "9:1"), "--input-len"),
         (("-m", "demo", "--input-len", "4000"), "max_model_len"),
         (("-m", "demo", "--shared-prefix", "-1"), "--shared-prefix"),
