@@ -78,6 +78,12 @@ def test_a_shape_stays_in_one_part_where_memory_runs_out(monkeypatch: pytest.Mon
         tries += 1
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
 
+    add = MaskedChoice._add
+
+    def add_and_fail(*arguments: Any) -> None:
+        add(*arguments)
+        fail()
+
     def answer() -> dict[int, Any]:
         runner = make_runner(demo_path(), "cpu", **CONFIG)
         graphs = LaunchedGraphs([shape], runner.steps)
@@ -87,9 +93,10 @@ def test_a_shape_stays_in_one_part_where_memory_runs_out(monkeypatch: pytest.Mon
 
     expected = answer()
     monkeypatch.setattr(masked_choice, "_STEPS_BEFORE", 1)
-    for owner, name in ((LaunchedGraphs, "capture_late"), (MaskedChoice, "_add")):
+    for owner, name, failing in ((LaunchedGraphs, "capture_late", fail), (MaskedChoice, "_add", add_and_fail)):
         tries = 0
         with monkeypatch.context() as patch:
-            patch.setattr(owner, name, fail)
+            patch.setattr(owner, name, failing)
+            patch.delattr(MaskedChoice, "_choose_in_second_graph")
             assert answer() == expected
         assert tries == 1
