@@ -38,7 +38,7 @@ GEOMETRIES: list[Any] = [
     # Windows of one token, shorter and longer than chunks and prompts, in KV groups with blocks of their own.
     *(
         {"num_kv_heads": 2, "ratio": 2, "windows": windows, "block_size": block_size}
-        for windows, block_size in [((1,), 16), ((40, 64, 40), 16), ((257,), 64)]
+        for windows, block_size in [((1,), 16), ((40, 64, 40), 16), ((33,), 24), ((257,), 64)]
     ),
     # A score of each head's own that belongs to no key, once in each softmax.
     {"num_kv_heads": 2, "ratio": 3, "windows": (40, None), "has_sinks": True, "soft_cap": 0.7},
@@ -48,7 +48,6 @@ GEOMETRIES: list[Any] = [
     {"head_dim": 80, "value_dim": 64, "ratio": 5, "block_size": 16},
     full({"head_dim": 64, "num_kv_heads": 2, "ratio": 1, "block_size": 64}),
     full({"head_dim": 64, "num_kv_heads": 1, "ratio": 2, "block_size": 256}),
-    full({"num_kv_heads": 2, "ratio": 2, "windows": (33,), "block_size": 24}),
     full({"head_dim": 576, "value_dim": 512, "ratio": 20, "block_size": 64}),
     full({"head_dim": 128, "num_kv_heads": 2, "ratio": 2, "block_size": 16}),
     full({"head_dim": 16, "num_kv_heads": 1, "ratio": 16, "block_size": 4}),
