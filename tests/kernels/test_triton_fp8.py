@@ -15,7 +15,7 @@ from nvcli.kernels import fp8 as reference
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
 from nvcli.kernels.fp8 import quantise_weight
 from nvcli.kernels.fp8_types import FP8, QuantisedRows
-from nvcli.kernels.triton.elementwise import fp8, norm
+from nvcli.kernels.triton.elementwise import fp8, fp8_weights, norm
 from nvcli.kernels.triton.products.fp8_linear import fp8_linear
 from nvcli.kernels.triton.products.launch_rule import Kind, choose
 from nvcli.kernels.triton.products.product_launch import ProductLaunch
@@ -229,3 +229,16 @@ def test_a_graph_follows_its_inputs(scaling: FP8Scaling) -> None:
         x.normal_()
         graph.replay()
         assert torch.equal(out, run())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_weights_are_quantised_bit_for_bit(size: int) -> None:
+    """As the reference does on the same device, rows of zeros and of NaN too."""
+    values = rand(9, size, seed=1).to(DEVICE)
+    values[2], values[4, 3] = 0, float("nan")
+    codes = torch.empty(9, size, dtype=FP8, device=DEVICE)
+    scales = torch.empty(9, device=DEVICE)
+    fp8_weights.quantise_rows(values, codes, scales)
+    expected_codes, expected_scales = quantise_weight(values, "channel")
+    assert torch.equal(scales.nan_to_num(-1), expected_scales.nan_to_num(-1))
+    assert torch.equal(codes.float().nan_to_num(-1), expected_codes.float().nan_to_num(-1))

@@ -85,6 +85,17 @@ def quantise_weight(values: Tensor, scaling: FP8Scaling) -> tuple[Tensor, Tensor
     return codes.flatten(2).flatten(0, 1)[:rows, :columns].contiguous(), scales.flatten(2).squeeze(1)
 
 
+def quantise_weight_to(values: Tensor, scaling: FP8Scaling, codes: Tensor, scales: Tensor) -> None:
+    """Write what `quantise_weight` makes of float32 values to `codes` and `scales`, bit for bit. All are contiguous."""
+    if values.is_cuda and scaling == "channel":
+        from nvcli.kernels.triton.elementwise import fp8_weights as kernels
+
+        kernels.quantise_rows(values, codes, scales)
+        return
+    for target, found in zip((codes, scales), quantise_weight(values, scaling), strict=True):
+        target.copy_(found)
+
+
 def dequantise_weight(codes: Tensor, scales: Tensor) -> Tensor:
     """Return the values of a weight in float32: [out, in]. `scales` are those of `quantise_weight`."""
     if scales.dim() == 1:

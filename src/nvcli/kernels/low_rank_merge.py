@@ -18,8 +18,10 @@ def merge_low_rank(out: Tensor, base: Tensor, up: Tensor, down: Tensor, scaling:
     """
     num_rows, num_columns = base.shape
     up, down = up.t().float(), down.float()
-    step = max(1, _NUMBERS_AT_ONCE // num_columns)
+    step, is_exact = max(1, _NUMBERS_AT_ONCE // num_columns), out.dtype == torch.float32
     for first in range(0, num_rows, step):
         part = slice(first, first + step)
-        merged = base[part].to(torch.float32, copy=True).addmm_(up[part], down, alpha=scaling)
-        out[part].copy_(merged)
+        merged = out[part].copy_(base[part]) if is_exact else base[part].to(torch.float32, copy=True)
+        merged.addmm_(up[part], down, alpha=scaling)
+        if not is_exact:
+            out[part].copy_(merged)

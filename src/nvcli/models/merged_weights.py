@@ -25,7 +25,7 @@ from nvcli.core.lora_config import BASE_SHARE
 from nvcli.core.messages import NO_ADAPTER
 from nvcli.core.system.host_memory import available_ram
 from nvcli.errors import LoadError
-from nvcli.kernels.fp8 import dequantise_weight, quantise_weight
+from nvcli.kernels.fp8 import dequantise_weight, quantise_weight_to
 from nvcli.kernels.fp8_types import FP8
 from nvcli.kernels.low_rank_merge import merge_low_rank
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
@@ -238,18 +238,21 @@ class MergedWeights:
         scaling: FP8Scaling = "block" if weight.scales.dim() == 2 else "channel"
         rows_per_scale = FP8_BLOCK if scaling == "block" else 1
         num_rows, num_columns = base.shape
-        step = FP8_BLOCK * max(1, _NUMBERS_AT_ONCE // (FP8_BLOCK * num_columns))
+        step = min(num_rows, FP8_BLOCK * max(1, _NUMBERS_AT_ONCE // (FP8_BLOCK * num_columns)))
+        values_at_once = torch.empty(step, num_columns, dtype=torch.float32, device=self._device)
+        up, down = (None, None) if product is None else (matrix.float() for matrix in product.matrices(values))
         for first in range(0, num_rows, step):
             last = min(first + step, num_rows)
             part = base[first:last].to(self._device, non_blocking=True)
-            if product is not None:
-                up, down = product.matrices(values)
-                merged = torch.empty_like(part, dtype=torch.float32)
+            merged = values_at_once[: last - first]
+            if product is None or up is None or down is None:
+                merged.copy_(part)
+            else:
                 merge_low_rank(merged, part, up[:, first:last], down, product.scaling)
-                part = merged
-            codes, scales = quantise_weight(part, scaling)
-            weight.target[first:last].copy_(codes)
-            weight.scales[first // rows_per_scale :][: len(scales)].copy_(scales)
+            first_scale, num_scales = first // rows_per_scale, -(-(last - first) // rows_per_scale)
+            quantise_weight_to(
+                merged, scaling, weight.target[first:last], weight.scales[first_scale : first_scale + num_scales]
+            )
 
     def _spoil(self, changed: Mapping[str, TensorInfo]) -> None:
         """Make the results of an adapter that cannot be merged NaN, on whichever rank it was."""

@@ -1,0 +1,67 @@
+"""Quantising weights to FP8 in Triton with a scale for each row: see `nvcli.kernels.fp8.quantise_weight_to`.
+
+It gives the bits of `quantise_weight` on the same device, which divides where quantising activations multiplies, and
+where torch divides by a number on a GPU by multiplying with its inverse.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nvcli.kernels.fp8_types import FP8_MAX, LEAST_MAX
+from nvcli.kernels.whole_numbers import next_power_of_2
+
+_MAX = tl.constexpr(FP8_MAX)
+_LEAST = tl.constexpr(LEAST_MAX)
+_COLUMNS = 4096
+
+
+@triton.jit
+def _quantise_rows_kernel(
+    values_ptr,  # [R, SIZE] float32, contiguous
+    codes_ptr,  # [R, SIZE], contiguous, written
+    scales_ptr,  # [R] float32, written
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ON_GPU: tl.constexpr,
+):
+    """Program (row)."""
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros([COLUMNS], tl.float32)
+    for first in tl.static_range(0, SIZE, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        values = tl.load(values_ptr + row * SIZE + columns, mask=columns < SIZE, other=0)
+        largest = tl.maximum(largest, tl.abs(values), propagate_nan=tl.PropagateNan.ALL)
+    largest_of_all = tl.reduce(largest, 0, _maximum)
+    largest_of_all = tl.maximum(largest_of_all, _LEAST, propagate_nan=tl.PropagateNan.ALL)
+    scale = largest_of_all * (1 / _MAX) if ON_GPU else tl.div_rn(largest_of_all, _MAX)
+    for first in tl.static_range(0, SIZE, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        values = tl.load(values_ptr + row * SIZE + columns, mask=columns < SIZE, other=0)
+        codes = tl.clamp(tl.div_rn(values, scale), -_MAX, _MAX, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(codes_ptr + row * SIZE + columns, codes.to(tl.float8e4nv), mask=columns < SIZE)
+    tl.store(scales_ptr + row, scale)
+
+
+@triton.jit
+def _maximum(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+def quantise_rows(values: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Write the codes of `values` [R, C] float32 and the rows' scales [R]. All are contiguous."""
+    assert values.is_contiguous()
+    assert codes.is_contiguous()
+    assert scales.is_contiguous()
+    num_rows, size = values.shape
+    _quantise_rows_kernel[(num_rows,)](
+        values,
+        codes,
+        scales,
+        SIZE=size,
+        COLUMNS=min(_COLUMNS, next_power_of_2(size)),
+        ON_GPU=values.is_cuda,
+        num_warps=8,
+    )
