@@ -22,7 +22,14 @@ from nvcli.kernels.kept_inputs import KeptInputs
 from nvcli.kernels.recurrent_types import DeltaGates, RecurrentHeads, ScanGates
 from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.elementwise import norm
-from nvcli.kernels.triton.recurrent import advance_states, causal_conv, delta_chunks, delta_net, selective_scan
+from nvcli.kernels.triton.recurrent import (
+    advance_states,
+    causal_conv,
+    chunk_walk,
+    delta_chunks,
+    delta_net,
+    selective_scan,
+)
 
 pytestmark = [*MARKS, pytest.mark.parametrize("dtype", DTYPES)]
 
@@ -196,7 +203,7 @@ def test_no_number_of_rows_compiles_anew(dtype: torch.dtype) -> None:
         causal_conv._chunk_kernel,
         causal_conv._keep_inputs_kernel,
         delta_chunks._solve_kernel,
-        delta_chunks._pass_kernel,
+        chunk_walk._walk_kernel,
         norm._gated_rms_norm_kernel,
     ]
     heads, states = RecurrentHeads(1, 25, 2, 50), torch.zeros(NUM_BLOCKS, 2, 25, 50, device=DEVICE)

@@ -23,6 +23,9 @@ from nvcli.models.tensor_spec import (
     with_bias,
 )
 
+_CHUNK = 64
+"""Tokens of a chunk, with each of which a token of a prompt has a score in each head."""
+
 ResultNorm = Literal["behind gate", "before gate"]
 """The place of the result's norm."""
 
@@ -98,7 +101,8 @@ class MambaConfig(Mixer):
         yield Piece("out_proj", self.inner_size // ranks.size, "out_proj")
 
     def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
-        return 3 * hidden_size + 2 * self.channels_per_rank(ranks.size) + 3 * self.inner_size // ranks.size
+        scores = self.num_heads * max(_CHUNK, self.head_dim)
+        return 3 * hidden_size + 2 * self.channels_per_rank(ranks.size) + (2 * self.inner_size + scores) // ranks.size
 
     def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
         """Yield the tensors: the parts of the input projection and of the convolution, which files hold as one, each by

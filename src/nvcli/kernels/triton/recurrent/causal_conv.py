@@ -16,6 +16,7 @@ from torch import Tensor
 from nvcli.kernels.kept_inputs import KeptInputs
 from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.launch.dependent_launch import await_kernel_before, dependent
+from nvcli.kernels.triton.recurrent.gates import LOG2_E
 from nvcli.kernels.triton.recurrent.state_rows import RowTensors, row_of
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
@@ -23,15 +24,20 @@ _STEP_CHANNELS = 1024
 """Measured on an H200 with 256 rows of 8,192 channels: 9.3 µs; 12.4 with 512, 11 with 2,048."""
 _DRAFT_CHANNELS = 512
 """Measured on an H200 with 128 rows of 8 tokens and 8,192 channels: 29 µs; 49 with 256."""
-_TOKENS, _CHANNELS = 64, 64
-"""Fewer channels than threads: otherwise the compiler converts the inputs to the layout of the weights. Measured on an
-H200 with 8,192 tokens and channels: 120 µs; 135 with 16 and 256. Memory traffic alone takes 62."""
+_TOKENS, _CHANNELS = 16, 512
+"""Measured on an H200 with 8,204 tokens of 14 rows and 8,192 channels: 114 µs; 130 with 1,024 channels, 169 with twice
+the tokens. Memory traffic alone takes 62."""
 
 
 @triton.jit
 def _bias_of(bias_ptr, channel, inside, HAS_BIAS: tl.constexpr):
     """Return the bias of channels [1, CHANNELS] in float32; zeros if there is none."""
     return tl.load(bias_ptr + channel, mask=inside & HAS_BIAS, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _silu(x):
+    return x / (1.0 + tl.exp2(x * -LOG2_E))
 
 
 @triton.jit
@@ -67,7 +73,7 @@ def _step_kernel(
     weight = tl.load(weight_ptr + channel * TAPS + tap, mask=inside & (tap < TAPS), other=0.0)
     total = tl.sum(value.to(tl.float32) * weight.to(tl.float32), 0)[None, :]
     total += _bias_of(bias_ptr, channel, inside, HAS_BIAS)
-    out = total * tl.sigmoid(total) if ACTIVATES else total
+    out = _silu(total) if ACTIVATES else total
     out_ptr += token.to(tl.int64) * NUM_CHANNELS + channel
     tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=inside)
     # Input i becomes entry i - 1 of the next state. A row may write to the block that it read, hence the barrier.
@@ -112,7 +118,7 @@ def _draft_kernel(
         own = tl.load(x_ptr + at * x_stride + channel, mask=is_own, other=0.0)
         value = tl.where(place >= TAPS - 1, own.to(before.dtype), before)
         total = tl.sum(value.to(tl.float32) * weight, 0)[None, :] + bias
-        out = total * tl.sigmoid(total) if ACTIVATES else total
+        out = _silu(total) if ACTIVATES else total
         places = (start.to(tl.int64) + index) * NUM_CHANNELS + channel
         tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=inside)
         tl.store(kept_ptr + places + 0 * tap, own, mask=is_own & (tap == TAPS - 1))
@@ -120,9 +126,9 @@ def _draft_kernel(
 
 @triton.jit
 def _row_of_token(token, starts_ptr, first_row, num_rows, num_halvings):
-    """Return, for each token, the last of rows `first_row` to `num_rows` that begins at or before it."""
-    low = tl.zeros_like(token) + first_row
-    high = tl.zeros_like(token) + num_rows
+    """Return the last of rows `first_row` to `num_rows` that begins at or before a token."""
+    low = first_row
+    high = num_rows
     for _ in range(num_halvings):
         middle = (low + high) // 2
         begins = tl.load(starts_ptr + middle) <= token
@@ -155,40 +161,52 @@ def _chunk_kernel(
 ):
     """Program (tile of tokens, tile of channels), for the tokens of the rows from `first_row` on. Tokens after the last
     row get zeros. A row is found in `num_halvings` steps; this is not a constant, because each new number of rows would
-    then be compiled."""
-    token = tl.load(rows.starts + first_row) + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    then be compiled. Every input is read once: the last ones stay in registers from token to token."""
+    first = tl.load(rows.starts + first_row) + tl.program_id(0) * TOKENS
     end = tl.load(rows.starts + num_rows)
-    is_token = token < end
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
-    in_channels = channel < NUM_CHANNELS
-    inside = is_token[:, None] & in_channels
-    row = _row_of_token(tl.minimum(token, end - 1), rows.starts, first_row, num_rows, num_halvings)
-    start = tl.load(rows.starts + row)
-    before = tl.load(rows.seq_lens + row) - (tl.load(rows.starts + row + 1) - start)
-    # Some inputs of a row's first tokens are in the state that it continues from.
-    reads_state = is_token & (token - start < TAPS - 1) & (before > 0)
-    places = tl.load(rows.slots + row) * rows.table_stride + tl.maximum(before - 1, 0) // BLOCK_SIZE
-    source = tl.load(rows.tables + places, mask=reads_state, other=0).to(tl.int64)
-    total = tl.zeros([TOKENS, CHANNELS], tl.float32) + _bias_of(bias_ptr, channel, in_channels, HAS_BIAS)
+    last = tl.minimum(first + TOKENS, end)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = channel < NUM_CHANNELS
+    bias = _bias_of(bias_ptr, channel, inside, HAS_BIAS)
+    weights = ()
     for tap in tl.static_range(TAPS):
-        at = token - (TAPS - 1 - tap)
-        value = tl.load(
-            x_ptr + at[:, None].to(tl.int64) * x_stride + channel, mask=inside & (at >= start)[:, None], other=0.0
-        )
-        weight = tl.load(weight_ptr + channel * TAPS + tap, mask=in_channels, other=0.0)
-        total += value.to(tl.float32) * weight.to(tl.float32)
-    if tl.max(reads_state.to(tl.int32), 0) > 0:
+        weight = tl.load(weight_ptr + channel * TAPS + tap, mask=inside, other=0.0).to(tl.float32)
+        weights += (weight,)  # type: ignore[assignment]
+    x_ptr += channel
+    out_ptr += channel
+    row = _row_of_token(first, rows.starts, first_row, num_rows, num_halvings)
+    begin = first
+    while begin < last:  # the part of each row that lies in the tile
+        start, row_end, _, source = row_of(row, rows, BLOCK_SIZE)
+        part_end = tl.minimum(row_end, last)
+        part_ptr = x_ptr + begin.to(tl.int64) * x_stride
+        part_out_ptr = out_ptr + begin.to(tl.int64) * NUM_CHANNELS
+        # The inputs right before the part, those before the row from the state that it continues from.
+        inputs = ()
         for tap in tl.static_range(TAPS - 1):
-            value = tl.load(
-                pool_ptr + source[:, None] * pool_stride + (tap + token - start)[:, None] * NUM_CHANNELS + channel,
-                mask=inside & ((tap + token - start < TAPS - 1) & (source > 0))[:, None],
-                other=0.0,
-            )
-            weight = tl.load(weight_ptr + channel * TAPS + tap, mask=in_channels, other=0.0)
-            total += value.to(tl.float32) * weight.to(tl.float32)
-    out = tl.where(is_token[:, None], total * tl.sigmoid(total) if ACTIVATES else total, 0.0)
-    out_ptrs = out_ptr + token[:, None].to(tl.int64) * NUM_CHANNELS + channel
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=(token < num_tokens)[:, None] & in_channels)
+            at = begin + tap - (TAPS - 1)
+            is_own = (part_end > begin) & (at >= start)
+            is_kept = (part_end > begin) & (at < start) & (source > 0)
+            value = tl.load(part_ptr + (tap - (TAPS - 1)) * x_stride, mask=inside & is_own, other=0.0).to(tl.float32)
+            place = source * pool_stride + (TAPS - 1 + at - start) * NUM_CHANNELS
+            value += tl.load(pool_ptr + place + channel, mask=inside & is_kept, other=0.0).to(tl.float32)
+            inputs += (value,)  # type: ignore[assignment]
+        for index in tl.static_range(TOKENS):
+            mask = inside & (begin + index < part_end)
+            value = tl.load(part_ptr + index * x_stride, mask=mask, other=0.0).to(tl.float32)
+            inputs += (value,)  # type: ignore[assignment]
+            total = bias
+            for tap in tl.static_range(TAPS):
+                total += inputs[tap] * weights[tap]
+            out = _silu(total) if ACTIVATES else total
+            tl.store(part_out_ptr + index * NUM_CHANNELS, out.to(out_ptr.dtype.element_ty), mask=mask)
+            inputs = inputs[1:]
+        begin = tl.maximum(begin, row_end)
+        row += 1
+    for index in tl.static_range(TOKENS):
+        is_nobody = (first + index >= end) & (first + index < num_tokens)
+        nothing = tl.zeros([CHANNELS], out_ptr.dtype.element_ty)
+        tl.store(out_ptr + (first + index).to(tl.int64) * NUM_CHANNELS, nothing, mask=inside & is_nobody)
 
 
 @triton.jit(do_not_specialize=["first_row"])

@@ -1,17 +1,14 @@
 """The gated delta rule for chunks of 64 tokens in Triton, in two kernels. The first has a program for each chunk and
-solves the chunk's triangular system, which does not depend on states. The second has a program for some columns of one
-head's state, and goes through a row's chunks one after another.
+solves the chunk's triangular system, which does not depend on states. The second is the walk through the chunks that
+all rules share (`chunk_walk.py`).
 
 With queries Q, keys K, values V and state S, decayed as each token sees them, a chunk's tokens write W = A (V - K S),
 where A is the inverse of a unit lower triangular matrix times β, and they read Q S + P W. The first kernel computes A
-and P. The second keeps Sᵀ and multiplies transposed, so that each product is the first factor of the next one and stays
-in registers. The split is that of Yang et al. (https://arxiv.org/abs/2406.06484, section 3), who keep A K and A V.
+and P. The split is that of Yang et al. (https://arxiv.org/abs/2406.06484, section 3), who keep A K and A V.
 
 The inverse is built from blocks: that of [[A, 0], [C, B]] is [[A⁻¹, 0], [-B⁻¹ C A⁻¹, B⁻¹]]. From blocks of 1 to half a
 chunk, each size takes two products for all blocks at once, and no intermediate result grows, unlike in the series of
 powers of a triangular matrix.
-
-Chunks are counted from the first token of each block, so that a request has the same chunks however steps cut it.
 """
 
 from __future__ import annotations
@@ -23,39 +20,21 @@ from torch import Tensor
 
 from nvcli.kernels.recurrent_types import DeltaGates, RecurrentHeads
 from nvcli.kernels.state_rows import StateRows
-from nvcli.kernels.triton.launch.multiprocessors import shared_memory_bytes
+from nvcli.kernels.triton.recurrent.chunk_walk import (
+    CHUNK,
+    ChunkParts,
+    chunk_key_tile,
+    find_chunk,
+    num_chunk_programs,
+    walk_chunks,
+)
 from nvcli.kernels.triton.recurrent.gates import read_gates
-from nvcli.kernels.triton.recurrent.state_rows import RowTensors, chunk_of, chunk_tokens, row_of, row_span
-from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
+from nvcli.kernels.triton.recurrent.state_rows import RowTensors, chunk_tokens, row_span
 
 NORM_EPS = tl.constexpr(1e-6)
-_CHUNK = 64
-_MORE_CHUNKS = tl.constexpr(3)
-"""Maximum number of chunks of a row beyond those that its tokens fill: it may begin and end inside a chunk, and cross
-the end of a block whose size is not a multiple of a chunk."""
 _SOLVE_WARPS, _SOLVE_REGISTERS = 4, 168
 """The register limit makes room for three programs on a multiprocessor. Both kernels together take an H200 289 µs for
 8,192 tokens of 14 rows, with 32 heads of 128; 309 without a limit."""
-_VALUE_TILE, _PASS_WARPS, _PASS_STAGES = 64, 4, 2
-"""Measured in the same way: 289 µs; 304 with tiles of 128 and 8 warps, 345 with one stage."""
-
-
-@triton.jit
-def _find_chunk(index, rows, first_row, num_rows, num_halvings, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the row and the chunk of a program. Each row from `first_row` on has as many programs as it may have
-    chunks; some of them get a chunk after the row's last one."""
-    CHUNKS: tl.constexpr = (BLOCK_SIZE + CHUNK - 1) // CHUNK
-    origin = tl.load(rows.starts + first_row)
-    low = first_row
-    high = num_rows
-    for _ in range(num_halvings):
-        middle = (low + high) // 2
-        first = (tl.load(rows.starts + middle) - origin) * CHUNKS // BLOCK_SIZE + _MORE_CHUNKS * (middle - first_row)
-        low = tl.where(first <= index, middle, low)
-        high = tl.where(first <= index, high, middle)
-    start, _, before = row_span(low, rows)
-    index -= (start - origin) * CHUNKS // BLOCK_SIZE + _MORE_CHUNKS * (low - first_row)
-    return low, chunk_of(before, BLOCK_SIZE, CHUNK) + index
 
 
 @triton.jit
@@ -106,8 +85,7 @@ def _solve_kernel(
     gates,  # `DeltaGates`, rows beta_stride and step_stride apart
     solved_ptr,  # [T, VALUE_HEADS, CHUNK], written: A
     scores_ptr,  # [T, VALUE_HEADS, CHUNK], written: P
-    scales_ptr,  # [4, VALUE_HEADS, T] float32, written: for queries that read the state before the chunk, for keys that
-    # read it, for keys that write the state after the chunk, and the decay from the chunk's start to each token
+    scales_ptr,  # [4, VALUE_HEADS, T] float32, written, see `ChunkParts`
     rows,  # `RowTensors`
     first_row,
     num_rows,
@@ -130,7 +108,7 @@ def _solve_kernel(
     KEY_DIM: tl.constexpr = HEADS.key_dim
     head = tl.program_id(1)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
-    row, chunk = _find_chunk(tl.program_id(0), rows, first_row, num_rows, num_halvings, BLOCK_SIZE, CHUNK)
+    row, chunk = find_chunk(tl.program_id(0), rows, first_row, num_rows, num_halvings, BLOCK_SIZE, CHUNK)
     start, end, before = row_span(row, rows)
     first, count = chunk_tokens(chunk, start, end, before, BLOCK_SIZE, CHUNK)
     if count > 0:
@@ -164,96 +142,9 @@ def _solve_kernel(
         scale_ptrs = scales_ptr + head * num_tokens + token
         stride = VALUE_HEADS * num_tokens
         tl.store(scale_ptrs, q_scale * passed, mask=is_token)
-        tl.store(scale_ptrs + stride, k_scale * passed, mask=is_token)
-        tl.store(scale_ptrs + 2 * stride, k_scale * tl.exp(whole - total), mask=is_token)
-        tl.store(scale_ptrs + 3 * stride, passed, mask=is_token)
-
-
-@triton.jit(do_not_specialize=["first_row", "num_rows", "num_tokens"])
-def _pass_kernel(
-    qkv_ptr,  # as in _solve_kernel
-    solved_ptr,
-    scores_ptr,
-    scales_ptr,
-    pool_ptr,  # [num_blocks, VALUE_HEADS, KEY_DIM, VALUE_DIM] float32, blocks pool_stride apart, read and written
-    out_ptr,  # [T, VALUE_HEADS, VALUE_DIM], written
-    rows,
-    first_row,
-    num_rows,
-    num_tokens,
-    qkv_stride,
-    pool_stride,
-    BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,  # `RecurrentHeads`
-    KEY_TILE: tl.constexpr,
-    VALUE_TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
-    """Program (row - first_row, value head, tile of the state's columns)."""
-    KEY_HEADS: tl.constexpr = HEADS.num_key_heads
-    VALUE_HEADS: tl.constexpr = HEADS.num_value_heads
-    KEY_DIM: tl.constexpr = HEADS.key_dim
-    VALUE_DIM: tl.constexpr = HEADS.value_dim
-    CHUNKS: tl.constexpr = (BLOCK_SIZE + CHUNK - 1) // CHUNK
-    row = tl.program_id(0) + first_row
-    head = tl.program_id(1)
-    start, end, before, source = row_of(row, rows, BLOCK_SIZE)
-    key_head = head // (VALUE_HEADS // KEY_HEADS)
-    i = tl.arange(0, KEY_TILE)
-    j = tl.program_id(2) * VALUE_TILE + tl.arange(0, VALUE_TILE)
-    n = tl.arange(0, CHUNK)
-    in_key, in_value = i < KEY_DIM, j < VALUE_DIM
-    places = head * KEY_DIM * VALUE_DIM + i[:, None] * VALUE_DIM + j[None, :]
-    inside = in_key[:, None] & in_value[None, :]
-    state = tl.trans(tl.load(pool_ptr + source * pool_stride + places, mask=inside & (source > 0), other=0.0))
-    first_chunk = chunk_of(before, BLOCK_SIZE, CHUNK)
-    num_chunks = chunk_of(before + end - start - 1, BLOCK_SIZE, CHUNK) - first_chunk + 1
-    num_chunks = tl.where(end > start, num_chunks, 0)
-    dtype = qkv_ptr.dtype.element_ty
-    stride = VALUE_HEADS * num_tokens
-    scales_ptr += head * num_tokens
-    for number in tl.range(0, num_chunks, num_stages=NUM_STAGES):
-        chunk = first_chunk + number
-        first, count = chunk_tokens(chunk, start, end, before, BLOCK_SIZE, CHUNK)
-        is_token = n < count
-        token = (first + n).to(tl.int64)
-        row_ptrs = qkv_ptr + token[:, None] * qkv_stride
-        key_mask = is_token[:, None] & in_key[None, :]
-        value_mask = is_token[:, None] & in_value[None, :]
-        k = tl.load(row_ptrs + (KEY_HEADS + key_head) * KEY_DIM + i[None, :], mask=key_mask, other=0.0)
-        q = tl.load(row_ptrs + key_head * KEY_DIM + i[None, :], mask=key_mask, other=0.0)
-        value_column = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + j
-        v = tl.load(row_ptrs + value_column[None, :], mask=value_mask, other=0.0)
-        square = (token[:, None] * VALUE_HEADS + head) * CHUNK + n[None, :]
-        solved = tl.load(solved_ptr + square, mask=is_token[:, None], other=0.0)
-        scores = tl.load(scores_ptr + square, mask=is_token[:, None], other=0.0)
-        q_passed = tl.load(scales_ptr + token, mask=is_token, other=0.0)
-        k_passed = tl.load(scales_ptr + stride + token, mask=is_token, other=0.0)
-        k_left = tl.load(scales_ptr + 2 * stride + token, mask=is_token, other=0.0)
-        whole = tl.load(scales_ptr + 3 * stride + first + count - 1)
-        rounded = state.to(dtype)
-        read = tl.dot(rounded, tl.trans(k), input_precision=PRECISION)
-        out = tl.dot(rounded, tl.trans(q), input_precision=PRECISION) * q_passed[None, :]
-        unread = tl.trans(v).to(tl.float32) - read * k_passed[None, :]
-        written = tl.dot(unread.to(dtype), tl.trans(solved), input_precision=PRECISION)
-        out = tl.dot(written.to(dtype), tl.trans(scores), out, input_precision=PRECISION)
-        state = tl.dot((written * k_left[None, :]).to(dtype), k, state * whole, input_precision=PRECISION)
-        out_ptrs = out_ptr + (token[:, None] * VALUE_HEADS + head) * VALUE_DIM + j[None, :]
-        tl.store(out_ptrs, tl.trans(out).to(out_ptr.dtype.element_ty), mask=value_mask)
-        if (number == num_chunks - 1) | ((chunk + 1) % CHUNKS == 0):
-            target = tl.load(rows.places + first + count - 1) // BLOCK_SIZE
-            tl.store(pool_ptr + target * pool_stride + places, tl.trans(state), mask=inside & (target > 0))
-    if row == num_rows - 1:
-        # Tokens after the last row.
-        first = end
-        while first < num_tokens:
-            token = first + n
-            out_ptrs = out_ptr + (token[:, None].to(tl.int64) * VALUE_HEADS + head) * VALUE_DIM + j[None, :]
-            nothing = tl.zeros([CHUNK, VALUE_TILE], out_ptr.dtype.element_ty)
-            tl.store(out_ptrs, nothing, mask=(token < num_tokens)[:, None] & in_value[None, :])
-            first += CHUNK
+        tl.store(scale_ptrs + stride, k_scale * tl.exp(whole - total), mask=is_token)
+        tl.store(scale_ptrs + 2 * stride, passed, mask=is_token)
+        tl.store(scale_ptrs + 3 * stride, k_scale * passed, mask=is_token)
 
 
 def compute_chunks(
@@ -262,29 +153,17 @@ def compute_chunks(
     """Compute the rows after the decode rows into `out`, as `nvcli.kernels.delta_net.delta_rule` does, with zeros for
     tokens after the last row."""
     num_tokens, num_rows, first_row = len(qkv), len(rows.slots), rows.num_decode_rows
-    tensors = RowTensors.of(rows)
-    solved, scores = torch.empty(2, num_tokens, heads.num_value_heads, _CHUNK, dtype=qkv.dtype, device=qkv.device)
+    solved, scores = torch.empty(2, num_tokens, heads.num_value_heads, CHUNK, dtype=qkv.dtype, device=qkv.device)
     scales = torch.empty(4, heads.num_value_heads, num_tokens, dtype=torch.float32, device=qkv.device)
     is_half = qkv.element_size() == 2
     precision = "tf32" if is_half else "tf32x3"
-    # Matrix products need at least 16 rows and columns.
-    key_tile = max(16, next_power_of_2(heads.key_dim))
-    sizes = {
-        "BLOCK_SIZE": rows.block_size,
-        "HEADS": heads,
-        "KEY_TILE": key_tile,
-        "CHUNK": _CHUNK,
-        "PRECISION": precision,
-    }
-    num_chunks = (num_tokens - first_row) * ceil_div(rows.block_size, _CHUNK) // rows.block_size
-    num_chunks += _MORE_CHUNKS.value * (num_rows - first_row)
-    _solve_kernel[num_chunks, heads.num_value_heads](
+    _solve_kernel[num_chunk_programs(num_tokens, rows), heads.num_value_heads](
         qkv,
         gates,
         solved,
         scores,
         scales,
-        tensors,
+        RowTensors.of(rows),
         first_row,
         num_rows,
         (num_rows - first_row).bit_length(),
@@ -293,37 +172,14 @@ def compute_chunks(
         gates.beta.stride(0),
         gates.step.stride(0),
         heads.key_dim**-0.5,
-        **sizes,
+        BLOCK_SIZE=rows.block_size,
+        HEADS=heads,
+        KEY_TILE=chunk_key_tile(heads),
+        CHUNK=CHUNK,
+        PRECISION=precision,
         INVERSE_PRECISION="float16" if is_half else precision,
         num_warps=_SOLVE_WARPS,
         num_stages=1,
         maxnreg=_SOLVE_REGISTERS if is_half else None,
     )
-    tile = min(_VALUE_TILE, max(16, next_power_of_2(heads.value_dim)))
-    num_stages = _PASS_STAGES if _holds_two_chunks(qkv, key_tile) else 1
-    _pass_kernel[num_rows - first_row, heads.num_value_heads, ceil_div(heads.value_dim, tile)](
-        qkv,
-        solved,
-        scores,
-        scales,
-        pool,
-        out,
-        tensors,
-        first_row,
-        num_rows,
-        num_tokens,
-        qkv.stride(0),
-        pool.stride(0),
-        **sizes,
-        VALUE_TILE=tile,
-        NUM_STAGES=num_stages,
-        num_warps=_PASS_WARPS,
-        num_stages=num_stages,
-    )
-
-
-def _holds_two_chunks(qkv: Tensor, key_tile: int) -> bool:
-    """Whether shared memory holds the current chunk and the next one, 48 KiB each with keys of 128."""
-    if not qkv.is_cuda or qkv.element_size() > 2 or key_tile > 128:
-        return False
-    return shared_memory_bytes(qkv.device) >= 128 << 10
+    walk_chunks(qkv, ChunkParts(solved, scores, scales, gates.step_bias), pool, rows, heads, out)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def read_gates(gates, token, head, is_token, beta_stride, step_stride, RULE: tl.constexpr):

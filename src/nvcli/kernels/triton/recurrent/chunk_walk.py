@@ -1,0 +1,222 @@
+"""The walk through the chunks of rows in Triton, which both rules share. A program has some columns of one head's
+state, and goes through a row's chunks one after another; a kernel of the rule before it computes all that does not
+depend on states, for all chunks at once (`delta_chunks.py`, `scan_chunks.py`).
+
+With queries Q, keys K, values V and state S, decayed as each token sees them, a chunk's tokens write W, which is V by
+the selective scan and A (V - K S) by the delta rule, and they read Q S + P W. The walk keeps Sᵀ and multiplies
+transposed, so that each product is the first factor of the next one and stays in registers.
+
+Chunks are counted from the first token of each block, so that a request has the same chunks however steps cut it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nvcli.kernels.recurrent_types import RecurrentHeads
+from nvcli.kernels.state_rows import StateRows
+from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors, shared_memory_bytes
+from nvcli.kernels.triton.recurrent.state_rows import RowTensors, chunk_of, chunk_tokens, row_of, row_span
+from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
+
+CHUNK = 64
+_MORE_CHUNKS = tl.constexpr(3)
+"""Maximum number of chunks of a row beyond those that its tokens fill: it may begin and end inside a chunk, and cross
+the end of a block whose size is not a multiple of a chunk."""
+_TILE, _WARPS, _STAGES = 64, 4, 2
+"""Measured on an H200 for 8,204 tokens of 14 rows, with the kernel before: delta rule, 32 heads of 128, 283 µs; 279
+with tiles of 128 and 8 warps, 366 with tiles of 32, 320 with one stage, 368 with three. Scan, 64 heads of 64 and keys
+of 128, 183 µs; 320 with tiles of 32, 229 with one stage, 201 with three."""
+_FEW_TILE, _FEW_STAGES = 32, 3
+"""Taken where there are fewer programs than multiprocessors. For 8,192 tokens of one row the delta rule takes 400 µs
+with tiles of 32, and 473 with the others; the scan takes 265 µs with three stages, and 330 with two."""
+
+
+class ChunkParts(NamedTuple):
+    """Results of a rule for all chunks, computed before their states are known. T tokens, Hv value heads."""
+
+    solved: Tensor
+    """[T, Hv, CHUNK], A; read by the delta rule alone."""
+    scores: Tensor
+    """[T, Hv, CHUNK], P."""
+    scales: Tensor
+    """[3, Hv, T] float32, by the delta rule [4, Hv, T]: for queries that read the state before the chunk, for keys that
+    write the state after it, the decay from the chunk's start to each token, and for keys that read the state."""
+    skip: Tensor
+    """[Hv], how much of its own value a token's result gets; read by the scan alone."""
+
+
+@triton.jit
+def find_chunk(index, rows, first_row, num_rows, num_halvings, BLOCK_SIZE: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the row and the chunk of a program. Each row from `first_row` on has as many programs as it may have
+    chunks; some of them get a chunk after the row's last one."""
+    CHUNKS: tl.constexpr = (BLOCK_SIZE + CHUNK - 1) // CHUNK
+    origin = tl.load(rows.starts + first_row)
+    low = first_row
+    high = num_rows
+    for _ in range(num_halvings):
+        middle = (low + high) // 2
+        first = (tl.load(rows.starts + middle) - origin) * CHUNKS // BLOCK_SIZE + _MORE_CHUNKS * (middle - first_row)
+        low = tl.where(first <= index, middle, low)
+        high = tl.where(first <= index, high, middle)
+    start, _, before = row_span(low, rows)
+    index -= (start - origin) * CHUNKS // BLOCK_SIZE + _MORE_CHUNKS * (low - first_row)
+    return low, chunk_of(before, BLOCK_SIZE, CHUNK) + index
+
+
+@triton.jit(do_not_specialize=["first_row", "num_rows", "num_tokens"])
+def _walk_kernel(
+    qkv_ptr,  # [T, NUM_CHANNELS], rows qkv_stride apart
+    parts,  # `ChunkParts`
+    pool_ptr,  # [num_blocks, VALUE_HEADS, KEY_DIM, VALUE_DIM] float32, blocks pool_stride apart, read and written
+    out_ptr,  # [T, VALUE_HEADS, VALUE_DIM], written
+    rows,  # `RowTensors`
+    first_row,
+    num_rows,
+    num_tokens,
+    qkv_stride,
+    pool_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,  # `RecurrentHeads`
+    KEY_TILE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Program (row - first_row, value head, tile of the state's columns)."""
+    KEY_HEADS: tl.constexpr = HEADS.num_key_heads
+    VALUE_HEADS: tl.constexpr = HEADS.num_value_heads
+    KEY_DIM: tl.constexpr = HEADS.key_dim
+    VALUE_DIM: tl.constexpr = HEADS.value_dim
+    IS_DELTA: tl.constexpr = HEADS.rule == "delta"
+    CHUNKS: tl.constexpr = (BLOCK_SIZE + CHUNK - 1) // CHUNK
+    row = tl.program_id(0) + first_row
+    head = tl.program_id(1)
+    start, end, before, source = row_of(row, rows, BLOCK_SIZE)
+    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    i = tl.arange(0, KEY_TILE)
+    j = tl.program_id(2) * VALUE_TILE + tl.arange(0, VALUE_TILE)
+    n = tl.arange(0, CHUNK)
+    in_key, in_value = i < KEY_DIM, j < VALUE_DIM
+    places = head * KEY_DIM * VALUE_DIM + i[:, None] * VALUE_DIM + j[None, :]
+    inside = in_key[:, None] & in_value[None, :]
+    state = tl.trans(tl.load(pool_ptr + source * pool_stride + places, mask=inside & (source > 0), other=0.0))
+    skip = 0.0 if IS_DELTA else tl.load(parts.skip + head).to(tl.float32)
+    first_chunk = chunk_of(before, BLOCK_SIZE, CHUNK)
+    num_chunks = chunk_of(before + end - start - 1, BLOCK_SIZE, CHUNK) - first_chunk + 1
+    num_chunks = tl.where(end > start, num_chunks, 0)
+    dtype = qkv_ptr.dtype.element_ty
+    # Places behind those of a chunk's first token: 32 bits wide, and the same for all chunks.
+    of_keys = n[:, None] * qkv_stride + i[None, :]
+    of_values = n[:, None] * qkv_stride + j[None, :]
+    of_square = n[:, None] * (VALUE_HEADS * CHUNK) + n[None, :]
+    of_out = n[:, None] * (VALUE_HEADS * VALUE_DIM) + j[None, :]
+    stride = VALUE_HEADS * num_tokens
+    scales_ptr = parts.scales + head * num_tokens
+    for number in tl.range(0, num_chunks, num_stages=NUM_STAGES):
+        chunk = first_chunk + number
+        first, count = chunk_tokens(chunk, start, end, before, BLOCK_SIZE, CHUNK)
+        is_token = n < count
+        token_ptr = qkv_ptr + first.to(tl.int64) * qkv_stride
+        head_row = first.to(tl.int64) * VALUE_HEADS + head
+        key_mask = is_token[:, None] & in_key[None, :]
+        value_mask = is_token[:, None] & in_value[None, :]
+        # After the chunk everything is zero: such tokens write nothing and decay nothing.
+        k = tl.load(token_ptr + (KEY_HEADS + key_head) * KEY_DIM + of_keys, mask=key_mask, other=0.0)
+        q = tl.load(token_ptr + key_head * KEY_DIM + of_keys, mask=key_mask, other=0.0)
+        v = tl.load(token_ptr + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + of_values, mask=value_mask, other=0.0)
+        scores = tl.load(parts.scores + head_row * CHUNK + of_square, mask=is_token[:, None], other=0.0)
+        q_passed = tl.load(scales_ptr + first + n, mask=is_token, other=0.0)
+        k_left = tl.load(scales_ptr + stride + first + n, mask=is_token, other=0.0)
+        whole = tl.load(scales_ptr + 2 * stride + first + count - 1)
+        rounded = state.to(dtype)
+        written = tl.trans(v).to(tl.float32)
+        if IS_DELTA:
+            solved = tl.load(parts.solved + head_row * CHUNK + of_square, mask=is_token[:, None], other=0.0)
+            k_passed = tl.load(scales_ptr + 3 * stride + first + n, mask=is_token, other=0.0)
+            read = tl.dot(rounded, tl.trans(k), input_precision=PRECISION)
+            unread = written - read * k_passed[None, :]
+            written = tl.dot(unread.to(dtype), tl.trans(solved), input_precision=PRECISION)
+        left = (written * k_left[None, :]).to(dtype)
+        out = tl.dot(rounded, tl.trans(q), input_precision=PRECISION) * q_passed[None, :]
+        if not IS_DELTA:
+            out += skip * written
+        out = tl.dot(written.to(dtype), tl.trans(scores), out, input_precision=PRECISION)
+        state = tl.dot(left, k, state * whole, input_precision=PRECISION)
+        tl.store(out_ptr + head_row * VALUE_DIM + of_out, tl.trans(out).to(out_ptr.dtype.element_ty), mask=value_mask)
+        if (number == num_chunks - 1) | ((chunk + 1) % CHUNKS == 0):
+            target = tl.load(rows.places + first + count - 1) // BLOCK_SIZE
+            tl.store(pool_ptr + target * pool_stride + places, tl.trans(state), mask=inside & (target > 0))
+    if row == num_rows - 1:
+        # Tokens after the last row.
+        first = end
+        while first < num_tokens:
+            nothing = tl.zeros([CHUNK, VALUE_TILE], out_ptr.dtype.element_ty)
+            head_row = first.to(tl.int64) * VALUE_HEADS + head
+            is_nobody = (first + n < num_tokens)[:, None] & in_value[None, :]
+            tl.store(out_ptr + head_row * VALUE_DIM + of_out, nothing, mask=is_nobody)
+            first += CHUNK
+
+
+def num_chunk_programs(num_tokens: int, rows: StateRows) -> int:
+    """Return how many programs `find_chunk` needs for the rows after the decode rows of a step of `num_tokens`."""
+    first_row, num_rows = rows.num_decode_rows, len(rows.slots)
+    num_chunks: int = (num_tokens - first_row) * ceil_div(rows.block_size, CHUNK) // rows.block_size
+    num_chunks += _MORE_CHUNKS.value * (num_rows - first_row)
+    return num_chunks
+
+
+def chunk_key_tile(heads: RecurrentHeads) -> int:
+    """Return the tile of a key: matrix products need at least 16 rows and columns."""
+    return max(16, next_power_of_2(heads.key_dim))
+
+
+def walk_chunks(
+    qkv: Tensor, parts: ChunkParts, pool: Tensor, rows: StateRows, heads: RecurrentHeads, out: Tensor
+) -> None:
+    """Compute the rows after the decode rows into `out`, with zeros for tokens after the last row, and store their
+    states. Shapes: as in `nvcli.kernels.recurrence.compute_rows`."""
+    num_rows, first_row = len(rows.slots), rows.num_decode_rows
+    num_states = (num_rows - first_row) * heads.num_value_heads
+    tile, num_stages = _choose_tile(qkv, heads, num_states)
+    _walk_kernel[num_rows - first_row, heads.num_value_heads, ceil_div(heads.value_dim, tile)](
+        qkv,
+        parts,
+        pool,
+        out,
+        RowTensors.of(rows),
+        first_row,
+        num_rows,
+        len(qkv),
+        qkv.stride(0),
+        pool.stride(0),
+        BLOCK_SIZE=rows.block_size,
+        HEADS=heads,
+        KEY_TILE=chunk_key_tile(heads),
+        VALUE_TILE=tile,
+        CHUNK=CHUNK,
+        PRECISION="tf32" if qkv.element_size() == 2 else "tf32x3",
+        NUM_STAGES=num_stages,
+        num_warps=_WARPS,
+        num_stages=num_stages,
+    )
+
+
+def _choose_tile(qkv: Tensor, heads: RecurrentHeads, num_states: int) -> tuple[int, int]:
+    """Return how many columns of a state a program has, and how many chunks it holds at a time, 48 KiB each with keys
+    of 128."""
+    tile = min(_TILE, max(16, next_power_of_2(heads.value_dim)))
+    most_stages = shared_memory_bytes(qkv.device) // (64 << 10)
+    if not qkv.is_cuda or qkv.element_size() > 2 or heads.key_dim > 128 or most_stages < _STAGES:
+        return tile, 1
+    num_programs = num_states * ceil_div(heads.value_dim, tile)
+    if heads.rule == "scan":
+        has_few = num_programs <= num_multiprocessors(qkv.device)
+        return tile, min(most_stages, _FEW_STAGES) if has_few else _STAGES
+    has_few = 2 * num_programs <= num_multiprocessors(qkv.device)
+    return min(tile, _FEW_TILE) if has_few else tile, _STAGES
