@@ -2,8 +2,13 @@
 are projected to a scratch, one layer at a time, and the kernel of `hopper_prefill_kernel.py` attends to it.
 
 A query that is absorbed is compared with 576 numbers of a key and collects 512; as it is projected, with 192 and 128 in
-DeepSeek-V3: a third of the operations, but each latent must be projected in every step that sees it. `AttentionBackend`
-says which steps gain (`projects_latents`).
+DeepSeek-V3: a third of the operations, but each latent must be projected in every step that sees it. The `triton`
+backend says which steps gain (`projects_latents`).
+
+On an H200 a layer of 16 heads of 192 and 128 takes, in microseconds with the projection, against absorbed queries
+without their products: 615 (projection 104) against 3,683 for 8,192 tokens, 1,698 (206) against 11,428 for as many
+behind 8,192 others, 202 (108) against 338 for 20 prompts of 400. With 20 heads of 256 it takes 1,272 (156) against
+4,562, 3,590 (301) against 14,275, and 369 (176) against 413.
 
 A token's row of the scratch has the keys and values of all heads as the projection gives them, without the rotated
 numbers, and behind them the rotated numbers that all heads share. The scratch is divided into units of 64 tokens, as in
