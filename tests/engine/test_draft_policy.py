@@ -6,12 +6,14 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 
 from combinations import full
 from fake_runners import engine_config
 from nvcli.core.first_drafts import first_draft_widths, is_captured_first
 from nvcli.core.messages import StepInput, StepOutput, pack
+from nvcli.core.structured import Constraint
 from nvcli.engine.draft_costs import size_of
 from nvcli.engine.draft_evidence import DraftEvidence, Outcome
 from nvcli.engine.draft_policy import Drafting, DraftPolicy
@@ -392,6 +394,21 @@ def state_of(request_id: int, prompt: list[int], answer: list[int]) -> RequestSt
     state = RequestState(request, Prompt(request))
     state.generated.extend(answer)
     return state
+
+
+def test_constrained_requests_alone_make_no_step_try_drafts() -> None:
+    """They have none, so every try would be wasted."""
+    policy = DraftPolicy(Drafting(widths=(2, 4), policy="auto", accept_rate=1.0))
+    constraint = Constraint(grammar="a", end_ids=[7])
+    states = [state_of(number, [1, 2] * 20, [1, 2] * 20) for number in range(4)]
+    constrained = []
+    for state in states:
+        request = msgspec.structs.replace(state.request, constraint=constraint)
+        constrained.append(RequestState(request, state.prompt, generated=state.generated))
+    step = StepInput(step_id=0, slots=pack(range(4)), num_tokens=pack([1] * 4), num_decodes=4)
+    for _ in range(60):
+        assert policy.widths(constrained, 100, has_prompts=False) == [1] * 4
+        policy.learn(step, StepOutput(step_id=0, token_ids=b"", seconds=0.01), constrained)
 
 
 def test_answers_show_which_drafts_would_have_been_right() -> None:

@@ -161,6 +161,10 @@ class DraftPolicy:
         num_rows, drafting = len(rows), self._drafting
         if drafting is None or num_rows == 0:
             return [1] * num_rows
+        if all(state.request.constraint is not None for state in rows):  # they have no drafts
+            self._form, self._steps_with_drafts = _PLAIN, 0
+            self._steps_without_drafts += 1
+            return [1] * num_rows
         most = min(max_tokens, drafting.max_step_tokens)
         has_levels = num_rows >= drafting.uneven_from and self._steps_without_drafts % _UNEVEN_EVERY <= 1
         forms = [form for form in self._forms if form.num_tokens(num_rows) <= most and (form.is_even or has_levels)]
@@ -223,7 +227,11 @@ class DraftPolicy:
         self._debt = max(-_MOST_SAVED, debt)
         every = 1 if self._num_looks < _LOOKS else 4 if form == _PLAIN else 16
         if decoding and self._num_steps % every == 0 and not self._has_head:
-            self._look(decoding[self._num_looks % len(decoding)])
+            state = decoding[self._num_looks % len(decoding)]
+            if state.request.constraint is None:
+                self._look(state)
+            else:
+                self._num_looks += 1
 
     def _form_of(self, widths: Sequence[int]) -> Form:
         """Return the form of a step with drafts."""
