@@ -21,7 +21,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -215,28 +215,46 @@ def loss_of(head: Eagle3Head, batch: Batch, vocabulary: Tensor) -> tuple[Tensor,
 def train(
     head: Eagle3Head, target: Qwen3ForCausalLM, rows: list[Row], vocabulary: Tensor, args: argparse.Namespace
 ) -> None:
-    """AdamW with a warm-up and a cosine that ends at `--max-seconds`."""
+    """Train a head, but for its embeddings."""
     parameters = [p for name, p in head.named_parameters() if name != "embed_tokens.weight"]
+
+    def losses_of(drawn: list[Batch]) -> list[tuple[Tensor, list[Tensor]]]:
+        # In bfloat16, in which CPUs with units for it are several times as fast; the weights stay in float32.
+        rounded = {f"head.{name}": p.to(torch.bfloat16) for name, p in head.named_parameters()}
+        return [functional_call(Loss(head), rounded, (batch, vocabulary)) for batch in drawn]
+
+    descend(parameters, target, rows, losses_of, args, warm_up_steps=50, steps_per_line=200)
+
+
+def descend(
+    parameters: list[nn.Parameter],
+    target: Qwen3ForCausalLM,
+    rows: list[Row],
+    losses_of: Callable[[list[Batch]], list[tuple[Tensor, list[Tensor]]]],
+    args: argparse.Namespace,
+    *,
+    warm_up_steps: int,
+    steps_per_line: int,
+) -> None:
+    """AdamW with a warm-up and a cosine that ends at `--max-seconds`. `losses_of` computes the loss of each batch of a
+    step, and shares of tokens that were right, which are printed now and then."""
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.98), weight_decay=0.01)
     start, recent = time.monotonic(), list[Tensor]()
-    rounded_target = copy.deepcopy(target).to(torch.bfloat16)
-    drawn = batches(rows, rounded_target, random.Random(args.seed))
+    drawn = batches(rows, copy.deepcopy(target).to(torch.bfloat16), random.Random(args.seed))
     for step in count():
         progress = (time.monotonic() - start) / args.max_seconds
         if progress >= 1:
             break
-        rate = args.learning_rate * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * progress))
+        rate = args.learning_rate * min(1.0, (step + 1) / warm_up_steps) * 0.5 * (1 + math.cos(math.pi * progress))
         for group in optimizer.param_groups:
             group["lr"] = rate
-        # In bfloat16, in which CPUs with units for it are several times as fast; the weights stay in float32.
-        rounded = {f"head.{name}": p.to(torch.bfloat16) for name, p in head.named_parameters()}
-        losses = [functional_call(Loss(head), rounded, (batch, vocabulary)) for batch in next(drawn)]
+        losses = losses_of(next(drawn))
         torch.autograd.backward(torch.stack([loss for loss, _ in losses]).mean())
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         recent += [torch.stack([loss.detach(), *shares]) for loss, shares in losses]
-        if (step + 1) % 200 == 0:
+        if (step + 1) % steps_per_line == 0:
             loss_now, *now = torch.stack(recent).nanmean(0).tolist()
             recent.clear()
             right = " ".join(f"{share:.3f}" for share in now)
@@ -373,14 +391,20 @@ def load_head(head: Eagle3Head, out: Path) -> Tensor:
     return offsets + torch.arange(len(offsets))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of the head")
+def training_options(description: str, *, out: str, num_examples: int, learning_rate: float) -> argparse.ArgumentParser:
+    """Return the options of a training. `out` says what the folder is for; the rest are defaults."""
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help=out)
     parser.add_argument("--max-seconds", type=float, default=480, help="training time")
-    parser.add_argument("--examples", type=int, default=40_000, help="training examples to make")
-    parser.add_argument("--learning-rate", type=float, default=1.5e-3, help="peak learning rate")
+    parser.add_argument("--examples", type=int, default=num_examples, help="training examples to make")
+    parser.add_argument("--learning-rate", type=float, default=learning_rate, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser
+
+
+def main() -> int:
+    parser = training_options(__doc__, out="folder of the head", num_examples=40_000, learning_rate=1.5e-3)
     parser.add_argument("--eval", type=int, default=8, help="held-out questions per task")
     parser.add_argument("--evaluate-only", action="store_true", help="judge the head that is in --out")
     args = parser.parse_args()
