@@ -25,6 +25,11 @@ class HeadSizes:
     """Rotated numbers, which all heads share."""
 
     @property
+    def projected_dim(self) -> int:
+        """The numbers that a latent is projected to: those of a key that are not rotated, and its value."""
+        return self.key_dim - self.rope_dim + self.value_dim
+
+    @property
     def has_kernels(self) -> bool:
         """Whether `kernels/triton/attention/projected_prefill.py` serves heads of these sizes."""
         return self.rope_dim == 64 and self.value_dim in (64, 128, 256) and self.key_dim - self.value_dim in (0, 64)
@@ -84,7 +89,7 @@ class AttentionSpec:
         sizes = self.projected
         if sizes is None:
             return 0
-        return self.num_heads * (sizes.key_dim - sizes.rope_dim + sizes.value_dim) + sizes.rope_dim
+        return self.num_heads * sizes.projected_dim + sizes.rope_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

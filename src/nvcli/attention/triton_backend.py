@@ -111,7 +111,7 @@ class TritonBackend(AttentionBackend):
         spec = self._projected_spec
         assert spec.projected is not None
         sizes = spec.projected
-        of_latent = spec.result_dim * (sizes.key_dim - sizes.rope_dim + sizes.value_dim)
+        of_latent = spec.result_dim * sizes.projected_dim
         pairs = float((num_tokens * (seq_lens - (num_tokens - 1) / 2)).sum())
         absorbed = pairs * (spec.head_dim + spec.result_dim) / _ABSORBED_RATE
         absorbed += float(num_tokens.sum()) * of_latent / _PROJECTING_RATE

@@ -240,15 +240,19 @@ class MergedWeights:
         num_rows, num_columns = base.shape
         step = min(num_rows, FP8_BLOCK * max(1, _NUMBERS_AT_ONCE // (FP8_BLOCK * num_columns)))
         values_at_once = torch.empty(step, num_columns, dtype=torch.float32, device=self._device)
-        up, down = (None, None) if product is None else (matrix.float() for matrix in product.matrices(values))
+        low_rank = None
+        if product is not None:
+            up, down = product.matrices(values)
+            low_rank = up.float(), down.float(), product.scaling
         for first in range(0, num_rows, step):
             last = min(first + step, num_rows)
             part = base[first:last].to(self._device, non_blocking=True)
             merged = values_at_once[: last - first]
-            if product is None or up is None or down is None:
+            if low_rank is None:
                 merged.copy_(part)
             else:
-                merge_low_rank(merged, part, up[:, first:last], down, product.scaling)
+                up, down, factor = low_rank
+                merge_low_rank(merged, part, up[:, first:last], down, factor)
             first_scale, num_scales = first // rows_per_scale, -(-(last - first) // rows_per_scale)
             quantise_weight_to(
                 merged, scaling, weight.target[first:last], weight.scales[first_scale : first_scale + num_scales]
