@@ -85,6 +85,8 @@ def faults(*, graphs: bool) -> Iterator[Fault]:
         killed = r"the engine \(pid {pid}\) was killed by SIGKILL; it was at: {engine_at}$"
         yield Fault("kill engine", phase, "engine", signal.SIGKILL, 3, killed)
         yield Fault("kill parent", phase, "parent", signal.SIGKILL, -signal.SIGKILL, "")
+    first = r"rank 0 \(pid {pid}\) was killed by SIGKILL; it was at: {where}$"
+    yield Fault("kill rank 0", RUNNING, "rank 0", signal.SIGKILL, 3, first)
     raised = r"rank {rank} failed at {where}: ZeroDivisionError: as planned \(traceback: .*\)$"
     yield Fault("exception", RUNNING, "rank", None, 3, raised)
 
@@ -98,7 +100,7 @@ def strike(fault: Fault, job: Job, *, tp: int) -> tuple[list[str], float, int]:
     try:
         job.wait_for(fault.phase)
         engine, *ranks = descendants(process.pid)
-        pid = {"parent": process.pid, "engine": engine, "rank": ranks[tp - 1]}[fault.victim]
+        pid = {"parent": process.pid, "engine": engine, "rank 0": ranks[0], "rank": ranks[tp - 1]}[fault.victim]
         struck_at = time.monotonic()
         if fault.action is None:
             (job.folder / "raise").touch()

@@ -97,13 +97,14 @@ def of_bench(output: dict[str, Any], command: str) -> dict[str, Any]:
 
 def results() -> dict[str, Result]:
     """All results, by the name of their file and, where it has several, their own behind a slash."""
-    found = {}
-    for path in sorted(RESULTS.glob("*.json")):
-        said = json.loads(path.read_text(encoding="utf-8"))
-        several = said.pop("results", None)
-        for name, own in {"": {}}.items() if several is None else several.items():
-            found["/".join(filter(None, (path.stem, name)))] = Result.of({**said, **own})
-    return found
+    return {name: result for path in sorted(RESULTS.glob("*.json")) for name, result in read_results(path).items()}
+
+
+def read_results(path: Path) -> dict[str, Result]:
+    """The results of one file. Raises KeyError for what it does not say."""
+    said = json.loads(path.read_text(encoding="utf-8"))
+    several = {"": {}} if "results" not in said else said.pop("results")
+    return {"/".join(filter(None, (path.stem, name))): Result.of({**said, **own}) for name, own in several.items()}
 
 
 def filled(template: str, known: dict[str, Result]) -> str:
