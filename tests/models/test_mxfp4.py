@@ -83,16 +83,16 @@ def test_an_adapter_changes_the_numbers_that_transformers_reads(published: Path,
         )
 
 
-@pytest.mark.parametrize("spread", [14, 15])
+@pytest.mark.parametrize(("spread", "rank", "size"), [(14, 0, 1), (15, 0, 1), (14, 1, 2)])
 def test_experts_in_fp8_lose_nothing_unless_the_exponents_of_a_row_are_far_apart(
-    spread: int, published: Path, plain: Path, tmp_path: Path
+    spread: int, rank: int, size: int, published: Path, plain: Path, tmp_path: Path
 ) -> None:
     """A row has one scale, and e4m3 holds FP4's numbers times 2^-14 to 1; all but the experts stay plain."""
     path = Path(shutil.copytree(published, tmp_path / "model"))
     edit(SCALES_FILE, lambda tensors: tensors[f"{GATE_UP}_scales"][3, 0].copy_(torch.tensor([120, 120 - spread])))(path)
     codes = torch.tensor([0x17, 0x10] * 8, dtype=torch.uint8)  # 6, and 0.5 as the smallest
     edit(BLOCKS_FILE, lambda tensors: tensors[f"{GATE_UP}_blocks"][3, 0].copy_(codes))(path)
-    found, expected = load(path, quantization="fp8"), load(path)
+    found, expected = load(path, rank, size, quantization="fp8"), load(path, rank, size)
     rounded = 0
     for name, parameter in found.items():
         if parameter.dtype == FP8:

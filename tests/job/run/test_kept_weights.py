@@ -45,7 +45,9 @@ def shape(name: str, folder: Path, quantization: Any = "w4a16") -> ModelConfig:
         ("gpt-oss-20b", 40, {}, "w4a16"),
         ("gpt-oss-20b", 80, {"batch_invariant": True}, "none"),
         ("gpt-oss-120b", 141, {}, "w4a16"),
-        ("gpt-oss-120b", 141, {"tensor_parallel_size": 8}, "none"),  # groups would be cut
+        ("gpt-oss-120b", 141, {"tensor_parallel_size": 2}, "fp8"),
+        ("gpt-oss-120b", 141, {"tensor_parallel_size": 4}, "fp8"),  # groups of 4 bits would be cut
+        ("gpt-oss-120b", 141, {"tensor_parallel_size": 8}, "none"),  # and parts in FP8 would be too narrow
     ],
 )
 def test_auto_goes_by_memory(name: str, gib: int, keys: dict[str, Any], kept: str, tmp_path: Path) -> None:
@@ -59,8 +61,11 @@ def test_experts_in_mxfp4_become_fp8_only_where_gpus_multiply_in_fp8(tmp_path: P
     for capability, kept in (((8, 0), "none"), ((8, 9), "fp8"), ((9, 0), "fp8")):
         gpus = [dataclasses.replace(card, capability=capability)]
         assert keep_weights(run, model, "cuda", gpus=gpus).quantization == kept
-    cut = RunConfig(model="m", tensor_parallel_size=8)  # 360 features of each rank are no multiple of 16
-    assert keep_weights(cut, model, "cuda", gpus=[card]).quantization == "none"
+    cut = RunConfig(model="m", tensor_parallel_size=4)  # 720 features of each rank are no whole groups
+    old = keep_weights(cut, model, "cuda", gpus=[dataclasses.replace(card, capability=(8, 0))])
+    assert old.quantization == "none"
+    line = "become bfloat16, as they cannot be cut over 4 GPUs .*; --quantization fp8 takes half the memory"
+    assert re.search(line, explain_choice(cut, old, resolve_engine_config(cut, tmp_path, old, found_device="cuda")))
 
 
 def test_auto_leaves_the_rest_alone(tmp_path: Path) -> None:
@@ -104,6 +109,7 @@ def test_what_is_kept_is_what_the_engine_gets(tmp_path: Path) -> None:
             "^experts become FP8, as large batches and prompts are fastest so, and it fits",
         ),
         ("gpt-oss-20b", 80, "cuda", {"batch_invariant": True}, "become bfloat16, as batch_invariant asks for it"),
+        ("gpt-oss-120b", 141, "cuda", {"tensor_parallel_size": 8}, r"as they .* over 8 GPUs \(--ep "),
     ],
 )
 def test_the_choice_is_said(

@@ -5,14 +5,15 @@ A checkpoint in FP8 stays in FP8 on GPUs with units for FP8 products: they are f
 MXFP8, whose scales are folded into the scales of rows, and the experts of an MXFP4 checkpoint become FP8, which loses
 next to nothing, if that leaves enough memory. Any other checkpoint in 4 bits runs large batches faster in 16 bits. It
 stays in 4 bits only if 16 bits would leave little memory for the KV cache, so that batches would be small; FP4 becomes
-FP8 then, where GPUs have units for it and 8 bits leave enough memory, or ranks cannot keep its format. On a CPU all
-weights are plain.
+FP8 then, where GPUs have units for it and 8 bits leave enough memory, or ranks cannot keep its format. Parts of FP4 or
+MXFP4 weights that are no whole groups may still be kept in FP8. On a CPU all weights are plain.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from nvcli.core.config import RunConfig
@@ -102,7 +103,8 @@ def explain_choice(run: RunConfig, model: ModelConfig, config: EngineConfig, *, 
         return f"{what} become {config.dtype}, as {obstacle or exact}"
     faster = "large batches are faster so; --quantization w4a16 keeps them"
     if format_kept == "fp8":
-        faster = "the adapter changes them; --quantization fp8 takes half the memory"
+        why = "the adapter changes them" if adapter is not None else _obstacle(run, model, "w4a16")
+        faster = f"{why}; --quantization fp8 takes half the memory"
     return f"{what} in 4 bits become {config.dtype}, as {obstacle or faster}"
 
 
@@ -127,14 +129,14 @@ def check_fast_accumulation(run: RunConfig, model: ModelConfig, device: Literal[
 
 def _format_kept(run: RunConfig, model: ModelConfig, adapter: Adapter | None) -> KeptWeights | None:
     """Return how ranks could keep the checkpoint's quantised weights; None: it has none that they can keep. What an
-    adapter changes has no 4 bits in the checkpoint, and NVFP4 that cannot be cut in 4 bits may be cut in 8."""
+    adapter changes has no 4 bits in the checkpoint, and FP4 that cannot be cut in 4 bits may be cut in 8."""
     kept = "none" if model.quantisation is None else model.quantisation.kept_as
     if kept == "w4a16" and adapter is not None:
         try:
             adapter.check_kept(model.with_quantization(kept))
         except ConfigError:
             return "fp8"
-    if kept == "w4a16" and model.quantisation is not None and model.quantisation.numbers == "fp4":
+    if kept == "w4a16" and model.quantisation is not None and model.quantisation.numbers in ("fp4", "mxfp4"):
         kept = "fp8" if _obstacle(run, model, kept) else kept
     return None if kept == "none" else kept
 
@@ -148,7 +150,10 @@ def _obstacle(run: RunConfig, model: ModelConfig, format_kept: KeptWeights) -> s
     except ConfigError:  # as where groups are too small, or layers that are left alone cannot be told
         return f"ranks cannot keep them; --quantization {format_kept} says why"
     tp = 1 if run.tensor_parallel_size == "auto" else run.tensor_parallel_size
-    return "" if kept.divides_by(tp) else f"they cannot be cut over {tp} GPUs"
+    if kept.divides_by(tp):
+        return ""
+    may_be_whole = model.has_experts and replace(kept, expert_parallel=True).divides_by(tp)
+    return f"they cannot be cut over {tp} GPUs" + (" (--ep keeps experts whole)" if may_be_whole else "")
 
 
 def _is_large(run: RunConfig, model: ModelConfig, gpu_bytes: int) -> bool:
