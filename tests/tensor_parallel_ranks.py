@@ -1,5 +1,5 @@
-"""Runs a function on each rank of a group in processes of their own, and brings the results home: gloo on the CPU, or
-NCCL with a GPU for each rank."""
+"""Runs a function on each rank of a group in processes of their own, and brings the results home: gloo on the CPU, NCCL
+with a GPU for each rank ("cuda"), or gloo and one GPU, which takes turns between the ranks ("cuda:0")."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_ranks(
     seconds: float = JOIN_SECONDS,
 ) -> list[Any]:
     """`function(group, *args)` on `size` ranks; their results in rank order. No process outlives the call."""
-    context = multiprocessing.get_context("spawn") if device == "cuda" else warm_context()
+    context = warm_context() if device == "cpu" else multiprocessing.get_context("spawn")
     files = [folder / f"result-{rank}.pt" for rank in range(size)]
     processes = [
         context.Process(target=_main, args=(rank, size, device, folder / "store", files[rank], function, args))
@@ -65,7 +65,7 @@ def _main(
     warnings.simplefilter("error", FutureWarning)  # a user would see it
     torch.set_num_threads(1)
     store = dist.FileStore(str(store_path), size)
-    device = torch.device("cpu")
+    device = torch.device(device_type)
     if device_type == "cuda":
         # As the executor sets them for its ranks.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -77,7 +77,7 @@ def _main(
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     group = TensorParallelGroup(dist.group.WORLD, device)
     torch.save(function(group, *args), result)
-    if device_type == "cuda":
+    if device.type == "cuda":
         torch.cuda.synchronize()
         dist.barrier()  # nobody's memory goes while another may read it
     dist.destroy_process_group()

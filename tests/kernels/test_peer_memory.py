@@ -166,13 +166,16 @@ def test_largest_keys(num_ranks: int) -> None:
         sent = torch.stack([stamps | (keys & 0xFFFFFFFF), stamps | ((keys >> 32) & 0xFFFFFFFF)], dim=-1)
         sent = sent.transpose(0, 1)  # [rows, ranks, 2]
         words = [
-            block.view(torch.int64)[layout.words_offset // 8 :][: MAX_ROWS * num_ranks * 2].view(MAX_ROWS, -1, 2)
+            block.view(torch.int64)[layout.words_offset // 8 :][: MAX_ROWS * num_ranks * 4].view(MAX_ROWS, 2, -1, 2)
             for block in blocks
         ]
+        at = torch.arange(num_rows, device=DEVICE), (epoch[:num_rows] % 2).to(DEVICE)
         for rank, memory in enumerate(memories):
             for view in words:
-                view[:num_rows] = sent.to(DEVICE)
-                view[:num_rows, rank] = 0
+                view[at] = sent.to(DEVICE)
+                view[*at, rank] = 0
+            others = [view[at[0], 1 - at[1]].clone() for view in words]
             assert torch.equal(memory.max(keys[rank].to(DEVICE)).cpu(), keys.max(dim=0).values)
-            for view in words:
-                assert torch.equal(view[:num_rows].cpu(), sent)
+            for view, other in zip(words, others, strict=True):
+                assert torch.equal(view[at].cpu(), sent)
+                assert torch.equal(view[at[0], 1 - at[1]], other), "what a slower rank may still be reading"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from peer_drift import DRIFT_ROWS, EPS, NEVER, drift
 from torch import Tensor
 
-from nvcli.kernels.norm import add_rms_norm, rms_norm
+from nvcli.kernels.norm import add_rms_norm
 from nvcli.kernels.peer_memory import PeerLayout, PeerMemory
 from nvcli.worker.distributed.peer_memory import open_peer_memory
 from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
@@ -19,9 +19,7 @@ from tensor_parallel_ranks import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("num_ranks", [2, 4, 8])]
 
-EPS = 1e-6
 ROWS = (1, 2, 3, 16, 17, 64, 100, 256, 512, 1000, 2048)
-NEVER = 1 << 30
 
 
 @pytest.fixture(autouse=True)
@@ -77,105 +75,20 @@ def test_right_at_every_size(num_ranks: int, tmp_path: Path) -> None:
 # ------------------------------------------------------------------ races
 
 
-class Drift:
-    """Passes of sums whose every number is known, between delays that differ from rank to rank.
-
-    Parts are small whole numbers times a scale that the device changes before every sum, so sums are exact, and a part
-    or a result of another sum than the present one shows. Mismatches are counted on the device: nothing waits for it.
-    """
-
-    HIDDEN_SIZE = 1024
-    MAX_ROWS = 400
-
-    def __init__(self, group: TensorParallelGroup, seed: int) -> None:
-        self.group = group
-        self.memory = open_memory(group, self.MAX_ROWS, self.HIDDEN_SIZE)
-        self.common = random.Random(seed)
-        self.own = random.Random(seed * 100 + group.rank)
-        generator = torch.Generator().manual_seed(seed)
-        shape = (group.size, self.MAX_ROWS, self.HIDDEN_SIZE)
-        bases = torch.randint(-1, 2, shape, generator=generator).to(group.device, torch.bfloat16)
-        self.mine, self.total = bases[group.rank].clone(), bases.float().sum(dim=0)
-        keys = torch.randint(-(1 << 62), 1 << 62, (group.size, self.MAX_ROWS), generator=generator).to(group.device)
-        self.my_keys, self.largest_keys = keys[group.rank].clone(), keys.max(dim=0).values
-        self.weight = torch.ones(self.HIDDEN_SIZE, dtype=torch.bfloat16, device=group.device)
-        self.scale = torch.ones((), dtype=torch.bfloat16, device=group.device)
-        self.bad = torch.zeros(4, dtype=torch.int64, device=group.device)
-
-    def delay(self) -> None:
-        if self.own.random() < 0.3:
-            torch.cuda._sleep(self.own.choice([500, 5_000, 50_000, 200_000]))
-
-    def next_part(self, num_rows: int, *, first: bool = False) -> Tensor:
-        self.scale.copy_(self.scale % 5 + 1)
-        place = self.memory.part(num_rows, first=first)
-        torch.mul(self.mine[:num_rows], self.scale, out=place)
-        self.delay()
-        return place
-
-    def count(self, kind: int, wrong: Tensor) -> None:
-        self.bad[kind] += wrong.sum()
-
-    def one_pass(self, num_rows: int, num_sums: int, num_keys: int, two_shot: bool) -> None:
-        """A forward pass: its first sum, sums with norms, and tokens chosen."""
-        memory, group, total = self.memory, self.group, self.total[:num_rows]
-        memory.two_shot_rows = 1 if two_shot else NEVER
-        residual = memory.sum(self.next_part(num_rows, first=True))
-        expected = total * self.scale
-        self.count(0, residual.float() != expected)
-        for _ in range(num_sums):
-            part = self.next_part(num_rows)
-            expected = expected + total * self.scale
-            out = memory.add_rms_norm(part, residual, self.weight, EPS)
-            self.delay()
-            rows = slice(group.rank, None, group.size) if two_shot else slice(None)
-            self.count(1, residual[rows].float() != expected[rows])
-            wanted = rms_norm(expected.to(torch.bfloat16), self.weight, EPS).float()
-            self.count(2, (out.float() - wanted).abs() > 0.01 * wanted.abs() + 0.001)
-        if num_keys:
-            offset = self.scale.long()  # keys of another pass differ
-            best = memory.max(self.my_keys[:num_keys] + offset)
-            self.delay()
-            self.count(3, best != self.largest_keys[:num_keys] + offset)
-
-    def random_pass(self) -> tuple[int, int, int, bool]:
-        rows = self.common.choice([1, 2, 3, 5, 17, 64, 150, 300, self.MAX_ROWS])
-        return rows, self.common.randrange(1, 5), self.common.choice([0, 1, 7, 40, 300]), self.common.random() < 0.5
-
-
-def drift(group: TensorParallelGroup, seed: int, num_passes: int) -> list[int]:
-    """Mismatches of (opening sums, residuals, norms, keys) over eager passes and replays of graphs, mixed."""
-    run = Drift(group, seed)
-    graphs = []
-    stream = torch.cuda.Stream()
-    for _ in range(12):
-        shape = run.random_pass()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run.one_pass(*shape)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(run.common.randrange(1, 4)):
-                run.one_pass(*shape)
-        graphs.append(graph)
+def drift_apart(group: TensorParallelGroup, seed: int, num_passes: int) -> list[int]:
+    memory = open_memory(group, DRIFT_ROWS, 1024)
     filler = torch.ones(64, 64, device=group.device)
-    for _ in range(num_passes):
-        kind = run.common.random()
-        if kind < 0.5:
-            run.common.choice(graphs).replay()
-        elif kind < 0.97:
-            run.one_pass(*run.random_pass())
-        else:  # a pass that sums by NCCL
-            dist.all_reduce(filler, group=group.process_group)
-            filler.fill_(1.0)
-        run.delay()
-    return [int(n) for n in run.bad.tolist()]
+
+    def sum_by_nccl() -> None:
+        dist.all_reduce(filler, group=group.process_group)
+        filler.fill_(1.0)
+
+    return drift(memory, group.device, seed, num_passes, sum_by_nccl)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_ranks_that_drift_apart(num_ranks: int, seed: int, tmp_path: Path) -> None:
-    for bad in run_ranks(num_ranks, drift, tmp_path, seed, 4000, device="cuda", seconds=280):
+    for bad in run_ranks(num_ranks, drift_apart, tmp_path, seed, 4000, device="cuda", seconds=280):
         assert bad == [0, 0, 0, 0]
 
 

@@ -22,8 +22,9 @@ those. So:
    (by one exchange at most) cannot make a word unseen.
 4. The *result* of a two-shot sum is written by a row's owner once all ranks have begun that sum, so that whatever read
    the result before has ended on all of them: one buffer is enough. It holds until the next sum.
-5. *Keys* carry their epoch. A rank sends its next ones once the exchange in between (every pass has sums) has ended
-   there, and so has begun here, behind the kernel that read the last ones.
+5. *Keys* carry their epoch, and are waited for as exactly that. A step may exchange keys twice without a sum in
+   between (its graph chooses tokens, then its rows turn out to want another choice), so a rank may send its next ones
+   while another still reads the last. Two places alternate: by 1 nobody reads those before the last any more.
 
 A pass that sums by the process group keeps all of this: its all-reduce does not end before all ranks have begun it.
 """
@@ -83,12 +84,12 @@ class PeerLayout:
 
     @property
     def words_offset(self) -> int:
-        """The offset of the keys of all ranks, [max_rows, num_ranks, 2] int64."""
+        """The offset of the keys of all ranks, for odd and even epochs: [max_rows, 2, num_ranks, 2] int64."""
         return self.done_offset + _aligned(self.max_rows * 4)
 
     @property
     def num_bytes(self) -> int:
-        return self.words_offset + _aligned(self.max_rows * self.num_ranks * 16)
+        return self.words_offset + _aligned(self.max_rows * self.num_ranks * 32)
 
 
 class PeerMemory:

@@ -254,7 +254,7 @@ def _take(addresses, epoch, inside, ON_GPU: tl.constexpr):
 def _max_kernel(
     keys_ptr,  # [num_rows] int64
     out_ptr,  # [num_rows] int64, written
-    words_ptr,  # [NUM_RANKS] int64, addresses of each rank's words [max_rows, NUM_RANKS, 2] int64
+    words_ptr,  # [NUM_RANKS] int64, addresses of each rank's words [max_rows, 2, NUM_RANKS, 2] int64
     epochs_ptr,  # [max_rows] int32, advanced
     num_rows,
     rank,
@@ -263,7 +263,8 @@ def _max_kernel(
     ON_GPU: tl.constexpr,
 ):
     """Program (ROWS rows). Each key goes to every rank as two words, each with half of the key and the epoch. A word
-    that has arrived shows by its epoch, without a flag or a fence (as in NCCL's LL protocol)."""
+    that has arrived shows by its epoch, without a flag or a fence (as in NCCL's LL protocol). Even and odd epochs have
+    places of their own: a rank that runs ahead must not overwrite what a slower one is yet to read."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < num_rows
     epoch = tl.load(epochs_ptr + rows, mask=inside, other=0) + 1
@@ -271,13 +272,14 @@ def _max_kernel(
     stamp = epoch.to(tl.int64) << 32
     low = stamp | (key & 0xFFFFFFFF)
     high = stamp | ((key >> 32) & 0xFFFFFFFF)
+    place = (rows * 2 + (epoch & 1)) * NUM_RANKS
     for peer in tl.static_range(NUM_RANKS):
-        addresses = tl.load(words_ptr + peer) + (rows * NUM_RANKS + rank) * 16
+        addresses = tl.load(words_ptr + peer) + (place + rank) * 16
         _put(addresses, low, inside, ON_GPU)
         _put(addresses + 8, high, inside, ON_GPU)
     best = key
     for peer in tl.static_range(NUM_RANKS):
-        addresses = tl.load(words_ptr + rank) + (rows * NUM_RANKS + peer) * 16
+        addresses = tl.load(words_ptr + rank) + (place + peer) * 16
         low = _take(addresses, epoch, inside, ON_GPU).to(tl.int64) & 0xFFFFFFFF
         high = _take(addresses + 8, epoch, inside, ON_GPU).to(tl.int64)
         best = tl.maximum(best, (high << 32) | low)
@@ -331,7 +333,7 @@ def add_rms_norm(
 
 def max_of_keys(keys: Tensor, words: Tensor, epochs: Tensor, rank: int) -> Tensor:
     """Find the largest of all ranks' keys, row by row: [N] int64 → [N] int64. words: [ranks] int64, the addresses of
-    each rank's words [at least N, ranks, 2] int64; epochs: [at least N] int32."""
+    each rank's words [at least N, 2, ranks, 2] int64; epochs: [at least N] int32."""
     out = torch.empty_like(keys)
     _max_kernel[(ceil_div(len(keys), _KEY_ROWS),)](
         keys,
