@@ -1,4 +1,4 @@
-"""`nvcli bench --lora-mode`: adapters that are merged in turn or batched, and requests in the order that this needs."""
+"""`nvcli bench --lora-mode`: adapters that are merged in turn or batched, and requests in the order of a job's."""
 
 from __future__ import annotations
 
@@ -54,5 +54,5 @@ def merge_by_cost(
 
 
 def in_turns(requests: Sequence[Request], merged: Collection[int]) -> list[Request]:
-    """Return the requests adapter by adapter as far as these are merged, after those of all others."""
-    return sorted(requests, key=lambda request: request.adapter if request.adapter in merged else 0)
+    """Return the requests adapter by adapter, as a job's are given out, those of merged adapters last."""
+    return sorted(requests, key=lambda request: (request.adapter in merged, request.adapter))
