@@ -15,6 +15,8 @@ FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 """The families that `write_tiny_model` writes, by the names of transformers' classes."""
 
 
+IMAGE_TOKEN = 90
+"""The id that stands for a token of an image in tiny checkpoints."""
 _VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -28,7 +30,57 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Qwen3_5": (
         "Qwen3_5Text",
         "Qwen3_5Vision",
-        {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32},
+        {
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "patch_size": 4,
+            "num_position_embeddings": 16,
+        },
+    ),
+    "Qwen2_5_VL": (
+        "Qwen2_5_VLText",
+        "Qwen2_5_VLVision",
+        {
+            "depth": 3,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "patch_size": 4,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+        },
+    ),
+    "Qwen3VLMoe": (
+        "Qwen3VLMoeText",
+        "Qwen3VLMoeVision",
+        {
+            "depth": 2,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "patch_size": 4,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [1],
+        },
+    ),
+    "Qwen3VL": (
+        "Qwen3VLText",
+        "Qwen3VLVision",
+        {
+            "depth": 3,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "patch_size": 4,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0, 1],
+        },
     ),
     "Gemma4": ("Gemma4Text", "Gemma4Vision", {**_VISION, "num_key_value_heads": 2, "head_dim": 8}),
     "Mistral3": ("Ministral3", "PixtralVision", {**_VISION, "head_dim": 8}),
@@ -119,7 +171,10 @@ def _make_model(transformers: Any, family: str, arguments: dict[str, Any]) -> An
     text = getattr(transformers, f"{text_name}Config")(**arguments)
     vision = getattr(transformers, f"{vision_name}Config")(**vision_arguments)
     config = getattr(transformers, f"{family}Config")(
-        text_config=text, vision_config=vision, tie_word_embeddings=arguments["tie_word_embeddings"]
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=arguments["tie_word_embeddings"],
+        **({"image_token_id": IMAGE_TOKEN} if "Qwen" in family else {}),
     )
     return getattr(transformers, f"{family}ForConditionalGeneration")(config)
 

@@ -47,6 +47,14 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**_EXPERTS, "num_experts": 6, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
     ),
+    "qwen 3-vl moe": (
+        "Qwen3VLMoe",
+        {
+            **_EXPERTS,
+            "num_experts": 6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
+        },
+    ),
     "qwen2 moe": ("Qwen2Moe", {**_EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 40}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}),

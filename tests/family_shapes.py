@@ -65,6 +65,12 @@ NEMOTRON = {
     "routed_scaling_factor": 1.5,
     "time_step_min": 1e-9,  # the limit holds for prompts alone in transformers, and in no other implementation
 }
+QWEN2_5_VL = {"rope_parameters": {**DEFAULT, "mrope_section": [1, 1, 2]}, "bos_token_id": 0, "head_dim": None}
+QWEN3_VL = {
+    "rope_parameters": {**DEFAULT, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+    "num_hidden_layers": 3,
+}
+
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3, layers without rope": ("SmolLM3", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "smollm3, windows where nothing rotates": (
@@ -91,6 +97,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         {"sliding_window": 20, "rope_parameters": BY_LAYER_TYPE, "tie_word_embeddings": True, **FOUR_LAYERS},
     ),
+    "qwen 2.5-vl": ("Qwen2_5_VL", QWEN2_5_VL),
+    "qwen 3-vl": ("Qwen3VL", QWEN3_VL),
     "gemma 4, keys as values": (
         "Gemma4Text",
         {

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from batches import Blocks, RequestState, make_batch
 from nvcli.attention.backend import AttentionCase
+from nvcli.attention.image_tokens import ImageTokens
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.attention.selection import select_backend
 from nvcli.kernels.lora import group_rows
@@ -66,6 +67,7 @@ class ModelDriver:
         row_loras: Sequence[Path] = (),
         has_mtp: bool = False,
         draft_head: Path | None = None,
+        has_tower: bool = False,
     ) -> None:
         """`lora` is merged into the weights; requests choose among `row_loras`. `has_mtp`: with the head for
         multi-token prediction; `draft_head`: with the head in this folder."""
@@ -73,6 +75,7 @@ class ModelDriver:
         adapter = None if lora is None else read_adapter(lora, config)
         config = (config if adapter is None else adapter.adapt(config)).with_quantization(quantization)
         config = config.with_mtp() if has_mtp else config
+        config = config.with_tower() if has_tower else config
         config = config if draft_head is None else with_draft_head(config, str(draft_head))
         self.group = group or TensorParallelGroup.single()
         self.model = build_model(
@@ -110,7 +113,13 @@ class ModelDriver:
         self.backend, _ = select_backend("torch", case)
 
     @torch.inference_mode()
-    def step(self, *work: tuple[RequestState, list[int]], adapters: Sequence[int] = ()) -> list[Tensor]:
+    def step(
+        self,
+        *work: tuple[RequestState, list[int]],
+        adapters: Sequence[int] = (),
+        images: ImageTokens | None = None,
+        angle_positions: Tensor | None = None,
+    ) -> list[Tensor]:
         """Logits [tokens, vocab_size] of each request; empty on ranks that get none. `adapters`: the number of each
         request's adapter among `row_loras`, from 1; 0: it has none."""
         batch = make_batch(list(work), self.kv_cache, self.backend, self.blocks)
@@ -118,7 +127,7 @@ class ModelDriver:
             lens = torch.tensor([len(tokens) for _, tokens in work])
             rows = group_rows(torch.tensor(adapters, dtype=torch.int32).repeat_interleave(lens), max(adapters))
             batch = replace(batch, adapters=BatchAdapters(rows, rows))
-        hidden = self.model(batch)
+        hidden = self.model(replace(batch, images=images, angle_positions=angle_positions))
         shard = self.model.compute_logits(hidden)
         logits = self.group.gather(shard)
         if logits is None:

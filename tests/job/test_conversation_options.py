@@ -129,7 +129,7 @@ def test_cells_of_a_table_hold_them_as_json() -> None:
     assert job.tools == [TOOL]
 
 
-@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+@pytest.mark.parametrize("kind", ["video_url", "input_audio", "file"])
 def test_a_part_that_is_no_text_is_an_error_that_says_so(read_rows: ReadRows, kind: str) -> None:
     result = read(read_rows, "openai", messages=[{"role": "user", "content": [{"type": kind, kind: {}}]}])
     assert isinstance(result, JobResult)

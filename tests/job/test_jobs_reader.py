@@ -118,7 +118,11 @@ BAD_ROWS = [
     (b'{"messages": [{"content": "x"}]}', "invalid_value", "`messages[0].role` is null"),
     (b'{"messages": [{"role": "user"}]}', "invalid_value", "`messages[0]` has no `content`"),
     (b'{"messages": [{"role": "user", "content": 3}]}', "invalid_value", "`messages[0].content` is 3"),
-    (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "unsupported_content", "content[0]` is"),
+    (
+        b'{"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}',
+        "unsupported_content",
+        "content[0]` is",
+    ),
     (b'{"prompt_token_ids": [1, "x"]}', "invalid_value", '`prompt_token_ids[1]` is "x"'),
     (b'{"prompt_token_ids": [1.5]}', "invalid_value", "`prompt_token_ids[0]` is 1.5"),
     (b'{"prompt": "a", "sampling": 3}', "invalid_sampling", "`sampling` is 3"),

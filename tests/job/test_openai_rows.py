@@ -108,7 +108,7 @@ BAD = [
     (line(RESPONSE, input=None), "missing_prompt", "`body.input` is not given"),
     (line(RESPONSE, input=5), "invalid_value", "`body.input` is 5"),
     (line(RESPONSE, input=[{"type": "function_call"}]), "unsupported_content", 'of the type "function_call"'),
-    (line(RESPONSE, input=[{"role": "user", "content": [{"type": "input_image"}]}]), "unsupported_content", "input_im"),
+    (line(RESPONSE, input=[{"role": "user", "content": [{"type": "input_file"}]}]), "unsupported_content", "input_fi"),
     (line(RESPONSE, input="a", tools=[{"type": "web_search"}]), "unsupported_parameter", "`body.tools` is"),
     (
         line(RESPONSE, input="a", previous_response_id="r"),

@@ -20,6 +20,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from nvcli.attention.image_tokens import ImageTokens
 from nvcli.attention.kept_states import KeptStates
 from nvcli.attention.kv_cache import KVCache
 from nvcli.attention.spec import AttentionSpec
@@ -173,6 +174,11 @@ class ForwardBatch:
     None: nothing."""
     adapters: BatchAdapters | None = None
     """The LoRA adapters of the tokens; None: they have none."""
+    angle_positions: Tensor | None = None
+    """[T] int32, the positions by which tokens are rotated, or [3, T] where those of time, height and width differ;
+    None: `positions`."""
+    images: ImageTokens | None = None
+    """The tokens that stand for parts of images; None: there are none."""
 
     @property
     def num_tokens(self) -> int:

@@ -18,6 +18,7 @@ from nvcli.core.config_types import (
     ModelDtype,
 )
 from nvcli.core.lora_config import AdapterSizes
+from nvcli.core.prompt_image import MOST_IMAGE_BYTES
 
 MAX_DRAFT_STEP_TOKENS = 1024
 """Maximum tokens of a step whose decode rows have drafts. Beyond that the GPU takes so long that drafts gain
@@ -134,6 +135,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Adapters of `lora_paths`, from 1, that are merged into the weights in turn while requests of one of them run."""
     merged_only_adapters: tuple[int, ...] = ()
     """Merged adapters that are served in no other way."""
+    max_image_tokens: int = 0
+    """The most tokens that an image of a prompt has; 0: prompts have no images, and the model needs no tower."""
     embedding_size: int = 0
     """Size of the hidden states, if requests ask for these instead of tokens: the model then needs no LM head.
     0: requests ask for tokens and their probabilities."""
@@ -229,6 +232,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not self.max_draft_tokens or self.draft_head is not None:
             return ()
         return tuple(mean for mean in UNEVEN_WIDTHS if mean < most_of_uneven(self.draft_widths))
+
+    @property
+    def image_message_bytes(self) -> int:
+        """Maximum bytes of the images in a step's message."""
+        return self.max_num_seqs * MOST_IMAGE_BYTES if self.max_image_tokens else 0
 
     @property
     def max_row_tokens(self) -> int:

@@ -66,6 +66,13 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = None
     """null: `messages`. If either this key or `prompt_field` differs from its default, it decides
     for rows that have both."""
+    image_field: Annotated[
+        Name | None, Flag("--image-field", PROMPTS, "Key (column) of the images: a path, or a list of paths.", "COLUMN")
+    ] = None
+    """They stand before the text of the prompt, which is a user message then, or of the last user message. null:
+    images are parts of messages alone."""
+    media_roots: list[str] = []
+    """Folders below which the images of rows may be, besides those of the inputs."""
     id_field: Annotated[Name, Flag("--id-field", ROWS, "Key (column) of the ids.", "COLUMN")] = "id"
     check_columns: bool = True
     """An input whose first rows all lack a prompt ends the run before anything is written; false: they become error

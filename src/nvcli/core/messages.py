@@ -9,11 +9,12 @@ and read without a Python object per token. Sizes are bounded by the config (`ma
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 import msgspec
 
+from nvcli.core.prompt_image import PromptImage
 from nvcli.core.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROBS
 from nvcli.core.structured import MAX_END_IDS, MAX_FORCED_TOKENS, MAX_GRAMMAR_BYTES, MAX_MARK_IDS, Constraint
 
@@ -52,9 +53,7 @@ def pack(ids: Iterable[int]) -> bytes:
 
 def unpack(data: bytes) -> array[int]:
     """Unpack the integers that `pack` packed."""
-    ids = array("i")
-    ids.frombytes(data)
-    return ids
+    return array("i", data)
 
 
 class ForwardMode(IntEnum):
@@ -114,6 +113,8 @@ class NewSlot(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The index of the answer's constraint in `StepInput.constraints`; None: unconstrained."""
     adapter_place: int = NO_ADAPTER
     """The place on the device of the request's LoRA adapter, from 1; NO_ADAPTER: it has none."""
+    images: Sequence[PromptImage] = ()
+    """The images of its prompt, in order; at most `MAX_PROMPT_IMAGES`."""
 
 
 class PromptQuery(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -388,7 +389,7 @@ def max_step_input_bytes(
     where its slot was freed before, 32 where its prompt is read, plus the targets, and 6 for its part of a group of
     chunks, and 4 for its limit. A new slot may have keys copied in each KV group, and its adapter loaded. A
     running slot may have another place of its adapter, which takes 8 bytes. Of requests that wait for their last token,
-    a row brings up to `max_draft_tokens` more.
+    a row brings up to `max_draft_tokens` more. Images come on top (`EngineConfig.image_message_bytes`).
     """
     num_ids = MAX_STOP_IDS + MAX_BIASED_TOKENS + MAX_END_IDS + 2 * MAX_MARK_IDS
     new_slot_bytes = 256 + 5 * num_ids + 9 * MAX_BIASED_TOKENS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from operator import sub
 from typing import Literal
@@ -9,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from nvcli.core.messages import DRAFT_SOURCES, NO_ADAPTER, ForwardMode, PromptQueryResult, TokenLogprobs
+from nvcli.core.prompt_image import PromptImage
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.structured import Constraint
 
@@ -56,7 +58,12 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """An id unique in the run, chosen by the parent. The samples of a row have consecutive ids, starting with this
     one."""
     prompt_ids: bytes
-    """Packed int32 (`messages.pack`): at least one id, and fewer than `max_model_len`."""
+    """Packed int32 (`messages.pack`): at least one id, and fewer than `max_model_len`. The tokens of images have
+    negative numbers made of the image's digest, so that prompts with other images never begin alike."""
+    images: Sequence[PromptImage] = ()
+    """The images of the prompt, in order."""
+    image_token_id: int = 0
+    """The model's id for the tokens of images."""
     max_tokens: int
     """At least 1; prompt and answer together must fit `max_model_len`."""
     sampling: SamplingParams
@@ -84,6 +91,12 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A request to read the prompt itself, carried by the first sample."""
     adapter: int = NO_ADAPTER
     """The number of its LoRA adapter in `EngineConfig.lora_paths`, from 1; NO_ADAPTER: it has none."""
+
+    def model_tokens(self, tokens: array[int]) -> array[int]:
+        """Return tokens of the prompt or answer as the model knows them: with its own id for those of images."""
+        if not self.images:
+            return tokens
+        return array("i", [self.image_token_id if token < 0 else token for token in tokens])
 
     @property
     def needs_tokens(self) -> bool:

@@ -175,7 +175,8 @@ class RequestState:
         return self.num_prompt + len(self.generated)
 
     def tokens(self, start: int, end: int) -> array[int]:
-        """Return the known tokens at positions `start` to `end`, without `end`."""
+        """Return the known tokens at positions `start` to `end`, without `end`, as prompts are compared
+        (`Request.prompt_ids`)."""
         num_prompt = self.num_prompt
         if end <= num_prompt:
             return self.prompt.tokens(start, end)

@@ -138,6 +138,7 @@ class StepDraft:
                 sampling=slot_sampling(state.request, num_prompt=state.num_prompt),
                 constraint=self._place_of(state.request.constraint),
                 adapter_place=state.adapter_place,
+                images=state.request.images,
             )
         )
         for group, (blocks, first) in enumerate(zip(state.blocks, state.first_columns, strict=True)):
@@ -153,13 +154,10 @@ class StepDraft:
         """Return a constraint's index among those of the step."""
         if constraint is None:
             return None
-        known = self._constraints.get(constraint.key)
-        if known is not None:
-            return known[0]
-        place = len(self._constraints)
-        self._constraints[constraint.key] = place, constraint
-        self._grammar_bytes += len(constraint.grammar.encode())
-        return place
+        if constraint.key not in self._constraints:
+            self._constraints[constraint.key] = len(self._constraints), constraint
+            self._grammar_bytes += len(constraint.grammar.encode())
+        return self._constraints[constraint.key][0]
 
     def add_blocks(self, group: int, slot: int, first_column: int, blocks: Sequence[int]) -> None:
         """Add blocks that a slot was given, for its columns from `first_column` on; 0: the column has none."""
@@ -179,7 +177,7 @@ class StepDraft:
         self._span_slots.append(state.slot)
         self._span_starts.append(start)
         self._span_counts.append(num_tokens)
-        self._token_ids += state.tokens(start, start + num_tokens).tobytes()
+        self._token_ids += state.request.model_tokens(state.tokens(start, start + num_tokens)).tobytes()
         state.num_brought = start + num_tokens
 
     def add_last_tokens(self, states: Sequence[RequestState]) -> None:

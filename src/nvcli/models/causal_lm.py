@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from nvcli.models.kv_groups import layer_specs
 from nvcli.models.layer_inputs import LayerInputs
 from nvcli.models.layers import InputNorm, RotaryTables, TokenMixer
 from nvcli.models.parallel import BuildContext, ParallelLMHead, VocabParallelEmbedding
+from nvcli.models.vision.tower import VisionTower
 from nvcli.models.weights import WeightModule
 from nvcli.worker.distributed.tensor_parallel import StageState
 
@@ -45,7 +46,8 @@ class Decoder(nn.Module):
         numbers, owners = stage.layers(config.num_layers), decoder.kv_owners
         of_head = () if config.draft_head is None else config.draft_head.mixers
         mixers = *(layers[number].mixer for number in numbers), *of_head
-        self.rotary = RotaryTables((mixer.rotation for mixer in mixers), build.max_positions)
+        axes = config.vision.axes if config.has_tower and config.vision is not None else ()
+        self.rotary = RotaryTables((mixer.rotation for mixer in mixers), build.max_positions, axes)
         specs_of_layers = iter(specs)
         self.layers = nn.ModuleDict(
             {
@@ -83,16 +85,22 @@ class Decoder(nn.Module):
         residual: Tensor
         if self.embed_tokens is not None:
             residual = self.embed(batch.input_ids)
+            if batch.images is not None:
+                residual.index_copy_(0, batch.images.rows, batch.images.embeddings)
         else:
             assert received is not None
             delta, residual = self.group.recv_stage(received)
-        angles = self.rotary(batch.positions)
+        angles = self.rotary(batch.positions if batch.angle_positions is None else batch.angle_positions)
         inputs: list[Tensor | None] = [None] * len(self.layers)
         if self.inputs is not None:
             inputs = list(self.inputs(batch.input_ids, residual).unbind(1))
         *layers, (last, last_layer) = self.layers.items()
-        for (number, layer), own in zip(layers, inputs, strict=False):
+        deep = () if batch.images is None else batch.images.deep
+        for (number, layer), own, added in zip_longest(layers, inputs[:-1], deep):
             delta, residual = layer(delta, residual, own, angles, batch, None, streams.get(number))
+            if added is not None:
+                assert batch.images is not None
+                residual.index_add_(0, batch.images.rows, added)
         # After the last attention, only rows that need logits are computed further.
         rows = None if self.norm is None else batch.logits_rows
         delta, residual = last_layer(delta, residual, inputs[-1], angles, batch, rows, streams.get(last))
@@ -128,6 +136,11 @@ class CausalLM(nn.Module):
         self.tensors = build.tensors
         """The checkpoint tensors that this rank's stage is made of, by name."""
         self.model = Decoder(config, build, specs, cache_layer)
+        self.vision: VisionTower | None = None
+        """The tower that reads images; None: the run reads none, or the stage is not the first."""
+        if config.has_tower and build.stage.is_first:
+            assert config.vision is not None
+            self.vision = VisionTower(build, config.vision)
         self.batch_invariant = build.batch_invariant
         self.lm_head: ParallelLMHead | None = None
         if build.stage.is_last:

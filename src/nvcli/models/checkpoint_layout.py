@@ -39,8 +39,15 @@ class CheckpointLayout:
     """Whether the checkpoint holds more than the text model. The rest is left on disk."""
     left: tuple[str, ...] = ()
     """Name prefixes of other tensors that are left on disk."""
+    of_tower: tuple[str, ...] = ()
+    """Name prefixes, in the files, of the tensors of a vision tower; older files have the decoder's own names beside
+    them."""
+    has_tower: bool = False
+    """Whether the tower's tensors are read, under names that begin with the last of these prefixes."""
     of_head: tuple[str, ...] = ()
     """Name prefixes, in the files, of the tensors of a head that drafts tokens. They are read in any case."""
+    transposes_experts: bool = False
+    """Whether some files hold unquantised stacks of experts as matrices [in, out], as their shapes tell."""
     interleaves_experts: bool = False
     """Whether gate and up rows alternate in stacks of experts, and unquantised stacks hold matrices [in, out]."""
     is_headless: bool = False
@@ -50,13 +57,16 @@ class CheckpointLayout:
         """Return the decoder's name of a tensor in the files, or None for one that is not the text model's."""
         name: str | None = stored
         is_of_head = stored.startswith(self.of_head)
+        tower = next((prefix for prefix in self.of_tower if stored.startswith(prefix)), None)
         if is_of_head:
             pass
+        elif tower is not None:
+            return self.of_tower[-1] + stored.removeprefix(tower) if self.has_tower else None
         elif self.is_headless:
             name = None if stored.startswith("lm_head.") else "model." + stored.removeprefix("model.")
         elif self.is_part:
             matches = (to + stored.removeprefix(prefix) for prefix, to in _TEXT_PREFIXES if stored.startswith(prefix))
-            name = next(matches, None)
+            name = next(matches, stored if self.of_tower and stored.startswith("model.") else None)
         if name is not None and not is_of_head and name.startswith(self.left):
             return None
         for found, wanted in self.renamed if name is not None else ():
@@ -136,7 +146,7 @@ def locate_tensors(
         if parts := [part for part in fused_parts(name) if part in shapes]:
             _split(found, found.pop(name), parts, shapes)
         elif experts := stacked_parts(name, shapes):
-            _unstack(found, found.pop(name), experts, shapes, interleaves=layout.interleaves_experts)
+            _unstack(found, found.pop(name), experts, shapes, layout)
     return LocatedTensors(tensors=found, left=tuple(left), left_bytes=sum(info.num_bytes for info in left.values()))
 
 
@@ -173,11 +183,12 @@ def _unstack(
     info: TensorInfo,
     experts: Sequence[Sequence[str]],
     shapes: Mapping[str, tuple[int, ...]],
-    *,
-    interleaves: bool,
+    layout: CheckpointLayout,
 ) -> None:
     """Put each expert's tensors of a stack into `found`."""
-    is_transposed = interleaves and info.codes is None and len(info.shape) == 3
+    rows = sum(shapes[part][0] for part in experts[0])
+    is_other = layout.interleaves_experts or (layout.transposes_experts and info.shape[1:2] != (rows,))
+    is_transposed = is_other and info.codes is None and len(info.shape) == 3
     num_experts, *shape = info.shape or (0,)
     if num_experts != len(experts):
         raise LoadError(
@@ -187,7 +198,7 @@ def _unstack(
     for expert, parts in enumerate(experts):
         one = replace(info, shape=tuple(shape), num_bytes=info.num_bytes // num_experts, expert=expert)
         one = replace(one, is_transposed=is_transposed or info.is_transposed)
-        _split(found, one, parts, shapes, interleaves=interleaves)
+        _split(found, one, parts, shapes, interleaves=layout.interleaves_experts)
 
 
 def _split(

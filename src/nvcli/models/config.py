@@ -29,6 +29,7 @@ from nvcli.models.quantisation.modelopt import QUANTISATION_FILE
 from nvcli.models.quantisation.module_names import name_patterns
 from nvcli.models.quantisation.quantisation import Quantisation
 from nvcli.models.unsupported import describe_unsupported
+from nvcli.models.vision.vision_config import TOWER_PREFIXES, VisionConfig
 from nvcli.worker.distributed.stage import Stage
 
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
@@ -37,7 +38,7 @@ CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 MAX_EOS_IDS = 64
 """The most end-of-sequence ids; messages to the ranks have room for this many."""
-_TEXT, _TIED = "text_config", "tie_word_embeddings"
+_TEXT, _VISION, _TIED = "text_config", "vision_config", "tie_word_embeddings"
 _HEADLESS, _WITH_HEAD = "Model", "ForCausalLM"
 """Suffixes of an architecture's name: for the bare decoder, and for the decoder with an LM head."""
 _LIST_OF_MODELS = "`nvcli models` lists what is supported"
@@ -70,6 +71,10 @@ class ModelConfig:
     """How ranks keep the weights of linear layers: in the run's type, in FP8, or in the 4 bits of the checkpoint."""
     has_head: bool = True
     """Whether the checkpoint has an LM head. A bare decoder computes embeddings and generates no tokens."""
+    vision: VisionConfig | None = None
+    """The vision tower that the checkpoint brings; None: it brings none that is computed."""
+    has_tower: bool = False
+    """Whether the run reads images, by that tower."""
     draft_head: DraftHeadConfig | None = None
     """The head by which the run drafts tokens; None: it uses none."""
 
@@ -133,6 +138,13 @@ class ModelConfig:
                 "multi-token prediction: use lookup, or leave it out"
             )
         return replace(self, draft_head=head, decoder=replace(self.decoder, layout=head.layout(self.decoder.layout)))
+
+    def with_tower(self) -> ModelConfig:
+        """Return the model with its vision tower. Raises ConfigError if it has none."""
+        if self.vision is None:
+            raise ConfigError(f"`images` is true, and this model ({self.architecture}) reads no images: leave it out")
+        decoder = replace(self.decoder, layout=replace(self.decoder.layout, has_tower=True))
+        return replace(self, has_tower=True, decoder=decoder)
 
     def headless(self) -> ModelConfig:
         """Return the model as embedding runs need it: an LM head in the files is ignored, and the embedding takes its
@@ -249,9 +261,14 @@ def _read_model(config: JsonFile, generation: JsonFile, modelopt: JsonFile) -> M
     text = _text_config(config, family)
     quantisation = read_quantisation(config, text, modelopt, family.quantisations)
     decoder = family.read(ModelFile(text.path, text.values, text.section, text.changed))
+    vision = None
+    layout = replace(decoder.layout, is_part=text.section != "")
+    if family.read_vision is not None and config.values.get(_VISION) is not None:
+        vision, layout = family.read_vision(config, text), replace(layout, of_tower=TOWER_PREFIXES)
     model = ModelConfig(
         architecture=architecture,
-        decoder=replace(decoder, layout=replace(decoder.layout, is_part=text.section != "")),
+        decoder=replace(decoder, layout=layout),
+        vision=vision,
         vocab_size=text.positive("vocab_size"),
         hidden_size=text.positive("hidden_size"),
         tie_word_embeddings=_ties_embeddings(config, text, family),

@@ -80,6 +80,9 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
     embedding = matrix(EMBEDDING, (config.vocab_size, hidden), Sharding.VOCAB, dtype, "embeddings")
     if stage.is_first:
         yield embedding
+        if config.has_tower:
+            assert config.vision is not None
+            yield from config.vision.tensors(dtype)
     inputs = decoder.layer_inputs
     if inputs is not None:  # what is computed for all layers before the first one
         width = decoder.num_layers * inputs.size

@@ -24,6 +24,7 @@ from nvcli.sizing.graph_sizes import (
     may_share_prefixes,
     step_graph_sizes,
 )
+from nvcli.sizing.images import kept_image_bytes, tower_bytes
 from nvcli.sizing.kv_cache import block_bytes, max_blocks
 from nvcli.sizing.memory_plan import by_item
 from nvcli.sizing.weights import largest_stage, weight_bytes
@@ -64,7 +65,11 @@ def estimate(config: EngineConfig, model: ModelConfig, total: int, stage: Stage 
         sum(weights.values()),
         planned_adapters(config, model, total, stage).device_bytes,
         _buffers(config, model, stage),
-        max(_activations(config, model, config.max_num_batched_tokens), _sampling(config, model) if samples else 0),
+        max(
+            _activations(config, model, config.max_num_batched_tokens),
+            _sampling(config, model) if samples else 0,
+            tower_bytes(config, model.vision) if model.has_tower and model.vision is not None else 0,
+        ),
         0 if config.enforce_eager else _graphs(config, model, samples=samples),
         _other(config),
     )
@@ -200,6 +205,8 @@ def _buffers(config: EngineConfig, model: ModelConfig, stage: Stage | None) -> i
     if config.max_draft_tokens and config.pipeline_parallel_size == 1:
         drafts = ANSWER_TABLE_BYTES + _kept_states(config, model)
         drafts += config.max_num_seqs * row_bytes if model.draft_head is not None else 0
+    images = kept_image_bytes(config, model.vision) if model.has_tower and model.vision is not None else 0
+    tables += images
     return tokens + tables + drafts + sums + links + angles + _prefill_scratch(config, model) + _WORKSPACE_BYTES
 
 

@@ -33,6 +33,10 @@ ARGUMENTS = (TOOLS, DOCUMENTS, ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE, RE
 """Arguments of chat templates that come from these keys."""
 
 _KEYS = frozenset((*CONVERSATION_KEYS, REASONING_EFFORT))
+IMAGE = "image"
+"""The type of a part that is an image, once it is read, and its key for what the row names."""
+_IMAGE_TYPES = (IMAGE, "image_url", "input_image")
+"""The types of such parts in Qwen's form, in OpenAI's chat completions and in its responses."""
 _NAMED_CHOICES = ("none", "auto", "required")
 
 
@@ -41,8 +45,8 @@ def check_messages(value: Any, *, under: tuple[str, ...]) -> list[dict[str, Any]
 
     The arguments of earlier tool calls, which OpenAI's form has as JSON texts, become objects: that is what chat
     templates take. `value` may be the JSON text of the messages, and they may be in ShareGPT's form. `under`
-    is where it stands in the row. Raises InvalidValue that names the message and its key, and RowError for a part that
-    is no text, such as an image.
+    is where it stands in the row. A content with images stays a list of parts. Raises InvalidValue that names the
+    message and its key, and RowError for a part that is neither text nor an image.
     """
     name = ".".join(under)
     try:
@@ -73,7 +77,7 @@ def _checked(message: dict[str, Any], name: str) -> dict[str, Any]:
         message = {**message, "tool_calls": [_with_object(call, name) for call in message["tool_calls"]]}
     content = message.get("content")
     if isinstance(content, list):
-        return {**message, "content": _join_parts(content, f"{name}.content")}
+        return {**message, "content": _read_parts(content, f"{name}.content")}
     if not isinstance(content, str | None):
         raise InvalidValue((), f"`{name}.content` is {show(content)}; allowed: text or a list of text parts")
     if content is None and "tool_calls" not in message:
@@ -91,21 +95,59 @@ def _from_sharegpt(message: dict[str, Any], name: str) -> dict[str, Any]:
     return {"role": role, "content": rest.pop("value", None), **rest}
 
 
-def _join_parts(parts: list[Any], name: str) -> str:
-    texts = []
+def _read_parts(parts: list[Any], name: str) -> str | list[dict[str, Any]]:
+    """Return the texts of parts joined to one, or if there are images, each part by itself."""
+    found: list[dict[str, Any]] = []
     for number, part in enumerate(parts):
+        if isinstance(part, dict) and part.get("type") in _IMAGE_TYPES:
+            found.append(_read_image(part, f"{name}[{number}]"))
+            continue
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind != "text":
             raise RowError(
                 "unsupported_content",
-                f"`{name}[{number}]` is a part of the type {show(kind)}; messages hold text alone here, no images, "
-                "sounds or files, so leave the part out or describe it in words",
+                f"`{name}[{number}]` is a part of the type {show(kind)}; messages hold text and images here, no "
+                "sounds, videos or files, so leave the part out or describe it in words",
             )
         if not isinstance(text, str):
             raise InvalidValue((), f'`{name}[{number}]` is {show(part)}; allowed: {{"type": "text", "text": …}}')
-        texts.append(text)
-    return "\n".join(texts)
+        found.append({"type": "text", "text": text})
+    if any(part["type"] == IMAGE for part in found):
+        return found
+    return "\n".join(part["text"] for part in found)
+
+
+def _read_image(part: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a part that is an image in one form, whichever of its forms it has: what the row names under `image`,
+    and limits of its size."""
+    value = part.get(part["type"])
+    if isinstance(value, dict):
+        value = value.get("url")
+    if not isinstance(value, str) or not value:
+        raise InvalidValue(
+            (), f'`{name}` is {show(part)}; allowed: {{"type": "image", "image": PATH}} or {{"type": "image_url", …}}'
+        )
+    limits = {key: part[key] for key in ("min_pixels", "max_pixels") if part.get(key) is not None}
+    for key, pixels in limits.items():
+        if not isinstance(pixels, int) or isinstance(pixels, bool) or pixels < 1:
+            raise InvalidValue((), f"`{name}.{key}` is {show(pixels)}; allowed: a number of pixels")
+    return {"type": IMAGE, IMAGE: value, **limits}
+
+
+def with_images(messages: list[dict[str, Any]], images: Any, key: str) -> list[dict[str, Any]]:
+    """Return messages with images before the text of the last user message. `images` is what a row has under `key`: a
+    path, or a list of paths. Raises InvalidValue."""
+    paths = images if isinstance(images, list) else [images]
+    if not all(isinstance(path, str) and path for path in paths):
+        raise InvalidValue((key,), f"`{key}` is {show(images)}; allowed: the path of an image, or a list of paths")
+    at = next((n for n, message in reversed([*enumerate(messages)]) if message["role"] == "user"), None)
+    if at is None:
+        raise InvalidValue((key,), f"`{key}` is given, and no message of the row is the user's; add one")
+    content = messages[at].get("content") or ""
+    text = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    parts = [*({"type": IMAGE, IMAGE: path} for path in paths), *text]
+    return [*messages[:at], {**messages[at], "content": parts}, *messages[at + 1 :]]
 
 
 def _with_object(call: Any, name: str) -> Any:

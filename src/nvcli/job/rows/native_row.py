@@ -15,7 +15,7 @@ from nvcli.core.sampling_params import MAX_INT, SamplingParams
 from nvcli.core.validation import InvalidValue, convert, show
 from nvcli.errors import RowError
 from nvcli.job.job import Job, JobId, PromptTask, RowContext
-from nvcli.job.rows.conversation import check_messages, conversation_options
+from nvcli.job.rows.conversation import check_messages, conversation_options, with_images
 from nvcli.job.rows.prompt_rules import PromptKind, PromptRules
 from nvcli.job.rows.raw_values import decode, decode_list, is_null
 
@@ -45,6 +45,8 @@ class RowKeys(msgspec.Struct, frozen=True, kw_only=True):
     id: str = "id"
     sampling: str = "sampling"
     chat_template_kwargs: str = "chat_template_kwargs"
+    image: str | None = None
+    """The key of a row's images, besides those in its messages; None: there is none."""
     adapter: str | None = None
     """The key that names a row's LoRA adapter; None: adapters have no names, and rows do not choose one."""
     deciding: str | None = None
@@ -66,8 +68,8 @@ class RowKeys(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def beside_prompt(self) -> frozenset[str]:
-        adapter = () if self.adapter is None else (self.adapter,)
-        return frozenset((self.id, self.sampling, self.chat_template_kwargs, *adapter))
+        others = (key for key in (self.image, self.adapter) if key is not None)
+        return frozenset((self.id, self.sampling, self.chat_template_kwargs, *others))
 
 
 class RowDefaults:
@@ -117,8 +119,10 @@ def native_job(
     that of its prompt, and `becomes_message` says whether a text of this kind becomes a conversation."""
     variables = row.get(keys.chat_template_kwargs)
     prompt = row.get(keys.prompt)
+    images = None if keys.image is None else row.get(keys.image)
     if (
-        isinstance(prompt, str)
+        images is None
+        and isinstance(prompt, str)
         and keys.messages not in row
         and keys.prompt_token_ids not in row
         and variables is None
@@ -126,8 +130,12 @@ def native_job(
     ):
         return Job(context=context, prompt=prompt, sampling=sampling, task=task)  # most rows
     given = _templated(columns, keys, rules) if rules.has_template else _given_prompt(row, keys, rules, kind)
-    if becomes_message and "prompt" in given:
+    if (becomes_message or images is not None) and "prompt" in given:
         given = {"messages": rules.conversation(given["prompt"])}
+    if images is not None:
+        if "messages" not in given:
+            raise RowError("conflicting_prompts", f"`{keys.image}` is given beside token ids; leave one of the two out")
+        given["messages"] = with_images(given["messages"], images, str(keys.image))
     if "messages" in given:
         given["chat_template_kwargs"] = rules.variables(variables, under=(keys.chat_template_kwargs,))
         given |= conversation_options(row)

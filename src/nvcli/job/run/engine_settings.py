@@ -7,6 +7,7 @@ Starts no process and imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +29,7 @@ from nvcli.models.checkpoint_check import check_tensors, read_model_tensors
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.draft_heads.own_files import MTP, find_head, with_draft_head
 from nvcli.models.same_tokens import check_same_tokens
+from nvcli.models.vision.image_processor import PROCESSOR_FILES, has_processor, read_processor
 from nvcli.sizing.graph_sizes import default_batched_tokens
 from nvcli.sizing.kv_cache import default_block_size
 
@@ -74,9 +76,37 @@ def load_with_adapters(
     if choice.merged is not None:
         adapter = read_adapter(find_adapter(choice.merged), base)
         model = adapter.adapt(model)
+    model = model.with_tower() if why_no_images(run, model_path, model) is None else model
     device = (found_device or detect_device()) if run.device == "auto" else run.device
     model = _with_draft_head(run, model_path, model, device)
     return keep_weights(run, model, device, gpus=gpus, gpu_bytes=gpu_bytes, adapter=adapter), adapter, named
+
+
+def why_no_images(run: RunConfig, model_path: Path, model: ModelConfig) -> str | None:
+    """Return why a run reads no images, as the second half of a sentence; None: it reads them."""
+    if model.vision is None:
+        return f"this model ({model.architecture}) is read as one of text alone"
+    if run.images == "off":
+        return "`images` is off"
+    if run.task != "generate":
+        return "scores and embeddings are made of text alone"
+    if run.pipeline_parallel_size > 1:
+        return "`pipeline_parallel_size` (--pp) is above 1, where images are not read; use --tp"
+    if run.speculation.draft_head is not None:
+        return f"`speculation.method` (--speculate) is {run.speculation.method}, whose head reads no images; use lookup"
+    if find_spec("PIL") is None:
+        return "Pillow is not installed: pip install 'nvcli[images]'"
+    if not has_processor(model_path):
+        return f"{model_path} has no {PROCESSOR_FILES[1]}; copy it from the model's files"
+    return None
+
+
+def _max_image_tokens(model_path: Path, model: ModelConfig, max_model_len: int) -> int:
+    """Return the most tokens of an image; 0: the run reads none."""
+    if not model.has_tower:
+        return 0
+    assert model.vision is not None
+    return min(read_processor(model_path, model.vision).max_tokens, max_model_len)
 
 
 def _with_draft_head(
@@ -106,7 +136,7 @@ def _takes_own_head(run: RunConfig, model: ModelConfig) -> bool:
     """Whether a run that leaves the method open drafts by the checkpoint's head: with few requests at a time, where it
     was measured to pay, and nothing that it was not measured with."""
     is_open = run.speculation.method == "auto" and attention_choice(run.attention_backend) in ("auto", "triton")
-    is_plain = not run.batch_invariant and not run.lora and run.pipeline_parallel_size == 1
+    is_plain = not run.batch_invariant and not run.lora and run.pipeline_parallel_size == 1 and not model.has_tower
     return is_open and is_plain and run.max_num_seqs <= _FEW_SEQS and model.decoder.mtp is not None
 
 
@@ -195,6 +225,7 @@ def resolve_engine_config(
         takes_forced_tokens=run.speculation.method == "lookup",
         draft_head=None if model.draft_head is None else find_head(run.speculation.draft_head or MTP),
         draft_policy=run.speculation.policy,
+        max_image_tokens=_max_image_tokens(model_path, model, max_model_len),
         prepare_grammars=run.task == "generate" and run.sampling.get("structured") is not None,
     )
 

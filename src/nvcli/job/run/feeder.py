@@ -6,9 +6,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+from nvcli.job.images.row_images import RowImages
 from nvcli.job.job import Job, JobResult
 from nvcli.job.run.counts import ReadTotals
 from nvcli.job.run.several_prompts import split_rows
@@ -27,6 +28,13 @@ the making; a batch is one row or at most 4 MiB of the input (`job.input.reader`
 """
 
 Batch = list[PreparedRow | JobResult]
+
+
+def portions(rows: Sequence[Job | JobResult], images: RowImages | None) -> Iterator[Sequence[Job | JobResult]]:
+    """Split a batch of rows into those that are prepared together: with a job for each prompt of a row, and few
+    images."""
+    for some in split_rows(rows):
+        yield from (some,) if images is None else images.portions(some)
 
 
 class RowSource(Protocol):
@@ -49,14 +57,16 @@ class Feeder:
         limits: ModelLimits,
         chat_renderer: ChatRenderer,
         grammars: GrammarMaker | None = None,
+        images: RowImages | None = None,
     ) -> None:
-        """`chat_renderer` and `grammars` are closed when the last row is read, or by `stop`. With `grammars` None rows
-        that ask for structured answers are refused."""
+        """`chat_renderer`, `grammars` and `images` are closed when the last row is read, or by `stop`. With `grammars`
+        None rows that ask for structured answers are refused, and with `images` None those that have images."""
         self._reader = reader
         self._load_tokenizer = load_tokenizer
         self._limits = limits
         self._chat_renderer = chat_renderer
         self._grammars = grammars
+        self._images = images
         self._tokenizer: Tokenizer | None = None
         self._changed = threading.Condition()
         self._doorbell: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -135,12 +145,12 @@ class Feeder:
             started = time.perf_counter()
             self._tokenizer = self._load_tokenizer()
             self.load_seconds = time.perf_counter() - started
-            preparer = Preparer(self._tokenizer, self._limits, self._chat_renderer.render, self._grammars)
+            preparer = Preparer(self._tokenizer, self._limits, self._chat_renderer.render, self._grammars, self._images)
             mark = time.perf_counter()
             for rows in self._reader.batches():
                 read = time.perf_counter()
                 self.read_seconds += read - mark
-                for some in split_rows(rows):
+                for some in portions(rows, self._images):
                     mark = time.perf_counter()
                     batch = preparer.prepare(some)
                     self.tokenize_seconds += time.perf_counter() - mark
@@ -180,6 +190,8 @@ class Feeder:
         self._chat_renderer.close()
         if self._grammars is not None:
             self._grammars.close()
+        if self._images is not None:
+            self._images.close()
 
     def _ring(self) -> None:
         if self._doorbell is not None:

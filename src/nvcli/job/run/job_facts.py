@@ -58,18 +58,7 @@ def job_facts(
     rows that the output has, None: all, and `task` what is made of the rows in place of answers. `weights` false: facts
     of the weights are left out. Raises LoadError for a file of the checkpoint that cannot be read.
     """
-    small = sorted({file for pattern in _SMALL_FILES for file in model_path.glob(pattern) if not file.is_dir()})
-    facts: dict[str, Fact] = {}
-    for file in small:
-        if file.name not in _NOT_READ:
-            facts[f"model {file.name}"] = f"sha256 {_digest(file)}"
-    try:
-        large = weight_files(model_path) if weights and config.load_format == "auto" else []
-    except LoadError:
-        large = []  # whoever loads them says what is wrong
-    num_samples = max(_MIN_FILE_SAMPLES, _WEIGHT_SAMPLES // max(1, len(large)))
-    for file in large:
-        facts[f"model {file.name}"] = _describe_weights(file, num_samples)
+    facts = _checkpoint_facts(model_path, weights=weights and config.load_format == "auto")
     adapters = {"lora": config.lora_path} if config.lora_path is not None else {}
     names = adapter_choice(run.lora).named
     adapters |= {f"lora {name}": path for name, path in zip(names, config.lora_paths, strict=True)}
@@ -98,6 +87,8 @@ def job_facts(
         "quantization": (config.quantization, "none"),
         "fp8_accumulation": (config.fp8_accumulation, "exact"),
         "batch_invariant": (config.batch_invariant, False),
+        "images": (run.images, "auto"),
+        "job.image_field": (job.image_field, None),
         "job.prompt_template": (job.prompt_template, None),
         "job.messages_template": (job.messages_template or None, None),
         "job.system": (job.system, None),
@@ -118,6 +109,23 @@ def job_facts(
         facts |= {f"{run.task}.{name}": _fact(value) for name, value in settings.items()}
     if shard is not None:
         facts[SHARD_FACT] = str(shard)
+    return facts
+
+
+def _checkpoint_facts(model_path: Path, *, weights: bool) -> dict[str, Fact]:
+    """Return the facts of a checkpoint's small files and, with `weights`, of these. Raises LoadError."""
+    small = sorted({file for pattern in _SMALL_FILES for file in model_path.glob(pattern) if not file.is_dir()})
+    facts: dict[str, Fact] = {}
+    for file in small:
+        if file.name not in _NOT_READ:
+            facts[f"model {file.name}"] = f"sha256 {_digest(file)}"
+    try:
+        large = weight_files(model_path) if weights else []
+    except LoadError:
+        large = []  # whoever loads them says what is wrong
+    num_samples = max(_MIN_FILE_SAMPLES, _WEIGHT_SAMPLES // max(1, len(large)))
+    for file in large:
+        facts[f"model {file.name}"] = _describe_weights(file, num_samples)
     return facts
 
 

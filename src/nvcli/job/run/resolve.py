@@ -25,6 +25,8 @@ from nvcli.core.text_template import TextTemplate
 from nvcli.core.validation import InvalidValue, convert, shorten
 from nvcli.errors import ConfigError
 from nvcli.job.files import STREAM, check_inputs, check_output, choose_output, expand_inputs
+from nvcli.job.images.image_source import ImageFolders
+from nvcli.job.images.row_images import RowImages
 from nvcli.job.input.fetch import fetch_inputs
 from nvcli.job.input.known_input import KnownInput, is_repeatable, know_inputs
 from nvcli.job.input.reader import RowDigests, RowReader, check_first_rows
@@ -41,11 +43,10 @@ from nvcli.job.rows.task_rows import TaskRows
 from nvcli.job.run.adapter_ways import choose_ways
 from nvcli.job.run.chat_choice import ChatChoice, choose_chat, keep_choice
 from nvcli.job.run.default_sampling import check_default_sampling
-from nvcli.job.run.engine_settings import load_with_adapters, resolve_engine_config
-from nvcli.job.run.feeder import Feeder, RowSource
+from nvcli.job.run.engine_settings import load_with_adapters, resolve_engine_config, why_no_images
+from nvcli.job.run.feeder import Feeder, RowSource, portions
 from nvcli.job.run.job_facts import job_facts
 from nvcli.job.run.settings import SetterOf, unknown_setter
-from nvcli.job.run.several_prompts import split_rows
 from nvcli.job.run.task import task_rows
 from nvcli.job.shard import WHOLE, Shard
 from nvcli.job.text.chat_renderer import ChatRenderer
@@ -56,6 +57,7 @@ from nvcli.job.text.tokenizer import Tokenizer, check_tokenizer_files, has_chat_
 from nvcli.models.adapters.adapter import Adapter
 from nvcli.models.checkpoint import check_weight_files, is_hub_id, resolve_model
 from nvcli.models.config import ModelConfig
+from nvcli.models.vision.image_processor import read_processor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +96,7 @@ class ResolvedModel:
             reasoning_parser=self.run.job.reasoning_parser,
             tool_parser=self.run.job.tool_parser,
             hidden_size=self.model.hidden_size,
+            why_no_images=why_no_images(self.run, self.model_path, self.model) or "",
         )
 
     def choose_chat(self, *, is_task: bool, setter_of: SetterOf = unknown_setter) -> TextKinds:
@@ -135,6 +138,19 @@ class ResolvedModel:
         """Return a maker of grammars for structured answers, to be closed by the caller."""
         return GrammarMaker(self.model_path, vocab_size=self.model.vocab_size, end_ids=self.model.eos_token_ids)
 
+    def row_images(self) -> RowImages | None:
+        """Return what prepares the images of rows, to be closed by the caller; None: the run reads none."""
+        if not self.config.max_image_tokens:
+            return None
+        assert self.model.vision is not None
+        processor = read_processor(self.model_path, self.model.vision)
+        return RowImages(processor, self.model.vision.image_token_id, self.image_folders)
+
+    @property
+    def image_folders(self) -> ImageFolders:
+        """The folders below which the images of rows may be."""
+        return ImageFolders.of((), self.run.job.media_roots)
+
     def prepare(
         self, reader: RowReader, tokenizer: Tokenizer, *, has_grammars: bool = True
     ) -> Iterator[list[PreparedRow | JobResult]]:
@@ -142,14 +158,19 @@ class ResolvedModel:
         with ExitStack() as stack:
             renderer = stack.enter_context(closing(self.chat_renderer()))
             grammars = stack.enter_context(closing(self.grammar_maker())) if has_grammars else None
-            preparer = Preparer(tokenizer, self.model_limits, renderer.render, grammars)
+            images = self.row_images()
+            if images is not None:
+                stack.enter_context(closing(images))
+            preparer = Preparer(tokenizer, self.model_limits, renderer.render, grammars, images)
             for rows in reader.batches():
-                for some in split_rows(rows):
+                for some in portions(rows, images):
                     yield preparer.prepare(some)
 
     def make_feeder(self, rows: RowSource, load_tokenizer: Callable[[], Tokenizer]) -> Feeder:
         """Make a feeder, which reads and tokenizes rows ahead of the replicas."""
-        return Feeder(rows, load_tokenizer, self.model_limits, self.chat_renderer(), self.grammar_maker())
+        return Feeder(
+            rows, load_tokenizer, self.model_limits, self.chat_renderer(), self.grammar_maker(), self.row_images()
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +197,10 @@ class ResolvedJob(ResolvedModel):
     """Lines for the user on how the output goes on."""
     first_kinds: frozenset[PromptKind] = frozenset()
     """Kinds of prompts among the first rows of the inputs, if these could be looked at."""
+
+    @property
+    def image_folders(self) -> ImageFolders:
+        return ImageFolders.of(self.inputs, self.run.job.media_roots)
 
     def describe_kinds(self, kinds: Collection[PromptKind]) -> list[str]:
         """Return lines on how prompts of these kinds are sent."""
@@ -453,7 +478,13 @@ def row_keys(job: JobConfig) -> RowKeys:
     prompt, messages = job.prompt_field, job.messages_field or MESSAGES_KEY
     named = [prompt] if prompt != PROMPT_KEY else []
     named += [messages] if job.messages_field is not None else []
-    return RowKeys(prompt=prompt, messages=messages, id=job.id_field, deciding=named[0] if len(named) == 1 else None)
+    return RowKeys(
+        prompt=prompt,
+        messages=messages,
+        id=job.id_field,
+        image=job.image_field,
+        deciding=named[0] if len(named) == 1 else None,
+    )
 
 
 def own_chat_template(job: JobConfig) -> str | None:

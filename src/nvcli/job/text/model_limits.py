@@ -29,6 +29,8 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     tool_parser: ToolParserName = "auto"
     hidden_size: int = 0
     """Length of an embedding."""
+    why_no_images: str = "this model reads no images"
+    """Why rows with images fail, if they do."""
 
 
 def end_ids(tokenizer: Tokenizer, limits: ModelLimits) -> list[int]:

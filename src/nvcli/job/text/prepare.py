@@ -10,11 +10,13 @@ from typing import Any
 import msgspec
 
 from nvcli.core.chat_template import unknown_variables
-from nvcli.core.messages import pack
+from nvcli.core.messages import pack, unpack
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.structured import Constraint
 from nvcli.engine.request import ThoughtLimit
 from nvcli.errors import RowError, unexpected
+from nvcli.job.images.pixel_memory import Pixels
+from nvcli.job.images.row_images import PromptImages, RowImages, images_of, without_images
 from nvcli.job.job import EmbedTask, Job, JobResult, PromptTask, RowContext, RowForm, ScoreTask, failed
 from nvcli.job.rows.conversation import ARGUMENTS, CONTINUE_FINAL_MESSAGE, TOOLS
 from nvcli.job.text.answer_reader import AnswerFormat, AnswerReader
@@ -75,22 +77,38 @@ class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
     """See `Job.adapter`."""
     num_bytes: int = 0
     """Approximate bytes in memory while the row waits."""
+    images: PromptImages | None = None
+    """The images of the prompt; None: it has none."""
     task: PreparedTask | None = None
     """The task computed instead of an answer; `sampling.n` is then the number of its requests."""
+
+    @property
+    def model_ids(self) -> Sequence[int]:
+        """The prompt's token ids as the model knows them."""
+        ids = unpack(self.prompt_ids)
+        if self.images is None:
+            return ids
+        return [self.images.token_id if token < 0 else token for token in ids]
 
 
 class Preparer:
     """Tokenizes rows for one model. Used by one thread."""
 
     def __init__(
-        self, tokenizer: Tokenizer, limits: ModelLimits, render: Render, grammars: GrammarMaker | None = None
+        self,
+        tokenizer: Tokenizer,
+        limits: ModelLimits,
+        render: Render,
+        grammars: GrammarMaker | None = None,
+        images: RowImages | None = None,
     ) -> None:
         """`render` turns conversations into prompt texts, or into errors (`ChatRenderer.render`). With `grammars` None
-        rows that ask for structured answers are refused."""
+        rows that ask for structured answers are refused, and with `images` None those that have images."""
         self._tokenizer = tokenizer
         self._limits = limits
         self._render = render
         self._grammars = grammars
+        self._images = images
         self._rule = special_token_rule(limits.special_tokens, tokenizer)
         self._eos_ids = end_ids(tokenizer, limits)
         self._wholes = Continuations(self._rule, tokenizer, self._eos_ids)
@@ -138,6 +156,7 @@ class Preparer:
             else:
                 assert row.prompt_token_ids is not None
                 prompts[at] = row.prompt_token_ids
+        pixels = self._read_images(rows, prompts, conversations)
         chats: dict[int, str] = {}
         for at, rendered in zip(conversations, self._render(list(conversations.values())), strict=True):
             if isinstance(rendered, RowError):
@@ -156,7 +175,7 @@ class Preparer:
         return [
             row
             if not isinstance(row, Job)
-            else self._prepare_row(row, prompts[at])
+            else self._prepare_row(row, prompts[at], pixels.get(at, ()))
             if row.task is None
             else self._prepare_task(row, row.task, prompts[at], wholes.get(at, ()))
             for at, row in enumerate(rows)
@@ -219,7 +238,34 @@ class Preparer:
         if job.template_arguments:
             refusal = refusal or self._check_arguments(job, job.template_arguments)
             variables = {**variables, **job.template_arguments}
-        return refusal or Conversation(rule.to_template(messages), rule.to_template(variables))
+        return refusal or Conversation(rule.to_template(without_images(messages)), rule.to_template(variables))
+
+    def _read_images(
+        self,
+        rows: Sequence[Job | JobResult],
+        prompts: dict[int, list[int] | RowError],
+        conversations: dict[int, Conversation],
+    ) -> dict[int, list[Pixels]]:
+        """Return the pixels of the rows that have images. Rows whose images cannot be read get an error in `prompts`,
+        and are taken out of `conversations`."""
+        messages = {at: row.messages for at in conversations if isinstance(row := rows[at], Job) and row.messages}
+        having = {at: each for at, each in messages.items() if images_of(each)}
+        if not having:
+            return {}
+        found: Sequence[list[Pixels] | RowError]
+        if self._images is None:
+            refusal = RowError("unsupported_content", f"the row has images, and {self._limits.why_no_images}")
+            found = [refusal] * len(having)
+        else:
+            found = self._images.read(list(having.values()))
+        pixels: dict[int, list[Pixels]] = {}
+        for at, each in zip(having, found, strict=True):
+            if isinstance(each, RowError):
+                prompts[at] = each
+                del conversations[at]
+            else:
+                pixels[at] = each
+        return pixels
 
     def _check_arguments(self, job: Job, arguments: Mapping[str, Any]) -> RowError | None:
         """Return an error if a row's template arguments would have no effect or are not allowed."""
@@ -240,7 +286,7 @@ class Preparer:
         template = self._tokenizer.chat_template
         return frozenset(unknown_variables(template, ARGUMENTS) if template else ())
 
-    def _prepare_row(self, job: Job, prompt: list[int] | RowError) -> PreparedRow | JobResult:
+    def _prepare_row(self, job: Job, prompt: list[int] | RowError, pixels: Sequence[Pixels]) -> PreparedRow | JobResult:
         if isinstance(prompt, RowError):  # not raised: its traceback would hold the row, and the row's frame it
             return failed(job.context, prompt)
         is_native = job.context.form is RowForm.NATIVE
@@ -251,8 +297,15 @@ class Preparer:
             self._check_prompt(job, prompt, "`prompt_token_ids`" if is_native else "`body.prompt`")
             sampling = job.sampling
             rules = self._rules_of(sampling, under)
+            images = None
+            if pixels:
+                prompt, images = self._with_images(prompt, pixels, sampling, under)
             ids, max_tokens = fit_prompt(prompt, sampling, self._limits, under)
-            prompt_ids = pack(ids)
+            if images is not None and len(ids) < len(prompt):
+                raise RowError(
+                    "prompt_too_long", f"the prompt has {len(prompt):,} tokens with its images, and is not cut"
+                )
+            prompt_ids = pack(ids) if images is None else images.packed(ids)
             echo = self._echo(job, ids, is_whole=len(ids) == len(prompt)) if sampling.echo else ""
             reading = None
             if job.messages is not None:
@@ -283,6 +336,7 @@ class Preparer:
                 ).digest()
             extra = job.context.extra
             num_bytes = _ROW_BYTES + len(prompt_ids) + (_num_bytes(extra) if extra else 0)
+            num_bytes += 0 if images is None else images.num_bytes
             if rules.grammar is not None:
                 if rules.grammar.wanted is not sampling.structured:  # an earlier row's equal one takes its place
                     sampling = msgspec.structs.replace(sampling, structured=rules.grammar.wanted)
@@ -307,9 +361,21 @@ class Preparer:
                 answer_key=answer_key,
                 adapter=job.adapter,
                 num_bytes=num_bytes,
+                images=images,
             )
         except RowError as error:
             return failed(job.context, error)
+
+    def _with_images(
+        self, prompt: list[int], pixels: Sequence[Pixels], sampling: SamplingParams, under: str
+    ) -> tuple[list[int], PromptImages]:
+        """Return the prompt with the tokens of its images. Raises RowError."""
+        assert self._images is not None
+        if sampling.prompt_logprobs is not None:
+            raise RowError(
+                "unsupported_parameter", f"`{under}.prompt_logprobs` is given beside images; leave one of the two out"
+            )
+        return self._images.expand(prompt, pixels)
 
     def _check_prompt(self, job: Job, ids: list[int], name: str) -> None:
         """Raise RowError if a token of a prompt is not one of the model. `name` is the key of its ids in the row."""

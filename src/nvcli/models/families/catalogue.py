@@ -26,7 +26,7 @@ from nvcli.models.families.nemotron_h import NEMOTRON_H
 from nvcli.models.families.olmo import OLMO2, OLMO3, OLMOE
 from nvcli.models.families.phi3 import PHI3
 from nvcli.models.families.plain_mlps import APERTUS, ARCEE, NEMOTRON, STARCODER2
-from nvcli.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from nvcli.models.families.qwen import QWEN2, QWEN2_5_VL, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE
 from nvcli.models.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from nvcli.models.families.seed_oss import SEED_OSS
 from nvcli.models.families.stablelm import STABLELM
@@ -39,6 +39,9 @@ FAMILIES: tuple[Family, ...] = (
     QWEN3,
     QWEN2_MOE,
     QWEN3_MOE,
+    QWEN2_5_VL,
+    QWEN3_VL,
+    QWEN3_VL_MOE,
     QWEN3_NEXT,
     QWEN3_5,
     QWEN3_5_MOE,

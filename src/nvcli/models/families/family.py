@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nvcli.models.families.model_file import ModelFile
+from nvcli.models.json_file import JsonFile
 from nvcli.models.layer_config import DecoderConfig
+from nvcli.models.vision.vision_config import VisionConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +25,9 @@ class Family:
     """Ids on the Hugging Face hub."""
     read: Callable[[ModelFile], DecoderConfig]
     """Reads config.json, or its `text_config` where it describes more than text."""
+    read_vision: Callable[[JsonFile, JsonFile], VisionConfig] | None = None
+    """Reads the vision tower from config.json and its settings of the decoder; None: the family has none that is
+    computed."""
     ties_embeddings: bool = False
     """The default of `tie_word_embeddings`."""
     quantisations: tuple[str, ...] = ()

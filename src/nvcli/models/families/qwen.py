@@ -14,6 +14,7 @@ from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mlp import MLPConfig
+from nvcli.models.vision.vision_config import read_qwen2_5_vision, read_qwen3_vision
 
 _DEFAULT_MAX_WINDOW_LAYERS = 28
 """The default of `max_window_layers` in transformers."""
@@ -56,12 +57,29 @@ QWEN2 = Family(
     examples=("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-Coder-32B-Instruct"),
     read=read_qwen2,
 )
+QWEN2_5_VL = Family(
+    name="Qwen2.5-VL",
+    architectures=("Qwen2_5_VLForConditionalGeneration",),
+    features="Qwen2 with a vision tower, which attends within windows; positions of three axes",
+    examples=("Qwen/Qwen2.5-VL-7B-Instruct", "allenai/olmOCR-2-7B-1025"),
+    read=read_qwen2,
+    read_vision=read_qwen2_5_vision,
+)
 QWEN3 = Family(
     name="Qwen3 dense",
     architectures=("Qwen3ForCausalLM",),
     features="normed queries and keys",
     examples=("Qwen/Qwen3-8B", "Qwen/Qwen3-4B-Instruct-2507"),
     read=read_qwen3,
+)
+
+QWEN3_VL = Family(
+    name="Qwen3-VL dense",
+    architectures=("Qwen3VLForConditionalGeneration",),
+    features="Qwen3 with a vision tower, from several layers of which the decoder reads; positions of three axes",
+    examples=("Qwen/Qwen3-VL-8B-Instruct", "Qwen/Qwen3-VL-2B-Instruct"),
+    read=read_qwen3,
+    read_vision=read_qwen3_vision,
 )
 
 
@@ -96,6 +114,13 @@ def read_mlps(
         yield config.mlp() if is_dense else experts
 
 
+def read_qwen3_vl_moe(config: ModelFile) -> DecoderConfig:
+    """Read Qwen3 with a mixture of experts, whose files hold stacks of transposed matrices. The weights of a token's
+    experts add up to 1."""
+    decoder = read_qwen3_moe(ModelFile(config.path, {**config.values, "norm_topk_prob": True}, config.section))
+    return replace(decoder, layout=replace(decoder.layout, transposes_experts=True))
+
+
 QWEN2_MOE = Family(
     name="Qwen2, 1.5 MoE",
     architectures=("Qwen2MoeForCausalLM",),
@@ -109,4 +134,12 @@ QWEN3_MOE = Family(
     features="normed queries and keys; a mixture of experts",
     examples=("Qwen/Qwen3-30B-A3B-Instruct-2507", "Qwen/Qwen3-235B-A22B"),
     read=read_qwen3_moe,
+)
+QWEN3_VL_MOE = Family(
+    name="Qwen3-VL MoE",
+    architectures=("Qwen3VLMoeForConditionalGeneration",),
+    features="Qwen3-VL with a mixture of experts",
+    examples=("Qwen/Qwen3-VL-30B-A3B-Instruct",),
+    read=read_qwen3_vl_moe,
+    read_vision=read_qwen3_vision,
 )

@@ -1,4 +1,4 @@
-"""Qwen3-Next, and the text part of Qwen 3.5 and 3.6: gated delta nets (https://arxiv.org/abs/2412.06464) between layers
+"""Qwen3-Next, and the decoder of Qwen 3.5 and 3.6: gated delta nets (https://arxiv.org/abs/2412.06464) between layers
 of gated full attention. The head for multi-token prediction is one more layer of full attention; it is left on disk
 unless a run drafts tokens by it."""
 
@@ -19,6 +19,7 @@ from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.mixers.mlp import MLPConfig
 from nvcli.models.mtp_config import PREFIX, MTPConfig
+from nvcli.models.vision.vision_config import read_qwen3_5_vision
 
 _LAYOUT = CheckpointLayout(left=(PREFIX,))
 _MAX_TAPS = 16
@@ -111,16 +112,18 @@ QWEN3_NEXT = Family(
 QWEN3_5 = Family(
     name="Qwen 3.5, 3.6 dense",
     architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
-    features="gated delta nets between layers of gated attention; the text part",
+    features="gated delta nets between layers of gated attention; a vision tower",
     examples=("Qwen/Qwen3.5-27B", "Qwen/Qwen3.5-9B"),
     read=read_qwen3_5,
+    read_vision=read_qwen3_5_vision,
     defaults=_DEFAULTS,
 )
 QWEN3_5_MOE = Family(
     name="Qwen 3.5, 3.6 MoE",
     architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
-    features="gated delta nets between layers of gated attention; a mixture of experts; the text part",
+    features="gated delta nets between layers of gated attention; a mixture of experts; a vision tower",
     examples=("Qwen/Qwen3.5-35B-A3B",),
     read=read_qwen3_5_moe,
+    read_vision=read_qwen3_5_vision,
     defaults=_DEFAULTS,
 )

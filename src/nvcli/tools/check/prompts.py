@@ -7,7 +7,6 @@ from itertools import groupby
 
 import msgspec
 
-from nvcli.core.messages import unpack
 from nvcli.job.job import JobId
 from nvcli.job.text.prepare import PreparedRow
 from nvcli.job.text.tokenizer import Tokenizer
@@ -15,6 +14,8 @@ from nvcli.job.text.tokenizer import Tokenizer
 _HEAD_TOKENS = 300
 _TAIL_TOKENS = 100
 """Tokens shown of the beginning and of the end of a longer prompt."""
+_MOST_ALIKE = 3
+"""With more special tokens of one kind in a row, such as those of an image, their number is shown."""
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -40,7 +41,7 @@ class ShownPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 def show_prompt(row: PreparedRow, tokenizer: Tokenizer) -> ShownPrompt:
     """Split a prompt into pieces."""
-    ids = unpack(row.prompt_ids)
+    ids = row.model_ids
     left_out = len(ids) - _HEAD_TOKENS - _TAIL_TOKENS
     if left_out > 0:
         pieces = _pieces(ids[:_HEAD_TOKENS], tokenizer)
@@ -64,7 +65,10 @@ def _pieces(ids: Sequence[int], tokenizer: Tokenizer) -> list[Piece]:
     for is_special, group in groupby(ids, lambda token_id: tokenizer.token_text(token_id) in special):
         run = list(group)
         if is_special:
-            pieces += [Piece(text=tokenizer.token_text(token_id), special=True) for token_id in run]
+            for token_id, same in groupby(run):
+                text, count = tokenizer.token_text(token_id), len(list(same))
+                shown = [f"{text} × {count:,}"] if count > _MOST_ALIKE else [text] * count
+                pieces += [Piece(text=each, special=True) for each in shown]
         else:
             pieces.append(Piece(text=tokenizer.decode_one(run)))
     return pieces

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from nvcli.core.validation import shorten
 from nvcli.errors import ConfigError
 from nvcli.job.compression import compression_of
 from nvcli.job.file_formats import input_format
@@ -163,5 +164,14 @@ def _as_text(value: Any) -> str | None:
 
 def _content(content: Any) -> str:
     if isinstance(content, list):
-        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+        return "\n".join(_part(part) for part in content if isinstance(part, dict))
     return "" if content is None else str(content)
+
+
+def _part(part: dict[str, Any]) -> str:
+    """Return a part of a content as text: of an image, what it is named by."""
+    image = part.get("image", part.get("image_url"))
+    if image is None:
+        return str(part.get("text", ""))
+    name = image.get("url") if isinstance(image, dict) else image
+    return f"[image {shorten(str(name))}]"

@@ -55,7 +55,8 @@ class Executor:
                 max_model_len=config.max_model_len,
                 max_blocks_per_seq=config.max_blocks_per_seq * MAX_KV_GROUPS,  # the ranks will report their number
                 max_draft_tokens=config.max_draft_tokens,
-            ),
+            )
+            + config.image_message_bytes,
             outputs=max_step_output_bytes(
                 max_num_seqs=config.max_num_seqs,
                 max_step_logits=config.max_step_logits,

@@ -61,6 +61,7 @@ from nvcli.worker.runner.rank_weights import RankWeights, read_files
 from nvcli.worker.runner.sampler import Sampler
 from nvcli.worker.runner.slot_table import SlotTable
 from nvcli.worker.runner.step_clock import StepClock
+from nvcli.worker.runner.step_images import StepImages
 from nvcli.worker.runner.step_parts import StepParts
 from nvcli.worker.runner.step_results import PendingStep
 from nvcli.worker.runner.step_runner import StepRunner
@@ -96,6 +97,7 @@ class ModelRunner:
             self._choose_graphs()
             self._make_slots()
             self._make_adapters()
+            self._make_images()
             self._compile_kernels()
             self._finish_weights()
             self._keep_base_weights()
@@ -305,6 +307,9 @@ class ModelRunner:
                 self.config, self.model, self._row_adapters, self.slots, self.device, self._groups.world, self.dtype
             )
 
+    def _make_images(self) -> None:
+        self._images = StepImages.of(self.config, self.model, self.slots, self.device)
+
     def _keep_base_weights(self) -> None:
         if self.config.merged_adapters:
             with self._phase("keep base weights"):
@@ -357,6 +362,8 @@ class ModelRunner:
             draft_widths=self._draft_widths,
             num_places=self._adapters.num_places,
         )
+        if self._images is not None:
+            self._images.run_largest()
 
     def _measure_graphs(self) -> None:
         """Estimate the memory of all graphs from a few, which are captured on the null block."""
@@ -376,7 +383,7 @@ class ModelRunner:
             self.device,
             weights=self._weight_bytes,
             adapters=self._adapters.num_bytes,
-            buffers=self._buffer_bytes(),
+            buffers=self._buffer_bytes() + (0 if self._images is None else self._images.most_kept_bytes),
             activations=self._activation_bytes,
             graphs=self._graph_bytes,
             max_blocks=max_blocks(self.config, self.model_config),
@@ -403,7 +410,7 @@ class ModelRunner:
             sampler=self.sampler,
             model_drafter=self._model_drafter,
             constraints=self.constraints,
-            adapters=self._adapters.of_steps,
+            carried=[each for each in (self._adapters.of_steps, self._images) if each is not None],
             link=self.link,
             clock=self._clock,
             kept_states=self.kept_states,
@@ -485,6 +492,8 @@ class ModelRunner:
         """Replace the weights, or give up and take back their memory and the KV cache's (see
         `Runner.change_weights`)."""
         self._weight_changes.apply(change)
+        if self._images is not None:
+            self._images.forget()
 
     def _free_after_oom(self) -> None:
         """Wait for the work that a step launched before it ran out of memory, and free its memory."""

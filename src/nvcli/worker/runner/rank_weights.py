@@ -67,6 +67,7 @@ def read_files(config: EngineConfig, path: Path) -> ModelFiles:
     """Read the config of a checkpoint folder, and the adapters of a run. Raises LoadError and ConfigError."""
     model = load_model_config(path, expert_parallel=config.enable_expert_parallel, overrides=config.hf_overrides)
     model = model.headless() if config.embedding_size else model
+    model = model.with_tower() if config.max_image_tokens else model
     adapter = None
     if config.lora_path is not None:
         adapter = read_adapter(config.lora_path, model)

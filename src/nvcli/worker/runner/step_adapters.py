@@ -8,6 +8,8 @@ nothing.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -51,6 +53,10 @@ class StepAdapters:
         self._of_tokens = torch.full((max_tokens,), NO_ADAPTER, dtype=torch.int32, device=device)
         self._notes: list[str] = []
 
+    def plan(self, step: StepInput) -> bool:
+        """Return False: graphs serve all steps."""
+        return False
+
     def apply(self, step: StepInput) -> None:
         """Load and merge adapters, and record the adapters of slots. Rows of an adapter that cannot be read get no
         finite logits."""
@@ -78,8 +84,11 @@ class StepAdapters:
         """Return the next `StepOutput.note` about adapters; empty if there is none."""
         return self._notes.pop(0) if self._notes else ""
 
-    def prepare(self, rows: StepRows, batch: ForwardBatch) -> BatchAdapters:
-        """Sort the tokens of a step by adapter. Can run in a CUDA graph."""
+    def prepare(self, rows: StepRows, batch: ForwardBatch) -> ForwardBatch:
+        """Return the batch with its tokens sorted by adapter, if it has any. Can run in a CUDA graph."""
+        return replace(batch, adapters=self._sorted(rows, batch)) if batch.shape.has_adapters else batch
+
+    def _sorted(self, rows: StepRows, batch: ForwardBatch) -> BatchAdapters:
         assert self._loaded is not None
         of_tokens = self._of_tokens[: batch.num_tokens]
         spread_adapters(self._places, rows.slots, rows.query_start_loc, of_tokens)

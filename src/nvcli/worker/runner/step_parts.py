@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nvcli.attention.backend import AttentionBackend
@@ -10,6 +11,7 @@ from nvcli.attention.kv_cache import KVCache
 from nvcli.core.engine_config import EngineConfig
 from nvcli.models.causal_lm import CausalLM
 from nvcli.worker.distributed.stage_link import StageLink
+from nvcli.worker.runner.carried import Carried
 from nvcli.worker.runner.constraints import Constraints
 from nvcli.worker.runner.drafter import Drafter
 from nvcli.worker.runner.input_buffers import InputBuffers
@@ -18,7 +20,6 @@ from nvcli.worker.runner.model_drafter import ModelDrafter
 from nvcli.worker.runner.query_reader import PromptQueryReader
 from nvcli.worker.runner.sampler import Sampler
 from nvcli.worker.runner.slot_table import SlotTable
-from nvcli.worker.runner.step_adapters import StepAdapters
 from nvcli.worker.runner.step_clock import StepClock
 from nvcli.worker.runner.step_runner import StepRunner
 
@@ -36,7 +37,7 @@ class StepParts:
     model_drafter: ModelDrafter | None
     """Drafts by a head of the model; None: rows have none of these."""
     constraints: Constraints
-    adapters: StepAdapters | None
+    carried: Sequence[Carried]
     link: StageLink
     clock: StepClock
     kept_states: KeptStates | None
@@ -67,7 +68,7 @@ class StepParts:
             drafter,
             masks,
             PromptQueryReader(model, model.group, device, batch_invariant=config.batch_invariant),
-            self.adapters,
+            self.carried,
             self.link,
             self.clock,
             kept_states=self.kept_states,

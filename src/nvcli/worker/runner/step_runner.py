@@ -22,6 +22,7 @@ from nvcli.kernels.prepare_inputs import prepare_inputs
 from nvcli.models.causal_lm import CausalLM
 from nvcli.worker.distributed.stage_link import StageLink
 from nvcli.worker.distributed.tensor_parallel import StageState
+from nvcli.worker.runner.carried import Carried
 from nvcli.worker.runner.drafter import Drafter
 from nvcli.worker.runner.graph_runner import GraphRunner
 from nvcli.worker.runner.input_buffers import InputBuffers, StepBatch, exact_shape
@@ -29,7 +30,6 @@ from nvcli.worker.runner.masked_choice import MaskedChoice
 from nvcli.worker.runner.query_reader import PromptQueryReader, QueryPlan
 from nvcli.worker.runner.sampler import Sampler
 from nvcli.worker.runner.slot_table import SlotTable, partly_filled_blocks, unpack_ids
-from nvcli.worker.runner.step_adapters import StepAdapters
 from nvcli.worker.runner.step_clock import StepClock
 from nvcli.worker.runner.step_results import PendingStep, StageOutput, StepLogits
 
@@ -51,7 +51,7 @@ class StepRunner:
         drafter: Drafter,
         masks: MaskedChoice,
         reader: PromptQueryReader,
-        adapters: StepAdapters | None,
+        carried: Sequence[Carried],
         link: StageLink,
         clock: StepClock,
         *,
@@ -62,11 +62,11 @@ class StepRunner:
     ) -> None:
         """`kept_states`: for a model with recurrent states whose rows may have drafts. `sets_lengths`: the lengths of
         requests come with each step (`SlotTable.set_lengths`). `max_sampled` is the most numbers that a step
-        returns: its tokens, and three for each row with drafts. `adapters` None: no request has an adapter."""
+        returns: its tokens, and three for each row with drafts."""
         self._model, self._slots, self._buffers = model, slots, buffers
         self._kv_cache, self._backend = kv_cache, backend
         self._sampler, self._drafter, self._masks, self._reader = sampler, drafter, masks, reader
-        self._adapters, self._link, self._clock = adapters, link, clock
+        self._carried, self._link, self._clock = carried, link, clock
         self._kept_states, self._sets_lengths = kept_states, sets_lengths
         self._graphs: GraphRunner[StepLogits | StageOutput] | None = None
         self._graph_batches: dict[BatchShape, StepBatch] = {}
@@ -103,7 +103,8 @@ class StepRunner:
         self._masks.begin(step)
         shape = self._backend.choose_shape(exact_shape(step), unpack_ids(step.num_tokens), unpack_ids(step.seq_lens))
         queries = self._reader.plan(step) if step.queries else None
-        graphs = None if queries is not None or step.copies_new_keys else self._graphs
+        is_eager = sum(each.plan(step) for each in self._carried) or queries is not None or step.copies_new_keys
+        graphs = None if is_eager else self._graphs
         padded = None if graphs is None else graphs.padded_shape(shape)
         batch = self._batch(shape, step) if padded is None else self._padded_batch(padded)
         batch = self._buffers.stage(step, batch, self._drafter.may_draft(step, batch))
@@ -113,8 +114,8 @@ class StepRunner:
         self._slots.apply(step)
         if self._sets_lengths:
             self._slots.set_lengths(step)
-        if self._adapters is not None:
-            self._adapters.apply(step)
+        for each in self._carried:
+            each.apply(step)
         if step.block_ids and self._backend.reads_behind_rows:
             (blocks,) = self._slots.upload(partly_filled_blocks(step, self._kv_cache.spec.state_groups))
             self._kv_cache.clear(blocks.long())
@@ -150,7 +151,7 @@ class StepRunner:
             is_graph=padded is not None,
             query_results=output.query_results,
             masks=outcome,
-            note=self._masks.take_note() or (self._adapters.take_note() if self._adapters is not None else ""),
+            note=self._masks.take_note() or next(filter(None, (each.take_note() for each in self._carried)), ""),
             drafts=drafts,
         )
 
@@ -184,8 +185,8 @@ class StepRunner:
         self._drafter.find(batch)
         prepare_inputs(batch.rows, self._slots.state, batch.inputs)
         self._drafter.limit_positions(batch)
-        if self._adapters is not None and forward.shape.has_adapters:
-            forward = replace(forward, adapters=self._adapters.prepare(batch.rows, forward))
+        for each in self._carried:
+            forward = each.prepare(batch.rows, forward)
         self._backend.plan_on_device(forward)
         hidden, states = self._model.run(forward, self._link.received(forward.num_tokens))
         if isinstance(hidden, StageState):

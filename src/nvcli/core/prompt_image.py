@@ -1,0 +1,31 @@
+"""PromptImage: an image in a prompt, as the parent, the engine and the ranks know it."""
+
+from __future__ import annotations
+
+import msgspec
+
+MAX_PROMPT_IMAGES = 64
+"""The most images of a prompt."""
+MOST_IMAGE_BYTES = MAX_PROMPT_IMAGES * 112
+"""The most bytes of a prompt's images in a message."""
+
+
+class PromptImage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """The tokens of a prompt that stand for an image, and the place of its pixels."""
+
+    first: int
+    """The position of its first token in the prompt."""
+    rows: int
+    columns: int
+    """Tokens that lie beside each other in the image, whose tokens follow each other row by row."""
+    key: bytes
+    """A digest of its pixels, 16 bytes."""
+    file: str
+    """The path of the parent's memory that holds its pixels: [height, width, 3] bytes."""
+    offset: int
+    """The place of its first pixel there."""
+
+    @property
+    def end(self) -> int:
+        """The position behind its last token."""
+        return self.first + self.rows * self.columns

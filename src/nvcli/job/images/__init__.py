@@ -1,0 +1,1 @@
+"""Images of rows, from their names or bytes to pixels that the ranks can read."""

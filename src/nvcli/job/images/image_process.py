@@ -1,0 +1,101 @@
+"""An image process: decodes images with Pillow and brings them to the size that the model reads.
+
+Images come from strangers. So this runs in a process of its own with little memory, reads few formats, and looks at the
+size of an image before it decodes it.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from hashlib import blake2b
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from nvcli.core.system.host_memory import limit_more_memory
+from nvcli.errors import first_line
+from nvcli.models.vision.image_processor import ImageProcessor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+MAX_PIXELS = 100_000_000
+"""The most pixels of an image as it is stored."""
+_MAX_BYTES = 2 << 30
+"""The most memory of the process beside what it has at its start."""
+
+
+class Question(msgspec.Struct, frozen=True):
+    """An image to prepare, and the model's image processor with the limits of its size."""
+
+    image: Path | bytes
+    processor: ImageProcessor
+
+
+class Prepared(msgspec.Struct, frozen=True, array_like=True):
+    """An image as the model reads it, or why it cannot be read."""
+
+    height: int = 0
+    width: int = 0
+    pixels: bytes = b""
+    """[height, width, 3]"""
+    key: bytes = b""
+    """A digest of the pixels and their shape."""
+    problem: str = ""
+
+
+def main(argument: None, control: Connection) -> None:
+    """Report with an empty message that the process is ready, and answer each `Question` by a `Prepared`."""
+    from PIL import Image  # its import must not count towards the limit
+
+    Image.preinit()
+    Image.MAX_IMAGE_PIXELS = None  # looked at below, before anything is decoded
+    warnings.simplefilter("ignore")
+    limit_more_memory(_MAX_BYTES)
+    encode = msgspec.msgpack.Encoder().encode
+    control.send_bytes(b"")
+    while True:
+        question: Question = control.recv()
+        control.send_bytes(encode(answer(question)))
+
+
+def answer(question: Question) -> Prepared:
+    """Prepare one image. Never raises because of an image."""
+    try:
+        return _prepare(question)
+    except MemoryError:
+        return Prepared(problem=f"it takes more than {_MAX_BYTES >> 30} GiB to decode")
+    except Exception as error:  # Pillow raises whatever a damaged file leads to
+        return Prepared(problem=f"cannot be read: {first_line(error) or type(error).__name__}")
+
+
+def _prepare(question: Question) -> Prepared:
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    data = question.image if isinstance(question.image, bytes) else question.image.read_bytes()
+    try:
+        image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError:
+        return Prepared(problem=f"it is in none of the formats {', '.join(FORMATS)}, or damaged")
+    with image:
+        if image.width * image.height > MAX_PIXELS:
+            size = f"{image.width:,} × {image.height:,}"
+            return Prepared(problem=f"it has {size} pixels; allowed: {MAX_PIXELS:,} together")
+        image = ImageOps.exif_transpose(image).convert("RGB")
+        try:
+            height, width = question.processor.size(image.height, image.width)
+        except ValueError as error:
+            return Prepared(problem=str(error))
+        pixels = _resized(image, height, width).tobytes()
+    key = blake2b(pixels, digest_size=16, person=b"%d %d" % (height, width)).digest()
+    return Prepared(height=height, width=width, pixels=pixels, key=key)
+
+
+def _resized(image: Image, height: int, width: int) -> Image:
+    from PIL import Image as images
+
+    return image.resize((width, height), resample=images.Resampling.BICUBIC)

@@ -1,0 +1,92 @@
+"""ImageFolders: where the images of rows may be, and the bytes or the file that a row names.
+
+A row comes from anyone, so it may name only files below the folders of the job's inputs and `job.media_roots`, whatever
+links and `..` its path has. Nothing is fetched from the network.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote
+
+from nvcli.core.system.regular_file import check_regular
+from nvcli.core.validation import shorten, show
+from nvcli.errors import RowError
+
+MAX_FILE_BYTES = 64 << 20
+"""The largest file of an image."""
+_URL = re.compile(r"([a-z][a-z0-9+.-]*):(?=//|\S)", re.IGNORECASE)
+_DATA = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFolders:
+    """The folders below which images may be."""
+
+    folders: tuple[Path, ...]
+    """Relative paths begin at the first of them in which the file is."""
+
+    @classmethod
+    def of(cls, inputs: Sequence[str], roots: Sequence[str]) -> ImageFolders:
+        """Return the folders of a job with these input files; `-` is standard input, which the working folder stands
+        for."""
+        folders = [Path(name).parent if name != "-" else Path() for name in inputs] or [Path()]
+        return cls(tuple(dict.fromkeys(Path(os.path.realpath(folder)) for folder in [*folders, *map(Path, roots)])))
+
+    def find(self, source: str) -> Path | bytes:
+        """Return the file that a row names as a path or as a `file:` URL, or the bytes in a `data:` URL. Raises
+        RowError."""
+        if source.startswith("data:"):
+            return _decoded(source)
+        scheme = _URL.match(source)
+        if scheme is not None and scheme[1].lower() == "file":
+            source = unquote(source[len("file:") :].removeprefix("//").removeprefix("localhost"))
+        elif scheme is not None and len(scheme[1]) > 1:
+            raise _refused(source, "images are not fetched from the network: download it, and give its path")
+        return self._file(source)
+
+    def _file(self, name: str) -> Path:
+        """Return the file of a name, which is in or below one of the folders."""
+        is_outside = False
+        for folder in self.folders:
+            try:
+                path = Path(os.path.realpath(folder / name))
+                if not any(path.is_relative_to(root) for root in self.folders):
+                    is_outside = True
+                    continue
+                check_regular(path)
+                if (size := path.stat().st_size) > MAX_FILE_BYTES:
+                    raise _refused(name, f"it has {size:,} bytes; allowed: {MAX_FILE_BYTES:,}")
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError) as error:  # a name with a NUL
+                raise _refused(name, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+            return path
+        if is_outside:
+            raise _refused(
+                name,
+                "it is not below the folder of the input; move it there, or name a folder in `job.media_roots`",
+            )
+        raise _refused(name, f"no such file in {', '.join(map(str, self.folders))}")
+
+
+def _decoded(url: str) -> bytes:
+    head = _DATA.match(url)
+    if head is None:
+        raise _refused(url, "allowed in a `data:` URL: base64, such as data:image/png;base64,…")
+    if (len(url) - head.end()) * 3 // 4 > MAX_FILE_BYTES:
+        raise _refused(url, f"it has more than {MAX_FILE_BYTES:,} bytes")
+    try:
+        return base64.b64decode(unquote(url[head.end() :]), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise _refused(url, f"it is no base64: {error}") from None
+
+
+def _refused(source: str, problem: str) -> RowError:
+    return RowError("invalid_image", f"the image {show(shorten(source))}: {problem}")

@@ -1,0 +1,73 @@
+"""PixelMemory: the pixels of images whose rows wait or run, in memory that the ranks can read.
+
+It is a file without a name, which ends with its process, and which ranks open through /proc. Pixels are written behind
+each other, and given back to the kernel where they lie when nobody holds them any more; so there is nothing to search,
+and nothing is ever moved.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+
+from nvcli.errors import CapacityError
+
+_PAGE = 4096
+_KEEP_SIZE_AND_PUNCH_HOLE = 0x01 | 0x02
+"""FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE of Linux."""
+
+
+class Pixels:
+    """The pixels of one image: [height, width, 3] bytes. Its memory is free once nobody holds it."""
+
+    __slots__ = ("__weakref__", "_memory", "height", "key", "num_bytes", "offset", "width")
+
+    def __init__(self, memory: PixelMemory, offset: int, height: int, width: int, key: bytes) -> None:
+        self._memory, self.offset, self.height, self.width, self.key = memory, offset, height, width, key
+        self.num_bytes = height * width * 3
+
+    @property
+    def file(self) -> str:
+        """The path by which ranks open the memory."""
+        return self._memory.path
+
+    def __del__(self) -> None:
+        self._memory.free(self.offset, self.num_bytes)
+
+
+class PixelMemory:
+    """The memory of a run."""
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("nvcli-pixels", os.MFD_CLOEXEC)
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        self._end = 0
+        self._lock = threading.Lock()
+        self._fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+        self._fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+    def put(self, data: bytes, height: int, width: int, key: bytes) -> Pixels:
+        """Copy pixels into the memory. Raises CapacityError if there is none left."""
+        with self._lock:
+            offset, self._end = self._end, self._end + -(-len(data) // _PAGE) * _PAGE
+        try:
+            written = os.pwrite(self._fd, data, offset)
+        except OSError as error:
+            raise CapacityError(f"no memory for the pixels of an image ({len(data):,} bytes): {error}") from None
+        if written != len(data):
+            raise CapacityError(f"no memory for the pixels of an image ({len(data):,} bytes)")
+        return Pixels(self, offset, height, width, key)
+
+    def free(self, offset: int, num_bytes: int) -> None:
+        """Give pixels back to the kernel."""
+        length = -(-num_bytes // _PAGE) * _PAGE
+        self._fallocate(self._fd, _KEEP_SIZE_AND_PUNCH_HOLE, offset, length)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that are in use."""
+        return os.fstat(self._fd).st_blocks * 512
+
+    def __del__(self) -> None:
+        os.close(self._fd)

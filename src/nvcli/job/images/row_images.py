@@ -1,0 +1,226 @@
+"""RowImages: prepares the images of rows in processes of their own, and puts their tokens into prompts.
+
+A conversation holds an image as a part `{"type": "image", "image": …}` (`job.rows.conversation`). The chat template
+puts one token there, which becomes as many as the image has. In the prompt that the engine gets they are numbers made
+of the image's digest: prompts with other images never begin alike, and nothing that compares prompts has to know.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+from array import array
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from hashlib import shake_128
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from nvcli.core.messages import pack
+from nvcli.core.prompt_image import MAX_PROMPT_IMAGES, PromptImage
+from nvcli.core.validation import shorten, show
+from nvcli.errors import RowError
+from nvcli.job.images.image_process import Prepared, Question
+from nvcli.job.images.image_source import ImageFolders
+from nvcli.job.images.pixel_memory import PixelMemory, Pixels
+from nvcli.job.job import Job, JobResult
+from nvcli.job.rows.conversation import IMAGE
+from nvcli.job.text.guarded_process import GuardedProcess, NoAnswer
+from nvcli.models.vision.image_processor import ImageProcessor
+
+_MAX_SECONDS = 30.0
+"""Seconds for one image."""
+_MAX_PROCESSES = 16
+_AHEAD = 2
+"""Images of a batch of rows for each process."""
+_SIGN, _LARGEST = 1 << 31, (1 << 30) - 1
+_DIGEST_TOKENS = 64
+"""Tokens whose numbers say which image it is; with the number of tokens they are as good as its digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptImages:
+    """The images of a prompt."""
+
+    images: tuple[PromptImage, ...]
+    pixels: tuple[Pixels, ...]
+    """Their pixels, which are there as long as this is."""
+    token_id: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.num_bytes for each in self.pixels)
+
+    def packed(self, ids: Sequence[int]) -> bytes:
+        """Return the prompt `ids` as `Request.prompt_ids` has it."""
+        numbers = array("i", ids)
+        for image in self.images:
+            size = image.rows * image.columns
+            words = array("I", shake_128(image.key).digest(4 * min(size, _DIGEST_TOKENS)))
+            signed = array("i", [(word & _LARGEST) - _SIGN for word in words])
+            numbers[image.first : image.first + size] = (signed * (size // len(signed) + 1))[:size]
+        return pack(numbers)
+
+
+class RowImages:
+    """Prepares images. Used by one thread; `close` may be called by any."""
+
+    def __init__(self, processor: ImageProcessor, token_id: int, folders: ImageFolders) -> None:
+        """`token_id` stands for an image in rendered conversations."""
+        self._processor, self._token_id, self._folders = processor, token_id, folders
+        self._num_processes = max(1, min(_MAX_PROCESSES, len(os.sched_getaffinity(0))))
+        self._threads = ThreadPoolExecutor(self._num_processes, thread_name_prefix="nvcli-images")
+        self._idle: queue.LifoQueue[GuardedProcess] = queue.LifoQueue()
+        self._processes = [
+            GuardedProcess(
+                "nvcli.job.images.image_process:main", None, name=f"image process {number}", max_seconds=_MAX_SECONDS
+            )
+            for number in range(self._num_processes)
+        ]
+        for process in reversed(self._processes):
+            self._idle.put(process)  # the first one is taken first, so that few images start few processes
+        self._memory = PixelMemory()
+        self._known: WeakValueDictionary[Any, Pixels] = WeakValueDictionary()
+        """Pixels that some row still holds, by what was read."""
+
+    def portions(self, rows: Sequence[Job | JobResult]) -> Iterator[Sequence[Job | JobResult]]:
+        """Split a batch of rows so that each part has few images."""
+        part: list[Job | JobResult] = []
+        num_images = 0
+        for row in rows:
+            part.append(row)
+            num_images += _count(row)
+            if num_images >= _AHEAD * self._num_processes:
+                yield part
+                part, num_images = [], 0
+        if part:
+            yield part
+
+    def read(self, conversations: Sequence[Sequence[dict[str, Any]]]) -> list[list[Pixels] | RowError]:
+        """Prepare the images of conversations; the first one that cannot be read is its conversation's error.
+
+        Raises WorkerError if no process can be started, and CapacityError if there is no memory for pixels.
+        """
+        parts = [images_of(messages) for messages in conversations]
+        flat = list(self._threads.map(self._read_one, [image for images in parts for image in images]))
+        found: list[list[Pixels] | RowError] = []
+        for images in parts:
+            own, flat = flat[: len(images)], flat[len(images) :]
+            error = next((each for each in own if isinstance(each, RowError)), None)
+            if len(images) > MAX_PROMPT_IMAGES:
+                error = RowError("invalid_image", f"{len(images):,} images in a row; allowed: {MAX_PROMPT_IMAGES}")
+            found.append(error or [each for each in own if isinstance(each, Pixels)])
+        return found
+
+    def expand(self, ids: Sequence[int], pixels: Sequence[Pixels]) -> tuple[list[int], PromptImages]:
+        """Return a rendered prompt with all tokens of its images, and where they are. Raises RowError if it has not
+        one token for each image."""
+        places = [place for place, token in enumerate(ids) if token == self._token_id]
+        if len(places) != len(pixels):
+            raise RowError(
+                "chat_template_error",
+                f"the rendered conversation has {len(places)} tokens for images, and the row {len(pixels)} images; a "
+                "text may have such a token spelled out, or the chat template may leave images out",
+            )
+        expanded: list[int] = []
+        images: list[PromptImage] = []
+        side, start = self._processor.token_pixels, 0
+        for place, each in zip(places, pixels, strict=True):
+            expanded += ids[start:place]
+            rows, columns = each.height // side, each.width // side
+            images.append(
+                PromptImage(
+                    first=len(expanded), rows=rows, columns=columns, key=each.key, file=each.file, offset=each.offset
+                )
+            )
+            expanded += [self._token_id] * (rows * columns)
+            start = place + 1
+        return [*expanded, *ids[start:]], PromptImages(tuple(images), tuple(pixels), self._token_id)
+
+    def _read_one(self, part: dict[str, Any]) -> Pixels | RowError:
+        source = part[IMAGE]
+        try:
+            found = self._folders.find(source)
+            processor = _limited(self._processor, part)
+        except RowError as error:
+            return error
+        known = (_identity(found), processor)
+        if (pixels := self._known.get(known)) is not None:
+            return pixels
+        process = self._idle.get()
+        try:
+            answer = process.ask(Question(found, processor))
+        finally:
+            self._idle.put(process)
+        if isinstance(answer, NoAnswer):
+            if not answer.reason:
+                return RowError("aborted", "the run ends")
+            return _refused(source, f"its process {answer.reason}")
+        prepared = msgspec.msgpack.decode(answer, type=Prepared)
+        if prepared.problem:
+            return _refused(source, prepared.problem)
+        pixels = self._memory.put(prepared.pixels, prepared.height, prepared.width, prepared.key)
+        self._known[known] = pixels
+        return pixels
+
+    def close(self) -> None:
+        """End the processes, even while they work. Pixels that rows hold stay. Idempotent."""
+        for process in self._processes:
+            process.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def images_of(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the parts of messages that are images, in order."""
+    return [
+        part
+        for message in messages
+        if isinstance(content := message.get("content"), list)
+        for part in content
+        if part.get("type") == IMAGE
+    ]
+
+
+def without_images(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as chat templates take them: an image is a part that says only that."""
+    return [
+        {**message, "content": [{"type": IMAGE} if part.get("type") == IMAGE else part for part in content]}
+        if isinstance(content := message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def _count(row: Job | JobResult) -> int:
+    return len(images_of(row.messages)) if isinstance(row, Job) and row.messages is not None else 0
+
+
+def _identity(found: Path | bytes) -> Any:
+    """Return what is equal for equal images."""
+    if isinstance(found, bytes):
+        return found
+    stat = found.stat()
+    return found, stat.st_mtime_ns, stat.st_size
+
+
+def _limited(processor: ImageProcessor, part: dict[str, Any]) -> ImageProcessor:
+    """Return the processor with the limits of a part's own (`min_pixels`, `max_pixels`). Raises RowError."""
+    least, most = part.get("min_pixels", processor.min_pixels), part.get("max_pixels", processor.max_pixels)
+    if least == processor.min_pixels and most == processor.max_pixels:
+        return processor
+    most = min(most, processor.max_pixels)
+    if not processor.token_pixels**2 <= most or least > most:
+        raise RowError(
+            "invalid_image",
+            f"`min_pixels` is {least:,} and `max_pixels` {most:,}; allowed: {processor.token_pixels**2:,} or more, "
+            "the smaller one first",
+        )
+    return replace(processor, min_pixels=least, max_pixels=most)
+
+
+def _refused(source: str, problem: str) -> RowError:
+    return RowError("invalid_image", f"the image {show(shorten(source))}: {problem}")

@@ -1,0 +1,142 @@
+"""PatchGrid: where the patches of images lie, which of them attend to each other, and in what order they are computed.
+
+Patches come in the order of transformers' image processors: token by token, each with the patches of its square, row by
+row. With windows, tokens are computed window by window, windows of one size together, so that attention takes few
+calls; `inverse` restores their order. Shapes: P patches and N = P / merge_size² tokens of one image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from nvcli.models.vision.vision_config import VisionConfig
+
+Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+
+Runs = tuple[tuple[int, int, int], ...]
+"""Runs of segments of one size: (first patch, number of segments, patches of each)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PatchGrid:
+    """The patches of one image, or of several behind each other."""
+
+    places: Ints
+    """[P, 2], each patch's row and column in its image, in the order in which patches are computed."""
+    order: Ints | None
+    """[N], the tokens in the order in which they are computed; None: as they come."""
+    inverse: Ints | None
+    """[N], where each token stands in that order; None: as they come."""
+    windows: Runs
+    images: Runs
+    taps: Ints | None
+    """[P, 4], the learned positions from which each patch's own is interpolated; None: there are none."""
+    tap_weights: Floats | None
+    """[P, 4], their weights."""
+
+    @property
+    def num_patches(self) -> int:
+        return len(self.places)
+
+
+def patch_grid(vision: VisionConfig, grids: Sequence[tuple[int, int]]) -> PatchGrid:
+    """Return the patches of images whose grids have these numbers of rows and columns of patches."""
+    parts = [_grid_of_image(vision, *grid) for grid in grids]
+    if len(parts) == 1:
+        return parts[0]
+    starts = np.cumsum([0, *(part.num_patches for part in parts)]).tolist()
+    unit = vision.merge_size**2
+
+    def joined(arrays: Sequence[Ints | None]) -> Ints | None:
+        found = [array + start // unit for array, start in zip(arrays, starts, strict=False) if array is not None]
+        return np.concatenate(found) if found else None
+
+    taps = [part.taps for part in parts if part.taps is not None]
+    weights = [part.tap_weights for part in parts if part.tap_weights is not None]
+    return PatchGrid(
+        places=np.concatenate([part.places for part in parts]),
+        order=joined([part.order for part in parts]),
+        inverse=joined([part.inverse for part in parts]),
+        windows=_runs(
+            (first + start, count, size)
+            for part, start in zip(parts, starts, strict=False)
+            for first, count, size in part.windows
+        ),
+        images=_runs((start, 1, part.num_patches) for part, start in zip(parts, starts, strict=False)),
+        taps=np.concatenate(taps) if taps else None,
+        tap_weights=np.concatenate(weights) if weights else None,
+    )
+
+
+def _runs(segments: Iterable[tuple[int, int, int]]) -> Runs:
+    """Join runs that follow each other and have segments of one size."""
+    runs: list[tuple[int, int, int]] = []
+    for first, count, size in segments:
+        if runs and runs[-1][2] == size and runs[-1][0] + runs[-1][1] * size == first:
+            runs[-1] = runs[-1][0], runs[-1][1] + count, size
+        else:
+            runs.append((first, count, size))
+    return tuple(runs)
+
+
+@lru_cache(maxsize=64)  # the images of a job mostly have few sizes
+def _grid_of_image(vision: VisionConfig, rows: int, columns: int) -> PatchGrid:
+    merge = vision.merge_size
+    row, column = np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij")
+    in_squares = (rows // merge, merge, columns // merge, merge)
+    places = np.stack([axis.reshape(in_squares).swapaxes(1, 2).ravel() for axis in (row, column)], axis=1)
+    order: Ints | None = None
+    windows: Runs = ()
+    if vision.window_tokens:
+        order, windows = _windows(rows // merge, columns // merge, vision.window_tokens, merge**2)
+        places = places.reshape(-1, merge**2, 2)[order].reshape(-1, 2)
+    taps, weights = _interpolation(places, rows, columns, vision.num_positions)
+    return PatchGrid(
+        places=places,
+        order=order,
+        inverse=None if order is None else np.argsort(order),
+        windows=windows,
+        images=((0, 1, rows * columns),),
+        taps=taps,
+        tap_weights=weights,
+    )
+
+
+def _windows(rows: int, columns: int, side: int, unit: int) -> tuple[Ints, Runs]:
+    """Return the tokens of a grid window by window, and the runs of windows in patches."""
+    tokens = np.arange(rows * columns).reshape(rows, columns)
+    found = [
+        tokens[top : top + side, left : left + side].ravel()
+        for top in range(0, rows, side)
+        for left in range(0, columns, side)
+    ]
+    found.sort(key=len, reverse=True)
+    starts = np.cumsum([0, *map(len, found)]).tolist()
+    return np.concatenate(found), _runs(
+        (start * unit, 1, len(window) * unit) for start, window in zip(starts, found, strict=False)
+    )
+
+
+def _interpolation(places: Ints, rows: int, columns: int, num_positions: int) -> tuple[Ints | None, Floats | None]:
+    """Return the learned positions around each patch, and their bilinear weights, with the corners of the grid on the
+    corners of the table (`get_vision_interpolation_indices_and_weights` in transformers)."""
+    if not num_positions:
+        return None, None
+    side = round(num_positions**0.5)
+    axes = []
+    for axis, size in enumerate((rows, columns)):
+        at = places[:, axis].astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
+        floor = np.floor(at)
+        taps = np.clip(floor.astype(np.int64)[:, None] + np.arange(2), 0, side - 1)
+        weights = np.clip(1 - np.abs((at - floor)[:, None] - np.arange(2, dtype=np.float32)), 0, None)
+        axes.append((taps, weights.astype(np.float32)))
+    (row_taps, row_weights), (column_taps, column_weights) = axes
+    return (
+        (row_taps[:, :, None] * side + column_taps[:, None, :]).reshape(-1, 4),
+        (row_weights[:, :, None] * column_weights[:, None, :]).reshape(-1, 4),
+    )

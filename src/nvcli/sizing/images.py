@@ -1,0 +1,33 @@
+"""Sizes of what a rank needs to read images: the embeddings that are kept, and the batches of the tower."""
+
+from __future__ import annotations
+
+from nvcli.core.engine_config import EngineConfig
+from nvcli.models.tensor_spec import DTYPE_BYTES
+from nvcli.models.vision.vision_config import VisionConfig
+
+_KEPT_TOKENS = 16_384
+"""Tokens of images whose embeddings are kept; at least those of a step and of an image."""
+_BATCH_TOKENS = 4096
+"""Tokens of the images that the tower computes together; a larger image goes alone."""
+
+
+def kept_image_bytes(config: EngineConfig, vision: VisionConfig) -> int:
+    """Return the most bytes of embeddings that a rank keeps for later steps."""
+    tokens = max(_KEPT_TOKENS, config.max_image_tokens + config.max_num_batched_tokens)
+    return tokens * vision.num_outputs * vision.out_size * DTYPE_BYTES[config.dtype]
+
+
+def tower_batch_tokens(config: EngineConfig) -> int:
+    """Return the most tokens of the images that the tower computes together, and of one image."""
+    return max(_BATCH_TOKENS, config.max_image_tokens)
+
+
+def tower_bytes(config: EngineConfig, vision: VisionConfig) -> int:
+    """Return what the tower takes besides its weights, at its peak: in its MLP, or where the patches are cut."""
+    patches = tower_batch_tokens(config) * vision.merge_size**2
+    in_mlp = 2 * vision.hidden_size + (2 + vision.is_gated) * vision.intermediate_size
+    in_attention = 9 * vision.hidden_size  # projections, and rotated queries and keys in float32
+    size = DTYPE_BYTES[config.dtype]
+    cut = vision.patch_values * (size + 4 / vision.temporal_patch_size)
+    return patches * int(max(max(in_mlp, in_attention) * size, cut))

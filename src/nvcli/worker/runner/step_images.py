@@ -1,0 +1,244 @@
+"""StepImages: brings the images of a step's requests from the engine's message to the tokens that stand for them.
+
+A request arrives with its images, and its slot keeps where they are. A step whose chunks begin before the end of their
+request's last image runs outside of graphs: the images in it are computed by the tower, unless they are kept from an
+earlier step, and take the place of their tokens' embeddings. All other steps only shift the positions of requests that
+have images, on the device at fixed addresses, so that a graph holds it.
+
+Embeddings are kept by the digest of the image, the least recently used are dropped. The pixels stay in the parent's
+memory until the request has ended, so that an image can be computed again at any time.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nvcli.attention.forward_batch import ForwardBatch
+from nvcli.attention.image_tokens import ImageTokens
+from nvcli.core.engine_config import EngineConfig
+from nvcli.core.messages import StepInput
+from nvcli.core.prompt_image import PromptImage
+from nvcli.kernels.lora import spread_adapters
+from nvcli.kernels.step_tensors import StepRows
+from nvcli.models.causal_lm import CausalLM
+from nvcli.models.vision.image_processor import read_processor
+from nvcli.models.vision.positions import ImageSpan, angle_positions, offset_behind
+from nvcli.models.vision.tower import PixelScale, VisionTower
+from nvcli.sizing.images import kept_image_bytes, tower_batch_tokens
+from nvcli.worker.runner.slot_table import SlotTable, unpack_ids
+from nvcli.worker.runner.uploader import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePlan:
+    """The chunks of a step that begin before the end of their request's last image."""
+
+    rows: np.ndarray
+    """The rows of their tokens in the batch."""
+    positions: np.ndarray
+    """[3, rows] int32, the time, height and width of each of these tokens."""
+    image_rows: np.ndarray
+    """The rows of the tokens that stand for parts of images."""
+    parts: tuple[tuple[PromptImage, int, int], ...]
+    """The parts of images that they stand for, in order: (image, first token of it, end)."""
+
+
+class StepImages:
+    """The images of each slot, and the embeddings that are kept."""
+
+    def __init__(
+        self,
+        tower: VisionTower,
+        scale: PixelScale,
+        slots: SlotTable,
+        device: torch.device,
+        *,
+        max_tokens: int,
+        most_kept_bytes: int,
+        batch_tokens: int,
+    ) -> None:
+        """`batch_tokens`: the most tokens of the images that the tower computes together, and of one image."""
+        self._tower, self._scale, self._upload, self._device = tower, scale, slots.upload, device
+        num_slots = len(slots.state.lengths)
+        self.most_kept_bytes = most_kept_bytes
+        """The most bytes of embeddings that are kept for later steps."""
+        self._batch_tokens = batch_tokens
+        self._plan: ImagePlan | None = None
+        """The plan of the step that is about to run; None: its chunks have no images."""
+        self._images: dict[int, Sequence[PromptImage]] = {}
+        """The images of the slots that have any."""
+        self._offsets = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        """What is added to the positions of each slot's tokens behind its images."""
+        self._offsets_host = np.zeros(num_slots, dtype=np.int32)
+        self._of_tokens = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
+        """Digest → embeddings of an image's tokens, the least recently used first."""
+        self._kept_bytes = 0
+        self._files: dict[str, int] = {}
+        """Descriptors of the parent's memories that hold pixels."""
+
+    @classmethod
+    def of(cls, config: EngineConfig, model: CausalLM, slots: SlotTable, device: torch.device) -> Self | None:
+        """Return the images of a rank's steps; None if prompts have none. Raises LoadError."""
+        vision = model.config.vision
+        if model.vision is None or vision is None:
+            return None
+        processor = read_processor(config.model_path, vision)
+        return cls(
+            model.vision,
+            PixelScale(processor.factor, processor.mean, processor.std),
+            slots,
+            device,
+            max_tokens=config.max_padded_tokens,
+            most_kept_bytes=kept_image_bytes(config, vision),
+            batch_tokens=tower_batch_tokens(config),
+        )
+
+    def plan(self, step: StepInput) -> bool:
+        """Take in the images of new slots, and plan the chunks that begin before the end of their request's last
+        image. Return whether there are any."""
+        self._plan = self._planned(step)
+        return self._plan is not None
+
+    def _planned(self, step: StepInput) -> ImagePlan | None:
+        for new in step.new_slots:
+            if new.images:
+                self._images[new.slot] = new.images
+            else:
+                self._images.pop(new.slot, None)
+        if not self._images:
+            return None
+        counts = unpack_ids(step.num_tokens)
+        starts = np.cumsum(counts) - counts
+        rows: list[np.ndarray] = []
+        positions: list[np.ndarray] = []
+        image_rows: list[np.ndarray] = []
+        parts: list[tuple[PromptImage, int, int]] = []
+        slots, ends = unpack_ids(step.slots).tolist(), unpack_ids(step.seq_lens).tolist()
+        for row in range(step.num_decodes, len(slots)):
+            images = self._images.get(slots[row], ())
+            first, end = ends[row] - int(counts[row]), ends[row]
+            if not images or first >= images[-1].end:
+                continue
+            rows.append(np.arange(starts[row], starts[row] + counts[row]))
+            positions.append(angle_positions(_spans(images), first, end))
+            for image in images:
+                begin, stop = max(first, image.first), min(end, image.end)
+                if begin < stop:
+                    image_rows.append(np.arange(begin, stop) - first + starts[row])
+                    parts.append((image, begin - image.first, stop - image.first))
+        if not rows:
+            return None
+        nothing = np.empty(0, dtype=np.int64)
+        return ImagePlan(
+            np.concatenate(rows),
+            np.concatenate(positions, axis=1),
+            np.concatenate([nothing, *image_rows]),
+            tuple(parts),
+        )
+
+    def apply(self, step: StepInput) -> None:
+        """Record the offsets of new slots on the device."""
+        changed: dict[int, int] = {}
+        for new in step.new_slots:
+            offset = offset_behind(_spans(new.images), new.images[-1].end) if new.images else 0
+            if offset != self._offsets_host[new.slot]:
+                changed[new.slot] = offset
+        if changed:
+            slots, offsets = np.array(list(changed)), np.array(list(changed.values()))
+            self._offsets_host[slots] = offsets
+            on_device, uploaded = self._upload(slots, offsets)
+            self._offsets[on_device.long()] = uploaded
+
+    def prepare(self, rows: StepRows, batch: ForwardBatch) -> ForwardBatch:
+        """Return the batch with the positions of its tokens, and the embeddings of images in place of those of their
+        tokens. Can run in a CUDA graph without a plan."""
+        plan, offsets = self._plan, self._of_tokens[: batch.num_tokens]
+        spread_adapters(self._offsets, rows.slots, rows.query_start_loc, offsets)
+        positions = torch.add(batch.positions, offsets).clamp_(min=0)  # padding has the offset of some slot
+        if plan is None:
+            return replace(batch, angle_positions=positions)
+        by_axis = positions.repeat(3, 1)
+        by_axis[:, to_device(plan.rows, self._device)] = to_device(plan.positions, self._device)
+        if not plan.parts:
+            return replace(batch, angle_positions=by_axis)
+        whole = self._embeddings([image for image, _, _ in plan.parts])
+        vectors = torch.cat([whole[image.key][first:end] for image, first, end in plan.parts])
+        own, *deep = torch.split(vectors, self._tower.config.out_size, dim=1)
+        images = ImageTokens(to_device(plan.image_rows, self._device), own, tuple(deep))
+        return replace(batch, angle_positions=by_axis, images=images)
+
+    def _embeddings(self, images: Sequence[PromptImage]) -> dict[bytes, Tensor]:
+        """Return the embeddings of images by digest, and keep them."""
+        wanted = {image.key: image for image in images}
+        for key in wanted:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+        for batch in self._batches(image for key, image in wanted.items() if key not in self._kept):
+            pixels = [self._read(image) for image in batch]
+            for image, output in zip(batch, self._tower(pixels, self._scale), strict=True):
+                # a view would keep the embeddings of the whole batch.
+                kept = self._kept[image.key] = output.clone() if len(batch) > 1 else output
+                self._kept_bytes += kept.nbytes
+        found = {key: self._kept[key] for key in wanted}
+        while self._kept_bytes > self.most_kept_bytes and self._kept:
+            self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
+        return found
+
+    def _batches(self, images: Iterable[PromptImage]) -> Iterator[list[PromptImage]]:
+        """Split images into batches of the tower."""
+        batch: list[PromptImage] = []
+        num_tokens = 0
+        for image in images:
+            size = image.rows * image.columns
+            if batch and num_tokens + size > self._batch_tokens:
+                yield batch
+                batch, num_tokens = [], 0
+            batch.append(image)
+            num_tokens += size
+        if batch:
+            yield batch
+
+    def _read(self, image: PromptImage) -> Tensor:
+        """Copy the pixels of an image to the device: [height, width, 3] uint8."""
+        file = self._files.get(image.file)
+        if file is None:
+            file = self._files[image.file] = os.open(image.file, os.O_RDONLY | os.O_CLOEXEC)
+        side = self._tower.config.token_pixels
+        shape = image.rows * side, image.columns * side, 3
+        pixels = bytearray(math.prod(shape))
+        if os.preadv(file, [pixels], image.offset) != len(pixels):
+            raise OSError(f"{image.file}: the pixels of an image end early")
+        return to_device(np.frombuffer(pixels, dtype=np.uint8).reshape(shape), self._device)
+
+    def take_note(self) -> str:
+        """Return nothing: images have nothing to tell."""
+        return ""
+
+    def forget(self) -> None:
+        """Drop all embeddings, which another tower would not give."""
+        self._kept.clear()
+        self._kept_bytes = 0
+
+    def run_largest(self) -> None:
+        """Run the tower over the largest batch on a GPU, so that its memory is measured; on a CPU over the smallest
+        image."""
+        side = self._tower.config.token_pixels
+        num_rows, num_columns = (self._batch_tokens // 128 or 1, min(128, self._batch_tokens))
+        if self._device.type == "cpu":
+            num_rows = num_columns = 1
+        image = torch.zeros(num_rows * side, num_columns * side, 3, dtype=torch.uint8, device=self._device)
+        self._tower([image], self._scale)
+
+
+def _spans(images: Sequence[PromptImage]) -> list[ImageSpan]:
+    return [ImageSpan(image.first, image.rows, image.columns) for image in images]

@@ -1,0 +1,86 @@
+"""Answers to prompts with images are those of transformers: in chunks, preempted, with prefix hits, in graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from image_answers import ImageRequests, answers_in_order, reference_answers
+from nvcli.worker.runner.model_runner import ModelRunner
+from one_rank import make_runner, make_scheduler, run_requests
+from vision_model import write_vision_model
+
+FAMILIES = ["qwen 2.5-vl", "qwen 3-vl"]
+Checkpoint = tuple[Path, ImageRequests, list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
+    """Gives a checkpoint of a family, its requests, and what transformers answers to them."""
+    folder = tmp_path_factory.mktemp("images")
+
+    @cache
+    def write(name: str) -> Checkpoint:
+        path = write_vision_model(folder / name.replace(" ", "-"), name)
+        requests = ImageRequests(path)
+        return path, requests, reference_answers(path, requests.processor)
+
+    return write
+
+
+def runner_of(path: Path, device: str = "cpu", **settings: Any) -> ModelRunner:
+    settings = {"max_model_len": 256, "block_size": 16, "dtype": "float32", "max_image_tokens": 64, **settings}
+    return make_runner(path, device, **settings)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 13, "max_num_seqs": 4},
+        {"enable_prefix_caching": False},
+        {"batch_invariant": True},
+    ],
+    ids=["together", "in chunks that end inside images", "without prefix caching", "batch invariant"],
+)
+def test_answers_are_those_of_transformers(
+    name: str, settings: dict[str, Any], checkpoint_of: Callable[[str], Checkpoint]
+) -> None:
+    path, requests, expected = checkpoint_of(name)
+    runner = runner_of(path, **settings)
+    assert answers_in_order(run_requests(runner, requests.requests())) == expected
+    # Again, and now most of the prompts are in the prefix cache.
+    assert answers_in_order(run_requests(runner, requests.requests())) == expected
+    assert len({tuple(answer) for answer in expected}) > 4, "the images must make a difference"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_preempted_requests_are_computed_again(name: str, checkpoint_of: Callable[[str], Checkpoint]) -> None:
+    """Few blocks, and no embeddings that are kept."""
+    path, requests, expected = checkpoint_of(name)
+    runner = runner_of(path, block_size=4)
+    assert runner._images is not None
+    runner._images.most_kept_bytes = 0
+    scheduler = make_scheduler(runner, num_blocks=36)
+    assert answers_in_order(run_requests(runner, requests.requests(), scheduler)) == expected
+    assert scheduler.stats.num_preemptions > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("batched_tokens", [512, 24])
+@pytest.mark.parametrize("enforce_eager", [True, False])
+def test_answers_on_a_gpu_are_those_of_transformers(
+    name: str, batched_tokens: int, enforce_eager: bool, checkpoint_of: Callable[[str], Checkpoint]
+) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    path, requests, expected = checkpoint_of(name)
+    runner = runner_of(path, "cuda", max_num_batched_tokens=batched_tokens, enforce_eager=enforce_eager)
+    for _ in range(2):
+        assert answers_in_order(run_requests(runner, requests.requests())) == expected
