@@ -7,7 +7,7 @@ is one of these, or a type that the engine gave:
     line_too_long, invalid_utf8, invalid_csv, ragged_row
     missing_prompt, conflicting_prompts, invalid_value,        its keys and values
     missing_column, invalid_sampling, invalid_structured, structured_timeout,
-    unsupported_url, unsupported_parameter, unsupported_content
+    unsupported_url, unsupported_parameter, unsupported_content, invalid_image
     empty_prompt, prompt_too_long, max_tokens_too_large,       against the model
     token_out_of_vocabulary, special_token, no_chat_template,
     chat_template_error, tokenizer_error

@@ -121,7 +121,7 @@ def _read_parts(parts: list[Any], name: str) -> str | list[dict[str, Any]]:
 def _read_image(part: dict[str, Any], name: str) -> dict[str, Any]:
     """Return a part that is an image in one form, whichever of its forms it has: what the row names under `image`,
     and limits of its size."""
-    value = part.get(part["type"])
+    value = part.get(IMAGE, part.get("image_url"))
     if isinstance(value, dict):
         value = value.get("url")
     if not isinstance(value, str) or not value:

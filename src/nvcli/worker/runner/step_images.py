@@ -77,7 +77,7 @@ class StepImages:
         self._images: dict[int, Sequence[PromptImage]] = {}
         """The images of the slots that have any."""
         self._offsets = torch.zeros(num_slots, dtype=torch.int32, device=device)
-        """What is added to the positions of each slot's tokens behind its images."""
+        """Offsets of the positions of each slot's tokens behind its images."""
         self._offsets_host = np.zeros(num_slots, dtype=np.int32)
         self._of_tokens = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()

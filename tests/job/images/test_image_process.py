@@ -1,0 +1,117 @@
+"""Images become the pixels that transformers' processor gives the model; hostile ones are errors."""
+
+from __future__ import annotations
+
+import io
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from nvcli.job.images import image_process
+from nvcli.job.images.image_process import Question, answer
+from nvcli.models.vision.image_processor import ImageProcessor
+
+SIDE = 28
+PROCESSOR = ImageProcessor(
+    token_pixels=SIDE, min_pixels=56 * 56, max_pixels=40 * SIDE**2, factor=1 / 255, mean=(0, 0, 0), std=(1, 1, 1)
+)
+SIZES = [(30, 30), (100, 37), (300, 700), (224, 224), (5, 400), (57, 55)]
+
+
+def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def noise(height: int, width: int, mode: str = "RGB") -> Image.Image:
+    channels = {"RGB": (3,), "L": (), "RGBA": (4,)}[mode]
+    return Image.fromarray(np.random.default_rng(height).integers(0, 256, (height, width, *channels), dtype=np.uint8))
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_pixels_are_those_of_transformers(height: int, width: int, kind: str) -> None:
+    data = encoded(noise(height, width), kind)
+    found = answer(Question(data, PROCESSOR))
+    theirs = Qwen2VLImageProcessorPil(
+        do_rescale=False, do_normalize=False, min_pixels=PROCESSOR.min_pixels, max_pixels=PROCESSOR.max_pixels
+    )(images=[Image.open(io.BytesIO(data)).convert("RGB")], return_tensors="np")
+    _, rows, columns = theirs["image_grid_thw"][0]
+    assert found.problem == ""
+    assert (found.height, found.width) == (rows * 14, columns * 14)
+    patches = theirs["pixel_values"].reshape(rows // 2, columns // 2, 2, 2, 3, 2, 14, 14)[:, :, :, :, :, 0]
+    expected = patches.transpose(0, 2, 5, 1, 3, 6, 4).reshape(found.height, found.width, 3)
+    pixels = np.frombuffer(found.pixels, dtype=np.uint8).reshape(found.height, found.width, 3)
+    np.testing.assert_array_equal(pixels, expected)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
+def test_formats(kind: str) -> None:
+    assert answer(Question(encoded(noise(60, 60), kind), PROCESSOR)).problem == ""
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA"])
+def test_other_colours_become_red_green_and_blue(mode: str) -> None:
+    assert answer(Question(encoded(noise(60, 60, mode), "PNG"), PROCESSOR)).problem == ""
+
+
+def test_photos_are_turned_as_their_camera_says() -> None:
+    image, exif = noise(60, 120), Image.Exif()
+    exif[0x0112] = 6
+    turned = encoded(image, "PNG", exif=exif)
+    straight = encoded(ImageOps.exif_transpose(Image.open(io.BytesIO(turned))), "PNG")
+    found = answer(Question(turned, PROCESSOR))
+    assert found.height > found.width
+    assert found.key == answer(Question(straight, PROCESSOR)).key
+
+
+def test_equal_pixels_have_one_key_and_others_another() -> None:
+    keys = [answer(Question(encoded(noise(*size), kind), PROCESSOR)).key for size, kind in (((60, 60), "PNG"),) * 2]
+    other = answer(Question(encoded(noise(61, 60), "PNG"), PROCESSOR)).key
+    assert keys[0] == keys[1] != other
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (b"", "it is in none of the formats"),
+        (b"hello", "it is in none of the formats"),
+        (encoded(noise(60, 60), "PNG")[:200], "cannot be read"),
+        (encoded(noise(2, 600), "PNG"), "its longer side is more than 200 times as long"),
+        (encoded(noise(60, 60), "ICO"), "it is in none of the formats"),
+    ],
+    ids=["empty", "text", "cut off", "too long", "another format"],
+)
+def test_what_cannot_be_read_is_a_problem(data: bytes, problem: str) -> None:
+    assert answer(Question(data, PROCESSOR)).problem.startswith(problem)
+
+
+def test_a_bomb_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_process, "MAX_PIXELS", 3_000)
+    found = answer(Question(encoded(noise(60, 60), "PNG"), PROCESSOR))
+    assert found.problem == "it has 60 × 60 pixels; allowed: 3,000 together"
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(encoded(noise(60, 60), "PNG"))
+    assert answer(Question(tmp_path / "a.png", PROCESSOR)).problem == ""
+    assert "No such file" in answer(Question(tmp_path / "b.png", PROCESSOR)).problem
+
+
+def test_mutated_images_never_raise() -> None:
+    rng = random.Random(0)
+    images = [encoded(noise(40, 50), kind) for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")]
+    num_read = 0
+    for number in range(300):
+        data = bytearray(images[number % len(images)])
+        for _ in range(rng.choice((1, 2, 20))):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        found = answer(Question(bytes(data[: rng.choice((len(data), rng.randrange(len(data))))]), PROCESSOR))
+        num_read += not found.problem
+        assert found.problem or len(found.pixels) == found.height * found.width * 3
+    assert 30 < num_read < 270

@@ -1,0 +1,162 @@
+"""Rows with images, from their file to their answers."""
+
+from __future__ import annotations
+
+import base64
+import gc
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from model_engine import ModelEngine
+from nvcli.core.config import JobConfig, RunConfig
+from nvcli.job.images.pixel_memory import PixelMemory
+from nvcli.job.progress.display import Progress
+from nvcli.job.run.generate import generate
+from vision_model import write_image, write_vision_model
+
+pytestmark = pytest.mark.usefixtures("tokenizer", "warm_engines")
+
+GREEDY = {"max_tokens": 6, "temperature": 0}
+
+
+class Silent(Progress):
+    def note(self, line: str) -> None:
+        pass
+
+    warn = detail = note
+
+
+class Rows:
+    """Answers rows in a folder with images."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder, self.model = folder, model
+
+    def answer(self, *rows: dict[str, Any], job: JobConfig | None = None, **settings: Any) -> list[dict[str, Any]]:
+        """The output rows, in order."""
+        source = self.folder / "rows.jsonl"
+        source.write_text("".join(json.dumps({"sampling": GREEDY, **row}) + "\n" for row in rows))
+        job = msgspec.structs.replace(job or JobConfig(), order="input")
+        run = RunConfig(model=str(self.model), job=job, device="cpu", max_num_seqs=4, **settings)
+        output = self.folder / "out.jsonl"
+        progress = Silent(io.StringIO())
+        generate(run, inputs=[str(source)], output=str(output), progress=progress, overwrite=True, start=ModelEngine)
+        return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    folder = tmp_path_factory.mktemp("rows")
+    write_image(folder / "a.png", 60, 90, 1)
+    write_image(folder / "b.jpg", 33, 20, 2)
+    (folder / "bad.png").write_bytes((folder / "a.png").read_bytes()[:80])
+    return Rows(folder, write_vision_model(folder / "model"))
+
+
+def user(*parts: str, **keys: Any) -> dict[str, Any]:
+    """A row of one message; parts that begin with @ are images."""
+    content = [{"type": "image", "image": p[1:]} if p[0] == "@" else {"type": "text", "text": p} for p in parts]
+    return {"messages": [{"role": "user", "content": content}], **keys}
+
+
+def texts(found: list[dict[str, Any]]) -> list[str]:
+    assert [row["error"] for row in found] == [None] * len(found)
+    return [row["choices"][0]["text"] for row in found]
+
+
+def test_every_form_of_an_image_gets_the_same_answer(rows: Rows) -> None:
+    data = "data:image/png;base64," + base64.b64encode((rows.folder / "a.png").read_bytes()).decode()
+    openai = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": data, "detail": "high"}}, TEXT]}
+    batch = {"custom_id": "x", "method": "POST", "url": "/v1/chat/completions"}
+    found = rows.answer(
+        user("@a.png", "What?"),
+        user(f"@{rows.folder}/a.png", "What?"),
+        user(f"@file://{rows.folder}/a.png", "What?"),
+        user("@" + data, "What?"),
+        {"messages": [openai]},
+        {"prompt": "What?", "photo": "a.png"},
+        {"prompt": "What?", "photo": ["a.png"]},
+        {"messages": [{"role": "user", "content": "What?"}], "photo": ["a.png"]},
+        user("What?", "@a.png"),
+        user("@b.jpg", "What?"),
+        {"prompt": "What?"},
+        {**batch, "body": {"messages": [openai], "max_tokens": 6, "temperature": 0}},
+        job=JobConfig(image_field="photo"),
+    )
+    *found, last = found
+    answers = texts(found)
+    assert len(set(answers[:8])) == 1
+    assert len({answers[0], *answers[8:10]}) == 3
+    assert last["response"]["body"]["choices"][0]["message"]["content"] == answers[0]
+
+
+TEXT = {"type": "text", "text": "What?"}
+
+
+def test_what_is_wrong_with_an_image_is_its_rows_error(rows: Rows) -> None:
+    found = rows.answer(
+        user("@bad.png", "What?"),
+        user("@a.png", "@none.png"),
+        user("@a.png", sampling={**GREEDY, "prompt_logprobs": 1}),
+        user(*["@a.png"] * 65),
+        user("<|image_pad|>", "@a.png"),
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png", "max_pixels": 3}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]},
+        user("@a.png", "fine"),
+    )
+    assert [row["error"]["type"] for row in found[:-1]] == [
+        *("invalid_image", "invalid_image", "unsupported_parameter", "invalid_image"),
+        *("chat_template_error", "invalid_image", "invalid_value", "unsupported_content"),
+    ]
+    assert found[-1]["error"] is None
+
+
+def test_images_are_not_cut(rows: Rows) -> None:
+    found = rows.answer(user("@a.png", "x" * 30), job=JobConfig(on_too_long="truncate-left"), max_model_len=64)
+    assert found[0]["error"]["type"] == "prompt_too_long"
+
+
+def test_limits_of_an_image_are_fewer_tokens(rows: Rows) -> None:
+    row = user("@a.png", "What?")
+    row["messages"][0]["content"][0]["max_pixels"] = 16 * 64
+    whole, small = rows.answer(user("@a.png", "What?"), row)
+    assert whole["usage"]["prompt_tokens"] - 54 == small["usage"]["prompt_tokens"] - 12
+
+
+def test_a_run_without_images_says_why(rows: Rows) -> None:
+    (found,) = rows.answer(user("@a.png"), images="off")
+    assert found["error"]["type"] == "unsupported_content"
+    assert "the row has images, and `images` is off" in found["error"]["message"]
+
+
+def test_equal_images_share_a_prefix_and_others_do_not(rows: Rows) -> None:
+    found = rows.answer(
+        user("@a.png", "What?"),
+        user("@a.png", "Why?"),
+        user("@b.jpg", "What?"),
+        block_size=16,
+    )
+    cached = [row["usage"]["cached_tokens"] for row in found]
+    assert sorted(cached)[-1] == 48
+    assert cached[2] == 0
+
+
+def test_pixels_are_given_back() -> None:
+    memory = PixelMemory()
+    held = [memory.put(bytes(3_000 * n), 100, 10 * n, b"") for n in (1, 2, 3)]
+    before = memory.num_bytes
+    with open(held[1].file, "rb") as file:
+        file.seek(held[1].offset)
+        assert file.read(300) == bytes(300)
+    del held[1]
+    gc.collect()
+    assert memory.num_bytes < before
+    held.clear()
+    gc.collect()
+    assert memory.num_bytes == 0
