@@ -21,7 +21,8 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     key: bytes
     """A digest of its pixels, 16 bytes."""
     file: str
-    """The path of the parent's memory that holds its pixels: [height, width, 3] bytes."""
+    """The path of the parent's memory that holds its pixels, [height, width, 3] bytes, with a name behind `#` that no
+    other memory has."""
     offset: int
     """The place of its first pixel there."""
 

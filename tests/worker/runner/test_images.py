@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -70,6 +71,24 @@ def test_preempted_requests_are_computed_again(name: str, checkpoint_of: Callabl
     scheduler = make_scheduler(runner, num_blocks=36)
     assert answers_in_order(run_requests(runner, requests.requests(), scheduler)) == expected
     assert scheduler.stats.num_preemptions > 0
+
+
+def test_a_later_memory_of_pixels_may_have_the_path_of_an_earlier_one(
+    checkpoint_of: Callable[[str], Checkpoint],
+) -> None:
+    path, _, expected = checkpoint_of(FAMILIES[0])
+    runner = runner_of(path)
+    assert runner._images is not None
+    paths = set()
+    for _ in range(2):
+        requests = ImageRequests(path)
+        made = requests.requests()
+        paths.add(made[0].images[0].file.partition("#")[0])
+        assert answers_in_order(run_requests(runner, made)) == expected
+        runner._images.forget()
+        del requests
+        gc.collect()
+    assert len(paths) == 1, "the test would not test anything"
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import threading
 
 from nvcli.errors import CapacityError
@@ -29,7 +30,7 @@ class Pixels:
 
     @property
     def file(self) -> str:
-        """The path by which ranks open the memory."""
+        """`PixelMemory.path`"""
         return self._memory.path
 
     def __del__(self) -> None:
@@ -41,7 +42,8 @@ class PixelMemory:
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("nvcli-pixels", os.MFD_CLOEXEC)
-        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}#{secrets.token_hex(4)}"
+        """The path by which ranks open it, and behind `#` what tells it from an earlier memory with that path."""
         self._end = 0
         self._lock = threading.Lock()
         self._fallocate = ctypes.CDLL(None, use_errno=True).fallocate

@@ -37,6 +37,9 @@ from nvcli.sizing.images import kept_image_bytes, tower_batch_tokens
 from nvcli.worker.runner.slot_table import SlotTable, unpack_ids
 from nvcli.worker.runner.uploader import to_device
 
+_MOST_FILES = 4
+"""Memories that are kept open, of runs that use the rank one after the other."""
+
 
 @dataclass(frozen=True, slots=True)
 class ImagePlan:
@@ -212,7 +215,10 @@ class StepImages:
         """Copy the pixels of an image to the device: [height, width, 3] uint8."""
         file = self._files.get(image.file)
         if file is None:
-            file = self._files[image.file] = os.open(image.file, os.O_RDONLY | os.O_CLOEXEC)
+            if len(self._files) == _MOST_FILES:
+                os.close(self._files.pop(next(iter(self._files))))
+            path = image.file.partition("#")[0]
+            file = self._files[image.file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         side = self._tower.config.token_pixels
         shape = image.rows * side, image.columns * side, 3
         pixels = bytearray(math.prod(shape))
