@@ -9,7 +9,7 @@ and read without a Python object per token. Sizes are bounded by the config (`ma
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import IntEnum
 
 import msgspec
@@ -113,7 +113,7 @@ class NewSlot(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The index of the answer's constraint in `StepInput.constraints`; None: unconstrained."""
     adapter_place: int = NO_ADAPTER
     """The place on the device of the request's LoRA adapter, from 1; NO_ADAPTER: it has none."""
-    images: Sequence[PromptImage] = ()
+    images: list[PromptImage] = []
     """The images of its prompt, in order; at most `MAX_PROMPT_IMAGES`."""
 
 

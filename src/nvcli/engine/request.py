@@ -60,7 +60,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     prompt_ids: bytes
     """Packed int32 (`messages.pack`): at least one id, and fewer than `max_model_len`. The tokens of images have
     negative numbers made of the image's digest, so that prompts with other images never begin alike."""
-    images: Sequence[PromptImage] = ()
+    images: list[PromptImage] = []
     """The images of the prompt, in order."""
     image_token_id: int = 0
     """The model's id for the tokens of images."""

@@ -46,7 +46,7 @@ _DIGEST_TOKENS = 64
 class PromptImages:
     """The images of a prompt."""
 
-    images: tuple[PromptImage, ...]
+    images: list[PromptImage]
     pixels: tuple[Pixels, ...]
     """Their pixels, which are there as long as this is."""
     token_id: int
@@ -139,7 +139,7 @@ class RowImages:
             )
             expanded += [self._token_id] * (rows * columns)
             start = place + 1
-        return [*expanded, *ids[start:]], PromptImages(tuple(images), tuple(pixels), self._token_id)
+        return [*expanded, *ids[start:]], PromptImages(images, tuple(pixels), self._token_id)
 
     def _read_one(self, part: dict[str, Any]) -> Pixels | RowError:
         source = part[IMAGE]

@@ -98,7 +98,7 @@ class OpenRow:
         return Request(
             request_id=self.request_ids.start,
             prompt_ids=prepared.prompt_ids,
-            images=() if prepared.images is None else prepared.images.images,
+            images=[] if prepared.images is None else prepared.images.images,
             image_token_id=0 if prepared.images is None else prepared.images.token_id,
             max_tokens=prepared.max_tokens,
             sampling=_engine_sampling(prepared),
