@@ -21,10 +21,11 @@ _OF_CONVERSATIONS = ("system", "chat_template", "chat_template_kwargs")
 
 
 def config_for_person(run: RunConfig, *, raw: bool = False) -> RunConfig:
-    """Return the configuration without the keys of `job` about columns of files, and about conversations if `raw`."""
+    """Return the configuration without the keys of `job` about columns of files, and about conversations if `raw`; and
+    without images, which are not typed."""
     defaults = {key: getattr(JobConfig(), key) for key in (*_OF_FILES, *(_OF_CONVERSATIONS if raw else ()))}
     job = msgspec.structs.replace(run.job, **defaults, chat="never" if raw else run.job.chat)
-    return msgspec.structs.replace(run, job=job)
+    return msgspec.structs.replace(run, job=job, images="never")
 
 
 def load_for_person(run: RunConfig, *, num_requests: int, needs_chat_template: bool = False) -> LLM:

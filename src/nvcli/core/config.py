@@ -170,8 +170,9 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = 0
     """The seed and a row's index determine the row's random numbers."""
     speculation: SpeculationConfig = SpeculationConfig()
-    images: Literal["auto", "off"] = "auto"
-    """auto: a model with a vision tower reads the images of rows; off: its text part alone is loaded."""
+    images: Literal["auto", "always", "never"] = "auto"
+    """auto: a model's vision tower is loaded where rows seem to have images, or cannot be seen in advance; always: it
+    is loaded; never: the model's text part alone is."""
     step_timeout: Annotated[float, Meta(gt=0, le=1_000_000)] = 300.0
     """Seconds that a rank may take for one step before the run is stopped."""
     generation_config: Literal["auto", "none"] = "auto"

@@ -142,7 +142,7 @@ class ModelConfig:
     def with_tower(self) -> ModelConfig:
         """Return the model with its vision tower. Raises ConfigError if it has none."""
         if self.vision is None:
-            raise ConfigError(f"`images` is true, and this model ({self.architecture}) reads no images: leave it out")
+            raise ConfigError(f"`images` is always, and this model ({self.architecture}) reads no images; leave it out")
         decoder = replace(self.decoder, layout=replace(self.decoder.layout, has_tower=True))
         return replace(self, has_tower=True, decoder=decoder)
 

@@ -64,7 +64,7 @@ def estimate(config: EngineConfig, model: ModelConfig, total: int, stage: Stage 
     fixed = (
         sum(weights.values()),
         planned_adapters(config, model, total, stage).device_bytes,
-        _buffers(config, model, stage),
+        _buffers(config, model, total, stage),
         max(
             _activations(config, model, config.max_num_batched_tokens),
             _sampling(config, model) if samples else 0,
@@ -85,7 +85,7 @@ def planned_adapters(config: EngineConfig, model: ModelConfig, total: int, stage
     """Plan the LoRA adapters that rows choose from, for one rank of a stage on a GPU of `total` bytes."""
     size, largest = config.tensor_parallel_size, stage or largest_stage(model, config.pipeline_parallel_size)
     weights = weight_bytes(model, config.dtype, tensor_parallel_size=size, stage=largest)
-    free = max(0, total - sum(weights.values()) - _buffers(config, model, stage) - _other(config))
+    free = max(0, total - sum(weights.values()) - _buffers(config, model, total, stage) - _other(config))
     return adapter_memory(config, model, free, stage)
 
 
@@ -187,10 +187,10 @@ def _num_draft_graphs(config: EngineConfig) -> int:
     return sum(1 + may_share(rows, most_shared) for rows, *_ in draft_graph_sizes(config, config.draft_widths))
 
 
-def _buffers(config: EngineConfig, model: ModelConfig, stage: Stage | None) -> int:
+def _buffers(config: EngineConfig, model: ModelConfig, total: int, stage: Stage | None) -> int:
     """Return the size of the slot table with its block tables, the table of answers to draft from, what recurrent
-    states keep of drafts, the rotary table, workspaces and copies of keys; with several ranks, of the buffers for sums;
-    and with stages, of one buffer to receive and one to send."""
+    states keep of drafts, the rotary table, workspaces, copies of keys and the embeddings of images; with several
+    ranks, of the buffers for sums; and with stages, of one buffer to receive and one to send."""
     tokens = (config.max_num_seqs + 1) * config.max_row_tokens * 4
     tables = len(kv_groups(model)) * (config.max_num_seqs + 1) * config.max_blocks_per_seq * 4
     row_bytes = model.hidden_size * DTYPE_BYTES[config.dtype]
@@ -205,8 +205,8 @@ def _buffers(config: EngineConfig, model: ModelConfig, stage: Stage | None) -> i
     if config.max_draft_tokens and config.pipeline_parallel_size == 1:
         drafts = ANSWER_TABLE_BYTES + _kept_states(config, model)
         drafts += config.max_num_seqs * row_bytes if model.draft_head is not None else 0
-    images = kept_image_bytes(config, model.vision) if model.has_tower and model.vision is not None else 0
-    tables += images
+    if model.has_tower and model.vision is not None:
+        tables += kept_image_bytes(config, model.vision, total)
     return tokens + tables + drafts + sums + links + angles + _prefill_scratch(config, model) + _WORKSPACE_BYTES
 
 

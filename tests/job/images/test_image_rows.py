@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gc
+import gzip
 import io
 import json
 from pathlib import Path
@@ -14,9 +15,11 @@ import pytest
 
 from model_engine import ModelEngine
 from nvcli.core.config import JobConfig, RunConfig
+from nvcli.errors import ConfigError
 from nvcli.job.images.pixel_memory import PixelMemory
 from nvcli.job.progress.display import Progress
 from nvcli.job.run.generate import generate
+from nvcli.job.run.resolve import resolve_job, resolve_settings
 from vision_model import write_image, write_vision_model
 
 pytestmark = pytest.mark.usefixtures("tokenizer", "warm_engines")
@@ -130,9 +133,62 @@ def test_limits_of_an_image_are_fewer_tokens(rows: Rows) -> None:
 
 
 def test_a_run_without_images_says_why(rows: Rows) -> None:
-    (found,) = rows.answer(user("@a.png"), images="off")
+    (found,) = rows.answer(user("@a.png"), images="never")
     assert found["error"]["type"] == "unsupported_content"
-    assert "the row has images, and `images` is off" in found["error"]["message"]
+    assert "the row has images, and `images` is never" in found["error"]["message"]
+
+
+PLAIN, HELD = {"prompt": "x"}, {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]}
+
+
+@pytest.mark.parametrize(
+    ("lines", "name", "job", "images", "has_tower"),
+    [
+        ([PLAIN] * 200, "r.jsonl", {}, "auto", False),
+        ([PLAIN, HELD], "r.jsonl.gz", {}, "auto", True),
+        ([PLAIN] * 200 + [HELD], "r.jsonl", {}, "auto", True),  # found by searching the file
+        ([PLAIN, {"messages": json.dumps(HELD["messages"])}], "r.jsonl", {}, "auto", True),
+        ([PLAIN] * 200 + [{"prompt": '"type": "image"'}], "r.jsonl", {}, "never", False),
+        ([PLAIN] * 200 + [HELD], "r.jsonl.gz", {}, "auto", False),
+        ([PLAIN], "r.jsonl", {}, "always", True),
+        ([PLAIN], "r.jsonl", {"image_field": "photo"}, "auto", True),
+        ([PLAIN], "r.jsonl", {"check_columns": False}, "auto", True),  # nobody looked
+    ],
+)
+def test_the_tower_is_loaded_if_rows_seem_to_have_images(
+    rows: Rows, lines: list[Any], name: str, job: dict[str, Any], images: Any, has_tower: bool
+) -> None:
+    source, data = rows.folder / name, "".join(json.dumps(line) + "\n" for line in lines).encode()
+    source.write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    run = RunConfig(model=str(rows.model), device="cpu", images=images, job=JobConfig(**job))
+    resolved = resolve_job(run, inputs=[str(source)], output=None, limit=None)
+    assert resolved.model.has_tower is bool(resolved.config.max_image_tokens) is has_tower
+
+
+def test_images_that_nobody_saw_are_errors_that_say_what_to_do(rows: Rows) -> None:
+    source, output = rows.folder / "late.jsonl.gz", rows.folder / "late.out.jsonl"
+    source.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in [PLAIN] * 12 + [HELD]).encode()))
+    run = RunConfig(model=str(rows.model), device="cpu", max_num_seqs=4, sampling={"max_tokens": 1})
+    generate(run, inputs=[str(source)], output=str(output), progress=Silent(io.StringIO()), start=ModelEngine)
+    errors = [row["error"] for row in map(json.loads, output.read_text().splitlines()) if row["error"]]
+    assert len(errors) == 1
+    assert "set `images: always`" in errors[0]["message"]
+    run = msgspec.structs.replace(run, images="always")  # which continues the output
+    generate(
+        run,
+        inputs=[str(source)],
+        output=str(output),
+        retry_errors=True,
+        progress=Silent(io.StringIO()),
+        start=ModelEngine,
+    )
+    assert '"error":{' not in output.read_text().replace(" ", "")
+
+
+def test_images_that_cannot_be_read_are_refused_where_they_are_asked_for(rows: Rows) -> None:
+    run = RunConfig(model=str(rows.model), device="cpu", images="always", pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match="`images` is always, and `pipeline_parallel_size`"):
+        resolve_settings(run)
 
 
 def test_equal_images_share_a_prefix_and_others_do_not(rows: Rows) -> None:

@@ -61,11 +61,13 @@ def load_with_adapters(
     found_device: Literal["cpu", "cuda"] | None = None,
     gpus: Sequence[SmiGpu] | None = None,
     gpu_bytes: int | None = None,
+    reads_images: bool = True,
 ) -> tuple[ModelConfig, Adapter | None, dict[str, Adapter]]:
     """Load a checkpoint's configuration as `load_model` does, with the LoRA adapter for all rows (None: the run has
     none) and those that rows choose, by name.
 
-    Raises LoadError and ConfigError, also if an adapter does not fit the model.
+    `reads_images` false: with `images: auto` the vision tower is left out. Raises LoadError and ConfigError, also if an
+    adapter does not fit the model.
     """
     model = load_model_config(model_path, expert_parallel=run.enable_expert_parallel, overrides=run.hf_overrides)
     adapter, choice = None, adapter_choice(run.lora)
@@ -76,18 +78,29 @@ def load_with_adapters(
     if choice.merged is not None:
         adapter = read_adapter(find_adapter(choice.merged), base)
         model = adapter.adapt(model)
-    model = model.with_tower() if why_no_images(run, model_path, model) is None else model
+    if run.images == "always" or (run.images == "auto" and reads_images):
+        model = _with_tower(run, model_path, model)
     device = (found_device or detect_device()) if run.device == "auto" else run.device
     model = _with_draft_head(run, model_path, model, device)
     return keep_weights(run, model, device, gpus=gpus, gpu_bytes=gpu_bytes, adapter=adapter), adapter, named
+
+
+def _with_tower(run: RunConfig, model_path: Path, model: ModelConfig) -> ModelConfig:
+    """Return the model with its vision tower where the run can use it. Raises ConfigError if it is asked for."""
+    reason = why_no_images(run, model_path, model)
+    if reason is None:
+        return model.with_tower()
+    if run.images == "always":
+        raise ConfigError(f"`images` is always, and {reason}; or leave `images` out")
+    return model
 
 
 def why_no_images(run: RunConfig, model_path: Path, model: ModelConfig) -> str | None:
     """Return why a run reads no images, as the second half of a sentence; None: it reads them."""
     if model.vision is None:
         return f"this model ({model.architecture}) is read as one of text alone"
-    if run.images == "off":
-        return "`images` is off"
+    if run.images == "never":
+        return "`images` is never"
     if run.task != "generate":
         return "scores and embeddings are made of text alone"
     if run.pipeline_parallel_size > 1:

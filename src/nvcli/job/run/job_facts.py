@@ -87,7 +87,7 @@ def job_facts(
         "quantization": (config.quantization, "none"),
         "fp8_accumulation": (config.fp8_accumulation, "exact"),
         "batch_invariant": (config.batch_invariant, False),
-        "images": (run.images, "auto"),
+        "images": ("auto" if run.images == "always" else run.images, "auto"),
         "job.image_field": (job.image_field, None),
         "job.prompt_template": (job.prompt_template, None),
         "job.messages_template": (job.messages_template or None, None),

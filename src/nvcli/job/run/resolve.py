@@ -25,6 +25,7 @@ from nvcli.core.text_template import TextTemplate
 from nvcli.core.validation import InvalidValue, convert, shorten
 from nvcli.errors import ConfigError
 from nvcli.job.files import STREAM, check_inputs, check_output, choose_output, expand_inputs
+from nvcli.job.images.image_rows import have_images
 from nvcli.job.images.image_source import ImageFolders
 from nvcli.job.images.row_images import RowImages
 from nvcli.job.input.fetch import fetch_inputs
@@ -58,6 +59,13 @@ from nvcli.models.adapters.adapter import Adapter
 from nvcli.models.checkpoint import check_weight_files, is_hub_id, resolve_model
 from nvcli.models.config import ModelConfig
 from nvcli.models.vision.image_processor import read_processor
+
+_NOT_SEEN = (
+    "the model was loaded without its vision tower, as no image was seen when the run began (in the first rows of each "
+    "input, and in files of text up to 256 MiB); set `images: always` (--set images=always) and answer the failed rows "
+    "again"
+)
+"""Why a run that could read images reads none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +104,7 @@ class ResolvedModel:
             reasoning_parser=self.run.job.reasoning_parser,
             tool_parser=self.run.job.tool_parser,
             hidden_size=self.model.hidden_size,
-            why_no_images=why_no_images(self.run, self.model_path, self.model) or "",
+            why_no_images=why_no_images(self.run, self.model_path, self.model) or _NOT_SEEN,
         )
 
     def choose_chat(self, *, is_task: bool, setter_of: SetterOf = unknown_setter) -> TextKinds:
@@ -266,18 +274,34 @@ def resolve_job(
     output = choose_output(names, output, shard)
     check_output(names, output)
     names = fetch_inputs(names)
-    resolved = resolve_settings(run, weights=weights, found_device=found_device, gpus=gpus, setter_of=setter_of)
+
+    def resolve(*, reads_images: bool) -> ResolvedModel:
+        return resolve_settings(
+            run,
+            weights=weights,
+            found_device=found_device,
+            gpus=gpus,
+            setter_of=setter_of,
+            reads_images=reads_images,
+        )
+
+    resolved = resolve(reads_images=False)
     can_continue = is_repeatable(names)
     begun = None if overwrite or not can_continue else _facts_of(output)
     chat = _chat_choice(resolved, names, begun, setter_of)
     first_kinds: frozenset[PromptKind] = frozenset()
-    if can_continue and run.job.check_columns:
+    are_seen = can_continue and run.job.check_columns
+    rows: list[Job | JobResult] = []
+    if are_seen:
         sampled = names if limit is None else names[:1]
         parsers = [resolved.make_parser(chat.kinds) for _ in sampled]
         rows = check_first_rows(sampled, iter(parsers).__next__, limit=limit)
         first_kinds = frozenset().union(*(parser.kinds for parser in parsers))
-        if any(isinstance(row, Job) and row.wants_grammar for row in rows):
-            resolved = replace(resolved, config=msgspec.structs.replace(resolved.config, prepare_grammars=True))
+    may_read_images = run.images == "auto" and why_no_images(run, resolved.model_path, resolved.model) is None
+    if may_read_images and (not are_seen or run.job.image_field is not None or have_images(names, rows)):
+        resolved = resolve(reads_images=True)
+    if any(isinstance(row, Job) and row.wants_grammar for row in rows):
+        resolved = replace(resolved, config=msgspec.structs.replace(resolved.config, prepare_grammars=True))
     resolved = _with_ways(resolved, names, chat.kinds, begun, limit=limit, can_count=can_continue)
     known_inputs = know_inputs(names) if can_continue else ()
     manifest = Manifest(
@@ -371,15 +395,18 @@ def resolve_settings(
     found_device: Literal["cpu", "cuda"] | None = None,
     gpus: Sequence[SmiGpu] | None = None,
     setter_of: SetterOf = unknown_setter,
+    reads_images: bool = True,
 ) -> ResolvedModel:
     """Resolve the model and the settings of a run. Raises ConfigError and LoadError.
 
     Reads the checkpoint's small files, and downloads a checkpoint that is not there, with `weights` or without.
-    `found_device`, `gpus` and `setter_of` are as in `resolve_job`.
+    `found_device`, `gpus` and `setter_of` are as in `resolve_job`, and `reads_images` as in `load_with_adapters`.
     """
     weights = weights and run.load_format == "auto"
     model_path = resolve_model(run.model, weights=weights, revision=run.revision, overrides=run.hf_overrides)
-    model, adapter, row_adapters = load_with_adapters(run, model_path, found_device=found_device, gpus=gpus)
+    model, adapter, row_adapters = load_with_adapters(
+        run, model_path, found_device=found_device, gpus=gpus, reads_images=reads_images
+    )
     task = task_rows(run, model, model_path)
     check_tokenizer_files(model_path)
     if weights:

@@ -165,13 +165,16 @@ def read_qwen3_vision(
     num_positions = vision.positive("num_position_embeddings")
     if round(num_positions**0.5) ** 2 != num_positions:
         raise vision.error("num_position_embeddings", f"{num_positions:,} is not the area of a square")
+    deep = _layers(vision, "deepstack_visual_indexes", ())
+    if len(deep) >= (num_layers := text.positive("num_hidden_layers")):
+        raise vision.error("deepstack_visual_indexes", f"has {len(deep)} layers, and the decoder only {num_layers}")
     return VisionConfig(
         norm="layer",
         activation="gelu_tanh",
         is_gated=False,
         has_patch_bias=True,
         num_positions=num_positions,
-        deepstack_layers=_layers(vision, "deepstack_visual_indexes", ()),
+        deepstack_layers=deep,
         **_sizes(config, vision, text, _axes(text, sections, is_interleaved=True)),
     )
 

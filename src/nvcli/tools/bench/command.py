@@ -116,7 +116,7 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
     if options.accept_rate is not None and run.speculation.method == "none":
         raise ConfigError(f"--accept-rate {options.accept_rate} is of drafts, and there are none; add --speculate auto")
     _check_adapters(run, options)
-    run = in_mode(run, options.lora_mode)
+    run = msgspec.structs.replace(in_mode(run, options.lora_mode), images="never")
     if options.shape is not None:
         run = msgspec.structs.replace(run, load_format="dummy")
     with ExitStack() as stack:

@@ -57,7 +57,7 @@ def compare_quality(
     With `max_answer_tokens` 0 nothing is answered, and only the prompts of rows are read. Raises ConfigError if the two
     cannot be compared, and what the engines raise.
     """
-    run_a, run_b = (msgspec.structs.replace(run, images="off") for run in (run_a, run_b))
+    run_a, run_b = (msgspec.structs.replace(run, images="never") for run in (run_a, run_b))
     differences = _differences(run_a, run_b)
     if not differences:
         raise ConfigError("A and B are the same configuration; change B with --set-b or --config-b")

@@ -90,15 +90,19 @@ def report_memory(
     device: torch.device, weights: dict[str, int], plan: MemoryPlan, measured: dict[str, int]
 ) -> MemoryUse:
     """Return the report of a rank's memory: its weights by group, its plan, and what each item was measured to take."""
-    on_gpu = device.type == "cuda"
     return MemoryUse(
-        device=torch.cuda.get_device_name(device) if on_gpu else "CPU",
-        total=torch.cuda.mem_get_info(device)[1] if on_gpu else total_ram(),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        total=device_bytes(device),
         budget=plan.budget,
         weights=weights,
         planned=plan.items(),
         measured=measured,
     )
+
+
+def device_bytes(device: torch.device) -> int:
+    """Return the size of a device's memory."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else total_ram()
 
 
 def check_positions_fit(config: EngineConfig, angles_per_position: int, device: torch.device) -> None:

@@ -34,6 +34,7 @@ from nvcli.models.vision.image_processor import read_processor
 from nvcli.models.vision.positions import ImageSpan, angle_positions, offset_behind
 from nvcli.models.vision.tower import PixelScale, VisionTower
 from nvcli.sizing.images import kept_image_bytes, tower_batch_tokens
+from nvcli.worker.runner.memory import device_bytes
 from nvcli.worker.runner.slot_table import SlotTable, unpack_ids
 from nvcli.worker.runner.uploader import to_device
 
@@ -102,7 +103,7 @@ class StepImages:
             slots,
             device,
             max_tokens=config.max_padded_tokens,
-            most_kept_bytes=kept_image_bytes(config, vision),
+            most_kept_bytes=kept_image_bytes(config, vision, device_bytes(device)),
             batch_tokens=tower_batch_tokens(config),
         )
 
