@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from nvcli.core.system.pixel_file import PixelFile
 from nvcli.engine.request import Request
 from nvcli.job.images.image_source import ImageFolders
 from nvcli.job.images.pixel_memory import PixelMemory, Pixels
@@ -39,6 +40,15 @@ def pixels_of(rows: int, columns: int, seed: int) -> np.ndarray:
     return rng.integers(0, 256, (rows * SIDE, columns * SIDE, 3), dtype=np.uint8)
 
 
+def put_pixels(memory: PixelMemory, pixels: np.ndarray, key: bytes) -> Pixels:
+    """Write pixels, [height, width, 3] bytes, as an image process does."""
+    offset = memory.reserve(2 * pixels.nbytes)
+    file = PixelFile(memory.path)
+    file.write(pixels.tobytes(), offset)
+    file.close()
+    return Pixels(memory, offset, pixels.shape[0], pixels.shape[1], key)
+
+
 class ImageRequests:
     """Makes requests, and keeps their pixels."""
 
@@ -56,7 +66,7 @@ class ImageRequests:
             if isinstance(part, tuple):
                 data = pixels_of(*part)
                 key = b"%d %d %d" % part
-                pixels.append(self._memory.put(data.tobytes(), data.shape[0], data.shape[1], key))
+                pixels.append(put_pixels(self._memory, data, key))
         self._kept += pixels
         ids, images = self._images.expand([part if isinstance(part, int) else IMAGE_ID for part in prompt], pixels)
         request = make_request(number, ids, max_tokens, stop_ids=[END_ID], **settings)

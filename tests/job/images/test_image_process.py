@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
 import random
 from pathlib import Path
 
@@ -11,15 +13,30 @@ import pytest
 from PIL import Image, ImageOps
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from nvcli.core.system.pixel_file import PixelFile
 from nvcli.job.images import image_process
-from nvcli.job.images.image_process import Question, answer
+from nvcli.job.images.image_process import Prepared, Question, answer
+from nvcli.job.images.pixel_memory import PixelMemory
 from nvcli.models.vision.image_processor import ImageProcessor
 
 SIDE = 28
 PROCESSOR = ImageProcessor(
     token_pixels=SIDE, min_pixels=56 * 56, max_pixels=40 * SIDE**2, factor=1 / 255, mean=(0, 0, 0), std=(1, 1, 1)
 )
+MEMORY = PixelMemory()
+FILE = PixelFile(MEMORY.path)
 SIZES = [(30, 30), (100, 37), (300, 700), (224, 224), (5, 400), (57, 55)]
+
+
+def prepare(image: bytes | Path) -> Prepared:
+    return answer(Question(image, PROCESSOR, MEMORY.path, 4096), FILE)
+
+
+def pixels_of(found: Prepared) -> np.ndarray:
+    """The pixels that were written."""
+    pixels = np.empty((found.height, found.width, 3), dtype=np.uint8)
+    FILE.read(pixels.data.cast("B"), 4096)
+    return pixels
 
 
 def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
@@ -37,7 +54,7 @@ def noise(height: int, width: int, mode: str = "RGB") -> Image.Image:
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
 def test_pixels_are_those_of_transformers(height: int, width: int, kind: str) -> None:
     data = encoded(noise(height, width), kind)
-    found = answer(Question(data, PROCESSOR))
+    found = prepare(data)
     theirs = Qwen2VLImageProcessorPil(
         do_rescale=False, do_normalize=False, min_pixels=PROCESSOR.min_pixels, max_pixels=PROCESSOR.max_pixels
     )(images=[Image.open(io.BytesIO(data)).convert("RGB")], return_tensors="np")
@@ -46,18 +63,17 @@ def test_pixels_are_those_of_transformers(height: int, width: int, kind: str) ->
     assert (found.height, found.width) == (rows * 14, columns * 14)
     patches = theirs["pixel_values"].reshape(rows // 2, columns // 2, 2, 2, 3, 2, 14, 14)[:, :, :, :, :, 0]
     expected = patches.transpose(0, 2, 5, 1, 3, 6, 4).reshape(found.height, found.width, 3)
-    pixels = np.frombuffer(found.pixels, dtype=np.uint8).reshape(found.height, found.width, 3)
-    np.testing.assert_array_equal(pixels, expected)
+    np.testing.assert_array_equal(pixels_of(found), expected)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM"])
 def test_formats(kind: str) -> None:
-    assert answer(Question(encoded(noise(60, 60), kind), PROCESSOR)).problem == ""
+    assert prepare(encoded(noise(60, 60), kind)).problem == ""
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA"])
 def test_other_colours_become_red_green_and_blue(mode: str) -> None:
-    assert answer(Question(encoded(noise(60, 60, mode), "PNG"), PROCESSOR)).problem == ""
+    assert prepare(encoded(noise(60, 60, mode), "PNG")).problem == ""
 
 
 def test_photos_are_turned_as_their_camera_says() -> None:
@@ -65,14 +81,14 @@ def test_photos_are_turned_as_their_camera_says() -> None:
     exif[0x0112] = 6
     turned = encoded(image, "PNG", exif=exif)
     straight = encoded(ImageOps.exif_transpose(Image.open(io.BytesIO(turned))), "PNG")
-    found = answer(Question(turned, PROCESSOR))
+    found = prepare(turned)
     assert found.height > found.width
-    assert found.key == answer(Question(straight, PROCESSOR)).key
+    assert found.key == prepare(straight).key
 
 
 def test_equal_pixels_have_one_key_and_others_another() -> None:
-    keys = [answer(Question(encoded(noise(*size), kind), PROCESSOR)).key for size, kind in (((60, 60), "PNG"),) * 2]
-    other = answer(Question(encoded(noise(61, 60), "PNG"), PROCESSOR)).key
+    keys = [prepare(encoded(noise(*size), kind)).key for size, kind in (((60, 60), "PNG"),) * 2]
+    other = prepare(encoded(noise(61, 60), "PNG")).key
     assert keys[0] == keys[1] != other
 
 
@@ -88,19 +104,19 @@ def test_equal_pixels_have_one_key_and_others_another() -> None:
     ids=["empty", "text", "cut off", "too long", "another format"],
 )
 def test_what_cannot_be_read_is_a_problem(data: bytes, problem: str) -> None:
-    assert answer(Question(data, PROCESSOR)).problem.startswith(problem)
+    assert prepare(data).problem.startswith(problem)
 
 
 def test_a_bomb_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_process, "MAX_PIXELS", 3_000)
-    found = answer(Question(encoded(noise(60, 60), "PNG"), PROCESSOR))
+    found = prepare(encoded(noise(60, 60), "PNG"))
     assert found.problem == "it has 60 × 60 pixels; allowed: 3,000 together"
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(encoded(noise(60, 60), "PNG"))
-    assert answer(Question(tmp_path / "a.png", PROCESSOR)).problem == ""
-    assert "No such file" in answer(Question(tmp_path / "b.png", PROCESSOR)).problem
+    assert prepare(tmp_path / "a.png").problem == ""
+    assert "No such file" in prepare(tmp_path / "b.png").problem
 
 
 def test_mutated_images_never_raise() -> None:
@@ -111,7 +127,16 @@ def test_mutated_images_never_raise() -> None:
         data = bytearray(images[number % len(images)])
         for _ in range(rng.choice((1, 2, 20))):
             data[rng.randrange(len(data))] = rng.randrange(256)
-        found = answer(Question(bytes(data[: rng.choice((len(data), rng.randrange(len(data))))]), PROCESSOR))
+        found = prepare(bytes(data[: rng.choice((len(data), rng.randrange(len(data))))]))
         num_read += not found.problem
-        assert found.problem or len(found.pixels) == found.height * found.width * 3
+        assert found.problem or (found.height * found.width > 0 and found.key)
     assert 30 < num_read < 270
+
+
+def test_no_memory_for_pixels_is_no_fault_of_the_image() -> None:
+    os.ftruncate(fd := os.memfd_create("small", os.MFD_ALLOW_SEALING), 4096)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+    full = PixelFile(f"/proc/self/fd/{fd}")
+    found = answer(Question(encoded(noise(60, 60), "PNG"), PROCESSOR, "", 4096), full)
+    assert found.has_no_memory
+    assert found.problem.startswith("there is no memory for its pixels")

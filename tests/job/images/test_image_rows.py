@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
+from image_answers import put_pixels
 from model_engine import ModelEngine
 from nvcli.core.config import JobConfig, RunConfig
 from nvcli.errors import ConfigError
@@ -205,7 +207,7 @@ def test_equal_images_share_a_prefix_and_others_do_not(rows: Rows) -> None:
 
 def test_pixels_are_given_back() -> None:
     memory = PixelMemory()
-    held = [memory.put(bytes(3_000 * n), 100, 10 * n, b"") for n in (1, 2, 3)]
+    held = [put_pixels(memory, np.zeros((100, 10 * n, 3), dtype=np.uint8), b"") for n in (1, 2, 3)]
     before = memory.num_bytes
     with open(held[1].file.partition("#")[0], "rb") as file:
         file.seek(held[1].offset)

@@ -1,4 +1,5 @@
-"""An image process: decodes images with Pillow and brings them to the size that the model reads.
+"""An image process: decodes images with Pillow, brings them to the size that the model reads, and writes their pixels
+where ranks read them.
 
 Images come from strangers. So this runs in a process of its own with little memory, reads few formats, and looks at the
 size of an image before it decodes it.
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from nvcli.core.system.host_memory import limit_more_memory
+from nvcli.core.system.pixel_file import PixelFile
 from nvcli.errors import first_line
 from nvcli.models.vision.image_processor import ImageProcessor
 
@@ -34,18 +36,23 @@ class Question(msgspec.Struct, frozen=True):
 
     image: Path | bytes
     processor: ImageProcessor
+    file: str
+    """The memory for its pixels (`PixelMemory.path`)."""
+    offset: int
+    """The place of its first pixel there."""
 
 
 class Prepared(msgspec.Struct, frozen=True, array_like=True):
-    """An image as the model reads it, or why it cannot be read."""
+    """What an image has become, or why it cannot be read."""
 
     height: int = 0
     width: int = 0
-    pixels: bytes = b""
-    """[height, width, 3]"""
+    """Its pixels are written as [height, width, 3] bytes."""
     key: bytes = b""
     """A digest of the pixels and their shape."""
     problem: str = ""
+    has_no_memory: bool = False
+    """Whether the problem is that there was no memory for its pixels."""
 
 
 def main(argument: None, control: Connection) -> None:
@@ -58,22 +65,25 @@ def main(argument: None, control: Connection) -> None:
     limit_more_memory(_MAX_BYTES)
     encode = msgspec.msgpack.Encoder().encode
     control.send_bytes(b"")
+    pixels: PixelFile | None = None
     while True:
         question: Question = control.recv()
-        control.send_bytes(encode(answer(question)))
+        if pixels is None:
+            pixels = PixelFile(question.file)
+        control.send_bytes(encode(answer(question, pixels)))
 
 
-def answer(question: Question) -> Prepared:
+def answer(question: Question, file: PixelFile) -> Prepared:
     """Prepare one image. Never raises because of an image."""
     try:
-        return _prepare(question)
+        return _prepare(question, file)
     except MemoryError:
         return Prepared(problem=f"it takes more than {_MAX_BYTES >> 30} GiB to decode")
     except Exception as error:  # Pillow raises whatever a damaged file leads to
         return Prepared(problem=f"cannot be read: {first_line(error) or type(error).__name__}")
 
 
-def _prepare(question: Question) -> Prepared:
+def _prepare(question: Question, file: PixelFile) -> Prepared:
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     data = question.image if isinstance(question.image, bytes) else question.image.read_bytes()
@@ -91,8 +101,13 @@ def _prepare(question: Question) -> Prepared:
         except ValueError as error:
             return Prepared(problem=str(error))
         pixels = _resized(image, height, width).tobytes()
+    try:
+        file.write(pixels, question.offset)
+    except OSError as error:
+        problem = f"there is no memory for its pixels ({len(pixels):,} bytes): {error}"
+        return Prepared(problem=problem, has_no_memory=True)
     key = blake2b(pixels, digest_size=16, person=b"%d %d" % (height, width)).digest()
-    return Prepared(height=height, width=width, pixels=pixels, key=key)
+    return Prepared(height=height, width=width, key=key)
 
 
 def _resized(image: Image, height: int, width: int) -> Image:

@@ -1,8 +1,9 @@
 """PixelMemory: the pixels of images whose rows wait or run, in memory that the ranks can read.
 
-It is a file without a name, which ends with its process, and which ranks open through /proc. Pixels are written behind
-each other, and given back to the kernel where they lie when nobody holds them any more; so there is nothing to search,
-and nothing is ever moved.
+It is a file without a name, which ends with its process, and which image processes and ranks open through /proc. Places
+are given out behind each other, each as large as its pixels may be: memory is taken only by what is written, and given
+back to the kernel where it lies when nobody holds the pixels any more. So there is nothing to search, and nothing is
+ever moved.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ import ctypes
 import os
 import secrets
 import threading
-
-from nvcli.errors import CapacityError
 
 _PAGE = 4096
 _KEEP_SIZE_AND_PUNCH_HOLE = 0x01 | 0x02
@@ -49,17 +48,11 @@ class PixelMemory:
         self._fallocate = ctypes.CDLL(None, use_errno=True).fallocate
         self._fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
-    def put(self, data: bytes, height: int, width: int, key: bytes) -> Pixels:
-        """Copy pixels into the memory. Raises CapacityError if there is none left."""
+    def reserve(self, num_bytes: int) -> int:
+        """Return a place for pixels of at most so many bytes, which nobody else gets."""
         with self._lock:
-            offset, self._end = self._end, self._end + -(-len(data) // _PAGE) * _PAGE
-        try:
-            written = os.pwrite(self._fd, data, offset)
-        except OSError as error:
-            raise CapacityError(f"no memory for the pixels of an image ({len(data):,} bytes): {error}") from None
-        if written != len(data):
-            raise CapacityError(f"no memory for the pixels of an image ({len(data):,} bytes)")
-        return Pixels(self, offset, height, width, key)
+            offset, self._end = self._end, self._end + -(-num_bytes // _PAGE) * _PAGE
+        return offset
 
     def free(self, offset: int, num_bytes: int) -> None:
         """Give pixels back to the kernel."""

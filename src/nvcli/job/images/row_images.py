@@ -23,7 +23,7 @@ import msgspec
 from nvcli.core.messages import pack
 from nvcli.core.prompt_image import MAX_PROMPT_IMAGES, PromptImage
 from nvcli.core.validation import shorten, show
-from nvcli.errors import RowError
+from nvcli.errors import CapacityError, RowError
 from nvcli.job.images.image_process import Prepared, Question
 from nvcli.job.images.image_source import ImageFolders
 from nvcli.job.images.pixel_memory import PixelMemory, Pixels
@@ -35,6 +35,9 @@ from nvcli.models.vision.image_processor import ImageProcessor
 _MAX_SECONDS = 30.0
 """Seconds for one image."""
 _MAX_PROCESSES = 16
+_MOST_ROUNDING = 16
+"""An image of the longest shape takes less than this many times `ImageProcessor.max_pixels`, as no side is shorter than
+that of a token."""
 _AHEAD = 2
 """Images of a batch of rows for each process."""
 _SIGN, _LARGEST = 1 << 31, (1 << 30) - 1
@@ -151,19 +154,25 @@ class RowImages:
         known = (_identity(found), processor)
         if (pixels := self._known.get(known)) is not None:
             return pixels
+        size = 3 * _MOST_ROUNDING * processor.max_pixels
+        offset = self._memory.reserve(size)
         process = self._idle.get()
         try:
-            answer = process.ask(Question(found, processor))
+            answer = process.ask(Question(found, processor, self._memory.path, offset))
         finally:
             self._idle.put(process)
         if isinstance(answer, NoAnswer):
+            self._memory.free(offset, size)  # where the process may have written before it was ended
             if not answer.reason:
                 return RowError("aborted", "the run ends")
             return _refused(source, f"its process {answer.reason}")
         prepared = msgspec.msgpack.decode(answer, type=Prepared)
+        if prepared.has_no_memory:
+            self._memory.free(offset, size)
+            raise CapacityError(f"the image {show(shorten(source))}: {prepared.problem}")
         if prepared.problem:
             return _refused(source, prepared.problem)
-        pixels = self._memory.put(prepared.pixels, prepared.height, prepared.width, prepared.key)
+        pixels = Pixels(self._memory, offset, prepared.height, prepared.width, prepared.key)
         self._known[known] = pixels
         return pixels
 

@@ -11,8 +11,6 @@ memory until the request has ended, so that an image can be computed again at an
 
 from __future__ import annotations
 
-import math
-import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +25,7 @@ from nvcli.attention.image_tokens import ImageTokens
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import StepInput
 from nvcli.core.prompt_image import PromptImage
+from nvcli.core.system.pixel_file import PixelFile
 from nvcli.kernels.lora import spread_adapters
 from nvcli.kernels.step_tensors import StepRows
 from nvcli.models.causal_lm import CausalLM
@@ -87,8 +86,8 @@ class StepImages:
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
         """Digest → embeddings of an image's tokens, the least recently used first."""
         self._kept_bytes = 0
-        self._files: dict[str, int] = {}
-        """Descriptors of the parent's memories that hold pixels."""
+        self._files: dict[str, PixelFile] = {}
+        """The parent's memories that hold pixels."""
 
     @classmethod
     def of(cls, config: EngineConfig, model: CausalLM, slots: SlotTable, device: torch.device) -> Self | None:
@@ -217,15 +216,12 @@ class StepImages:
         file = self._files.get(image.file)
         if file is None:
             if len(self._files) == _MOST_FILES:
-                os.close(self._files.pop(next(iter(self._files))))
-            path = image.file.partition("#")[0]
-            file = self._files[image.file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        side = self._tower.config.token_pixels
-        shape = image.rows * side, image.columns * side, 3
-        pixels = bytearray(math.prod(shape))
-        if os.preadv(file, [pixels], image.offset) != len(pixels):
-            raise OSError(f"{image.file}: the pixels of an image end early")
-        return to_device(np.frombuffer(pixels, dtype=np.uint8).reshape(shape), self._device)
+                self._files.pop(next(iter(self._files))).close()
+            file = self._files[image.file] = PixelFile(image.file)
+        side, on_gpu = self._tower.config.token_pixels, self._device.type == "cuda"
+        pixels = torch.empty(image.rows * side, image.columns * side, 3, dtype=torch.uint8, pin_memory=on_gpu)
+        file.read(pixels.numpy().data.cast("B"), image.offset)
+        return pixels.to(self._device, non_blocking=True)  # whose allocator keeps the host's memory until it is read
 
     def take_note(self) -> str:
         """Return nothing: images have nothing to tell."""
