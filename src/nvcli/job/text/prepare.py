@@ -40,6 +40,9 @@ from nvcli.job.text.tokenizer import Tokenizer
 
 _ROW_BYTES = 1000
 """Approximate overhead of a prepared row, besides its prompt and passed-through values."""
+_PIXELS_PER_BYTE = 8
+"""Bytes of pixels that count as one where rows that wait or run are limited: an engine must get as many rows as it can
+run, and 512 images of 1,024 x 768 take 1.2 GB."""
 
 _CALLS_NAME = f"a rule for the calls of `{TOOLS}`"
 """Name of the constraint of tool calls in messages."""
@@ -76,7 +79,7 @@ class PreparedRow(msgspec.Struct, frozen=True, kw_only=True):
     adapter: int = 0
     """See `Job.adapter`."""
     num_bytes: int = 0
-    """Approximate bytes in memory while the row waits."""
+    """Approximate bytes in memory while the row waits; of pixels, which lie in memory of their own, a part."""
     images: PromptImages | None = None
     """The images of the prompt; None: it has none."""
     task: PreparedTask | None = None
@@ -336,7 +339,7 @@ class Preparer:
                 ).digest()
             extra = job.context.extra
             num_bytes = _ROW_BYTES + len(prompt_ids) + (_num_bytes(extra) if extra else 0)
-            num_bytes += 0 if images is None else images.num_bytes
+            num_bytes += 0 if images is None else images.num_bytes // _PIXELS_PER_BYTE
             if rules.grammar is not None:
                 if rules.grammar.wanted is not sampling.structured:  # an earlier row's equal one takes its place
                     sampling = msgspec.structs.replace(sampling, structured=rules.grammar.wanted)
