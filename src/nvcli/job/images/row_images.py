@@ -11,9 +11,10 @@ import os
 import queue
 from array import array
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import shake_128
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -89,34 +90,57 @@ class RowImages:
         self._memory = PixelMemory()
         self._known: WeakValueDictionary[Any, Pixels] = WeakValueDictionary()
         """Pixels that some row still holds, by what was read."""
+        self._begun: dict[int, tuple[dict[str, Any], Future[Pixels | RowError]]] = {}
+        """The images that are being prepared, by the ids of their parts, which are kept so that ids are theirs."""
 
     def portions(self, rows: Sequence[Job | JobResult]) -> Iterator[Sequence[Job | JobResult]]:
-        """Split a batch of rows so that each part has few images."""
-        part: list[Job | JobResult] = []
+        """Split a batch of rows so that each part has few images, whose preparation begins a part ahead."""
+        parts: list[list[Job | JobResult]] = [[]]
         num_images = 0
         for row in rows:
-            part.append(row)
-            num_images += _count(row)
+            parts[-1].append(row)
+            num_images += len(_images_of_row(row))
             if num_images >= _AHEAD * self._num_processes:
+                parts.append([])
+                num_images = 0
+        for part, following in zip_longest(parts, parts[1:], fillvalue=()):
+            for row in (*part, *following):
+                self._begin(_images_of_row(row))
+            if part:
                 yield part
-                part, num_images = [], 0
-        if part:
-            yield part
+            for row in part:
+                self._drop(_images_of_row(row))
+
+    def _begin(self, images: Sequence[dict[str, Any]]) -> None:
+        """Begin to prepare the images of a row, those that are not begun."""
+        for image in images[:MAX_PROMPT_IMAGES]:
+            if id(image) not in self._begun:
+                self._begun[id(image)] = image, self._threads.submit(self._read_one, image)
+
+    def _drop(self, images: Sequence[dict[str, Any]]) -> None:
+        for image in images:
+            self._begun.pop(id(image), None)
 
     def read(self, conversations: Sequence[Sequence[dict[str, Any]]]) -> list[list[Pixels] | RowError]:
         """Prepare the images of conversations; the first one that cannot be read is its conversation's error.
 
         Raises WorkerError if no process can be started, and CapacityError if there is no memory for pixels.
         """
-        parts = [images_of(messages) for messages in conversations]
-        flat = list(self._threads.map(self._read_one, [image for images in parts for image in images]))
+        rows = [images_of(messages) for messages in conversations]
+        for images in rows:
+            self._begin(images)
         found: list[list[Pixels] | RowError] = []
-        for images in parts:
-            own, flat = flat[: len(images)], flat[len(images) :]
-            error = next((each for each in own if isinstance(each, RowError)), None)
+        for images in rows:
             if len(images) > MAX_PROMPT_IMAGES:
-                error = RowError("invalid_image", f"{len(images):,} images in a row; allowed: {MAX_PROMPT_IMAGES}")
+                found.append(
+                    RowError("invalid_image", f"{len(images):,} images in a row; allowed: {MAX_PROMPT_IMAGES}")
+                )
+                continue
+            own = [self._begun[id(image)][1].result() for image in images]
+            error = next((each for each in own if isinstance(each, RowError)), None)
             found.append(error or [each for each in own if isinstance(each, Pixels)])
+        for images in rows:
+            self._drop(images)
         return found
 
     def expand(self, ids: Sequence[int], pixels: Sequence[Pixels]) -> tuple[list[int], PromptImages]:
@@ -204,8 +228,8 @@ def without_images(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _count(row: Job | JobResult) -> int:
-    return len(images_of(row.messages)) if isinstance(row, Job) and row.messages is not None else 0
+def _images_of_row(row: Job | JobResult) -> list[dict[str, Any]]:
+    return images_of(row.messages) if isinstance(row, Job) and row.messages is not None else []
 
 
 def _identity(found: Path | bytes) -> Any:
