@@ -248,6 +248,18 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "mamba 2": (
+        "Mamba2",
+        {
+            "num_heads": 8,
+            "head_dim": 8,
+            "n_groups": 2,
+            "state_size": 16,
+            "num_hidden_layers": 3,
+            "use_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [1, 3], "mamba_proj_bias": True}),
     "seed-oss": ("SeedOss", {"attention_out_bias": True, "mlp_bias": True}),
     "cohere 2": (

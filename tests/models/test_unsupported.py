@@ -54,11 +54,6 @@ NONE = "its config.json fits no supported family"
         ("LongcatFlashForCausalLM", {**LLAMA, **MLA}, "two blocks of attention each, and experts that return"),
         ("DeepseekV32ForCausalLM", {**LLAMA, **MLA, "index_topk": 64}, "a sparse choice of keys (DSA)"),
         ("OtherForCausalLM", {**LLAMA, **MLA}, "it has multi-head latent attention in layers of a form"),
-        (
-            "Mamba2ForCausalLM",
-            {"hidden_size": 64, "state_size": 16, "conv_kernel": 4},
-            "none of its layers has attention",
-        ),
         ("JambaForCausalLM", {**LLAMA, "mamba_d_conv": 4}, "it has Mamba layers of a kind"),
         ("BertModel", {**LLAMA, "type_vocab_size": 2}, "it is an encoder, and nvcli serves decoders"),
         ("ModernBertForMaskedLM", LLAMA, "it is an encoder, and nvcli serves decoders"),

@@ -284,7 +284,7 @@ class KVCache:
             )
             return
         for layers, of_group in zip(spec.group_layers, copies.of_groups, strict=True):
-            for layer in layers if len(of_group) else ():
+            for layer in self._layers.keys() & layers if len(of_group) else ():
                 copy_keys(*self.layer(layer), self.scales(layer), of_group)
 
     @property

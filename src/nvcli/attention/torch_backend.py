@@ -102,7 +102,7 @@ class TorchBackend(AttentionBackend):
             # The cache rounds keys: they must be the same for every token that attends to them.
             self.reads_new_keys = False
         self._kinds: list[_Kind] = list(dict.fromkeys((spec.window, spec.kv_group) for spec in case.specs))
-        self._kv_heads_dim = max(spec.num_kv_heads * spec.head_dim for spec in case.specs)
+        self._kv_heads_dim = max((spec.num_kv_heads * spec.head_dim for spec in case.specs), default=0)
         self._decodes: dict[_Kind, _Decodes] = {}
         self._chunks: dict[_Kind, list[_Chunk]] = {}
         self._prefix_reads: dict[_Kind, list[SharedRead]] = {}

@@ -62,7 +62,7 @@ class TritonBackend(AttentionBackend):
         self._prefill = ChunkedPrefill(case)
         self.notes, self.prefix_tile_tokens = self._prefill.notes, self._prefill.prefix_tile_tokens
         self.can_project = self._prefill.projected is not None
-        self._projected_spec = case.specs[0]
+        self._projected_spec = case.specs[0] if self.can_project else None
         self._segmented: SegmentedDecode | None = None
         if case.max_shared_rows:
             assert not case.batch_invariant, "what is shared depends on the batch"
@@ -103,12 +103,12 @@ class TritonBackend(AttentionBackend):
     def projects_latents(self, num_tokens: np.ndarray, seq_lens: np.ndarray) -> bool:
         """Whether chunks of so many tokens, of requests with so many keys, [chunks] each, take less time with projected
         latents, and find room for them."""
-        if self._prefill.projected is None:
+        spec = self._projected_spec
+        if spec is None or self._prefill.projected is None:
             return False
         num_units = int((-(-seq_lens // SCRATCH_UNIT)).sum())
         if num_units > self._prefill.projected.num_units:
             return False
-        spec = self._projected_spec
         assert spec.projected is not None
         sizes = spec.projected
         of_latent = spec.result_dim * sizes.projected_dim

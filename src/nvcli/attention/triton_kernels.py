@@ -68,9 +68,9 @@ def row_tokens(batch: ForwardBatch) -> RowTokens | None:
 
 def _projected_prefill(case: AttentionCase) -> ProjectedPrefill | None:
     """Make the kernels for chunks that attend to projected latents; None where a run has none."""
-    spec, sizes = case.specs[0], case.specs[0].projected
     if case.batch_invariant or case.has_states or len({replace(one, kv_group=0) for one in case.specs}) > 1:
         return None
+    spec, sizes = case.specs[0], case.specs[0].projected
     if sizes is None or not sizes.has_kernels:
         return None
     tokens = projected_scratch_tokens(
@@ -214,7 +214,7 @@ class SegmentedDecode:
             if key not in self._lists:
                 lists = kernels.shared.work_list(spec.window), kernels.own.work_list(spec.window)
                 self._lists[key] = _Lists(spec.kv_group, *lists)
-        most_heads = max(spec.geometry[0] for spec in case.specs)
+        most_heads = max((spec.num_heads for spec in case.specs), default=0)
         self._log_sums = torch.empty(max_tokens * most_heads, dtype=torch.float32, device=case.device)
         self._token_rows = TokenRows.empty(case.max_draft_step_tokens, case.device)
 

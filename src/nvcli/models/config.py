@@ -30,7 +30,6 @@ from nvcli.models.quantisation.module_names import name_patterns
 from nvcli.models.quantisation.quantisation import Quantisation
 from nvcli.models.unsupported import describe_unsupported
 from nvcli.models.vision.vision_config import TOWER_PREFIXES, VisionConfig
-from nvcli.worker.distributed.stage import Stage
 
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -179,13 +178,6 @@ class ModelConfig:
                 f"pipeline_parallel_size (--pp) is {size}, and this model has {self.num_layers} layers, of which each "
                 f"stage needs one: lower it to {self.num_layers} or less"
             )
-        for index in range(size):
-            numbers = Stage(index, size).layers(self.num_layers)
-            if all(self.layers[number].mixer.kv_spec().is_state for number in numbers):
-                raise ConfigError(
-                    f"pipeline_parallel_size (--pp) is {size}, and stage {index + 1} would have layers {numbers.start} "
-                    f"to {numbers.stop - 1} of this model, none of which has full attention: lower it, or use --tp"
-                )
 
     def check_batch_invariant(self) -> None:
         """Raise ConfigError if a token's results cannot be made bitwise identical in every batch."""

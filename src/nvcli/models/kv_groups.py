@@ -152,7 +152,7 @@ def _whole_groups(config: ModelConfig) -> tuple[_Layers, ...]:
                 kind = _Kind(spec.window, spec.num_kv_heads, spec.head_dim, spec.num_parts)
                 mixers.setdefault(kind, mixer)
                 kinds.setdefault(kind, []).append(number)
-    size = _block_elements({kind: len(numbers) for kind, numbers in kinds.items()})
+    size = _block_elements({kind: len(numbers) for kind, numbers in kinds.items()}) if kinds else 0
     groups: list[_Layers] = []
     for kind, numbers in kinds.items():
         count = -(-len(numbers) // (size // kind.elements))

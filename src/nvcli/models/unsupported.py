@@ -60,7 +60,6 @@ _LACKING = {
     "KimiLinearForCausalLM": "its linear attention (KDA) is not computed by nvcli",
     "LongcatFlashForCausalLM": "its layers have two blocks of attention each, and experts that return their input, "
     "which nvcli does not compute",
-    "Mamba2ForCausalLM": "none of its layers has attention, for whose keys nvcli's cache is laid out",
     "MiMoV2FlashForCausalLM": "its values have heads of another size than its keys, which nvcli does not keep",
     "PhimoeForCausalLM": "its router (SparseMixer) and a bias of the LM head are not computed by nvcli",
     "PhiMoEForCausalLM": "its router (SparseMixer) and a bias of the LM head are not computed by nvcli",

@@ -23,11 +23,12 @@ def default_block_size(model: ModelConfig, dtype: StoredDtype, kv_dtype: KVDtype
     """Return the default tokens per KV block, for a configuration that leaves it open.
 
     In a model with recurrent states a block is about as large as a state, so that neither keys nor states waste much of
-    the pool: 192 tokens for Qwen3.5-35B-A3B. It is the same for every layout, because prompts share whole blocks.
+    the pool: 192 tokens for Qwen3.5-35B-A3B. Without keys its tokens take no memory, and bound what prompts may share.
+    It is the same for every layout, because prompts share whole blocks.
     """
     tile = _FLASH_ATTN_TILE if "flash-attn" in attention_backend else DEFAULT_BLOCK_SIZE
     keys, state = kv_groups.group_bytes(model, dtype, block_size=tile, kv_dtype=kv_dtype)
-    return tile * min(MAX_BLOCK_SIZE // tile, max(1, round(state / keys)))
+    return tile * min(MAX_BLOCK_SIZE // tile, max(1, round(state / keys))) if keys else tile
 
 
 def block_bytes(config: EngineConfig, model: ModelConfig, stage: Stage | None = None) -> int:

@@ -16,9 +16,10 @@ from one_rank import make_runner, run_requests
 from requests_factory import make_request
 
 MAX_TOKENS = 16
-NEWER_TRANSFORMERS = {"olmo 3", "gpt-oss", "bamba", "minimax m2"}
+NEWER_TRANSFORMERS = {"olmo 3", "gpt-oss", "bamba", "mamba 2", "minimax m2"}
 """Version 5.17 refuses the configuration of the first, and computes the others differently from version 5.23: it leaves
-MiniMax-M2's `rotary_dim` unread and rotates whole heads, and Bamba's gated norm is over all groups at once."""
+MiniMax-M2's `rotary_dim` unread and rotates whole heads, and the gated norm of Bamba and Mamba-2 is over all groups at
+once."""
 PROMPTS = [random.Random(length).choices(range(2, 97), k=length) for length in (1, 5, 17, 33, 40)]
 
 

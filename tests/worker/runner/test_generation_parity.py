@@ -37,7 +37,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen-3.5": {
         "family": "Qwen3_5MoeText",
         "num_hidden_layers": 4,
-        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "layer_types": ["linear_attention"] * 2 + ["full_attention"] * 2,  # one of two stages has no attention
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 8,
@@ -55,6 +55,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention", "mlp"],
         seed=5,
     ),
+    "mamba-2": shape_of("mamba 2", num_hidden_layers=2, seed=10),
     "falcon-h1": shape_of("falcon-h1 without norms", num_hidden_layers=1, seed=6),
     "lfm2": shape_of("lfm2", num_hidden_layers=2, layer_types=["conv", "full_attention"], seed=7),
     "gpt-oss": shape_of("gpt-oss", num_hidden_layers=2, seed=8),
@@ -169,7 +170,7 @@ def test_circumstances_do_not_change_the_answers(
         config = {**config, "num_kv_tokens": 410}  # its groups share the blocks: the longest prompt needs these
     model = answered(name)
     done, stats = generate_here(model.path, batch, **config)
-    assert (stats.num_preemptions > 0) == ("num_kv_tokens" in config)
+    assert (stats.num_preemptions > 0) == ("num_kv_tokens" in config and name != "mamba-2")  # whose requests never grow
     assert stats.cached_tokens > 50
     answers = tokens_of(done)
     for i, expected in enumerate(model.greedy):

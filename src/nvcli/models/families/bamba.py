@@ -20,11 +20,8 @@ def read_bamba(config: ModelFile) -> DecoderConfig:
     bias, mlp = config.bias(), config.mlp(bias=config.get("mlp_bias", bool, False))
     attention = config.attention(default_theta=10_000.0, default_partial=0.5, qkv_bias=bias, o_bias=bias)
     indices, count = config.values.get("attn_layer_indices"), config.num_layers()
-    if not isinstance(indices, list) or not indices or any(index not in range(count) for index in indices):
-        raise config.error(
-            "attn_layer_indices",
-            f"{show(indices)} is not a list of some of {count} layers; models of Mamba layers alone are not supported",
-        )
+    if not isinstance(indices, list) or any(index not in range(count) for index in indices):
+        raise config.error("attn_layer_indices", f"{show(indices)} is not a list of some of {count} layers")
     mamba = read_mamba(config)
     mixers = [attention if number in indices else mamba for number in range(count)]
     layers = [LayerConfig(mixer=mixer, mlp=mlp, norms=_NORMS) for mixer in mixers]

@@ -19,6 +19,7 @@ from nvcli.models.families.granite import GRANITE, GRANITE4
 from nvcli.models.families.hunyuan import HUNYUAN_V1, HUNYUAN_V1_MOE, HUNYUAN_V3
 from nvcli.models.families.lfm2 import LFM2, LFM2_MOE, LFM3
 from nvcli.models.families.llama import INTERNLM3, LLAMA, SMOLLM3
+from nvcli.models.families.mamba2 import MAMBA2
 from nvcli.models.families.minicpm import MINICPM3
 from nvcli.models.families.minimax import MINIMAX_M2
 from nvcli.models.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3, MISTRAL4, MIXTRAL
@@ -67,6 +68,7 @@ FAMILIES: tuple[Family, ...] = (
     GRANITE4,
     BAMBA,
     FALCON_H1,
+    MAMBA2,
     LFM2,
     LFM2_MOE,
     LFM3,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from nvcli.core.validation import show
 from nvcli.models.checkpoint_layout import PLAIN_LAYOUT, CheckpointLayout
 from nvcli.models.families.family import Family
-from nvcli.models.families.mamba import ATTENTION, MAMBA, check_attention, read_mamba
+from nvcli.models.families.mamba import ATTENTION, MAMBA, read_mamba
 from nvcli.models.families.model_file import FULL, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.attention import AttentionConfig
@@ -69,7 +69,6 @@ def _layer_types(config: ModelFile) -> list[str]:
             key or "layer_types",
             f"{show(kinds)} is not a list of {' and '.join(known)} for {config.num_layers()} layers",
         )
-    check_attention(config, key or "layer_types", kinds)
     return kinds
 
 

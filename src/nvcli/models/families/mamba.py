@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nvcli.core.validation import show
@@ -72,10 +71,3 @@ def read_mamba(config: ModelFile, keys: MambaKeys = COMMON_KEYS, *, inner_size: 
         conv_bias=config.get(keys.conv_bias, bool, True),
         bias=config.get(keys.bias, bool, False),
     )
-
-
-def check_attention(config: ModelFile, key: str, kinds: Sequence[str]) -> None:
-    """Raise LoadError if no layer has attention: the cache of such models has no keys, which nothing here provides
-    for."""
-    if not any(kind in ATTENTION for kind in kinds):
-        raise config.error(key, "no layer has attention; models of Mamba layers alone are not supported")

@@ -14,7 +14,7 @@ from nvcli.kernels.expert_settings import ExpertActivation
 from nvcli.models.checkpoint_layout import CheckpointLayout
 from nvcli.models.families.deepseek_experts import SHARED_EXPERT
 from nvcli.models.families.family import Family
-from nvcli.models.families.mamba import ATTENTION, MAMBA, MambaKeys, check_attention, read_mamba
+from nvcli.models.families.mamba import ATTENTION, MAMBA, MambaKeys, read_mamba
 from nvcli.models.families.model_file import FULL, LINEAR, MAX_LAYERS, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.mixers.experts import ExpertsConfig
@@ -27,7 +27,7 @@ _KNOWN = (*ATTENTION, *MAMBA, "mlp", "moe")
 _PREFIXES = ("backbone.", "model.")
 """Prefixes of names in older and newer files."""
 _BEFORE_MIXER, _BEFORE_MLP = "input_layernorm", "post_attention_layernorm"
-_ALONE = LayerNorms(before_attention=_BEFORE_MIXER, before_mlp=None)
+MIXER_ALONE = LayerNorms(before_attention=_BEFORE_MIXER, before_mlp=None)
 _KEYS = MambaKeys(
     heads="mamba_num_heads",
     head_dim="mamba_head_dim",
@@ -61,7 +61,7 @@ def read_nemotron_h(config: ModelFile) -> DecoderConfig:
     for number, kind in enumerate(kinds):
         block = blocks[kind]
         if isinstance(block, Mixer):
-            layers.append(LayerConfig(mixer=block, mlp=None, norms=_ALONE))
+            layers.append(LayerConfig(mixer=block, mlp=None, norms=MIXER_ALONE))
         elif isinstance(block, FeedForward) and layers and layers[-1].mlp is None:
             layers[-1] = LayerConfig(mixer=layers[-1].mixer, mlp=block)
         else:
@@ -69,7 +69,7 @@ def read_nemotron_h(config: ModelFile) -> DecoderConfig:
                 _key(config), f"block {number} is {kind} behind no block that mixes tokens, which is not supported"
             )
         places.append(f"{len(layers) - 1}.{block.name}")
-    return config.decoder(layers, norm=NormConfig(eps=eps), layout=_layout(places))
+    return config.decoder(layers, norm=NormConfig(eps=eps), layout=backbone_layout(places))
 
 
 def _key(config: ModelFile) -> str:
@@ -86,7 +86,6 @@ def _block_kinds(config: ModelFile) -> Sequence[str]:
         raise config.error(key, f"{show(value)} is not a list of blocks, or a text with a letter for each")
     if others := [kind for kind in kinds if kind not in _KNOWN]:
         raise config.error(key, f"{show(others[0])} is not supported here; supported: {', '.join(_KNOWN)}")
-    check_attention(config, key, kinds)
     return kinds
 
 
@@ -121,7 +120,7 @@ def _experts(config: ModelFile) -> ExpertsConfig:
     )
 
 
-def _layout(places: Sequence[str]) -> CheckpointLayout:
+def backbone_layout(places: Sequence[str]) -> CheckpointLayout:
     """Return the names in files, for blocks at `places`: layer and name of the block in the decoder."""
     renamed = [SHARED_EXPERT]
     for prefix in _PREFIXES:

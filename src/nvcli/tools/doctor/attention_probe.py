@@ -59,7 +59,7 @@ def probe(task: AttentionTask) -> list[Finding]:
         else:
             findings.append(ok(name, f"works; auto leaves it out: {passed_over}" if passed_over else "works"))
     shapes = [f"{spec.num_heads} heads, {spec.num_kv_heads} KV heads of {spec.head_dim}" for spec in task.specs]
-    shape = f"{' and '.join(dict.fromkeys(shapes))}, {task.dtype}"
+    shape = f"{' and '.join(dict.fromkeys(shapes)) or 'no attention'}, {task.dtype}"
     if task.kv_dtype not in (None, task.dtype):
         shape += f", keys and values in {task.kv_dtype}"
     try:
