@@ -12,6 +12,7 @@ from nvcli.errors import ConfigError
 from nvcli.models.adapters.adapter import read_adapter
 from nvcli.models.adapters.row_adapters import check_row_adapter, linear_tensors
 from nvcli.models.config import load_model_config
+from nvcli.tools.bench.adapter_modes import in_turns
 from nvcli.tools.bench.command import run_bench
 from nvcli.tools.bench.made_up_adapters import spread_over_adapters, write_adapters
 from nvcli.tools.bench.options import BenchOptions
@@ -42,6 +43,7 @@ def test_rows_are_spread_evenly_with_all_their_samples() -> None:
     assert [request.adapter for request in spread_over_adapters(requests, 4, seed=1)] != [
         request.adapter for request in spread
     ]
+    assert [request.adapter for request in in_turns(spread, [1])] == [2] * 6 + [3] * 4 + [4] * 4 + [1] * 6
 
 
 @pytest.mark.parametrize(
