@@ -6,7 +6,7 @@ from nvcli.core.engine_config import EngineConfig
 from nvcli.models.tensor_spec import DTYPE_BYTES
 from nvcli.models.vision.vision_config import VisionConfig
 
-_KEPT_TOKENS, _KEPT_SHARE = 16_384, 256
+_KEPT_TOKENS, _KEPT_SHARE = 8192, 256
 """The most tokens of images whose embeddings are kept, and the most of the device's memory that they take, as its
 `_KEPT_SHARE`th part."""
 _BATCH_TOKENS = 4096
@@ -17,7 +17,16 @@ def kept_image_bytes(config: EngineConfig, vision: VisionConfig, total: int) -> 
     """Return the most bytes of embeddings that a rank keeps for later steps, on a device of `total` bytes. Those of an
     image that ends in a later step are computed again if they were not kept."""
     tokens = min(_KEPT_TOKENS, config.max_num_seqs * config.max_image_tokens)
-    return min(tokens * vision.num_outputs * vision.out_size * DTYPE_BYTES[config.dtype], total // _KEPT_SHARE)
+    return min(tokens * _token_bytes(config, vision), total // _KEPT_SHARE)
+
+
+def image_buffer_bytes(config: EngineConfig, vision: VisionConfig, total: int) -> int:
+    """Return the most bytes of embeddings on a device of `total` bytes: those that are kept, and those of a step."""
+    return kept_image_bytes(config, vision, total) + config.max_num_batched_tokens * _token_bytes(config, vision)
+
+
+def _token_bytes(config: EngineConfig, vision: VisionConfig) -> int:
+    return vision.num_outputs * vision.out_size * DTYPE_BYTES[config.dtype]
 
 
 def tower_batch_tokens(config: EngineConfig) -> int:

@@ -24,7 +24,7 @@ from nvcli.sizing.graph_sizes import (
     may_share_prefixes,
     step_graph_sizes,
 )
-from nvcli.sizing.images import kept_image_bytes, tower_bytes
+from nvcli.sizing.images import image_buffer_bytes, tower_bytes
 from nvcli.sizing.kv_cache import block_bytes, max_blocks
 from nvcli.sizing.memory_plan import by_item
 from nvcli.sizing.weights import largest_stage, weight_bytes
@@ -206,7 +206,7 @@ def _buffers(config: EngineConfig, model: ModelConfig, total: int, stage: Stage 
         drafts = ANSWER_TABLE_BYTES + _kept_states(config, model)
         drafts += config.max_num_seqs * row_bytes if model.draft_head is not None else 0
     if model.has_tower and model.vision is not None:
-        tables += kept_image_bytes(config, model.vision, total)
+        tables += image_buffer_bytes(config, model.vision, total)
     return tokens + tables + drafts + sums + links + angles + _prefill_scratch(config, model) + _WORKSPACE_BYTES
 
 

@@ -383,7 +383,7 @@ class ModelRunner:
             self.device,
             weights=self._weight_bytes,
             adapters=self._adapters.num_bytes,
-            buffers=self._buffer_bytes() + (0 if self._images is None else self._images.most_kept_bytes),
+            buffers=self._buffer_bytes() + (0 if self._images is None else self._images.num_bytes),
             activations=self._activation_bytes,
             graphs=self._graph_bytes,
             max_blocks=max_blocks(self.config, self.model_config),

@@ -32,7 +32,7 @@ from nvcli.models.causal_lm import CausalLM
 from nvcli.models.vision.image_processor import read_processor
 from nvcli.models.vision.positions import ImageSpan, angle_positions, offset_behind
 from nvcli.models.vision.tower import PixelScale, VisionTower
-from nvcli.sizing.images import kept_image_bytes, tower_batch_tokens
+from nvcli.sizing.images import image_buffer_bytes, kept_image_bytes, tower_batch_tokens
 from nvcli.worker.runner.memory import device_bytes
 from nvcli.worker.runner.slot_table import SlotTable, unpack_ids
 from nvcli.worker.runner.uploader import to_device
@@ -67,11 +67,14 @@ class StepImages:
         *,
         max_tokens: int,
         most_kept_bytes: int,
+        num_bytes: int,
         batch_tokens: int,
     ) -> None:
         """`batch_tokens`: the most tokens of the images that the tower computes together, and of one image."""
         self._tower, self._scale, self._upload, self._device = tower, scale, slots.upload, device
         num_slots = len(slots.state.lengths)
+        self.num_bytes = num_bytes
+        """The most bytes of embeddings, kept ones and those of a step, for the plan of the memory."""
         self.most_kept_bytes = most_kept_bytes
         """The most bytes of embeddings that are kept for later steps."""
         self._batch_tokens = batch_tokens
@@ -95,14 +98,15 @@ class StepImages:
         vision = model.config.vision
         if model.vision is None or vision is None:
             return None
-        processor = read_processor(config.model_path, vision)
+        processor, total = read_processor(config.model_path, vision), device_bytes(device)
         return cls(
             model.vision,
             PixelScale(processor.factor, processor.mean, processor.std),
             slots,
             device,
             max_tokens=config.max_padded_tokens,
-            most_kept_bytes=kept_image_bytes(config, vision, device_bytes(device)),
+            most_kept_bytes=kept_image_bytes(config, vision, total),
+            num_bytes=image_buffer_bytes(config, vision, total),
             batch_tokens=tower_batch_tokens(config),
         )
 
