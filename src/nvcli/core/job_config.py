@@ -67,7 +67,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """null: `messages`. If either this key or `prompt_field` differs from its default, it decides
     for rows that have both."""
     image_field: Annotated[
-        Name | None, Flag("--image-field", PROMPTS, "Key (column) of the images: a path, or a list of paths.", "COLUMN")
+        Name | None,
+        Flag("--image-field", PROMPTS, "Key (column) of images: paths or bytes, or lists of them.", "COLUMN"),
     ] = None
     """They stand before the text of the prompt, which is a user message then, or of the last user message. null:
     images are parts of messages alone."""

@@ -172,6 +172,11 @@ def _num_chars(row: Job | JobResult) -> int:
     if row.prompt is not None:
         return len(row.prompt)
     if row.messages is not None:
-        return sum(len(message.get("content") or "") for message in row.messages)
+        contents = (message.get("content") or "" for message in row.messages)
+        return sum(len(text) if isinstance(text, str) else sum(map(_part_chars, text)) for text in contents)
     others = sum(len(prompt) if isinstance(prompt, str) else 4 * len(prompt) for prompt in row.prompts)
     return 4 * len(row.prompt_token_ids or ()) + others
+
+
+def _part_chars(part: Mapping[str, Any]) -> int:
+    return sum(len(value) for value in part.values() if isinstance(value, str))

@@ -12,7 +12,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
+from PIL import Image
 
 from image_answers import put_pixels
 from model_engine import ModelEngine
@@ -22,11 +25,13 @@ from nvcli.job.images.pixel_memory import PixelMemory
 from nvcli.job.progress.display import Progress
 from nvcli.job.run.generate import generate
 from nvcli.job.run.resolve import resolve_job, resolve_settings
+from nvcli.llm.llm import LLM
 from vision_model import write_image, write_vision_model
 
 pytestmark = pytest.mark.usefixtures("tokenizer", "warm_engines")
 
 GREEDY = {"max_tokens": 6, "temperature": 0}
+TEXT = {"type": "text", "text": "What?"}
 
 
 class Silent(Progress):
@@ -46,6 +51,9 @@ class Rows:
         """The output rows, in order."""
         source = self.folder / "rows.jsonl"
         source.write_text("".join(json.dumps({"sampling": GREEDY, **row}) + "\n" for row in rows))
+        return self.answer_file(source, job=job, **settings)
+
+    def answer_file(self, source: Path, *, job: JobConfig | None = None, **settings: Any) -> list[dict[str, Any]]:
         job = msgspec.structs.replace(job or JobConfig(), order="input")
         run = RunConfig(model=str(self.model), job=job, device="cpu", max_num_seqs=4, **settings)
         output = self.folder / "out.jsonl"
@@ -100,7 +108,58 @@ def test_every_form_of_an_image_gets_the_same_answer(rows: Rows) -> None:
     assert last["response"]["body"]["choices"][0]["message"]["content"] == answers[0]
 
 
-TEXT = {"type": "text", "text": "What?"}
+def test_columns_of_bytes_and_of_structs_are_images(rows: Rows) -> None:
+    data = (rows.folder / "a.png").read_bytes()
+    column = [
+        [{"bytes": data, "path": "other.png"}],  # the form of the hub's datasets
+        [{"bytes": None, "path": "a.png"}],
+        [{"bytes": data, "path": None}, {"bytes": None, "path": "a.png"}],
+    ]
+    source = rows.folder / "rows.parquet"
+    pyarrow.parquet.write_table(
+        pyarrow.table(
+            {
+                "prompt": ["What?"] * 3,
+                "sampling": [GREEDY] * 3,
+                "photo": column,
+                "first": [images[0] for images in column],
+                "raw": [data] * 3,
+            }
+        ),
+        source,
+    )
+    answers = {
+        key: texts(rows.answer_file(source, job=JobConfig(image_field=key))) for key in ("photo", "first", "raw")
+    }
+    one, two = texts(rows.answer(user("@a.png", "What?"), user("@a.png", "@a.png", "What?")))
+    assert answers == {"photo": [one, one, two], "first": [one] * 3, "raw": [one] * 3}
+
+
+def test_programs_give_images_of_pillow_and_bytes(rows: Rows) -> None:
+    path = rows.folder / "a.png"
+    picture = Image.open(path)
+    forms: list[dict[str, Any]] = [
+        {"type": "image", "image": picture},
+        {"type": "image_pil", "image_pil": picture.convert("RGBA")},
+        {"type": "image", "image": path.read_bytes()},
+        {"type": "image", "image": {"bytes": path.read_bytes(), "path": None}},
+        {"type": "image", "path": str(path)},
+    ]
+    job = JobConfig(image_field="photo", media_roots=[str(rows.folder)])
+    run = RunConfig(model=str(rows.model), job=job, device="cpu", max_num_seqs=4, sampling=GREEDY)
+    torn = Image.open(io.BytesIO(path.read_bytes()[:100]))
+    with LLM.from_config(run, start=ModelEngine, note=print, needs_chat_template=True) as llm:
+        conversations = [[{"role": "user", "content": (form, TEXT)}] for form in forms]
+        chats = [answer.text for answer in llm.chat(conversations)]
+        columns = [
+            answer.text for answer in llm.generate({"prompt": "What?", "photo": each} for each in (picture, [picture]))
+        ]
+        (failed,) = llm.generate([{"prompt": "What?", "photo": torn}])
+    (expected,) = texts(rows.answer(user("@a.png", "What?")))
+    assert [*chats, *columns] == [expected] * 7
+    assert failed.error is not None
+    assert failed.error.type == "invalid_image"
+    assert "the image in `photo` cannot be read" in failed.error.message
 
 
 def test_what_is_wrong_with_an_image_is_its_rows_error(rows: Rows) -> None:

@@ -19,14 +19,13 @@ import msgspec
 from nvcli.core.system.host_memory import limit_more_memory
 from nvcli.core.system.pixel_file import PixelFile
 from nvcli.errors import first_line
+from nvcli.job.rows.image_values import MAX_PIXELS
 from nvcli.models.vision.image_processor import ImageProcessor
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-MAX_PIXELS = 100_000_000
-"""The most pixels of an image as it is stored."""
 _MAX_BYTES = 2 << 30
 """The most memory of the process beside what it has at its start."""
 

@@ -7,6 +7,7 @@ beside `messages`, in rows of batch files in the body. All of them become argume
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -35,8 +36,10 @@ ARGUMENTS = (TOOLS, DOCUMENTS, ADD_GENERATION_PROMPT, CONTINUE_FINAL_MESSAGE, RE
 _KEYS = frozenset((*CONVERSATION_KEYS, REASONING_EFFORT))
 IMAGE = "image"
 """The type of a part that is an image, once it is read, and its key for what the row names."""
-_IMAGE_TYPES = (IMAGE, "image_url", "input_image")
-"""The types of such parts in Qwen's form, in OpenAI's chat completions and in its responses."""
+_IMAGE_TYPES = (IMAGE, "image_url", "input_image", "image_pil")
+"""The types of such parts in Qwen's form, in OpenAI's chat completions, in its responses and in vLLM's programs."""
+_NAMING_KEYS = (IMAGE, "image_url", "image_pil", "url", "path")
+"""The keys under which they name the image; the last two in transformers' form."""
 _NAMED_CHOICES = ("none", "auto", "required")
 
 
@@ -121,9 +124,9 @@ def _read_parts(parts: list[Any], name: str) -> str | list[dict[str, Any]]:
 def _read_image(part: dict[str, Any], name: str) -> dict[str, Any]:
     """Return a part that is an image in one form, whichever of its forms it has: what the row names under `image`,
     and limits of its size."""
-    value = part.get(IMAGE, part.get("image_url"))
+    value = next((part[key] for key in _NAMING_KEYS if part.get(key) is not None), None)
     if isinstance(value, dict):
-        value = value.get("url")
+        value = value.get("url", value.get("path"))
     if not isinstance(value, str) or not value:
         raise InvalidValue(
             (), f'`{name}` is {show(part)}; allowed: {{"type": "image", "image": PATH}} or {{"type": "image_url", …}}'
@@ -136,17 +139,25 @@ def _read_image(part: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def with_images(messages: list[dict[str, Any]], images: Any, key: str) -> list[dict[str, Any]]:
-    """Return messages with images before the text of the last user message. `images` is what a row has under `key`: a
-    path, or a list of paths. Raises InvalidValue."""
-    paths = images if isinstance(images, list) else [images]
-    if not all(isinstance(path, str) and path for path in paths):
-        raise InvalidValue((key,), f"`{key}` is {show(images)}; allowed: the path of an image, or a list of paths")
+    """Return messages with images before the text of the last user message. `images` is what a row has under `key`: the
+    name of an image, or a list of names, which may be JSON text. Raises InvalidValue."""
+    with suppress(msgspec.DecodeError):  # a path may begin with a bracket
+        images = decode_list(images)
+    names = [
+        each.get("path") if isinstance(each, dict) else each
+        for each in (images if isinstance(images, list) else [images])
+    ]
+    if not all(isinstance(name, str) and name for name in names):
+        raise InvalidValue(
+            (key,),
+            f"`{key}` is {show(images)}; allowed: the path of an image, its bytes in a table, or a list of these",
+        )
     at = next((n for n, message in reversed([*enumerate(messages)]) if message["role"] == "user"), None)
     if at is None:
         raise InvalidValue((key,), f"`{key}` is given, and no message of the row is the user's; add one")
     content = messages[at].get("content") or ""
     text = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    parts = [*({"type": IMAGE, IMAGE: path} for path in paths), *text]
+    parts = [*({"type": IMAGE, IMAGE: name} for name in names), *text]
     return [*messages[:at], {**messages[at], "content": parts}, *messages[at + 1 :]]
 
 

@@ -17,6 +17,7 @@ from nvcli.job.job import Caller, Job, JobId, JobResult, RowContext, RowForm, fa
 from nvcli.job.line_splitter import DroppedLine, Line, too_long
 from nvcli.job.rows.bad_json import explain_bad_json, explain_bad_utf8, explain_bad_value
 from nvcli.job.rows.conversation import CONVERSATION_KEYS
+from nvcli.job.rows.image_values import named_images, with_named_images
 from nvcli.job.rows.native_row import KEYS_OF_KIND, KNOWN_KEYS, RowDefaults, RowKeys, known_form, native_id, native_job
 from nvcli.job.rows.openai_row import OWN_KEYS as OPENAI_KEYS
 from nvcli.job.rows.openai_row import looks_like_openai, openai_form, openai_id, openai_job, openai_model
@@ -129,8 +130,8 @@ class RowParser:
                 has_prompt = any(not is_null(given.get(key)) for key in self.keys.prompts)
                 is_native = has_prompt or not looks_like_openai(given)
             kind, own_keys = self._kind_and_keys(row, given) if is_native else (None, OPENAI_KEYS)
-            own_of = _own_values if isinstance(row, (bytes, Cells)) else _own_objects
-            values = own_of(given, own_keys)
+            is_json = isinstance(row, (bytes, Cells))
+            values = _own_values(given, own_keys) if is_json else _own_objects(given, own_keys, self.keys)
             if marked is not None:
                 given = marked.with_nulls(given)
             left_out = own_keys if not self._keep_input else own_keys & {"id" if is_native else "custom_id"}
@@ -359,10 +360,15 @@ def _own_values(given: Mapping[str, Any], own_keys: frozenset[str]) -> dict[str,
     return values
 
 
-def _own_objects(given: Mapping[str, Any], own_keys: frozenset[str]) -> dict[str, Any]:
-    """Return the objects of nvcli's own keys as plain values, without those that are null. Raises RowError."""
-    own = ((key, value) for key, value in given.items() if key in own_keys and value is not None)
-    return {key: plain_value(value, key) for key, value in own}
+def _own_objects(given: Mapping[str, Any], own_keys: frozenset[str], keys: RowKeys) -> dict[str, Any]:
+    """Return the objects of nvcli's own keys as plain values, without those that are null, and with images as texts
+    that name them. Raises RowError."""
+    own = {key: value for key, value in given.items() if key in own_keys and value is not None}
+    if keys.image in own:
+        own[keys.image] = named_images(own[keys.image], keys.image)
+    if keys.messages in own:
+        own[keys.messages] = with_named_images(own[keys.messages])
+    return {key: plain_value(value, key) for key, value in own.items()}
 
 
 def _repeated(row_id: JobId, is_native: bool) -> RowError:
