@@ -74,6 +74,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     images are parts of messages alone."""
     media_roots: list[str] = []
     """Folders below which the images of rows may be, besides those of the inputs."""
+    media_domains: list[str] = []
+    """Domains from which images are fetched that rows name by https URLs: `images.example.com`, `*.example.com`."""
     id_field: Annotated[Name, Flag("--id-field", ROWS, "Key (column) of the ids.", "COLUMN")] = "id"
     check_columns: bool = True
     """An input whose first rows all lack a prompt ends the run before anything is written; false: they become error

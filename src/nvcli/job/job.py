@@ -7,7 +7,8 @@ is one of these, or a type that the engine gave:
     line_too_long, invalid_utf8, invalid_csv, ragged_row
     missing_prompt, conflicting_prompts, invalid_value,        its keys and values
     missing_column, invalid_sampling, invalid_structured, structured_timeout,
-    unsupported_url, unsupported_parameter, unsupported_content, invalid_image
+    unsupported_url, unsupported_parameter, unsupported_content, invalid_image,
+    image_unavailable
     empty_prompt, prompt_too_long, max_tokens_too_large,       against the model
     token_out_of_vocabulary, special_token, no_chat_template,
     chat_template_error, tokenizer_error
@@ -29,7 +30,7 @@ from nvcli.errors import INTERNAL_ERROR, RowError
 JobId = str | int
 
 RETRYABLE_ERRORS = frozenset(
-    {"kv_cache_too_small", "non_finite_logits", "structured_timeout", "aborted", INTERNAL_ERROR}
+    {"kv_cache_too_small", "non_finite_logits", "structured_timeout", "image_unavailable", "aborted", INTERNAL_ERROR}
 )
 """Error types that may be gone when the same row is tried again: with more memory, in another batch, on a machine that
 is less busy, with a bug fixed. All others come from the row itself, the model or the configuration."""

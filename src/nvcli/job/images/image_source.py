@@ -1,7 +1,7 @@
 """ImageFolders: where the images of rows may be, and the bytes or the file that a row names.
 
 A row comes from anyone, so it may name only files below the folders of the job's inputs and `job.media_roots`, whatever
-links and `..` its path has. Nothing is fetched from the network.
+links and `..` its path has. What is fetched from the network: `job.images.image_fetch`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from nvcli.core.system.regular_file import check_regular
-from nvcli.core.validation import shorten, show
-from nvcli.errors import RowError
+from nvcli.job.images.image_fetch import ImageFetcher, MediaDomains, refused
 
 MAX_FILE_BYTES = 64 << 20
 """The largest file of an image."""
@@ -31,24 +30,27 @@ class ImageFolders:
 
     folders: tuple[Path, ...]
     """Relative paths begin at the first of them in which the file is."""
+    fetcher: ImageFetcher
+    """Fetches images that rows name by URL."""
 
     @classmethod
-    def of(cls, inputs: Sequence[str], roots: Sequence[str]) -> ImageFolders:
+    def of(cls, inputs: Sequence[str], roots: Sequence[str], domains: Sequence[str] = ()) -> ImageFolders:
         """Return the folders of a job with these input files; `-` is standard input, which the working folder stands
-        for."""
+        for. `domains` are those of `job.media_domains`. Raises ConfigError for one that is none."""
         folders = [Path(name).parent if name != "-" else Path() for name in inputs] or [Path()]
-        return cls(tuple(dict.fromkeys(Path(os.path.realpath(folder)) for folder in [*folders, *map(Path, roots)])))
+        resolved = (Path(os.path.realpath(folder)) for folder in [*folders, *map(Path, roots)])
+        return cls(tuple(dict.fromkeys(resolved)), ImageFetcher(MediaDomains.of(domains), max_bytes=MAX_FILE_BYTES))
 
     def find(self, source: str) -> Path | bytes:
-        """Return the file that a row names as a path or as a `file:` URL, or the bytes in a `data:` URL. Raises
-        RowError."""
+        """Return the file that a row names as a path or as a `file:` URL, or the bytes in a `data:` URL or behind one
+        of the web. Raises RowError."""
         if source.startswith("data:"):
             return _decoded(source)
         scheme = _URL.match(source)
         if scheme is not None and scheme[1].lower() == "file":
             source = unquote(source[len("file:") :].removeprefix("//").removeprefix("localhost"))
         elif scheme is not None and len(scheme[1]) > 1:
-            raise _refused(source, "images are not fetched from the network: download it, and give its path")
+            return self.fetcher.fetch(source)
         return self._file(source)
 
     def _file(self, name: str) -> Path:
@@ -62,31 +64,27 @@ class ImageFolders:
                     continue
                 check_regular(path)
                 if (size := path.stat().st_size) > MAX_FILE_BYTES:
-                    raise _refused(name, f"it has {size:,} bytes; allowed: {MAX_FILE_BYTES:,}")
+                    raise refused(name, f"it has {size:,} bytes; allowed: {MAX_FILE_BYTES:,}")
             except FileNotFoundError:
                 continue
             except (OSError, ValueError) as error:  # a name with a NUL
-                raise _refused(name, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+                raise refused(name, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
             return path
         if is_outside:
-            raise _refused(
+            raise refused(
                 name,
                 "it is not below the folder of the input; move it there, or name a folder in `job.media_roots`",
             )
-        raise _refused(name, f"no such file in {', '.join(map(str, self.folders))}")
+        raise refused(name, f"no such file in {', '.join(map(str, self.folders))}")
 
 
 def _decoded(url: str) -> bytes:
     head = _DATA.match(url)
     if head is None:
-        raise _refused(url, "allowed in a `data:` URL: base64, such as data:image/png;base64,…")
+        raise refused(url, "allowed in a `data:` URL: base64, such as data:image/png;base64,…")
     if (len(url) - head.end()) * 3 // 4 > MAX_FILE_BYTES:
-        raise _refused(url, f"it has more than {MAX_FILE_BYTES:,} bytes")
+        raise refused(url, f"it has more than {MAX_FILE_BYTES:,} bytes")
     try:
         return base64.b64decode(unquote(url[head.end() :]), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise _refused(url, f"it is no base64: {error}") from None
-
-
-def _refused(source: str, problem: str) -> RowError:
-    return RowError("invalid_image", f"the image {show(shorten(source))}: {problem}")
+        raise refused(url, f"it is no base64: {error}") from None

@@ -25,6 +25,7 @@ from nvcli.core.messages import pack
 from nvcli.core.prompt_image import MAX_PROMPT_IMAGES, PromptImage
 from nvcli.core.validation import shorten, show
 from nvcli.errors import CapacityError, RowError
+from nvcli.job.images.image_fetch import refused
 from nvcli.job.images.image_process import Prepared, Question
 from nvcli.job.images.image_source import ImageFolders
 from nvcli.job.images.pixel_memory import PixelMemory, Pixels
@@ -77,7 +78,8 @@ class RowImages:
         """`token_id` stands for an image in rendered conversations."""
         self._processor, self._token_id, self._folders = processor, token_id, folders
         self._num_processes = max(1, min(_MAX_PROCESSES, len(os.sched_getaffinity(0))))
-        self._threads = ThreadPoolExecutor(self._num_processes, thread_name_prefix="nvcli-images")
+        # Threads also wait for servers.
+        self._threads = ThreadPoolExecutor(_AHEAD * self._num_processes, thread_name_prefix="nvcli-images")
         self._idle: queue.LifoQueue[GuardedProcess] = queue.LifoQueue()
         self._processes = [
             GuardedProcess(
@@ -189,19 +191,20 @@ class RowImages:
             self._memory.free(offset, size)  # where the process may have written before it was ended
             if not answer.reason:
                 return RowError("aborted", "the run ends")
-            return _refused(source, f"its process {answer.reason}")
+            return refused(source, f"its process {answer.reason}")
         prepared = msgspec.msgpack.decode(answer, type=Prepared)
         if prepared.has_no_memory:
             self._memory.free(offset, size)
             raise CapacityError(f"the image {show(shorten(source))}: {prepared.problem}")
         if prepared.problem:
-            return _refused(source, prepared.problem)
+            return refused(source, prepared.problem)
         pixels = Pixels(self._memory, offset, prepared.height, prepared.width, prepared.key)
         self._known[known] = pixels
         return pixels
 
     def close(self) -> None:
         """End the processes, even while they work. Pixels that rows hold stay. Idempotent."""
+        self._folders.fetcher.close()
         for process in self._processes:
             process.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -253,7 +256,3 @@ def _limited(processor: ImageProcessor, part: dict[str, Any]) -> ImageProcessor:
             "the smaller one first",
         )
     return replace(processor, min_pixels=least, max_pixels=most)
-
-
-def _refused(source: str, problem: str) -> RowError:
-    return RowError("invalid_image", f"the image {show(shorten(source))}: {problem}")

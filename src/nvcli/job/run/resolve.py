@@ -157,7 +157,7 @@ class ResolvedModel:
     @property
     def image_folders(self) -> ImageFolders:
         """The folders below which the images of rows may be."""
-        return ImageFolders.of((), self.run.job.media_roots)
+        return ImageFolders.of((), self.run.job.media_roots, self.run.job.media_domains)
 
     def prepare(
         self, reader: RowReader, tokenizer: Tokenizer, *, has_grammars: bool = True
@@ -208,7 +208,7 @@ class ResolvedJob(ResolvedModel):
 
     @property
     def image_folders(self) -> ImageFolders:
-        return ImageFolders.of(self.inputs, self.run.job.media_roots)
+        return ImageFolders.of(self.inputs, self.run.job.media_roots, self.run.job.media_domains)
 
     def describe_kinds(self, kinds: Collection[PromptKind]) -> list[str]:
         """Return lines on how prompts of these kinds are sent."""
