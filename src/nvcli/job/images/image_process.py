@@ -8,6 +8,8 @@ size of an image before it decodes it.
 from __future__ import annotations
 
 import io
+import os
+import sys
 import warnings
 from hashlib import blake2b
 from multiprocessing.connection import Connection
@@ -62,6 +64,8 @@ def main(argument: None, control: Connection) -> None:
     Image.MAX_IMAGE_PIXELS = None  # looked at below, before anything is decoded
     warnings.simplefilter("ignore")
     limit_more_memory(_MAX_BYTES)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stderr.fileno())  # libtiff writes there whatever it finds wrong
     encode = msgspec.msgpack.Encoder().encode
     control.send_bytes(b"")
     pixels: PixelFile | None = None
