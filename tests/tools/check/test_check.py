@@ -24,6 +24,7 @@ from nvcli.tools.check.check import Check, CheckOptions, CheckReport, check_job
 from nvcli.tools.check.machine import Forecast, named_gpus
 from nvcli.tools.check.progress import CheckProgress
 from nvcli.tools.check.report import format_json, print_report
+from vision_model import write_image, write_vision_model
 
 ROWS: list[Any] = [
     {"prompt": "ab", "id": "first"},
@@ -214,6 +215,25 @@ def test_named_gpus_are_estimated_without_weights(
     monkeypatch.setattr(Tokenizer, "load", lambda *_, **__: pytest.fail("the layout was not checked first"))
     with pytest.raises(ConfigError, match=r"\(--tp\) is 4, and 2 GPUs can be seen"):
         checked(tmp_path, model, rows, CheckOptions(gpus=named_gpus("h200", 2)), **{"--tp": 4})
+
+
+def test_images_are_counted_with_their_sizes_and_tokens(tmp_path: Path) -> None:
+    model = write_vision_model(tmp_path / "model")
+    for name, height, width in (("a", 40, 64), ("b", 32, 48)):
+        write_image(tmp_path / f"{name}.png", height, width)
+    rows = [
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": f"{name}.png"} for name in names]}]}
+        for names in ("a", "ab", "ax", "aa")
+    ]
+    report = checked(tmp_path, model, [*rows, {"prompt": "x"}], CheckOptions(num_prompts=0))
+    assert report.images is not None
+    assert (report.images.rows, report.images.tokens.total) == (3, 4 * 40 + 24)
+    printed = io.StringIO()
+    print_report(report, printed)
+    assert (
+        "images      5 in 3 rows: 184 tokens; of one: least 24, median 40, most 40\n"
+        "            pixels that the model gets: 4 of 64 × 40, 1 of 48 × 32\n"
+    ) in printed.getvalue()
 
 
 def test_a_damaged_input_leaves_the_report_of_what_was_read(tmp_path: Path, model_folder: Path) -> None:

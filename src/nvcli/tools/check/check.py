@@ -34,6 +34,7 @@ from nvcli.job.run.resolve import ResolvedJob, resolve_job
 from nvcli.job.run.settings import Setting, is_worth_showing, sampling_settings
 from nvcli.job.shard import Shard
 from nvcli.job.text.prepare import PreparedRow
+from nvcli.tools.check.image_counts import ImageReport
 from nvcli.tools.check.lengths import PromptLengths, lengths_of
 from nvcli.tools.check.machine import Forecast, JobEstimate, Machine, estimate_job
 from nvcli.tools.check.progress import CheckProgress
@@ -77,6 +78,8 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
     """The first prompts."""
     lengths: PromptLengths | None
     """Prompt lengths of the rows that can be answered; None: no row can."""
+    images: ImageReport | None
+    """The images of these rows; None: they have none."""
     equal_rows: int
     repeated_prompts: int
     may_miss_equal_rows: bool
@@ -238,6 +241,7 @@ class _Reading:
             errors=tally.errors,
             prompts=self._prompts,
             lengths=lengths_of(tally.lengths),
+            images=tally.images.report(),
             equal_rows=tally.equal_rows,
             repeated_prompts=tally.repeated_prompts,
             may_miss_equal_rows=tally.may_miss_equal_rows,

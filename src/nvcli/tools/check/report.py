@@ -15,6 +15,7 @@ from nvcli.core.system.terminal_text import harmless, one_line
 from nvcli.job.progress.display import format_seconds
 from nvcli.job.run.settings import Setting, sampling_name
 from nvcli.tools.check.check import CheckReport
+from nvcli.tools.check.image_counts import ImageReport
 from nvcli.tools.check.lengths import PromptLengths
 from nvcli.tools.check.machine import Forecast
 from nvcli.tools.check.prompts import ShownPrompt
@@ -69,6 +70,8 @@ def _lines(report: CheckReport) -> Iterator[tuple[str, str]]:
         yield "", f"{error.count:,} {error.type}; the first: {one_line(error.message, _MESSAGE_CHARS)}"
     if report.lengths is not None:
         yield from _length_lines(report.lengths)
+    if report.images is not None:
+        yield from _image_lines(report.images)
     yield from _repetition_lines(report)
     for number, note in enumerate(report.notes):
         yield "" if number else "form", one_line(note)
@@ -96,6 +99,18 @@ def _length_lines(lengths: PromptLengths) -> Iterator[tuple[str, str]]:
     )
     for line in histogram_lines(lengths.histogram):
         yield "", line
+
+
+def _image_lines(images: ImageReport) -> Iterator[tuple[str, str]]:
+    tokens = images.tokens
+    yield (
+        "images",
+        f"{tokens.count:,} in {counted(images.rows, 'row')}: {counted(tokens.total, 'token')}; of one: least "
+        f"{tokens.least:,}, median {tokens.median:,}, most {tokens.most:,}",
+    )
+    shown = [f"{size.images:,} of {size.width:,} × {size.height:,}" for size in images.sizes]
+    others = [f"{counted(images.other_sizes, 'other size')}"] if images.other_sizes else []
+    yield "", f"pixels that the model gets: {', '.join([*shown, *others])}"
 
 
 def _repetition_lines(report: CheckReport) -> Iterator[tuple[str, str]]:

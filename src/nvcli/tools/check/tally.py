@@ -14,6 +14,7 @@ import msgspec
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.job.job import JobResult, RowContext
 from nvcli.job.text.prepare import PreparedRow
+from nvcli.tools.check.image_counts import ImageCounts
 from nvcli.tools.check.prefixes import SeenKeys, SharedBlocks, adapter_salt
 
 
@@ -47,6 +48,8 @@ class Tally:
         """All rows, failed ones included."""
         self.lengths: Counter[int] = Counter()
         """Prompt tokens → number of rows that can be answered."""
+        self.images = ImageCounts()
+        """The images of these rows."""
         self.adapters: Counter[int] = Counter()
         """Number of a LoRA adapter (`PreparedRow.adapter`) → its rows that can be answered."""
         self.samples = 0
@@ -80,6 +83,8 @@ class Tally:
             return
         sampling = row.sampling
         self.lengths[row.num_prompt_tokens] += 1
+        if row.images is not None:
+            self.images.add(row.images)
         self.samples += sampling.num_samples
         if row.task is None and sampling != self._defaults:
             self.rows_with_own_sampling += 1
