@@ -26,7 +26,7 @@ from nvcli.job.progress.display import Progress
 from nvcli.job.run.generate import generate
 from nvcli.job.run.resolve import resolve_job, resolve_settings
 from nvcli.llm.llm import LLM
-from vision_model import write_image, write_vision_model
+from vision_model import IMAGE_ID, write_image, write_vision_model
 
 pytestmark = pytest.mark.usefixtures("tokenizer", "warm_engines")
 
@@ -179,6 +179,50 @@ def test_what_is_wrong_with_an_image_is_its_rows_error(rows: Rows) -> None:
         *("chat_template_error", "invalid_image", "invalid_value", "unsupported_content"),
     ]
     assert found[-1]["error"] is None
+
+
+def test_continuations_of_images_are_scored(rows: Rows) -> None:
+    """By the probability with which the same token is generated, whatever other prompts are beside it."""
+    token = 70
+    said = {"max_tokens": 1, "temperature": 0, "logprobs": 0, "logit_bias": {str(token): 100}, "return_token_ids": True}
+    prompts = [("@a.png", "What?"), ("@b.jpg", "What?"), ("@a.png", "@b.jpg", "?"), ("What?",)]
+    generated = rows.answer(*(user(*parts, sampling=said) for parts in prompts))
+    assert [row["choices"][0]["token_ids"] for row in generated] == [[token]] * len(prompts)
+    text = generated[0]["choices"][0]["text"]
+    scored = rows.answer(
+        *(user(*parts, choices=[text, text * 3]) for parts in prompts), user("@a.png"), task="score", block_size=16
+    )
+    expected = [row["choices"][0]["logprobs"]["token_logprobs"][0] for row in generated]
+    assert [row["choices"][0]["logprob"] for row in scored[:-1]] == pytest.approx(expected, abs=1e-4)
+    assert len({round(value, 3) for value in expected}) == len(prompts)
+    assert scored[-1]["error"]["type"] == "unsupported_content"
+
+
+def test_images_are_embedded_as_by_transformers(rows: Rows) -> None:
+    import torch
+    import transformers
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    found = rows.answer(user("@a.png", "What?"), user("@b.jpg", "What?"), task="embed")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(rows.model)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(rows.model).eval()
+    prepare = Qwen2VLImageProcessorPil.from_pretrained(rows.model)
+    for name, row in zip(("a.png", "b.jpg"), found, strict=True):
+        images = prepare(images=[Image.open(rows.folder / name)], return_tensors="pt")
+        pads = "<|image_pad|>" * int(images["image_grid_thw"].prod() // 4)
+        ids = tokenizer(
+            f"user:<|vision_start|>{pads}<|vision_end|>What?\na:", add_special_tokens=False, return_tensors="pt"
+        )["input_ids"]
+        with torch.no_grad():
+            states = model.model(
+                input_ids=ids,
+                pixel_values=images["pixel_values"],
+                image_grid_thw=images["image_grid_thw"],
+                mm_token_type_ids=(ids == IMAGE_ID).int(),
+            ).last_hidden_state[0, -1]
+        assert row["usage"]["prompt_tokens"] == ids.shape[1]
+        expected = torch.nn.functional.normalize(states, dim=0).tolist()
+        assert row["embedding"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_images_are_not_cut(rows: Rows) -> None:

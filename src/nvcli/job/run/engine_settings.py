@@ -101,8 +101,6 @@ def why_no_images(run: RunConfig, model_path: Path, model: ModelConfig) -> str |
         return f"this model ({model.architecture}) is read as one of text alone"
     if run.images == "never":
         return "`images` is never"
-    if run.task != "generate":
-        return "scores and embeddings are made of text alone"
     if run.pipeline_parallel_size > 1:
         return "`pipeline_parallel_size` (--pp) is above 1, where images are not read; use --tp"
     if run.speculation.draft_head is not None:

@@ -46,6 +46,8 @@ def task_requests(prepared: PreparedRow, task: PreparedTask, first_id: int) -> l
         Request(
             request_id=first_id + number,
             prompt_ids=prompt_ids,
+            images=[] if prepared.images is None else prepared.images.images,
+            image_token_id=0 if prepared.images is None else prepared.images.token_id,
             max_tokens=1,
             sampling=prepared.sampling,
             stop_ids=[],

@@ -180,12 +180,17 @@ class Preparer:
             if not isinstance(row, Job)
             else self._prepare_row(row, prompts[at], pixels.get(at, ()))
             if row.task is None
-            else self._prepare_task(row, row.task, prompts[at], wholes.get(at, ()))
+            else self._prepare_task(row, row.task, prompts[at], wholes.get(at, ()), pixels.get(at, ()))
             for at, row in enumerate(rows)
         ]
 
     def _prepare_task(
-        self, job: Job, task: PromptTask, prompt: list[int] | RowError, wholes: Sequence[list[int] | RowError]
+        self,
+        job: Job,
+        task: PromptTask,
+        prompt: list[int] | RowError,
+        wholes: Sequence[list[int] | RowError],
+        pixels: Sequence[Pixels],
     ) -> PreparedRow | JobResult:
         """Prepare a row that is scored or embedded. `wholes` are its prompt with each continuation."""
         problem = next((ids for ids in (prompt, *wholes) if isinstance(ids, RowError)), None)
@@ -196,11 +201,16 @@ class Preparer:
         try:
             self._check_prompt(job, prompt, "`prompt_token_ids`")
             texts: tuple[ScoredText, ...] = ()
+            known, images = [ids for ids in wholes if isinstance(ids, list)], None
+            if pixels:
+                prompt, images = self._expand(prompt, pixels)
+                known = [self._expand(ids, pixels)[0] for ids in known]
+            num_tokens = len(prompt)
             if isinstance(task, ScoreTask) and task.continuations is not None:
                 prompt, texts = scored_continuations(
                     task,
                     prompt,
-                    [ids for ids in wholes if isinstance(ids, list)],
+                    known,
                     lead=self._wholes.lead,
                     num_behind=self._wholes.num_behind if job.prompt is not None else 0,
                     max_model_len=limits.max_model_len,
@@ -211,12 +221,17 @@ class Preparer:
             if isinstance(task, EmbedTask):
                 check_dimensions(task, limits.hidden_size)
                 prompt, _ = fit_prompt(prompt, job.sampling, limits, "sampling")
+            elif not texts and images is not None:
+                raise RowError(
+                    "unsupported_content", "the row has images, whose tokens have no probabilities; give a continuation"
+                )
             elif not texts:
                 prompt, texts = scored_prompt(
                     prompt, job.prompt, max_model_len=limits.max_model_len, on_too_long=limits.on_too_long
                 )
-            prompt_ids, prepared = pack(prompt), PreparedTask(task=task, texts=texts)
+            prompt_ids, prepared = _packed(prompt, images, num_tokens), PreparedTask(task=task, texts=texts)
             extra = job.context.extra
+            num_bytes = _ROW_BYTES + len(prompt_ids) + 8 * prepared.num_tokens + (_num_bytes(extra) if extra else 0)
             return PreparedRow(
                 context=job.context,
                 prompt_ids=prompt_ids,
@@ -226,7 +241,8 @@ class Preparer:
                 sampling=msgspec.structs.replace(job.sampling, n=max(1, len(texts))),
                 answer_key=prepared.answer_key(prompt_ids, job.adapter),
                 adapter=job.adapter,
-                num_bytes=_ROW_BYTES + len(prompt_ids) + 8 * prepared.num_tokens + (_num_bytes(extra) if extra else 0),
+                num_bytes=num_bytes + (0 if images is None else images.num_bytes // _PIXELS_PER_BYTE),
+                images=images,
                 task=prepared,
             )
         except RowError as error:
@@ -304,11 +320,7 @@ class Preparer:
             if pixels:
                 prompt, images = self._with_images(prompt, pixels, sampling, under)
             ids, max_tokens = fit_prompt(prompt, sampling, self._limits, under)
-            if images is not None and len(ids) < len(prompt):
-                raise RowError(
-                    "prompt_too_long", f"the prompt has {len(prompt):,} tokens with its images, and is not cut"
-                )
-            prompt_ids = pack(ids) if images is None else images.packed(ids)
+            prompt_ids = _packed(ids, images, len(prompt))
             echo = self._echo(job, ids, is_whole=len(ids) == len(prompt)) if sampling.echo else ""
             reading = None
             if job.messages is not None:
@@ -373,11 +385,14 @@ class Preparer:
         self, prompt: list[int], pixels: Sequence[Pixels], sampling: SamplingParams, under: str
     ) -> tuple[list[int], PromptImages]:
         """Return the prompt with the tokens of its images. Raises RowError."""
-        assert self._images is not None
         if sampling.prompt_logprobs is not None:
             raise RowError(
                 "unsupported_parameter", f"`{under}.prompt_logprobs` is given beside images; leave one of the two out"
             )
+        return self._expand(prompt, pixels)
+
+    def _expand(self, prompt: list[int], pixels: Sequence[Pixels]) -> tuple[list[int], PromptImages]:
+        assert self._images is not None
         return self._images.expand(prompt, pixels)
 
     def _check_prompt(self, job: Job, ids: list[int], name: str) -> None:
@@ -472,6 +487,16 @@ def _last_message(job: Job) -> str | None:
         goes_on = job.template_arguments.get(CONTINUE_FINAL_MESSAGE, goes_on)
     content = job.messages[-1].get("content")
     return content if goes_on and isinstance(content, str) else None
+
+
+def _packed(ids: list[int], images: PromptImages | None, num_tokens: int) -> bytes:
+    """Return a prompt as `Request.prompt_ids` has it. Raises RowError if it has images, and is not all of its
+    `num_tokens` tokens."""
+    if images is None:
+        return pack(ids)
+    if len(ids) < num_tokens:
+        raise RowError("prompt_too_long", f"the prompt has {num_tokens:,} tokens with its images, and is not cut")
+    return images.packed(ids)
 
 
 def _num_bytes(extra: Mapping[str, Any]) -> int:
