@@ -109,7 +109,6 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     assert "No such file" in prepare(tmp_path / "b.png").problem
 
 
-
 def test_no_memory_for_pixels_is_no_fault_of_the_image() -> None:
     os.ftruncate(fd := os.memfd_create("small", os.MFD_ALLOW_SEALING), 4096)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
