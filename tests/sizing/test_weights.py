@@ -114,6 +114,8 @@ def test_the_largest_stage(tmp_path: Path) -> None:
         ("qwen3-0.6b", 0.60),
         ("qwen3-8b", 8.19),
         ("qwen3-32b", 32.76),
+        ("qwen3-vl-8b", 8.19),
+        ("qwen2.5-vl-7b", 7.62),
         ("qwen3-30b-a3b", 30.53),
         ("qwen3-235b-a22b", 235.09),
         ("gpt-oss-20b", 20.91),

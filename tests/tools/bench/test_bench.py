@@ -14,6 +14,7 @@ from fake_command import NvcliHere
 from nvcli import __version__
 from nvcli.tools.bench.ceilings import Ceilings
 from nvcli.tools.bench.workload import Workload
+from vision_model import write_vision_model
 
 pytestmark = pytest.mark.usefixtures("warm_engines")
 
@@ -155,6 +156,21 @@ def test_a_files_rows_are_the_workload(tmp_path: Path, bench: Callable[..., dict
 
 
 @pytest.mark.usefixtures("known_ceilings")
+def test_images_are_made_up(tmp_path: Path, nvcli_here: NvcliHere, known_ceilings: None) -> None:
+    model = write_vision_model(tmp_path / "model")
+    sizes = ("--num-requests", 5, "--input-len", 4, "--output-len", 3, "--images", 2, "--image-size", "60x33")
+    done = nvcli_here("bench", "-m", model, *sizes, "--set", "max_num_seqs=4", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    (run,) = result["runs"]
+    images = result["images"]
+    assert (images["per_prompt"], images["size"], images["num_tokens"]) == (2, [60, 33], 32)
+    assert images["prepared_per_second"] > 0
+    assert run["prompt_tokens"] == 5 * (2 * 32 + 4)
+    assert run["cached_tokens"] == 0
+    assert result["images_per_second"] == pytest.approx(2 * result["requests_per_second"])
+
+
 def test_ablations_run_each_in_engines_of_their_own(nvcli_here: NvcliHere) -> None:
     options = ("--num-requests", "3", "--input-len", "8", "--output-len", "4")
     done = nvcli_here("bench", "-m", "demo", *options, "--ablate", "overlap,backend=flashinfer")
@@ -179,6 +195,12 @@ def test_ablations_run_each_in_engines_of_their_own(nvcli_here: NvcliHere) -> No
         (("-m", "demo", "--plot", "run.gif"), "--plot"),
         (("-m", "demo", "--input", "no-such-file.jsonl"), "no-such-file.jsonl"),
         (("-m", "demo", "--input", "rows.jsonl", "--input-len", "5"), "--input-len"),
+        (
+            ("-m", "demo", "--images", "1"),
+            "`images` is always, and this model (Qwen3ForCausalLM) is read as one of text",
+        ),
+        (("-m", "demo", "--image-size", "9x9"), "add --images"),
+        (("-m", "demo", "--images", "1", "--image-size", "9"), "--image-size 9: allowed"),
         (("-m", "demo", "--dp", "0"), "--dp"),
         (("-m", "demo", "--set", "kv_cache_memory=250KB", "--set", "block_size=16"), "KV cache"),
         ((), "--model"),

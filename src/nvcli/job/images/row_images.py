@@ -77,15 +77,15 @@ class RowImages:
     def __init__(self, processor: ImageProcessor, token_id: int, folders: ImageFolders) -> None:
         """`token_id` stands for an image in rendered conversations."""
         self._processor, self._token_id, self._folders = processor, token_id, folders
-        self._num_processes = max(1, min(_MAX_PROCESSES, len(os.sched_getaffinity(0))))
+        self.num_processes = max(1, min(_MAX_PROCESSES, len(os.sched_getaffinity(0))))
         # Threads also wait for servers.
-        self._threads = ThreadPoolExecutor(_AHEAD * self._num_processes, thread_name_prefix="nvcli-images")
+        self._threads = ThreadPoolExecutor(_AHEAD * self.num_processes, thread_name_prefix="nvcli-images")
         self._idle: queue.LifoQueue[GuardedProcess] = queue.LifoQueue()
         self._processes = [
             GuardedProcess(
                 "nvcli.job.images.image_process:main", None, name=f"image process {number}", max_seconds=_MAX_SECONDS
             )
-            for number in range(self._num_processes)
+            for number in range(self.num_processes)
         ]
         for process in reversed(self._processes):
             self._idle.put(process)  # the first one is taken first, so that few images start few processes
@@ -102,7 +102,7 @@ class RowImages:
         for row in rows:
             parts[-1].append(row)
             num_images += len(_images_of_row(row))
-            if num_images >= _AHEAD * self._num_processes:
+            if num_images >= _AHEAD * self.num_processes:
                 parts.append([])
                 num_images = 0
         for part, following in zip_longest(parts, parts[1:], fillvalue=()):

@@ -18,6 +18,7 @@ from nvcli.tools.bench.ablation import Ablation, AblationResult
 from nvcli.tools.bench.ceilings import measure_ceilings
 from nvcli.tools.bench.engines import Engines, Pass
 from nvcli.tools.bench.file_workload import FileWorkload
+from nvcli.tools.bench.made_up_images import BenchImages
 from nvcli.tools.bench.measures import Run, run_of
 from nvcli.tools.bench.roofline import Ceilings
 from nvcli.tools.bench.workload import Workload
@@ -63,6 +64,8 @@ class BenchResult:
     workload: Workload | FileWorkload
     adapters: BenchAdapters | None
     """None: no request has an adapter of its own. `ready.max_loaded_adapters` are on each device at a time."""
+    images: BenchImages | None
+    """None: prompts have no images."""
     data_parallel_size: int
     ready_seconds: float
     """Seconds from the start of the replicas until the last one is ready."""
@@ -80,6 +83,14 @@ class BenchResult:
     def median(self) -> Run:
         """The run of median speed (of two, the slower)."""
         return self.runs[self.median_number]
+
+    @property
+    def image_rate(self) -> float | None:
+        """Images of prompts per second in the median run; None: they have none."""
+        if self.images is None:
+            return None
+        samples = self.workload.samples if isinstance(self.workload, Workload) else 1
+        return self.images.per_prompt * self.median.request_rate / samples
 
     @property
     def median_number(self) -> int:
@@ -102,6 +113,7 @@ def bench(
     model_config: ModelConfig,
     workload: Workload | FileWorkload,
     adapters: BenchAdapters | None,
+    images: BenchImages | None,
     data_parallel_size: int,
     repeat: int,
     ablations: Sequence[Ablation],
@@ -136,6 +148,7 @@ def bench(
         layout=_layout(config, measured.ready, data_parallel_size),
         workload=workload,
         adapters=adapters,
+        images=images,
         data_parallel_size=data_parallel_size,
         ready_seconds=measured.ready_seconds,
         ready=measured.ready,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,23 +17,28 @@ from nvcli.core.messages import unpack
 from nvcli.core.system.host_memory import available_ram
 from nvcli.engine.request import Request
 from nvcli.errors import ConfigError
+from nvcli.job.images.image_source import ImageFolders
+from nvcli.job.images.row_images import RowImages
 from nvcli.job.planning.layout import resolve_layout
 from nvcli.job.run.engine_settings import load_with_adapters, resolve_engine_config
 from nvcli.job.run.resolve import model_of_rows
 from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.config import ModelConfig, load_model_config
+from nvcli.models.vision.image_processor import read_processor
 from nvcli.sizing.ram import check_ram
 from nvcli.tools.bench.ablation import parse_ablations
 from nvcli.tools.bench.adapter_modes import in_mode, in_turns, merge_by_cost
 from nvcli.tools.bench.bench import BenchAdapters, BenchResult, bench
 from nvcli.tools.bench.file_workload import FileWorkload
 from nvcli.tools.bench.made_up_adapters import spread_over_adapters, write_adapters
+from nvcli.tools.bench.made_up_images import MadeUpImages
 from nvcli.tools.bench.options import BenchOptions
 from nvcli.tools.bench.plot import check_plot, draw_run
 from nvcli.tools.bench.shapes import model_folder
 from nvcli.tools.bench.workload import PrefixLevel, Workload
 
 _USUAL_MODEL_LEN = 4096
+_USUAL_IMAGE_SIZE = "1024x768"
 
 
 def parse_range(option: str, text: str) -> tuple[int, int]:
@@ -45,6 +51,15 @@ def parse_range(option: str, text: str) -> tuple[int, int]:
     if not 1 <= ends[0] <= ends[1]:
         raise ConfigError(f"{option} {text}: allowed: a number, or two with the smaller first, such as 100:1024")
     return ends
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Parse a size such as `1024x768`, width first. Raises ConfigError."""
+    found = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text)
+    size = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not all(size):
+        raise ConfigError(f"--image-size {text}: allowed: a width and a height in pixels, such as 1024x768")
+    return size
 
 
 def parse_shared_prefix(text: str) -> tuple[PrefixLevel, ...]:
@@ -95,6 +110,7 @@ def make_workload(options: BenchOptions) -> Workload | FileWorkload:
     made_up = {
         "--input-len": options.input_len,
         "--shared-prefix": options.shared_prefix,
+        "--images": options.images,
         "--samples": options.samples,
         "--temperature": options.temperature,
         "--top-k": options.top_k,
@@ -116,14 +132,19 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
     if options.accept_rate is not None and run.speculation.method == "none":
         raise ConfigError(f"--accept-rate {options.accept_rate} is of drafts, and there are none; add --speculate auto")
     _check_adapters(run, options)
-    run = msgspec.structs.replace(in_mode(run, options.lora_mode), images="never")
+    if options.image_size is not None and options.images is None:
+        raise ConfigError(f"--image-size {options.image_size} is the size of made-up images; add --images 1")
+    size = parse_size(options.image_size or _USUAL_IMAGE_SIZE)
+    run = in_mode(run, options.lora_mode)
+    run = msgspec.structs.replace(run, images="never" if options.images is None else "always")
     if options.shape is not None:
         run = msgspec.structs.replace(run, load_format="dummy")
     with ExitStack() as stack:
         folder = model_folder(run.model, options.shape, revision=run.revision, quantization=run.quantization)
         path = stack.enter_context(folder)
         model, _, row_adapters = load_with_adapters(run, path)
-        requests, run = _draw_requests(run, path, model, workload, options, say=say)
+        images = None if options.images is None else _make_images(path, model, options.images, size, options.seed)
+        requests, run = _draw_requests(run, path, model, workload, images, say=say)
         adapters = None
         if options.lora_rank is not None:
             made_up = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nvcli-adapters-")))
@@ -157,6 +178,7 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
             model_config=model,
             workload=workload,
             adapters=adapters,
+            images=None if images is None else images.figures,
             data_parallel_size=layout.data_parallel_size,
             repeat=options.repeat,
             ablations=parse_ablations(options.ablate, config) if options.ablate is not None else [],
@@ -174,7 +196,7 @@ def _draw_requests(
     path: Path,
     model: ModelConfig,
     workload: Workload | FileWorkload,
-    options: BenchOptions,
+    images: MadeUpImages | None,
     *,
     say: Callable[[str], None],
 ) -> tuple[list[Request], RunConfig]:
@@ -182,7 +204,7 @@ def _draw_requests(
     config = resolve_engine_config(run, path, model)  # whose errors come before any file is read
     requests: list[Request] = []
     if isinstance(workload, Workload):
-        longest = workload.max_model_len
+        longest = workload.max_model_len + (0 if images is None else images.num_tokens)
     else:
         requests = workload.requests(model_of_rows(run, path, model, config), say=say)
         longest = max(len(unpack(request.prompt_ids)) + request.max_tokens for request in requests)
@@ -193,11 +215,18 @@ def _draw_requests(
     if longest > config.max_model_len:
         raise ConfigError(
             f"requests of up to {longest} tokens do not fit max_model_len {config.max_model_len}; "
-            "lower --input-len, --output-len or --shared-prefix"
+            "lower --input-len, --output-len, --shared-prefix or --images"
         )
     if isinstance(workload, Workload):  # drawn once they are known to fit, because it takes a while
         requests = workload.requests(model.vocab_size)
-    return requests, run
+    return requests if images is None else images.add_to(requests), run
+
+
+def _make_images(path: Path, model: ModelConfig, per_prompt: int, size: tuple[int, int], seed: int) -> MadeUpImages:
+    assert model.vision is not None  # as `images` is `always`
+    token_id = model.vision.image_token_id
+    reader = RowImages(read_processor(path, model.vision), token_id, ImageFolders.of((), ()))
+    return MadeUpImages(reader, token_id=token_id, per_prompt=per_prompt, size=size, seed=seed)
 
 
 def _check_adapters(run: RunConfig, options: BenchOptions) -> None:

@@ -11,6 +11,7 @@ from msgspec import Meta
 from nvcli.core.config_types import PositiveInt
 from nvcli.core.flags import MODEL, RESULT, WORKLOAD, Flag
 from nvcli.core.lora_config import MAX_ROW_RANK, LoraMode
+from nvcli.core.prompt_image import MAX_PROMPT_IMAGES
 
 Shape = Annotated[
     str | None,
@@ -57,6 +58,13 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
             "Tokens with which all prompts, or those of each group, begin; a comma adds a level.",
             "N[:GROUPS],...",
         ),
+    ] = None
+    images: Annotated[
+        Annotated[int, Meta(ge=1, le=MAX_PROMPT_IMAGES)] | None,
+        Flag("--images", WORKLOAD, "Made-up images before each prompt."),
+    ] = None
+    image_size: Annotated[
+        str | None, Flag("--image-size", WORKLOAD, "Their size in pixels [default: 1024x768]", "WxH")
     ] = None
     samples: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None, Flag("--samples", WORKLOAD, "Answers per prompt [default: 1]")

@@ -28,6 +28,7 @@ def format_json(result: BenchResult) -> str:
     fields["output_tokens_per_second"] = result.median.output_rate
     fields["total_tokens_per_second"] = result.median.total_rate
     fields["requests_per_second"] = result.median.request_rate
+    fields["images_per_second"] = result.image_rate
     return json.dumps(fields)
 
 
@@ -69,6 +70,7 @@ def format_result(result: BenchResult) -> str:
         f"({100 * run.cached_share:.1f} %), {run.computed_prompt_tokens:,} computed",
         *_draft_lines(run),
         *_adapter_lines(result),
+        *_image_lines(result),
         f"  peak memory       {_peaks(result.peak_bytes)}",
         *_phase_lines(run),
         *_step_lines(run),
@@ -118,6 +120,17 @@ def _adapter_lines(result: BenchResult) -> list[str]:
     return [
         f"  LoRA adapters     {adapters.num_adapters:,}{rank}{merged}; at most {result.ready.max_loaded_adapters:,} on "
         "each device at a time"
+    ]
+
+
+def _image_lines(result: BenchResult) -> list[str]:
+    images = result.images
+    if images is None:
+        return []
+    size = "{:,} × {:,}".format(*images.size)
+    return [
+        f"  images/s          {result.image_rate:,.1f} of {size} pixels and {images.num_tokens:,} tokens; preparing "
+        f"alone {images.prepared_per_second:,.1f} with {images.num_processes} at a time"
     ]
 
 

@@ -1,6 +1,7 @@
 """Known model shapes, so that anyone can measure without a download. The weights are made up.
 
-`shapes.json` holds the models' published config.json files; for models that read images, only the text part.
+`shapes.json` holds the models' published config.json files; of most models that read images, only the text part. Of
+the others preprocessor_config.json is in it too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from nvcli.models.checkpoint import resolve_model
 SHAPES: dict[str, dict[str, Any]] = json.loads(files(__package__).joinpath("shapes.json").read_text(encoding="utf-8"))
 """Name → config.json."""
 
+_PREPROCESSOR = "preprocessor_config"
+"""The key of preprocessor_config.json."""
 _QUANTISATION = "quantization_config"
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 """The quantisation of a shape that is to be a checkpoint in 4 bits."""
@@ -44,8 +47,10 @@ def model_folder(
 
 
 def write_shape(name: str, folder: Path, *, quantization: Quantization = "auto") -> Path:
-    """Write a shape's config.json into a folder, and return the folder."""
-    config = SHAPES[name]
+    """Write the files of a shape's settings into a folder, and return the folder."""
+    config = {key: value for key, value in SHAPES[name].items() if key != _PREPROCESSOR}
+    if _PREPROCESSOR in SHAPES[name]:
+        (folder / f"{_PREPROCESSOR}.json").write_text(json.dumps(SHAPES[name][_PREPROCESSOR]), encoding="utf-8")
     if quantization == "w4a16" and _QUANTISATION not in config:
         config = {**config, _QUANTISATION: _AWQ}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
