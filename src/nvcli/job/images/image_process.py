@@ -44,7 +44,7 @@ class Question(msgspec.Struct, frozen=True):
 
 
 class Prepared(msgspec.Struct, frozen=True, array_like=True):
-    """What an image has become, or why it cannot be read."""
+    """A prepared image, or why it cannot be read."""
 
     height: int = 0
     width: int = 0

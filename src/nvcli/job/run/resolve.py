@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -274,34 +275,19 @@ def resolve_job(
     output = choose_output(names, output, shard)
     check_output(names, output)
     names = fetch_inputs(names)
-
-    def resolve(*, reads_images: bool) -> ResolvedModel:
-        return resolve_settings(
-            run,
-            weights=weights,
-            found_device=found_device,
-            gpus=gpus,
-            setter_of=setter_of,
-            reads_images=reads_images,
-        )
-
+    resolve = partial(resolve_settings, run, weights=weights, found_device=found_device, gpus=gpus, setter_of=setter_of)
     resolved = resolve(reads_images=False)
     can_continue = is_repeatable(names)
     begun = None if overwrite or not can_continue else _facts_of(output)
     chat = _chat_choice(resolved, names, begun, setter_of)
     first_kinds: frozenset[PromptKind] = frozenset()
-    are_seen = can_continue and run.job.check_columns
-    rows: list[Job | JobResult] = []
-    if are_seen:
+    rows: list[Job | JobResult] | None = None
+    if can_continue and run.job.check_columns:
         sampled = names if limit is None else names[:1]
         parsers = [resolved.make_parser(chat.kinds) for _ in sampled]
         rows = check_first_rows(sampled, iter(parsers).__next__, limit=limit)
         first_kinds = frozenset().union(*(parser.kinds for parser in parsers))
-    may_read_images = run.images == "auto" and why_no_images(run, resolved.model_path, resolved.model) is None
-    if may_read_images and (not are_seen or run.job.image_field is not None or have_images(names, rows)):
-        resolved = resolve(reads_images=True)
-    if any(isinstance(row, Job) and row.wants_grammar for row in rows):
-        resolved = replace(resolved, config=msgspec.structs.replace(resolved.config, prepare_grammars=True))
+    resolved = _with_what_rows_need(resolved, resolve, names, rows)
     resolved = _with_ways(resolved, names, chat.kinds, begun, limit=limit, can_count=can_continue)
     known_inputs = know_inputs(names) if can_continue else ()
     manifest = Manifest(
@@ -334,6 +320,23 @@ def resolve_job(
         notes=() if chat.note is None else (chat.note,),
         first_kinds=first_kinds,
     )
+
+
+def _with_what_rows_need(
+    resolved: ResolvedModel,
+    resolve: Callable[..., ResolvedModel],
+    inputs: Sequence[str],
+    rows: list[Job | JobResult] | None,
+) -> ResolvedModel:
+    """Return the model with its vision tower, and with what makes grammars, if the first `rows` of inputs ask for it;
+    None: nobody has seen them. `resolve` is `resolve_settings` for the job."""
+    run = resolved.run
+    may_read_images = run.images == "auto" and why_no_images(run, resolved.model_path, resolved.model) is None
+    if may_read_images and (rows is None or run.job.image_field is not None or have_images(inputs, rows)):
+        resolved = resolve(reads_images=True)
+    if any(isinstance(row, Job) and row.wants_grammar for row in rows or ()):
+        resolved = replace(resolved, config=msgspec.structs.replace(resolved.config, prepare_grammars=True))
+    return resolved
 
 
 def _with_ways(
