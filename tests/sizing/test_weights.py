@@ -160,6 +160,7 @@ def test_the_largest_stage(tmp_path: Path) -> None:
         ("olmo-3-7b", 7.30),
         ("granite-3.3-8b", 8.17),
         ("granite-4.0-h-small", 32.21),
+        ("mamba-codestral-7b", 7.29),
         ("nemotron-3-nano-30b-a3b", 31.58),
         ("glm-4-9b", 9.40),
         ("glm-4-32b", 32.57),
