@@ -20,12 +20,19 @@ from PIL import Image
 from image_answers import put_pixels
 from model_engine import ModelEngine
 from nvcli.core.config import JobConfig, RunConfig
-from nvcli.errors import ConfigError
+from nvcli.core.sampling_params import SamplingParams
+from nvcli.errors import ConfigError, RowError
+from nvcli.job.images import row_images
+from nvcli.job.images.image_source import ImageFolders
 from nvcli.job.images.pixel_memory import PixelMemory
+from nvcli.job.images.row_images import RowImages
+from nvcli.job.job import Job, RowContext
 from nvcli.job.progress.display import Progress
 from nvcli.job.run.generate import generate
 from nvcli.job.run.resolve import resolve_job, resolve_settings
 from nvcli.llm.llm import LLM
+from nvcli.models.config import load_model_config
+from nvcli.models.vision.image_processor import read_processor
 from vision_model import IMAGE_ID, write_image, write_vision_model
 
 pytestmark = pytest.mark.usefixtures("tokenizer", "warm_engines")
@@ -321,3 +328,24 @@ def test_pixels_are_given_back() -> None:
     held.clear()
     gc.collect()
     assert memory.num_bytes == 0
+
+
+def test_the_images_of_two_parts_are_prepared_at_a_time(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    vision = load_model_config(rows.model).vision
+    assert vision is not None
+    images = RowImages(read_processor(rows.model, vision), IMAGE_ID, ImageFolders.of((), (str(rows.folder),)))
+    monkeypatch.setattr(row_images, "_AHEAD", 2)
+    images._num_processes = 1  # so that a part has two images
+    monkeypatch.setattr(images, "_read_one", lambda image: RowError("invalid_image", "bad"))
+    jobs = [
+        Job(
+            context=RowContext(id=n, index=n, line=""),
+            messages=user("@a.png")["messages"],
+            sampling=SamplingParams(),
+        )
+        for n in range(5)
+    ]
+    begun = [len(images._begun) for _ in images.portions(jobs)]
+    assert begun == [4, 3, 1]
+    assert not images._begun  # although nobody has asked for them
+    images.close()
