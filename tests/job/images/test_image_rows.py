@@ -22,7 +22,6 @@ from model_engine import ModelEngine
 from nvcli.core.config import JobConfig, RunConfig
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.errors import ConfigError, RowError
-from nvcli.job.images import row_images
 from nvcli.job.images.image_source import ImageFolders
 from nvcli.job.images.pixel_memory import PixelMemory
 from nvcli.job.images.row_images import RowImages
@@ -334,8 +333,7 @@ def test_the_images_of_two_parts_are_prepared_at_a_time(rows: Rows, monkeypatch:
     vision = load_model_config(rows.model).vision
     assert vision is not None
     images = RowImages(read_processor(rows.model, vision), IMAGE_ID, ImageFolders.of((), (str(rows.folder),)))
-    monkeypatch.setattr(row_images, "_AHEAD", 2)
-    images._num_processes = 1  # so that a part has two images
+    images.num_processes = 1  # so that a part has two images
     monkeypatch.setattr(images, "_read_one", lambda image: RowError("invalid_image", "bad"))
     jobs = [
         Job(
