@@ -72,6 +72,10 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = None
     """They stand before the text of the prompt, which is a user message then, or of the last user message. null:
     images are parts of messages alone."""
+    min_pixels: PositiveInt | None = None
+    max_pixels: PositiveInt | None = None
+    """Limits of the size that the model gets of an image, in pixels; null: those of the checkpoint. `max_pixels` raises
+    neither those nor is it raised by those of single images."""
     media_roots: list[str] = []
     """Folders below which the images of rows may be, besides those of the inputs."""
     media_domains: list[str] = []

@@ -22,6 +22,7 @@ from model_engine import ModelEngine
 from nvcli.core.config import JobConfig, RunConfig
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.errors import ConfigError, RowError
+from nvcli.job.images import row_images
 from nvcli.job.images.image_source import ImageFolders
 from nvcli.job.images.pixel_memory import PixelMemory
 from nvcli.job.images.row_images import RowImages
@@ -236,11 +237,34 @@ def test_images_are_not_cut(rows: Rows) -> None:
     assert found[0]["error"]["type"] == "prompt_too_long"
 
 
-def test_limits_of_an_image_are_fewer_tokens(rows: Rows) -> None:
-    row = user("@a.png", "What?")
-    row["messages"][0]["content"][0]["max_pixels"] = 16 * 64
-    whole, small = rows.answer(user("@a.png", "What?"), row)
-    assert whole["usage"]["prompt_tokens"] - 54 == small["usage"]["prompt_tokens"] - 12
+def test_limits_of_an_image_are_fewer_tokens(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_images, "LOW_DETAIL_PIXELS", 20 * 64)
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"max_pixels": 16 * 64},
+        {"max_pixels": 10**9},
+        {"detail": "low"},
+        {"detail": "high"},
+        {"type": "image_url", "image": None, "image_url": {"url": "a.png", "detail": "low"}},
+    ]
+    several = [user("@a.png", "What?") for _ in kinds]
+    for row, kind in zip(several, kinds, strict=True):
+        row["messages"][0]["content"][0].update(kind)
+    found = rows.answer(*several, user("What?"))
+    *tokens, without = (row["usage"]["prompt_tokens"] for row in found)
+    assert [count - without - 2 for count in tokens] == [54, 12, 54, 15, 54, 15]
+    found = rows.answer(*several, user("What?"), job=JobConfig(max_pixels=30 * 64))
+    *tokens, without = (row["usage"]["prompt_tokens"] for row in found)
+    assert [count - without - 2 for count in tokens] == [24, 12, 24, 15, 24, 15]
+
+
+def test_limits_that_do_not_go_together_are_refused(rows: Rows) -> None:
+    row = user("@a.png")
+    row["messages"][0]["content"][0]["detail"] = "best"
+    (found,) = rows.answer(row)
+    assert '`detail` of `messages[0].content[0]` is "best"; allowed: auto, low' in found["error"]["message"]
+    with pytest.raises(ConfigError, match=r"`job\.max_pixels`: `min_pixels` is 256 and `max_pixels` 9; allowed: 64"):
+        resolve_settings(RunConfig(model=str(rows.model), device="cpu", job=JobConfig(max_pixels=9)))
 
 
 def test_a_run_without_images_says_why(rows: Rows) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import queue
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import shake_128
@@ -30,7 +30,7 @@ from nvcli.job.images.image_process import Prepared, Question
 from nvcli.job.images.image_source import ImageFolders
 from nvcli.job.images.pixel_memory import PixelMemory, Pixels
 from nvcli.job.job import Job, JobResult
-from nvcli.job.rows.conversation import IMAGE
+from nvcli.job.rows.conversation import DETAIL, IMAGE
 from nvcli.job.text.guarded_process import GuardedProcess, NoAnswer
 from nvcli.models.vision.image_processor import ImageProcessor
 
@@ -40,6 +40,8 @@ _MAX_PROCESSES = 16
 _MOST_ROUNDING = 16
 """An image of the longest shape takes less than this many times `ImageProcessor.max_pixels`, as no side is shorter than
 that of a token."""
+LOW_DETAIL_PIXELS = 512 * 512
+"""The most pixels of an image of low `detail`, as OpenAI's models get it."""
 _AHEAD = 2
 """Images of a batch of rows for each process."""
 _SIGN, _LARGEST = 1 << 31, (1 << 30) - 1
@@ -174,7 +176,7 @@ class RowImages:
         source = part[IMAGE]
         try:
             found = self._folders.find(source)
-            processor = _limited(self._processor, part)
+            processor = limited(self._processor, part)
         except RowError as error:
             return error
         known = (_identity(found), processor)
@@ -243,8 +245,11 @@ def _identity(found: Path | bytes) -> Any:
     return found, stat.st_mtime_ns, stat.st_size
 
 
-def _limited(processor: ImageProcessor, part: dict[str, Any]) -> ImageProcessor:
-    """Return the processor with the limits of a part's own (`min_pixels`, `max_pixels`). Raises RowError."""
+def limited(processor: ImageProcessor, part: Mapping[str, Any]) -> ImageProcessor:
+    """Return the processor with the limits of a part's own (`min_pixels`, `max_pixels`), or those of `detail`. Raises
+    RowError."""
+    if part.get(DETAIL) == "low" and "max_pixels" not in part:
+        part = {**part, "max_pixels": max(LOW_DETAIL_PIXELS, processor.min_pixels)}
     least, most = part.get("min_pixels", processor.min_pixels), part.get("max_pixels", processor.max_pixels)
     if least == processor.min_pixels and most == processor.max_pixels:
         return processor

@@ -40,6 +40,9 @@ _IMAGE_TYPES = (IMAGE, "image_url", "input_image", "image_pil")
 """The types of such parts in Qwen's form, in OpenAI's chat completions, in its responses and in vLLM's programs."""
 _NAMING_KEYS = (IMAGE, "image_url", "image_pil", "url", "path")
 """The keys under which they name the image; the last two in transformers' form."""
+DETAIL = "detail"
+"""OpenAI's key for how well an image is looked at."""
+_DETAILS = ("auto", "low", "high", "original")
 _NAMED_CHOICES = ("none", "auto", "required")
 
 
@@ -122,10 +125,12 @@ def _read_parts(parts: list[Any], name: str) -> str | list[dict[str, Any]]:
 
 
 def _read_image(part: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a part that is an image in one form, whichever of its forms it has: what the row names under `image`,
-    and limits of its size."""
+    """Return a part that is an image in one form, whichever of its forms it has: what the row names under `image`, and
+    what it says of its size."""
     value = next((part[key] for key in _NAMING_KEYS if part.get(key) is not None), None)
+    detail = part.get(DETAIL)
     if isinstance(value, dict):
+        detail = value.get(DETAIL, detail)
         value = value.get("url", value.get("path"))
     if not isinstance(value, str) or not value:
         raise InvalidValue(
@@ -135,7 +140,11 @@ def _read_image(part: dict[str, Any], name: str) -> dict[str, Any]:
     for key, pixels in limits.items():
         if not isinstance(pixels, int) or isinstance(pixels, bool) or pixels < 1:
             raise InvalidValue((), f"`{name}.{key}` is {show(pixels)}; allowed: a number of pixels")
-    return {"type": IMAGE, IMAGE: value, **limits}
+    if detail is None:
+        return {"type": IMAGE, IMAGE: value, **limits}
+    if detail not in _DETAILS:
+        raise InvalidValue((), f"`{DETAIL}` of `{name}` is {show(detail)}; allowed: {', '.join(_DETAILS)}")
+    return {"type": IMAGE, IMAGE: value, DETAIL: detail, **limits}
 
 
 def with_images(messages: list[dict[str, Any]], images: Any, key: str) -> list[dict[str, Any]]:

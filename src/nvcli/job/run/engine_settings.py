@@ -17,7 +17,8 @@ from nvcli.core.config_types import ModelDtype
 from nvcli.core.engine_config import EngineConfig, kv_dtype
 from nvcli.core.lora_config import adapter_choice
 from nvcli.core.system.nvidia_smi import SmiGpu
-from nvcli.errors import ConfigError, LoadError
+from nvcli.errors import ConfigError, LoadError, RowError
+from nvcli.job.images.row_images import limited
 from nvcli.job.planning.layout import layout_as_given
 from nvcli.job.run.adapter_ways import find_ways
 from nvcli.job.run.device import detect_device
@@ -29,7 +30,8 @@ from nvcli.models.checkpoint_check import check_tensors, read_model_tensors
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.draft_heads.own_files import MTP, find_head, with_draft_head
 from nvcli.models.same_tokens import check_same_tokens
-from nvcli.models.vision.image_processor import PROCESSOR_FILES, has_processor, read_processor
+from nvcli.models.vision.image_processor import PROCESSOR_FILES, ImageProcessor, has_processor, read_processor
+from nvcli.models.vision.vision_config import VisionConfig
 from nvcli.sizing.graph_sizes import default_batched_tokens
 from nvcli.sizing.kv_cache import default_block_size
 
@@ -112,12 +114,22 @@ def why_no_images(run: RunConfig, model_path: Path, model: ModelConfig) -> str |
     return None
 
 
-def _max_image_tokens(model_path: Path, model: ModelConfig, max_model_len: int) -> int:
+def image_processor(run: RunConfig, model_path: Path, vision: VisionConfig) -> ImageProcessor:
+    """Read the image processor of a checkpoint, with the limits that the job sets. Raises LoadError and ConfigError."""
+    given = {"min_pixels": run.job.min_pixels, "max_pixels": run.job.max_pixels}
+    limits = {key: value for key, value in given.items() if value is not None}
+    try:
+        return limited(read_processor(model_path, vision), limits)
+    except RowError as error:
+        raise ConfigError(f"{', '.join(f'`job.{key}`' for key in limits)}: {error.message}") from None
+
+
+def _max_image_tokens(run: RunConfig, model_path: Path, model: ModelConfig, max_model_len: int) -> int:
     """Return the most tokens of an image; 0: the run reads none."""
     if not model.has_tower:
         return 0
     assert model.vision is not None
-    return min(read_processor(model_path, model.vision).max_tokens, max_model_len)
+    return min(image_processor(run, model_path, model.vision).max_tokens, max_model_len)
 
 
 def _with_draft_head(
@@ -236,7 +248,7 @@ def resolve_engine_config(
         takes_forced_tokens=run.speculation.method == "lookup",
         draft_head=None if model.draft_head is None else find_head(run.speculation.draft_head or MTP),
         draft_policy=run.speculation.policy,
-        max_image_tokens=_max_image_tokens(model_path, model, max_model_len),
+        max_image_tokens=_max_image_tokens(run, model_path, model, max_model_len),
         prepare_grammars=run.task == "generate" and run.sampling.get("structured") is not None,
     )
 

@@ -89,6 +89,8 @@ def job_facts(
         "batch_invariant": (config.batch_invariant, False),
         "images": ("auto" if run.images == "always" else run.images, "auto"),
         "job.image_field": (job.image_field, None),
+        "job.min_pixels": (job.min_pixels, None),
+        "job.max_pixels": (job.max_pixels, None),
         "job.prompt_template": (job.prompt_template, None),
         "job.messages_template": (job.messages_template or None, None),
         "job.system": (job.system, None),

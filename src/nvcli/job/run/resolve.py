@@ -45,7 +45,7 @@ from nvcli.job.rows.task_rows import TaskRows
 from nvcli.job.run.adapter_ways import choose_ways
 from nvcli.job.run.chat_choice import ChatChoice, choose_chat, keep_choice
 from nvcli.job.run.default_sampling import check_default_sampling
-from nvcli.job.run.engine_settings import load_with_adapters, resolve_engine_config, why_no_images
+from nvcli.job.run.engine_settings import image_processor, load_with_adapters, resolve_engine_config, why_no_images
 from nvcli.job.run.feeder import Feeder, RowSource, portions
 from nvcli.job.run.job_facts import job_facts
 from nvcli.job.run.settings import SetterOf, unknown_setter
@@ -59,7 +59,6 @@ from nvcli.job.text.tokenizer import Tokenizer, check_tokenizer_files, has_chat_
 from nvcli.models.adapters.adapter import Adapter
 from nvcli.models.checkpoint import check_weight_files, is_hub_id, resolve_model
 from nvcli.models.config import ModelConfig
-from nvcli.models.vision.image_processor import read_processor
 
 _NOT_SEEN = (
     "the model was loaded without its vision tower, as no image was seen when the run began (in the first rows of each "
@@ -152,7 +151,7 @@ class ResolvedModel:
         if not self.config.max_image_tokens:
             return None
         assert self.model.vision is not None
-        processor = read_processor(self.model_path, self.model.vision)
+        processor = image_processor(self.run, self.model_path, self.model.vision)
         return RowImages(processor, self.model.vision.image_token_id, self.image_folders)
 
     @property
