@@ -4,17 +4,15 @@
     python3 scripts/bench_images.py qwen3-vl-8b|qwen2.5-vl-7b [--images 2000] [--size 1024x768] [--max-tokens 64]
         [--device cuda] [--result FILE.json]
 
-Rows have one image each (JPEG), behind a text of their own so that nothing is found in the prefix cache. They are
-answered by one `LLM` three times: first with images that nobody has prepared, then with the same images prepared, which
-leaves the GPU's part, and again with other images. Before that a few rows compile kernels and capture graphs. Memory is
-the most that this process, which is the parent, had resident in the first pass, and beside it the most that all pixels
-took at a time.
+Rows have one image each (JPEG), behind a text of their own so that nothing is found in the prefix cache. One `LLM`
+answers them three times: while it prepares the images, with the images prepared before, which leaves the GPU's part,
+and like the first time. Before that a few rows compile kernels and capture graphs. Memory is the most that this
+process, which is the parent, had resident in the first pass, and beside it the most that all pixels took at a time.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import tempfile
 import time
@@ -29,66 +27,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from nvcli import LLM
 from nvcli.core.config import JobConfig, RunConfig
 from nvcli.core.system.host_memory import peak_resident_bytes
+from nvcli.tools.bench.made_up_images import make_photo
+from nvcli.tools.bench.shapes import SHAPES, write_shape
 
-_TEXT = {
-    "qwen3-vl-8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "rope_theta": 5e6,
-        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
-        "attention_bias": False,
-    },
-    "qwen2.5-vl-7b": {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
-        "rope_theta": 1e6,
-        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
-    },
-}
-_VISION = {
-    "qwen3-vl-8b": {
-        "deepstack_visual_indexes": [8, 16, 24],
-        "depth": 27,
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_size": 1152,
-        "in_channels": 3,
-        "intermediate_size": 4304,
-        "num_heads": 16,
-        "num_position_embeddings": 2304,
-        "out_hidden_size": 4096,
-        "patch_size": 16,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-    },
-    "qwen2.5-vl-7b": {
-        "depth": 32,
-        "hidden_size": 1280,
-        "intermediate_size": 3420,
-        "num_heads": 16,
-        "out_hidden_size": 3584,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "window_size": 112,
-        "fullatt_block_indexes": [7, 15, 23, 31],
-        "hidden_act": "silu",
-        "in_chans": 3,
-    },
-}
-_LIMITS = {"qwen3-vl-8b": (65_536, 16_777_216), "qwen2.5-vl-7b": (3_136, 12_845_056)}
-_ARCHITECTURES = {
-    "qwen3-vl-8b": "Qwen3VLForConditionalGeneration",
-    "qwen2.5-vl-7b": "Qwen2_5_VLForConditionalGeneration",
-}
 _MARKS = ("<|end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 _TEMPLATE = """{%- for message in messages %}{% for part in message.content %}
 {%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}
@@ -107,29 +48,14 @@ def write_checkpoint(folder: Path, shape: str) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     (folder / "chat_template.jinja").write_text(_TEMPLATE)
-    text = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "dtype": "bfloat16"}
-    text |= {"tie_word_embeddings": False, "eos_token_id": 0, **_TEXT[shape]}
-    config = {"architectures": [_ARCHITECTURES[shape]], "image_token_id": 2, "tie_word_embeddings": False}
-    config |= {"text_config": text, "vision_config": _VISION[shape]}
+    write_shape(shape, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"image_token_id": vocab["<|image_pad|>"], "eos_token_id": vocab["<|end|>"]}
     (folder / "config.json").write_text(json.dumps(config))
-    least, most = _LIMITS[shape]
-    sizes = {name: _VISION[shape][name] for name in ("patch_size", "temporal_patch_size")}
-    processor = {"image_processor_type": "Qwen2VLImageProcessorFast", "merge_size": 2, **sizes}
-    limits = {"min_pixels": least, "max_pixels": most}
-    (folder / "preprocessor_config.json").write_text(json.dumps({**processor, **limits}))
 
 
-def write_photo(path: Path, width: int, height: int, seed: int) -> None:
-    """Write a JPEG as large as a photo of its size: smooth shapes with grain."""
-    from PIL import Image
-
-    rng = np.random.default_rng(seed)
-    coarse = Image.fromarray(rng.integers(0, 256, (12, 16, 3), dtype=np.uint8))
-    smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), dtype=np.int16)
-    grain = rng.integers(-12, 13, (height, width, 1), dtype=np.int16)
-    out = io.BytesIO()
-    Image.fromarray(np.clip(smooth + grain, 0, 255).astype(np.uint8)).save(out, "JPEG", quality=90)
-    path.write_bytes(out.getvalue())
+def write_photo(path: Path, size: tuple[int, int], seed: int) -> None:
+    path.write_bytes(make_photo(np.random.default_rng(seed), size))
 
 
 def write_photos(folder: Path, kind: str, count: int, size: tuple[int, int]) -> list[str]:
@@ -137,7 +63,7 @@ def write_photos(folder: Path, kind: str, count: int, size: tuple[int, int]) -> 
     paths = [folder / f"{kind}{number}.jpg" for number in range(count)]
     seeds = range(zlib.crc32(kind.encode()), 1 << 40)
     with ProcessPoolExecutor() as pool:
-        list(pool.map(write_photo, paths, *([side] * count for side in size), seeds, chunksize=8))
+        list(pool.map(write_photo, paths, [size] * count, seeds, chunksize=8))
     return [str(path) for path in paths]
 
 
@@ -176,7 +102,7 @@ class Bench:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", choices=_TEXT)
+    parser.add_argument("shape", choices=[name for name, config in SHAPES.items() if "vision_config" in config])
     parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--size", default="1024x768", help="width x height")
     parser.add_argument("--max-tokens", type=int, default=64)

@@ -54,9 +54,9 @@ class MadeUpImages:
         rng = np.random.default_rng(seed)
         count = reader.num_processes
         with closing(reader):
-            started = [_photo(rng, size) for _ in range(count)]
+            started = [_url(rng, size) for _ in range(count)]
             self._pixels = _prepared(reader, started, size)
-            photos = [_photo(rng, size) for _ in range(_ROUNDS * count)]
+            photos = [_url(rng, size) for _ in range(_ROUNDS * count)]
             begin = time.perf_counter()
             held = _prepared(reader, photos, size)
             seconds = time.perf_counter() - begin
@@ -106,8 +106,12 @@ def _prepared(reader: RowImages, photos: Sequence[str], size: tuple[int, int]) -
     return prepared
 
 
-def _photo(rng: np.random.Generator, size: tuple[int, int]) -> str:
-    """Make a JPEG about as large as a photo of its size, as a `data:` URL: smooth colours with grain."""
+def _url(rng: np.random.Generator, size: tuple[int, int]) -> str:
+    return "data:;base64," + b64encode(make_photo(rng, size)).decode()
+
+
+def make_photo(rng: np.random.Generator, size: tuple[int, int]) -> bytes:
+    """Make a JPEG of this width and height about as large as a photo of it: smooth colours with grain."""
     from PIL import Image
 
     width, height = size
@@ -116,4 +120,4 @@ def _photo(rng: np.random.Generator, size: tuple[int, int]) -> str:
     grain = rng.integers(-_GRAIN, _GRAIN + 1, (height, width, 1), dtype=np.int16)
     out = io.BytesIO()
     Image.fromarray(np.clip(smooth + grain, 0, 255).astype(np.uint8)).save(out, "JPEG", quality=_QUALITY)
-    return "data:;base64," + b64encode(out.getvalue()).decode()
+    return out.getvalue()
