@@ -231,14 +231,19 @@ def test_a_graph_follows_its_inputs(scaling: FP8Scaling) -> None:
         assert torch.equal(out, run())
 
 
+@pytest.mark.parametrize("has_product", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_weights_are_quantised_bit_for_bit(size: int) -> None:
-    """As the reference does on the same device, rows of zeros and of NaN too."""
-    values = rand(9, size, seed=1).to(DEVICE)
+def test_weights_are_quantised_bit_for_bit(size: int, has_product: bool) -> None:
+    """As the reference does on the same device, rows of zeros and of NaN too; half a product added in float32."""
+    values = rand(9, size, seed=1).to(DEVICE, torch.bfloat16 if has_product else torch.float32)
+    product = rand(9, size, seed=2).to(DEVICE) if has_product else None
     values[2], values[4, 3] = 0, float("nan")
+    if product is not None:
+        product[2] = 0
     codes = torch.empty(9, size, dtype=FP8, device=DEVICE)
     scales = torch.empty(9, device=DEVICE)
-    fp8_weights.quantise_rows(values, codes, scales)
-    expected_codes, expected_scales = quantise_weight(values, "channel")
+    fp8_weights.quantise_rows(values, codes, scales, product, 0.5)
+    total = values.float() if product is None else values.float() + 0.5 * product
+    expected_codes, expected_scales = quantise_weight(total, "channel")
     assert torch.equal(scales.nan_to_num(-1), expected_scales.nan_to_num(-1))
     assert torch.equal(codes.float().nan_to_num(-1), expected_codes.float().nan_to_num(-1))

@@ -17,7 +17,7 @@ from torch import Tensor
 from nvcli.core.config_types import FP8Accumulation
 from nvcli.kernels import fp8_block_product
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
-from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX, QuantisedRows, numbers
+from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX, LowRankSum, QuantisedRows, numbers
 from nvcli.kernels.norm import add_rms_norm, rms_norm
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
 
@@ -85,13 +85,22 @@ def quantise_weight(values: Tensor, scaling: FP8Scaling) -> tuple[Tensor, Tensor
     return codes.flatten(2).flatten(0, 1)[:rows, :columns].contiguous(), scales.flatten(2).squeeze(1)
 
 
-def quantise_weight_to(values: Tensor, scaling: FP8Scaling, codes: Tensor, scales: Tensor) -> None:
-    """Write what `quantise_weight` makes of float32 values to `codes` and `scales`, bit for bit. All are contiguous."""
+def quantise_weight_to(
+    values: Tensor, scaling: FP8Scaling, codes: Tensor, scales: Tensor, low_rank: LowRankSum | None = None
+) -> None:
+    """Write what `quantise_weight` makes of `values` and of a product that is added to them, in float32, to `codes` and
+    `scales`, bit for bit. All are contiguous."""
     if values.is_cuda and scaling == "channel":
         from nvcli.kernels.triton.elementwise import fp8_weights as kernels
 
-        kernels.quantise_rows(values, codes, scales)
+        if low_rank is None:
+            kernels.quantise_rows(values, codes, scales)
+        else:
+            kernels.quantise_rows(values, codes, scales, low_rank.up @ low_rank.down, low_rank.factor)
         return
+    values = values.float()
+    if low_rank is not None:
+        values = torch.addmm(values, low_rank.up, low_rank.down, alpha=low_rank.factor)
     for target, found in zip((codes, scales), quantise_weight(values, scaling), strict=True):
         target.copy_(found)
 

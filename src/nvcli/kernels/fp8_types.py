@@ -61,5 +61,15 @@ class QuantisedRows(NamedTuple):
         return "channel" if self.scales.dim() == 1 else "block"
 
 
+class LowRankSum(NamedTuple):
+    """A product that is added to a weight [out, in] before it is quantised: factor × `up` `down`."""
+
+    up: Tensor
+    """[out, rank] float32."""
+    down: Tensor
+    """[rank, in] float32."""
+    factor: float
+
+
 Activations = Tensor | QuantisedRows
 """The input of a linear layer: [T, in]."""

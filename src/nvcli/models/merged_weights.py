@@ -26,7 +26,7 @@ from nvcli.core.messages import NO_ADAPTER
 from nvcli.core.system.host_memory import available_ram
 from nvcli.errors import LoadError
 from nvcli.kernels.fp8 import dequantise_weight, quantise_weight_to
-from nvcli.kernels.fp8_types import FP8
+from nvcli.kernels.fp8_types import FP8, LowRankSum
 from nvcli.kernels.low_rank_merge import merge_low_rank
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
 from nvcli.models.adapters.adapter import Adapter, with_own_head
@@ -239,23 +239,19 @@ class MergedWeights:
         rows_per_scale = FP8_BLOCK if scaling == "block" else 1
         num_rows, num_columns = base.shape
         step = min(num_rows, FP8_BLOCK * max(1, _NUMBERS_AT_ONCE // (FP8_BLOCK * num_columns)))
-        values_at_once = torch.empty(step, num_columns, dtype=torch.float32, device=self._device)
         low_rank = None
         if product is not None:
             up, down = product.matrices(values)
-            low_rank = up.float(), down.float(), product.scaling
+            low_rank = LowRankSum(up.t().float(), down.float(), product.scaling)
         for first in range(0, num_rows, step):
             last = min(first + step, num_rows)
-            part = base[first:last].to(self._device, non_blocking=True)
-            merged = values_at_once[: last - first]
-            if low_rank is None:
-                merged.copy_(part)
-            else:
-                up, down, factor = low_rank
-                merge_low_rank(merged, part, up[:, first:last], down, factor)
-            first_scale, num_scales = first // rows_per_scale, -(-(last - first) // rows_per_scale)
+            first_scale, last_scale = first // rows_per_scale, -(-last // rows_per_scale)
             quantise_weight_to(
-                merged, scaling, weight.target[first:last], weight.scales[first_scale : first_scale + num_scales]
+                base[first:last].to(self._device, non_blocking=True),
+                scaling,
+                weight.target[first:last],
+                weight.scales[first_scale:last_scale],
+                None if low_rank is None else low_rank._replace(up=low_rank.up[first:last]),
             )
 
     def _spoil(self, changed: Mapping[str, TensorInfo]) -> None:

@@ -1,5 +1,7 @@
 """Quantising weights to FP8 in Triton with a scale for each row: see `nvcli.kernels.fp8.quantise_weight_to`.
 
+A product that is to be added to a weight is added as its values are read, so that the sum is never stored.
+
 It gives the bits of `quantise_weight` on the same device, which divides where quantising activations multiplies, and
 where torch divides by a number on a GPU by multiplying with its inverse.
 """
@@ -19,12 +21,24 @@ _COLUMNS = 4096
 
 
 @triton.jit
+def _load_sum(values_ptr, product_ptr, row, columns, factor, SIZE: tl.constexpr, HAS_PRODUCT: tl.constexpr):
+    places = row * SIZE + columns
+    values = tl.load(values_ptr + places, mask=columns < SIZE, other=0).to(tl.float32)
+    if HAS_PRODUCT:
+        values = tl.fma(tl.load(product_ptr + places, mask=columns < SIZE, other=0), factor, values)
+    return values
+
+
+@triton.jit
 def _quantise_rows_kernel(
-    values_ptr,  # [R, SIZE] float32, contiguous
+    values_ptr,  # [R, SIZE], contiguous
+    product_ptr,  # with HAS_PRODUCT [R, SIZE] float32, contiguous
     codes_ptr,  # [R, SIZE], contiguous, written
     scales_ptr,  # [R] float32, written
+    factor,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    HAS_PRODUCT: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
     """Program (row)."""
@@ -32,14 +46,14 @@ def _quantise_rows_kernel(
     largest = tl.zeros([COLUMNS], tl.float32)
     for first in tl.static_range(0, SIZE, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
-        values = tl.load(values_ptr + row * SIZE + columns, mask=columns < SIZE, other=0)
+        values = _load_sum(values_ptr, product_ptr, row, columns, factor, SIZE, HAS_PRODUCT)
         largest = tl.maximum(largest, tl.abs(values), propagate_nan=tl.PropagateNan.ALL)
     largest_of_all = tl.reduce(largest, 0, _maximum)
     largest_of_all = tl.maximum(largest_of_all, _LEAST, propagate_nan=tl.PropagateNan.ALL)
     scale = largest_of_all * (1 / _MAX) if ON_GPU else tl.div_rn(largest_of_all, _MAX)
     for first in tl.static_range(0, SIZE, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
-        values = tl.load(values_ptr + row * SIZE + columns, mask=columns < SIZE, other=0)
+        values = _load_sum(values_ptr, product_ptr, row, columns, factor, SIZE, HAS_PRODUCT)
         codes = tl.clamp(tl.div_rn(values, scale), -_MAX, _MAX, propagate_nan=tl.PropagateNan.ALL)
         tl.store(codes_ptr + row * SIZE + columns, codes.to(tl.float8e4nv), mask=columns < SIZE)
     tl.store(scales_ptr + row, scale)
@@ -50,18 +64,25 @@ def _maximum(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
-def quantise_rows(values: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """Write the codes of `values` [R, C] float32 and the rows' scales [R]. All are contiguous."""
+def quantise_rows(
+    values: Tensor, codes: Tensor, scales: Tensor, product: Tensor | None = None, factor: float = 0.0
+) -> None:
+    """Write the codes of `values` [R, C], to which factor × `product` [R, C] float32 is added, and the rows' scales
+    [R]. All are contiguous."""
     assert values.is_contiguous()
     assert codes.is_contiguous()
     assert scales.is_contiguous()
+    assert product is None or product.is_contiguous()
     num_rows, size = values.shape
     _quantise_rows_kernel[(num_rows,)](
         values,
+        values if product is None else product,
         codes,
         scales,
+        factor,
         SIZE=size,
         COLUMNS=min(_COLUMNS, next_power_of_2(size)),
+        HAS_PRODUCT=product is not None,
         ON_GPU=values.is_cuda,
         num_warps=8,
     )
