@@ -18,11 +18,9 @@ from torch import Tensor
 
 from nvcli.kernels.kept_inputs import KeptInputs
 from nvcli.kernels.recurrence import RecurrentInputs, compute_rows, of_value_heads, split_heads
+from nvcli.kernels.recurrent_chunks import CHUNK
 from nvcli.kernels.recurrent_types import DeltaGates, RecurrentHeads, unit_length
 from nvcli.kernels.state_rows import StateRows
-
-CHUNK = 64
-"""Tokens computed at a time."""
 
 
 def delta_rule(

@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 from nvcli.attention.kv_layout import KVDtype
 from nvcli.attention.spec import StateSpec
 from nvcli.core.config_types import KeptWeights
+from nvcli.kernels.recurrent_chunks import CHUNK
 from nvcli.models.mixers.mixer import LayerContext, Mixer, MixerCosts, Piece, Ranks
 from nvcli.models.tensor_spec import (
     DTYPE_BYTES,
@@ -22,9 +23,6 @@ from nvcli.models.tensor_spec import (
     vector,
     with_bias,
 )
-
-_CHUNK = 64
-"""Tokens of a chunk, with each of which a token of a prompt has a score in each head."""
 
 ResultNorm = Literal["behind gate", "before gate"]
 """The place of the result's norm."""
@@ -101,7 +99,7 @@ class MambaConfig(Mixer):
         yield Piece("out_proj", self.inner_size // ranks.size, "out_proj")
 
     def activation_elements(self, hidden_size: int, ranks: Ranks, quantization: KeptWeights) -> int:
-        scores = self.num_heads * max(_CHUNK, self.head_dim)
+        scores = self.num_heads * max(CHUNK, self.head_dim)
         return 3 * hidden_size + 2 * self.channels_per_rank(ranks.size) + (2 * self.inner_size + scores) // ranks.size
 
     def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:

@@ -17,13 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.recurrent_chunks import CHUNK
 from nvcli.kernels.recurrent_types import RecurrentHeads
 from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors, shared_memory_bytes
 from nvcli.kernels.triton.recurrent.state_rows import RowTensors, chunk_of, chunk_tokens, row_of, row_span
 from nvcli.kernels.whole_numbers import ceil_div, next_power_of_2
 
-CHUNK = 64
 _MORE_CHUNKS = tl.constexpr(3)
 """Maximum number of chunks of a row beyond those that its tokens fill: it may begin and end inside a chunk, and cross
 the end of a block whose size is not a multiple of a chunk."""
@@ -44,8 +44,9 @@ class ChunkParts(NamedTuple):
     scores: Tensor
     """[T, Hv, CHUNK], P."""
     scales: Tensor
-    """[3, Hv, T] float32, by the delta rule [4, Hv, T]: for queries that read the state before the chunk, for keys that
-    write the state after it, the decay from the chunk's start to each token, and for keys that read the state."""
+    """[2, Hv, T] float32: for queries that read the state before the chunk, by the scan also the decay from the chunk's
+    start to each token, and for keys that write the state after it. By the delta rule [4, Hv, T], with that decay, and
+    for keys that read the state."""
     skip: Tensor
     """[Hv], how much of its own value a token's result gets; read by the scan alone."""
 
@@ -66,6 +67,17 @@ def find_chunk(index, rows, first_row, num_rows, num_halvings, BLOCK_SIZE: tl.co
     start, _, before = row_span(low, rows)
     index -= (start - origin) * CHUNKS // BLOCK_SIZE + _MORE_CHUNKS * (low - first_row)
     return low, chunk_of(before, BLOCK_SIZE, CHUNK) + index
+
+
+@triton.jit
+def load_queries_keys(qkv_ptr, qkv_stride, token, is_token, key_head, HEADS: tl.constexpr, KEY_TILE: tl.constexpr):
+    """Load a chunk's queries and keys, [CHUNK, KEY_TILE] each. After the chunk everything is zero: such tokens write
+    nothing and decay nothing."""
+    i = tl.arange(0, KEY_TILE)
+    q_ptrs = qkv_ptr + token[:, None] * qkv_stride + key_head * HEADS.key_dim + i[None, :]
+    mask = is_token[:, None] & (i < HEADS.key_dim)[None, :]
+    q = tl.load(q_ptrs, mask=mask, other=0.0)
+    return q, tl.load(q_ptrs + HEADS.num_key_heads * HEADS.key_dim, mask=mask, other=0.0)
 
 
 @triton.jit(do_not_specialize=["first_row", "num_rows", "num_tokens"])
@@ -94,6 +106,7 @@ def _walk_kernel(
     KEY_DIM: tl.constexpr = HEADS.key_dim
     VALUE_DIM: tl.constexpr = HEADS.value_dim
     IS_DELTA: tl.constexpr = HEADS.rule == "delta"
+    DECAYS: tl.constexpr = 2 if IS_DELTA else 0  # in `scales`
     CHUNKS: tl.constexpr = (BLOCK_SIZE + CHUNK - 1) // CHUNK
     row = tl.program_id(0) + first_row
     head = tl.program_id(1)
@@ -133,7 +146,7 @@ def _walk_kernel(
         scores = tl.load(parts.scores + head_row * CHUNK + of_square, mask=is_token[:, None], other=0.0)
         q_passed = tl.load(scales_ptr + first + n, mask=is_token, other=0.0)
         k_left = tl.load(scales_ptr + stride + first + n, mask=is_token, other=0.0)
-        whole = tl.load(scales_ptr + 2 * stride + first + count - 1)
+        whole = tl.load(scales_ptr + DECAYS * stride + first + count - 1)
         rounded = state.to(dtype)
         written = tl.trans(v).to(tl.float32)
         if IS_DELTA:

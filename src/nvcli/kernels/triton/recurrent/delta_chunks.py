@@ -18,13 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.recurrent_chunks import CHUNK
 from nvcli.kernels.recurrent_types import DeltaGates, RecurrentHeads
 from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.recurrent.chunk_walk import (
-    CHUNK,
     ChunkParts,
     chunk_key_tile,
     find_chunk,
+    load_queries_keys,
     num_chunk_programs,
     walk_chunks,
 )
@@ -105,22 +106,16 @@ def _solve_kernel(
     """Program (chunk, value head)."""
     KEY_HEADS: tl.constexpr = HEADS.num_key_heads
     VALUE_HEADS: tl.constexpr = HEADS.num_value_heads
-    KEY_DIM: tl.constexpr = HEADS.key_dim
     head = tl.program_id(1)
     key_head = head // (VALUE_HEADS // KEY_HEADS)
     row, chunk = find_chunk(tl.program_id(0), rows, first_row, num_rows, num_halvings, BLOCK_SIZE, CHUNK)
     start, end, before = row_span(row, rows)
     first, count = chunk_tokens(chunk, start, end, before, BLOCK_SIZE, CHUNK)
     if count > 0:
-        i = tl.arange(0, KEY_TILE)
         n = tl.arange(0, CHUNK)
         is_token = n < count
         token = (first + n).to(tl.int64)
-        q_ptrs = qkv_ptr + token[:, None] * qkv_stride + key_head * KEY_DIM + i[None, :]
-        mask = is_token[:, None] & (i < KEY_DIM)[None, :]
-        # After the chunk everything is zero: such tokens write nothing and decay nothing.
-        q = tl.load(q_ptrs, mask=mask, other=0.0)
-        k = tl.load(q_ptrs + KEY_HEADS * KEY_DIM, mask=mask, other=0.0)
+        q, k = load_queries_keys(qkv_ptr, qkv_stride, token, is_token, key_head, HEADS, KEY_TILE)
         q_scale = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), 1) + NORM_EPS) * scale
         overlap = tl.dot(k, tl.trans(k), input_precision=PRECISION)
         k_scale = tl.rsqrt(tl.sum(tl.where(n[:, None] == n[None, :], overlap, 0.0), 1) + NORM_EPS)

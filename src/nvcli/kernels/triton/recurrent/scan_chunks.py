@@ -13,13 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nvcli.kernels.recurrent_chunks import CHUNK
 from nvcli.kernels.recurrent_types import RecurrentHeads, ScanGates
 from nvcli.kernels.state_rows import StateRows
 from nvcli.kernels.triton.recurrent.chunk_walk import (
-    CHUNK,
     ChunkParts,
     chunk_key_tile,
     find_chunk,
+    load_queries_keys,
     num_chunk_programs,
     walk_chunks,
 )
@@ -36,7 +37,7 @@ def _scores_kernel(
     qkv_ptr,  # [T, NUM_CHANNELS], rows qkv_stride apart
     gates,  # `ScanGates`, rows step_stride apart
     scores_ptr,  # [T, VALUE_HEADS, CHUNK], written: P
-    scales_ptr,  # [3, VALUE_HEADS, T] float32, written, see `ChunkParts`
+    scales_ptr,  # [2, VALUE_HEADS, T] float32, written, see `ChunkParts`
     steps_ptr,  # [2, VALUE_HEADS, T] float32, written: step sizes, and logarithms to base 2 of scales_ptr[0]
     rows,  # `RowTensors`
     first_row,
@@ -55,21 +56,16 @@ def _scores_kernel(
     """Program (chunk, HEADS_EACH value heads of one key head)."""
     KEY_HEADS: tl.constexpr = HEADS.num_key_heads
     VALUE_HEADS: tl.constexpr = HEADS.num_value_heads
-    KEY_DIM: tl.constexpr = HEADS.key_dim
     first_head = tl.program_id(1) * HEADS_EACH
     key_head = first_head // (VALUE_HEADS // KEY_HEADS)
     row, chunk = find_chunk(tl.program_id(0), rows, first_row, num_rows, num_halvings, BLOCK_SIZE, CHUNK)
     start, end, before = row_span(row, rows)
     first, count = chunk_tokens(chunk, start, end, before, BLOCK_SIZE, CHUNK)
     if count > 0:
-        i = tl.arange(0, KEY_TILE)
         n = tl.arange(0, CHUNK)
         is_token = n < count
         token = (first + n).to(tl.int64)
-        q_ptrs = qkv_ptr + token[:, None] * qkv_stride + key_head * KEY_DIM + i[None, :]
-        mask = is_token[:, None] & (i < KEY_DIM)[None, :]
-        q = tl.load(q_ptrs, mask=mask, other=0.0)
-        k = tl.load(q_ptrs + KEY_HEADS * KEY_DIM, mask=mask, other=0.0)
+        q, k = load_queries_keys(qkv_ptr, qkv_stride, token, is_token, key_head, HEADS, KEY_TILE)
         similarity = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         heads = first_head + tl.arange(0, HEADS_EACH)
         are_tokens = tl.broadcast_to(is_token[:, None], CHUNK, HEADS_EACH)
@@ -81,7 +77,6 @@ def _scores_kernel(
         places = heads[None, :] * num_tokens + token[:, None]
         tl.store(scales_ptr + places, tl.exp(total), mask=are_tokens)
         tl.store(scales_ptr + stride + places, step * tl.exp(whole[None, :] - total), mask=are_tokens)
-        tl.store(scales_ptr + 2 * stride + places, tl.exp(total), mask=are_tokens)
         # Each head's scores take these numbers in other threads.
         tl.store(steps_ptr + places, step, mask=are_tokens)
         tl.store(steps_ptr + stride + places, total * LOG2_E, mask=are_tokens)
@@ -108,7 +103,7 @@ def compute_chunks(
     num_tokens, num_rows, first_row = len(qkv), len(rows.slots), rows.num_decode_rows
     num_heads = heads.num_value_heads
     scores = torch.empty(num_tokens, num_heads, CHUNK, dtype=qkv.dtype, device=qkv.device)
-    scales, steps = torch.empty(5, num_heads, num_tokens, dtype=torch.float32, device=qkv.device).split([3, 2])
+    scales, steps = torch.empty(2, 2, num_heads, num_tokens, dtype=torch.float32, device=qkv.device)
     heads_each = math.gcd(_HEADS, num_heads // heads.num_key_heads)
     _scores_kernel[num_chunk_programs(num_tokens, rows), num_heads // heads_each](
         qkv,
