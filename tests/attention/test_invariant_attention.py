@@ -14,6 +14,7 @@ import pytest
 import torch
 from attention_setup import Bench, History
 
+from combinations import full
 from kernel_device import DEVICE, HAS_GPU, INTERPRETED_MARKS
 from nvcli.attention.backend import AttentionBackend, AttentionCase
 from nvcli.attention.forward_batch import BatchShape
@@ -49,6 +50,9 @@ BACKENDS = pytest.mark.parametrize("backend", [TritonBackend, RowByRowBackend])
         {"head_dim": 64, "ratio": 3, "block_size": 24},
         {"head_dim": 64, "ratio": 2, "windows": (5, 40, None), "block_size": 16},
         {"head_dim": 32, "num_kv_heads": 2, "windows": (700, None), "has_sinks": True, "soft_cap": 0.7},
+        {"head_dim": 80, "value_dim": 64, "ratio": 5, "block_size": 16},
+        full({"head_dim": 576, "value_dim": 512, "ratio": 20, "block_size": 64}),
+        full({"head_dim": 576, "value_dim": 512, "ratio": 64, "block_size": 64}),
     ],
     ids=str,
 )
@@ -101,7 +105,12 @@ def bits_of_last_tokens(
 @pytest.mark.parametrize("history", [0, SPLIT.value - 12])
 @pytest.mark.parametrize(
     "geometry",
-    [{"num_kv_heads": 2, "ratio": 2, "block_size": 64}, {"ratio": 3, "windows": (300, None), "has_sinks": True}],
+    [
+        {"num_kv_heads": 2, "ratio": 2, "block_size": 64},
+        {"ratio": 3, "windows": (300, None), "has_sinks": True},
+        {"head_dim": 80, "value_dim": 64, "ratio": 5},
+        full({"head_dim": 576, "value_dim": 512, "ratio": 20, "block_size": 64}),
+    ],
     ids=str,
 )
 def test_chunks_and_companions_do_not_show_in_the_bits(

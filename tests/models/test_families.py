@@ -243,9 +243,3 @@ def test_latent_attention_that_is_not_computed(
     with pytest.raises(LoadError) as error:
         latent_attention(tmp_path, architecture, **changes)
     assert problem in str(error.value)
-
-
-def test_latent_attention_depends_on_the_batch(tmp_path: Path) -> None:
-    model = latent_attention(tmp_path, "Glm4MoeLiteForCausalLM")
-    with pytest.raises(ConfigError, match=r"`batch_invariant` is true, and this model .* has latent attention"):
-        model.check_batch_invariant()

@@ -90,7 +90,7 @@ class RowByRowBackend(AttentionBackend):
         tokens = plans[spec.window, spec.kv_group]
         out = output_buffer(out, q, spec)
         heads = q.view(len(q), 1, spec.num_kv_heads, -1, spec.head_dim)  # [T, 1, KV, G, D]
-        results = out.view(heads.shape)
+        results = out.view(*heads.shape[:-1], spec.result_dim)
         by_head = None if sinks is None else sinks.view(spec.num_kv_heads, -1, 1)
         for query, token, result in zip(heads, tokens, results, strict=False):
             k, v = (
@@ -100,7 +100,7 @@ class RowByRowBackend(AttentionBackend):
             result.copy_(
                 softmax_attention(spec, query.contiguous(), k, v, mask=None, is_causal=False, sinks=by_head)
                 if k.shape[2]
-                else torch.zeros_like(query)
+                else torch.zeros_like(result)
             )
         out[len(tokens) :].zero_()  # padding
         return out

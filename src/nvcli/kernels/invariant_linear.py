@@ -39,6 +39,12 @@ def invariant_linear(
     return out if bias is None else out.add_(bias)
 
 
+def invariant_by_head(x: Tensor, weights: Tensor, out: Tensor) -> None:
+    """Multiply each head by its own matrix, one after another: [T, N, in], [N, in, out] → `out` [T, N, out]."""
+    for head, weight in enumerate(weights):
+        out[:, head] = invariant_linear(x[:, head], weight.T.contiguous())
+
+
 def invariant_gated_linear(x: Tensor, weight: Tensor, activation: Activation = "silu") -> Tensor:
     """activation(x Gᵀ) × (x Uᵀ) for a weight that holds G above U. weight: [2 × out, in] → [T, out].
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionSpec
 from nvcli.kernels.fp8_types import Activations
+from nvcli.kernels.invariant_linear import invariant_by_head
 from nvcli.kernels.key_copies import copy_keys
 from nvcli.kernels.latent_types import LatentHeads
 from nvcli.kernels.latents import rotate_and_store
@@ -55,6 +56,7 @@ class LatentAttention(TokenMixer):
         self.kv_norm = Norm(build, f"{path}.kv_a_layernorm", norm)
         self.from_latents = TensorShard(build, f"{path}.{FROM_LATENTS}.weight")
         self.o_proj = RowParallelLinear(build, f"{path}.o_proj")
+        self.by_head = invariant_by_head if build.batch_invariant else _by_head
         scaling = config.query_scaling
         scales = scaling is not None and build.max_positions > scaling.length
         self.query_scales = QueryScaleTable(scaling, build.max_positions) if scaling is not None and scales else None
@@ -79,7 +81,7 @@ class LatentAttention(TokenMixer):
         num_absorbed = batch.num_decoded_tokens if batch.shape.projects_latents else len(queries)
         absorbed = queries.new_empty(num_absorbed, heads.num_heads, config.key_dim)
         plain = queries[:num_absorbed, :, : config.plain_dim]
-        _by_head(plain, weight[:, : config.plain_dim], absorbed[..., : config.latent_dim])
+        self.by_head(plain, weight[:, : config.plain_dim], absorbed[..., : config.latent_dim])
         cos_sin = angles.of(config.rotation)
         assert cos_sin is not None
         cache, values = batch.kv_cache.layer(self.cache_layer)
@@ -108,7 +110,7 @@ class LatentAttention(TokenMixer):
         if num_absorbed:
             new_values = absorbed if keys is None else keys[..., : config.latent_dim]
             attended = batch.backend.forward(self.spec, self.cache_layer, absorbed, keys, new_values, batch)
-            _by_head(attended, weight[:, config.plain_dim :].transpose(1, 2), out[:num_absorbed])
+            self.by_head(attended, weight[:, config.plain_dim :].transpose(1, 2), out[:num_absorbed])
         if batch.shape.projects_latents:
             batch.backend.forward_projected(
                 self.spec, self.cache_layer, projected_queries, from_latents, batch, out[num_absorbed:]

@@ -11,6 +11,7 @@ import pytest
 from generation import answers_of, running_engine
 
 from checkpoints import write_tiny_model, write_tiny_qwen3
+from family_shapes import SHAPES
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.engine.request import PromptScoring, Request, RequestOutput
 from nvcli.worker.runner.model_runner import ModelRunner
@@ -111,14 +112,17 @@ def test_without_it_bits_depend_on_the_batch(checkpoint: Path) -> None:
     assert Answers.of(run_to_outputs(runner, requests(10))) != one_by_one(runner, 10)
 
 
-def test_experts_are_computed_alike_for_any_number_of_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen2 moe", "deepseek v3"])
+def test_experts_are_computed_alike_for_any_number_of_tokens(name: str, tmp_path: Path) -> None:
+    """The experts of DeepSeek-V3 come with latent attention."""
     experts = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
         "shared_expert_intermediate_size": 24,
     }
-    runner = make(write_tiny_model(tmp_path / "model", "Qwen2Moe", **experts))
+    family, shape = SHAPES.get(name, ("Qwen2Moe", experts))
+    runner = make(write_tiny_model(tmp_path / "model", family, **shape))
     assert Answers.of(run_to_outputs(runner, requests(10))) == one_by_one(runner, 10)
 
 

@@ -69,10 +69,6 @@ class LatentAttentionConfig(Mixer):
     def rotation(self) -> Rotation:
         return self.rope, self.rope_dim
 
-    @property
-    def batch_dependence(self) -> str | None:
-        return "latent attention, whose products for all heads depend on the number of rows"
-
     def kv_spec(self, tensor_parallel_size: int = 1, kv_group: int = 0) -> AttentionSpec:
         return AttentionSpec(
             num_heads=self.num_heads // tensor_parallel_size,

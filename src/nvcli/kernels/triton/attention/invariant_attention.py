@@ -26,6 +26,7 @@ from nvcli.kernels.triton.attention.attention_fold import (
     Tile,
     fold_keys,
     load_query,
+    load_query_tail,
     load_sinks,
     weighted_mean,
 )
@@ -51,6 +52,7 @@ _VERIFIED_CAPABILITY = (9, 0)
 @triton.jit
 def _fold_split(
     query,
+    tail,
     unit,
     k_cache,
     v_cache,
@@ -70,7 +72,7 @@ def _fold_split(
     ROWS: tl.constexpr = TILE.rows
     HEAD_DIM: tl.constexpr = KIND.head_dim
     highest, sums, acc, _ = fold_keys(
-        query, None, unit, tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS, 16], tl.float32),
+        query, tail, unit, tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS, 16], tl.float32),
         tl.zeros([ROWS, HEAD_DIM], tl.float32), tl.zeros([ROWS], tl.float32), k_cache, v_cache, table, kv_head, begin,
         end, None, first_read, firsts, lasts, KIND, TILE.keys, TILE.num_stages, MASKED, False,
     )  # fmt: skip
@@ -213,6 +215,9 @@ def invariant_attention_kernel(
         head = kv_head * KIND.group + (first_row + rows) % KIND.group
         flat_token = (first_token + token).to(tl.int64)
         query, unit = load_query(q, k_cache, flat_token, head, in_chunk, q_stride, scale_log2, KIND)
+        tail = None
+        if KIND.tail_dim:
+            tail = load_query_tail(q, k_cache, flat_token, head, in_chunk, q_stride, unit, scale_log2, KIND)
         table = block_tables + slot.to(tl.int64) * block_table_stride
 
         start_highest = tl.full([ROWS], -float("inf"), tl.float32)
@@ -250,12 +255,12 @@ def invariant_attention_kernel(
                     is_seen_by_all = is_seen_by_all and begin >= end - window  # every row's window has begun
             if is_seen_by_all:
                 highest, weight_sum, acc = _fold_split(
-                    query, unit, k_cache, v_cache, table, kv_head, begin, (split + 1) * SPLIT, None, None, None, KIND,
-                    TILE, False,
+                    query, tail, unit, k_cache, v_cache, table, kv_head, begin, (split + 1) * SPLIT, None, None, None,
+                    KIND, TILE, False,
                 )  # fmt: skip
             else:
                 highest, weight_sum, acc = _fold_split(
-                    query, unit, k_cache, v_cache, table, kv_head, begin, tl.minimum((split + 1) * SPLIT, end),
+                    query, tail, unit, k_cache, v_cache, table, kv_head, begin, tl.minimum((split + 1) * SPLIT, end),
                     first_seen, first_of_row, last_of_row, KIND, TILE, True,
                 )  # fmt: skip
             if IS_DECODE:
@@ -298,7 +303,7 @@ def _keys(shape: AttentionShape) -> int:
 def invariant_decode_tile(shape: AttentionShape, num_rows: int) -> Tile:
     """Choose the tile for a step of so many decode rows."""
     rows = max(16, next_power_of_2(shape.group))
-    num_warps = 4 if num_rows <= _FEW_ROWS or shape.head_dim > 256 else 2
+    num_warps = _warps_of_large_heads(shape, rows) or (4 if num_rows <= _FEW_ROWS else 2)
     num_stages = _SMALL_STAGES if _is_small(shape, num_warps) else _DECODE_STAGES
     return Tile(rows=rows, keys=_keys(shape), num_warps=num_warps, num_stages=num_stages)
 
@@ -306,8 +311,14 @@ def invariant_decode_tile(shape: AttentionShape, num_rows: int) -> Tile:
 def invariant_draft_tile(shape: AttentionShape, width: int) -> Tile:
     """Choose the tile for decode rows of up to `width` tokens."""
     rows = min(64, max(16, next_power_of_2(width * shape.group)))
-    num_warps = 4 if rows >= 64 or shape.head_dim > 256 else 2
+    num_warps = _warps_of_large_heads(shape, rows) or (4 if rows >= 64 else 2)
     return Tile(rows=rows, keys=_keys(shape), num_warps=num_warps, num_stages=2)
+
+
+def _warps_of_large_heads(shape: AttentionShape, rows: int) -> int:
+    """Return the warps of decode programs with heads above 256, in whose registers the results of `rows` queries
+    stand; 0 for smaller heads."""
+    return 0 if shape.head_dim <= 256 else 4 if rows <= 32 else 8
 
 
 def invariant_registers(shape: AttentionShape, tile: Tile) -> int | None:
