@@ -69,6 +69,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": ("gpt-oss-20b", {"quantization": "w4a16"}),
     "DeepSeek-V2-Lite": ("deepseek-v2-lite", {}),
     "DeepSeek-V2-Lite with an FP8 cache": ("deepseek-v2-lite", {"kv_cache_dtype": "fp8"}),
+    "DeepSeek-V2-Lite batch-invariant": ("deepseek-v2-lite", {"batch_invariant": True}),
     "GLM-4.7-Flash with drafts": ("glm-4.7-flash", {"speculation": SpeculationConfig(method="lookup")}),
     "Gemma 2": ("gemma-2-9b", {}),
     "Gemma 3": ("gemma-3-27b", {}),
