@@ -25,8 +25,24 @@ _VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+_PIXTRAL = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "patch_size": 4,
+}
+_GLM = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+}
 WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "Gemma3": ("Gemma3Text", "SiglipVision", _VISION),
+    "Gemma3": ("Gemma3Text", "SiglipVision", {**_VISION, "image_size": 32, "patch_size": 4}),
     "Qwen3_5": (
         "Qwen3_5Text",
         "Qwen3_5Vision",
@@ -83,9 +99,27 @@ WITH_VISION: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "Gemma4": ("Gemma4Text", "Gemma4Vision", {**_VISION, "num_key_value_heads": 2, "head_dim": 8}),
-    "Mistral3": ("Ministral3", "PixtralVision", {**_VISION, "head_dim": 8}),
+    "Mistral3": ("Ministral3", "PixtralVision", {**_PIXTRAL, "hidden_act": "silu"}),
+    "Glm4v": ("Glm4vText", "Glm4vVision", {**_GLM, "image_size": 24}),
+    "Glm4vMoe": ("Glm4vMoeText", "Glm4vMoeVision", {**_GLM, "image_size": 24}),
+    "GlmOcr": ("GlmOcrText", "GlmOcrVision", _GLM),
+    "PaddleOCRVL": ("PaddleOCRText", "PaddleOCRVision", {**_VISION, "image_size": 24, "patch_size": 4}),
+    "InternVL": (
+        "Qwen2",
+        "InternVLVision",
+        {**_VISION, "num_hidden_layers": 2, "image_size": 32, "patch_size": 4, "use_qk_norm": True},
+    ),
+    "LightOnOcr": ("Qwen3", "PixtralVision", _PIXTRAL),
 }
 """Families of models that read images too: the classes of their text part and of their vision part, and a tiny one."""
+
+
+_WHOLE: dict[str, dict[str, Any]] = {
+    "Gemma3": {"image_token_index": IMAGE_TOKEN, "mm_tokens_per_image": 16},
+    "Mistral3": {"image_token_index": IMAGE_TOKEN},
+    "Gemma4": {},
+}
+"""What the configuration of the whole model says besides."""
 
 
 def tiny_model_config(**overrides: Any) -> dict[str, Any]:
@@ -174,7 +208,7 @@ def _make_model(transformers: Any, family: str, arguments: dict[str, Any]) -> An
         text_config=text,
         vision_config=vision,
         tie_word_embeddings=arguments["tie_word_embeddings"],
-        **({"image_token_id": IMAGE_TOKEN} if "Qwen" in family else {}),
+        **_WHOLE.get(family, {"image_token_id": IMAGE_TOKEN}),
     )
     return getattr(transformers, f"{family}ForConditionalGeneration")(config)
 

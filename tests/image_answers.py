@@ -16,8 +16,10 @@ from nvcli.job.images.pixel_memory import PixelMemory, Pixels
 from nvcli.job.images.row_images import RowImages
 from nvcli.models.config import load_model_config
 from nvcli.models.vision.image_processor import ImageProcessor, read_processor
+from nvcli.models.vision.tower import PixelScale
 from requests_factory import make_request
-from vision_model import IMAGE_ID, SIDE
+from vision_model import IMAGE_ID
+from vision_reference import allowed_size, make_image, model_inputs
 
 MAX_TOKENS = 12
 END_ID = 1
@@ -35,11 +37,6 @@ PROMPTS: list[Prompt] = [
 ]
 
 
-def pixels_of(rows: int, columns: int, seed: int) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    return rng.integers(0, 256, (rows * SIDE, columns * SIDE, 3), dtype=np.uint8)
-
-
 def put_pixels(memory: PixelMemory, pixels: np.ndarray, key: bytes) -> Pixels:
     """Write pixels, [height, width, 3] bytes, as an image process does."""
     offset = memory.reserve(2 * pixels.nbytes)
@@ -55,20 +52,25 @@ class ImageRequests:
     def __init__(self, model: Path) -> None:
         vision = load_model_config(model).vision
         assert vision is not None
+        self.vision = vision
         self.processor: ImageProcessor = read_processor(model, vision)
         self._memory = PixelMemory()
         self._kept: list[Pixels] = []
-        self._images = RowImages(self.processor, IMAGE_ID, ImageFolders.of((), ()))
+        self._images = RowImages(self.processor, IMAGE_ID, ImageFolders.of((), ()), vision.text)
 
     def make(self, number: int, prompt: Prompt, max_tokens: int = MAX_TOKENS, **settings: Any) -> Request:
-        pixels = []
+        pixels, written = [], []
         for part in prompt:
-            if isinstance(part, tuple):
-                data = pixels_of(*part)
-                key = b"%d %d %d" % part
-                pixels.append(put_pixels(self._memory, data, key))
+            if isinstance(part, int):
+                written.append(part)
+                continue
+            rows, columns, seed = part
+            rows, columns = allowed_size(self.vision, rows, columns)
+            data = make_image(rows, columns, seed)
+            pixels.append(put_pixels(self._memory, data, b"%d %d %d" % (rows, columns, seed)))
+            written += _tokens(1, rows) if self.vision.row_gap else [IMAGE_ID]
         self._kept += pixels
-        ids, images = self._images.expand([part if isinstance(part, int) else IMAGE_ID for part in prompt], pixels)
+        ids, images = self._images.expand(written, pixels)
         request = make_request(number, ids, max_tokens, stop_ids=[END_ID], **settings)
         return msgspec.structs.replace(
             request, prompt_ids=images.packed(ids), images=images.images, image_token_id=IMAGE_ID
@@ -80,18 +82,12 @@ class ImageRequests:
 
 def reference_answers(model: Path, processor: ImageProcessor) -> list[list[int]]:
     """The greedy answers of transformers to `PROMPTS`."""
-    import torch
     import transformers
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+    vision = load_model_config(model).vision
+    assert vision is not None
     reference = transformers.AutoModelForImageTextToText.from_pretrained(model).eval()
-    prepare = Qwen2VLImageProcessorPil(
-        do_resize=False,
-        patch_size=SIDE // 2,
-        merge_size=2,
-        image_mean=list(processor.mean),
-        image_std=list(processor.std),
-    )
+    scale = PixelScale(processor.factor, processor.mean, processor.std)
     answers = []
     for prompt in PROMPTS:
         ids: list[int] = []
@@ -99,20 +95,21 @@ def reference_answers(model: Path, processor: ImageProcessor) -> list[list[int]]
         for part in prompt:
             if isinstance(part, int):
                 ids.append(part)
-            else:
-                images.append(pixels_of(*part))
-                ids += [IMAGE_ID] * (part[0] * part[1])
-        tokens = torch.tensor([ids])
-        inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-        if images:
-            found = prepare(images=images, return_tensors="pt", input_data_format="channels_last")
-            inputs |= {"pixel_values": found["pixel_values"], "image_grid_thw": found["image_grid_thw"]}
-            inputs["mm_token_type_ids"] = (tokens == IMAGE_ID).int()
+                continue
+            rows, columns = allowed_size(vision, *part[:2])
+            images.append(make_image(rows, columns, part[2]))
+            ids += _tokens(columns, rows) if vision.row_gap else [IMAGE_ID] * (rows * columns)
+        inputs = model_inputs(vision, ids, images, scale)
         made = reference.generate(
             **inputs, max_new_tokens=MAX_TOKENS, do_sample=False, eos_token_id=END_ID, pad_token_id=0
         )
         answers.append(made[0, len(ids) :].tolist())
     return answers
+
+
+def _tokens(columns: int, rows: int) -> list[int]:
+    """The tokens of an image whose rows have a token behind them, and the last one another."""
+    return ([IMAGE_ID] * columns + [IMAGE_ID - 1]) * (rows - 1) + [IMAGE_ID] * columns + [IMAGE_ID + 1]
 
 
 def answers_in_order(found: dict[int, list[int]]) -> Sequence[list[int]]:

@@ -4,35 +4,69 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from checkpoints import edit_json, write_tiny_model
 from expert_shapes import EXPERT_SHAPES
 from family_shapes import SHAPES
+from vision_reference import SIDE
 from weightless_model import write_weightless_model
 
-MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 VOCAB_SIZE = 261
 """256 bytes, two tokens of the tokenizer, and the marks."""
 IMAGE_ID = 259
-SIDE = 8
-"""Pixels of a token's side."""
+"""The second mark."""
 TEMPLATE = """{%- for message in messages %}{{ message.role + ':' }}
 {%- if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}
-{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}
+{%- if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}
 {%- endfor %}{% endif %}{{ '\n' }}{%- endfor %}{{ 'a:' }}"""
-PROCESSOR = {
-    "image_processor_type": "Qwen2VLImageProcessorFast",
+SCALE = {"image_mean": [0.5, 0.4, 0.6], "image_std": [0.25, 0.3, 0.2]}
+AREA = {
     "min_pixels": 4 * SIDE**2,
     "max_pixels": 60 * SIDE**2,
     "patch_size": SIDE // 2,
     "temporal_patch_size": 2,
     "merge_size": 2,
-    "image_mean": [0.5, 0.4, 0.6],
-    "image_std": [0.25, 0.3, 0.2],
 }
+
+
+class Marks(NamedTuple):
+    """How a family's chat template writes an image, and the settings of its image processor."""
+
+    tokens: tuple[str, str, str]
+    """Special tokens, of which the second stands for a token of an image."""
+    written: str
+    processor: dict[str, Any]
+
+
+_QWEN = Marks(
+    ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
+    "<|vision_start|><|image_pad|><|vision_end|>",
+    {"image_processor_type": "Qwen2VLImageProcessorFast", **AREA},
+)
+_PIXTRAL = {"image_processor_type": "PixtralImageProcessorFast", "size": {"longest_edge": 10 * SIDE}}
+MARKS = {
+    "gemma 3 with vision": Marks(
+        ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
+        "<start_of_image>",
+        {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 32, "width": 32}},
+    ),
+    "mistral 3 with vision": Marks(("[IMG_BREAK]", "[IMG]", "[IMG_END]"), "[IMG]", _PIXTRAL),
+    "internvl": Marks(
+        ("<img>", "<IMG_CONTEXT>", "</img>"),
+        "<IMG_CONTEXT>",
+        {"image_processor_type": "GotOcr2ImageProcessorFast", "size": {"height": 32, "width": 32}, "max_patches": 2},
+    ),
+    "glm 4.6v-flash": Marks(
+        ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>"),
+        "<|begin_of_image|><|image|><|end_of_image|>",
+        {"image_processor_type": "Glm46VImageProcessor", **AREA},
+    ),
+    "lighton-ocr": _QWEN._replace(processor=_PIXTRAL),
+}
+"""By the names of `SHAPES`; all others are Qwen's."""
 
 
 def write_vision_model(folder: Path, name: str = "qwen 2.5-vl", **settings: Any) -> Path:
@@ -40,15 +74,17 @@ def write_vision_model(folder: Path, name: str = "qwen 2.5-vl", **settings: Any)
     folder.mkdir(parents=True)
     write_weightless_model(folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    for token, content in enumerate(MARKS, VOCAB_SIZE - len(MARKS)):
+    marks = MARKS.get(name, _QWEN)
+    for token, content in enumerate(marks.tokens, IMAGE_ID - 1):
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         tokenizer["added_tokens"].append({"id": token, "content": content, **flags, "special": True})
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("IMAGE", marks.written))
+    (folder / "preprocessor_config.json").write_text(json.dumps(marks.processor | SCALE))
     family, overrides = (SHAPES | EXPERT_SHAPES)[name]
     write_tiny_model(folder, family, vocab_size=VOCAB_SIZE, **{**overrides, **settings})
-    edit_json(folder / "config.json", image_token_id=IMAGE_ID)
+    key = "image_token_index" if family in ("Gemma3", "Mistral3") else "image_token_id"
+    edit_json(folder / "config.json", **{key: IMAGE_ID})
     return folder
 
 

@@ -137,6 +137,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Merged adapters that are served in no other way."""
     max_image_tokens: int = 0
     """The most tokens that an image of a prompt has; 0: prompts have no images, and the model needs no tower."""
+    keeps_images_whole: bool = False
+    """Whether no chunk of a prompt may end inside an image, because its tokens attend to all of it."""
     embedding_size: int = 0
     """Size of the hidden states, if requests ask for these instead of tokens: the model then needs no LM head.
     0: requests ask for tokens and their probabilities."""

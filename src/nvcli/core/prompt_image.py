@@ -6,7 +6,7 @@ import msgspec
 
 MAX_PROMPT_IMAGES = 64
 """The most images of a prompt."""
-MOST_IMAGE_BYTES = MAX_PROMPT_IMAGES * 112
+MOST_IMAGE_BYTES = MAX_PROMPT_IMAGES * 113
 """The most bytes of a prompt's images in a message."""
 
 
@@ -18,6 +18,8 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     rows: int
     columns: int
     """Tokens that lie beside each other in the image, whose tokens follow each other row by row."""
+    gap: int = 0
+    """Tokens of text behind each row."""
     key: bytes
     """A digest of its pixels, 16 bytes."""
     file: str
@@ -28,5 +30,10 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     @property
     def end(self) -> int:
-        """The position behind its last token."""
-        return self.first + self.rows * self.columns
+        """The position behind its last token, and what follows its last row."""
+        return self.first + self.rows * (self.columns + self.gap)
+
+    def num_before(self, position: int) -> int:
+        """Return how many of its tokens stand before a position of the prompt, from `first` to `end`."""
+        row, column = divmod(position - self.first, self.columns + self.gap)
+        return row * self.columns + min(column, self.columns)

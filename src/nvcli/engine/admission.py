@@ -80,7 +80,10 @@ class Admission:
         # Every running request keeps room for one more row, so that admission does not cause preemption.
         reserve = tables.reserve(self._num_running, 1)
         length = tables.enter(state, budget, reserve=reserve)
-        if length is None:
+        if length == 0:  # an image that must not be cut waits for another step
+            tables.release(state)
+            state.num_computed = 0
+        if not length:
             return None
         if self._is_on:
             own = round((num_free - manager.num_free) / self._blocks_per_token)

@@ -27,6 +27,7 @@ from nvcli.engine.shared_segments import SharedSegments
 from nvcli.engine.state import RequestState
 from nvcli.engine.state_blocks import StateBlocks, different
 from nvcli.engine.step_draft import Sharing, StepDraft
+from nvcli.engine.whole_images import whole_chunk
 
 
 class BlockTables:
@@ -125,7 +126,8 @@ class BlockTables:
 
         Groups without a window get blocks for all known tokens, the others for the first chunk. Returns the chunk's
         number of tokens, at most `budget`. Returns None, and takes nothing, if fewer than `reserve` free blocks would
-        be left, or if the request needs a state that this very step computes.
+        be left, or if the request needs a state that this very step computes. Returns 0, having taken blocks, if the
+        chunk would begin with an image that must not be cut and does not fit.
         """
         block_size, manager = self.block_size, self.block_manager
         num_tokens = state.num_tokens
@@ -153,9 +155,9 @@ class BlockTables:
         state.set_hashed_blocks(num_cached, block_size)
         state.num_computed += self._key_copies.plan(state, num_cached, most_reusable, self._prompt_hashes)
         state.capacity = len(min(state.blocks, key=len)) * block_size
-        length = min(num_tokens - state.num_computed, budget)
+        length = whole_chunk(state, min(num_tokens - state.num_computed, budget))
         if state.num_computed + length > state.capacity:
-            length, _ = self._lengthen(state, length, least=1, reserve=reserve)
+            length = whole_chunk(state, self._lengthen(state, length, least=1, reserve=reserve)[0])
         if self._windowed and length > block_size:
             self._leaving[state] = None
         return length

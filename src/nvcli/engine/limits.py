@@ -20,6 +20,8 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     max_model_len: int
     block_size: int
+    whole_image_tokens: int = 0
+    """The most tokens of an image, if no chunk may end inside one; 0: chunks may."""
     num_micro_batches: int = 1
     """Steps in flight at a time; with more than one, a decoding request is in only one of them (pipeline stages)."""
     drafting: Drafting | None = None
@@ -40,6 +42,11 @@ class SchedulerLimits:
     plans_admission: bool = False
     """Whether requests are admitted by forecasts of their answers' lengths (`Admission`), rather than while blocks are
     free."""
+
+    @property
+    def keeps_images_whole(self) -> bool:
+        """Whether no chunk may end inside an image."""
+        return self.whole_image_tokens > 0
 
     @property
     def tokens_per_row(self) -> int:
@@ -69,16 +76,15 @@ class SchedulerLimits:
     def lowered(self) -> SchedulerLimits | None:
         """Return limits with half the `max_num_batched_tokens`; once that is no more than `max_num_seqs`, half of both.
 
-        Returns None if a step is down to one request and one token.
+        Returns None if a step is down to one request and one token, or to an image that must not be cut.
         """
         num_tokens, num_seqs = self.max_num_batched_tokens, self.max_num_seqs
-        if num_tokens > num_seqs:
-            num_tokens = max(num_tokens // 2, num_seqs)
+        least = max(1, self.whole_image_tokens)
+        if num_tokens > max(num_seqs, least):
+            num_tokens = max(num_tokens // 2, num_seqs, least)
         elif num_seqs > 1:
             num_seqs //= 2
-            num_tokens = min(num_tokens, num_seqs)
-        elif num_tokens > 1:
-            num_tokens //= 2
+            num_tokens = max(least, min(num_tokens, num_seqs))
         else:
             return None
         return replace(self, max_num_batched_tokens=num_tokens, max_num_seqs=num_seqs)

@@ -50,6 +50,7 @@ from nvcli.engine.request import EngineStats, FinishReason, Request, RequestOutp
 from nvcli.engine.running_requests import RunningRequests, lacking_room
 from nvcli.engine.state import Prompt, RequestState
 from nvcli.engine.step_draft import ScheduledStep, StepDraft
+from nvcli.engine.whole_images import least_chunk, whole_chunk
 
 
 class Scheduler:
@@ -91,7 +92,7 @@ class Scheduler:
         for request in requests:
             prompt = Prompt(request)
             for sample in request.samples():
-                state = RequestState(sample, prompt, needs_last_token=self.limits.num_micro_batches > 1)
+                state = RequestState(sample, prompt, self.limits.num_micro_batches > 1, self.limits.keeps_images_whole)
                 assert 0 < state.num_prompt < state.max_len <= self.limits.max_model_len
                 assert sample.request_id not in self._by_id
                 self._by_id[sample.request_id] = state
@@ -102,8 +103,7 @@ class Scheduler:
     def abort(self, request_ids: Iterable[int]) -> None:
         """End requests early. Requests that have ended already are skipped: their last output is on its way."""
         for request_id in request_ids:
-            state = self._by_id.get(request_id)
-            if state is not None:
+            if (state := self._by_id.get(request_id)) is not None:
                 self._finish(state, "abort")
 
     def forget_prefixes(self) -> None:
@@ -335,9 +335,9 @@ class Scheduler:
         """Choose the next chunks of prompts under way, as (request, number of tokens), and take their blocks."""
         chunks = []
         for state in self._running.prefilling.copy():
-            length = min(state.num_uncomputed, budget)
+            length = whole_chunk(state, min(state.num_uncomputed, budget))
             if state.num_computed + length > state.capacity:
-                length = self._make_room(state, length, draft, least=1)
+                length = whole_chunk(state, self._make_room(state, length, draft, least=least_chunk(state)))
             if length and state.slot is not None:
                 chunks.append((state, length))
                 budget -= length
@@ -346,7 +346,6 @@ class Scheduler:
     def _admit(self, draft: StepDraft, budget: int) -> None:
         """Admit waiting requests in order, each with its first chunk, as far as slots, blocks and tokens go."""
         waiting, limits = self._waiting, self.limits
-        most_prefix_ids = limits.max_model_len + limits.max_num_batched_tokens
         now = self._next_step_id // limits.num_micro_batches
         self._running.regroup(waiting)
         while waiting and budget > 0 and self._running.num_free_slots:
@@ -360,15 +359,14 @@ class Scheduler:
                 continue
             if state.num_pending:
                 break  # preempted a moment ago; its last tokens are still on their way
-            num_tokens = state.num_tokens
-            if not self._tables.can_fit(num_tokens):
+            if not self._tables.can_fit(state.num_tokens):
                 waiting.popleft()
-                self._finish_too_large(state, num_tokens)
+                self._finish_too_large(state, state.num_tokens)
                 continue
             length = self._admission.enter(state, self._tables, budget, now)
             if length is None:
                 break
-            if not draft.has_room_for(state, most_prefix_ids=most_prefix_ids):
+            if not draft.has_room_for(state, most_prefix_ids=limits.max_model_len + limits.max_num_batched_tokens):
                 self._admission.leave(state)
                 self._tables.release(state)
                 state.num_computed = 0

@@ -30,6 +30,29 @@ _TEXT_PREFIXES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TowerNames:
+    """How files name the tensors of a vision tower."""
+
+    prefixes: tuple[tuple[str, str], ...]
+    """Prefixes of their names: (in the file, with or without `model.` before it; in the model)."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Parts of names that differ behind the prefix: (in the file, in the model)."""
+    left: tuple[str, ...] = ()
+    """Prefixes, in the model, of tensors that are left on disk."""
+
+    def find(self, stored: str) -> str | None:
+        """Return the model's name of a tensor in the files; None if it is not the tower's."""
+        own = stored.removeprefix("model.")
+        for prefix, wanted in self.prefixes:
+            if own.startswith(prefix):
+                name = own.removeprefix(prefix)
+                for found, to in self.renamed:
+                    name = name.replace(found, to)
+                return wanted + name
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointLayout:
     """Differences between the names in a family's files and the decoder's own."""
 
@@ -39,11 +62,10 @@ class CheckpointLayout:
     """Whether the checkpoint holds more than the text model. The rest is left on disk."""
     left: tuple[str, ...] = ()
     """Name prefixes of other tensors that are left on disk."""
-    of_tower: tuple[str, ...] = ()
-    """Name prefixes, in the files, of the tensors of a vision tower; older files have the decoder's own names beside
-    them."""
+    tower: TowerNames | None = None
+    """The names of a vision tower's tensors; older files may have the decoder's own names beside them."""
     has_tower: bool = False
-    """Whether the tower's tensors are read, under names that begin with the last of these prefixes."""
+    """Whether the tower's tensors are read."""
     of_head: tuple[str, ...] = ()
     """Name prefixes, in the files, of the tensors of a head that drafts tokens. They are read in any case."""
     transposes_experts: bool = False
@@ -57,16 +79,17 @@ class CheckpointLayout:
         """Return the decoder's name of a tensor in the files, or None for one that is not the text model's."""
         name: str | None = stored
         is_of_head = stored.startswith(self.of_head)
-        tower = next((prefix for prefix in self.of_tower if stored.startswith(prefix)), None)
+        in_tower = None if self.tower is None else self.tower.find(stored)
         if is_of_head:
             pass
-        elif tower is not None:
-            return self.of_tower[-1] + stored.removeprefix(tower) if self.has_tower else None
+        elif in_tower is not None:
+            assert self.tower is not None
+            return in_tower if self.has_tower and not in_tower.startswith(self.tower.left) else None
         elif self.is_headless:
             name = None if stored.startswith("lm_head.") else "model." + stored.removeprefix("model.")
         elif self.is_part:
             matches = (to + stored.removeprefix(prefix) for prefix, to in _TEXT_PREFIXES if stored.startswith(prefix))
-            name = next(matches, stored if self.of_tower and stored.startswith("model.") else None)
+            name = next(matches, stored if self.tower and stored.startswith("model.") else None)
         if name is not None and not is_of_head and name.startswith(self.left):
             return None
         for found, wanted in self.renamed if name is not None else ():

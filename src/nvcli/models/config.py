@@ -29,7 +29,7 @@ from nvcli.models.quantisation.modelopt import QUANTISATION_FILE
 from nvcli.models.quantisation.module_names import name_patterns
 from nvcli.models.quantisation.quantisation import Quantisation
 from nvcli.models.unsupported import describe_unsupported
-from nvcli.models.vision.vision_config import TOWER_PREFIXES, VisionConfig
+from nvcli.models.vision.vision_config import VisionConfig
 
 CheckpointDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -256,7 +256,8 @@ def _read_model(config: JsonFile, generation: JsonFile, modelopt: JsonFile) -> M
     vision = None
     layout = replace(decoder.layout, is_part=text.section != "")
     if family.read_vision is not None and config.values.get(_VISION) is not None:
-        vision, layout = family.read_vision(config, text), replace(layout, of_tower=TOWER_PREFIXES)
+        vision = family.read_vision(config, text)
+        layout = replace(layout, tower=vision.names)
     model = ModelConfig(
         architecture=architecture,
         decoder=replace(decoder, layout=layout),

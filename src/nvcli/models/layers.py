@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import AttentionSpec, CacheSpec
+from nvcli.attention.whole_images import attend_both_ways
 from nvcli.kernels.fp8 import norm_and_quantise
 from nvcli.kernels.fp8_types import Activations
 from nvcli.kernels.gates import gate_values
@@ -291,7 +292,10 @@ class Attention(TokenMixer):
     def _attend(self, q: Tensor, k: Tensor | None, v: Tensor, batch: ForwardBatch) -> Tensor:
         """q: [T, this rank's heads, D]; k, v: as in `AttentionBackend.forward` → [T, this rank's heads × D]."""
         sinks = None if self.sinks is None else self.sinks.weight
-        return batch.backend.forward(self.spec, self.cache_layer, q, k, v, batch, sinks).flatten(1)
+        attended = batch.backend.forward(self.spec, self.cache_layer, q, k, v, batch, sinks)
+        if batch.images is not None and batch.images.whole:
+            attend_both_ways(self.spec, self.cache_layer, q, batch.images.whole, batch, sinks, attended)
+        return attended.flatten(1)
 
     def _attend_to_cache(self, queries: Tensor, angles: Angles, batch: ForwardBatch) -> Tensor:
         """Attend to the keys and values that another layer has stored. [T, this rank's heads × D] → the same shape."""

@@ -5,12 +5,19 @@ from __future__ import annotations
 import fcntl
 import io
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from PIL import Image
 from transformers.image_utils import load_image
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.glm46v import image_processing_pil_glm46v
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.paddleocr_vl import image_processing_pil_paddleocr_vl
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from hostile_images import encoded, valid_images
@@ -19,18 +26,18 @@ from nvcli.job.images import image_process
 from nvcli.job.images.image_process import Prepared, Question, answer
 from nvcli.job.images.pixel_memory import PixelMemory
 from nvcli.models.vision.image_processor import ImageProcessor
+from nvcli.models.vision.image_size import AreaRule, EdgeRule, SizeRule, TileRule
 
 SIDE = 28
-PROCESSOR = ImageProcessor(
-    token_pixels=SIDE, min_pixels=56 * 56, max_pixels=40 * SIDE**2, factor=1 / 255, mean=(0, 0, 0), std=(1, 1, 1)
-)
+RULE = AreaRule(side=SIDE, min_pixels=56 * 56, max_pixels=40 * SIDE**2)
+PROCESSOR = ImageProcessor(rule=RULE, resampling="bicubic", factor=1 / 255, mean=(0, 0, 0), std=(1, 1, 1))
 MEMORY = PixelMemory()
 FILE = PixelFile(MEMORY.path)
 SIZES = [(30, 30), (100, 37), (300, 700), (224, 224), (5, 400), (57, 55)]
 
 
-def prepare(image: bytes | Path) -> Prepared:
-    return answer(Question(image, PROCESSOR, MEMORY.path, 4096), FILE)
+def prepare(image: bytes | Path, processor: ImageProcessor = PROCESSOR) -> Prepared:
+    return answer(Question(image, processor, MEMORY.path, 4096), FILE)
 
 
 def pixels_of(found: Prepared) -> np.ndarray:
@@ -48,7 +55,7 @@ def check_pixels(data: bytes) -> None:
     """Compare an image with what transformers' processor makes of it."""
     found = prepare(data)
     theirs = Qwen2VLImageProcessorPil(
-        do_rescale=False, do_normalize=False, min_pixels=PROCESSOR.min_pixels, max_pixels=PROCESSOR.max_pixels
+        do_rescale=False, do_normalize=False, min_pixels=RULE.min_pixels, max_pixels=RULE.max_pixels
     )(images=[load_image(Image.open(io.BytesIO(data)))], return_tensors="np")
     _, rows, columns = theirs["image_grid_thw"][0]
     assert found.problem == ""
@@ -62,6 +69,49 @@ def check_pixels(data: bytes) -> None:
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
 def test_pixels_are_those_of_transformers(height: int, width: int, kind: str) -> None:
     check_pixels(encoded(noise(height, width), kind))
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+@pytest.mark.parametrize(
+    ("rule", "resampling", "theirs"),
+    [
+        (TileRule(side=14, tile=56), "bilinear", Gemma3ImageProcessorPil(size={"height": 56, "width": 56})),
+        (
+            TileRule(side=14, tile=56, least=2, most=7),
+            "bicubic",
+            GotOcr2ImageProcessorPil(
+                size={"height": 56, "width": 56}, crop_to_patches=True, min_patches=2, max_patches=7
+            ),
+        ),
+        (
+            EdgeRule(side=28, longest=300),
+            "bicubic",
+            PixtralImageProcessorPil(size={"longest_edge": 300}, patch_size={"height": 28, "width": 28}),
+        ),
+    ],
+    ids=["gemma 3", "tiles", "pixtral"],
+)
+def test_other_rules_are_those_of_transformers(
+    height: int, width: int, rule: SizeRule, resampling: Literal["bilinear", "bicubic"], theirs: Any
+) -> None:
+    data = encoded(noise(height, width), "PNG")
+    found = prepare(data, replace(PROCESSOR, rule=rule, resampling=resampling))
+    theirs.do_rescale = theirs.do_normalize = False
+    expected = theirs(images=[Image.open(io.BytesIO(data))], return_tensors="np")["pixel_values"]
+    pixels = pixels_of(found)
+    np.testing.assert_array_equal(pixels, expected.transpose(0, 2, 3, 1).reshape(pixels.shape))
+    assert found.height * found.width <= rule.most_pixels
+
+
+@pytest.mark.parametrize(("height", "width"), [*SIZES, (9, 9), (3, 500)])
+def test_sizes_of_small_images_are_those_of_transformers(height: int, width: int) -> None:
+    limits = {"min_pixels": 112 * 56, "max_pixels": 40 * SIDE**2}
+    fit = AreaRule(side=SIDE, **limits, enlarges="floor").fit(height, width)
+    twice = {name: 2 * limit for name, limit in limits.items()}
+    assert (fit.height, fit.width) == image_processing_pil_glm46v.smart_resize(2, height, width, factor=SIDE, **twice)
+    fit = AreaRule(side=SIDE, **limits, enlarges="round").fit(height, width)
+    theirs = image_processing_pil_paddleocr_vl.smart_resize(height, width, factor=SIDE, **limits)
+    assert (fit.height, fit.width) == theirs
 
 
 @pytest.mark.filterwarnings("ignore:Palette images with Transparency")

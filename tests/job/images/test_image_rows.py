@@ -33,7 +33,7 @@ from nvcli.job.run.resolve import resolve_job, resolve_settings
 from nvcli.llm.llm import LLM
 from nvcli.models.config import load_model_config
 from nvcli.models.vision.image_processor import read_processor
-from vision_model import IMAGE_ID, write_image, write_vision_model
+from vision_model import IMAGE_ID, MARKS, write_image, write_vision_model
 
 pytestmark = pytest.mark.usefixtures("tokenizer", "warm_engines")
 
@@ -167,6 +167,22 @@ def test_programs_give_images_of_pillow_and_bytes(rows: Rows) -> None:
     assert failed.error is not None
     assert failed.error.type == "invalid_image"
     assert "the image in `photo` cannot be read" in failed.error.message
+
+
+@pytest.mark.parametrize("name", ["gemma 3 with vision", "mistral 3 with vision"])
+def test_images_are_written_into_prompts_as_their_processor_does(name: str, tmp_path: Path) -> None:
+    write_image(tmp_path / "a.png", 60, 90, 1)
+    rows = Rows(tmp_path, write_vision_model(tmp_path / "model", name))
+    limited = user("@a.png")
+    limited["messages"][0]["content"][0]["max_pixels"] = 500
+    wrong = user("@a.png", MARKS[name].written)
+    *found, other, unlimited = rows.answer(user("a", "@a.png", "b"), user("ab"), wrong, limited)
+    with_image, without = (row["usage"]["prompt_tokens"] for row in found)
+    # Gemma 3: 16 tokens between two others, and two line feeds on both sides. Mistral 3: 7 rows of 10 and one behind.
+    assert with_image - without == {"gemma 3 with vision": 22, "mistral 3 with vision": 77}[name]
+    texts(found)
+    assert other["error"]["type"] == "chat_template_error"
+    assert "`max_pixels` would have no effect" in unlimited["error"]["message"]
 
 
 def test_what_is_wrong_with_an_image_is_its_rows_error(rows: Rows) -> None:

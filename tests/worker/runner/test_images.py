@@ -12,11 +12,20 @@ import pytest
 import torch
 
 from image_answers import ImageRequests, answers_in_order, reference_answers
+from nvcli.models.config import load_model_config
 from nvcli.worker.runner.model_runner import ModelRunner
 from one_rank import make_runner, make_scheduler, run_requests
 from vision_model import write_vision_model
 
-FAMILIES = ["qwen 2.5-vl", "qwen 3-vl"]
+FAMILIES = [
+    "qwen 2.5-vl",
+    "qwen 3-vl",
+    "gemma 3 with vision",
+    "mistral 3 with vision",
+    "lighton-ocr",
+    "glm 4.6v-flash",
+    "internvl",
+]
 Checkpoint = tuple[Path, ImageRequests, list[list[int]]]
 
 
@@ -36,19 +45,28 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], C
 
 def runner_of(path: Path, device: str = "cpu", **settings: Any) -> ModelRunner:
     settings = {"max_model_len": 256, "block_size": 16, "dtype": "float32", "max_image_tokens": 64, **settings}
+    if has_whole_images(path):
+        settings |= {"max_image_tokens": 16, "keeps_images_whole": True}
     return make_runner(path, device, **settings)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+def has_whole_images(path: Path) -> bool:
+    vision = load_model_config(path).vision
+    return vision is not None and vision.attends_both_ways
+
+
+IN_CHUNKS = {"max_num_batched_tokens": 17, "max_num_seqs": 4}
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("name", "settings"),
     [
-        {},
-        {"max_num_batched_tokens": 13, "max_num_seqs": 4},
-        {"enable_prefix_caching": False},
-        {"batch_invariant": True},
+        *((name, IN_CHUNKS) for name in FAMILIES),
+        ("gemma 3 with vision", {}),
+        ("qwen 3-vl", {}),
+        ("qwen 3-vl", {"enable_prefix_caching": False}),
+        ("qwen 2.5-vl", {"batch_invariant": True}),
     ],
-    ids=["together", "in chunks that end inside images", "without prefix caching", "batch invariant"],
 )
 def test_answers_are_those_of_transformers(
     name: str, settings: dict[str, Any], checkpoint_of: Callable[[str], Checkpoint]
@@ -61,14 +79,14 @@ def test_answers_are_those_of_transformers(
     assert len({tuple(answer) for answer in expected}) > 4, "the images must make a difference"
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["qwen 3-vl", "gemma 3 with vision", "mistral 3 with vision"])
 def test_preempted_requests_are_computed_again(name: str, checkpoint_of: Callable[[str], Checkpoint]) -> None:
     """Few blocks, and no embeddings that are kept."""
     path, requests, expected = checkpoint_of(name)
     runner = runner_of(path, block_size=4)
     assert runner._images is not None
     runner._images.most_kept_bytes = 0
-    scheduler = make_scheduler(runner, num_blocks=36)
+    scheduler = make_scheduler(runner, num_blocks=36 * len(runner.ready.kv_groups))
     assert answers_in_order(run_requests(runner, requests.requests(), scheduler)) == expected
     assert scheduler.stats.num_preemptions > 0
 

@@ -11,6 +11,7 @@ import io
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from hashlib import blake2b
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,7 +23,8 @@ from nvcli.core.system.host_memory import limit_more_memory
 from nvcli.core.system.pixel_file import PixelFile
 from nvcli.errors import first_line
 from nvcli.job.rows.image_values import MAX_PIXELS
-from nvcli.models.vision.image_processor import ImageProcessor
+from nvcli.models.vision.image_processor import ImageProcessor, Resampling
+from nvcli.models.vision.image_size import Fit
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -100,20 +102,31 @@ def _prepare(question: Question, file: PixelFile) -> Prepared:
             return Prepared(problem=f"it has {size} pixels; allowed: {MAX_PIXELS:,} together")
         image = ImageOps.exif_transpose(image).convert("RGB")
         try:
-            height, width = question.processor.size(image.height, image.width)
+            fit = question.processor.fit(image.height, image.width)
         except ValueError as error:
             return Prepared(problem=str(error))
-        pixels = _resized(image, height, width).tobytes()
+        pixels = b"".join(part.tobytes() for part in _resized(image, fit, question.processor.resampling))
     try:
         file.write(pixels, question.offset)
     except OSError as error:
         problem = f"there is no memory for its pixels ({len(pixels):,} bytes): {error}"
         return Prepared(problem=problem, has_no_memory=True)
-    key = blake2b(pixels, digest_size=16, person=b"%d %d" % (height, width)).digest()
-    return Prepared(height=height, width=width, key=key)
+    key = blake2b(pixels, digest_size=16, person=b"%d %d" % (fit.height, fit.width)).digest()
+    return Prepared(height=fit.height, width=fit.width, key=key)
 
 
-def _resized(image: Image, height: int, width: int) -> Image:
-    from PIL import Image as images
+def _resized(image: Image, fit: Fit, resampling: Resampling) -> Iterator[Image]:
+    """Yield the parts of what the model reads, one below the other."""
+    from PIL.Image import Resampling as Filter
 
-    return image.resize((width, height), resample=images.Resampling.BICUBIC)
+    resample = Filter[resampling.upper()]
+    height, width = fit.canvas if fit.tile else (fit.height, fit.width)
+    whole = image.resize((width, height), resample=resample)
+    if not fit.tile:
+        yield whole
+        return
+    for top in range(0, height, fit.tile):
+        for left in range(0, width, fit.tile):
+            yield whole.crop((left, top, left + fit.tile, top + fit.tile))
+    if height * width > fit.tile**2:
+        yield image.resize((fit.tile, fit.tile), resample=resample)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import shake_128
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -33,13 +33,12 @@ from nvcli.job.job import Job, JobResult
 from nvcli.job.rows.conversation import DETAIL, IMAGE
 from nvcli.job.text.guarded_process import GuardedProcess, NoAnswer
 from nvcli.models.vision.image_processor import ImageProcessor
+from nvcli.models.vision.image_size import AreaRule
+from nvcli.models.vision.vision_config import ImageText
 
 _MAX_SECONDS = 30.0
 """Seconds for one image."""
 _MAX_PROCESSES = 16
-_MOST_ROUNDING = 16
-"""An image of the longest shape takes less than this many times `ImageProcessor.max_pixels`, as no side is shorter than
-that of a token."""
 LOW_DETAIL_PIXELS = 512 * 512
 """The most pixels of an image of low `detail`, as OpenAI's models get it."""
 _AHEAD = 2
@@ -66,19 +65,24 @@ class PromptImages:
         """Return the prompt `ids` as `Request.prompt_ids` has it."""
         numbers = array("i", ids)
         for image in self.images:
-            size = image.rows * image.columns
+            size = image.end - image.first
             words = array("I", shake_128(image.key).digest(4 * min(size, _DIGEST_TOKENS)))
             signed = array("i", [(word & _LARGEST) - _SIGN for word in words])
-            numbers[image.first : image.first + size] = (signed * (size // len(signed) + 1))[:size]
+            numbers[image.first : image.end] = (signed * (size // len(signed) + 1))[:size]
+            for place in range(image.first + image.columns, image.end if image.gap else 0, image.columns + image.gap):
+                numbers[place : place + image.gap] = array("i", ids[place : place + image.gap])
         return pack(numbers)
 
 
 class RowImages:
     """Prepares images. Used by one thread; `close` may be called by any."""
 
-    def __init__(self, processor: ImageProcessor, token_id: int, folders: ImageFolders) -> None:
-        """`token_id` stands for an image in rendered conversations."""
-        self._processor, self._token_id, self._folders = processor, token_id, folders
+    def __init__(
+        self, processor: ImageProcessor, token_id: int, folders: ImageFolders, text: ImageText | None = None
+    ) -> None:
+        """`token_id` stands for an image in rendered conversations, once it is written as `text` says; None: chat
+        templates write it."""
+        self._processor, self._token_id, self._folders, self._text = processor, token_id, folders, text
         self.num_processes = max(1, min(_MAX_PROCESSES, len(os.sched_getaffinity(0))))
         # Threads also wait for servers.
         self._threads = ThreadPoolExecutor(_AHEAD * self.num_processes, thread_name_prefix="nvcli-images")
@@ -147,29 +151,52 @@ class RowImages:
             self._drop(images)
         return found
 
+    def write(self, text: str, pixels: Sequence[Pixels]) -> str | RowError:
+        """Return a rendered conversation with its images written as the model's processor does."""
+        if self._text is None:
+            return text
+        parts = text.split(self._text.written)
+        if len(parts) - 1 != len(pixels):
+            return _other_count(len(parts) - 1, len(pixels))
+        side = self._processor.token_pixels
+        spelled = [self._text.spelled(each.height // side) for each in pixels]
+        return "".join(chain.from_iterable(zip(parts, [*spelled, ""], strict=True)))
+
     def expand(self, ids: Sequence[int], pixels: Sequence[Pixels]) -> tuple[list[int], PromptImages]:
-        """Return a rendered prompt with all tokens of its images, and where they are. Raises RowError if it has not
-        one token for each image."""
+        """Return a written prompt with all tokens of its images, and where they are. Raises RowError if it has not
+        one token for each image, or for each row of its tokens."""
         places = [place for place, token in enumerate(ids) if token == self._token_id]
-        if len(places) != len(pixels):
-            raise RowError(
-                "chat_template_error",
-                f"the rendered conversation has {len(places)} tokens for images, and the row {len(pixels)} images; a "
-                "text may have such a token spelled out, or the chat template may leave images out",
-            )
+        gap = int(self._text is not None and self._text.between != "")
+        side = self._processor.token_pixels
+        sizes = [(each.height // side, each.width // side) for each in pixels]
+        if len(places) != sum(rows if gap else 1 for rows, _ in sizes):
+            raise _other_count(len(places), len(pixels))
         expanded: list[int] = []
         images: list[PromptImage] = []
-        side, start = self._processor.token_pixels, 0
-        for place, each in zip(places, pixels, strict=True):
-            expanded += ids[start:place]
-            rows, columns = each.height // side, each.width // side
-            images.append(
-                PromptImage(
-                    first=len(expanded), rows=rows, columns=columns, key=each.key, file=each.file, offset=each.offset
-                )
-            )
-            expanded += [self._token_id] * (rows * columns)
-            start = place + 1
+        start, runs = 0, iter(places)
+        for each, (rows, columns) in zip(pixels, sizes, strict=True):
+            for number in range(rows if gap else 1):
+                place = next(runs)
+                if number and place != start + gap:
+                    raise RowError(
+                        "chat_template_error",
+                        "the model's tokenizer has no token of its own for the end of a row of an image's tokens",
+                    )
+                expanded += ids[start:place]
+                if not number:
+                    images.append(
+                        PromptImage(
+                            first=len(expanded),
+                            rows=rows,
+                            columns=columns,
+                            gap=gap,
+                            key=each.key,
+                            file=each.file,
+                            offset=each.offset,
+                        )
+                    )
+                expanded += [self._token_id] * (columns if gap else rows * columns)
+                start = place + 1
         return [*expanded, *ids[start:]], PromptImages(images, tuple(pixels), self._token_id)
 
     def _read_one(self, part: dict[str, Any]) -> Pixels | RowError:
@@ -182,7 +209,7 @@ class RowImages:
         known = (_identity(found), processor)
         if (pixels := self._known.get(known)) is not None:
             return pixels
-        size = 3 * _MOST_ROUNDING * processor.max_pixels
+        size = 3 * processor.rule.most_pixels
         offset = self._memory.reserve(size)
         process = self._idle.get()
         try:
@@ -237,6 +264,14 @@ def _images_of_row(row: Job | JobResult) -> list[dict[str, Any]]:
     return images_of(row.messages) if isinstance(row, Job) and row.messages is not None else []
 
 
+def _other_count(found: int, num_images: int) -> RowError:
+    return RowError(
+        "chat_template_error",
+        f"the rendered conversation has {found} tokens for images, and the row {num_images} images; a text may have "
+        "such a token spelled out, or the chat template may leave images out",
+    )
+
+
 def _identity(found: Path | bytes) -> Any:
     """Return what is equal for equal images."""
     if isinstance(found, bytes):
@@ -248,16 +283,21 @@ def _identity(found: Path | bytes) -> Any:
 def limited(processor: ImageProcessor, part: Mapping[str, Any]) -> ImageProcessor:
     """Return the processor with the limits of a part's own (`min_pixels`, `max_pixels`), or those of `detail`. Raises
     RowError."""
-    if part.get(DETAIL) == "low" and "max_pixels" not in part:
-        part = {**part, "max_pixels": max(LOW_DETAIL_PIXELS, processor.min_pixels)}
-    least, most = part.get("min_pixels", processor.min_pixels), part.get("max_pixels", processor.max_pixels)
-    if least == processor.min_pixels and most == processor.max_pixels:
+    rule = processor.rule
+    if not isinstance(rule, AreaRule):
+        if given := [key for key in ("min_pixels", "max_pixels") if key in part]:
+            raise RowError("invalid_image", f"`{given[0]}` would have no effect on images of this model; leave it out")
         return processor
-    most = min(most, processor.max_pixels)
+    if part.get(DETAIL) == "low" and "max_pixels" not in part:
+        part = {**part, "max_pixels": max(LOW_DETAIL_PIXELS, rule.min_pixels)}
+    least, most = part.get("min_pixels", rule.min_pixels), part.get("max_pixels", rule.max_pixels)
+    if least == rule.min_pixels and most == rule.max_pixels:
+        return processor
+    most = min(most, rule.max_pixels)
     if not processor.token_pixels**2 <= most or least > most:
         raise RowError(
             "invalid_image",
             f"`min_pixels` is {least:,} and `max_pixels` {most:,}; allowed: {processor.token_pixels**2:,} or more, "
             "the smaller one first",
         )
-    return replace(processor, min_pixels=least, max_pixels=most)
+    return replace(processor, rule=replace(rule, min_pixels=least, max_pixels=most))

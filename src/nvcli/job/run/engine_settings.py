@@ -107,6 +107,8 @@ def why_no_images(run: RunConfig, model_path: Path, model: ModelConfig) -> str |
         return "`pipeline_parallel_size` (--pp) is above 1, where images are not read; use --tp"
     if run.speculation.draft_head is not None:
         return f"`speculation.method` (--speculate) is {run.speculation.method}, whose head reads no images; use lookup"
+    if run.batch_invariant and model.vision.attends_both_ways:
+        return "`batch_invariant` is true, under which the tokens of an image cannot attend to all of it; leave it out"
     if find_spec("PIL") is None:
         return "Pillow is not installed: pip install 'nvcli[images]'"
     if not has_processor(model_path):
@@ -130,6 +132,18 @@ def _max_image_tokens(run: RunConfig, model_path: Path, model: ModelConfig, max_
         return 0
     assert model.vision is not None
     return min(image_processor(run, model_path, model.vision).max_tokens, max_model_len)
+
+
+def _keeps_images_whole(model: ModelConfig, max_image_tokens: int, max_num_batched_tokens: int) -> bool:
+    """Whether no chunk of a prompt may end inside an image. Raises ConfigError if none fits into a step."""
+    if model.vision is None or not (model.has_tower and model.vision.attends_both_ways):
+        return False
+    if max_num_batched_tokens < max_image_tokens:
+        raise ConfigError(
+            f"`max_num_batched_tokens` is {max_num_batched_tokens}, and this model computes an image of "
+            f"{max_image_tokens} tokens in one step: raise it, or set `images` to never"
+        )
+    return True
 
 
 def _with_draft_head(
@@ -203,6 +217,7 @@ def resolve_engine_config(
     max_num_batched_tokens = run.max_num_batched_tokens
     if max_num_batched_tokens is None:
         max_num_batched_tokens = max(default_batched_tokens(model, device), run.max_num_seqs)
+    max_image_tokens = _max_image_tokens(run, model_path, model, max_model_len)
     attention_backend = attention_choice(run.attention_backend)
     if run.batch_invariant:
         _check_batch_invariant(run, model, dtype, attention_backend)
@@ -248,7 +263,8 @@ def resolve_engine_config(
         takes_forced_tokens=run.speculation.method == "lookup",
         draft_head=None if model.draft_head is None else find_head(run.speculation.draft_head or MTP),
         draft_policy=run.speculation.policy,
-        max_image_tokens=_max_image_tokens(run, model_path, model, max_model_len),
+        max_image_tokens=max_image_tokens,
+        keeps_images_whole=_keeps_images_whole(model, max_image_tokens, max_num_batched_tokens),
         prepare_grammars=run.task == "generate" and run.sampling.get("structured") is not None,
     )
 

@@ -151,8 +151,9 @@ class ResolvedModel:
         if not self.config.max_image_tokens:
             return None
         assert self.model.vision is not None
-        processor = image_processor(self.run, self.model_path, self.model.vision)
-        return RowImages(processor, self.model.vision.image_token_id, self.image_folders)
+        vision = self.model.vision
+        processor = image_processor(self.run, self.model_path, vision)
+        return RowImages(processor, vision.image_token_id, self.image_folders, vision.text)
 
     @property
     def image_folders(self) -> ImageFolders:

@@ -162,10 +162,13 @@ class Preparer:
         pixels = self._read_images(rows, prompts, conversations)
         chats: dict[int, str] = {}
         for at, rendered in zip(conversations, self._render(list(conversations.values())), strict=True):
-            if isinstance(rendered, RowError):
-                prompts[at] = rendered
+            written = rendered
+            if self._images is not None and at in pixels and isinstance(rendered, str):
+                written = self._images.write(rendered, pixels[at])
+            if isinstance(written, RowError):
+                prompts[at] = written
             else:
-                chats[at] = rendered
+                chats[at] = written
         wholes = self._wholes.encode(rows, prompts, plain, chats)
         for texts, is_rendered in ((plain, False), (chats, True)):
             for at in [at for at, text in texts.items() if self._is_cut(text, at in wholes)]:

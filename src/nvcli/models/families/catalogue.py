@@ -7,16 +7,17 @@ from nvcli.models.families.bamba import BAMBA
 from nvcli.models.families.cohere2 import COHERE2, COHERE2_MOE
 from nvcli.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from nvcli.models.families.dots import DOTS1, SOLAR_OPEN
-from nvcli.models.families.ernie import ERNIE, ERNIE_MOE
+from nvcli.models.families.ernie import ERNIE, ERNIE_MOE, PADDLEOCR_VL
 from nvcli.models.families.exaone import EXAONE4
 from nvcli.models.families.falcon_h1 import FALCON_H1
 from nvcli.models.families.family import Family
 from nvcli.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from nvcli.models.families.gemma4 import GEMMA4
-from nvcli.models.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE
+from nvcli.models.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM4V, GLM4V_MOE, GLM_OCR
 from nvcli.models.families.gpt_oss import GPT_OSS
 from nvcli.models.families.granite import GRANITE, GRANITE4
 from nvcli.models.families.hunyuan import HUNYUAN_V1, HUNYUAN_V1_MOE, HUNYUAN_V3
+from nvcli.models.families.internvl import INTERNVL
 from nvcli.models.families.lfm2 import LFM2, LFM2_MOE, LFM3
 from nvcli.models.families.llama import INTERNLM3, LLAMA, SMOLLM3
 from nvcli.models.families.mamba2 import MAMBA2
@@ -27,7 +28,16 @@ from nvcli.models.families.nemotron_h import NEMOTRON_H
 from nvcli.models.families.olmo import OLMO2, OLMO3, OLMOE
 from nvcli.models.families.phi3 import PHI3
 from nvcli.models.families.plain_mlps import APERTUS, ARCEE, NEMOTRON, STARCODER2
-from nvcli.models.families.qwen import QWEN2, QWEN2_5_VL, QWEN2_MOE, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE
+from nvcli.models.families.qwen import (
+    LIGHTON_OCR,
+    QWEN2,
+    QWEN2_5_VL,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_MOE,
+    QWEN3_VL,
+    QWEN3_VL_MOE,
+)
 from nvcli.models.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from nvcli.models.families.seed_oss import SEED_OSS
 from nvcli.models.families.stablelm import STABLELM
@@ -43,6 +53,7 @@ FAMILIES: tuple[Family, ...] = (
     QWEN2_5_VL,
     QWEN3_VL,
     QWEN3_VL_MOE,
+    LIGHTON_OCR,
     QWEN3_NEXT,
     QWEN3_5,
     QWEN3_5_MOE,
@@ -64,6 +75,10 @@ FAMILIES: tuple[Family, ...] = (
     GLM4,
     GLM4_MOE,
     GLM4_MOE_LITE,
+    GLM4V,
+    GLM4V_MOE,
+    GLM_OCR,
+    INTERNVL,
     GRANITE,
     GRANITE4,
     BAMBA,
@@ -82,6 +97,7 @@ FAMILIES: tuple[Family, ...] = (
     MINIMAX_M2,
     ERNIE,
     ERNIE_MOE,
+    PADDLEOCR_VL,
     HUNYUAN_V1,
     HUNYUAN_V1_MOE,
     HUNYUAN_V3,

@@ -9,6 +9,7 @@ from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.attention import AttentionConfig
+from nvcli.models.vision.siglip import read_paddleocr_vision
 
 _THETA = 500_000.0
 _MOE_LAYOUT = CheckpointLayout(
@@ -21,6 +22,13 @@ def read_ernie(config: ModelFile) -> DecoderConfig:
     """Read the dense models, whose projections all have biases or none."""
     bias = config.get("use_bias", bool, False)
     return config.decoder(LayerConfig(mixer=_attention(config, bias=bias), mlp=config.mlp(bias=bias)))
+
+
+def read_paddleocr(config: ModelFile) -> DecoderConfig:
+    """Read the decoder of PaddleOCR-VL, whose heads are rotated as Llama's."""
+    bias = config.get("use_bias", bool, False)
+    attention = config.attention(default_theta=_THETA, qkv_bias=bias, o_bias=bias)
+    return config.decoder(LayerConfig(mixer=attention, mlp=config.mlp(bias=bias)))
 
 
 def read_ernie_moe(config: ModelFile) -> DecoderConfig:
@@ -54,6 +62,15 @@ ERNIE = Family(
     features="neighbouring dimensions rotated in pairs",
     examples=("baidu/ERNIE-4.5-0.3B-PT",),
     read=read_ernie,
+    ties_embeddings=True,
+)
+PADDLEOCR_VL = Family(
+    name="PaddleOCR-VL",
+    architectures=("PaddleOCRVLForConditionalGeneration",),
+    features="Llama's layers with a vision tower (SigLIP); positions of three axes",
+    examples=("PaddlePaddle/PaddleOCR-VL",),
+    read=read_paddleocr,
+    read_vision=read_paddleocr_vision,
     ties_embeddings=True,
 )
 ERNIE_MOE = Family(

@@ -1,4 +1,4 @@
-"""Gemma (https://arxiv.org/abs/2403.08295), Gemma 2 (https://arxiv.org/abs/2408.00118) and the text part of Gemma 3
+"""Gemma (https://arxiv.org/abs/2403.08295), Gemma 2 (https://arxiv.org/abs/2408.00118) and Gemma 3
 (https://arxiv.org/abs/2503.19786).
 
 All have norm weights stored as differences from 1, embeddings scaled by the square root of the hidden size, and GELU.
@@ -15,6 +15,7 @@ from nvcli.models.families.family import Family
 from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
 from nvcli.models.rope_config import RopeConfig, read_rope
+from nvcli.models.vision.siglip import read_gemma3_vision
 
 NORMS_ON_BOTH_SIDES = LayerNorms(
     after_attention="post_attention_layernorm",
@@ -133,9 +134,10 @@ def _global_rope(config: ModelFile, head_dim: int) -> RopeConfig:
 GEMMA3 = Family(
     name="Gemma 3",
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
-    features="windows in five of six layers, two rotations; only the text part of models with vision",
+    features="windows in five of six layers, two rotations; a vision tower, to whose images tokens attend both ways",
     examples=("google/gemma-3-27b-it", "google/gemma-3-4b-it", "google/gemma-3-1b-it"),
     read=read_gemma3,
+    read_vision=read_gemma3_vision,
     ties_embeddings=True,
     defaults={
         "vocab_size": 262_208,

@@ -5,31 +5,31 @@ latent attention beside them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nvcli.models.families.deepseek_experts import read_with_predictions
 from nvcli.models.families.family import Family
 from nvcli.models.families.latent_attention import read_latent_attention
 from nvcli.models.families.model_file import ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig, LayerNorms
+from nvcli.models.vision.glm import read_glm4v_vision, read_glm_ocr_vision
 
 _GLM4_NORMS = LayerNorms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 
 
 def read_glm(config: ModelFile) -> DecoderConfig:
     """Read GLM-4, with norms before the blocks."""
-    return _read(config, LayerNorms())
+    return _read(config, LayerNorms(), qkv_bias=config.bias(default=True))
 
 
 def read_glm4(config: ModelFile) -> DecoderConfig:
     """Read GLM-4-0414, with norms before and after the blocks."""
-    return _read(config, _GLM4_NORMS)
+    return _read(config, _GLM4_NORMS, qkv_bias=config.bias(default=True))
 
 
-def _read(config: ModelFile, norms: LayerNorms) -> DecoderConfig:
+def _read(config: ModelFile, norms: LayerNorms, *, qkv_bias: bool, default_partial: float = 0.5) -> DecoderConfig:
     attention = config.attention(
-        default_theta=10_000.0,
-        is_interleaved=True,
-        default_partial=0.5,
-        qkv_bias=config.bias(default=True),
+        default_theta=10_000.0, is_interleaved=True, default_partial=default_partial, qkv_bias=qkv_bias
     )
     layer = LayerConfig(mixer=attention, mlp=config.mlp(), norms=norms)
     return config.decoder(layer)
@@ -51,6 +51,35 @@ GLM4 = Family(
 )
 
 
+def read_glm4v(config: ModelFile) -> DecoderConfig:
+    """Read GLM-4-0414, whose heads are rotated whole unless the file says otherwise."""
+    return _read(config, _GLM4_NORMS, qkv_bias=True, default_partial=1.0)
+
+
+def read_glm_ocr(config: ModelFile) -> DecoderConfig:
+    """Read GLM-OCR, without biases; a layer for multi-token prediction stays on disk."""
+    decoder = _read(config, _GLM4_NORMS, qkv_bias=False, default_partial=1.0)
+    return replace(decoder, layout=replace(decoder.layout, left=(f"model.layers.{config.num_layers()}.",)))
+
+
+GLM4V = Family(
+    name="GLM-4.1V, GLM-4.6V-Flash",
+    architectures=("Glm4vForConditionalGeneration",),
+    features="GLM-4-0414 with a vision tower; positions of three axes",
+    examples=("zai-org/GLM-4.6V-Flash", "zai-org/GLM-4.1V-9B-Thinking"),
+    read=read_glm4v,
+    read_vision=read_glm4v_vision,
+)
+GLM_OCR = Family(
+    name="GLM-OCR",
+    architectures=("GlmOcrForConditionalGeneration",),
+    features="GLM-4-0414 with a vision tower; positions of three axes",
+    examples=("zai-org/GLM-OCR",),
+    read=read_glm_ocr,
+    read_vision=read_glm_ocr_vision,
+)
+
+
 def read_glm4_moe(config: ModelFile) -> DecoderConfig:
     """Read GLM-4.5, with half-rotated heads."""
     attention = config.attention(
@@ -68,6 +97,14 @@ GLM4_MOE = Family(
     features="a mixture of experts after dense layers, and an expert that all tokens share; half of each head rotated",
     examples=("zai-org/GLM-4.5-Air", "zai-org/GLM-4.6"),
     read=read_glm4_moe,
+)
+GLM4V_MOE = Family(
+    name="GLM-4.5V, GLM-4.6V",
+    architectures=("Glm4vMoeForConditionalGeneration",),
+    features="GLM-4.5 with a vision tower; positions of three axes",
+    examples=("zai-org/GLM-4.6V", "zai-org/GLM-4.5V"),
+    read=read_glm4_moe,
+    read_vision=read_glm4v_vision,
 )
 
 

@@ -18,6 +18,7 @@ from nvcli.models.families.model_file import FULL, SLIDING, ModelFile
 from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.attention import QueryScaling
 from nvcli.models.rope_config import rope_section
+from nvcli.models.vision.pixtral import read_mistral3_vision
 
 DEFAULT_WINDOW = 4096
 """The default of `sliding_window` in transformers."""
@@ -131,9 +132,10 @@ MISTRAL4 = Family(
 MISTRAL3 = Family(
     name="Mistral Small 3, Ministral 3 with vision",
     architectures=("Mistral3ForConditionalGeneration",),
-    features="the text part; vision stays on disk",
+    features="as Mistral or Ministral 3, with a vision tower (Pixtral)",
     examples=("mistralai/Mistral-Small-3.2-24B-Instruct-2506", "mistralai/Ministral-3-14B-Instruct-2512-BF16"),
     read=read_mistral3,
+    read_vision=read_mistral3_vision,
     defaults={"sliding_window": None},
 )
 

@@ -14,7 +14,8 @@ from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.attention import AttentionConfig
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mlp import MLPConfig
-from nvcli.models.vision.vision_config import read_qwen2_5_vision, read_qwen3_vision
+from nvcli.models.vision.pixtral import read_lighton_vision
+from nvcli.models.vision.qwen import read_qwen2_5_vision, read_qwen3_vision
 
 _DEFAULT_MAX_WINDOW_LAYERS = 28
 """The default of `max_window_layers` in transformers."""
@@ -73,6 +74,14 @@ QWEN3 = Family(
     read=read_qwen3,
 )
 
+LIGHTON_OCR = Family(
+    name="LightOnOCR",
+    architectures=("LightOnOcrForConditionalGeneration",),
+    features="Qwen3 with a vision tower (Pixtral)",
+    examples=("lightonai/LightOnOCR-1B-1025",),
+    read=read_qwen3,
+    read_vision=read_lighton_vision,
+)
 QWEN3_VL = Family(
     name="Qwen3-VL dense",
     architectures=("Qwen3VLForConditionalGeneration",),

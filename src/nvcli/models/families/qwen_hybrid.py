@@ -19,7 +19,7 @@ from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mixer import NormConfig
 from nvcli.models.mixers.mlp import MLPConfig
 from nvcli.models.mtp_config import PREFIX, MTPConfig
-from nvcli.models.vision.vision_config import read_qwen3_5_vision
+from nvcli.models.vision.qwen import read_qwen3_5_vision
 
 _LAYOUT = CheckpointLayout(left=(PREFIX,))
 _MAX_TAPS = 16

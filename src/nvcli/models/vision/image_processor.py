@@ -1,65 +1,58 @@
 """ImageProcessor: the settings of a checkpoint's image processor, and the size to which it brings an image.
 
 Read from preprocessor_config.json, or from processor_config.json as newer versions of transformers write it.
-Torch-free: the parent, its image processes and the ranks read it. The processor is transformers'
-`Qwen2VLImageProcessor`, which Qwen2.5-VL, Qwen3-VL and Qwen 3.5 share.
+Torch-free: the parent, its image processes and the ranks read it. Each kind is one of transformers' image processors
+on Pillow, whose pixels it is held to.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nvcli.core.validation import show
 from nvcli.models.json_file import JsonFile
-from nvcli.models.vision.vision_config import VisionConfig
+from nvcli.models.vision.image_size import AreaRule, EdgeRule, Fit, SizeRule, TileRule
+from nvcli.models.vision.vision_config import ProcessorKind, VisionConfig
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _NESTED = "image_processor"
-_CLASSES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
-_MOST_RATIO = 200
-"""The longest image is this many times as long as wide."""
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-_MIN_PIXELS, _MAX_PIXELS = 56 * 56, 28 * 28 * 1280
-_BICUBIC = 3
+_HALF = (0.5, 0.5, 0.5)
 
 Channels = tuple[float, float, float]
+Resampling = Literal["bilinear", "bicubic"]
+_RESAMPLING: dict[int, Resampling] = {2: "bilinear", 3: "bicubic"}
+"""Pillow's numbers of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageProcessor:
     """How images become pixels of a model."""
 
-    token_pixels: int
-    """Pixels of the side of a token's square."""
-    min_pixels: int
-    max_pixels: int
+    rule: SizeRule
+    resampling: Resampling
     factor: float
     """Pixels, from 0 to 255, are multiplied by it; then `mean` is subtracted, and they are divided by `std`."""
     mean: Channels
     std: Channels
 
     @property
+    def token_pixels(self) -> int:
+        """Pixels of the side of a token's square."""
+        return self.rule.side
+
+    @property
     def max_tokens(self) -> int:
         """The most tokens of an image."""
-        return max(1, self.max_pixels // self.token_pixels**2)
+        return self.rule.max_tokens
 
-    def size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the height and width in pixels to which an image is brought (`smart_resize` in transformers). Raises
-        ValueError for one that is too long."""
-        side = self.token_pixels
-        if max(height, width) > _MOST_RATIO * min(height, width):
-            raise ValueError(f"its longer side is more than {_MOST_RATIO} times as long as the other")
-        rounded = round(height / side) * side, round(width / side) * side
-        if rounded[0] * rounded[1] > self.max_pixels:
-            scale = math.sqrt(height * width / self.max_pixels)
-            return tuple(max(side, math.floor(length / scale / side) * side) for length in (height, width))  # type: ignore[return-value]
-        if rounded[0] * rounded[1] < self.min_pixels:
-            scale = math.sqrt(self.min_pixels / (height * width))
-            return tuple(math.ceil(length * scale / side) * side for length in (height, width))  # type: ignore[return-value]
-        return rounded
+    def fit(self, height: int, width: int) -> Fit:
+        """Return the size to which an image of this height and width is brought. Raises ValueError for one that
+        cannot be."""
+        return self.rule.fit(height, width)
 
 
 def has_processor(path: Path) -> bool:
@@ -69,35 +62,119 @@ def has_processor(path: Path) -> bool:
     ).values
 
 
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """One of transformers' image processors, with its defaults."""
+
+    names: tuple[str, ...]
+    read_rule: Callable[[JsonFile, VisionConfig], SizeRule]
+    resample: int
+    mean: Channels
+    std: Channels
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of its classes."""
+        return tuple(f"{name}ImageProcessor{suffix}" for name in self.names for suffix in ("", "Fast", "Pil"))
+
+
 def read_processor(path: Path, vision: VisionConfig) -> ImageProcessor:
     """Read the image processor of a checkpoint's folder. Raises LoadError for one that is missing, is of another kind,
     or does not fit the tower."""
     file = _read(path)
-    kind = file.get("image_processor_type", str, _CLASSES[0])
-    if kind not in _CLASSES:
-        raise file.error("image_processor_type", f"{show(kind)} is not supported; supported: {', '.join(_CLASSES)}")
-    for key, only in (("do_resize", True), ("do_rescale", True), ("do_normalize", True), ("resample", _BICUBIC)):
-        if (value := file.values.get(key)) not in (None, only):
-            raise file.error(key, f"{show(value)} is not supported; supported: {show(only)}")
-    sizes = {"patch_size": vision.patch_size, "merge_size": vision.merge_size}
-    for key, wanted in sizes.items():
-        if (found := file.get(key, int, {"patch_size": 14, "merge_size": 2}[key])) != wanted:
-            raise file.error(key, f"is {found}, and {wanted} in config.json")
-    size = file.values.get("size")
-    edges = size if isinstance(size, dict) else {}
-    limits: dict[str, Any] = {
-        "min_pixels": file.values.get("min_pixels") or edges.get("shortest_edge") or _MIN_PIXELS,
-        "max_pixels": file.values.get("max_pixels") or edges.get("longest_edge") or _MAX_PIXELS,
-    }
-    limited = file.with_values({**file.values, **limits})
+    kind = _KINDS[vision.processor]
+    name = file.get("image_processor_type", str, kind.classes[0])
+    if name not in kind.classes:
+        raise file.error("image_processor_type", f"{show(name)} is not supported; supported: {', '.join(kind.classes)}")
+    for key in ("do_resize", "do_rescale", "do_normalize"):
+        if file.values.get(key) not in (None, True):
+            raise file.error(key, f"{show(file.values[key])} is not supported; supported: true")
+    number = file.get("resample", int, kind.resample)
+    if number not in _RESAMPLING:
+        raise file.error("resample", f"{number} is not supported; supported: {', '.join(map(str, _RESAMPLING))}")
     return ImageProcessor(
-        token_pixels=vision.token_pixels,
-        min_pixels=limited.positive("min_pixels"),
-        max_pixels=limited.positive("max_pixels"),
+        rule=kind.read_rule(file, vision),
+        resampling=_RESAMPLING[number],
         factor=file.get("rescale_factor", float, 1 / 255),
-        mean=_channels(file, "image_mean", _CLIP_MEAN),
-        std=_channels(file, "image_std", _CLIP_STD),
+        mean=_channels(file, "image_mean", kind.mean),
+        std=_channels(file, "image_std", kind.std),
     )
+
+
+def _area_rule(
+    least: int, most: int, frames: int = 1, enlarges: Literal["", "floor", "round"] = ""
+) -> Callable[[JsonFile, VisionConfig], SizeRule]:
+    """Return what reads the limits of an area, with these defaults. `frames`: how often an image's pixels count."""
+
+    def read(file: JsonFile, vision: VisionConfig) -> SizeRule:
+        for key, wanted, default in (("patch_size", vision.patch_size, 14), ("merge_size", vision.merge_size, 2)):
+            if (found := file.get(key, int, default)) != wanted:
+                raise file.error(key, f"is {found}, and {wanted} in config.json")
+        edges = _object(file, "size")
+        limits: dict[str, Any] = {
+            "min_pixels": file.values.get("min_pixels") or edges.values.get("shortest_edge") or least,
+            "max_pixels": file.values.get("max_pixels") or edges.values.get("longest_edge") or most,
+        }
+        limited = file.with_values({**file.values, **limits})
+        return AreaRule(
+            side=vision.token_pixels,
+            min_pixels=-(-limited.positive("min_pixels") // frames),
+            max_pixels=limited.positive("max_pixels") // frames,
+            enlarges=enlarges,
+        )
+
+    return read
+
+
+def _edge_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
+    if file.values.get("do_center_crop"):
+        raise file.error("do_center_crop", "true is not supported: leave it out")
+    size = _object(file, "size")
+    longest = size.positive("longest_edge") if size.values else 1024
+    return EdgeRule(side=vision.token_pixels, longest=longest)
+
+
+def _square_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
+    if file.values.get("do_pan_and_scan"):
+        raise file.error("do_pan_and_scan", "true is not supported: crops of images are not read; supported: false")
+    return TileRule(side=vision.token_pixels, tile=_tile(file, vision, 224))
+
+
+def _tile_rule(file: JsonFile, vision: VisionConfig) -> SizeRule:
+    # InternVL's processor cuts images into tiles whatever the file says (`images_kwargs` in transformers).
+    least = file.positive("min_patches") if file.values.get("min_patches") is not None else 1
+    most = file.positive("max_patches") if file.values.get("max_patches") is not None else 12
+    if not least <= most <= _MOST_TILES:
+        raise file.error("max_patches", f"{most:,} is not supported; supported: from {least} to {_MOST_TILES}")
+    return TileRule(side=vision.token_pixels, tile=_tile(file, vision, 384), least=least, most=most)
+
+
+_MOST_TILES = 64
+
+
+def _tile(file: JsonFile, vision: VisionConfig, default: int) -> int:
+    """Read the side of a square to which images are brought; it is the tower's."""
+    size, wanted = _object(file, "size"), vision.tile_tokens * vision.token_pixels
+    found = [size.positive(key) if size.values else default for key in ("height", "width")]
+    if found != [wanted, wanted]:
+        raise file.error("size", f"is {found[0]} × {found[1]}, and the tower's images are {wanted} × {wanted}")
+    return wanted
+
+
+def _object(file: JsonFile, key: str) -> JsonFile:
+    """Return a section of the file, which may be absent."""
+    value = file.values.get(key)
+    return file.with_values(value if isinstance(value, dict) else {}, f"{file.section}{key}.")
+
+
+_KINDS: dict[ProcessorKind, _Kind] = {
+    "qwen2_vl": _Kind(("Qwen2VL",), _area_rule(56 * 56, 28 * 28 * 1280), 3, _CLIP_MEAN, _CLIP_STD),
+    "gemma3": _Kind(("Gemma3",), _square_rule, 2, _HALF, _HALF),
+    "pixtral": _Kind(("Pixtral",), _edge_rule, 3, _CLIP_MEAN, _CLIP_STD),
+    "glm46v": _Kind(("Glm46V", "Glm4v"), _area_rule(112 * 112, 28 * 28 * 15000, 2, "floor"), 3, _CLIP_MEAN, _CLIP_STD),
+    "paddleocr_vl": _Kind(("PaddleOCRVL",), _area_rule(384**2, 1536**2, enlarges="round"), 3, _CLIP_MEAN, _CLIP_STD),
+    "got_ocr2": _Kind(("GotOcr2",), _tile_rule, 3, _CLIP_MEAN, _CLIP_STD),
+}
 
 
 def _read(path: Path) -> JsonFile:

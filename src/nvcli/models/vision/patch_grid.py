@@ -2,7 +2,8 @@
 
 Patches come in the order of transformers' image processors: token by token, each with the patches of its square, row by
 row. With windows, tokens are computed window by window, windows of one size together, so that attention takes few
-calls; `inverse` restores their order. Shapes: P patches and N = P / merge_size² tokens of one image.
+calls; `inverse` restores their order. An image of tiles counts as one for each of them. Shapes: P patches and N = P /
+merge_size² tokens of one image.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class PatchGrid:
     """[P, 4], the learned positions from which each patch's own is interpolated; None: there are none."""
     tap_weights: Floats | None
     """[P, 4], their weights."""
+    middles: Floats
+    """[P, 2], the row and column of each patch's middle, from -1 to 1 across its image."""
 
     @property
     def num_patches(self) -> int:
@@ -67,9 +70,14 @@ def patch_grid(vision: VisionConfig, grids: Sequence[tuple[int, int]]) -> PatchG
             for part, start in zip(parts, starts, strict=False)
             for first, count, size in part.windows
         ),
-        images=_runs((start, 1, part.num_patches) for part, start in zip(parts, starts, strict=False)),
+        images=_runs(
+            (first + start, count, size)
+            for part, start in zip(parts, starts, strict=False)
+            for first, count, size in part.images
+        ),
         taps=np.concatenate(taps) if taps else None,
         tap_weights=np.concatenate(weights) if weights else None,
+        middles=np.concatenate([part.middles for part in parts]),
     )
 
 
@@ -86,7 +94,9 @@ def _runs(segments: Iterable[tuple[int, int, int]]) -> Runs:
 
 @lru_cache(maxsize=64)  # the images of a job mostly have few sizes
 def _grid_of_image(vision: VisionConfig, rows: int, columns: int) -> PatchGrid:
-    merge = vision.merge_size
+    merge, tile = vision.merge_size, vision.tile_tokens * vision.merge_size
+    num_tiles = rows // tile if tile else 1
+    rows //= num_tiles
     row, column = np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij")
     in_squares = (rows // merge, merge, columns // merge, merge)
     places = np.stack([axis.reshape(in_squares).swapaxes(1, 2).ravel() for axis in (row, column)], axis=1)
@@ -95,15 +105,17 @@ def _grid_of_image(vision: VisionConfig, rows: int, columns: int) -> PatchGrid:
     if vision.window_tokens:
         order, windows = _windows(rows // merge, columns // merge, vision.window_tokens, merge**2)
         places = places.reshape(-1, merge**2, 2)[order].reshape(-1, 2)
-    taps, weights = _interpolation(places, rows, columns, vision.num_positions)
+    places = np.tile(places, (num_tiles, 1))
+    taps, weights = _interpolation(places, rows, columns, vision)
     return PatchGrid(
         places=places,
         order=order,
         inverse=None if order is None else np.argsort(order),
         windows=windows,
-        images=((0, 1, rows * columns),),
+        images=((0, num_tiles, rows * columns),),
         taps=taps,
         tap_weights=weights,
+        middles=((2 * places + 1) / np.array([rows, columns]) - 1).astype(np.float32),
     )
 
 
@@ -122,15 +134,19 @@ def _windows(rows: int, columns: int, side: int, unit: int) -> tuple[Ints, Runs]
     )
 
 
-def _interpolation(places: Ints, rows: int, columns: int, num_positions: int) -> tuple[Ints | None, Floats | None]:
-    """Return the learned positions around each patch, and their bilinear weights, with the corners of the grid on the
-    corners of the table (`get_vision_interpolation_indices_and_weights` in transformers)."""
-    if not num_positions:
+def _interpolation(places: Ints, rows: int, columns: int, vision: VisionConfig) -> tuple[Ints | None, Floats | None]:
+    """Return the learned positions around each patch, and their bilinear weights
+    (`get_vision_interpolation_indices_and_weights` in transformers)."""
+    if not vision.num_positions or vision.interpolation == "bicubic":
         return None, None
-    side = round(num_positions**0.5)
+    side = round(vision.num_positions**0.5)
     axes = []
     for axis, size in enumerate((rows, columns)):
-        at = places[:, axis].astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
+        place = places[:, axis].astype(np.float32)
+        if vision.interpolation == "corners":
+            at = place * np.float32(side - 1) / np.float32(max(size - 1, 1))
+        else:
+            at = (place + np.float32(0.5)) * np.float32(side) / np.float32(size) - np.float32(0.5)
         floor = np.floor(at)
         taps = np.clip(floor.astype(np.int64)[:, None] + np.arange(2), 0, side - 1)
         weights = np.clip(1 - np.abs((at - floor)[:, None] - np.arange(2, dtype=np.float32)), 0, None)

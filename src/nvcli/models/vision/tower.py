@@ -1,7 +1,8 @@
 """VisionTower: images to the embeddings of their tokens, in plain torch (`VisionConfig`).
 
-It is held to transformers' towers (`modeling_qwen2_5_vl.py`, `modeling_qwen3_vl.py`). Shapes: P patches, H hidden
-size, N tokens, O the decoder's hidden size.
+It is held to transformers' towers (`modeling_qwen2_5_vl.py`, `modeling_qwen3_vl.py`, `modeling_siglip.py`,
+`modeling_pixtral.py`, `modeling_glm4v.py`, `modeling_internvl.py`). Shapes: P patches, H hidden size, N tokens, O the
+decoder's hidden size.
 """
 
 from __future__ import annotations
@@ -14,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nvcli.models.parallel import BuildContext, TensorShards
+from nvcli.models.parallel import BuildContext
+from nvcli.models.vision.merger import SquareMerger, make_merger
 from nvcli.models.vision.patch_grid import PatchGrid, Runs, patch_grid
+from nvcli.models.vision.tower_parts import Linear, Norm, Weights, activate
 from nvcli.models.vision.vision_config import TOWER, VisionConfig
-
-_EPS = 1e-6
-_THETA = 10_000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,17 @@ class VisionTower(nn.Module):
         super().__init__()
         self.config = config
         self.batch_invariant = build.batch_invariant
-        self.patch_embed = _Linear(build, f"{TOWER}.patch_embed.proj")
-        self.positions = _Weights(build, f"{TOWER}.pos_embed") if config.num_positions else None
+        self.patch_embed = Linear(build, f"{TOWER}.patch_embed.proj")
+        self.class_token = Weights(build, f"{TOWER}.cls_token") if config.has_class_token else None
+        self.positions = Weights(build, f"{TOWER}.pos_embed") if config.num_positions else None
+        self.first_norm, self.last_norm = (
+            Norm(build, f"{TOWER}.{name}", config.eps) if is_there else None
+            for name, is_there in (("first_norm", config.has_first_norm), ("last_norm", config.has_last_norm))
+        )
         self.blocks = nn.ModuleList(_Block(build, f"{TOWER}.blocks.{n}", config) for n in range(config.depth))
-        self.merger = _Merger(build, f"{TOWER}.merger", config, norms_squares=False)
+        self.merger = make_merger(build, f"{TOWER}.merger", config)
         self.deepstack = nn.ModuleList(
-            _Merger(build, f"{TOWER}.deepstack_merger_list.{n}", config, norms_squares=True)
+            SquareMerger(build, f"{TOWER}.deepstack_merger_list.{n}", config, norms_squares=True)
             for n in range(len(config.deepstack_layers))
         )
 
@@ -71,7 +76,8 @@ class VisionTower(nn.Module):
         rows, columns = height // (side * merge), width // (side * merge)
         squares = values.to(self.patch_embed.weight.dtype).view(rows, merge, side, columns, merge, side, channels)
         patches = squares.permute(0, 3, 1, 4, 6, 2, 5)  # rows and columns of tokens, then of patches, channel, pixels
-        frames = patches.unsqueeze(5).expand(*patches.shape[:5], config.temporal_patch_size, side, side)
+        num_frames = max(1, config.temporal_patch_size)
+        frames = patches.unsqueeze(5).expand(*patches.shape[:5], num_frames, side, side)
         return frames.reshape(-1, config.patch_values)
 
     def _compute(self, patches: Tensor, grid: PatchGrid) -> Tensor:
@@ -80,32 +86,67 @@ class VisionTower(nn.Module):
         order = _on_device(grid.order, device)
         if order is not None:
             patches = patches.view(len(order), -1)[order].view(patches.shape)
-        x = self.patch_embed(patches)
-        if self.positions is not None:
-            taps, weights = _on_device(grid.taps, device), _on_device(grid.tap_weights, device)
-            assert taps is not None
-            assert weights is not None
-            x = x + (F.embedding(taps, self.positions.weight) * weights[:, :, None]).sum(1).to(x.dtype)
-        angles = self._angles(grid, device)
+        x, windows, images = self._embed(patches, grid), grid.windows, grid.images
+        if self.class_token is not None:
+            x, images = self._with_class_token(x, images)
+        angles = None if config.rope is None else self._angles(grid, device)
         deep: list[Tensor] = []
         for number, block in enumerate(self.blocks):
             has_windows = config.window_tokens and number not in config.full_layers
-            x = block(x, angles, grid.windows if has_windows else grid.images)
+            x = block(x, angles, windows if has_windows else images)
             if number in config.deepstack_layers:
                 deep.append(self.deepstack[config.deepstack_layers.index(number)](x))
+        if self.class_token is not None:
+            (_, _, size) = images[0]
+            x = x.view(-1, size, x.shape[-1])[:, 1:].flatten(0, 1)
+        x = x if self.last_norm is None else self.last_norm(x)
         ordered = [deep[config.deepstack_layers.index(layer)] for layer in sorted(config.deepstack_layers)]
         merged: Tensor = torch.cat([self.merger(x), *ordered], dim=1)
         assert len(merged) * squares == len(patches)
         inverse = _on_device(grid.inverse, device)
         return merged if inverse is None else merged[inverse]
 
+    def _embed(self, patches: Tensor, grid: PatchGrid) -> Tensor:
+        """Return what the first layer reads of patches: [P, values of a patch] → [P, H]."""
+        x: Tensor = self.patch_embed(patches)
+        device, positions = patches.device, self.positions
+        if self.first_norm is not None:
+            x = self.first_norm(x)
+        if positions is None:
+            return x
+        if self.config.interpolation == "bicubic":
+            side = round(self.config.num_positions**0.5)
+            table = positions.weight.float().view(1, side, side, -1).permute(0, 3, 1, 2)
+            middles = _on_device(grid.middles, device)
+            assert middles is not None
+            places = middles.flip(-1).view(1, -1, 1, 2)  # columns come first
+            found = F.grid_sample(table, places, mode="bicubic", align_corners=False, padding_mode="border")
+            return x + found[0, :, :, 0].T.to(x.dtype)
+        taps, weights = _on_device(grid.taps, device), _on_device(grid.tap_weights, device)
+        assert taps is not None
+        assert weights is not None
+        table = positions.weight[int(self.config.has_class_token) :]
+        return x + (F.embedding(taps, table) * weights[:, :, None]).sum(1).to(x.dtype)
+
+    def _with_class_token(self, x: Tensor, images: Runs) -> tuple[Tensor, Runs]:
+        """Put the class token before the patches of each image, or tile, all of which have one size: → [patches and
+        class tokens, H], and their runs."""
+        assert self.class_token is not None
+        assert self.positions is not None
+        ((first, count, size),) = images
+        own = (self.class_token.weight + self.positions.weight[:1]).expand(count, 1, -1)
+        return torch.cat([own, x.view(count, size, -1)], dim=1).flatten(0, 1), ((first, count, size + 1),)
+
     def _angles(self, grid: PatchGrid, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of the patches' rows and columns: [P, 1, head size / 2] float32 each."""
-        half = self.config.hidden_size // self.config.num_heads // 2
+        config = self.config
+        half = config.hidden_size // config.num_heads // 2
         exponents = torch.arange(0, half, 2, dtype=torch.float32, device=device) / half
+        later = exponents + 1 / half if config.rope == "staggered" else exponents
+        frequencies = 1.0 / config.rope_theta ** torch.stack([exponents, later])
         places = _on_device(grid.places, device)
         assert places is not None
-        angles = (places.float()[:, :, None] * (1.0 / _THETA**exponents)).flatten(1)
+        angles = (places.float()[:, :, None] * frequencies).flatten(1)
         return angles.cos()[:, None], angles.sin()[:, None]
 
 
@@ -116,89 +157,61 @@ def _on_device(array: np.ndarray | None, device: torch.device) -> Tensor | None:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-class _Weights(TensorShards):
-    """A weight, and a bias where the tower has one."""
-
-    bias: nn.Parameter | None
-
-    def __init__(self, build: BuildContext, name: str) -> None:
-        super().__init__(build, {"weight": f"{name}.weight", "bias": f"{name}.bias"})
-
-
-class _Linear(_Weights):
-    """A projection: [P, in] → [P, out]."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.flatten(1), self.bias)
-
-
-class _Norm(_Weights):
-    """A layer norm, or without a bias an RMS norm in float32: [P, H] → [P, H]."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.bias is not None:
-            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, _EPS)
-        values = x.float()
-        values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + _EPS)
-        return self.weight * values.to(x.dtype)
-
-
 class _Block(nn.Module):
     """An attention layer with its MLP: [P, H] → [P, H]."""
 
     def __init__(self, build: BuildContext, path: str, config: VisionConfig) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
-        self.norm1, self.norm2 = (_Norm(build, f"{path}.{name}") for name in ("norm1", "norm2"))
-        self.qkv, self.proj = (_Linear(build, f"{path}.attn.{name}") for name in ("qkv", "proj"))
+        self.config = config
+        self.norm1, self.norm2 = (Norm(build, f"{path}.{name}", config.eps) for name in ("norm1", "norm2"))
+        self.qkv = Linear(build, *(f"{path}.attn.{name}" for name in config.qkv_names))
+        self.proj = Linear(build, f"{path}.attn.proj")
+        self.head_norms = nn.ModuleList(
+            Norm(build, f"{path}.attn.{name}", config.eps) for name in ("q_norm", "k_norm") if config.qk_norm
+        )
+        self.scales = nn.ModuleList(
+            Weights(build, f"{path}.{name}") for name in ("scale1", "scale2") if config.has_layer_scales
+        )
         up, down = config.mlp_names
-        self.up = nn.ModuleList(_Linear(build, f"{path}.mlp.{name}") for name in up)
-        self.down = _Linear(build, f"{path}.mlp.{down}")
-        self.is_gated = config.is_gated
+        self.up = Linear(build, *(f"{path}.mlp.{name}" for name in up))
+        self.down = Linear(build, f"{path}.mlp.{down}")
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], runs: Runs) -> Tensor:
-        x = x + self.proj(self._attend(self.norm1(x), angles, runs))
-        inner = self.norm2(x)
-        inner = F.silu(self.up[0](inner)) * self.up[1](inner) if self.is_gated else _gelu(self.up[0](inner))
-        out: Tensor = x + self.down(inner)
-        return out
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None, runs: Runs) -> Tensor:
+        x = x + self._scaled(self.proj(self._attend(self.norm1(x), angles, runs)), 0)
+        inner, kind = self.up(self.norm2(x)), self.config.activation
+        if self.config.is_gated:
+            gate, up = inner.chunk(2, dim=-1)
+            inner = activate(gate, kind) * up
+        else:
+            inner = activate(inner, kind)
+        return x + self._scaled(self.down(inner), 1)
 
-    def _attend(self, x: Tensor, angles: tuple[Tensor, Tensor], runs: Runs) -> Tensor:
+    def _scaled(self, x: Tensor, number: int) -> Tensor:
+        return self.scales[number].weight * x if self.config.has_layer_scales else x  # type: ignore[operator]
+
+    def _attend(self, x: Tensor, angles: tuple[Tensor, Tensor] | None, runs: Runs) -> Tensor:
         """Attend within each segment of `runs`: [P, H] → [P, H]."""
-        q, k, v = self.qkv(x).view(len(x), 3, self.num_heads, -1).unbind(1)
-        q, k = _rotated(q, *angles), _rotated(k, *angles)
-        parts = []
+        num_heads = self.config.num_heads
+        parts = self.qkv(x).view(len(x), 3, -1)
+        if self.config.qk_norm == "head":
+            parts = parts.view(len(x), 3, num_heads, -1)
+        q, k, v = parts.unbind(1)
+        if self.head_norms:
+            q, k = (norm(part) for norm, part in zip(self.head_norms, (q, k), strict=True))
+        q, k, v = (part.view(len(x), num_heads, -1) for part in (q, k, v))
+        if angles is not None:
+            q, k = _rotated(q, *angles), _rotated(k, *angles)
+        results = []
         for first, count, size in runs:
             end = first + count * size
             one, other, values = (
-                part[first:end].view(count, size, self.num_heads, -1).transpose(1, 2) for part in (q, k, v)
+                part[first:end].view(count, size, num_heads, -1).transpose(1, 2) for part in (q, k, v)
             )
             mixed = F.scaled_dot_product_attention(one, other, values)
-            parts.append(mixed.transpose(1, 2).reshape(end - first, -1))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            results.append(mixed.transpose(1, 2).reshape(end - first, -1))
+        return results[0] if len(results) == 1 else torch.cat(results)
 
 
 def _rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1).to(x.dtype)
-
-
-def _gelu(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-class _Merger(nn.Module):
-    """Makes one vector of each token's patches: [P, H] → [N, O]."""
-
-    def __init__(self, build: BuildContext, path: str, config: VisionConfig, *, norms_squares: bool) -> None:
-        """`norms_squares`: the norm is over all patches of a token together."""
-        super().__init__()
-        norm, first, second = config.merger_names
-        self.width, self.norms_squares = config.hidden_size * config.merge_size**2, norms_squares
-        self.norm = _Norm(build, f"{path}.{norm}")
-        self.first, self.second = _Linear(build, f"{path}.{first}"), _Linear(build, f"{path}.{second}")
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x.view(-1, self.width)) if self.norms_squares else self.norm(x).view(-1, self.width)
-        out: Tensor = self.second(F.gelu(self.first(x)))
-        return out

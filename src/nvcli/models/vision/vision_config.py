@@ -1,69 +1,143 @@
-"""VisionConfig: the description of a vision tower, its tensors, and how config.json spells it. Torch-free.
+"""VisionConfig: the description of a vision tower, and its tensors. Torch-free.
 
-One description serves the towers of Qwen2.5-VL (https://arxiv.org/abs/2502.13923), Qwen3-VL
-(https://arxiv.org/abs/2511.21631) and Qwen 3.5. `tower.py` computes what it says.
+One description serves the towers of all families: attention layers over the patches of an image, and a merger that
+makes the decoder's embeddings of their results. `tower.py` computes what it says, and the files beside this one read it
+from config.json.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from nvcli.core.validation import show
-from nvcli.models.json_file import JsonFile
-from nvcli.models.rope_config import rope_section
+from nvcli.models.checkpoint_layout import TowerNames
 from nvcli.models.tensor_spec import Sharding, StoredDtype, TensorSpec
 
 TOWER = "visual"
 """The first part of the names of a tower's tensors."""
-TOWER_PREFIXES = ("model.visual.", "visual.")
-"""Prefixes of these names in newer and older files."""
-_CHANNELS = 3
-_SECTION = "vision_config"
-_AXES = 3
+CHANNELS = 3
+
+ProcessorKind = Literal["qwen2_vl", "gemma3", "pixtral", "glm46v", "got_ocr2", "paddleocr_vl"]
+"""The image processors of transformers, by the first part of their names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageText:
+    """How the processor of a family writes an image into a prompt, beyond one token for each of the image's own."""
+
+    written: str
+    """The text that the chat template writes for an image."""
+    token: str
+    """The token that stands for each of the image's own."""
+    before: str = ""
+    """The text before the image's tokens."""
+    behind: str = ""
+    """The text behind them."""
+    between: str = ""
+    """The token between two rows of the image's tokens; `behind` is then a token, too. Empty: rows follow each
+    other."""
+
+    def spelled(self, rows: int) -> str:
+        """Return the text of an image of `rows` rows of tokens, with one `token` for all of a run of its tokens: for
+        each row where something is between them, or for the image."""
+        return (
+            self.before + f"{self.token}{self.between}" * (rows - 1 if self.between else 0) + self.token + self.behind
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergerConfig:
+    """The way from the square of patches that make up a token to its embedding."""
+
+    kind: Literal["squares", "pool", "patches", "gated"]
+    """squares: their vectors side by side go through an MLP; pool: their mean is normed and projected; patches: they
+    are normed and merged before an MLP; gated: they are merged and normed before a gated MLP."""
+    size: int
+    """The size between the two projections of its MLP; pool: 0."""
+    norms_squares: bool = False
+    """Whether the norm of `squares` is over all patches of a token together."""
+    has_bias: bool = True
+    """Whether its projections have biases."""
+    norm: Literal["rms", "layer", "rms from 1"] = "layer"
+    """`rms from 1`: an RMS norm whose weights are stored as differences from 1."""
+    eps: float = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
     """A tower of attention layers over the patches of an image, and the way of its results into the decoder."""
 
+    names: TowerNames
+    """How files name its tensors."""
+    processor: ProcessorKind
     depth: int
     hidden_size: int
     intermediate_size: int
     num_heads: int
     patch_size: int
     """Pixels of a patch's side."""
-    temporal_patch_size: int
-    """Frames of a patch; an image is repeated in all of them."""
+    temporal_patch_size: int = 0
+    """Frames of a patch, in all of which an image is repeated; 0: weights have no axis of frames."""
     merge_size: int
     """Patches of the side of the square that becomes one token."""
+    merger: MergerConfig
     out_size: int
     """The hidden size of the decoder."""
     norm: Literal["rms", "layer"]
-    activation: Literal["silu", "gelu_tanh"]
+    eps: float = 1e-6
+    activation: Literal["silu", "gelu", "gelu_tanh"]
     is_gated: bool
     """Whether the MLP multiplies an activated gate with a second projection."""
     has_patch_bias: bool
+    qkv_bias: bool = True
+    out_bias: bool = True
+    """Whether the projection behind attention has a bias."""
+    mlp_bias: bool = True
+    has_fused_qkv: bool = True
+    """Whether files hold the projections to queries, keys and values as one."""
+    qk_norm: Literal["head", "all"] | None = None
+    """An RMS norm of queries and keys, by head or of all heads together."""
+    has_layer_scales: bool = False
+    """Whether the results of attention and MLP are multiplied by learned factors."""
+    has_first_norm: bool = False
+    """Whether patches are normed before the first layer."""
+    has_last_norm: bool = False
+    """Whether patches are normed behind the last layer."""
+    has_class_token: bool = False
+    """Whether a token of its own is attended to with the patches, and dropped behind the last layer."""
+    rope: Literal["same", "staggered"] | None = None
+    """Rotary positions of rows and columns: with the same frequencies, or taking turns in one list of them."""
+    rope_theta: float = 10_000.0
     window_tokens: int = 0
     """Tokens of the side of the windows to which attention is limited; 0: there are none."""
     full_layers: tuple[int, ...] = ()
     """The layers that attend to the whole image where others have windows."""
+    tile_tokens: int = 0
+    """Tokens of the side of the squares, one below the other, of which an image consists, and to which attention is
+    limited; 0: images are of any size."""
     num_positions: int = 0
     """Entries of the table of learned positions, a square that is interpolated to the image's grid; 0: there is
     none."""
+    interpolation: Literal["corners", "borders", "bicubic"] = "corners"
+    """corners: bilinear, with the corners of the grid on those of the table; borders: bilinear, with their borders on
+    each other; bicubic: likewise."""
     deepstack_layers: tuple[int, ...] = ()
     """The layers whose results are merged, too, and added to the residual stream after the decoder's first layers."""
-    axes: tuple[int, ...]
+    axes: tuple[int, ...] = ()
     """For each of the decoder's rotary frequencies, which of a token's positions turns it: 0 (time), 1 (height) or 2
-    (width). Frequencies behind the last entry are turned by time."""
+    (width). Frequencies behind the last entry are turned by time. Empty: tokens have one position, images or not."""
+    attends_both_ways: bool = False
+    """Whether the tokens of an image attend to all of them in the decoder, those behind them included."""
     image_token_id: int
     """The id that stands in the prompt for each token of an image."""
+    text: ImageText | None = None
+    """How images are written into prompts; None: each becomes its tokens, and nothing else."""
 
     @property
     def patch_values(self) -> int:
         """The numbers of a patch."""
-        return _CHANNELS * self.temporal_patch_size * self.patch_size**2
+        return CHANNELS * max(1, self.temporal_patch_size) * self.patch_size**2
 
     @property
     def token_pixels(self) -> int:
@@ -71,173 +145,98 @@ class VisionConfig:
         return self.patch_size * self.merge_size
 
     @property
+    def row_gap(self) -> int:
+        """The tokens of text behind each row of an image's tokens."""
+        return int(self.text is not None and self.text.between != "")
+
+    @property
     def num_outputs(self) -> int:
         """Vectors of `out_size` that a token gets: its embedding, and those of deepstack layers."""
         return 1 + len(self.deepstack_layers)
 
-    def tensors(self, dtype: StoredDtype) -> Iterator[TensorSpec]:
-        """Yield the tensors, which every rank holds whole."""
-
-        def tensor(name: str, *shape: int) -> TensorSpec:
-            name = f"{TOWER}.{name}"
-            return TensorSpec(name=name, shape=shape, sharding=Sharding.REPLICATED, dtype=dtype, part="vision")
-
-        def linear(name: str, out: int, columns: int) -> Iterator[TensorSpec]:
-            yield tensor(f"{name}.weight", out, columns)
-            yield tensor(f"{name}.bias", out)
-
-        def norm(name: str, size: int) -> Iterator[TensorSpec]:
-            yield tensor(f"{name}.weight", size)
-            if self.norm == "layer":
-                yield tensor(f"{name}.bias", size)
-
-        hidden, inner, merged = self.hidden_size, self.intermediate_size, self.hidden_size * self.merge_size**2
-        patch = _CHANNELS, self.temporal_patch_size, self.patch_size, self.patch_size
-        yield tensor("patch_embed.proj.weight", hidden, *patch)
-        if self.has_patch_bias:
-            yield tensor("patch_embed.proj.bias", hidden)
-        if self.num_positions:
-            yield tensor("pos_embed.weight", self.num_positions, hidden)
-        up, down = self.mlp_names
-        for number in range(self.depth):
-            block = f"blocks.{number}"
-            yield from norm(f"{block}.norm1", hidden)
-            yield from norm(f"{block}.norm2", hidden)
-            yield from linear(f"{block}.attn.qkv", 3 * hidden, hidden)
-            yield from linear(f"{block}.attn.proj", hidden, hidden)
-            for name in up:
-                yield from linear(f"{block}.mlp.{name}", inner, hidden)
-            yield from linear(f"{block}.mlp.{down}", hidden, inner)
-        mergers = ["merger", *(f"deepstack_merger_list.{number}" for number in range(len(self.deepstack_layers)))]
-        norm_name, first, second = self.merger_names
-        for number, merger in enumerate(mergers):
-            yield from norm(f"{merger}.{norm_name}", merged if number else hidden)
-            yield from linear(f"{merger}.{first}", merged, merged)
-            yield from linear(f"{merger}.{second}", self.out_size, merged)
+    @property
+    def qkv_names(self) -> tuple[str, ...]:
+        """The names of the projections before attention."""
+        return ("qkv",) if self.has_fused_qkv else ("q_proj", "k_proj", "v_proj")
 
     @property
     def mlp_names(self) -> tuple[tuple[str, ...], str]:
         """The names of an MLP's projections: those from the hidden size, and that back to it."""
         return (("gate_proj", "up_proj"), "down_proj") if self.is_gated else (("linear_fc1",), "linear_fc2")
 
-    @property
-    def merger_names(self) -> tuple[str, str, str]:
-        """The names of a merger's norm and of its two projections."""
-        return ("ln_q", "mlp.0", "mlp.2") if self.is_gated else ("norm", "linear_fc1", "linear_fc2")
+    def tensors(self, dtype: StoredDtype) -> Iterator[TensorSpec]:
+        """Yield the tensors, which every rank holds whole."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        frames = (self.temporal_patch_size,) if self.temporal_patch_size else ()
+        yield _tensor(dtype, "patch_embed.proj.weight", hidden, CHANNELS, *frames, self.patch_size, self.patch_size)
+        if self.has_patch_bias:
+            yield _tensor(dtype, "patch_embed.proj.bias", hidden)
+        if self.has_class_token:
+            yield _tensor(dtype, "cls_token.weight", 1, hidden)
+        if self.num_positions:
+            yield _tensor(dtype, "pos_embed.weight", self.num_positions + self.has_class_token, hidden)
+        for name, is_there in (("first_norm", self.has_first_norm), ("last_norm", self.has_last_norm)):
+            if is_there:
+                yield from _norm(dtype, name, hidden, self.norm)
+        up, down = self.mlp_names
+        head = hidden // self.num_heads if self.qk_norm == "head" else hidden
+        for number in range(self.depth):
+            block = f"blocks.{number}"
+            yield from _norm(dtype, f"{block}.norm1", hidden, self.norm)
+            yield from _norm(dtype, f"{block}.norm2", hidden, self.norm)
+            for name in self.qkv_names:
+                rows = 3 * hidden // len(self.qkv_names)
+                yield from _linear(dtype, f"{block}.attn.{name}", rows, hidden, has_bias=self.qkv_bias)
+            yield from _linear(dtype, f"{block}.attn.proj", hidden, hidden, has_bias=self.out_bias)
+            for name in ("q_norm", "k_norm") if self.qk_norm else ():
+                yield from _norm(dtype, f"{block}.attn.{name}", head, "rms")
+            for name in up:
+                yield from _linear(dtype, f"{block}.mlp.{name}", inner, hidden, has_bias=self.mlp_bias)
+            yield from _linear(dtype, f"{block}.mlp.{down}", hidden, inner, has_bias=self.mlp_bias)
+            for name in ("scale1", "scale2") if self.has_layer_scales else ():
+                yield _tensor(dtype, f"{block}.{name}.weight", hidden)
+        yield from self._merger(dtype, "merger", norms_squares=self.merger.norms_squares)
+        for number in range(len(self.deepstack_layers)):
+            yield from self._merger(dtype, f"deepstack_merger_list.{number}", norms_squares=True)
+
+    def _merger(self, dtype: StoredDtype, path: str, *, norms_squares: bool) -> Iterator[TensorSpec]:
+        merger, hidden, side, out = self.merger, self.hidden_size, self.merge_size, self.out_size
+        merged, bias = hidden * side**2, merger.has_bias
+        if merger.kind == "gated":
+            yield _tensor(dtype, f"{path}.downsample.weight", out, hidden, side, side)
+            yield _tensor(dtype, f"{path}.downsample.bias", out)
+            yield from _linear(dtype, f"{path}.proj", out, out, has_bias=bias)
+            yield from _norm(dtype, f"{path}.norm", out, "layer")
+            for name in ("gate_proj", "up_proj"):
+                yield from _linear(dtype, f"{path}.{name}", merger.size, out, has_bias=bias)
+            yield from _linear(dtype, f"{path}.down_proj", out, merger.size, has_bias=bias)
+            return
+        yield from _norm(dtype, f"{path}.norm", merged if norms_squares else hidden, merger.norm)
+        if merger.kind == "pool":
+            yield _tensor(dtype, f"{path}.projection.weight", hidden, out)
+            return
+        if merger.kind == "patches":
+            yield _tensor(dtype, f"{path}.merging_layer.weight", hidden, merged)
+            merged = hidden
+        yield from _linear(dtype, f"{path}.linear_fc1", merger.size, merged, has_bias=bias)
+        yield from _linear(dtype, f"{path}.linear_fc2", out, merger.size, has_bias=bias)
 
 
-def read_qwen2_5_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
-    """Read the tower of Qwen2.5-VL: windows, and RMS norms. `config` is the whole file, `text` its settings of the
-    decoder."""
-    vision = _section(config)
-    activation = vision.get("hidden_act", str, "silu")
-    if activation != "silu":
-        raise vision.error("hidden_act", f"{show(activation)} is not supported; supported: silu")
-    patch, merge = vision.positive("patch_size"), _merge_size(vision)
-    window = vision.positive("window_size") if vision.values.get("window_size") is not None else 112
-    if window % (patch * merge):
-        raise vision.error("window_size", f"{window} is not a multiple of {patch * merge}, the pixels of a token")
-    return VisionConfig(
-        norm="rms",
-        activation="silu",
-        is_gated=True,
-        has_patch_bias=False,
-        window_tokens=window // patch // merge,
-        full_layers=_layers(vision, "fullatt_block_indexes", (7, 15, 23, 31)),
-        **_sizes(config, vision, text, _axes(text, (16, 24, 24), is_interleaved=False)),
+def _tensor(dtype: StoredDtype, name: str, *shape: int, offset: float = 0.0) -> TensorSpec:
+    return TensorSpec(
+        name=f"{TOWER}.{name}", shape=shape, sharding=Sharding.REPLICATED, dtype=dtype, part="vision", offset=offset
     )
 
 
-def read_qwen3_5_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
-    """Read the tower of Qwen 3.5, which is Qwen3-VL's without deepstack."""
-    return read_qwen3_vision(config, text, sections=(11, 11, 10))
+def _linear(dtype: StoredDtype, name: str, out: int, columns: int, *, has_bias: bool) -> Iterator[TensorSpec]:
+    yield _tensor(dtype, f"{name}.weight", out, columns)
+    if has_bias:
+        yield _tensor(dtype, f"{name}.bias", out)
 
 
-def read_qwen3_vision(
-    config: JsonFile, text: JsonFile, *, sections: tuple[int, int, int] = (24, 20, 20)
-) -> VisionConfig:
-    """Read the tower of Qwen3-VL: learned positions, layer norms and deepstack. `sections` is the default of
-    `mrope_section`."""
-    vision = _section(config)
-    activation = vision.get("hidden_act", str, "gelu_pytorch_tanh")
-    if activation != "gelu_pytorch_tanh":
-        raise vision.error("hidden_act", f"{show(activation)} is not supported; supported: gelu_pytorch_tanh")
-    num_positions = vision.positive("num_position_embeddings")
-    if round(num_positions**0.5) ** 2 != num_positions:
-        raise vision.error("num_position_embeddings", f"{num_positions:,} is not the area of a square")
-    deep = _layers(vision, "deepstack_visual_indexes", ())
-    if len(deep) >= (num_layers := text.positive("num_hidden_layers")):
-        raise vision.error("deepstack_visual_indexes", f"has {len(deep)} layers, and the decoder only {num_layers}")
-    return VisionConfig(
-        norm="layer",
-        activation="gelu_tanh",
-        is_gated=False,
-        has_patch_bias=True,
-        num_positions=num_positions,
-        deepstack_layers=deep,
-        **_sizes(config, vision, text, _axes(text, sections, is_interleaved=True)),
-    )
-
-
-def _section(config: JsonFile) -> JsonFile:
-    values = config.values.get(_SECTION)
-    if not isinstance(values, dict):
-        raise config.error(_SECTION, f"{show(values)} is not an object")
-    return config.with_values(values, f"{_SECTION}.")
-
-
-def _merge_size(vision: JsonFile) -> int:
-    return vision.positive("spatial_merge_size") if vision.values.get("spatial_merge_size") is not None else 2
-
-
-def _sizes(config: JsonFile, vision: JsonFile, text: JsonFile, axes: tuple[int, ...]) -> dict[str, Any]:
-    """Read what all towers have."""
-    hidden, heads = vision.positive("hidden_size"), vision.positive("num_heads")
-    if hidden % (4 * heads):
-        raise vision.error("hidden_size", f"{hidden} is not a multiple of 4 × {heads} heads")
-    channels = vision.get("in_channels", int, vision.get("in_chans", int, _CHANNELS))
-    if channels != _CHANNELS:
-        raise vision.error("in_channels", f"{channels} is not supported; supported: {_CHANNELS}")
-    temporal = vision.values.get("temporal_patch_size")
-    if vision.positive("out_hidden_size") != text.positive("hidden_size"):
-        raise vision.error("out_hidden_size", f"is not the decoder's hidden size, {text.positive('hidden_size')}")
-    return {
-        "axes": axes,
-        "depth": vision.positive("depth"),
-        "hidden_size": hidden,
-        "intermediate_size": vision.positive("intermediate_size"),
-        "num_heads": heads,
-        "patch_size": vision.positive("patch_size"),
-        "temporal_patch_size": 2 if temporal is None else vision.positive("temporal_patch_size"),
-        "merge_size": _merge_size(vision),
-        "out_size": vision.positive("out_hidden_size"),
-        "image_token_id": config.get("image_token_id", int),
-    }
-
-
-def _layers(vision: JsonFile, key: str, default: tuple[int, ...]) -> tuple[int, ...]:
-    """Read a list of layer numbers."""
-    value = vision.values.get(key)
-    if value is None:
-        return default
-    depth = vision.positive("depth")
-    if not isinstance(value, list) or not all(isinstance(n, int) and 0 <= n < depth for n in value):
-        raise vision.error(key, f"{show(value)} is not a list of layers of {depth}")
-    return tuple(value)
-
-
-def _axes(text: JsonFile, default: tuple[int, int, int], *, is_interleaved: bool) -> tuple[int, ...]:
-    """Read `mrope_section`, the numbers of frequencies for time, height and width: one behind the other, or those of
-    height and width at every third place (`recomposition_frequencies` in transformers)."""
-    rope = rope_section(text)
-    sections = rope.values.get("mrope_section", list(default))
-    whole = isinstance(sections, list) and len(sections) == _AXES
-    if not whole or not all(isinstance(n, int) and n >= 0 for n in sections):
-        raise rope.error("mrope_section", f"{show(sections)} is not a list of {_AXES} numbers of frequencies")
-    if not is_interleaved:
-        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
-    axes = [0] * sum(sections)
-    for axis in (1, 2):
-        for place in range(axis, min(sections[axis] * _AXES, len(axes)), _AXES):
-            axes[place] = axis
-    return tuple(axes)
+def _norm(
+    dtype: StoredDtype, name: str, size: int, kind: Literal["rms", "layer", "rms from 1"]
+) -> Iterator[TensorSpec]:
+    yield _tensor(dtype, f"{name}.weight", size, offset=1.0 if kind == "rms from 1" else 0.0)
+    if kind == "layer":
+        yield _tensor(dtype, f"{name}.bias", size)

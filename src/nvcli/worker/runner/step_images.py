@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.image_tokens import ImageTokens
+from nvcli.attention.image_tokens import ImageTokens, WholeImage
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import StepInput
 from nvcli.core.prompt_image import PromptImage
@@ -53,6 +53,8 @@ class ImagePlan:
     """The rows of the tokens that stand for parts of images."""
     parts: tuple[tuple[PromptImage, int, int], ...]
     """The parts of images that they stand for, in order: (image, first token of it, end)."""
+    whole: tuple[WholeImage, ...]
+    """The images whose tokens attend to all of them; empty where none do."""
 
 
 class StepImages:
@@ -130,31 +132,43 @@ class StepImages:
         positions: list[np.ndarray] = []
         image_rows: list[np.ndarray] = []
         parts: list[tuple[PromptImage, int, int]] = []
+        whole: list[WholeImage] = []
+        vision = self._tower.config
         slots, ends = unpack_ids(step.slots).tolist(), unpack_ids(step.seq_lens).tolist()
         for row in range(step.num_decodes, len(slots)):
             images = self._images.get(slots[row], ())
             first, end = ends[row] - int(counts[row]), ends[row]
             if not images or first >= images[-1].end:
                 continue
-            rows.append(np.arange(starts[row], starts[row] + counts[row]))
-            positions.append(angle_positions(_spans(images), first, end))
+            if vision.axes:
+                rows.append(np.arange(starts[row], starts[row] + counts[row]))
+                positions.append(angle_positions(_spans(images), first, end))
             for image in images:
                 begin, stop = max(first, image.first), min(end, image.end)
-                if begin < stop:
-                    image_rows.append(np.arange(begin, stop) - first + starts[row])
-                    parts.append((image, begin - image.first, stop - image.first))
-        if not rows:
+                if begin >= stop:
+                    continue
+                places = np.arange(begin, stop)
+                is_text = (places - image.first) % (image.columns + image.gap) >= image.columns
+                image_rows.append(places[~is_text] - first + starts[row])
+                parts.append((image, image.num_before(begin), image.num_before(stop)))
+                if vision.attends_both_ways:
+                    assert stop == image.end, "a chunk ends inside an image"
+                    whole.append(WholeImage(int(starts[row]) + begin - first, stop - begin, row, begin))
+        if not parts and not rows:
             return None
         nothing = np.empty(0, dtype=np.int64)
         return ImagePlan(
-            np.concatenate(rows),
-            np.concatenate(positions, axis=1),
+            np.concatenate([nothing, *rows]),
+            np.concatenate(positions, axis=1) if positions else nothing.reshape(3, 0),
             np.concatenate([nothing, *image_rows]),
             tuple(parts),
+            tuple(whole),
         )
 
     def apply(self, step: StepInput) -> None:
-        """Record the offsets of new slots on the device."""
+        """Record the offsets of new slots on the device, where images shift positions."""
+        if not self._tower.config.axes:
+            return
         changed: dict[int, int] = {}
         for new in step.new_slots:
             offset = offset_behind(_spans(new.images), new.images[-1].end) if new.images else 0
@@ -169,20 +183,28 @@ class StepImages:
     def prepare(self, rows: StepRows, batch: ForwardBatch) -> ForwardBatch:
         """Return the batch with the positions of its tokens, and the embeddings of images in place of those of their
         tokens. Can run in a CUDA graph without a plan."""
+        if self._tower.config.axes:
+            batch = replace(batch, angle_positions=self._positions(rows, batch))
+        plan = self._plan
+        if plan is None or not plan.parts:
+            return batch
+        found = self._embeddings([image for image, _, _ in plan.parts])
+        vectors = torch.cat([found[image.key][first:end] for image, first, end in plan.parts])
+        own, *deep = torch.split(vectors, self._tower.config.out_size, dim=1)
+        images = ImageTokens(to_device(plan.image_rows, self._device), own, tuple(deep), plan.whole)
+        return replace(batch, images=images)
+
+    def _positions(self, rows: StepRows, batch: ForwardBatch) -> Tensor:
+        """Return the positions by which tokens are rotated: [T], or [3, T] where chunks begin before the end of their
+        request's last image."""
         plan, offsets = self._plan, self._of_tokens[: batch.num_tokens]
         spread_adapters(self._offsets, rows.slots, rows.query_start_loc, offsets)
         positions = torch.add(batch.positions, offsets).clamp_(min=0)  # padding has the offset of some slot
         if plan is None:
-            return replace(batch, angle_positions=positions)
+            return positions
         by_axis = positions.repeat(3, 1)
         by_axis[:, to_device(plan.rows, self._device)] = to_device(plan.positions, self._device)
-        if not plan.parts:
-            return replace(batch, angle_positions=by_axis)
-        whole = self._embeddings([image for image, _, _ in plan.parts])
-        vectors = torch.cat([whole[image.key][first:end] for image, first, end in plan.parts])
-        own, *deep = torch.split(vectors, self._tower.config.out_size, dim=1)
-        images = ImageTokens(to_device(plan.image_rows, self._device), own, tuple(deep))
-        return replace(batch, angle_positions=by_axis, images=images)
+        return by_axis
 
     def _embeddings(self, images: Sequence[PromptImage]) -> dict[bytes, Tensor]:
         """Return the embeddings of images by digest, and keep them."""
@@ -239,10 +261,12 @@ class StepImages:
     def run_largest(self) -> None:
         """Run the tower over the largest batch on a GPU, so that its memory is measured; on a CPU over the smallest
         image."""
-        side = self._tower.config.token_pixels
+        side, tile = self._tower.config.token_pixels, self._tower.config.tile_tokens
         num_rows, num_columns = (self._batch_tokens // 128 or 1, min(128, self._batch_tokens))
+        if tile:
+            num_rows, num_columns = max(1, self._batch_tokens // tile**2) * tile, tile
         if self._device.type == "cpu":
-            num_rows = num_columns = 1
+            num_rows = num_columns = tile or 1
         image = torch.zeros(num_rows * side, num_columns * side, 3, dtype=torch.uint8, device=self._device)
         self._tower([image], self._scale)
 

@@ -1,0 +1,145 @@
+"""The sizes to which image processors bring images: four rules, and what of each says how many tokens an image has.
+
+Each is held to transformers' own. Torch-free: the parent, its image processes and the ranks read them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+_MOST_ROUNDING = 16
+_MOST_RATIO = 200
+"""The longest image is this many times as long as wide."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """The size in pixels of an image as the model reads it, and how it is made."""
+
+    height: int
+    width: int
+    tile: int = 0
+    """Pixels of the side of the tiles that lie below each other in it; 0: the image is resized to this size."""
+    canvas: tuple[int, int] = (0, 0)
+    """The height and width of what is cut into tiles, row by row; if there are several, the whole image follows as one
+    more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AreaRule:
+    """Sides are multiples of a token's, and the area is within limits (`smart_resize` of Qwen2-VL and GLM-4.6V)."""
+
+    side: int
+    """Pixels of the side of a token's square."""
+    min_pixels: int
+    max_pixels: int
+    enlarges: Literal["", "floor", "round"] = ""
+    """How the sides of an image that is smaller than a token are rounded when it is enlarged, before anything else;
+    empty: it is not enlarged."""
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of an image."""
+        return max(1, self.max_pixels // self.side**2)
+
+    @property
+    def most_pixels(self) -> int:
+        """More than the pixels of an image of the longest shape, as no side is shorter than a token's square."""
+        return _MOST_ROUNDING * self.max_pixels
+
+    def fit(self, height: int, width: int) -> Fit:
+        """Return the size of an image of this height and width. Raises ValueError for one that is too long."""
+        side = self.side
+        if self.enlarges == "floor" and min(height, width) < side:
+            scale = max(side / height, side / width)
+            height, width = int(height * scale), int(width * scale)
+        elif self.enlarges == "round":
+            if height < side:
+                height, width = side, round(width * side / height)
+            if width < side:
+                height, width = round(height * side / width), side
+        if max(height, width) > _MOST_RATIO * min(height, width):
+            raise ValueError(f"its longer side is more than {_MOST_RATIO} times as long as the other")
+        rows, columns = round(height / side) * side, round(width / side) * side
+        if rows * columns > self.max_pixels:
+            scale = math.sqrt(height * width / self.max_pixels)
+            rows, columns = (max(side, math.floor(length / scale / side) * side) for length in (height, width))
+        elif rows * columns < self.min_pixels:
+            scale = math.sqrt(self.min_pixels / (height * width))
+            rows, columns = (math.ceil(length * scale / side) * side for length in (height, width))
+        return Fit(height=rows, width=columns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeRule:
+    """The longer side is at most so long, and both are rounded up to whole tokens (Pixtral)."""
+
+    side: int
+    longest: int
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of an image, with one behind each of their rows."""
+        most = -(-self.longest // self.side)
+        return most * (most + 1)
+
+    @property
+    def most_pixels(self) -> int:
+        """The most pixels of an image."""
+        return self.max_tokens * self.side**2
+
+    def fit(self, height: int, width: int) -> Fit:
+        """Return the size of an image of this height and width."""
+        ratio = max(height, width) / self.longest
+        if ratio > 1:
+            height, width = max(1, math.floor(height / ratio)), max(1, math.floor(width / ratio))
+        rows, columns = (-(-length // self.side) * self.side for length in (height, width))
+        return Fit(height=rows, width=columns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileRule:
+    """Images are cut into equal squares, in the arrangement whose shape is nearest to the image's
+    (`get_optimal_tiled_canvas` of InternVL); or all are brought to one square."""
+
+    side: int
+    """Pixels of the side of a token's square."""
+    tile: int
+    """Pixels of the side of a tile."""
+    least: int = 1
+    most: int = 1
+    """The fewest and the most tiles, the whole image not counted, which follows if there are several."""
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of an image."""
+        return (self.most + (self.most > 1)) * (self.tile // self.side) ** 2
+
+    @property
+    def most_pixels(self) -> int:
+        """The most pixels of an image."""
+        return self.max_tokens * self.side**2
+
+    def fit(self, height: int, width: int) -> Fit:
+        """Return the size of an image of this height and width."""
+        tile, (rows, columns) = self.tile, self._arrangement(height, width)
+        count = rows * columns
+        return Fit(height=(count + (count > 1)) * tile, width=tile, tile=tile, canvas=(rows * tile, columns * tile))
+
+    def _arrangement(self, height: int, width: int) -> tuple[int, int]:
+        """Return the rows and columns of tiles. Among arrangements of one shape, the larger one is taken while the
+        image fills more than half of it."""
+        sides = range(1, self.most + 1)
+        found = [(w, h) for w in sides for h in sides if self.least <= w * h <= self.most]
+        found.sort(key=lambda each: each[0] * each[1])
+        best, nearest = (1, 1), math.inf
+        for columns, rows in found:
+            apart = abs(width / height - columns / rows)
+            if apart < nearest or (apart == nearest and width * height > 0.5 * self.tile**2 * columns * rows):
+                best, nearest = (columns, rows), apart
+        return best[1], best[0]
+
+
+SizeRule = AreaRule | EdgeRule | TileRule

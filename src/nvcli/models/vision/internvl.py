@@ -1,0 +1,88 @@
+"""The tower of InternVL 3 and 3.5 (InternViT, https://arxiv.org/abs/2504.10479), as config.json spells it. Torch-free.
+
+Images are cut into tiles, each of which the tower sees by itself.
+"""
+
+from __future__ import annotations
+
+from nvcli.core.validation import show
+from nvcli.models.checkpoint_layout import TowerNames
+from nvcli.models.json_file import JsonFile
+from nvcli.models.vision.vision_config import TOWER, ImageText, MergerConfig, VisionConfig
+from nvcli.models.vision.vision_file import head_sizes, only, side_of, vision_section
+
+_NAMES = TowerNames(
+    prefixes=(("vision_tower.", f"{TOWER}."), ("multi_modal_projector.", f"{TOWER}.merger.")),
+    renamed=(
+        ("embeddings.cls_token", "cls_token.weight"),
+        ("embeddings.position_embeddings", "pos_embed.weight"),
+        ("embeddings.patch_embeddings.projection.", "patch_embed.proj."),
+        ("encoder.layer.", "blocks."),
+        (".layernorm_before.", ".norm1."),
+        (".layernorm_after.", ".norm2."),
+        (".attention.projection_layer.", ".attn.proj."),
+        (".attention.", ".attn."),
+        (".mlp.fc", ".mlp.linear_fc"),
+        (".lambda_1", ".scale1.weight"),
+        (".lambda_2", ".scale2.weight"),
+        ("layernorm.", "last_norm."),
+        ("layer_norm.", "norm."),
+        ("linear_1.", "linear_fc1."),
+        ("linear_2.", "linear_fc2."),
+    ),
+)
+_TEXT = ImageText(written="<IMG_CONTEXT>", token="<IMG_CONTEXT>", before="<img>", behind="</img>")
+_MERGE = 2
+
+
+def read_internvl_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of InternVL."""
+    vision = vision_section(config)
+    for key, wanted in (
+        ("downsample_ratio", 1 / _MERGE),
+        ("vision_feature_layer", -1),
+        ("vision_feature_select_strategy", "default"),
+        ("projector_hidden_act", "gelu"),
+    ):
+        only(config, key, wanted)
+    only(vision, "hidden_act", "gelu")
+    only(vision, "use_mask_token", False)
+    only(vision, "use_absolute_position_embeddings", True)
+    kinds = {"layer_norm": "layer", "rms_norm": "rms"}
+    name = vision.get("norm_type", str, "layer_norm")
+    if name not in kinds:
+        raise vision.error("norm_type", f"{show(name)} is not supported; supported: {', '.join(kinds)}")
+    hidden, heads = head_sizes(vision, "num_attention_heads")
+    patch, image = side_of(vision, "patch_size", 14), side_of(vision, "image_size", 448)
+    if image % (patch * _MERGE):
+        raise vision.error("image_size", f"{image} is not a multiple of {patch * _MERGE}, the pixels of a token")
+    norms_heads = vision.get("use_qk_norm", bool, False)
+    if norms_heads:
+        only(vision, "layer_norm_eps", 1e-6)
+    return VisionConfig(
+        names=_NAMES,
+        processor="got_ocr2",
+        depth=vision.positive("num_hidden_layers"),
+        hidden_size=hidden,
+        intermediate_size=vision.positive("intermediate_size"),
+        num_heads=heads,
+        patch_size=patch,
+        merge_size=_MERGE,
+        merger=MergerConfig(kind="squares", size=text.positive("hidden_size"), norms_squares=True, eps=1e-5),
+        out_size=text.positive("hidden_size"),
+        norm="layer" if kinds[name] == "layer" else "rms",
+        eps=vision.positive_number("layer_norm_eps", 1e-6),
+        activation="gelu",
+        is_gated=False,
+        has_patch_bias=True,
+        qkv_bias=vision.get("attention_bias", bool, False),
+        has_fused_qkv=False,
+        qk_norm="all" if norms_heads else None,
+        has_layer_scales=True,
+        has_last_norm=not vision.get("use_mean_pooling", bool, True),
+        has_class_token=True,
+        tile_tokens=image // patch // _MERGE,
+        num_positions=(image // patch) ** 2,
+        image_token_id=config.get("image_token_id", int, 151_667),
+        text=_TEXT,
+    )

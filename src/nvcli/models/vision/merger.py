@@ -1,0 +1,85 @@
+"""Mergers: what makes the decoder's embedding of each token's square of patches, in each way of `MergerConfig`.
+
+Each is held to transformers' own. Shapes: P patches, H hidden size of the tower, N tokens, O the decoder's hidden size.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nvcli.models.parallel import BuildContext
+from nvcli.models.vision.tower_parts import Linear, Norm, Weights, activate, side_by_side
+from nvcli.models.vision.vision_config import VisionConfig
+
+
+class SquareMerger(nn.Module):
+    """An MLP of the patches' vectors side by side: [P, H] → [N, O]."""
+
+    def __init__(self, build: BuildContext, path: str, config: VisionConfig, *, norms_squares: bool) -> None:
+        """`norms_squares`: the norm is over all patches of a token together."""
+        super().__init__()
+        self.count, self.norms_squares = config.merge_size**2, norms_squares
+        self.norm = Norm(build, f"{path}.norm", config.merger.eps)
+        self.first, self.second = Linear(build, f"{path}.linear_fc1"), Linear(build, f"{path}.linear_fc2")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(side_by_side(x, self.count)) if self.norms_squares else side_by_side(self.norm(x), self.count)
+        out: Tensor = self.second(F.gelu(self.first(x)))
+        return out
+
+
+class PooledMerger(nn.Module):
+    """The mean of the patches, normed and projected (Gemma 3): [P, H] → [N, O]."""
+
+    def __init__(self, build: BuildContext, path: str, config: VisionConfig) -> None:
+        super().__init__()
+        self.count = config.merge_size**2
+        self.norm = Norm(build, f"{path}.norm", config.merger.eps)
+        self.projection = Weights(build, f"{path}.projection")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(x.view(-1, self.count, x.shape[-1]).mean(1)) @ self.projection.weight
+        return out
+
+
+class PatchMerger(nn.Module):
+    """Normed patches merged to one, and an MLP of it (Mistral 3): [P, H] → [N, O]."""
+
+    def __init__(self, build: BuildContext, path: str, config: VisionConfig) -> None:
+        super().__init__()
+        self.count = config.merge_size**2
+        self.norm = Norm(build, f"{path}.norm", config.merger.eps)
+        self.merging = Linear(build, f"{path}.merging_layer")
+        self.first, self.second = Linear(build, f"{path}.linear_fc1"), Linear(build, f"{path}.linear_fc2")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.merging(side_by_side(self.norm(x), self.count, by_channel=True))
+        out: Tensor = self.second(F.gelu(self.first(x)))
+        return out
+
+
+class GatedMerger(nn.Module):
+    """Patches merged by a convolution, normed, and a gated MLP of them (GLM): [P, H] → [N, O]."""
+
+    def __init__(self, build: BuildContext, path: str, config: VisionConfig) -> None:
+        super().__init__()
+        self.count, self.activation = config.merge_size**2, config.activation
+        self.downsample, self.proj = Linear(build, f"{path}.downsample"), Linear(build, f"{path}.proj")
+        self.norm = Norm(build, f"{path}.norm", config.merger.eps)
+        self.up = Linear(build, f"{path}.gate_proj", f"{path}.up_proj")
+        self.down = Linear(build, f"{path}.down_proj")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.downsample(side_by_side(x, self.count, by_channel=True))
+        gate, up = self.up(F.gelu(self.norm(self.proj(x)))).chunk(2, dim=-1)
+        out: Tensor = self.down(activate(gate, self.activation) * up)
+        return out
+
+
+def make_merger(build: BuildContext, path: str, config: VisionConfig) -> nn.Module:
+    """Make the merger behind the last layer."""
+    kind = config.merger.kind
+    if kind == "squares":
+        return SquareMerger(build, path, config, norms_squares=config.merger.norms_squares)
+    return {"pool": PooledMerger, "patches": PatchMerger, "gated": GatedMerger}[kind](build, path, config)

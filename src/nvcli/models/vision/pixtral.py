@@ -1,0 +1,112 @@
+"""The tower of Mistral 3 and LightOnOCR (Pixtral, https://arxiv.org/abs/2410.07073), as config.json spells it.
+Torch-free."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nvcli.core.validation import show
+from nvcli.models.checkpoint_layout import TowerNames
+from nvcli.models.json_file import JsonFile
+from nvcli.models.vision.vision_config import TOWER, ImageText, MergerConfig, VisionConfig
+from nvcli.models.vision.vision_file import head_sizes, only, or_default, rope_theta, vision_section
+
+_RENAMED = (
+    ("patch_conv.", "patch_embed.proj."),
+    ("ln_pre.", "first_norm."),
+    ("transformer.layers.", "blocks."),
+    (".attention_norm.", ".norm1."),
+    (".ffn_norm.", ".norm2."),
+    (".attention.o_proj.", ".attn.proj."),
+    (".attention.", ".attn."),
+    (".feed_forward.", ".mlp."),
+    ("patch_merger.", ""),
+    ("linear_1.", "linear_fc1."),
+    ("linear_2.", "linear_fc2."),
+)
+_MISTRAL = TowerNames(
+    prefixes=(("vision_tower.", f"{TOWER}."), ("multi_modal_projector.", f"{TOWER}.merger.")), renamed=_RENAMED
+)
+_LIGHTON = TowerNames(
+    prefixes=(("vision_encoder.", f"{TOWER}."), ("vision_projection.", f"{TOWER}.merger.")), renamed=_RENAMED
+)
+_ROWS = ImageText(written="[IMG]", token="[IMG]", between="[IMG_BREAK]", behind="[IMG_END]")
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu"}
+
+
+def read_mistral3_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of Mistral 3, whose rows of tokens end with a token of their own."""
+    only(config, "vision_feature_layer", -1)
+    only(config, "projector_hidden_act", "gelu")
+    key = "image_token_id" if config.values.get("image_token_id") is not None else "image_token_index"
+    return _read(
+        config,
+        text,
+        names=_MISTRAL,
+        has_bias=config.get("multimodal_projector_bias", bool, False),
+        image_token_id=config.get(key, int, 10),
+        text_of_image=_ROWS,
+    )
+
+
+def read_lighton_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of LightOnOCR."""
+    return _read(
+        config,
+        text,
+        names=_LIGHTON,
+        has_bias=False,
+        image_token_id=config.get("image_token_id", int, 151_655),
+        text_of_image=None,
+    )
+
+
+def _read(
+    config: JsonFile,
+    text: JsonFile,
+    *,
+    names: TowerNames,
+    has_bias: bool,
+    image_token_id: int,
+    text_of_image: ImageText | None,
+) -> VisionConfig:
+    vision = vision_section(config)
+    activation: Any = _ACTIVATIONS.get(vision.get("hidden_act", str, "gelu"))
+    if activation is None:
+        raise vision.error(
+            "hidden_act", f"{show(vision.values['hidden_act'])} is not supported; supported: {', '.join(_ACTIVATIONS)}"
+        )
+    hidden, heads = head_sizes(vision, "num_attention_heads")
+    only(vision, "head_dim", hidden // heads)
+    return VisionConfig(
+        names=names,
+        processor="pixtral",
+        depth=vision.positive("num_hidden_layers"),
+        hidden_size=hidden,
+        intermediate_size=vision.positive("intermediate_size"),
+        num_heads=heads,
+        patch_size=vision.positive("patch_size"),
+        merge_size=or_default(config, "spatial_merge_size", 2),
+        merger=MergerConfig(
+            kind="patches",
+            size=text.positive("hidden_size"),
+            has_bias=has_bias,
+            norm="rms",
+            eps=text.positive_number("rms_norm_eps", 1e-6),
+        ),
+        out_size=text.positive("hidden_size"),
+        norm="rms",
+        eps=1e-5,
+        activation=activation,
+        is_gated=True,
+        has_patch_bias=False,
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        has_fused_qkv=False,
+        has_first_norm=True,
+        rope="staggered",
+        rope_theta=rope_theta(vision),
+        image_token_id=image_token_id,
+        text=text_of_image,
+    )

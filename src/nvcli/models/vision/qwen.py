@@ -1,0 +1,103 @@
+"""The towers of Qwen2.5-VL (https://arxiv.org/abs/2502.13923), Qwen3-VL (https://arxiv.org/abs/2511.21631) and Qwen
+3.5, as config.json spells them. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from nvcli.models.checkpoint_layout import TowerNames
+from nvcli.models.json_file import JsonFile
+from nvcli.models.vision.vision_config import TOWER, MergerConfig, VisionConfig
+from nvcli.models.vision.vision_file import (
+    head_sizes,
+    layer_list,
+    only,
+    or_default,
+    read_axes,
+    square,
+    vision_section,
+)
+
+_PREFIXES = (("visual.", f"{TOWER}."),)
+_QWEN2_5 = TowerNames(
+    prefixes=_PREFIXES,
+    renamed=(
+        ("merger.ln_q.", "merger.norm."),
+        ("merger.mlp.0.", "merger.linear_fc1."),
+        ("merger.mlp.2.", "merger.linear_fc2."),
+    ),
+)
+
+
+def read_qwen2_5_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of Qwen2.5-VL: windows, and RMS norms. `config` is the whole file, `text` its settings of the
+    decoder."""
+    vision = vision_section(config)
+    only(vision, "hidden_act", "silu")
+    patch, merge = vision.positive("patch_size"), or_default(vision, "spatial_merge_size", 2)
+    window = or_default(vision, "window_size", 112)
+    if window % (patch * merge):
+        raise vision.error("window_size", f"{window} is not a multiple of {patch * merge}, the pixels of a token")
+    return VisionConfig(
+        names=_QWEN2_5,
+        norm="rms",
+        activation="silu",
+        is_gated=True,
+        has_patch_bias=False,
+        window_tokens=window // patch // merge,
+        full_layers=layer_list(vision, "fullatt_block_indexes", (7, 15, 23, 31)),
+        axes=read_axes(text, (16, 24, 24), is_interleaved=False),
+        **_sizes(config, vision, text, "rms"),
+    )
+
+
+def read_qwen3_5_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of Qwen 3.5, which is Qwen3-VL's without deepstack."""
+    return read_qwen3_vision(config, text, sections=(11, 11, 10))
+
+
+def read_qwen3_vision(
+    config: JsonFile, text: JsonFile, *, sections: tuple[int, int, int] = (24, 20, 20)
+) -> VisionConfig:
+    """Read the tower of Qwen3-VL: learned positions, layer norms and deepstack. `sections` is the default of
+    `mrope_section`."""
+    vision = vision_section(config)
+    only(vision, "hidden_act", "gelu_pytorch_tanh")
+    num_positions = vision.positive("num_position_embeddings")
+    square(vision, "num_position_embeddings", num_positions)
+    deep = layer_list(vision, "deepstack_visual_indexes", ())
+    if len(deep) >= (num_layers := text.positive("num_hidden_layers")):
+        raise vision.error("deepstack_visual_indexes", f"has {len(deep)} layers, and the decoder only {num_layers}")
+    return VisionConfig(
+        names=TowerNames(prefixes=_PREFIXES),
+        norm="layer",
+        activation="gelu_tanh",
+        is_gated=False,
+        has_patch_bias=True,
+        num_positions=num_positions,
+        deepstack_layers=deep,
+        axes=read_axes(text, sections, is_interleaved=True),
+        **_sizes(config, vision, text, "layer"),
+    )
+
+
+def _sizes(config: JsonFile, vision: JsonFile, text: JsonFile, norm: Literal["rms", "layer"]) -> dict[str, Any]:
+    """Read what these towers have in common."""
+    hidden, heads = head_sizes(vision, "num_heads")
+    merge = or_default(vision, "spatial_merge_size", 2)
+    if vision.positive("out_hidden_size") != text.positive("hidden_size"):
+        raise vision.error("out_hidden_size", f"is not the decoder's hidden size, {text.positive('hidden_size')}")
+    return {
+        "processor": "qwen2_vl",
+        "depth": vision.positive("depth"),
+        "hidden_size": hidden,
+        "intermediate_size": vision.positive("intermediate_size"),
+        "num_heads": heads,
+        "patch_size": vision.positive("patch_size"),
+        "temporal_patch_size": or_default(vision, "temporal_patch_size", 2),
+        "merge_size": merge,
+        "merger": MergerConfig(kind="squares", size=hidden * merge**2, norm=norm),
+        "out_size": vision.positive("out_hidden_size"),
+        "rope": "same",
+        "image_token_id": config.get("image_token_id", int),
+    }

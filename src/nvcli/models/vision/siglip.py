@@ -1,0 +1,129 @@
+"""The towers of Gemma 3 (SigLIP, https://arxiv.org/abs/2303.15343) and of PaddleOCR-VL
+(https://arxiv.org/abs/2510.14528), as config.json spells them. Torch-free.
+
+Gemma 3's images are squares of one size, and the mean of a square of patches becomes a token. The decoder's tokens of
+an image attend to all of them. PaddleOCR-VL's images are of any size, with rotary positions.
+"""
+
+from __future__ import annotations
+
+from nvcli.models.checkpoint_layout import TowerNames
+from nvcli.models.json_file import JsonFile
+from nvcli.models.vision.vision_config import TOWER, ImageText, MergerConfig, VisionConfig
+from nvcli.models.vision.vision_file import head_sizes, only, or_default, read_axes, rope_theta, square, vision_section
+
+_RENAMED = (
+    ("embeddings.patch_embedding.", "patch_embed.proj."),
+    ("embeddings.position_embedding.", "pos_embed."),
+    ("encoder.layers.", "blocks."),
+    (".layer_norm1.", ".norm1."),
+    (".layer_norm2.", ".norm2."),
+    (".self_attn.out_proj.", ".attn.proj."),
+    (".self_attn.", ".attn."),
+    (".mlp.fc", ".mlp.linear_fc"),
+    ("post_layernorm.", "last_norm."),
+)
+_LEFT = (f"{TOWER}.head.", f"{TOWER}.embeddings.packing_position_embedding.")
+"""Tensors that make one vector of an image, and a table that nothing reads."""
+_GEMMA = TowerNames(
+    prefixes=(
+        ("vision_tower.vision_model.", f"{TOWER}."),  # older files
+        ("vision_tower.", f"{TOWER}."),
+        ("multi_modal_projector.", f"{TOWER}.merger."),
+    ),
+    renamed=(
+        *_RENAMED,
+        ("mm_soft_emb_norm.", "norm."),
+        ("mm_input_projection_weight", "projection.weight"),
+    ),
+    left=_LEFT,
+)
+_PADDLE = TowerNames(
+    prefixes=(
+        ("visual.vision_model.", f"{TOWER}."),
+        ("visual.", f"{TOWER}."),
+        ("mlp_AR.", f"{TOWER}.merger."),
+        ("projector.", f"{TOWER}.merger."),
+    ),
+    renamed=(*_RENAMED, ("pre_norm.", "norm."), ("linear_1.", "linear_fc1."), ("linear_2.", "linear_fc2.")),
+    left=_LEFT,
+)
+_TEXT = ImageText(  # `full_image_sequence` of transformers' processor
+    written="<start_of_image>",
+    token="<image_soft_token>",
+    before="\n\n<start_of_image>",
+    behind="<end_of_image>\n\n",
+)
+
+
+def read_gemma3_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of Gemma 3."""
+    vision = vision_section(config)
+    only(vision, "hidden_act", "gelu_pytorch_tanh")
+    hidden, heads = head_sizes(vision, "num_attention_heads")
+    patch, image = vision.positive("patch_size"), vision.positive("image_size")
+    side = image // patch
+    tokens = square(config, "mm_tokens_per_image", or_default(config, "mm_tokens_per_image", 256))
+    if side % tokens or image % patch:
+        raise config.error("mm_tokens_per_image", f"{tokens} × {tokens} tokens do not divide {image} pixels of a side")
+    eps = vision.positive_number("layer_norm_eps", 1e-6)
+    token_id = config.values.get("image_token_id")
+    return VisionConfig(
+        names=_GEMMA,
+        processor="gemma3",
+        depth=vision.positive("num_hidden_layers"),
+        hidden_size=hidden,
+        intermediate_size=vision.positive("intermediate_size"),
+        num_heads=heads,
+        patch_size=patch,
+        merge_size=side // tokens,
+        merger=MergerConfig(kind="pool", size=0, norm="rms from 1", eps=eps),
+        out_size=text.positive("hidden_size"),
+        norm="layer",
+        eps=eps,
+        activation="gelu_tanh",
+        is_gated=False,
+        has_patch_bias=True,
+        has_fused_qkv=False,
+        has_last_norm=True,
+        tile_tokens=tokens,
+        num_positions=side**2,
+        attends_both_ways=True,
+        image_token_id=config.get("image_token_index", int, 262_144)
+        if token_id is None
+        else config.get("image_token_id", int),
+        text=_TEXT,
+    )
+
+
+def read_paddleocr_vision(config: JsonFile, text: JsonFile) -> VisionConfig:
+    """Read the tower of PaddleOCR-VL."""
+    vision = vision_section(config)
+    only(vision, "hidden_act", "gelu_pytorch_tanh")
+    hidden, heads = head_sizes(vision, "num_attention_heads")
+    patch, merge = vision.positive("patch_size"), or_default(vision, "spatial_merge_size", 2)
+    return VisionConfig(
+        names=_PADDLE,
+        processor="paddleocr_vl",
+        depth=vision.positive("num_hidden_layers"),
+        hidden_size=hidden,
+        intermediate_size=vision.positive("intermediate_size"),
+        num_heads=heads,
+        patch_size=patch,
+        merge_size=merge,
+        merger=MergerConfig(kind="squares", size=hidden * merge**2, eps=1e-5),
+        out_size=text.positive("hidden_size"),
+        norm="layer",
+        eps=vision.positive_number("layer_norm_eps", 1e-6),
+        activation="gelu_tanh",
+        is_gated=False,
+        has_patch_bias=True,
+        has_fused_qkv=False,
+        has_last_norm=True,
+        rope="same",
+        rope_theta=rope_theta(vision),
+        num_positions=(or_default(vision, "image_size", 384) // patch) ** 2,
+        interpolation="borders",
+        axes=read_axes(text, (16, 24, 24), is_interleaved=False),
+        image_token_id=config.get("image_token_id", int, 100_295),
+    )

@@ -1,0 +1,98 @@
+"""Reads what config.json says of vision towers in many families: sizes, lists and axes, with errors that name keys."""
+
+from __future__ import annotations
+
+from math import isqrt
+
+from nvcli.core.validation import show
+from nvcli.models.json_file import JsonFile
+from nvcli.models.rope_config import rope_section
+from nvcli.models.vision.vision_config import CHANNELS
+
+_SECTION = "vision_config"
+_AXES = 3
+
+
+def vision_section(config: JsonFile) -> JsonFile:
+    """Return the section of the tower."""
+    values = config.values.get(_SECTION)
+    if not isinstance(values, dict):
+        raise config.error(_SECTION, f"{show(values)} is not an object")
+    vision = config.with_values(values, f"{_SECTION}.")
+    channels = vision.get("in_channels", int, vision.get("in_chans", int, vision.get("num_channels", int, CHANNELS)))
+    if channels != CHANNELS:
+        raise vision.error("in_channels", f"{channels} is not supported; supported: {CHANNELS}")
+    return vision
+
+
+def only(file: JsonFile, key: str, wanted: str | int | float | bool) -> None:
+    """Raise LoadError if a key, which may be absent, has another value than the one that is computed."""
+    value = file.values.get(key)
+    if value is not None and value != wanted:
+        raise file.error(key, f"{show(value)} is not supported; supported: {show(wanted)}")
+
+
+def or_default(file: JsonFile, key: str, default: int) -> int:
+    """Read a positive number that may be absent."""
+    return default if file.values.get(key) is None else file.positive(key)
+
+
+def head_sizes(vision: JsonFile, heads_key: str) -> tuple[int, int]:
+    """Read the hidden size and the number of heads, whose sizes must be multiples of 4."""
+    hidden, heads = vision.positive("hidden_size"), vision.positive(heads_key)
+    if hidden % (4 * heads):
+        raise vision.error("hidden_size", f"{hidden} is not a multiple of 4 × {heads} heads")
+    return hidden, heads
+
+
+def side_of(vision: JsonFile, key: str, default: int) -> int:
+    """Read the side of a square in pixels: a number, or a list of two equal ones. It may be absent."""
+    value = vision.values.get(key)
+    if isinstance(value, list):
+        if len(value) != len({*value}) + 1 or not value:
+            raise vision.error(key, f"{show(value)} is not a square")
+        vision = vision.with_values({**vision.values, key: value[0]})
+    return or_default(vision, key, default)
+
+
+def rope_theta(vision: JsonFile) -> float:
+    """Read the base of the tower's rotary positions."""
+    rope = vision.values.get("rope_parameters")
+    found = vision.with_values(rope, f"{vision.section}rope_parameters.") if isinstance(rope, dict) else vision
+    return found.positive_number("rope_theta", 10_000.0)
+
+
+def square(file: JsonFile, key: str, value: int) -> int:
+    """Return the side of a square with this area. Raises LoadError if it is none."""
+    side = isqrt(value)
+    if side**2 != value:
+        raise file.error(key, f"{value:,} is not the area of a square")
+    return side
+
+
+def layer_list(vision: JsonFile, key: str, default: tuple[int, ...]) -> tuple[int, ...]:
+    """Read a list of layer numbers."""
+    value = vision.values.get(key)
+    if value is None:
+        return default
+    depth = vision.positive("depth")
+    if not isinstance(value, list) or not all(isinstance(n, int) and 0 <= n < depth for n in value):
+        raise vision.error(key, f"{show(value)} is not a list of layers of {depth}")
+    return tuple(value)
+
+
+def read_axes(text: JsonFile, default: tuple[int, int, int], *, is_interleaved: bool) -> tuple[int, ...]:
+    """Read `mrope_section`, the numbers of frequencies for time, height and width: one behind the other, or those of
+    height and width at every third place (`recomposition_frequencies` in transformers)."""
+    rope = rope_section(text)
+    sections = rope.values.get("mrope_section", list(default))
+    whole = isinstance(sections, list) and len(sections) == _AXES
+    if not whole or not all(isinstance(n, int) and n >= 0 for n in sections):
+        raise rope.error("mrope_section", f"{show(sections)} is not a list of {_AXES} numbers of frequencies")
+    if not is_interleaved:
+        return tuple(axis for axis, count in enumerate(sections) for _ in range(count))
+    axes = [0] * sum(sections)
+    for axis in (1, 2):
+        for place in range(axis, min(sections[axis] * _AXES, len(axes)), _AXES):
+            axes[place] = axis
+    return tuple(axes)

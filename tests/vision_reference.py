@@ -1,0 +1,77 @@
+"""What transformers' image processors and models make of images, for each kind of processor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.glm46v.image_processing_pil_glm46v import Glm46VImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from nvcli.models.vision.tower import PixelScale
+from nvcli.models.vision.vision_config import VisionConfig
+
+SIDE = 8
+"""Pixels of a token's side in tiny checkpoints."""
+
+
+def allowed_size(vision: VisionConfig, rows: int, columns: int) -> tuple[int, int]:
+    """Return the rows and columns of an image of about this size that the model can have."""
+    tile = vision.tile_tokens
+    if not tile:
+        return rows, columns
+    return (1 if vision.processor == "gemma3" else 1 + rows * columns % 3) * tile, tile
+
+
+def make_image(rows: int, columns: int, seed: int) -> np.ndarray:
+    """Return the pixels of an image of so many tokens."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (rows * SIDE, columns * SIDE, 3), dtype=np.uint8)
+
+
+def pixel_inputs(vision: VisionConfig, images: Sequence[np.ndarray], scale: PixelScale) -> dict[str, Tensor]:
+    """Return what transformers' processor makes of images that have their size already."""
+    area = {"patch_size": vision.patch_size, "merge_size": vision.merge_size}
+    own: dict[str, Any] = {
+        "qwen2_vl": area,
+        "glm46v": area,
+        "paddleocr_vl": area,
+        "pixtral": {"patch_size": {"height": vision.patch_size, "width": vision.patch_size}},
+    }.get(vision.processor, {})
+    kinds = {
+        "qwen2_vl": Qwen2VLImageProcessorPil,
+        "gemma3": Gemma3ImageProcessorPil,
+        "pixtral": PixtralImageProcessorPil,
+        "glm46v": Glm46VImageProcessorPil,
+        "got_ocr2": GotOcr2ImageProcessorPil,
+        "paddleocr_vl": PaddleOCRVLImageProcessorPil,
+    }
+    tile = vision.tile_tokens * vision.token_pixels
+    if tile:
+        images = [part for image in images for part in image.reshape(-1, tile, tile, 3)]
+    prepare = kinds[vision.processor](do_resize=False, image_mean=list(scale.mean), image_std=list(scale.std), **own)
+    found = prepare(images=list(images), return_tensors="pt", input_data_format="channels_last")
+    return {key: found[key] for key in ("pixel_values", "image_grid_thw", "image_sizes") if key in found}
+
+
+def model_inputs(
+    vision: VisionConfig, ids: Sequence[int], images: Sequence[np.ndarray], scale: PixelScale
+) -> dict[str, Tensor]:
+    """Return what transformers' model takes for a prompt with images."""
+    tokens = torch.tensor([ids])
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    if not images:
+        return inputs
+    types = (tokens == vision.image_token_id).int()
+    if vision.attends_both_ways:
+        inputs["token_type_ids"] = types
+    elif vision.axes:
+        inputs["mm_token_type_ids"] = types
+    return inputs | pixel_inputs(vision, images, scale)
