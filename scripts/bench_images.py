@@ -129,14 +129,19 @@ def main() -> None:
             bench = Bench(llm, options.max_tokens)
             print(f"warm: {bench.answer(warm, 'x'):.1f} images/s", flush=True)
             figures: dict[str, float] = {"images": options.images}
-            figures["images_per_second"] = bench.answer(photos, "a")
-            figures |= {"parent_bytes": peak_resident_bytes(), "most_pixel_bytes": bench.most_pixel_bytes}
-            held, figures["prepared_per_second"] = bench.prepare(photos)
-            figures["gpu_per_second"] = bench.answer(photos, "b")
+
+            def take(**more: float) -> None:
+                figures.update(more)
+                print(", ".join(f"{key} {value:,.1f}" for key, value in more.items()), flush=True)
+                if options.result is not None:
+                    options.result.write_text(json.dumps(figures, indent=1) + "\n")
+
+            take(images_per_second=bench.answer(photos, "a"))
+            take(parent_bytes=peak_resident_bytes(), most_pixel_bytes=bench.most_pixel_bytes)
+            held, rate = bench.prepare(photos)
+            take(prepared_per_second=rate)
+            take(gpu_per_second=bench.answer(photos, "b"))
             del held
-    print(json.dumps(figures, indent=1))
-    if options.result is not None:
-        options.result.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":
