@@ -26,6 +26,7 @@ def test_layer_norm_is_the_norm_of_rows_without_their_mean() -> None:
     x, weight = torch.randn(5, 48) + 2, torch.randn(48)
     expected = torch.nn.functional.layer_norm(x, (48,), weight, eps=1e-5)
     torch.testing.assert_close(rms_norm(x, weight, 1e-5, is_centered=True), expected)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5, is_centered=True, bias=weight), expected + weight)
     parts = torch.stack((x - 1, torch.ones_like(x)))
     torch.testing.assert_close(sum_rms_norm(parts, weight, 1e-5, torch.float32, is_centered=True), expected)
 

@@ -14,6 +14,7 @@ from nvcli.kernels.activation import gelu_tanh_and_mul, silu_and_mul
 from nvcli.kernels.elementwise_settings import PlainActivation
 from nvcli.kernels.embedding import embed_part
 from nvcli.kernels.gates import gate_rows, gate_values
+from nvcli.kernels.patch_attention import rotate_patches
 from nvcli.kernels.plain_activation import activate as activate_plain
 from nvcli.kernels.triton.elementwise import activation, embedding, gates, norm, plain_activation, rotary
 from nvcli.kernels.xielu import XIELU
@@ -41,16 +42,28 @@ def test_rms_norm(size: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("size", [1, 48, 1000])
 def test_norms_of_rows_without_their_mean(size: int, dtype: torch.dtype) -> None:
-    """LayerNorm without a bias; its weight may be kept in float32."""
-    x, delta, weight = (
+    """LayerNorm, alone without a bias; its weight may be kept in float32."""
+    x, delta, weight, bias = (
         rand(3, size, dtype=dtype) + 1,
         rand(3, size, dtype=dtype, seed=2),
         rand(size, dtype=torch.float32),
+        rand(size, dtype=dtype, seed=3),
     )
     out = norm.rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-5, is_centered=True)
     assert_close(out, norm_reference.rms_norm(x, weight, 1e-5, is_centered=True))
-    out = norm.add_rms_norm(delta.to(DEVICE), x.to(DEVICE, copy=True), weight.to(DEVICE), 1e-5, is_centered=True)
-    assert_close(out, norm_reference.add_rms_norm(delta, x, weight, 1e-5, is_centered=True))
+    args = delta.to(DEVICE), x.to(DEVICE, copy=True), weight.to(DEVICE)
+    out = norm.add_rms_norm(*args, 1e-5, is_centered=True, bias=bias.to(DEVICE))
+    assert_close(out, norm_reference.add_rms_norm(delta, x, weight, 1e-5, is_centered=True, bias=bias))
+
+
+def test_rotation_of_patches(dtype: torch.dtype) -> None:
+    qkv, cos_sin = rand(5, 3, 3, 72, dtype=dtype), rand(5, 72, dtype=torch.float32, seed=1)
+    expected = qkv.clone()
+    rotate_patches(expected, cos_sin)
+    found = qkv.to(DEVICE, copy=True)
+    rotary.rotate_patches(found, cos_sin.to(DEVICE))
+    assert_close(found, expected)
+    assert torch.equal(expected[:, 2], qkv[:, 2])
 
 
 @pytest.mark.parametrize("num_parts", [1, 3])

@@ -1,8 +1,8 @@
 """RMSNorm (Zhang and Sennrich, 2019), alone and fused with the addition to the residual stream. Plain torch is the
 reference; CUDA tensors take the Triton kernels that are held to it.
 
-It is computed in float32 whatever the storage type, weight included, and rounded once at the end. LayerNorm without a
-bias is the same norm of a row from which its mean has been taken (`is_centered`).
+It is computed in float32 whatever the storage type, weight included, and rounded once at the end. LayerNorm is the
+same norm of a row from which its mean has been taken (`is_centered`), with a bias behind it.
 """
 
 from __future__ import annotations
@@ -12,20 +12,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False) -> Tensor:
-    """Compute x / sqrt(mean(x²) + eps) × weight over the last dimension. x: [..., H], weight: [H] → [..., H]."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False, bias: Tensor | None = None) -> Tensor:
+    """Compute x / sqrt(mean(x²) + eps) × weight + bias over the last dimension. x: [..., H]; weight, bias: [H] →
+    [..., H]."""
     if x.is_cuda:
         from nvcli.kernels.triton.elementwise import norm
 
-        return norm.rms_norm(x, weight, eps, is_centered=is_centered)
+        return norm.rms_norm(x, weight, eps, is_centered=is_centered, bias=bias)
     x32 = x.float()
     if is_centered:
         x32 = x32 - x32.mean(-1, keepdim=True)
     mean_square = x32.square().mean(-1, keepdim=True)
-    return (x32 * torch.rsqrt(mean_square + eps)).mul_(weight).to(x.dtype)
+    normed = (x32 * torch.rsqrt(mean_square + eps)).mul_(weight)
+    return (normed if bias is None else normed.add_(bias)).to(x.dtype)
 
 
-def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False) -> Tensor:
+def add_rms_norm(
+    delta: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    is_centered: bool = False,
+    bias: Tensor | None = None,
+) -> Tensor:
     """Add `delta` to `residual` in place, and return the norm of the sum. delta, residual: [T, H] → [T, H].
 
     `delta` may be parts [P, T, H], which are added up first in float32 (`linear.linear_for_sum`,
@@ -34,9 +44,9 @@ def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float, *,
     if residual.is_cuda:
         from nvcli.kernels.triton.elementwise import norm
 
-        return norm.add_rms_norm(delta, residual, weight, eps, is_centered=is_centered)
+        return norm.add_rms_norm(delta, residual, weight, eps, is_centered=is_centered, bias=bias)
     residual.add_(delta.sum(dim=0) if delta.dim() == 3 else delta)
-    return rms_norm(residual, weight, eps, is_centered=is_centered)
+    return rms_norm(residual, weight, eps, is_centered=is_centered, bias=bias)
 
 
 def sum_rms_norm(parts: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, *, is_centered: bool = False) -> Tensor:

@@ -35,10 +35,13 @@ def tower_batch_tokens(config: EngineConfig) -> int:
 
 
 def tower_bytes(config: EngineConfig, vision: VisionConfig) -> int:
-    """Return what the tower takes besides its weights, at its peak: in its MLP, or where the patches are cut."""
+    """Return what the tower takes besides its weights, at its peak: in its layers or where the patches are cut, always
+    beside the patches and the results of its mergers."""
     patches = tower_batch_tokens(config) * vision.merge_size**2
-    in_mlp = 2 * vision.hidden_size + (2 + vision.is_gated) * vision.intermediate_size
-    in_attention = 9 * vision.hidden_size  # projections, and rotated queries and keys in float32
+    in_mlp = (1 + 2 * vision.is_gated) * vision.intermediate_size
+    in_attention = 6 * vision.hidden_size  # projections, and their copies where no kernel takes them as they are
+    results = vision.num_outputs * vision.out_size // vision.merge_size**2
+    kept = vision.patch_values + 4 * vision.hidden_size + results
     size = DTYPE_BYTES[config.dtype]
-    cut = vision.patch_values * (size + 4 / vision.temporal_patch_size)
-    return patches * int(max(max(in_mlp, in_attention) * size, cut))
+    cut = vision.patch_values * (size + 4 / max(1, vision.temporal_patch_size))
+    return patches * int(max((kept + max(in_mlp, in_attention)) * size, cut))

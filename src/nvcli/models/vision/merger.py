@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nvcli.models.parallel import BuildContext
-from nvcli.models.vision.tower_parts import Linear, Norm, Weights, activate, side_by_side
+from nvcli.models.vision.tower_parts import Linear, Norm, Weights, activate_and_multiply, side_by_side
 from nvcli.models.vision.vision_config import VisionConfig
 
 
@@ -72,8 +72,7 @@ class GatedMerger(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.downsample(side_by_side(x, self.count, by_channel=True))
-        gate, up = self.up(F.gelu(self.norm(self.proj(x)))).chunk(2, dim=-1)
-        out: Tensor = self.down(activate(gate, self.activation) * up)
+        out: Tensor = self.down(activate_and_multiply(self.up(F.gelu(self.norm(self.proj(x)))), self.activation))
         return out
 
 

@@ -14,13 +14,11 @@ from functools import lru_cache
 
 import numpy as np
 
+from nvcli.kernels.patch_attention import Runs
 from nvcli.models.vision.vision_config import VisionConfig
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
-
-Runs = tuple[tuple[int, int, int], ...]
-"""Runs of segments of one size: (first patch, number of segments, patches of each)."""
 
 
 @dataclass(frozen=True, slots=True)

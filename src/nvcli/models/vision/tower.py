@@ -1,4 +1,4 @@
-"""VisionTower: images to the embeddings of their tokens, in plain torch (`VisionConfig`).
+"""VisionTower: images to the embeddings of their tokens (`VisionConfig`).
 
 It is held to transformers' towers (`modeling_qwen2_5_vl.py`, `modeling_qwen3_vl.py`, `modeling_siglip.py`,
 `modeling_pixtral.py`, `modeling_glm4v.py`, `modeling_internvl.py`). Shapes: P patches, H hidden size, N tokens, O the
@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nvcli.kernels.patch_attention import Runs, Segments, attend_segments, make_segments, rotate_patches
 from nvcli.models.parallel import BuildContext
 from nvcli.models.vision.merger import SquareMerger, make_merger
-from nvcli.models.vision.patch_grid import PatchGrid, Runs, patch_grid
-from nvcli.models.vision.tower_parts import Linear, Norm, Weights, activate
+from nvcli.models.vision.patch_grid import PatchGrid, patch_grid
+from nvcli.models.vision.tower_parts import Linear, Norm, Weights, activate, activate_and_multiply
 from nvcli.models.vision.vision_config import TOWER, VisionConfig
 
 
@@ -71,7 +72,8 @@ class VisionTower(nn.Module):
         config = self.config
         side, merge = config.patch_size, config.merge_size
         values = image.float().mul_(scale.factor)
-        values.sub_(values.new_tensor(scale.mean)).div_(values.new_tensor(scale.std))
+        for channel, mean, std in zip(values.unbind(-1), scale.mean, scale.std, strict=True):
+            channel.sub_(mean).div_(std)  # by numbers: copies of a tensor would wait for the GPU
         height, width, channels = values.shape
         rows, columns = height // (side * merge), width // (side * merge)
         squares = values.to(self.patch_embed.weight.dtype).view(rows, merge, side, columns, merge, side, channels)
@@ -90,10 +92,16 @@ class VisionTower(nn.Module):
         if self.class_token is not None:
             x, images = self._with_class_token(x, images)
         angles = None if config.rope is None else self._angles(grid, device)
+        heads = config.num_heads, config.hidden_size // config.num_heads
+        whole = make_segments(images, heads, x.dtype, device)
+        windowed = make_segments(windows, heads, x.dtype, device) if config.window_tokens else whole
         deep: list[Tensor] = []
+        delta: Tensor | None = None  # what a layer adds to `x`, together with the norm of the sum
         for number, block in enumerate(self.blocks):
-            has_windows = config.window_tokens and number not in config.full_layers
-            x = block(x, angles, windows if has_windows else images)
+            delta = block(x, delta, angles, whole if number in config.full_layers else windowed)
+            if number in config.deepstack_layers or number + 1 == len(self.blocks):
+                x += delta
+                delta = None
             if number in config.deepstack_layers:
                 deep.append(self.deepstack[config.deepstack_layers.index(number)](x))
         if self.class_token is not None:
@@ -126,7 +134,7 @@ class VisionTower(nn.Module):
         assert taps is not None
         assert weights is not None
         table = positions.weight[int(self.config.has_class_token) :]
-        return x + (F.embedding(taps, table) * weights[:, :, None]).sum(1).to(x.dtype)
+        return x + F.embedding_bag(taps, table.float(), per_sample_weights=weights, mode="sum").to(x.dtype)
 
     def _with_class_token(self, x: Tensor, images: Runs) -> tuple[Tensor, Runs]:
         """Put the class token before the patches of each image, or tile, all of which have one size: → [patches and
@@ -137,8 +145,8 @@ class VisionTower(nn.Module):
         own = (self.class_token.weight + self.positions.weight[:1]).expand(count, 1, -1)
         return torch.cat([own, x.view(count, size, -1)], dim=1).flatten(0, 1), ((first, count, size + 1),)
 
-    def _angles(self, grid: PatchGrid, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of the patches' rows and columns: [P, 1, head size / 2] float32 each."""
+    def _angles(self, grid: PatchGrid, device: torch.device) -> Tensor:
+        """Return cosines and then sines of the patches' rows and columns: [P, head size] float32."""
         config = self.config
         half = config.hidden_size // config.num_heads // 2
         exponents = torch.arange(0, half, 2, dtype=torch.float32, device=device) / half
@@ -147,7 +155,7 @@ class VisionTower(nn.Module):
         places = _on_device(grid.places, device)
         assert places is not None
         angles = (places.float()[:, :, None] * frequencies).flatten(1)
-        return angles.cos()[:, None], angles.sin()[:, None]
+        return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
 def _on_device(array: np.ndarray | None, device: torch.device) -> Tensor | None:
@@ -158,7 +166,7 @@ def _on_device(array: np.ndarray | None, device: torch.device) -> Tensor | None:
 
 
 class _Block(nn.Module):
-    """An attention layer with its MLP: [P, H] → [P, H]."""
+    """An attention layer with its MLP."""
 
     def __init__(self, build: BuildContext, path: str, config: VisionConfig) -> None:
         super().__init__()
@@ -173,45 +181,24 @@ class _Block(nn.Module):
             Weights(build, f"{path}.{name}") for name in ("scale1", "scale2") if config.has_layer_scales
         )
         up, down = config.mlp_names
-        self.up = Linear(build, *(f"{path}.mlp.{name}" for name in up))
-        self.down = Linear(build, f"{path}.mlp.{down}")
+        self.up = Linear(build, *(f"{path}.mlp.{name}" for name in up), pads_rows=True)
+        self.down = Linear(build, f"{path}.mlp.{down}", pads_columns=True)
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None, runs: Runs) -> Tensor:
-        x = x + self._scaled(self.proj(self._attend(self.norm1(x), angles, runs)), 0)
-        inner, kind = self.up(self.norm2(x)), self.config.activation
-        if self.config.is_gated:
-            gate, up = inner.chunk(2, dim=-1)
-            inner = activate(gate, kind) * up
-        else:
-            inner = activate(inner, kind)
-        return x + self._scaled(self.down(inner), 1)
+    def forward(self, x: Tensor, delta: Tensor | None, angles: Tensor | None, segments: Segments) -> Tensor:
+        """Return what is to be added to `x`, [P, H], after `delta` and what attention gives were, in place."""
+        attended = self._attend(self.norm1(x, delta), angles, segments)
+        inner, kind = self.up(self.norm2(x, self._scaled(self.proj(attended), 0))), self.config.activation
+        inner = activate_and_multiply(inner, kind) if self.config.is_gated else activate(inner, kind)
+        return self._scaled(self.down(inner), 1)
 
     def _scaled(self, x: Tensor, number: int) -> Tensor:
         return self.scales[number].weight * x if self.config.has_layer_scales else x  # type: ignore[operator]
 
-    def _attend(self, x: Tensor, angles: tuple[Tensor, Tensor] | None, runs: Runs) -> Tensor:
-        """Attend within each segment of `runs`: [P, H] → [P, H]."""
-        num_heads = self.config.num_heads
-        parts = self.qkv(x).view(len(x), 3, -1)
-        if self.config.qk_norm == "head":
-            parts = parts.view(len(x), 3, num_heads, -1)
-        q, k, v = parts.unbind(1)
-        if self.head_norms:
-            q, k = (norm(part) for norm, part in zip(self.head_norms, (q, k), strict=True))
-        q, k, v = (part.view(len(x), num_heads, -1) for part in (q, k, v))
+    def _attend(self, x: Tensor, angles: Tensor | None, segments: Segments) -> Tensor:
+        """Attend within each segment: [P, H] → [P, H]."""
+        qkv = self.qkv(x).view(len(x), 3, self.config.num_heads, -1)
+        for part, norm in zip((qkv[:, 0], qkv[:, 1]), self.head_norms, strict=False):
+            part.copy_(norm(part if self.config.qk_norm == "head" else part.flatten(1)).view(part.shape))
         if angles is not None:
-            q, k = _rotated(q, *angles), _rotated(k, *angles)
-        results = []
-        for first, count, size in runs:
-            end = first + count * size
-            one, other, values = (
-                part[first:end].view(count, size, num_heads, -1).transpose(1, 2) for part in (q, k, v)
-            )
-            mixed = F.scaled_dot_product_attention(one, other, values)
-            results.append(mixed.transpose(1, 2).reshape(end - first, -1))
-        return results[0] if len(results) == 1 else torch.cat(results)
-
-
-def _rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1).to(x.dtype)
+            rotate_patches(qkv, angles)
+        return attend_segments(qkv, segments)

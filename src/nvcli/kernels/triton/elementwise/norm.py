@@ -20,6 +20,7 @@ def _rms_norm_kernel(
     x_ptr,  # [NUM_PARTS, T, SIZE], parts x_part_stride apart, rows x_row_stride
     residual_ptr,  # [T, SIZE], rows residual_row_stride apart, written with ADD
     weight_ptr,  # [SIZE]
+    bias_ptr,  # [SIZE], added to the result; None: there is none
     out_ptr,  # [T, SIZE], written; QUANTISED in e4m3
     scales_ptr,  # QUANTISED: [T] float32, or BY_GROUPS [T, SIZE / 128, rounded up], written
     values_ptr,  # None, or QUANTISED: [T, SIZE], the result before it is quantised, written
@@ -58,6 +59,8 @@ def _rms_norm_kernel(
         x = tl.where(inside, x - tl.sum(x, axis=0) / SIZE, 0.0)
     mean_square = tl.sum(x * x, axis=0) / SIZE
     normed = x * tl.rsqrt(mean_square + eps) * weight
+    if bias_ptr is not None:
+        normed += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if QUANTISED:
         values = normed.to(residual_ptr.dtype.element_ty)
         if values_ptr is not None:
@@ -138,19 +141,27 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates
     return out
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False, bias: Tensor | None = None) -> Tensor:
     """See `nvcli.kernels.norm.rms_norm`. x: [..., H], its last dimension dense → [..., H], contiguous."""
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(rows.unsqueeze(0), rows, weight, out, eps, add=False, is_centered=is_centered)
+    _launch(rows.unsqueeze(0), rows, weight, out, eps, add=False, is_centered=is_centered, bias=bias)
     return out
 
 
-def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False) -> Tensor:
+def add_rms_norm(
+    delta: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    is_centered: bool = False,
+    bias: Tensor | None = None,
+) -> Tensor:
     """See `nvcli.kernels.norm.add_rms_norm`. The last dimensions are dense → [T, H], contiguous."""
     out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
     parts = delta if delta.dim() == 3 else delta.unsqueeze(0)
-    _launch(parts, residual, weight, out, eps, add=True, is_centered=is_centered)
+    _launch(parts, residual, weight, out, eps, add=True, is_centered=is_centered, bias=bias)
     return out
 
 
@@ -191,6 +202,7 @@ def _launch(
     *,
     add: bool,
     is_centered: bool,
+    bias: Tensor | None = None,
 ) -> None:
     """Launch the kernel."""
     result, scales, values = (out, None, None) if isinstance(out, Tensor) else (out.codes, out.scales, out.values)
@@ -201,6 +213,7 @@ def _launch(
         x,
         residual,
         weight,
+        bias,
         result,
         scales,
         values,

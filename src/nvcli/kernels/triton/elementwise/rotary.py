@@ -205,3 +205,45 @@ def qk_norm_rope_store(
     )
     heads = qkv.unflatten(1, (-1, head_dim))
     return q, heads[:, num_heads:-num_kv_heads] if keep_keys else None, heads[:, -num_kv_heads:]
+
+
+@triton.jit
+def _rotate_kernel(
+    qkv_ptr,  # [T, 3, NUM_HEADS, HEAD_DIM], queries and keys are written
+    cos_sin_ptr,  # [T, HEAD_DIM] float32
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (token). Blocks are powers of two, at least 2 NUM_HEADS and HEAD_DIM / 2."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.arange(0, BLOCK_HEADS)[:, None]
+    halves = tl.arange(0, BLOCK_HALF)
+    inside = halves < HALF
+    mask = (heads < 2 * NUM_HEADS) & inside[None, :]
+    source = qkv_ptr + token * (3 * NUM_HEADS * HEAD_DIM) + heads * HEAD_DIM + halves[None, :]
+    await_kernel_before(DEPENDENT)
+    first, second, cos, sin = _load_heads(source, cos_sin_ptr + token * HEAD_DIM + halves, mask, inside, HALF, True)
+    tl.store(source, (first * cos - second * sin).to(qkv_ptr.dtype.element_ty), mask=mask)
+    tl.store(source + HALF, (second * cos + first * sin).to(qkv_ptr.dtype.element_ty), mask=mask)
+
+
+def rotate_patches(qkv: Tensor, cos_sin: Tensor) -> None:
+    """See `nvcli.kernels.patch_attention.rotate_patches`."""
+    num_patches, _, num_heads, head_dim = qkv.shape
+    assert qkv.is_contiguous()
+    assert cos_sin.is_contiguous()
+    block_heads, block_half = next_power_of_2(2 * num_heads), next_power_of_2(head_dim // 2)
+    _rotate_kernel[(num_patches,)](
+        qkv,
+        cos_sin,
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_HEADS=block_heads,
+        BLOCK_HALF=block_half,
+        **dependent(qkv.device),
+        num_warps=max(1, min(8, block_heads * block_half // 256)),
+    )
