@@ -75,6 +75,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "Gemma 3": ("gemma-3-27b", {}),
     "Qwen3.5-35B-A3B with its head": ("qwen3.5-35b-a3b", {"speculation": SpeculationConfig(method="mtp")}),
     "Nemotron-3-Nano": ("nemotron-3-nano-30b-a3b", {}),
+    "Qwen3-VL-8B": ("qwen3-vl-8b", {"images": "always"}),
     "Granite-4.0-H-Small with drafts": ("granite-4.0-h-small", {"speculation": SpeculationConfig(method="lookup")}),
 }
 """The shape of each model, and the settings of its run."""
