@@ -83,7 +83,7 @@ def load_with_adapters(
     if run.images == "always" or (run.images == "auto" and reads_images):
         model = _with_tower(run, model_path, model)
     device = (found_device or detect_device()) if run.device == "auto" else run.device
-    model = _with_draft_head(run, model_path, model, device)
+    model = with_run_head(run, model_path, model, device)
     return keep_weights(run, model, device, gpus=gpus, gpu_bytes=gpu_bytes, adapter=adapter), adapter, named
 
 
@@ -146,9 +146,7 @@ def _keeps_images_whole(model: ModelConfig, max_image_tokens: int, max_num_batch
     return True
 
 
-def _with_draft_head(
-    run: RunConfig, model_path: Path, model: ModelConfig, device: Literal["cpu", "cuda"]
-) -> ModelConfig:
+def with_run_head(run: RunConfig, model_path: Path, model: ModelConfig, device: Literal["cpu", "cuda"]) -> ModelConfig:
     """Return the model with the head or the model that drafts its tokens, if the run uses one. Raises ConfigError and
     LoadError."""
     name = run.speculation.draft_head
@@ -199,12 +197,12 @@ def resolve_engine_config(
 ) -> EngineConfig:
     """Resolve every `auto` and null that can be decided here. Raises ConfigError.
 
-    With `quantization: auto` weights are kept in the format of `model` (`load_model`). An automatic
-    `tensor_parallel_size` is 1 until `resolve_layout` chooses. `found_device` is the device that `device: auto` stands
-    for; None: look for a GPU. `row_adapters` are the run's adapters with names; None: read them.
+    `model` is as `load_model` returns it: with the head that drafts, and with `quantization: auto` with the format in
+    which weights are kept. An automatic `tensor_parallel_size` is 1 until `resolve_layout` chooses. `found_device` is
+    the device that `device: auto` stands for; None: look for a GPU. `row_adapters` are the run's adapters with names;
+    None: read them.
     """
     device = (found_device or detect_device()) if run.device == "auto" else run.device
-    model = _with_draft_head(run, model_path, model, device)
     tensor_parallel_size = layout_as_given(run).tensor_parallel_size
     if run.quantization != "auto":
         model = model.with_quantization(run.quantization)

@@ -19,7 +19,7 @@ from nvcli.core.system.nvidia_smi import SmiReport, ask_nvidia_smi
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.job.planning.layout import Layout, layout_as_given, resolve_layout
 from nvcli.job.run.device import detect_device
-from nvcli.job.run.engine_settings import attention_choice, resolve_engine_config
+from nvcli.job.run.engine_settings import attention_choice, resolve_engine_config, with_run_head
 from nvcli.job.run.kept_weights import keep_weights
 from nvcli.job.run.resolve import sampling_defaults
 from nvcli.sizing.kv_cache import DEFAULT_BLOCK_SIZE
@@ -136,7 +136,8 @@ def _layout(
     if files.adapter is None:  # whatever is wrong with it is a finding already
         run = msgspec.structs.replace(run, lora=None)
     try:
-        model = keep_weights(run, files.config, device, report=smi, adapter=files.adapter)
+        model = with_run_head(run, files.path, files.config, device)
+        model = keep_weights(run, model, device, report=smi, adapter=files.adapter)
         config = resolve_engine_config(run, files.path, model, found_device=device)
         layout = resolve_layout(run, config, model, report=smi)
         sampling_defaults(run, files.config)
