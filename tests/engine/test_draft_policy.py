@@ -11,7 +11,7 @@ import pytest
 
 from combinations import full
 from fake_runners import engine_config
-from nvcli.core.first_drafts import first_draft_widths, is_captured_first
+from nvcli.core.first_drafts import captured_first_from, first_draft_widths
 from nvcli.core.messages import StepInput, StepOutput, pack
 from nvcli.core.structured import Constraint
 from nvcli.engine.draft_costs import size_of
@@ -114,31 +114,37 @@ class Simulation:
         rates = [self.rate_of(row) for row in range(num_rows)]
         slots, limits = pack(range(num_rows)), pack([1000] * num_rows)
         for number in range(num_steps):
-            widths = self.policy.widths(rows, 1 << 20, has_prompts=False)
+            most = widths = self.policy.widths(rows, 1 << 20, has_prompts=False)
+            shared = self.policy.shared_tokens(num_rows) if max(most) > 1 else 0
+            if shared:
+                widths = surest(rates, max(most), shared)
             right = rates if self.is_extended else [0.0] * num_rows
             counts = [accepted(rng, width, rate) for width, rate in zip(widths, right, strict=True)]
             took = self.costs.seconds(num_rows, sum(widths)) * (1 + rng.uniform(-self.noise, self.noise))
             extends = self.policy.extends(has_drafts=max(widths) > 1, has_prompts=False)
             if self.has_head:
-                took += 1e-6 * (extends * self.costs.extend + max(0, max(widths) - 2) * self.costs.head_pass)
+                took += 1e-6 * (extends * self.costs.extend + max(0, max(most) - 2) * self.costs.head_pass)
             drafted = [(width - 1) * self.is_extended for width in widths]
             self.is_extended = extends or not self.has_head
             size = size_of(num_rows)
-            shape = size, sum(widths), max(widths)
-            is_ready = self.has_head and is_captured_first(size) and max(widths) in first_draft_widths(WIDTHS, size)
+            shape = size, sum(widths), max(most)
+            is_ready = (
+                self.has_head and not shared and max(widths) in first_draft_widths(WIDTHS, captured_first_from(size))
+            )
             is_new = max(widths) > 1 and shape not in self.captured
             idle = self.costs.capture if is_new and not is_ready else 0.0
             took += NEW_SECONDS if is_new else 0.0
             self.captured.add(shape)
             self.num_uneven += min(widths) < max(widths)
-            num_tokens = pack(widths)
+            num_tokens = pack(most)
             step = StepInput(
                 step_id=number,
                 slots=slots,
                 num_tokens=num_tokens,
                 num_logits=num_tokens,
                 num_decodes=num_rows,
-                row_limits=limits if max(widths) > 1 else b"",
+                row_limits=limits if max(most) > 1 else b"",
+                draft_tokens=shared,
                 extends_drafts=extends,
             )
             output = StepOutput(
@@ -177,6 +183,15 @@ def accepted(rng: random.Random, width: int, accept_rate: float) -> int:
     while count < width and accept_rate and rng.random() < accept_rate:
         count += 1
     return count
+
+
+def surest(rates: list[float], most: int, num_tokens: int) -> list[int]:
+    """The tokens of each row where drafts go to the rows with the highest rates."""
+    widths, left = [1] * len(rates), num_tokens - len(rates)
+    for row in sorted(range(len(rates)), key=lambda row: -rates[row]):
+        widths[row] += min(left, most - 1)
+        left -= widths[row] - 1
+    return widths
 
 
 @pytest.mark.each
@@ -286,7 +301,7 @@ def test_drafts_that_do_not_pay_with_many_rows_are_made_with_few() -> None:
     """As at the end of a job, where they are longer."""
     simulation = Simulation("8B", 0.7)
     assert simulation.run(256, 300) > 0.97
-    for num_rows, least in ((128, 0.95), (64, 1.2), (16, 2.1), (4, 2.6), (1, 2.6)):
+    for num_rows, least in ((128, 0.95), (64, 1.15), (16, 2.1), (4, 2.6), (1, 2.6)):
         assert simulation.run(num_rows, 300) > least, num_rows
     assert simulation.width(1) == WIDTHS[-1]
 
@@ -324,6 +339,16 @@ def test_a_head_that_is_always_wrong_costs_less_than_a_hundredth(model: str, num
     assert simulation.run(num_rows, 1000) > 0.99
 
 
+@pytest.mark.parametrize(
+    ("model", "share", "least", "even"), [("8B, EAGLE-3", 0.5, 1.2, 1.07), ("35B-A3B, MTP", 0.3, 1.12, 1.09)]
+)
+def test_drafts_go_to_the_rows_whose_head_is_surest(model: str, share: float, least: float, even: float) -> None:
+    """Once steps have shown that it knows."""
+    sharing: dict[str, Any] = {"has_head": True, "share": share, "noise": 0.02, **UNEVEN, "most_of_uneven": 6}
+    assert Simulation(model, 0.95, **sharing).run(256, 1000) > least
+    assert Simulation(model, 0.95, **{**sharing, "uneven_widths": ()}).run(256, 1000) < even
+
+
 def test_a_head_is_found_useful_again() -> None:
     simulation = Simulation("8B, EAGLE-3", 0.0, has_head=True, uneven_widths=())
     simulation.run(16, 1000)
@@ -343,9 +368,10 @@ def test_a_head_takes_in_what_its_drafts_need() -> None:
     assert not Simulation("8B", 0.8).policy.extends(has_drafts=True, has_prompts=True)
 
 
-def test_rows_have_equally_many_drafts_of_a_head() -> None:
+def test_rows_have_different_numbers_of_drafts_where_one_rank_chooses_them() -> None:
     assert engine_config(max_draft_tokens=7).uneven_draft_widths == UNEVEN["uneven_widths"]
-    assert engine_config(max_draft_tokens=7, draft_head="mtp").uneven_draft_widths == ()
+    assert engine_config(max_draft_tokens=2, draft_head="mtp").uneven_draft_widths == (1.5, 2.0)
+    assert engine_config(max_draft_tokens=7, draft_head="mtp", tensor_parallel_size=2).uneven_draft_widths == ()
     assert engine_config().uneven_draft_widths == ()
 
 

@@ -34,7 +34,7 @@ def make_state() -> SlotState:
 def make_kept() -> KeptGuesses:
     """Guesses for the next token of slots 0, 1 and 2, an old one of slot 3, and one that is no token."""
     states = torch.randn(PADDING + 1, HIDDEN, generator=torch.Generator().manual_seed(1))
-    return KeptGuesses(ints([11, -1, 13, 14, 15, 0]), ints([21, 32, 56, 7, 10, 0]), states)
+    return KeptGuesses(ints([11, -1, 13, 14, 15, 0]), ints([21, 32, 56, 7, 10, 0]), states, torch.zeros(PADDING + 1))
 
 
 def make_rows(width: int) -> StepRows:
@@ -134,3 +134,44 @@ def test_the_last_tokens_that_count_are_kept(width: int) -> None:
         kernels.keep_guesses(kept_there, LastTokens(*moved(last)), *on_gpu)
         assert_same(kept_there, kept)
     assert kept.tokens.tolist() == [5, 0, 13, 8, 10, 3]
+
+
+@pytest.mark.parametrize(("num_rows", "most", "mean"), [(3, 5, 2.0), (70, 5, 1.5), (70, 2, 2.9), (256, 7, 3.0)])
+def test_the_surest_drafts_are_kept(num_rows: int, most: int, mean: float) -> None:
+    """Of rows with fewer drafts than they may have, with drafts that were looked up, and with equal odds; the last two
+    rows are padding."""
+    generator = torch.Generator().manual_seed(num_rows)
+    num_real = num_rows - 2
+    odds = torch.rand(most, num_rows, generator=generator).mul_(1.2).clamp_(max=1).cumprod(0)
+    odds[:, ::7] = 0.5
+    odds[0, 1] = torch.nan
+    widths = torch.arange(num_real + 1).mul(mean).int().diff()
+    num_tokens = torch.cat([widths, ints([2, 1, 4])])
+    starts = torch.cat([ints([0]), num_tokens.cumsum(0).int()])
+    slots = torch.cat([torch.arange(num_real).int(), torch.full((3,), num_rows).int()])
+    num_logits = torch.cat([widths, ints([0, 0, 0])])
+    rows = StepRows(slots, num_tokens, num_logits, starts, torch.cat([ints([0]), num_logits.cumsum(0).int()]))
+    sources = torch.randint(3, (num_rows + 1,), generator=generator).int()
+    found = torch.randint(most + 1, (num_rows + 1,), generator=generator).int()
+    nothing = torch.zeros_like(found)
+    drafts = DraftRows(nothing, torch.full_like(found, most), found, sources, nothing.clone(), nothing.clone())
+    there, drafts_there = StepRows(*moved(rows)), DraftRows(*moved(drafts))
+    looked_up = 0.9 ** torch.arange(1, most + 1)[:, None]
+    values = torch.where(sources[:num_real] == HEAD, odds[:, :num_real].nan_to_num(0), looked_up)
+    values *= torch.arange(most)[:, None] < found[:num_real]
+    state = SlotState(
+        lengths=torch.zeros(num_rows + 1).int(),
+        token_ids=ints([[0]]),
+        block_tables=ints([[[0]]]),
+        block_size=1,
+    )
+    reference.share_drafts(rows, state, drafts, odds)
+    kernels.share_drafts(there, on_device(state), drafts_there, odds.to(DEVICE), source=HEAD, is_sure=0.9)
+    assert_same(there, rows)
+    assert_same(drafts_there, drafts)
+    kept = rows.num_tokens[:num_real] - 1
+    assert rows.query_start_loc[-2:].tolist() == starts[-2:].tolist()
+    assert rows.num_tokens[num_real:].tolist() == [2, 1, 4]
+    assert int(kept.sum()) == int(widths.sum()) - num_real
+    is_kept = torch.arange(most)[:, None] < kept
+    assert values[is_kept].sum() == pytest.approx(values.flatten().sort(descending=True).values[: kept.sum()].sum())

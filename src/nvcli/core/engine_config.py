@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,14 +40,8 @@ UNEVEN_WIDTHS = (1.5, 2.0, 3.0, 4.0)
 """Tokens per decode row, on average, of steps whose rows have different numbers of drafts. Each has its own graphs."""
 UNEVEN_ROWS = 16
 """Fewest decode rows of such a step. With fewer, a draft costs next to nothing, as the weights are read anyway."""
-_MOST_OF_UNEVEN = 8
-"""Most tokens of a row in such a step. Attention takes its time from the longest row."""
-
-
-def most_of_uneven(widths: Sequence[int]) -> int:
-    """Return the most tokens of a row in steps whose rows have different numbers of drafts. `widths`: the numbers of
-    tokens that rows may have in other steps with drafts, ascending; not empty."""
-    return min(_MOST_OF_UNEVEN, widths[-1])
+_MOST_OF_UNEVEN, _MOST_OF_UNEVEN_OF_HEAD = 8, 6
+"""Most tokens of a row in such a step. Attention takes its time from the longest row, and a head has as many passes."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,10 +223,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def uneven_draft_widths(self) -> tuple[float, ...]:
         """The numbers of tokens per decode row, on average, of steps whose rows have different numbers of drafts,
-        ascending; empty with a head, whose passes are as many as the row with the most drafts needs."""
-        if not self.max_draft_tokens or self.draft_head is not None:
+        ascending; empty where ranks would have to agree on the rows that are surest of a head's drafts."""
+        if self.draft_head is not None and self.tensor_parallel_size > 1:
             return ()
-        return tuple(mean for mean in UNEVEN_WIDTHS if mean < most_of_uneven(self.draft_widths))
+        return tuple(mean for mean in UNEVEN_WIDTHS if mean < self.most_of_uneven)
+
+    @property
+    def most_of_uneven(self) -> int:
+        """The most tokens of a row in such steps."""
+        most = _MOST_OF_UNEVEN if self.draft_head is None else _MOST_OF_UNEVEN_OF_HEAD
+        return min(most, 1 + self.max_draft_tokens)
 
     @property
     def image_message_bytes(self) -> int:

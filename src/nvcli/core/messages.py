@@ -175,6 +175,9 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=
     num_decodes: int = 0
     """The number of decode rows, which come first. They have as many logits as tokens: those after the first token are
     drafts."""
+    draft_tokens: int = 0
+    """Tokens of all rows together, if the ranks give most drafts to the rows that are surest of theirs, none more than
+    `num_tokens` says, in a step without prefill chunks; 0: rows have as many tokens as it says."""
     row_limits: bytes = b""
     """The most tokens of each decode row's request that may be computed when the step is over: the row gives no more
     tokens than lead there. Empty: decode rows have no drafts."""
@@ -222,7 +225,7 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=
 
     @property
     def total_tokens(self) -> int:
-        return sum(unpack(self.num_tokens))
+        return self.draft_tokens or sum(unpack(self.num_tokens))
 
     @property
     def mode(self) -> ForwardMode:

@@ -15,6 +15,11 @@ _GUESSED_COST = 0.02
 _FURTHER_COST = 0.25
 """Assumed cost of one more draft, as a share of the measured cost per draft. Rows with drafts may use another attention
 kernel, whose extra time does not depend on the number of drafts."""
+_PASSES = 0.7
+"""The share of the extra time of a step with drafts of a head that grows with their number. The rest is what it takes
+the head to take in the step."""
+_CAPTURE_SECONDS = 0.005
+"""A step for which the device waited longer than this, and than the step takes, may have captured a graph."""
 _STEPS_SEEN = 8
 """Each new measurement weighs at least 1 / `_STEPS_SEEN` in a running mean."""
 
@@ -35,7 +40,9 @@ class Form(NamedTuple):
 class DraftCosts:
     """Step times of one replica, for steps without prompts. A *size* is a padded number of rows (`size_of`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_head: bool = False) -> None:
+        """`has_head`: a head makes the drafts."""
+        self._has_head = has_head
         self._plain: dict[int, tuple[float, int]] = {}
         """Mean seconds of steps without drafts, and the number of measurements (at most `_STEPS_SEEN`), by size."""
         self._begun: set[tuple[int, Form]] = set()
@@ -44,9 +51,11 @@ class DraftCosts:
         """Mean seconds of steps with drafts beyond those without, and the number of measurements, by (size, form)."""
 
     def learn(self, size: int, form: Form, seconds: float, idle_seconds: float) -> None:
-        """Record a step's time plus the time that the device was idle before it, up to the step's own time. The first
-        step of a shape with drafts is not counted, because it captures the shape's graph and runs it for the first
-        time."""
+        """Record a step's time plus the time that the device was idle before it, up to the step's own time. Not counted
+        are the first step of a shape with drafts, because it captures the shape's graph and runs it for the first time,
+        and later ones that capture another."""
+        if form.mean > 1 and (size, form) in self._begun and idle_seconds > max(seconds, _CAPTURE_SECONDS):
+            return
         seconds += min(seconds, idle_seconds)
         if form.mean == 1:
             self._plain[size] = _mean(self._plain.get(size), seconds)
@@ -87,13 +96,22 @@ class DraftCosts:
 
     def _extra(self, rows: int, width: float) -> float:
         """Return the extra seconds of a step with drafts, at a size that was measured: on the line through the two
-        nearest measured widths; beyond the only measured one, at `_FURTHER_COST` of its slope."""
-        points = {known.mean: extra for (size, known), (extra, _) in self._extras.items() if size == rows}
+        nearest measured widths. If there is only one, the line begins with `_PASSES` less than all of its extra time at
+        a single token per row for a head; otherwise it begins there with none, and goes on at `_FURTHER_COST` of its
+        slope."""
+        points = {
+            known.mean: extra
+            for (size, known), (extra, _) in self._extras.items()
+            if size == rows and (known.is_even or not self._has_head)
+        }
         first, *others = sorted(points.items(), key=lambda point: (abs(point[0] - width), point))
-        others += [(1, 0.0)] if width < first[0] or not others else []
+        if self._has_head:
+            others = others or [(1, (1 - _PASSES) * first[1])]
+        else:
+            others += [(1, 0.0)] if width < first[0] or not others else []
         second = min(others, key=lambda point: (abs(point[0] - width), point))
         slope = (first[1] - second[1]) / (first[0] - second[0])
-        if second[0] == 1 and width > first[0]:
+        if second[0] == 1 and width > first[0] and not self._has_head:
             slope *= _FURTHER_COST
         return max(0.0, first[1] + max(0.0, slope) * (width - first[0]))
 

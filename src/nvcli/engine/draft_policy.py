@@ -2,12 +2,12 @@
 
 An accepted draft saves its row a step, but every draft makes the step longer, and the first step of a shape captures
 its graph. The policy takes the number of tokens with the most tokens per second, or no drafts if none is faster. With
-few rows each gets as many; with more, the drafts may also go to the rows where they are likeliest to be right. It
-relies on
+few rows each gets as many; with more, the drafts may also go to the rows where they are likeliest to be right: those
+whose latest drafts were, or with a head those of whose drafts it is surest, which the ranks know. It relies on
 
-- how often the first, second, … draft of a row is right, and how often each row's own are (`RowRates`): measured on the
-  drafts that ran, and estimated from the answers, which show without any draft what would have been right
-  (`DraftEvidence`);
+- how often the first, second, … draft of a row is right (`DraftRates`), and how often each row's own are (`RowRates`):
+  measured on the drafts that ran, and estimated from the answers, which show without any draft what would have been
+  right (`DraftEvidence`);
 - how long steps take (`DraftCosts`). A form of step that has not run yet is tried if it is likely to pay for the try.
 
 Nothing shows how often a head is right but its drafts. So these are tried at once, in steps whose graphs are captured
@@ -28,28 +28,29 @@ from dataclasses import dataclass
 from itertools import compress
 
 from nvcli.core.config_types import DraftPolicyName
-from nvcli.core.first_drafts import first_draft_widths, is_captured_first
+from nvcli.core.first_drafts import captured_first_from, first_draft_widths
 from nvcli.core.messages import DRAFT_SOURCES, StepInput, StepOutput, unpack
 from nvcli.engine.draft_costs import DraftCosts, Form, size_of
 from nvcli.engine.draft_evidence import DraftEvidence
+from nvcli.engine.draft_rates import DraftRates
 from nvcli.engine.row_widths import RowRates
 from nvcli.engine.state import RequestState
 
 _PLAIN = Form(1)
 _HEAD = DRAFT_SOURCES.index("head")
 
-_ROWS_SEEN, _STEPS_SEEN = 64, 10
-"""Length of the moving averages of the acceptance rates: in rows, and at least this many steps."""
-_PRIOR_ROWS, _PRIOR_ROWS_OF_HEAD = 16, 3
+_ROWS_SEEN = 64
+"""Each look weighs at least 1 / `_ROWS_SEEN` in the mean rate of all requests."""
+_PRIOR_ROWS, _PRIOR_ROWS_OF_HEAD = 16, 5
 """Number of rows with drafts that the estimate before the first drafts counts as: from the evidence, and for a head."""
 _UNSEEN = 4
 """Number of looks with only wrong drafts that are assumed before the first real one."""
 _LOOKS = 32
 """Number of looks at the start, one per step; afterwards there is one every fourth step, or every 16th with drafts."""
-_LEAST_GAIN, _LEAST_TO_STAY, _LEAST_TO_TRY, _LEAST_TO_TRY_OF_HEAD = 1.03, 1.01, 1.1, 1.02
+_LEAST_GAIN, _LEAST_TO_STAY, _LEAST_TO_TRY, _LEAST_TO_TRY_OF_HEAD, _LEAST_TO_SHARE = 1.03, 1.01, 1.1, 1.02, 1.05
 """Minimum gain for a step with drafts if the previous step had none, and if it had some; and the additional factor by
-which a shape that was never measured must be better: with drafts that are looked up, and with a head, whose passes are
-equally long."""
+which a shape that was never measured must be better: with drafts that are looked up, with a head, whose passes are
+equally long, and with a head whose surest drafts are kept."""
 _TRY_SECONDS = 0.03
 """The assumed cost of the first step of a shape, until some have run (15 to 35 ms for Qwen3-0.6B and 8B on an H200, 70
 to 125 ms for Qwen3.5-35B-A3B)."""
@@ -72,8 +73,9 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 8, 4096
 """Steps without drafts before the next try when the estimates speak against drafts: at first, and at most."""
 _RATE_OF_HEADS = 0.7
 """The assumed acceptance rate of the drafts of a head, until some have run."""
-_ROWS_TO_TRUST = 16
-"""Number of rows with drafts of a head before graphs are captured for more."""
+_ROWS_TO_TRUST, _ROWS_TO_CAPTURE = 16, 256
+"""Number of rows with drafts of a head before it has more of them than at first, and before graphs are captured
+although its first drafts have not paid."""
 _NEWS = 0.1
 """The acceptance rate must exceed its estimate by this much for the pause to be short again."""
 _PLAIN_EVERY, _PLAIN_OFTEN = 128, 32
@@ -118,14 +120,15 @@ class DraftPolicy:
         most = drafting.widths[-1] - 1 if drafting else 0
         self._has_head = drafting is not None and drafting.has_head
         prior = _RATE_OF_HEADS if self._has_head else 0.0
-        self._survival = [prior ** (place + 1) for place in range(most)]
-        """Share of rows whose first, second, … draft is right."""
+        self._accepted = DraftRates(
+            most, prior=prior, prior_rows=_PRIOR_ROWS_OF_HEAD if self._has_head else _PRIOR_ROWS
+        )
         self._is_extended = False
         """Whether the head takes in the latest step."""
         self._awaited: Form | None = None
         """The form of the next step, if this one has no drafts of the head yet; None: it is still to be chosen."""
         self._evidence = DraftEvidence(most, drafting.accept_rate if drafting else None)
-        self._costs = DraftCosts()
+        self._costs = DraftCosts(has_head=self._has_head)
         self._num_steps = 0
         self._num_looks = 0
         self._elapsed = 0.0
@@ -135,9 +138,6 @@ class DraftPolicy:
         self._debt = 0.0
         """Seconds that drafts have cost, less what they have gained and what was written off. Below 0: the seconds that
         tries may cost."""
-        self._num_tests = [0] * most
-        """Number of rows that had a first, second, … draft."""
-        self._prior_rows = _PRIOR_ROWS_OF_HEAD if self._has_head else _PRIOR_ROWS
         self._seconds_of: dict[int, float] = {}
         """Seconds of the steps of each size."""
         self._rates = RowRates(drafting.most_of_uneven - 1 if drafting else 0)
@@ -166,12 +166,13 @@ class DraftPolicy:
             self._steps_without_drafts += 1
             return [1] * num_rows
         most = min(max_tokens, drafting.max_step_tokens)
-        has_levels = num_rows >= drafting.uneven_from and self._steps_without_drafts % _UNEVEN_EVERY <= 1
-        forms = [form for form in self._forms if form.num_tokens(num_rows) <= most and (form.is_even or has_levels)]
+        is_due = not has_prompts if self._has_head else self._steps_without_drafts % _UNEVEN_EVERY <= 1
+        has_uneven = num_rows >= drafting.uneven_from and is_due
+        forms = [form for form in self._forms if form.num_tokens(num_rows) <= most and (form.is_even or has_uneven)]
         is_always = drafting.policy == "always"
         if not forms or (has_prompts and not is_always):
             return [1] * num_rows
-        levels = self._rates.levels(rows) if has_levels else []
+        levels = self._rates.levels(rows) if has_uneven and not self._has_head else []
         form, self._awaited = self._awaited, None
         if form is None or form not in forms:
             form = forms[-1] if is_always else self._choose(size_of(num_rows), forms, levels)
@@ -182,7 +183,14 @@ class DraftPolicy:
         self._steps_without_drafts = self._steps_without_drafts + 1 if self._form == _PLAIN else 0
         if self._form.is_even:
             return [int(self._form.mean)] * num_rows
+        if self._has_head:
+            return [drafting.most_of_uneven] * num_rows
         return self._rates.widths(levels, self._rates.plan(levels, self._form.num_tokens(num_rows) - num_rows))
+
+    def shared_tokens(self, num_rows: int) -> int:
+        """Return the tokens of all rows together, if the ranks are to choose which rows of the step have more drafts;
+        0: each has as many as `widths` says."""
+        return self._form.num_tokens(num_rows) if self._has_head and not self._form.is_even else 0
 
     def extends(self, *, has_drafts: bool, has_prompts: bool) -> bool:
         """Return whether the head takes in the next step, so that rows can have its drafts afterwards: steps with
@@ -190,7 +198,7 @@ class DraftPolicy:
         `widths`."""
         if not self._has_head:
             return False
-        is_untested = not self._num_tests[0] and self._elapsed < _UNTESTED_SECONDS
+        is_untested = not self._accepted.num_rows and self._elapsed < _UNTESTED_SECONDS
         self._is_extended = has_drafts or (has_prompts and (is_untested or self.has_drafts))
         return self._is_extended
 
@@ -206,14 +214,16 @@ class DraftPolicy:
             return
         num_rows = step.num_decodes
         widths = unpack(step.num_tokens)[:num_rows] if step.row_limits else [1] * num_rows
-        form = self._form_of(widths) if step.row_limits else _PLAIN
+        form = self._form_of(widths, step.draft_tokens) if step.row_limits else _PLAIN
         seconds = output.seconds + min(output.idle_seconds, output.seconds)
         self._elapsed += seconds
         debt = self._debt - _TRIED_SHARE * seconds
         self._num_steps += 1
         counts = unpack(output.counts)[:num_rows] if output.counts else widths
         if form != _PLAIN:
-            self._count(output, counts, widths, self._rates.learn(decoding, widths, counts) if decoding else [])
+            learns_rates = decoding and not self._has_head
+            rates = self._rates.learn(decoding, widths, counts) if learns_rates else []
+            self._count(output, form, counts, widths, rates)
         if num_rows and num_rows == step.num_rows and output.seconds > 0:
             size = size_of(num_rows)
             self._seconds_of[size] = self._seconds_of.get(size, 0.0) + seconds
@@ -233,15 +243,17 @@ class DraftPolicy:
             else:
                 self._num_looks += 1
 
-    def _form_of(self, widths: Sequence[int]) -> Form:
-        """Return the form of a step with drafts."""
+    def _form_of(self, widths: Sequence[int], shared_tokens: int) -> Form:
+        """Return the form of a step with drafts. `shared_tokens`: see `StepInput.draft_tokens`."""
         assert self._drafting is not None
-        if min(widths) == max(widths):
+        if min(widths) == max(widths) and not shared_tokens:
             return Form(widths[0])
-        mean = sum(widths) / len(widths)
+        mean = (shared_tokens or sum(widths)) / len(widths)
         return Form(min(self._drafting.uneven_widths, key=lambda known: abs(known - mean), default=mean), False)
 
-    def _count(self, output: StepOutput, counts: Sequence[int], widths: Sequence[int], rates: Sequence[float]) -> None:
+    def _count(
+        self, output: StepOutput, form: Form, counts: Sequence[int], widths: Sequence[int], rates: Sequence[float]
+    ) -> None:
         """Update the acceptance rates from the number of tokens that each row with drafts gave. `rates`: how often the
         drafts of each row are right, which stands for drafts that a row had not; empty: unknown."""
         num_rows = len(counts)
@@ -250,25 +262,21 @@ class DraftPolicy:
         for source, num_drafted, count in zip(sources, drafted, counts, strict=True):
             self.num_drafted[source] += num_drafted
             self.num_accepted[source] += max(0, count - 1)
+        all_counts = counts
         if self._has_head:  # rows without its drafts say nothing about it
             has_drafts = [num_drafted > 0 for num_drafted in drafted]
             counts, widths = list(compress(counts, has_drafts)), list(compress(widths, has_drafts))
             num_rows = len(counts)
             if _HEAD not in compress(sources, has_drafts):
                 return
-        if sum(count > 1 for count in counts) / num_rows > self._survival[0] + _NEWS:
+            if not form.is_even:  # its drafts are the surest ones
+                assert self._drafting is not None
+                self._accepted.learn_surest(form.mean, self._drafting.most_of_uneven, all_counts)
+                return
+        if sum(count > 1 for count in counts) / num_rows > self._accepted.shares()[0] + _NEWS:
             self._pause = _FIRST_PAUSE
             self._steps_to_try = min(self._steps_to_try, self._pause)
-        for place in range(max(widths) - 1):
-            self._num_tests[place] += num_rows
-            first = num_rows / (self._num_tests[place] + self._prior_rows)
-            weight = max(first, min(1 / _STEPS_SEEN, num_rows / _ROWS_SEEN))
-            num_right: float = sum(count > place + 1 for count in counts)
-            num_right += sum(
-                rate ** (place + 1) for rate, width in zip(rates, widths, strict=False) if width <= place + 1
-            )
-            share = num_right / num_rows
-            self._survival[place] += weight * (share - self._survival[place])
+        self._accepted.learn(counts, widths, rates)
 
     def _look(self, state: RequestState) -> None:
         """Update the acceptance rates from how drafts would have done for a request."""
@@ -278,8 +286,7 @@ class DraftPolicy:
             return
         weight = max(1 / _ROWS_SEEN, 1 / (self._num_looks + _UNSEEN))
         self._rates.saw(state, outcome.num_right, outcome.num_drafts, weight=weight)
-        for place in range(outcome.num_drafts):
-            self._survival[place] += weight * ((outcome.num_right > place) - self._survival[place])
+        self._accepted.look(outcome.num_right, outcome.num_drafts)
 
     def _choose(self, size: int, forms: list[Form], levels: Sequence[int]) -> Form:
         """Return the best form for steps of a size, one of `forms` or without drafts. `levels`: of the rows' rates;
@@ -288,21 +295,28 @@ class DraftPolicy:
         self._steps_to_wait = max(0, self._steps_to_wait - 1)
         if costs.plain(size) is None:
             return _PLAIN  # nothing to compare with
-        shares = self._shares()
+        is_new = self._has_head and self._accepted.num_rows < _ROWS_TO_CAPTURE
+        shares = self._accepted.shares()
         seconds = max(self._seconds_of.get(size, 0.0), 0.0 if self._has_head else _HORIZON)
         with_graphs = [form for form in forms if self._has_graph(size, form)]
-        is_guess = self._has_head and self._num_tests[0] < _ROWS_TO_TRUST
+        is_guess = self._has_head and self._accepted.num_rows < _ROWS_TO_TRUST
         if not costs.knows_from(size) or (is_guess and with_graphs):
-            forms = with_graphs or forms[: 1 + self._has_head]
+            forms = with_graphs[:1] if is_guess and with_graphs else with_graphs or forms[: 1 + self._has_head]
         gains = {form: self._tokens_of(form, shares, levels) / costs.ratio(size, form) for form in forms}
-        most_known = max([1.0, *(gain for form, gain in gains.items() if costs.is_known(size, form))])
-        best, best_gain = _PLAIN, _LEAST_GAIN if self._form == _PLAIN else _LEAST_TO_STAY
-        for form, gain in gains.items():
+        is_ready = [costs.is_known(size, form) or form in with_graphs for form in forms]
+        most_known = max([1.0, *(gains[form] for form in compress(forms, is_ready))])
+        if is_new and with_graphs and most_known < _LEAST_GAIN:
+            forms = [form for form in forms if form in with_graphs]
+        best, best_gain = _PLAIN, _LEAST_GAIN if self._form == _PLAIN and not is_new else _LEAST_TO_STAY
+        for form in forms:
+            gain = gains[form]
             if not costs.is_known(size, form):
                 saved = (gain / most_known - 1) * seconds
-                if self._steps_to_wait > 0 or saved < self._price(size, form) + max(0.0, self._debt):
+                least = _LEAST_TO_TRY_OF_HEAD if form.is_even else _LEAST_TO_SHARE
+                gain /= least if self._has_head else _LEAST_TO_TRY
+                is_dear = form not in with_graphs and saved < self._price(size, form) + max(0.0, self._debt)
+                if self._steps_to_wait > 0 or is_dear:
                     continue
-                gain /= _LEAST_TO_TRY_OF_HEAD if self._has_head else _LEAST_TO_TRY
             if gain > best_gain:
                 best, best_gain = form, gain
         if best != _PLAIN and self._debt <= (_MOST_DEBT_OF_KNOWN if costs.is_known(size, best) else _MOST_DEBT):
@@ -312,27 +326,18 @@ class DraftPolicy:
             if not costs.is_known(size, best):
                 self._steps_to_wait = _STEPS_IN_FLIGHT
             return best
-        likely = (with_graphs if self._has_head else forms) or forms
+        likely = [form for form in forms if form in with_graphs or not self._has_head] or forms
         return self._try(size, max((gains[form], form) for form in likely)[1])
 
     def _tokens_of(self, form: Form, shares: Sequence[float], levels: Sequence[int]) -> float:
         """Return the tokens that a row can be expected to get in a step of this form."""
         if form.is_even:
             return 1 + sum(shares[: int(form.mean) - 1])
+        if self._has_head:
+            assert self._drafting is not None
+            return self._accepted.surest(form.mean, self._drafting.most_of_uneven)
         num_rows = len(levels)
         return 1 + self._rates.plan(levels, form.num_tokens(num_rows) - num_rows).num_right / num_rows
-
-    def _shares(self) -> list[float]:
-        """Return the share of rows whose first, second, … draft is right. A later draft is right at most as often as an
-        earlier one. One that was never tested is assumed to be right, given those before it, as often as the first, or
-        oftener if the answers show it."""
-        shares: list[float] = []
-        for place, share in enumerate(self._survival):
-            if place and not self._num_tests[place]:
-                given_those_before = shares[-1] * shares[0]
-                share = given_those_before if self._has_head else max(share, given_those_before)
-            shares.append(min(share, shares[-1]) if place else share)
-        return shares
 
     def _try(self, size: int, form: Form) -> Form:
         """Return `form` if it is time to try it although the estimates speak against it, else a step without drafts."""
@@ -356,6 +361,7 @@ class DraftPolicy:
         """Whether the graph of a shape is likely to have been captured."""
         drafting = self._drafting
         assert drafting is not None
-        if drafting.has_head and is_captured_first(size) and form.mean in first_draft_widths(drafting.widths, size):
+        is_first = form.mean in first_draft_widths(drafting.widths, captured_first_from(size))
+        if drafting.has_head and form.is_even and is_first:
             return True
         return self._costs.has_graph(size, form)

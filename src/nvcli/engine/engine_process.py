@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from nvcli.core.engine_config import UNEVEN_ROWS, EngineConfig, most_of_uneven
+from nvcli.core.engine_config import UNEVEN_ROWS, EngineConfig
 from nvcli.core.messages import EngineReady
 from nvcli.core.weight_changes import WeightsChange
 from nvcli.engine.block_manager import BlockManager
@@ -114,7 +114,7 @@ def drafting_of(config: EngineConfig, ready: EngineReady) -> Drafting | None:
     return Drafting(
         widths=config.draft_widths,
         uneven_widths=config.uneven_draft_widths,
-        most_of_uneven=most_of_uneven(config.draft_widths),
+        most_of_uneven=config.most_of_uneven,
         uneven_from=UNEVEN_ROWS,
         policy=config.draft_policy,
         max_step_tokens=ready.max_draft_step_tokens,

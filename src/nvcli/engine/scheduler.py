@@ -176,6 +176,7 @@ class Scheduler:
             decode_slots=decode_slots,
             decode_widths=widths,
             decode_lens=decode_lens,
+            draft_tokens=self._drafts.shared_tokens(len(rows)) if row_limits else 0,
             row_limits=row_limits,
             freed_slots=self._running.take_freed_slots(),
             registered=registered,

@@ -237,13 +237,14 @@ class StepDraft:
         restarts: bool,
         adapters: MergedAdapter,
         sharing: Sharing,
+        draft_tokens: int = 0,
         extends_drafts: bool = False,
     ) -> ScheduledStep:
         """Return the step, which has something to compute.
 
         `decoding`: the requests of the decode rows; `decode_slots` and `decode_lens` are their packed slots and lengths
-        after the step, `decode_widths` the numbers of their tokens. `row_limits`: see `StepInput`; `registered`: see
-        `ScheduledStep`.
+        after the step, `decode_widths` the numbers of their tokens. `draft_tokens`, `row_limits`: see `StepInput`;
+        `registered`: see `ScheduledStep`.
         """
         num_decodes = len(decode_slots) // 4
         if sharing.arrangement is not None:
@@ -269,6 +270,7 @@ class StepDraft:
             num_tokens=widths + chunk_tokens,
             num_logits=widths + chunk_logits,
             seq_lens=decode_lens + chunk_lens,
+            draft_tokens=draft_tokens,
             row_limits=row_limits,
             num_decodes=num_decodes,
             constraints=[constraint for _, constraint in self._constraints.values()],

@@ -136,7 +136,7 @@ class StepRecorder:
                 mode=step.mode,
                 num_decodes=step.num_decodes,
                 num_prefill_tokens=int(chunk_lens.sum()),
-                num_sampled=int(num_logits.sum()),
+                num_sampled=step.draft_tokens or int(num_logits.sum()),
                 decode_keys=int(lens[: step.num_decodes].sum()),
                 prefill_keys=int(ends.sum()),
                 prefill_pairs=int((ends * (ends + 1) - starts * (starts + 1)).sum()) // 2,

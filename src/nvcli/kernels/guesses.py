@@ -25,6 +25,7 @@ def empty_guesses(num_slots: int, hidden_size: int, dtype: torch.dtype, device: 
         torch.zeros(num_slots, dtype=torch.int32, device=device),
         torch.zeros(num_slots, dtype=torch.int32, device=device),
         torch.zeros(num_slots, hidden_size, dtype=dtype, device=device),
+        torch.zeros(num_slots, dtype=torch.float32, device=device),
     )
 
 
@@ -55,8 +56,13 @@ def last_tokens(rows: StepRows, state: SlotState, seq_lens: Tensor, num_rows: in
     return LastTokens(places, slots, state.lengths[slots] + 1)
 
 
-def keep_guesses(kept: KeptGuesses, last: LastTokens, guesses: Tensor | None, states: Tensor | None) -> None:
-    """Keep guesses [R] int32 for the slots of a step, with states [R, H]; None: only that the slots' keys are there."""
+def keep_guesses(
+    kept: KeptGuesses, last: LastTokens, guesses: Tensor | None, states: Tensor | None, odds: Tensor | None = None
+) -> None:
+    """Keep guesses [R] int32 for the slots of a step, with states [R, H]; None: only that the slots' keys are there.
+    odds: [R] float32, the guesses' probabilities; None: nothing asks for them."""
+    if odds is not None:
+        kept.odds[last.slots] = odds
     if last.slots.is_cuda:
         from nvcli.kernels.triton.elementwise import guesses as kernels
 
@@ -81,7 +87,7 @@ def begin_passes(
         )
     slots = rows.slots[:num_rows].long()
     last, most = state.lengths[slots], drafts.most[:num_rows]
-    end = (last + rows.num_tokens[:num_rows] - 1).clamp_(min=0)
+    end = last + most
     if not for_all:
         is_guessed = (kept.positions[slots] == last + 1) & (drafts.matches[:num_rows] < LONGEST_MATCH)
         most = torch.where(is_guessed, most, 0)
@@ -125,3 +131,37 @@ def write_drafts(rows: PassRows, state: SlotState, number: int, guesses: Tensor)
     tokens = torch.where(rows.most >= number, guesses.clamp(min=0), state.token_ids[rows.slots, columns])
     state.token_ids[rows.slots, columns] = tokens
     return tokens
+
+
+def share_drafts(rows: StepRows, state: SlotState, drafts: DraftRows, odds: Tensor, *, is_sure: float = 0.9) -> None:
+    """Give the tokens of a step's R decode rows, all of its rows, to the drafts that are likeliest to be right.
+
+    Every row keeps its last token, and may have up to `drafts.most` drafts, or those that it has room for; as many are
+    kept as `rows.num_tokens` has room for in all. `rows` and `drafts.num_drafts` are changed accordingly. odds: [K, R]
+    float32, the probability of the first K drafts of each row, each with those before it; drafts that were looked up
+    are taken to be right `is_sure` times as often as those before them.
+    """
+    if odds.is_cuda:
+        from nvcli.kernels.triton.elementwise import guesses as kernels
+
+        kernels.share_drafts(rows, state, drafts, odds, source=HEAD, is_sure=is_sure)
+        return
+    num_places, num_rows = odds.shape
+    is_row = rows.slots[:num_rows] != state.padding_slot
+    has_room = (rows.num_tokens[:num_rows] - 1).masked_fill(~is_row, 0)
+    most = torch.maximum(drafts.most[:num_rows].masked_fill(~is_row, 0), has_room)
+    num_left = int(has_room.sum())
+    place = torch.arange(num_places)[:, None]
+    looked_up = is_sure ** (place + 1.0)
+    values = torch.where(drafts.sources[:num_rows] == HEAD, odds, looked_up)
+    values = values.masked_fill((place >= drafts.num_drafts[:num_rows]) | values.isnan(), 0)
+    values = values.masked_fill(place >= most, -1).flatten()
+    best = torch.argsort(values, descending=True, stable=True)[:num_left]
+    kept = torch.zeros_like(values, dtype=torch.bool)
+    kept[best[values[best] >= 0]] = True
+    widths = 1 + kept.view(num_places, num_rows).sum(0).int()
+    rows.num_tokens[:num_rows] = torch.where(is_row, widths, rows.num_tokens[:num_rows])
+    rows.num_logits[:num_rows] = torch.where(is_row, widths, rows.num_logits[:num_rows])
+    drafts.num_drafts[:num_rows] = torch.minimum(drafts.num_drafts[:num_rows], rows.num_tokens[:num_rows] - 1)
+    rows.query_start_loc[1 : num_rows + 1] = rows.num_tokens[:num_rows].cumsum(0)
+    rows.logits_start_loc[1 : num_rows + 1] = rows.num_logits[:num_rows].cumsum(0)

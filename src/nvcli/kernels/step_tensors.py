@@ -76,6 +76,8 @@ class KeptGuesses(NamedTuple):
     """[S] int32, its position; 0: there is none."""
     states: Tensor
     """[S, H], the head's state for the pass that follows."""
+    odds: Tensor
+    """[S] float32, the probability that the head gave to the guess."""
 
 
 class LastTokens(NamedTuple):
@@ -97,7 +99,7 @@ class PassRows(NamedTuple):
     last: Tensor
     """int32, the position of each row's last token."""
     end: Tensor
-    """int32, the last position for which the row has a place in the KV cache."""
+    """int32, the last position of a draft."""
     most: Tensor
     """int32, the number of drafts that the row gets; 0 where it has no guess."""
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
 
-from nvcli.core.engine_config import UNEVEN_ROWS, EngineConfig, most_of_uneven
+from nvcli.core.engine_config import UNEVEN_ROWS, EngineConfig
 from nvcli.models.config import ModelConfig
 from nvcli.sizing.costs import model_costs
 
@@ -76,8 +76,7 @@ def draft_graph_sizes(config: EngineConfig, widths: Sequence[int]) -> list[tuple
     all_rows = decode_sizes(config.max_num_decodes)
     sizes = [(rows, rows * width, width) for width in widths for rows in all_rows]
     if widths:
-        most = most_of_uneven(widths)
-        means = config.uneven_draft_widths
+        most, means = config.most_of_uneven, config.uneven_draft_widths
         sizes += [(rows, int(mean * rows), most) for mean in means for rows in all_rows if rows >= UNEVEN_ROWS]
     most_tokens = config.max_draft_step_tokens
     return [size for size in sizes if size[1] <= most_tokens]

@@ -223,6 +223,23 @@ def test_a_head_takes_in_prompts_in_vain_rather_than_a_graph_is_captured() -> No
     assert graphs.padded_shape(extended) == extended
 
 
+def test_a_graph_for_more_rows_serves_rather_than_another_is_captured() -> None:
+    """Until that has cost about as much, for the drafts of a head."""
+
+    def shape(rows: int, width: int = 2) -> BatchShape:
+        return BatchShape(decode_rows=rows, tokens_per_row=width, extends_drafts=True)
+
+    graphs = GraphRunner[Any](
+        [shape(rows, width) for width in (2, 4) for rows in (256, 128, 96, 48)], lambda shape: None
+    )
+    graphs._graphs[shape(128)] = graphs._graphs[shape(256)] = Mock()
+    found = [graphs.padded_shape(shape(90)) for _ in range(70)]
+    assert set(found[:60]) == {shape(128)}
+    assert found[-1] == shape(96)
+    assert graphs.padded_shape(shape(40)) == shape(48), "far fewer rows"
+    assert graphs.padded_shape(shape(90, 4)) == shape(96, 4), "others have fewer drafts"
+
+
 def test_a_step_whose_rows_have_different_numbers_of_drafts_takes_the_shape_that_has_room_for_its_padding() -> None:
     even, few, many = (
         BatchShape(decode_rows=8, tokens_per_row=4),

@@ -36,18 +36,18 @@ class PendingDrafts:
     """[num_decodes] int32, the source of each decode row's drafts, as an index of `DRAFT_SOURCES`."""
     row_counts: Tensor
     """[rows of the batch] int32, the number of tokens that each row gives."""
-    rows: np.ndarray
-    """[n], the rows that have logits."""
-    num_logits: np.ndarray
-    """[n] int32, their numbers of logits."""
+    row_logits: Tensor
+    """[rows of the batch] int32, the number of logits of each row."""
 
     def counts(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the number of tokens of each row with logits, [n] int32, and a mask of the sampled ids that count, [N]
         bool. Call it once the step has finished."""
-        counts: np.ndarray = self.row_counts.numpy()[self.rows]
-        ends = np.cumsum(self.num_logits)
-        index = np.arange(ends[-1]) - np.repeat(ends - self.num_logits, self.num_logits)
-        return counts, index < np.repeat(counts, self.num_logits)
+        num_logits: np.ndarray = self.row_logits.numpy()
+        has_logits = num_logits > 0
+        counts, num_logits = self.row_counts.numpy()[has_logits], num_logits[has_logits]
+        ends = np.cumsum(num_logits)
+        index = np.arange(ends[-1]) - np.repeat(ends - num_logits, num_logits)
+        return counts, index < np.repeat(counts, num_logits)
 
 
 class Drafter:
@@ -125,11 +125,8 @@ class Drafter:
         drafts, num_rows, num_decodes = batch.drafts, batch.forward.shape.num_rows, step.num_decodes
         if drafts is None:
             return copy(ids), None
-        numbers = drafts.counts[:num_rows], drafts.num_drafts[:num_decodes], drafts.sources[:num_decodes]
-        host = copy(torch.cat([ids, *numbers]))
-        counts, drafted, sources = host[len(ids) :].split_with_sizes([num_rows, num_decodes, num_decodes])
-        num_logits = unpack_ids(step.num_logits)
-        rows = np.arange(len(num_logits))
-        rows[num_decodes:] += batch.forward.shape.decode_rows - num_decodes
-        has_logits = num_logits > 0
-        return host[: len(ids)], PendingDrafts(drafted, sources, counts, rows[has_logits], num_logits[has_logits])
+        of_rows = drafts.counts[:num_rows], batch.rows.num_logits[:num_rows]
+        host = copy(torch.cat([ids, *of_rows, drafts.num_drafts[:num_decodes], drafts.sources[:num_decodes]]))
+        sizes = [len(ids), num_rows, num_rows, num_decodes, num_decodes]
+        host_ids, counts, num_logits, drafted, sources = host.split_with_sizes(sizes)
+        return host_ids, PendingDrafts(drafted, sources, counts, num_logits)

@@ -9,10 +9,8 @@ CudaGraphRunner).
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
@@ -20,9 +18,7 @@ from torch import Tensor
 
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.worker.runner.device import wait_for_gpu
-
-_USES_OF_EXTENDED = 64
-"""Uses of a graph in which a head takes in prompts in vain, before one is captured in which it does not."""
+from nvcli.worker.runner.graph_choice import GraphChoice
 
 
 class GraphOutput(Protocol):
@@ -53,9 +49,8 @@ class GraphRunner(Generic[T]):
         self._outputs: dict[BatchShape, T] = {}
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
-        self._uncaptured: Counter[BatchShape] = Counter()
-        """How often steps with prompts wanted a graph that is not captured."""
-        self._smallest_first = sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_rows))
+        self.padded_shape = GraphChoice(shapes, self.has_captured).padded_shape
+        """Returns the shape of the graph that serves a batch; None: none does."""
 
     def capture(self, shapes: Sequence[BatchShape] | None = None) -> None:
         """Capture the graphs of these shapes (None: all), in order, and wait for the device. `shapes_to_run` run once
@@ -99,16 +94,6 @@ class GraphRunner(Generic[T]):
         if shape in self._graphs:
             torch.cuda.synchronize()  # the device may still be in the earlier one
         self._capture(shape, "relaxed")
-
-    def padded_shape(self, shape: BatchShape) -> BatchShape | None:
-        """Return the shape of the graph that serves a batch; None if none does. For some time a graph with which a head
-        takes in prompts serves those that it need not take in, which costs less than capturing another."""
-        found = next((candidate for candidate in self._smallest_first if candidate.holds(shape)), None)
-        if found is None or not found.prefill_rows or self.has_captured(found):
-            return found
-        extended = replace(found, extends_drafts=True)
-        self._uncaptured[found] += 1
-        return extended if self.has_captured(extended) and self._uncaptured[found] < _USES_OF_EXTENDED else found
 
     def replay(self, shape: BatchShape) -> T:
         """Replay the graph of a captured shape. Its output is valid until the next replay of any graph."""

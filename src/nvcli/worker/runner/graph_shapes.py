@@ -11,7 +11,7 @@ import torch
 from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.core.engine_config import EngineConfig
-from nvcli.core.first_drafts import first_draft_widths, is_captured_first
+from nvcli.core.first_drafts import captured_first_from, first_draft_widths
 from nvcli.models.config import ModelConfig
 from nvcli.sizing.graph_sizes import (
     draft_graph_sizes,
@@ -95,7 +95,9 @@ class GraphShapes:
             for rows, tokens, most in draft_graph_sizes(config, draft_widths)
         ]
         drafts = [shape for shape in drafts if backend.can_capture(shape)]
-        first = [shape for shape in drafts if has_head and _is_captured_first(shape, draft_widths)]
+        first = [
+            shape for shape in drafts if has_head and _is_captured_first(shape, draft_widths, config.max_num_decodes)
+        ]
         at_start = sorted(at_start + first, key=lambda shape: shape.num_tokens, reverse=True)
         late += [shape for shape in drafts if shape not in first]
         late += [
@@ -121,7 +123,8 @@ class GraphShapes:
         return largest + smallest * (len(self.at_start) + len(self.late) - 1)
 
 
-def _is_captured_first(shape: BatchShape, widths: Sequence[int]) -> bool:
-    """Whether a shape with drafts is one with which a head begins."""
-    rows = shape.decode_rows
-    return is_captured_first(rows) and shape.tokens_per_row in first_draft_widths(widths, rows)
+def _is_captured_first(shape: BatchShape, widths: Sequence[int], max_rows: int) -> bool:
+    """Whether a shape with drafts is one with which a head begins, in a run of up to `max_rows` decode rows."""
+    rows = captured_first_from(shape.decode_rows)
+    is_first = shape.decode_rows in (rows, max_rows)
+    return is_first and shape.tokens_per_row in first_draft_widths(widths, rows)

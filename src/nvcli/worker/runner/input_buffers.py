@@ -58,7 +58,7 @@ def exact_shape(step: StepInput) -> BatchShape:
     return BatchShape(
         decode_rows=num_decodes,
         tokens_per_row=most,
-        uneven_tokens=0 if (widths == most).all() else int(widths.sum()),
+        uneven_tokens=step.draft_tokens or (0 if (widths == most).all() else int(widths.sum())),
         prefill_rows=len(num_tokens) - num_decodes,
         prefill_tokens=int(num_tokens[num_decodes:].sum()),
         shares_segments=step.shares_segments,
@@ -172,7 +172,9 @@ class InputBuffers:
         places = np.arange(step.num_rows)
         places[num_decodes:] += first_prefill - num_decodes
         step_slots, step_tokens = unpack_ids(step.slots), unpack_ids(step.num_tokens)
-        step_logits = unpack_ids(step.num_logits)
+        step_logits, most_tokens = unpack_ids(step.num_logits), step_tokens[:num_decodes]
+        if step.draft_tokens:
+            step_tokens = step_logits = np.diff(np.arange(num_decodes + 1) * step.draft_tokens // num_decodes)
 
         self._staging = self._staging[1:] + self._staging[:1]
         size = _aligned(num_rows + 2)
@@ -209,16 +211,20 @@ class InputBuffers:
         limits[:] = _NO_LIMIT
         if step.row_limits:
             limits[:num_decodes] = unpack_ids(step.row_limits)
-        most_drafts[:num_decodes] = step_tokens[:num_decodes] - 1
+        most_drafts[:num_decodes] = most_tokens - 1
         if may_draft is not None:
             most_drafts[:num_decodes] *= may_draft
         is_first = np.zeros(len(sampled_slots), dtype=np.bool_)
         is_first[(np.cumsum(step_logits) - step_logits)[step_logits > 0]] = True
         return replace(batch, forward=forward, sampled_slots=sampled_slots, is_first=is_first)
 
-    def load(self, batch: StepBatch) -> None:
-        """Copy the staged rows to the device, without waiting for the copy."""
+    def load(self, batch: StepBatch, *, keeps_layout: bool = False) -> None:
+        """Copy the staged rows to the device, without waiting for the copy. `keeps_layout`: rows have as many tokens as
+        they are staged with, whichever are surest of their drafts."""
         shape = batch.forward.shape
+        if keeps_layout and batch.drafts is not None:
+            staged = self._staging[0].numpy()[: _ROW_FIELDS * _aligned(shape.num_rows + 2)].reshape(_ROW_FIELDS, -1)
+            np.minimum(staged[-1], np.maximum(staged[1] - 1, 0), out=staged[-1])
         words = _num_fields(shape) * _aligned(shape.num_rows + 2)
         self._rows[:words].copy_(self._staging[0][:words], non_blocking=True)
 

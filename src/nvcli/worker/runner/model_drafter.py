@@ -23,9 +23,11 @@ from nvcli.kernels.guesses import (
     keep_guesses,
     last_tokens,
     next_pass,
+    share_drafts,
     write_drafts,
 )
 from nvcli.kernels.step_tensors import Pass
+from nvcli.kernels.token_scores import shard_scores
 from nvcli.models.causal_lm import CausalLM
 from nvcli.models.draft_heads.head import DraftHead
 from nvcli.worker.runner.input_buffers import StepBatch
@@ -46,8 +48,11 @@ class ModelDrafter:
         dtype: torch.dtype,
         max_positions: int,
         reads_states: bool = True,
+        has_uneven_rows: bool = False,
     ) -> None:
-        """`max_positions`: the positions that the head knows; `reads_states`: see `DraftHeadConfig`."""
+        """`max_positions`: the positions that the head knows; `reads_states`: see `DraftHeadConfig`; `has_uneven_rows`:
+        whether steps may give the rows different numbers of drafts."""
+        self._has_uneven_rows = has_uneven_rows
         self._reads_states = reads_states
         self._head, self._slots, self._sampler = head, slots, sampler
         self._max_positions = max_positions
@@ -68,11 +73,13 @@ class ModelDrafter:
             dtype=getattr(torch, config.dtype),
             max_positions=config.max_model_len,
             reads_states=model.config.draft_head.reads_states,
+            has_uneven_rows=bool(config.uneven_draft_widths),
         )
 
     def propose(self, batch: StepBatch, *, for_all: bool) -> None:
         """Draft tokens for the rows of a step that have a guess, before the step's inputs are prepared. `for_all`:
-        old guesses serve too."""
+        old guesses serve too. In a step whose rows have different numbers of drafts they go where the head is surest of
+        them."""
         drafts, state = batch.drafts, self._slots.state
         assert drafts is not None
         num_rows, width = batch.forward.shape.decode_rows, batch.forward.shape.tokens_per_row
@@ -80,14 +87,22 @@ class ModelDrafter:
         ahead = int(self._reads_states)
         states = self._kept.states[passes.slots]
         guesses = self._kept.tokens[passes.slots] if ahead else None
+        is_uneven = self._has_uneven_rows and batch.forward.shape.uneven_tokens > 0
+        odds = [self._kept.odds[passes.slots]] if ahead else []
         for number in range(1, width - ahead):
             here = next_pass(passes, state, number, guesses, ahead=ahead, max_positions=self._max_positions)
             one = self._batch_of_pass(batch.forward, passes.slots, here)
             one.backend.plan_on_device(one)
             hidden, states = self._head(here.tokens, states, one, None)
-            guesses = self._choose(hidden, passes.slots, here.sampled)
+            guesses, own = self._choose(hidden, passes.slots, here.sampled, with_odds=is_uneven)
+            if own is not None:
+                odds.append(odds[-1] * own if odds else own)
         assert guesses is not None
         write_drafts(passes, state, width - 1, guesses)
+        if is_uneven:
+            share_drafts(batch.rows, state, drafts, torch.stack(odds))
+            if not guesses.is_cuda:  # where attention is planned on the host
+                batch.forward.num_tokens_host[:num_rows] = batch.rows.num_tokens[:num_rows].numpy()
 
     def extend(self, batch: StepBatch, states: Tensor) -> None:
         """Compute the tokens of a step with the head, once the step's own tokens are chosen, and keep a guess for each
@@ -101,11 +116,20 @@ class ModelDrafter:
             return
         tokens = following_tokens(batch.rows, state, forward.positions)
         hidden, states = self._head(tokens, self._head.read(states), forward, last.places)
-        keep_guesses(self._kept, last, self._choose(hidden, last.slots, last.following), states)
+        guesses, odds = self._choose(hidden, last.slots, last.following, with_odds=self._has_uneven_rows)
+        keep_guesses(self._kept, last, guesses, states, odds)
 
-    def _choose(self, hidden: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """Choose the tokens of `positions` [R], as the target would: [R] int32."""
-        return self._sampler.sample(self._head.compute_logits(hidden), slots, positions)
+    def _choose(
+        self, hidden: Tensor, slots: Tensor, positions: Tensor, *, with_odds: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Choose the tokens of `positions` [R], as the target would: [R] int32. `with_odds`: also return the
+        probability that the head gives to each, [R] float32."""
+        logits = self._head.compute_logits(hidden)
+        ids = self._sampler.sample(logits, slots, positions)
+        if not with_odds:
+            return ids, None
+        scores = shard_scores(logits, ids.long().clamp(min=0), start=0, num_top=1)
+        return ids, (scores.target - scores.log_sum).exp()
 
     def _batch_of_pass(self, forward: ForwardBatch, slots: Tensor, here: Pass) -> ForwardBatch:
         """Make the batch of a pass of one token for each decode row of a step."""

@@ -74,5 +74,5 @@ class StepParts:
             kept_states=self.kept_states,
             sets_lengths=self.may_draft and not model.stage.is_last,
             steps_in_flight=config.max_steps_in_flight,
-            max_sampled=config.max_step_logits + 3 * config.max_padded_rows,
+            max_sampled=config.max_step_logits + 4 * config.max_padded_rows,
         )

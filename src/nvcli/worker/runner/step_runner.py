@@ -62,7 +62,7 @@ class StepRunner:
     ) -> None:
         """`kept_states`: for a model with recurrent states whose rows may have drafts. `sets_lengths`: the lengths of
         requests come with each step (`SlotTable.set_lengths`). `max_sampled` is the most numbers that a step
-        returns: its tokens, and three for each row with drafts."""
+        returns: its tokens, and four for each row with drafts."""
         self._model, self._slots, self._buffers = model, slots, buffers
         self._kv_cache, self._backend = kv_cache, backend
         self._sampler, self._drafter, self._masks, self._reader = sampler, drafter, masks, reader
@@ -122,7 +122,7 @@ class StepRunner:
         if step.key_copies and not step.copies_new_keys:
             self._kv_cache.copy_keys(self._slots.key_copies(step))
         needs = self._sampler.needs(batch.sampled_slots, batch.is_first)  # including those of new slots
-        self._buffers.load(batch)
+        self._buffers.load(batch, keeps_layout=not needs.is_simple)
         self._masks.before_forward(step)
         if padded is None:
             if step.copies_new_keys:
@@ -208,7 +208,7 @@ class StepRunner:
 
     def _batch(self, shape: BatchShape, step: StepInput) -> StepBatch:
         """Make views for a step without padding."""
-        num_logits = int(unpack_ids(step.num_logits).sum())
+        num_logits = step.draft_tokens or int(unpack_ids(step.num_logits).sum())
         return self._make_views(shape, num_logits, needs_all_logits=num_logits == shape.num_tokens)
 
     def _padded_batch(self, shape: BatchShape) -> StepBatch:

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from nvcli.core.engine_config import EngineConfig
+from nvcli.core.engine_config import UNEVEN_ROWS, EngineConfig
 from nvcli.core.messages import NO_ADAPTER, NewSlot, PromptQuery, SlotSampling, StepInput, pack
 from nvcli.errors import LimitsTooHigh
 from nvcli.worker.runner.device import wait_for_gpu
@@ -112,6 +112,12 @@ def warm_up_steps(
             if min(rows, num_sharing) > 1:
                 sharing = min(rows, num_sharing)
                 yield make([width] * sharing, num_decodes=sharing, shares_segments=True)
+    means = config.uneven_draft_widths if drafts and config.draft_head is not None else ()
+    for mean in means[:1]:  # the ranks choose among the drafts alike for every number of them
+        most = min(num_seqs, int(config.max_draft_step_tokens / mean))
+        for rows in sorted({most, min(most, _FEWER_ROWS[0])}, reverse=True):
+            if rows >= UNEVEN_ROWS:
+                yield make([config.most_of_uneven] * rows, num_decodes=rows, draft_tokens=int(mean * rows))
 
 
 def _fp8_tokens(config: EngineConfig, num_tokens: int) -> Iterator[int]:
@@ -145,6 +151,7 @@ def _step(
     num_shared: int = 0,
     num_places: int = 0,
     extends_drafts: bool = False,
+    draft_tokens: int = 0,
 ) -> StepInput:
     """Make a step that brings its tokens along and gives every slot the null block, to load the code that takes
     these in. For the same reason it has a segment without keys, a slot without segments, and a key copied onto itself;
@@ -167,6 +174,7 @@ def _step(
         ],
         has_adapters=num_places > 0,
         extends_drafts=extends_drafts,
+        draft_tokens=draft_tokens,
         block_groups=nothing,
         block_slots=pack(slots),
         block_columns=nothing,

@@ -18,6 +18,8 @@ _TOKENS, _FEW_TOKENS = 1024, 64
 """Tokens of a row that a program takes, in steps with many tokens and with few."""
 _ROWS = 128
 """Rows that a program takes."""
+_FEW_ROWS, _MANY_ROWS = 256, 1024
+"""Rows of the programs that share drafts."""
 _HIDDEN = 1024
 """Numbers of a state that a program copies at a time."""
 
@@ -175,8 +177,7 @@ def _begin_passes_kernel(
         most = tl.where((tl.load(kept_positions_ptr + slot) == last + 1) & ~is_long, most, 0)
     tl.store(slots_ptr + row, slot, mask=inside)
     tl.store(last_ptr + row, last, mask=inside)
-    computed = tl.load(rows.num_tokens + row, mask=inside, other=0)
-    tl.store(end_ptr + row, tl.maximum(last + computed - 1, 0), mask=inside)
+    tl.store(end_ptr + row, last + tl.load(drafts.most + row, mask=inside, other=0), mask=inside)
     tl.store(most_ptr + row, most, mask=inside)
     tl.store(drafts.num_drafts + row, most, mask=inside & (most > 0))
     tl.store(drafts.sources + row, tl.full((ROWS,), SOURCE, tl.int32), mask=inside & (most > 0))
@@ -302,3 +303,73 @@ def next_pass(
         num_warps=_ROWS // 32,
     )
     return out
+
+
+@triton.jit(do_not_specialize=["num_rows", "padding_slot"])
+def _share_drafts_kernel(
+    rows,  # `StepRows`, written
+    drafts,  # `DraftRows`; num_drafts is written
+    odds_ptr,  # [num_places, num_rows] float32
+    num_places,
+    num_rows,
+    padding_slot,
+    is_sure,
+    SOURCE: tl.constexpr,
+    PLACES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One program. Odds are compared as integers, which have the same order."""
+    row, place = tl.arange(0, ROWS), tl.arange(0, PLACES)[:, None]
+    inside = row < num_rows
+    is_row = inside & (tl.load(rows.slots + row, mask=inside, other=padding_slot) != padding_slot)
+    num_tokens = tl.load(rows.num_tokens + row, mask=inside, other=0)
+    num_logits = tl.load(rows.num_logits + row, mask=inside, other=0)
+    num_drafts = tl.load(drafts.num_drafts + row, mask=inside, other=0)
+    has_room = tl.where(is_row, num_tokens - 1, 0)
+    most = tl.maximum(tl.load(drafts.most + row, mask=is_row, other=0), has_room)
+    num_left = tl.sum(has_room, axis=0)
+    cells = (place < num_places) & (place < most[None, :])
+    odds = tl.load(odds_ptr + place * num_rows + row[None, :], mask=cells, other=0.0)
+    is_found = tl.load(drafts.sources + row, mask=inside, other=0) != SOURCE
+    odds = tl.where(is_found[None, :], tl.exp((place + 1) * tl.log(is_sure)), odds)
+    odds = tl.where((place < num_drafts[None, :]) & (odds >= 0), odds, 0.0)  # not NaN
+    keys = tl.where(cells, odds.to(tl.int32, bitcast=True), -1)
+    least = num_left * 0  # the largest key that enough drafts reach
+    for number in range(31):
+        wanted = least | (1 << (30 - number))
+        if tl.sum(tl.sum((keys >= wanted).to(tl.int32), axis=1), axis=0) >= num_left:
+            least = wanted
+    is_above = keys > least
+    num_more = num_left - tl.sum(tl.sum(is_above.to(tl.int32), axis=1), axis=0)
+    ties = (keys == least).to(tl.int32)
+    of_place = tl.sum(ties, axis=1)
+    before = tl.cumsum(of_place, axis=0) - of_place
+    kept = is_above | ((ties == 1) & (tl.cumsum(ties, axis=1) + before[:, None] <= num_more))
+    width = 1 + tl.sum(kept.to(tl.int32), axis=0)
+    num_tokens = tl.where(is_row, width, num_tokens)
+    num_logits = tl.where(is_row, width, num_logits)
+    tl.store(rows.num_tokens + row, num_tokens, mask=inside)
+    tl.store(rows.num_logits + row, num_logits, mask=inside)
+    tl.store(drafts.num_drafts + row, tl.minimum(num_drafts, num_tokens - 1), mask=inside)
+    tl.store(rows.query_start_loc + 1 + row, tl.cumsum(num_tokens, axis=0), mask=inside)
+    tl.store(rows.logits_start_loc + 1 + row, tl.cumsum(num_logits, axis=0), mask=inside)
+
+
+def share_drafts(
+    rows: StepRows, state: SlotState, drafts: DraftRows, odds: Tensor, *, source: int, is_sure: float
+) -> None:
+    """See `nvcli.kernels.guesses.share_drafts`. `source`: of the drafts that have odds."""
+    num_places, num_rows = odds.shape
+    _share_drafts_kernel[(1,)](
+        rows,
+        drafts,
+        odds,
+        num_places,
+        num_rows,
+        state.padding_slot,
+        is_sure,
+        SOURCE=source,
+        PLACES=triton.next_power_of_2(num_places),
+        ROWS=max(_FEW_ROWS if num_rows <= _FEW_ROWS else _MANY_ROWS, triton.next_power_of_2(num_rows)),
+        num_warps=4 if num_rows <= _FEW_ROWS else 8,
+    )
