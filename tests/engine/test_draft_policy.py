@@ -14,7 +14,7 @@ from fake_runners import engine_config
 from nvcli.core.first_drafts import captured_first_from, first_draft_widths
 from nvcli.core.messages import StepInput, StepOutput, pack
 from nvcli.core.structured import Constraint
-from nvcli.engine.draft_costs import size_of
+from nvcli.engine.draft_costs import DraftCosts, Form, size_of
 from nvcli.engine.draft_evidence import DraftEvidence, Outcome
 from nvcli.engine.draft_policy import Drafting, DraftPolicy
 from nvcli.engine.request import EngineStats, SpeculationFigures
@@ -382,6 +382,20 @@ def test_always_drafts_as_many_as_there_may_be() -> None:
     for num_rows, width in ((1, 8), (8, 8), (10, 6), (16, 4), (40, 1)):
         assert policy.widths(rows[:num_rows], 10_000, has_prompts=True) == [width] * num_rows
     assert policy.widths(rows[:2], 14, has_prompts=False) == [6, 6]
+
+
+def test_contexts_that_grow_do_not_count_as_the_cost_of_drafts() -> None:
+    costs, plain, drafts = DraftCosts(has_head=True), Form(1), Form(2)
+    for _ in range(3):
+        costs.learn(16, plain, 0.010, 0.0)
+    for number in range(200):
+        costs.learn(16, drafts, 0.015 + 0.0001 * number, 0.0)
+    assert costs.plain(16) == pytest.approx(0.030, rel=0.05)
+    assert costs.ratio(16, drafts) == pytest.approx(35 / 30, rel=0.03)
+    for _ in range(4):
+        costs.learn(16, plain, 0.030, 0.0)
+        costs.learn(16, drafts, 0.040, 0.0)
+    assert costs.ratio(16, drafts) > 1.2, "what they add is measured again"
 
 
 def test_drafted_and_accepted_tokens_are_counted() -> None:

@@ -2,7 +2,8 @@
 from the measurements.
 
 What a step takes grows with the rows' contexts, and what drafts add to it hardly does, because a row's keys are read
-once for all of its tokens. So the seconds that they add are kept, and compared with the latest steps without drafts.
+once for all of its tokens. So the seconds that they add are kept, and compared with the latest steps without drafts;
+once these are some steps ago, they are taken to have changed as steps with drafts have.
 """
 
 from __future__ import annotations
@@ -59,10 +60,18 @@ class DraftCosts:
         seconds += min(seconds, idle_seconds)
         if form.mean == 1:
             self._plain[size] = _mean(self._plain.get(size), seconds)
+            for key in self._extras:
+                if key[0] == size:
+                    self._extras[key] = self._extras[key][0], min(self._extras[key][1], _STEPS_SEEN // 2)
         elif (key := (size, form)) not in self._begun:
             self._begun.add(key)
         elif size in self._plain:
-            self._extras[key] = _mean(self._extras.get(key), seconds - self._plain[size][0])
+            plain, count = self._plain[size]
+            extra = self._extras.get(key, (0.0, 0))
+            if extra[1] < _STEPS_SEEN:
+                self._extras[key] = _mean(extra, seconds - plain)
+            else:
+                self._plain[size] = plain + (seconds - plain - extra[0]) / _STEPS_SEEN, min(count, 1)
 
     def plain(self, size: int) -> float | None:
         """Return the mean seconds of a step without drafts; None if none was measured."""
