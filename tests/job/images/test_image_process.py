@@ -22,7 +22,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from hostile_images import encoded, valid_images
 from nvcli.core.system.pixel_file import PixelFile
-from nvcli.job.images import image_process
+from nvcli.job.images import pdf_page
 from nvcli.job.images.image_process import Prepared, Question, answer
 from nvcli.job.images.pixel_memory import PixelMemory
 from nvcli.models.vision.image_processor import ImageProcessor
@@ -148,7 +148,7 @@ def test_what_cannot_be_read_is_a_problem(data: bytes, problem: str) -> None:
 
 
 def test_a_bomb_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_process, "MAX_PIXELS", 3_000)
+    monkeypatch.setattr(pdf_page, "MAX_PIXELS", 3_000)
     found = prepare(encoded(noise(60, 60), "PNG"))
     assert found.problem == "it has 60 × 60 pixels; allowed: 3,000 together"
 

@@ -1,5 +1,5 @@
-"""An image process: decodes images with Pillow, brings them to the size that the model reads, and writes their pixels
-where ranks read them.
+"""An image process: decodes images with Pillow and draws pages of PDF files with PDFium, brings them to the size that
+the model reads, and writes their pixels where ranks read them.
 
 Images come from strangers. So this runs in a process of its own with little memory, reads few formats, and looks at the
 size of an image before it decodes it.
@@ -22,7 +22,7 @@ import msgspec
 from nvcli.core.system.host_memory import limit_more_memory
 from nvcli.core.system.pixel_file import PixelFile
 from nvcli.errors import first_line
-from nvcli.job.rows.image_values import MAX_PIXELS
+from nvcli.job.images.pdf_page import PdfPage, Unreadable, check_pixels, count_pages, opened_page
 from nvcli.models.vision.image_processor import ImageProcessor, Resampling
 from nvcli.models.vision.image_size import Fit
 
@@ -43,6 +43,14 @@ class Question(msgspec.Struct, frozen=True):
     """The memory for its pixels (`PixelMemory.path`)."""
     offset: int
     """The place of its first pixel there."""
+    page: PdfPage | None = None
+    """The page, if `image` is a PDF file."""
+
+
+class PageCount(msgspec.Struct, frozen=True):
+    """A PDF file whose pages are to be counted."""
+
+    source: Path | bytes
 
 
 class Prepared(msgspec.Struct, frozen=True, array_like=True):
@@ -53,13 +61,16 @@ class Prepared(msgspec.Struct, frozen=True, array_like=True):
     """Its pixels are written as [height, width, 3] bytes."""
     key: bytes = b""
     """A digest of the pixels and their shape."""
+    num_pages: int = 0
+    """The answer to a `PageCount`."""
     problem: str = ""
     has_no_memory: bool = False
     """Whether the problem is that there was no memory for its pixels."""
 
 
 def main(argument: None, control: Connection) -> None:
-    """Report with an empty message that the process is ready, and answer each `Question` by a `Prepared`."""
+    """Report with an empty message that the process is ready, and answer each `Question` or `PageCount` by a
+    `Prepared`."""
     from PIL import Image  # its import must not count towards the limit
 
     Image.preinit()
@@ -72,16 +83,21 @@ def main(argument: None, control: Connection) -> None:
     control.send_bytes(b"")
     pixels: PixelFile | None = None
     while True:
-        question: Question = control.recv()
-        if pixels is None:
+        question: Question | PageCount = control.recv()
+        if pixels is None and isinstance(question, Question):
             pixels = PixelFile(question.file)
         control.send_bytes(encode(answer(question, pixels)))
 
 
-def answer(question: Question, file: PixelFile) -> Prepared:
-    """Prepare one image. Never raises because of an image."""
+def answer(question: Question | PageCount, file: PixelFile | None) -> Prepared:
+    """Prepare one image, or count pages, for which `file` may be None. Never raises because of an image."""
     try:
+        if isinstance(question, PageCount):
+            return Prepared(num_pages=count_pages(question.source))
+        assert file is not None
         return _prepare(question, file)
+    except Unreadable as error:
+        return Prepared(problem=str(error))
     except MemoryError:
         return Prepared(problem=f"it takes more than {_MAX_BYTES >> 30} GiB to decode")
     except Exception as error:  # Pillow raises whatever a damaged file leads to
@@ -89,23 +105,8 @@ def answer(question: Question, file: PixelFile) -> Prepared:
 
 
 def _prepare(question: Question, file: PixelFile) -> Prepared:
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
-    data = question.image if isinstance(question.image, bytes) else question.image.read_bytes()
-    try:
-        image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
-    except UnidentifiedImageError:
-        return Prepared(problem=f"it is in none of the formats {', '.join(FORMATS)}, or damaged")
-    with image:
-        if image.width * image.height > MAX_PIXELS:
-            size = f"{image.width:,} × {image.height:,}"
-            return Prepared(problem=f"it has {size} pixels; allowed: {MAX_PIXELS:,} together")
-        image = ImageOps.exif_transpose(image).convert("RGB")
-        try:
-            fit = question.processor.fit(image.height, image.width)
-        except ValueError as error:
-            return Prepared(problem=str(error))
-        pixels = b"".join(part.tobytes() for part in _resized(image, fit, question.processor.resampling))
+    image, fit = _decoded(question) if question.page is None else _drawn(question, question.page)
+    pixels = b"".join(part.tobytes() for part in _resized(image, fit, question.processor.resampling))
     try:
         file.write(pixels, question.offset)
     except OSError as error:
@@ -113,6 +114,37 @@ def _prepare(question: Question, file: PixelFile) -> Prepared:
         return Prepared(problem=problem, has_no_memory=True)
     key = blake2b(pixels, digest_size=16, person=b"%d %d" % (fit.height, fit.width)).digest()
     return Prepared(height=fit.height, width=fit.width, key=key)
+
+
+def _decoded(question: Question) -> tuple[Image, Fit]:
+    """Return an image, and the size that it gets. Raises Unreadable, and whatever Pillow raises."""
+    from PIL import Image as images
+    from PIL import ImageOps, UnidentifiedImageError
+
+    data = question.image if isinstance(question.image, bytes) else question.image.read_bytes()
+    try:
+        opened = images.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise Unreadable(f"it is in none of the formats {', '.join(FORMATS)}, or damaged") from None
+    with opened:
+        check_pixels(opened.height, opened.width)
+        image = ImageOps.exif_transpose(opened).convert("RGB")
+    return image, _fit(question.processor, image.height, image.width)
+
+
+def _drawn(question: Question, page: PdfPage) -> tuple[Image, Fit]:
+    """Return a page, not much larger than it gets, and the size that an image of its resolution gets. Raises
+    Unreadable."""
+    with opened_page(question.image, page) as opened:
+        fit = _fit(question.processor, *opened.size)
+        return opened.draw(*(fit.canvas if fit.tile else (fit.height, fit.width))), fit
+
+
+def _fit(processor: ImageProcessor, height: int, width: int) -> Fit:
+    try:
+        return processor.fit(height, width)
+    except ValueError as error:
+        raise Unreadable(str(error)) from None
 
 
 def _resized(image: Image, fit: Fit, resampling: Resampling) -> Iterator[Image]:

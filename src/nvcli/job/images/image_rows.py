@@ -8,11 +8,11 @@ from pathlib import Path
 
 from nvcli.job.compression import compression_of
 from nvcli.job.file_formats import input_format
-from nvcli.job.images.row_images import images_of
+from nvcli.job.images.image_parts import images_of
 from nvcli.job.job import Job, JobResult
 
-_PART = re.compile(rb'type[\\"]{1,4}\s*:\s*[\\"]{1,4}(?:input_)?image')
-"""The type of a part that is an image, also where a conversation is a JSON text in a key or in a column."""
+_PART = re.compile(rb'type[\\"]{1,4}\s*:\s*[\\"]{1,4}(?:(?:input_)?image|pdf)')
+"""The type of a part that is an image or a PDF file, also where a conversation is a JSON text in a key or column."""
 _LONGEST_PART = 64
 """More bytes than a match of it has in practice."""
 _SEARCHED_FORMATS = ("jsonl", "json", "csv")

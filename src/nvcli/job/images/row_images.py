@@ -25,12 +25,16 @@ from nvcli.core.messages import pack
 from nvcli.core.prompt_image import MAX_PROMPT_IMAGES, PromptImage
 from nvcli.core.validation import shorten, show
 from nvcli.errors import CapacityError, RowError
+from nvcli.job.images.all_pages import AllPages
 from nvcli.job.images.image_fetch import refused
-from nvcli.job.images.image_process import Prepared, Question
+from nvcli.job.images.image_parts import images_of, images_of_row
+from nvcli.job.images.image_process import PageCount, Prepared, Question
 from nvcli.job.images.image_source import ImageFolders
+from nvcli.job.images.pdf_page import PdfPage
 from nvcli.job.images.pixel_memory import PixelMemory, Pixels
 from nvcli.job.job import Job, JobResult
 from nvcli.job.rows.conversation import DETAIL, IMAGE
+from nvcli.job.rows.pdf_part import DPI, PAGE
 from nvcli.job.text.guarded_process import GuardedProcess, NoAnswer
 from nvcli.models.vision.image_processor import ImageProcessor
 from nvcli.models.vision.image_size import AreaRule
@@ -95,6 +99,7 @@ class RowImages:
         ]
         for process in reversed(self._processes):
             self._idle.put(process)  # the first one is taken first, so that few images start few processes
+        self._pages = AllPages(self._count_pages, self._threads)
         self._memory = PixelMemory()
         self._known: WeakValueDictionary[Any, Pixels] = WeakValueDictionary()
         """Pixels that some row still holds, by what was read."""
@@ -105,19 +110,19 @@ class RowImages:
         """Split a batch of rows so that each part has few images, whose preparation begins a part ahead."""
         parts: list[list[Job | JobResult]] = [[]]
         num_images = 0
-        for row in rows:
+        for row in self._pages.with_all_pages(rows):
             parts[-1].append(row)
-            num_images += len(_images_of_row(row))
+            num_images += len(images_of_row(row))
             if num_images >= _AHEAD * self.num_processes:
                 parts.append([])
                 num_images = 0
         for part, following in zip_longest(parts, parts[1:], fillvalue=()):
             for row in (*part, *following):
-                self._begin(_images_of_row(row))
+                self._begin(images_of_row(row))
             if part:
                 yield part
             for row in part:
-                self._drop(_images_of_row(row))
+                self._drop(images_of_row(row))
 
     def _begin(self, images: Sequence[dict[str, Any]]) -> None:
         """Begin to prepare the images of a row, those that are not begun."""
@@ -206,30 +211,46 @@ class RowImages:
             processor = limited(self._processor, part)
         except RowError as error:
             return error
-        known = (_identity(found), processor)
+        page = PdfPage(part[PAGE], part[DPI]) if PAGE in part else None
+        known = (_identity(found), page, processor)
         if (pixels := self._known.get(known)) is not None:
             return pixels
         size = 3 * processor.rule.most_pixels
         offset = self._memory.reserve(size)
-        process = self._idle.get()
-        try:
-            answer = process.ask(Question(found, processor, self._memory.path, offset))
-        finally:
-            self._idle.put(process)
-        if isinstance(answer, NoAnswer):
+        prepared = self._ask(Question(found, processor, self._memory.path, offset, page))
+        if isinstance(prepared, RowError) or prepared.problem:
             self._memory.free(offset, size)  # where the process may have written before it was ended
-            if not answer.reason:
-                return RowError("aborted", "the run ends")
-            return refused(source, f"its process {answer.reason}")
-        prepared = msgspec.msgpack.decode(answer, type=Prepared)
+        if isinstance(prepared, RowError):
+            return prepared
         if prepared.has_no_memory:
-            self._memory.free(offset, size)
             raise CapacityError(f"the image {show(shorten(source))}: {prepared.problem}")
         if prepared.problem:
-            return refused(source, prepared.problem)
+            return refused(source, prepared.problem if page is None else f"page {page.number}: {prepared.problem}")
         pixels = Pixels(self._memory, offset, prepared.height, prepared.width, prepared.key)
         self._known[known] = pixels
         return pixels
+
+    def _count_pages(self, source: str) -> int | RowError:
+        try:
+            counted = self._ask(PageCount(self._folders.find(source)))
+        except RowError as error:
+            return error
+        if isinstance(counted, RowError):
+            return counted
+        return refused(source, counted.problem) if counted.problem else counted.num_pages
+
+    def _ask(self, question: Question | PageCount) -> Prepared | RowError:
+        """Ask an idle process; one that is ended instead of answering is a problem of the image, or the run's end."""
+        process = self._idle.get()
+        try:
+            answer = process.ask(question)
+        finally:
+            self._idle.put(process)
+        if not isinstance(answer, NoAnswer):
+            return msgspec.msgpack.decode(answer, type=Prepared)
+        if not answer.reason:
+            return RowError("aborted", "the run ends")
+        return Prepared(problem=f"its process {answer.reason}")
 
     def close(self) -> None:
         """End the processes, even while they work. Pixels that rows hold stay. Idempotent."""
@@ -237,31 +258,6 @@ class RowImages:
         for process in self._processes:
             process.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def images_of(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the parts of messages that are images, in order."""
-    return [
-        part
-        for message in messages
-        if isinstance(content := message.get("content"), list)
-        for part in content
-        if part.get("type") == IMAGE
-    ]
-
-
-def without_images(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as chat templates take them: an image is a part that says only that."""
-    return [
-        {**message, "content": [{"type": IMAGE} if part.get("type") == IMAGE else part for part in content]}
-        if isinstance(content := message.get("content"), list)
-        else message
-        for message in messages
-    ]
-
-
-def _images_of_row(row: Job | JobResult) -> list[dict[str, Any]]:
-    return images_of(row.messages) if isinstance(row, Job) and row.messages is not None else []
 
 
 def _other_count(found: int, num_images: int) -> RowError:

@@ -15,6 +15,7 @@ import msgspec
 from nvcli.core.validation import InvalidValue, Path, convert, join_path, show, suggest
 from nvcli.errors import RowError
 from nvcli.job.job import CallRule
+from nvcli.job.rows.pdf_part import PDF, pdf_pages
 from nvcli.job.rows.raw_values import decode_inner, decode_list
 
 TOOLS, TOOL_CHOICE, DOCUMENTS = "tools", "tool_choice", "documents"
@@ -108,13 +109,18 @@ def _read_parts(parts: list[Any], name: str) -> str | list[dict[str, Any]]:
         if isinstance(part, dict) and part.get("type") in _IMAGE_TYPES:
             found.append(_read_image(part, f"{name}[{number}]"))
             continue
+        if isinstance(part, dict) and part.get("type") == PDF:
+            file, pages = pdf_pages(part, f"{name}[{number}]")
+            image = _read_image({**part, IMAGE: file}, f"{name}[{number}]")
+            found += [{**image, **page} for page in pages]
+            continue
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind != "text":
             raise RowError(
                 "unsupported_content",
-                f"`{name}[{number}]` is a part of the type {show(kind)}; messages hold text and images here, no "
-                "sounds, videos or files, so leave the part out or describe it in words",
+                f"`{name}[{number}]` is a part of the type {show(kind)}; messages hold text, images and pages of "
+                "PDF files here, no sounds, videos or other files, so leave the part out or describe it in words",
             )
         if not isinstance(text, str):
             raise InvalidValue((), f'`{name}[{number}]` is {show(part)}; allowed: {{"type": "text", "text": …}}')

@@ -15,8 +15,9 @@ from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.structured import Constraint
 from nvcli.engine.request import ThoughtLimit
 from nvcli.errors import RowError, unexpected
+from nvcli.job.images.image_parts import images_of, without_images
 from nvcli.job.images.pixel_memory import Pixels
-from nvcli.job.images.row_images import PromptImages, RowImages, images_of, without_images
+from nvcli.job.images.row_images import PromptImages, RowImages
 from nvcli.job.job import EmbedTask, Job, JobResult, PromptTask, RowContext, RowForm, ScoreTask, failed
 from nvcli.job.rows.conversation import ARGUMENTS, CONTINUE_FINAL_MESSAGE, TOOLS
 from nvcli.job.text.answer_reader import AnswerFormat, AnswerReader

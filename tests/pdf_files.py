@@ -1,0 +1,22 @@
+"""PDF files for tests, written by hand."""
+
+from __future__ import annotations
+
+
+def pdf(*colours: str, size: tuple[float, float] = (90, 60), encrypted: bool = False) -> bytes:
+    """A file with a page for each colour, such as `1 0 0`, in points of width and height."""
+    kids = " ".join(f"{3 + 2 * n} 0 R" for n in range(len(colours)))
+    objects = ["<< /Type /Catalog /Pages 2 0 R >>", f"<< /Type /Pages /Kids [{kids}] /Count {len(colours)} >>"]
+    for n, colour in enumerate(colours):
+        box = f"[0 0 {size[0]} {size[1]}]"
+        objects.append(f"<< /Type /Page /Parent 2 0 R /MediaBox {box} /Contents {4 + 2 * n} 0 R >>")
+        drawn = f"{colour} rg 0 0 {size[0] / 2} {size[1]} re f"
+        objects.append(f"<< /Length {len(drawn)} >>\nstream\n{drawn}\nendstream")
+    data, places = b"%PDF-1.4\n", []
+    for number, text in enumerate(objects, 1):
+        places.append(len(data))
+        data += f"{number} 0 obj\n{text}\nendobj\n".encode()
+    locked = f"/Encrypt << /Filter /Standard /V 1 /R 2 /O <{'00' * 32}> /U <{'00' * 32}> /P -4 >> /ID [<00> <00>]"
+    table = "".join(f"{place:010} 00000 n \n" for place in places)
+    end = f"xref\n0 {len(objects) + 1}\n0000000000 65535 f \n{table}trailer << /Root 1 0 R /Size {len(objects) + 1}"
+    return data + f"{end} {locked if encrypted else ''} >>\nstartxref\n{len(data)}\n%%EOF\n".encode()
