@@ -17,6 +17,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
+from checkpoints import write_tiny_config
 from image_answers import put_pixels
 from model_engine import ModelEngine
 from nvcli.core.config import JobConfig, RunConfig
@@ -28,6 +29,7 @@ from nvcli.job.images.pixel_memory import PixelMemory
 from nvcli.job.images.row_images import RowImages
 from nvcli.job.job import Job, RowContext
 from nvcli.job.progress.display import Progress
+from nvcli.job.run.engine_settings import why_no_images
 from nvcli.job.run.generate import generate
 from nvcli.job.run.resolve import resolve_job, resolve_settings
 from nvcli.llm.llm import LLM
@@ -334,6 +336,11 @@ def test_images_that_nobody_saw_are_errors_that_say_what_to_do(rows: Rows) -> No
         start=ModelEngine,
     )
     assert '"error":{' not in output.read_text().replace(" ", "")
+
+
+def test_a_model_whose_tower_is_not_computed_says_why(tmp_path: Path) -> None:
+    model = load_model_config(write_tiny_config(tmp_path, "Gemma4Text"))
+    assert ": its tower clamps" in str(why_no_images(RunConfig(model="m"), tmp_path, model))
 
 
 def test_images_that_cannot_be_read_are_refused_where_they_are_asked_for(rows: Rows) -> None:

@@ -29,6 +29,7 @@ from nvcli.models.adapters.row_adapters import sizes_of
 from nvcli.models.checkpoint_check import check_tensors, read_model_tensors
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.draft_heads.own_files import MTP, find_head, with_draft_head
+from nvcli.models.families.catalogue import find_family
 from nvcli.models.same_tokens import check_same_tokens
 from nvcli.models.vision.image_processor import PROCESSOR_FILES, ImageProcessor, has_processor, read_processor
 from nvcli.models.vision.vision_config import VisionConfig
@@ -100,7 +101,9 @@ def _with_tower(run: RunConfig, model_path: Path, model: ModelConfig) -> ModelCo
 def why_no_images(run: RunConfig, model_path: Path, model: ModelConfig) -> str | None:
     """Return why a run reads no images, as the second half of a sentence; None: it reads them."""
     if model.vision is None:
-        return f"this model ({model.architecture}) is read as one of text alone"
+        family = find_family(model.architecture)
+        lacking = "" if family is None or not family.lacking_vision else f": {family.lacking_vision}"
+        return f"this model ({model.architecture}) is read as one of text alone{lacking}"
     if run.images == "never":
         return "`images` is never"
     if run.pipeline_parallel_size > 1:

@@ -159,6 +159,7 @@ GEMMA4 = Family(
     features="heads of two sizes, keys as values, inputs of each layer, experts beside an MLP (26B-A4B); the text part",
     examples=("google/gemma-4-31B-it", "google/gemma-4-26B-A4B-it", "google/gemma-4-E4B-it", "google/gemma-4-E2B-it"),
     read=read,
+    lacking_vision="its tower clamps what each projection reads and gives, and sums tables of positions",
     ties_embeddings=True,
     defaults={
         **GEMMA3.defaults,
