@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from nvcli.job.input.known_input import describe_inputs
 from nvcli.job.output.manifest import Manifest, save_manifest
 from nvcli.tools.show import prompts as module
 from nvcli.tools.show.answers import ShownRow, read_shown_row
+from nvcli.tools.show.page import Page
 from nvcli.tools.show.prompts import Prompts
 
 
@@ -70,6 +72,36 @@ def test_forms_of_prompts(tmp_path: Path) -> None:
         assert [prompts.of(row(index, error=error)) for index in (3, 5)] == ['{"question": 5}', "no json"]
         assert prompts.of(row(0, question="kept")) == "kept"
         assert prompts.of(row(0, input={"question": "kept inside"})) == "kept inside"
+
+
+def test_images_are_named_and_their_bytes_are_not_shown(tmp_path: Path) -> None:
+    url = "data:image/png;base64," + base64.b64encode(bytes(1000)).decode()
+    parts = [
+        {"type": "image", "image": "cats/1.jpg"},
+        {"type": "image_url", "image_url": {"url": url, "detail": "low"}},
+        {"type": "pdf", "path": "a.pdf", "pages": "1-3"},
+        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+        {"type": "text", "text": "What?"},
+    ]
+    rows = [
+        {"messages": [{"role": "user", "content": parts}]},
+        {"prompt": "What?", "photo": ["b.png", url]},
+        {"prompt": 5, "photo": url},
+        {"prompt": "What?", "photo": ""},
+    ]
+    output = job(tmp_path, "".join(json.dumps(each) + "\n" for each in rows), **{"job.image_field": "photo"})
+    shown = "data:image/png, 1,000 bytes"
+    with Prompts(output) as prompts:
+        found = [prompts.of(row(number)) for number in (0, 1, 3)]
+        failed = prompts.of(row(2, error={"type": "invalid_value", "message": "m"}))
+    assert found == [
+        f"user: [image cats/1.jpg]\n[image {shown}]\n[PDF a.pdf, pages 1-3]\n[input_audio]\nWhat?",
+        f"[image b.png]\n[image {shown}]\nWhat?",
+        "What?",
+    ]
+    assert failed == f'{{"prompt": 5, "photo": "{shown}"}}'
+    page = Page(is_coloured=False).format(row(0, photo=url.replace("image/png", "")), None)
+    assert 'photo: "data:, 1,000 bytes"' in page
 
 
 def test_an_input_that_was_changed_or_is_far_away_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from nvcli.core.system.terminal_text import harmless, one_line
 from nvcli.tools.show.answers import ShownRow
+from nvcli.tools.show.image_names import without_base64
 
 _PROMPT_CHARS = 2000
 """Characters shown of a prompt, and of each value copied from the input."""
@@ -56,7 +57,7 @@ class Page:
         for key, raw in row.others.items():
             is_shown = (prompt is not None and key in prompt_keys) or raw == text
             if not is_shown:
-                value = one_line(bytes(raw).decode(errors="replace"), _VALUE_CHARS)
+                value = one_line(without_base64(bytes(raw).decode(errors="replace")), _VALUE_CHARS)
                 self._print(Text(f"{one_line(key, 60)}: {value}", style="dim"))
         self._print(Text())
         shown = self._stream.getvalue()

@@ -13,13 +13,13 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from nvcli.core.validation import shorten
 from nvcli.errors import ConfigError
 from nvcli.job.compression import compression_of
 from nvcli.job.file_formats import input_format
 from nvcli.job.input.known_input import describe_inputs
 from nvcli.job.output.manifest import Manifest, load_manifest
 from nvcli.tools.show.answers import ShownRow
+from nvcli.tools.show.image_names import image_name, part_name, without_base64
 
 _MARK_ROWS = 256
 """Rows between two remembered positions."""
@@ -37,7 +37,7 @@ class Prompts:
         self._rows = _InputRows([])
         self.keys: tuple[str, ...] = _PROMPT_KEYS
         """The keys of prompts in input rows."""
-        self._id_key = "id"
+        self._id_key, self._image_key = "id", ""
         try:
             manifest = load_manifest(output)
         except ConfigError:
@@ -46,6 +46,7 @@ class Prompts:
             self._rows = _InputRows(_inputs_that_are_there(manifest, output.parent))
             self.keys = tuple(str(manifest.facts.get(f"job.{key}_field", key)) for key in _PROMPT_KEYS)
             self._id_key = str(manifest.facts.get("job.id_field", "id"))
+            self._image_key = str(manifest.facts.get("job.image_field") or "")
 
     def __enter__(self) -> Prompts:
         return self
@@ -64,7 +65,7 @@ class Prompts:
         line = self._rows.line(row.index)
         if line is None:
             return None
-        whole = None if row.error is None else line.decode(errors="replace").strip()
+        whole = None if row.error is None else without_base64(line.decode(errors="replace").strip())
         try:
             given = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -72,7 +73,13 @@ class Prompts:
         own_id = next((_decoded(given[key]) for key in ("custom_id", self._id_key) if key in given), None)
         if own_id is not None and own_id != row.id:
             return None  # a row of another input
-        return _prompt_text(given, self.keys) or whole
+        text = _prompt_text(given, self.keys)
+        if text is None:
+            return whole
+        images = _decoded(given[self._image_key]) if self._image_key in given else None
+        return "\n".join(
+            [*map(image_name, images if isinstance(images, list) else [images]), text] if images else [text]
+        )
 
 
 def _inputs_that_are_there(manifest: Manifest, folder: Path) -> list[Path]:
@@ -164,14 +171,5 @@ def _as_text(value: Any) -> str | None:
 
 def _content(content: Any) -> str:
     if isinstance(content, list):
-        return "\n".join(_part(part) for part in content if isinstance(part, dict))
+        return "\n".join(part_name(part) for part in content if isinstance(part, dict))
     return "" if content is None else str(content)
-
-
-def _part(part: dict[str, Any]) -> str:
-    """Return a part of a content as text: of an image, what it is named by."""
-    image = part.get("image", part.get("image_url"))
-    if image is None:
-        return str(part.get("text", ""))
-    name = image.get("url") if isinstance(image, dict) else image
-    return f"[image {shorten(str(name))}]"
