@@ -19,6 +19,7 @@ from nvcli.job.images.image_process import PageCount, Prepared, Question, answer
 from nvcli.job.images.pdf_page import PdfPage
 from nvcli.job.images.pixel_memory import PixelMemory
 from nvcli.job.progress.display import Progress
+from nvcli.job.report.build import ReportFile
 from nvcli.job.rows.conversation import check_messages
 from nvcli.job.run.generate import generate
 from nvcli.models.vision.image_processor import ImageProcessor
@@ -132,8 +133,11 @@ def test_rows_with_pages_are_answered_and_what_is_wrong_names_file_and_page(tmp_
     sampling = {"max_tokens": 6, "temperature": 0}
     run = RunConfig(model=model, job=JobConfig(order="input"), device="cpu", max_num_seqs=4, sampling=sampling)
     with (tmp_path / "said").open("w") as said:
-        generate(run, inputs=[str(source)], output=str(output), progress=Progress(said), start=ModelEngine)
+        report = ReportFile(tmp_path / "report.html")
+        progress = Progress(said)
+        generate(run, inputs=[str(source)], output=str(output), report=report, progress=progress, start=ModelEngine)
     found = [json.loads(line) for line in output.read_text().splitlines()]
+    assert 3 <= (tmp_path / "report.html").read_text().count('<img src="data:image/jpeg;base64,') <= 36
     answers = [row["choices"][0]["text"] for row in found[:4]]
     tokens = [row["usage"]["prompt_tokens"] for row in found[:4]]
     assert answers[0] == answers[1]

@@ -61,6 +61,8 @@ class Prepared(msgspec.Struct, frozen=True, array_like=True):
     """Its pixels are written as [height, width, 3] bytes."""
     key: bytes = b""
     """A digest of the pixels and their shape."""
+    tile: int = 0
+    """`Fit.tile`"""
     num_pages: int = 0
     """The answer to a `PageCount`."""
     problem: str = ""
@@ -113,7 +115,7 @@ def _prepare(question: Question, file: PixelFile) -> Prepared:
         problem = f"there is no memory for its pixels ({len(pixels):,} bytes): {error}"
         return Prepared(problem=problem, has_no_memory=True)
     key = blake2b(pixels, digest_size=16, person=b"%d %d" % (fit.height, fit.width)).digest()
-    return Prepared(height=fit.height, width=fit.width, key=key)
+    return Prepared(height=fit.height, width=fit.width, key=key, tile=fit.tile)
 
 
 def _decoded(question: Question) -> tuple[Image, Fit]:

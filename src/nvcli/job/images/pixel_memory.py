@@ -21,16 +21,21 @@ _KEEP_SIZE_AND_PUNCH_HOLE = 0x01 | 0x02
 class Pixels:
     """The pixels of one image: [height, width, 3] bytes. Its memory is free once nobody holds it."""
 
-    __slots__ = ("__weakref__", "_memory", "height", "key", "num_bytes", "offset", "width")
+    __slots__ = ("__weakref__", "_memory", "height", "key", "num_bytes", "offset", "tile", "width")
 
-    def __init__(self, memory: PixelMemory, offset: int, height: int, width: int, key: bytes) -> None:
+    def __init__(self, memory: PixelMemory, offset: int, height: int, width: int, key: bytes, tile: int = 0) -> None:
+        """`tile` is the side of the tiles that lie below each other in it; 0: it is one picture."""
         self._memory, self.offset, self.height, self.width, self.key = memory, offset, height, width, key
-        self.num_bytes = height * width * 3
+        self.num_bytes, self.tile = height * width * 3, tile
 
     @property
     def file(self) -> str:
         """`PixelMemory.path`"""
         return self._memory.path
+
+    def read(self) -> bytes:
+        """Return the pixels."""
+        return self._memory.read(self.offset, self.num_bytes)
 
     def __del__(self) -> None:
         self._memory.free(self.offset, self.num_bytes)
@@ -53,6 +58,10 @@ class PixelMemory:
         with self._lock:
             offset, self._end = self._end, self._end + -(-num_bytes // _PAGE) * _PAGE
         return offset
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """Return what was written to a place."""
+        return os.pread(self._fd, num_bytes, offset)
 
     def free(self, offset: int, num_bytes: int) -> None:
         """Give pixels back to the kernel."""

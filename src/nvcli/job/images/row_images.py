@@ -226,7 +226,7 @@ class RowImages:
             raise CapacityError(f"the image {show(shorten(source))}: {prepared.problem}")
         if prepared.problem:
             return refused(source, prepared.problem if page is None else f"page {page.number}: {prepared.problem}")
-        pixels = Pixels(self._memory, offset, prepared.height, prepared.width, prepared.key)
+        pixels = Pixels(self._memory, offset, prepared.height, prepared.width, prepared.key, prepared.tile)
         self._known[known] = pixels
         return pixels
 

@@ -182,6 +182,11 @@ class ReportFile:
             raise ConfigError(f"--report {path}: allowed: a name that ends in {' or '.join(SUFFIXES)}")
         self._file = SideFile("--report", path, taken=taken)
 
+    @property
+    def is_page(self) -> bool:
+        """Whether it is written as a page, not as JSON."""
+        return self._file.path.suffix.lower() == SUFFIXES[0]
+
     def write(self, report: Report, warn: Callable[[str], None]) -> None:
         """Replace the file. If that fails, `warn` is called, because the rows matter more."""
         try:
@@ -190,7 +195,7 @@ class ReportFile:
             warn(f"warning: {self._file} cannot be written: {error.strerror}")
 
     def _encode(self, report: Report) -> bytes:
-        if self._file.path.suffix.lower() == ".json":
+        if not self.is_page:
             return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
         from nvcli.job.report.page import render_html  # late: jinja2 is for this alone
 

@@ -6,6 +6,7 @@ Memory is bounded however many rows there are: examples are few and short, and l
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -13,6 +14,9 @@ import msgspec
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.validation import shorten
 from nvcli.engine.request import EngineStats
+from nvcli.job.images.pixel_memory import Pixels
+from nvcli.job.images.row_images import PromptImages
+from nvcli.job.images.thumbnail import thumbnail
 from nvcli.job.job import ErrorInfo, JobId, JobResult, ScoreAnswer
 from nvcli.job.text.prepare import PreparedRow
 
@@ -117,7 +121,8 @@ class Counts:
         """Count the outcome of a row. Arguments as for `add`."""
         self.rows_done += 1
         self.rows_deduplicated += not computed
-        self.outcomes.add(result, None if prepared is None or prepared.task is not None else prepared.sampling)
+        sampling = None if prepared is None or prepared.task is not None else prepared.sampling
+        self.outcomes.add(result, sampling, None if prepared is None else prepared.images)
         if self.leading.is_open:
             self.leading.add(result)
         if result.error is not None:
@@ -177,9 +182,10 @@ class LeadingErrors:
 MAX_EXAMPLES = 3
 """Number of examples of each finish reason and error type."""
 MAX_EXAMPLE_CHARS = 300
+_MAX_EXAMPLE_IMAGES = 3
 
 
-class Example(msgspec.Struct, frozen=True, kw_only=True):
+class Example(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An example of an outcome."""
 
     id: JobId
@@ -187,6 +193,8 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
     """The number of the row over all inputs, from 0."""
     text: str
     """The beginning of its answer, or the error's message: at most `MAX_EXAMPLE_CHARS` characters."""
+    images: list[str] = []
+    """`data:` URLs of small pictures of its first images, if they are wanted (`Outcomes.shows_images`)."""
 
 
 class ScoreTotals:
@@ -221,6 +229,8 @@ class Outcomes:
     def __init__(self, default_sampling: SamplingParams | None = None) -> None:
         """`default_sampling` is that of a row without its own."""
         self._default_sampling = default_sampling or SamplingParams()
+        self.shows_images = False
+        """Whether examples have pictures of their images. Set before the first row."""
         self.finish_reasons: Counter[str] = Counter()
         """Number of answers by finish reason; a row with `n` answers counts `n` times."""
         self.answer_examples: dict[str, list[Example]] = {}
@@ -235,10 +245,11 @@ class Outcomes:
         self.own_sampling: Counter[str] = Counter()
         """Number of rows with another value than the default, by sampling parameter."""
 
-    def add(self, result: JobResult, sampling: SamplingParams | None) -> None:
+    def add(self, result: JobResult, sampling: SamplingParams | None, images: PromptImages | None = None) -> None:
         """Count a finished row. `sampling` is the row's; None: it failed before that was known."""
+        pixels = images.pixels[:_MAX_EXAMPLE_IMAGES] if images is not None and self.shows_images else ()
         if result.error is not None:
-            _keep(self.error_examples, result.error.type, result, result.error)
+            _keep(self.error_examples, result.error.type, result, result.error, pixels)
         else:
             self.prompt_lengths[bin_of(result.usage.prompt_tokens)] += 1
             self.prompt_tokens += result.usage.prompt_tokens
@@ -246,7 +257,7 @@ class Outcomes:
                 self.scores.add(result.answer)
             for choice in result.choices:
                 self.finish_reasons[choice.finish_reason] += 1
-                _keep(self.answer_examples, choice.finish_reason, result, choice.text)
+                _keep(self.answer_examples, choice.finish_reason, result, choice.text, pixels)
         default = self._default_sampling
         if sampling is not None and sampling != default:
             for key in SamplingParams.__struct_fields__:
@@ -254,11 +265,15 @@ class Outcomes:
                     self.own_sampling[key] += 1
 
 
-def _keep(examples: dict[str, list[Example]], kind: str, result: JobResult, text: str | ErrorInfo) -> None:
+def _keep(
+    examples: dict[str, list[Example]], kind: str, result: JobResult, text: str | ErrorInfo, images: Sequence[Pixels]
+) -> None:
     kept = examples.setdefault(kind, [])
     if len(kept) < MAX_EXAMPLES and not (kept and kept[-1].index == result.context.index):
         message = text.message if isinstance(text, ErrorInfo) else text
-        kept.append(Example(id=result.context.id, index=result.context.index, text=shorten(message, MAX_EXAMPLE_CHARS)))
+        context, message = result.context, shorten(message, MAX_EXAMPLE_CHARS)
+        pictures = [thumbnail(image) for image in images]
+        kept.append(Example(id=context.id, index=context.index, text=message, images=pictures))
 
 
 _BINS_PER_OCTAVE = 16

@@ -232,6 +232,7 @@ class _JobRun:
     def reported(self, report: ReportFile | None) -> Iterator[None]:
         """Write the report of the run when the `with` ends, however it ends. None: no report."""
         error: BaseException | None = None
+        self._counts.outcomes.shows_images = report is not None and report.is_page
         try:
             yield
         except BaseException as caught:
