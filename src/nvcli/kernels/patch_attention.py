@@ -12,10 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nvcli.kernels.patch_types import Runs
 from nvcli.kernels.rotary import apply_rope
-
-Runs = tuple[tuple[int, int, int], ...]
-"""Runs of segments of one size: (first patch, number of segments, patches of each)."""
 
 
 @dataclass(frozen=True, slots=True)

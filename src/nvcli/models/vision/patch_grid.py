@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from nvcli.kernels.patch_attention import Runs
+from nvcli.kernels.patch_types import Runs
 from nvcli.models.vision.vision_config import VisionConfig
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nvcli.kernels.patch_attention import Runs, Segments, attend_segments, make_segments, rotate_patches
+from nvcli.kernels.patch_attention import Segments, attend_segments, make_segments, rotate_patches
+from nvcli.kernels.patch_types import Runs
 from nvcli.models.parallel import BuildContext
 from nvcli.models.vision.merger import SquareMerger, make_merger
 from nvcli.models.vision.patch_grid import PatchGrid, patch_grid

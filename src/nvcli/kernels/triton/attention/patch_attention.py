@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nvcli.kernels.patch_attention import Runs
+from nvcli.kernels.patch_types import Runs
 from nvcli.kernels.triton.attention.attention_fold import LOG2_E
 from nvcli.kernels.triton.launch.multiprocessors import num_multiprocessors
 from nvcli.kernels.triton.launch.triton_version import has_known_gluon
