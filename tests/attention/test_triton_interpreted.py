@@ -139,7 +139,7 @@ def test_the_work_list_covers_every_key_once_longest_first(
     plan_decode_kernel[(-(-num_rows // 16),)](
         torch.tensor(lens, dtype=torch.int32), None, torch.tensor(slots), items, num_items, None, num_rows, target,
         window, most_cut, NUM_KV_HEADS=num_kv_heads, HAS_WINDOW=window > 0, ALIGN=align, TILE=tile,
-        HAS_SPLITS=has_splits,
+        HAS_SPLITS=has_splits, SHORT_DIVISOR=1,
     )  # fmt: skip
     listed = items[: int(num_items)].tolist()
     assert (items[int(num_items) :] == -1).all()

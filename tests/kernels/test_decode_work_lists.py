@@ -36,6 +36,20 @@ def test_rows_for_single_warps_are_cut_into_more_chunks(
     assert work_list.max_partials >= (chunks * num_rows if chunks > 1 else 0)
 
 
+@pytest.mark.parametrize(("keys", "chunks"), [(1000, 2), (24_000, 7)])
+def test_one_program_for_short_rows(keys: int, chunks: int) -> None:
+    """A ninth of the rows has more than half of all keys, and is cut."""
+    device = torch.device("cpu")
+    work_list = DecodeWorkList(
+        window=None, num_kv_heads=1, tile=64, align=64, max_rows=9, device=device, programs=3, has_one_for_short=True
+    )
+    work_list.plan(torch.tensor([keys, *[keys // 10] * 8], dtype=torch.int32), torch.arange(9))
+    rows = work_list.items[: int(work_list.num_items), 0]
+    assert rows.bincount().tolist() == [chunks, *[1] * 8]
+    assert chunks <= work_list.max_partials
+    assert len(rows) <= work_list.capacity(9)
+
+
 def plan_segments(planned: SegmentWorkList, last_segments: list[int], own_keys: int) -> None:
     """Plan rows behind no segment (0), behind one of five blocks, or behind another of two or of one block that follows
     it, with so many keys of their own."""

@@ -22,7 +22,14 @@ from triton.runtime.jit import JITFunction
 from nvcli.kernels.triton.attention.attention_fold import Tile
 from nvcli.kernels.triton.attention.attention_launch import AttentionLauncher, AttentionShape, LayerInputs
 from nvcli.kernels.triton.attention.decode_kernel import decode_attention_kernel
-from nvcli.kernels.triton.attention.decode_work_list import FEW_ROWS, MAX_PARTIALS, SPLIT, DecodeWorkList, RowTokens
+from nvcli.kernels.triton.attention.decode_work_list import (
+    FEW_ROWS,
+    MAX_PARTIALS,
+    SPLIT,
+    USUAL_PROGRAMS,
+    DecodeWorkList,
+    RowTokens,
+)
 from nvcli.kernels.triton.attention.invariant_attention import (
     invariant_attention_kernel,
     invariant_decode_tile,
@@ -51,6 +58,9 @@ takes 179, 26 and 527; with 16 it takes 152, 29 and 449, and the other 180, 27 a
 _TILE_BYTES = 16 << 10
 """Bytes of keys, and as many of values, in each pipeline stage: more loses occupancy (measured on an H200)."""
 
+_DEEP_PROGRAMS = 3
+"""Programs of latent attention to aim for on each multiprocessor, where they run one after another."""
+
 
 def _load_direct_kernel(shape: AttentionShape, align: int) -> JITFunction[...] | None:
     """Load the kernel of `fp8_decode_attention.py` if it serves such heads, in chunks that begin at multiples of
@@ -77,6 +87,12 @@ def _latent_keys(shape: AttentionShape) -> int:
     """Choose the keys of a tile of latent attention in 16 bits. There are no values to be read beside them, and two
     tiles of the usual size (147 KiB) fit in the shared memory of GPUs for servers."""
     return 64 if shared_memory_bytes(shape.device) >= 160 << 10 else 32
+
+
+def _has_deep_latents(shape: AttentionShape) -> bool:
+    """Whether a program of latent attention loads a tile while it computes another, and has a multiprocessor to itself:
+    two tiles fit beside the queries in the shared memory of Hopper's and later GPUs for servers."""
+    return shape.dtype.itemsize <= 2 and shared_memory_bytes(shape.device) >= 200 << 10
 
 
 class DecodeAttention:
@@ -112,6 +128,7 @@ class DecodeAttention:
             self._keys = _latent_keys(shape)
         self._is_full_tile = self._keys * shape.head_dim * shape.kv_dtype.itemsize == tile_bytes
         self._align = self._keys if shape.block_size % self._keys == 0 else 1
+        self._is_deep = shape.tail_dim > 0 and _has_deep_latents(shape) and not is_invariant
         self._direct_kernel = _load_direct_kernel(shape, self._align)
         self._max_rows = max_rows
         self._lists = {window: self.work_list(window) for window in windows}
@@ -143,6 +160,8 @@ class DecodeAttention:
             if self._direct_kernel is None
             else [(queries // self._shape.group, rows) for queries, rows in _FEWEST_ROWS_OF_DRAFTS],
             has_splits=self._is_invariant,
+            programs=_DEEP_PROGRAMS if self._is_deep else USUAL_PROGRAMS,
+            has_one_for_short=self._is_deep,
         )
 
     def plan(self, seq_lens: Tensor, slots: Tensor, tokens: RowTokens | None = None) -> None:
@@ -214,13 +233,20 @@ class DecodeAttention:
     def _latent_tile(self, num_queries: int) -> Tile:
         """Choose the tiles of latent attention, whose heads share one key and are all in one tile.
 
-        On an H200 a layer of 16 heads takes, with tiles of 64 keys, 4 warps and 2 stages, 98 µs for 256 rows of 100 to
-        1,620 keys, 372 for 64 of 8,000 to 24,000, and 250 for 1,024 of 100 to 1,620; with 32 keys and 3 stages 100, 393
-        and 253, with 8 warps 112, 413 and 267, and with the products turned round (keys × queries) 120, 429 and 313.
-        With 20 heads it takes 110, 421 and 276, and 122, 507 and 328 with 32 keys and 3 stages.
+        On an H200 a layer of 16 heads takes, with tiles of 64 keys, 4 warps and 3 stages, 118 µs for 256 rows of 1,500
+        keys (84 % of the memory's bandwidth), 73 for 256 of 100 to 1,620, 33 for 64 of those and 337 for 64 of 16,000;
+        with 2 stages, and 4 programs on each multiprocessor, 129, 88, 40 and 347. With 20 heads 149, 95, 45 and 433
+        (with 2 programs), and 166, 121, 58 and 452. With 32 keys, with 8 warps and with the products turned round
+        (keys × queries) it takes longer.
+
+        In FP8, where tiles stand in registers twice, 16 heads take with 8 warps 215, 131 and 647 (with 2 programs) for
+        the first two and the last of these, and with 4 warps and 2 stages 214, 152 and 674.
         """
         rows = min(64, max(16, next_power_of_2(num_queries)))
-        return Tile(rows=rows, keys=self._keys, num_warps=4 if rows <= 32 else 8, num_stages=2)
+        if rows > 32:
+            return Tile(rows=rows, keys=self._keys, num_warps=8, num_stages=2)
+        num_warps = 8 if self._shape.is_fp8 else 4
+        return Tile(rows=rows, keys=self._keys, num_warps=num_warps, num_stages=3 if self._is_deep else 2)
 
     def _num_tiles(self, width: int) -> int:
         """Return the tiles of a row's queries in a KV head, with up to `width` tokens a row."""

@@ -37,8 +37,11 @@ _MIN_CHUNK = tl.constexpr(128)
 """The fewest keys of a chunk of a row that is cut: shorter chunks cost more in reduction than they gain."""
 FEW_ROWS = 8
 """Up to this many rows, fewer programs with deeper pipelines are faster; above, more programs (measured on an H200)."""
-_USUAL_PROGRAMS = 4
+USUAL_PROGRAMS = 4
 """Programs to aim for on each multiprocessor (measured on an H200)."""
+_SHORT_ROW = tl.constexpr(2048)
+"""Rows of up to this many keys, on average, are short to a list that has one program on each multiprocessor for
+them."""
 _LONE_WARPS = 8
 """Programs of one warp to aim for on each multiprocessor, which has room for 12 with heads of 128. Rows are cut into
 whole chunks, so there are more programs than that, and a few too many wait for a second round: an H200 takes 89 µs for
@@ -113,6 +116,7 @@ def plan_decode_kernel(
     ALIGN: tl.constexpr,
     TILE: tl.constexpr,
     HAS_SPLITS: tl.constexpr,
+    SHORT_DIVISOR: tl.constexpr,  # target_programs is divided by it where rows are short
 ):
     """Program i lists the chunks of _ROWS rows, behind those of all rows with longer chunks, and of earlier rows with
     chunks of equal length."""
@@ -121,7 +125,11 @@ def plan_decode_kernel(
     for start in range(0, num_rows, _COLUMNS):
         begins, ends = _own_keys(seq_lens, starts, start + columns, num_rows, own_begins, window, HAS_WINDOW, ALIGN)
         tokens += ends - begins
-    per_program = tl.cdiv(tl.sum(tokens, 0) * NUM_KV_HEADS, target_programs).to(tl.int32)
+    all_tokens = tl.sum(tokens, 0)
+    if SHORT_DIVISOR > 1:
+        is_short = all_tokens <= num_rows * _SHORT_ROW
+        target_programs = tl.where(is_short, target_programs // SHORT_DIVISOR, target_programs)
+    per_program = tl.cdiv(all_tokens * NUM_KV_HEADS, target_programs).to(tl.int32)
     chunk = tl.maximum(tl.cdiv(per_program, TILE) * TILE, SPLIT if HAS_SPLITS else _MIN_CHUNK)
     if HAS_SPLITS:
         partials = tl.zeros([_COLUMNS], tl.int64)
@@ -177,6 +185,8 @@ class DecodeWorkList:
     lone_warps_from: from this many rows on, programs of the attention kernel are single warps, of which more fit on a
     multiprocessor (None: they never are).
     lone_warps_of_drafts: the same for rows of several tokens, as (most tokens of a row, rows).
+    programs: how many programs are aimed for on each multiprocessor.
+    has_one_for_short: one is aimed for where rows are short.
     has_splits: rows are cut into splits; `align` is SPLIT then.
     """
 
@@ -191,12 +201,15 @@ class DecodeWorkList:
         device: torch.device,
         lone_warps_from: int | None = None,
         lone_warps_of_drafts: Sequence[tuple[int, int]] = (),
+        programs: int = USUAL_PROGRAMS,
+        has_one_for_short: bool = False,
         has_splits: bool = False,
     ) -> None:
         self._window, self._num_kv_heads = window, num_kv_heads
         self._tile, self._align = tile, align
         self._max_rows, self._has_splits = max_rows, has_splits
         self._lone_warps_from, self._lone_warps_of_drafts = lone_warps_from, lone_warps_of_drafts
+        self._programs, self._short_divisor = programs, programs if has_one_for_short else 1
         self._num_processors = num_multiprocessors(device)
         most_chunks = self._most_programs // num_kv_heads + max_rows
         size = max_rows + MAX_PARTIALS.value if has_splits else most_chunks + 1
@@ -248,13 +261,14 @@ class DecodeWorkList:
             ALIGN=self._align,
             TILE=self._tile,
             HAS_SPLITS=self._has_splits,
+            SHORT_DIVISOR=self._short_divisor,
             num_warps=4,
         )
 
     @property
     def _most_programs(self) -> int:
         """The most programs that are aimed for."""
-        return self._num_processors * (_USUAL_PROGRAMS if self._lone_warps_from is None else _LONE_WARPS)
+        return self._num_processors * (self._programs if self._lone_warps_from is None else _LONE_WARPS)
 
     def has_lone_warps(self, num_rows: int, tokens: RowTokens | None = None) -> bool:
         """Whether programs of the attention kernel are single warps."""
@@ -267,5 +281,5 @@ class DecodeWorkList:
         if self.has_lone_warps(num_rows, tokens):
             return self._num_processors * _LONE_WARPS
         if num_rows <= FEW_ROWS and not self._has_splits:
-            return self._num_processors * 5 // 2
-        return self._num_processors * _USUAL_PROGRAMS
+            return self._num_processors * (4 if self._short_divisor > 1 else 5) // 2  # whole rounds
+        return self._num_processors * self._programs
