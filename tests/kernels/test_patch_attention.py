@@ -13,7 +13,8 @@ from gluon_simulator import SimulatedKernel, Simulator
 pytest.importorskip("triton")
 
 from kernel_device import DEVICE, HAS_GPU, INTERPRETED_MARKS, TOLERANCE, on_hopper
-from nvcli.kernels.patch_attention import Runs, Segments, attend_segments, make_segments
+from nvcli.kernels.patch_attention import Segments, attend_segments, make_segments
+from nvcli.kernels.patch_types import Runs
 from nvcli.kernels.triton.attention import hopper_patch_kernel, patch_attention
 
 pytestmark = INTERPRETED_MARKS
