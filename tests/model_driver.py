@@ -15,6 +15,7 @@ from nvcli.attention.backend import AttentionCase
 from nvcli.attention.image_tokens import ImageTokens
 from nvcli.attention.kv_cache import KVCache, KVCacheSpec
 from nvcli.attention.selection import select_backend
+from nvcli.attention.whole_images import WholeImage, plan_both_ways
 from nvcli.kernels.lora import group_rows
 from nvcli.kernels.lora_types import BatchAdapters
 from nvcli.models.adapter_bank import LoadedAdapters
@@ -118,6 +119,7 @@ class ModelDriver:
         *work: tuple[RequestState, list[int]],
         adapters: Sequence[int] = (),
         images: ImageTokens | None = None,
+        whole_images: Sequence[WholeImage] = (),
         angle_positions: Tensor | None = None,
     ) -> list[Tensor]:
         """Logits [tokens, vocab_size] of each request; empty on ranks that get none. `adapters`: the number of each
@@ -127,6 +129,9 @@ class ModelDriver:
             lens = torch.tensor([len(tokens) for _, tokens in work])
             rows = group_rows(torch.tensor(adapters, dtype=torch.int32).repeat_interleave(lens), max(adapters))
             batch = replace(batch, adapters=BatchAdapters(rows, rows))
+        if images is not None and whole_images:
+            kinds = [(spec.window, spec.kv_group) for spec in self.model.attention_kinds]
+            images = replace(images, whole=plan_both_ways(whole_images, kinds, batch))
         hidden = self.model(replace(batch, images=images, angle_positions=angle_positions))
         shard = self.model.compute_logits(hidden)
         logits = self.group.gather(shard)

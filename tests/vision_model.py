@@ -47,6 +47,11 @@ _QWEN = Marks(
     {"image_processor_type": "Qwen2VLImageProcessorFast", **AREA},
 )
 _PIXTRAL = {"image_processor_type": "PixtralImageProcessorFast", "size": {"longest_edge": 10 * SIDE}}
+_GLM = Marks(
+    ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>"),
+    "<|begin_of_image|><|image|><|end_of_image|>",
+    {"image_processor_type": "Glm46VImageProcessor", **AREA},
+)
 MARKS = {
     "gemma 3 with vision": Marks(
         ("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
@@ -59,11 +64,8 @@ MARKS = {
         "<IMG_CONTEXT>",
         {"image_processor_type": "GotOcr2ImageProcessorFast", "size": {"height": 32, "width": 32}, "max_patches": 2},
     ),
-    "glm 4.6v-flash": Marks(
-        ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>"),
-        "<|begin_of_image|><|image|><|end_of_image|>",
-        {"image_processor_type": "Glm46VImageProcessor", **AREA},
-    ),
+    **dict.fromkeys(("glm 4.6v-flash", "glm 4.6v", "glm-ocr"), _GLM),
+    "paddleocr-vl": _QWEN._replace(processor={"image_processor_type": "PaddleOCRVLImageProcessor", **AREA}),
     "lighton-ocr": _QWEN._replace(processor=_PIXTRAL),
 }
 """By the names of `SHAPES`; all others are Qwen's."""

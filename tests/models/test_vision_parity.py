@@ -16,7 +16,8 @@ from checkpoints import IMAGE_TOKEN, write_tiny_model
 from expert_shapes import EXPERT_SHAPES
 from family_shapes import SHAPES
 from model_driver import ModelDriver
-from nvcli.attention.image_tokens import ImageTokens, WholeImage
+from nvcli.attention.image_tokens import ImageTokens
+from nvcli.attention.whole_images import WholeImage
 from nvcli.models.vision.positions import ImageSpan, angle_positions, offset_behind
 from nvcli.models.vision.tower import PixelScale
 from nvcli.models.vision.vision_config import VisionConfig
@@ -108,7 +109,8 @@ def test_logits_with_images_are_those_of_transformers(name: str, is_cut: bool, d
                 positions = torch.arange(start, end) + offset_behind(spans, start)
         found += driver.step(
             (request, ids[start:end]),
-            images=ImageTokens(rows, picked[0], tuple(picked[1:]), whole) if here else None,
+            images=ImageTokens(rows, picked[0], tuple(picked[1:])) if here else None,
+            whole_images=whole,
             angle_positions=positions,
         )
     torch.testing.assert_close(torch.cat(found), expected, atol=2e-4, rtol=1e-4)

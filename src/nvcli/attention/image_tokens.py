@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class WholeImage:
-    """Tokens of an image in a batch that attend to all of the image's, those behind them included."""
+class ImageGroup:
+    """Images that are attended together in the layers of one kind."""
 
-    first_row: int
-    """The first of their rows in the batch's tokens, which follow each other."""
-    num_tokens: int
-    request: int
-    """The row of their request in the batch."""
-    position: int
-    """The position of the first of them in the request."""
-
-    @property
-    def end(self) -> int:
-        """The position behind the image's last token."""
-        return self.position + self.num_tokens
+    rows: Tensor
+    """[n × t] int64, the rows of their tokens in the batch."""
+    block_ids: Tensor
+    """[n × L / block size] int64, the blocks of their keys."""
+    is_behind: Tensor
+    """[n, L] bool, the keys behind the image's last, which may be anything."""
+    mask: Tensor
+    """[n, 1, t, L], 0 or -inf, added to the scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,5 +32,6 @@ class ImageTokens:
     """[N, H], what the decoder reads in place of their own embeddings."""
     deep: tuple[Tensor, ...] = ()
     """[N, H] for each of the decoder's first layers: what is added to the residual stream behind it."""
-    whole: tuple[WholeImage, ...] = ()
-    """The images whose tokens attend to all of the image's; each ends in this batch."""
+    whole: Mapping[tuple[int | None, int], Sequence[ImageGroup]] = field(default_factory=dict)
+    """The images whose tokens attend to all of the image's, each of which ends in this batch, by the window and the KV
+    group of a layer (`whole_images.plan_both_ways`)."""

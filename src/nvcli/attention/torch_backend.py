@@ -196,7 +196,7 @@ class TorchBackend(AttentionBackend):
                 assert new is not None
                 k, v = new
                 if spec.window is None or num_tokens <= spec.window:
-                    out[rows] = attend_tokens(spec, q[rows], k[rows], v[rows], mask=None, is_causal=True, sinks=sinks)
+                    out[rows] = _attend(spec, q[rows], k[rows], v[rows], mask=None, sinks=sinks)
                     continue
                 keys, values = k[rows], v[rows]
             else:
@@ -208,9 +208,7 @@ class TorchBackend(AttentionBackend):
                 seen = slice(first_seen(position, spec.window) - chunk.first_key, chunk.prefix + end - chunk.first_key)
                 mask = self._mask(spec.window, end - start, seen.stop - seen.start)
                 queries = slice(chunk.start + start, chunk.start + end)
-                out[queries] = attend_tokens(
-                    spec, q[queries], keys[seen], values[seen], mask=mask, is_causal=False, sinks=sinks
-                )
+                out[queries] = _attend(spec, q[queries], keys[seen], values[seen], mask=mask, sinks=sinks)
         out[chunks[-1].end :].zero_()  # padding
         if reads := self._prefix_reads.get((spec.window, spec.kv_group)):
             self._attend_shared(layer, q, reads, batch.kv_cache, out)
@@ -353,20 +351,13 @@ def read_blocks(kv_cache: KVCache, layer: int, block_ids: Tensor, dtype: torch.d
     return k.flatten(0, 1), v.flatten(0, 1)
 
 
-def attend_tokens(
-    spec: AttentionSpec,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Tensor | None,
-    is_causal: bool,
-    sinks: Tensor | None,
+def _attend(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, sinks: Tensor | None
 ) -> Tensor:
     """Attend tokens of one request. q: [n, num_heads, D]; k, v: [m, KV, D]; sinks: [num_heads] → [n, num_heads, D].
 
-    `is_causal`: n equals m, there is no mask, and a token sees none behind it. KV heads take the batch dimension, and
-    the query heads that share one the head dimension, where k and v are expanded without a copy.
+    Without a mask n equals m and the attention is causal. KV heads take the batch dimension, and the query heads that
+    share one the head dimension, where k and v are expanded without a copy.
     """
     group = q.shape[1] // k.shape[1]
     q = q.view(q.shape[0], -1, group, q.shape[-1]).permute(1, 2, 0, 3)  # [KV, G, n, D]
@@ -374,7 +365,7 @@ def attend_tokens(
     v = v.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
     if sinks is not None:
         sinks = sinks.view(-1, group, 1, 1)
-    out = softmax_attention(spec, q, k, v, mask=mask, is_causal=is_causal, sinks=sinks)
+    out = softmax_attention(spec, q, k, v, mask=mask, is_causal=mask is None, sinks=sinks)
     return out.permute(2, 0, 1, 3).flatten(1, 2)
 
 

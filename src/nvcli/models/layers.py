@@ -294,7 +294,8 @@ class Attention(TokenMixer):
         sinks = None if self.sinks is None else self.sinks.weight
         attended = batch.backend.forward(self.spec, self.cache_layer, q, k, v, batch, sinks)
         if batch.images is not None and batch.images.whole:
-            attend_both_ways(self.spec, self.cache_layer, q, batch.images.whole, batch, sinks, attended)
+            groups = batch.images.whole[self.spec.window, self.spec.kv_group]
+            attend_both_ways(self.spec, self.cache_layer, q, groups, batch, sinks, attended)
         return attended.flatten(1)
 
     def _attend_to_cache(self, queries: Tensor, angles: Angles, batch: ForwardBatch) -> Tensor:

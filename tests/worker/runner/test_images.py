@@ -24,6 +24,9 @@ FAMILIES = [
     "mistral 3 with vision",
     "lighton-ocr",
     "glm 4.6v-flash",
+    "glm 4.6v",
+    "glm-ocr",
+    "paddleocr-vl",
     "internvl",
 ]
 Checkpoint = tuple[Path, ImageRequests, list[list[int]]]

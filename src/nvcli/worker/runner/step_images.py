@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from nvcli.attention.forward_batch import ForwardBatch
-from nvcli.attention.image_tokens import ImageTokens, WholeImage
+from nvcli.attention.image_tokens import ImageTokens
+from nvcli.attention.whole_images import Kind, WholeImage, plan_both_ways
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import StepInput
 from nvcli.core.prompt_image import PromptImage
@@ -64,6 +65,7 @@ class StepImages:
         self,
         tower: VisionTower,
         scale: PixelScale,
+        kinds: Sequence[Kind],
         slots: SlotTable,
         device: torch.device,
         *,
@@ -72,7 +74,9 @@ class StepImages:
         num_bytes: int,
         batch_tokens: int,
     ) -> None:
-        """`batch_tokens`: the most tokens of the images that the tower computes together, and of one image."""
+        """`kinds`: those of the model's layers. `batch_tokens`: the most tokens of the images that the tower computes
+        together, and of one image."""
+        self._kinds = kinds
         self._tower, self._scale, self._upload, self._device = tower, scale, slots.upload, device
         num_slots = len(slots.state.lengths)
         self.num_bytes = num_bytes
@@ -104,6 +108,7 @@ class StepImages:
         return cls(
             model.vision,
             PixelScale(processor.factor, processor.mean, processor.std),
+            [(spec.window, spec.kv_group) for spec in model.attention_kinds],
             slots,
             device,
             max_tokens=config.max_padded_tokens,
@@ -191,7 +196,8 @@ class StepImages:
         found = self._embeddings([image for image, _, _ in plan.parts])
         vectors = torch.cat([found[image.key][first:end] for image, first, end in plan.parts])
         own, *deep = torch.split(vectors, self._tower.config.out_size, dim=1)
-        images = ImageTokens(to_device(plan.image_rows, self._device), own, tuple(deep), plan.whole)
+        whole = plan_both_ways(plan.whole, self._kinds, batch) if plan.whole else {}
+        images = ImageTokens(to_device(plan.image_rows, self._device), own, tuple(deep), whole)
         return replace(batch, images=images)
 
     def _positions(self, rows: StepRows, batch: ForwardBatch) -> Tensor:
