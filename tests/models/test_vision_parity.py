@@ -14,6 +14,7 @@ import transformers
 from batches import RequestState
 from checkpoints import IMAGE_TOKEN, write_tiny_model
 from expert_shapes import EXPERT_SHAPES
+from fake_runners import engine_config
 from family_shapes import SHAPES
 from model_driver import ModelDriver
 from nvcli.attention.image_tokens import ImageTokens
@@ -21,6 +22,7 @@ from nvcli.attention.whole_images import WholeImage
 from nvcli.models.vision.positions import ImageSpan, angle_positions, offset_behind
 from nvcli.models.vision.tower import PixelScale
 from nvcli.models.vision.vision_config import VisionConfig
+from nvcli.sizing.images import tower_batch_tokens, tower_bytes
 from vision_reference import allowed_size, make_image, model_inputs, pixel_inputs
 
 SCALE = PixelScale(factor=1 / 255, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.25))
@@ -57,6 +59,16 @@ def driver_of(tmp_path_factory: pytest.TempPathFactory):
         return path, ModelDriver(path, has_tower=True), reference
 
     return load
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_memory_of_towers_is_planned(name: str, driver_of) -> None:
+    """It holds the patches of a batch at least."""
+    _, driver, _ = driver_of(name)
+    vision = driver.model.config.vision
+    config = engine_config(max_image_tokens=64)
+    patches = tower_batch_tokens(config) * vision.merge_size**2
+    assert tower_bytes(config, vision) > patches * vision.patch_values * 4
 
 
 @pytest.mark.parametrize("name", FAMILIES)
