@@ -27,10 +27,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from nvcli.kernels.triton.attention.hopper_prefill_kernel import begin_scores, list_item
 from nvcli.kernels.triton.launch.triton_version import tma_load
 
-ROWS = gl.constexpr(128)
-"""Rows of a tile, half of them for each group of warps."""
 KEYS = gl.constexpr(128)
 """Keys of a tile, and rows of what one TMA load brings."""
 BODY = gl.constexpr(64)
@@ -41,14 +40,6 @@ _STAGES = gl.constexpr(3)
 """Tiles of keys, and of values, that are being loaded or used."""
 _OWN_ROWS = gl.constexpr(64)
 _LOADING_WARPS = gl.constexpr(1)
-
-
-@gluon.jit
-def _item(step, count):
-    """Return the next item of the list for this program, one of `count`. Programs take items in one direction and then
-    in the other, so that none gets the longer one of every round."""
-    place = gl.program_id(0)
-    return step * count + gl.where(step % 2 == 0, place, count - 1 - place)
 
 
 @gluon.jit
@@ -87,7 +78,7 @@ def _load(source, work, k_stages, v_stages, NUM_HEADS: gl.constexpr, HEAD_DIM: g
     v_smem, v_tail_smem, v_full, v_free = v_stages
     i = 0
     step = 0
-    item = _item(step, num_programs)
+    item = list_item(step, num_programs)
     while item < num_items:
         _, begin, _, last = _read_tile(tiles, item, NUM_HEADS)
         column = (NUM_HEADS + item % NUM_HEADS) * HEAD_DIM
@@ -99,16 +90,7 @@ def _load(source, work, k_stages, v_stages, NUM_HEADS: gl.constexpr, HEAD_DIM: g
             place = column + NUM_HEADS * HEAD_DIM
             _load_part(body_desc, tail_desc, row, place, stage, v_smem, v_tail_smem, v_full, v_free, phase, TAIL)
         step += 1
-        item = _item(step, num_programs)
-
-
-@gluon.jit
-def _scores(query, query_tail, k_smem, k_tail_smem, stage, no_scores, TAIL: gl.constexpr):
-    """Begin to multiply a tile's keys, and return the product."""
-    product = warpgroup_mma(query, k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    if TAIL > 0:
-        product = warpgroup_mma(query_tail, k_tail_smem.index(stage).permute((1, 0)), product, is_async=True)
-    return product
+        item = list_item(step, num_programs)
 
 
 @gluon.jit
@@ -148,7 +130,7 @@ def _attend(
     i = 0
     turn = 0
     step = 0
-    item = _item(step, num_programs)
+    item = list_item(step, num_programs)
     while item < num_items:
         first_row, begin, end, last = _read_tile(tiles, item, NUM_HEADS)
         own_row = first_row + SELF * _OWN_ROWS
@@ -177,7 +159,7 @@ def _attend(
         stage, phase = _stage(i)
         i += 1
         mbarrier.wait(k_full.index(stage), phase)
-        product = _scores(query, query_tail, k_smem, k_tail_smem, stage, no_scores, TAIL)
+        product = begin_scores(query, query_tail, k_smem, k_tail_smem, stage, no_scores, TAIL)
         scores = warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(k_free.index(stage), count=1)
         keys = last + gl.arange(0, KEYS, gl.SliceLayout(0, of_scores))
@@ -195,7 +177,7 @@ def _attend(
             stage, phase = _stage(i)
             i += 1
             mbarrier.wait(turns.index(SELF), (turn + SELF + 1) & 1)
-            product = _scores(query, query_tail, k_smem, k_tail_smem, stage, no_scores, TAIL)
+            product = begin_scores(query, query_tail, k_smem, k_tail_smem, stage, no_scores, TAIL)
             mbarrier.wait(v_full.index(last_stage), last_phase)
             operand = gl.convert_layout(weights, gl.DotOperandLayout(0, of_result, 2))
             result = warpgroup_mma(operand, v_smem.index(last_stage), acc, is_async=True)
@@ -237,7 +219,7 @@ def _attend(
             query_tail.store((acc_tail / divisor[:, None]).to(dtype))
             gl.store(out + tail_row + tail_column, query_tail.load(tail_in_memory), mask=tail_inside)
         step += 1
-        item = _item(step, num_programs)
+        item = list_item(step, num_programs)
 
 
 @gluon.jit(do_not_specialize=["num_tiles"])

@@ -46,7 +46,7 @@ _LOADING_WARPS = gl.constexpr(4)
 
 
 @gluon.jit
-def _item(step, count):
+def list_item(step, count):
     """Return the next item of the list for this program, one of `count`. Programs take items in one direction and then
     in the other, so that none gets the longer one of every round."""
     place = gl.program_id(0)
@@ -129,7 +129,7 @@ def _load(cache, work, k_stages, v_stages, KIND: gl.constexpr, IS_PREFIX: gl.con
         tail_parts = reinterpret(k_tail_smem, k_tail_smem.dtype, [_STAGES * HALVES, PART, PART], k_desc.layout)
     i = 0
     step = 0
-    item = _item(step, num_programs)
+    item = list_item(step, num_programs)
     while item < num_items:
         slot, _, _, _, _, full, end, num_keys, first_key = _read_tile(tiles, members, item, KIND, IS_PREFIX)
         table = block_tables + slot.to(gl.int64) * block_table_stride + first_key // BLOCK_SIZE
@@ -188,7 +188,7 @@ def _load(cache, work, k_stages, v_stages, KIND: gl.constexpr, IS_PREFIX: gl.con
                 fence_async_shared()
                 mbarrier.arrive(v_full.index(stage), count=1)
         step += 1
-        item = _item(step, num_programs)
+        item = list_item(step, num_programs)
 
 
 @gluon.jit
@@ -217,10 +217,10 @@ def _weights(scores, highest, weight_sum, keys, positions, scale_log2, MASKED: g
 
 
 @gluon.jit
-def _scores(query, query_tail, k_smem, k_tail_smem, stage, no_scores, KIND: gl.constexpr):
+def begin_scores(query, query_tail, k_smem, k_tail_smem, stage, no_scores, TAIL: gl.constexpr):
     """Begin to multiply a tile's keys, and return the product."""
     product = warpgroup_mma(query, k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    if KIND.tail_dim > 0:
+    if TAIL > 0:
         product = warpgroup_mma(query_tail, k_tail_smem.index(stage).permute((1, 0)), product, is_async=True)
     return product
 
@@ -238,7 +238,7 @@ def _masked_weights(
     stage, phase = _stage(i)
     mbarrier.wait(k_full.index(stage), phase)
     no_scores = gl.zeros([ROWS // 2, KEYS], gl.float32, of_scores)
-    product = _scores(query, query_tail, k_smem, k_tail_smem, stage, no_scores, KIND)
+    product = begin_scores(query, query_tail, k_smem, k_tail_smem, stage, no_scores, KIND.tail_dim)
     scores = warpgroup_mma_wait(0, deps=[product])
     mbarrier.arrive(k_free.index(stage), count=1)
     weights, decay, highest, weight_sum = _weights(
@@ -282,7 +282,7 @@ def _attend(
     i = 0
     turn = 0
     step = 0
-    item = _item(step, num_programs)
+    item = list_item(step, num_programs)
     while item < num_items:
         _, first_row, first_token, num_tokens, prefix, full, end, num_keys, _ = _read_tile(
             tiles, members, item, KIND, IS_PREFIX
@@ -351,7 +351,7 @@ def _attend(
             stage, phase = _stage(i)
             i += 1
             mbarrier.wait(turns.index(SELF), (turn + SELF + 1) & 1)
-            product = _scores(query, query_tail, k_smem, k_tail_smem, stage, no_scores, KIND)
+            product = begin_scores(query, query_tail, k_smem, k_tail_smem, stage, no_scores, KIND.tail_dim)
             mbarrier.wait(v_full.index(last_stage), last_phase)
             result = warpgroup_mma(weights, v_smem.index(last_stage), acc, is_async=True)
             mbarrier.arrive(turns.index(1 - SELF), count=1)
@@ -390,7 +390,7 @@ def _attend(
             place = sums_row.to(gl.int64) * (NUM_KV_HEADS * GROUP) + first_head + score_row % GROUP
             gl.store(log_sums + place, highest + gl.log2(weight_sum), mask=score_token < num_tokens)
         step += 1
-        item = _item(step, num_programs)
+        item = list_item(step, num_programs)
 
 
 @gluon.jit(do_not_specialize=["window", "block_table_stride"], do_not_specialize_on_alignment=["block_tables"])
