@@ -117,6 +117,14 @@ def test_every_form_of_an_image_gets_the_same_answer(rows: Rows) -> None:
     assert last["response"]["body"]["choices"][0]["message"]["content"] == answers[0]
 
 
+def test_a_file_that_goes_away_is_its_rows_error(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ImageFolders, "find", lambda self, name: rows.folder / name)
+    gone, there = rows.answer(user("@gone.png", "What?"), user("@a.png", "What?"))
+    assert gone["error"]["type"] == "invalid_image"
+    assert "No such file" in gone["error"]["message"]
+    assert texts([there])
+
+
 def test_columns_of_bytes_and_of_structs_are_images(rows: Rows) -> None:
     data = (rows.folder / "a.png").read_bytes()
     column = [

@@ -209,10 +209,13 @@ class RowImages:
         try:
             found = self._folders.find(source)
             processor = limited(self._processor, part)
+            identity = _identity(found)
         except RowError as error:
             return error
+        except OSError as error:  # the file is gone since it was found
+            return refused(source, f"cannot be read: {error.strerror}")
         page = PdfPage(part[PAGE], part[DPI]) if PAGE in part else None
-        known = (_identity(found), page, processor)
+        known = (identity, page, processor)
         if (pixels := self._known.get(known)) is not None:
             return pixels
         size = 3 * processor.rule.most_pixels
