@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 
 from nvcli.core.chat_template import unknown_variables
-from nvcli.core.messages import pack, unpack
+from nvcli.core.messages import unpack
 from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.structured import Constraint
 from nvcli.engine.request import ThoughtLimit
 from nvcli.errors import RowError, unexpected
-from nvcli.job.images.image_parts import images_of, without_images
+from nvcli.job.images.image_parts import without_images
 from nvcli.job.images.pixel_memory import Pixels
 from nvcli.job.images.row_images import PromptImages, RowImages
 from nvcli.job.job import EmbedTask, Job, JobResult, PromptTask, RowContext, RowForm, ScoreTask, failed
@@ -24,6 +24,7 @@ from nvcli.job.text.answer_reader import AnswerFormat, AnswerReader
 from nvcli.job.text.call_grammars import CallConstraints
 from nvcli.job.text.chat_renderer import Conversation
 from nvcli.job.text.grammar_maker import Grammar, GrammarMaker
+from nvcli.job.text.image_prompts import ImagePrompts, counted_bytes, packed
 from nvcli.job.text.model_limits import ModelLimits, check_vocabulary, encode_long, end_ids, fit_prompt, is_long
 from nvcli.job.text.prompt_tasks import (
     Continuations,
@@ -41,10 +42,6 @@ from nvcli.job.text.tokenizer import Tokenizer
 
 _ROW_BYTES = 1000
 """Approximate overhead of a prepared row, besides its prompt and passed-through values."""
-_PIXELS_PER_BYTE = 8
-"""Bytes of pixels that count as one where rows that wait or run are limited: an engine must get as many rows as it can
-run, and 512 images of 1,024 x 768 take 1.2 GB."""
-
 _CALLS_NAME = f"a rule for the calls of `{TOOLS}`"
 """Name of the constraint of tool calls in messages."""
 
@@ -112,7 +109,7 @@ class Preparer:
         self._limits = limits
         self._render = render
         self._grammars = grammars
-        self._images = images
+        self._images = ImagePrompts(images, limits.why_no_images)
         self._rule = special_token_rule(limits.special_tokens, tokenizer)
         self._eos_ids = end_ids(tokenizer, limits)
         self._wholes = Continuations(self._rule, tokenizer, self._eos_ids)
@@ -160,11 +157,11 @@ class Preparer:
             else:
                 assert row.prompt_token_ids is not None
                 prompts[at] = row.prompt_token_ids
-        pixels = self._read_images(rows, prompts, conversations)
+        pixels = self._images.read(rows, prompts, conversations)
         chats: dict[int, str] = {}
         for at, rendered in zip(conversations, self._render(list(conversations.values())), strict=True):
             written = rendered
-            if self._images is not None and at in pixels and isinstance(rendered, str):
+            if at in pixels and isinstance(rendered, str):
                 written = self._images.write(rendered, pixels[at])
             if isinstance(written, RowError):
                 prompts[at] = written
@@ -207,8 +204,8 @@ class Preparer:
             texts: tuple[ScoredText, ...] = ()
             known, images = [ids for ids in wholes if isinstance(ids, list)], None
             if pixels:
-                prompt, images = self._expand(prompt, pixels)
-                known = [self._expand(ids, pixels)[0] for ids in known]
+                prompt, images = self._images.expand(prompt, pixels)
+                known = [self._images.expand(ids, pixels)[0] for ids in known]
             num_tokens = len(prompt)
             if isinstance(task, ScoreTask) and task.continuations is not None:
                 prompt, texts = scored_continuations(
@@ -233,7 +230,7 @@ class Preparer:
                 prompt, texts = scored_prompt(
                     prompt, job.prompt, max_model_len=limits.max_model_len, on_too_long=limits.on_too_long
                 )
-            prompt_ids, prepared = _packed(prompt, images, num_tokens), PreparedTask(task=task, texts=texts)
+            prompt_ids, prepared = packed(prompt, images, num_tokens), PreparedTask(task=task, texts=texts)
             extra = job.context.extra
             num_bytes = _ROW_BYTES + len(prompt_ids) + 8 * prepared.num_tokens + (_num_bytes(extra) if extra else 0)
             return PreparedRow(
@@ -245,7 +242,7 @@ class Preparer:
                 sampling=msgspec.structs.replace(job.sampling, n=max(1, len(texts))),
                 answer_key=prepared.answer_key(prompt_ids, job.adapter),
                 adapter=job.adapter,
-                num_bytes=num_bytes + (0 if images is None else images.num_bytes // _PIXELS_PER_BYTE),
+                num_bytes=num_bytes + counted_bytes(images),
                 images=images,
                 task=prepared,
             )
@@ -262,33 +259,6 @@ class Preparer:
             refusal = refusal or self._check_arguments(job, job.template_arguments)
             variables = {**variables, **job.template_arguments}
         return refusal or Conversation(rule.to_template(without_images(messages)), rule.to_template(variables))
-
-    def _read_images(
-        self,
-        rows: Sequence[Job | JobResult],
-        prompts: dict[int, list[int] | RowError],
-        conversations: dict[int, Conversation],
-    ) -> dict[int, list[Pixels]]:
-        """Return the pixels of the rows that have images. Rows whose images cannot be read get an error in `prompts`,
-        and are taken out of `conversations`."""
-        messages = {at: row.messages for at in conversations if isinstance(row := rows[at], Job) and row.messages}
-        having = {at: each for at, each in messages.items() if images_of(each)}
-        if not having:
-            return {}
-        found: Sequence[list[Pixels] | RowError]
-        if self._images is None:
-            refusal = RowError("unsupported_content", f"the row has images, and {self._limits.why_no_images}")
-            found = [refusal] * len(having)
-        else:
-            found = self._images.read(list(having.values()))
-        pixels: dict[int, list[Pixels]] = {}
-        for at, each in zip(having, found, strict=True):
-            if isinstance(each, RowError):
-                prompts[at] = each
-                del conversations[at]
-            else:
-                pixels[at] = each
-        return pixels
 
     def _check_arguments(self, job: Job, arguments: Mapping[str, Any]) -> RowError | None:
         """Return an error if a row's template arguments would have no effect or are not allowed."""
@@ -324,7 +294,7 @@ class Preparer:
             if pixels:
                 prompt, images = self._with_images(prompt, pixels, sampling, under)
             ids, max_tokens = fit_prompt(prompt, sampling, self._limits, under)
-            prompt_ids = _packed(ids, images, len(prompt))
+            prompt_ids = packed(ids, images, len(prompt))
             echo = self._echo(job, ids, is_whole=len(ids) == len(prompt)) if sampling.echo else ""
             reading = None
             if job.messages is not None:
@@ -354,8 +324,7 @@ class Preparer:
                     b"%b%d:%b%b" % (rules.answers_follow_from, max_tokens, prompt_ids, read_as), digest_size=16
                 ).digest()
             extra = job.context.extra
-            num_bytes = _ROW_BYTES + len(prompt_ids) + (_num_bytes(extra) if extra else 0)
-            num_bytes += 0 if images is None else images.num_bytes // _PIXELS_PER_BYTE
+            num_bytes = _ROW_BYTES + len(prompt_ids) + (_num_bytes(extra) if extra else 0) + counted_bytes(images)
             if rules.grammar is not None:
                 if rules.grammar.wanted is not sampling.structured:  # an earlier row's equal one takes its place
                     sampling = msgspec.structs.replace(sampling, structured=rules.grammar.wanted)
@@ -393,10 +362,6 @@ class Preparer:
             raise RowError(
                 "unsupported_parameter", f"`{under}.prompt_logprobs` is given beside images; leave one of the two out"
             )
-        return self._expand(prompt, pixels)
-
-    def _expand(self, prompt: list[int], pixels: Sequence[Pixels]) -> tuple[list[int], PromptImages]:
-        assert self._images is not None
         return self._images.expand(prompt, pixels)
 
     def _check_prompt(self, job: Job, ids: list[int], name: str) -> None:
@@ -491,16 +456,6 @@ def _last_message(job: Job) -> str | None:
         goes_on = job.template_arguments.get(CONTINUE_FINAL_MESSAGE, goes_on)
     content = job.messages[-1].get("content")
     return content if goes_on and isinstance(content, str) else None
-
-
-def _packed(ids: list[int], images: PromptImages | None, num_tokens: int) -> bytes:
-    """Return a prompt as `Request.prompt_ids` has it. Raises RowError if it has images, and is not all of its
-    `num_tokens` tokens."""
-    if images is None:
-        return pack(ids)
-    if len(ids) < num_tokens:
-        raise RowError("prompt_too_long", f"the prompt has {num_tokens:,} tokens with its images, and is not cut")
-    return images.packed(ids)
 
 
 def _num_bytes(extra: Mapping[str, Any]) -> int:

@@ -1,0 +1,77 @@
+"""ImagePrompts: the images of a batch of rows, and the prompts that hold their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nvcli.core.messages import pack
+from nvcli.errors import RowError
+from nvcli.job.images.image_parts import images_of
+from nvcli.job.images.pixel_memory import Pixels
+from nvcli.job.images.row_images import PromptImages, RowImages
+from nvcli.job.job import Job, JobResult
+from nvcli.job.text.chat_renderer import Conversation
+
+_PIXELS_PER_BYTE = 8
+"""Bytes of pixels that count as one where rows that wait or run are limited: an engine must get as many rows as it can
+run, and 512 images of 1,024 x 768 take 1.2 GB."""
+
+
+class ImagePrompts:
+    """Puts images into prompts. Used by one thread."""
+
+    def __init__(self, images: RowImages | None, why_none: str) -> None:
+        """With `images` None, rows that have images are refused; `why_none` says why."""
+        self._images, self._why_none = images, why_none
+
+    def read(
+        self,
+        rows: Sequence[Job | JobResult],
+        prompts: dict[int, list[int] | RowError],
+        conversations: dict[int, Conversation],
+    ) -> dict[int, list[Pixels]]:
+        """Return the pixels of the rows that have images. Rows whose images cannot be read get an error in `prompts`,
+        and are taken out of `conversations`."""
+        messages = {at: row.messages for at in conversations if isinstance(row := rows[at], Job) and row.messages}
+        having = {at: each for at, each in messages.items() if images_of(each)}
+        if not having:
+            return {}
+        found: Sequence[list[Pixels] | RowError]
+        if self._images is None:
+            refusal = RowError("unsupported_content", f"the row has images, and {self._why_none}")
+            found = [refusal] * len(having)
+        else:
+            found = self._images.read(list(having.values()))
+        pixels: dict[int, list[Pixels]] = {}
+        for at, each in zip(having, found, strict=True):
+            if isinstance(each, RowError):
+                prompts[at] = each
+                del conversations[at]
+            else:
+                pixels[at] = each
+        return pixels
+
+    def write(self, text: str, pixels: Sequence[Pixels]) -> str | RowError:
+        """See `RowImages.write`."""
+        assert self._images is not None
+        return self._images.write(text, pixels)
+
+    def expand(self, ids: Sequence[int], pixels: Sequence[Pixels]) -> tuple[list[int], PromptImages]:
+        """See `RowImages.expand`. Raises RowError."""
+        assert self._images is not None
+        return self._images.expand(ids, pixels)
+
+
+def packed(ids: Sequence[int], images: PromptImages | None, num_tokens: int) -> bytes:
+    """Return a prompt as `Request.prompt_ids` has it. Raises RowError if it has images, and is not all of its
+    `num_tokens` tokens."""
+    if images is None:
+        return pack(ids)
+    if len(ids) < num_tokens:
+        raise RowError("prompt_too_long", f"the prompt has {num_tokens:,} tokens with its images, and is not cut")
+    return images.packed(ids)
+
+
+def counted_bytes(images: PromptImages | None) -> int:
+    """Return the bytes that images count as while their row waits or runs."""
+    return 0 if images is None else images.num_bytes // _PIXELS_PER_BYTE
