@@ -44,7 +44,7 @@ def assert_same(found: QuantisedRows, expected: QuantisedRows) -> None:
     torch.testing.assert_close(found.scales.cpu(), expected.scales, rtol=3e-2 if HAS_GPU else 1e-5, atol=1e-9)
     one, other = found.codes.cpu().float(), expected.codes.float()
     assert ((one - other).abs() <= 0.13 * other.abs() + 2.0**-8).all()
-    assert (one != other).float().mean() < (0.02 if HAS_GPU else 1e-3)
+    assert (one != other).sum() <= max(2, (0.02 if HAS_GPU else 1e-3) * one.numel())
     assert (found.values is None) == (expected.values is None)
     if found.values is not None:
         torch.testing.assert_close(found.values.cpu(), expected.values, atol=1e-6, rtol=1.6e-2)
