@@ -232,5 +232,19 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 2 / 3},
         },
     ),
+    "longcat-flash": (
+        "LongcatFlash",
+        {
+            **LATENTS,
+            "q_lora_rank": 16,
+            "num_hidden_layers": 4,
+            "n_routed_experts": 8,
+            "zero_expert_num": 5,
+            "moe_topk": 4,
+            "expert_ffn_hidden_size": 32,
+            "ffn_hidden_size": 48,
+            "routed_scaling_factor": 3.0,
+        },
+    ),
     "cohere 2 moe, softmax": ("Cohere2Moe", {"num_experts": 6, "num_experts_per_tok": 3, "logit_scale": 1.0}),
 }

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpoints import edit_json, edit_weights
-from nvcli.models.config import load_model_config
+from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.geometry import model_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-NAMES_IN_LAYER = {
+_IN_LAYER = {
     "mtp.pre_fc_norm_embedding.": "enorm.",
     "mtp.pre_fc_norm_hidden.": "hnorm.",
     "mtp.fc.": "eh_proj.",
@@ -21,27 +21,34 @@ NAMES_IN_LAYER = {
     ".shared_expert.": ".shared_experts.",
 }
 """Qwen's names and those of DeepSeek-V3 and GLM-4.5 behind the number of the layer."""
+_OF_LONGCAT = {
+    "mtp.pre_fc_norm_embedding.": "layers.0.enorm.m.",
+    "mtp.pre_fc_norm_hidden.": "layers.0.hnorm.m.",
+    "mtp.fc.": "layers.0.eh_proj.",
+    "mtp.norm.": "norm.",
+    "mtp.layers.0.mlp.": "layers.0.transformer_layer.mlp.",
+    "mtp.": "",
+}
 
 
-def stored_name(name: str, layer: int | None) -> str:
-    """Return the name in files of a tensor that Qwen calls `name`. `layer`: the number of the layer that they have
-    for the head; None: the file is Qwen's."""
-    if layer is None:
+def stored_name(name: str, config: ModelConfig) -> str:
+    """Return the name in a family's files of a tensor that Qwen calls `name`."""
+    if config.architecture.startswith("Qwen"):
         return name
-    for found, wanted in NAMES_IN_LAYER.items():
+    prefix, names = f"model.layers.{config.num_layers}.", _IN_LAYER
+    if config.architecture.startswith("Longcat"):
+        prefix, names = "model.mtp.", _OF_LONGCAT
+    for found, wanted in names.items():
         name = name.replace(found, wanted)
-    return f"model.layers.{layer}.{name}"
+    return prefix + name
 
 
 def add_mtp_head(path: Path, *, seed: int = 1) -> Path:
     """Add a random head to a checkpoint of one file whose family has heads. `path` is returned."""
     import torch
 
+    edit_json(path / "config.json", num_nextn_predict_layers=1)  # Qwen's files lack it
     config = load_model_config(path)
-    layer = None if config.architecture.startswith("Qwen") else config.num_layers
-    if layer is not None:
-        edit_json(path / "config.json", num_nextn_predict_layers=1)
-        config = load_model_config(path)
     generator = torch.Generator().manual_seed(seed)
     head = [tensor for tensor in model_tensors(config.with_mtp(), "float32") if tensor.part == "draft head"]
 
@@ -51,7 +58,7 @@ def add_mtp_head(path: Path, *, seed: int = 1) -> Path:
                 noise = torch.randn(tensor.stored_shape, generator=generator)
                 scale = noise.shape[-1] ** -0.5 if noise.dim() == 2 else 0.2
                 is_norm = "norm" in name and tensor.offset == 0
-                weights[stored_name(name, layer)] = noise * scale + (1.0 if is_norm else 0.0)
+                weights[stored_name(name, config)] = noise * scale + (1.0 if is_norm else 0.0)
 
     edit_weights(path, add)
     return path

@@ -21,7 +21,6 @@ from expert_shapes import EXPERT_SHAPES
 from family_shapes import LONGEST_SHORT_RUN, SHAPES
 from model_driver import ModelDriver
 from nvcli.models.config import load_model_config
-from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.worker.distributed.stage import Stage
 from nvcli.worker.distributed.tensor_parallel import StageState, TensorParallelGroup
 from tensor_parallel_ranks import run_ranks
@@ -142,7 +141,7 @@ def test_same_logits_of_two_ranks(checkpoint_of: Checkpoints, tmp_path: Path) ->
 
 
 def has_experts(path: Path) -> bool:
-    return any(isinstance(layer.mlp, ExpertsConfig) for layer in load_model_config(path).layers)
+    return load_model_config(path).has_experts
 
 
 def test_a_long_run_takes_longrope_s_long_factors(checkpoint_of: Checkpoints) -> None:

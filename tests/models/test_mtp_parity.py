@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from batches import RequestState, make_batch
 from checkpoints import reference_model, write_tiny_model
@@ -23,7 +23,7 @@ from nvcli.worker.distributed.tensor_parallel import TensorParallelGroup
 from tensor_parallel_ranks import run_ranks
 
 IDS = random.Random(3).choices(range(97), k=41)
-FAMILIES = ("qwen 3-next", "qwen 3.5 with vision", "glm 4.5", "deepseek v3", "glm 4.7 flash")
+FAMILIES = ("qwen 3-next", "qwen 3.5 with vision", "glm 4.5", "deepseek v3", "glm 4.7 flash", "longcat-flash")
 _OF_LAYER = {"mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm.", "mtp.fc.": "eh_proj."}
 _OF_LAYER |= {"mtp.norm.": "post_norm.", "mtp.layers.0.": "mtp_block."}
 
@@ -45,7 +45,8 @@ def reference_logits(path: Path) -> tuple[Tensor, Tensor]:
     numbers = range(len(decoder.layers))
     last = next(number for number in reversed(numbers) if hasattr(decoder.layers[number], "self_attn"))
     norm_class = type(decoder.norm)
-    layer = MtpLayer(decoder.config, type(decoder.layers[last]), norm_class, last).eval()
+    of_layer = HalfLayer if "Longcat" in type(model).__name__ else type(decoder.layers[last])
+    layer = MtpLayer(decoder.config, of_layer, norm_class, last).eval()
     layer.load_state_dict(head_weights(path, layer.state_dict()))
     ids = torch.tensor([IDS])
     with torch.inference_mode():
@@ -66,18 +67,36 @@ def reference_logits(path: Path) -> tuple[Tensor, Tensor]:
         return logits, model.lm_head(further[:, -1])
 
 
+class HalfLayer(nn.Module):
+    """The layer of LongCat-Flash's head: one of the two halves of a layer, without experts."""
+
+    def __init__(self, config: Any, number: int) -> None:
+        super().__init__()
+        from transformers.models.longcat_flash import modeling_longcat_flash as published
+
+        self.self_attn = published.LongcatFlashMLA(config, number)
+        self.mlp = published.LongcatFlashMLP(config)
+        self.input_layernorm, self.post_attention_layernorm = (
+            published.LongcatFlashRMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor, **settings: Any) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), **settings)[0]
+        result: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return result
+
+
 def head_weights(path: Path, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the head's weights under the names of `MtpLayer`, which stacks experts."""
     from safetensors.torch import load_file
 
     config = load_model_config(path)
-    layer = None if config.architecture.startswith("Qwen") else config.num_layers
     files = load_file(path / "model.safetensors")
 
     def find(name: str) -> Tensor:
         for stored, own in _OF_LAYER.items():
             if name.startswith(own):
-                return files[stored_name(name.replace(own, stored), layer)]
+                return files[stored_name(name.replace(own, stored), config)]
         raise KeyError(name)
 
     found = {}

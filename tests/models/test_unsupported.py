@@ -51,7 +51,6 @@ NONE = "its config.json fits no supported family"
         ("Idefics3ForConditionalGeneration", {**LLAMA, "vision_config": {"depth": 2}}, NONE),
         ("GPT2LMHeadModel", {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 9}, NONE),
         ("FalconForCausalLM", {"hidden_size": 64, "layer_norm_epsilon": 1e-5, "alibi": False}, NONE),
-        ("LongcatFlashForCausalLM", {**LLAMA, **MLA}, "two blocks of attention each, and experts that return"),
         ("DeepseekV32ForCausalLM", {**LLAMA, **MLA, "index_topk": 64}, "a sparse choice of keys (DSA)"),
         ("OtherForCausalLM", {**LLAMA, **MLA}, "it has multi-head latent attention in layers of a form"),
         ("JambaForCausalLM", {**LLAMA, "mamba_d_conv": 4}, "it has Mamba layers of a kind"),

@@ -43,7 +43,7 @@ class Decoder(nn.Module):
             self.embedding_scale = torch.tensor(decoder.embedding_scale, dtype=dtype, device="cpu").item()
         inputs = decoder.layer_inputs
         self.inputs = None if inputs is None else LayerInputs(build, inputs, decoder.norm, config.hidden_size)
-        numbers, owners = stage.layers(config.num_layers), decoder.kv_owners
+        numbers, owners = decoder.stage_layers(stage), decoder.kv_owners
         of_head = () if config.draft_head is None else config.draft_head.mixers
         mixers = *(layers[number].mixer for number in numbers), *of_head
         axes = config.vision.axes if config.has_tower and config.vision is not None else ()
@@ -95,15 +95,16 @@ class Decoder(nn.Module):
         if self.inputs is not None:
             inputs = list(self.inputs(batch.input_ids, residual).unbind(1))
         *layers, (last, last_layer) = self.layers.items()
+        passed: Tensor | None = None
         deep = () if batch.images is None else batch.images.deep
         for (number, layer), own, added in zip_longest(layers, inputs[:-1], deep):
-            delta, residual = layer(delta, residual, own, angles, batch, None, streams.get(number))
+            delta, residual, passed = layer(delta, residual, own, angles, batch, None, streams.get(number), passed)
             if added is not None:
                 assert batch.images is not None
                 residual.index_add_(0, batch.images.rows, added)
         # After the last attention, only rows that need logits are computed further.
         rows = None if self.norm is None else batch.logits_rows
-        delta, residual = last_layer(delta, residual, inputs[-1], angles, batch, rows, streams.get(last))
+        delta, residual, _ = last_layer(delta, residual, inputs[-1], angles, batch, rows, streams.get(last), passed)
         if self.norm is None:
             if self.is_summed and delta is not None:
                 residual, delta = residual.add_(delta), None

@@ -8,6 +8,7 @@ tensors under the decoder's names (`locate_tensors`), each of them possibly a ra
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
@@ -20,6 +21,8 @@ from nvcli.models.quantisation.quantisation import Quantisation
 from nvcli.models.tensor_info import TensorInfo
 from nvcli.models.tensor_spec import EXPERTS, FUSED, TensorSpec
 
+_PART = re.compile(r"^model\.layers\.(\d+)\.(\w+)(?:\.(\d+)(?=\.))?")
+"""A layer's number, a name in it, and the number of the part of the layer that it belongs to."""
 _TEXT_PREFIXES = (
     ("language_model.model.", "model."),
     ("model.language_model.", "model."),
@@ -58,6 +61,11 @@ class CheckpointLayout:
 
     renamed: tuple[tuple[str, str], ...] = ()
     """Parts of names that differ: (in the file, in the decoder)."""
+    parts_per_layer: int = 1
+    """The layers of the decoder that each layer of the files is: files number those behind the names of blocks and
+    norms."""
+    undivided: tuple[str, ...] = ()
+    """The decoder's names of blocks that have no such number, and belong to the first of these layers."""
     is_part: bool = False
     """Whether the checkpoint holds more than the text model. The rest is left on disk."""
     left: tuple[str, ...] = ()
@@ -95,7 +103,14 @@ class CheckpointLayout:
         for found, wanted in self.renamed if name is not None else ():
             assert name is not None
             name = name.replace(found, wanted)
+        if name is not None and self.parts_per_layer > 1:
+            name = _PART.sub(self._of_part, name, count=1)
         return name
+
+    def _of_part(self, found: re.Match[str]) -> str:
+        """Return the start of the decoder's name of a tensor whose layer in the files has several parts."""
+        layer, block, part = found.groups()
+        return f"model.layers.{int(layer) * self.parts_per_layer + int(part or 0)}.{block}"
 
     def stored_modules(self, module: str) -> list[str]:
         """Return the names that a module of the decoder may have in the files, on its own or fused with others."""
@@ -103,7 +118,11 @@ class CheckpointLayout:
         fused = [f"{parent}.{name}" for name, parts in FUSED.items() if last in parts]
         names = []
         for name in (module, *fused):
-            for found, wanted in self.renamed:
+            if self.parts_per_layer > 1 and (match := _PART.match(name)):
+                layer, part = divmod(int(match[1]), self.parts_per_layer)
+                number = "" if match[2] in self.undivided else f".{part}"
+                name = f"model.layers.{layer}.{match[2]}{number}{name[match.end(2) :]}"
+            for found, wanted in reversed(self.renamed):
                 name = name.replace(wanted, found)
             prefixes = [found for found, wanted in _TEXT_PREFIXES if self.is_part and name.startswith(wanted)]
             names += [name, *(prefix + name.removeprefix("model.") for prefix in prefixes if "model." in prefix)]

@@ -173,10 +173,12 @@ class ModelConfig:
                 f"pipeline_parallel_size (--pp) is {size}, and later layers of this model read the keys and values of "
                 "earlier ones, which are in another stage: leave it out, or use --tp"
             )
-        if size > self.num_layers:
+        most = self.num_layers // (1 + self.decoder.has_shortcuts)
+        if size > most:
+            what = "pairs of layers" if self.decoder.has_shortcuts else "layers"
             raise ConfigError(
-                f"pipeline_parallel_size (--pp) is {size}, and this model has {self.num_layers} layers, of which each "
-                f"stage needs one: lower it to {self.num_layers} or less"
+                f"pipeline_parallel_size (--pp) is {size}, and this model has {most} {what}, of which each stage needs "
+                f"one: lower it to {most} or less"
             )
 
     def check_batch_invariant(self) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from nvcli.attention.forward_batch import ForwardBatch
 from nvcli.attention.spec import CacheSpec
 from nvcli.kernels.fp8_types import Activations
-from nvcli.models.layer_config import LayerConfig
+from nvcli.kernels.norm import sum_in_order
+from nvcli.models.layer_config import SHORTCUT, LayerConfig
 from nvcli.models.layer_inputs import LayerInput
 from nvcli.models.layers import Angles, FeedForward, InputNorm, ResultNorm, TokenMixer
 from nvcli.models.mixers.mixer import NormConfig
@@ -53,13 +54,20 @@ class DecoderLayer(nn.Module):
         self.after_attention = after(norms.after_attention)
         self.before_mlp = before(norms.before_mlp, norms.after_attention)
         self.mlp: FeedForward | None = None if config.mlp is None else config.mlp.build(build, path, norm)
+        self.shortcut: FeedForward | None = None
+        if config.shortcut is not None:
+            self.shortcut = config.shortcut.build_at(build, f"{path}.{SHORTCUT}", norm)
+        self.batch_invariant = build.batch_invariant
         is_summed = self.mlp is not None and self.mlp.is_summed
         self.after_mlp = after(norms.after_mlp, is_summed=is_summed)
         self.gives_stream = self.after_mlp is None or is_summed
         if not self.is_parallel:  # norms quantise for the projections behind them, where nothing else reads the result
-            for input_norm, block in ((self.before_attention, self.mixer), (self.before_mlp, self.mlp)):
-                is_only_reader = block is not self.mixer or self.beside is None
-                if input_norm is not None and block is not None and is_only_reader and block.input_proj is not None:
+            readers = (
+                (self.before_attention, self.mixer, self.beside),
+                (self.before_mlp, self.mlp, self.shortcut),
+            )
+            for input_norm, block, other in readers:
+                if input_norm is not None and block is not None and other is None and block.input_proj is not None:
                     input_norm.quantise_for(block.input_proj)
         self.input = LayerInput(build, path, norm) if has_input else None
         self.scalar = Scalar(build, f"{path}.layer_scalar") if config.has_scalar else None
@@ -73,10 +81,13 @@ class DecoderLayer(nn.Module):
         batch: ForwardBatch,
         rows: Tensor | None,
         stream: Tensor | None = None,
-    ) -> tuple[Tensor | None, Tensor]:
-        """Return the next `delta` and `residual`: [T, H] each, or [N, H] if only the tokens `rows` [N] continue after
-        attention. `own` [T, P] is the layer's input besides the residual stream. `stream` [T, H] is filled with the
-        stream before the layer; None: nobody asks for it."""
+        passed: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        """Return the next `delta` and `residual`, and the result of the layer's shortcut: [T, H] each, or [N, H] if
+        only the tokens `rows` [N] continue after attention. `own` [T, P] is the layer's input besides the residual
+        stream. `stream` [T, H] is filled with the stream before the layer; None: nobody asks for it. `passed` [T, H] is
+        the result of the previous layer's shortcut, and like those returned this rank's part of a sum; None: it has
+        none."""
         x = _input(self.before_attention, delta, residual)
         if stream is not None:
             if self.group.size > 1 and isinstance(x, Tensor):
@@ -87,7 +98,7 @@ class DecoderLayer(nn.Module):
         adapters = None if batch.adapters is None else batch.adapters.tokens if rows is None else batch.adapters.kept
         if rows is not None:
             if len(rows) == 0:
-                return None, residual[rows]
+                return None, residual[rows], None
             mixed = mixed[rows]
             other = None if other is None else other[rows]
             if self.is_parallel:
@@ -96,7 +107,7 @@ class DecoderLayer(nn.Module):
             residual = self.group.residual_rows(residual, rows)
         if self.is_parallel:
             assert self.mlp is not None
-            return _add_part(self.mlp(x, None, adapters), self.mixer.o_proj.part(mixed, None, adapters)), residual
+            return _add_part(self.mlp(x, None, adapters), self.mixer.o_proj.part(mixed, None, adapters)), residual, None
         stream = residual if self.after_attention is None else None
         delta = self.mixer.o_proj(mixed, stream, adapters)
         if self.beside is not None and other is not None:
@@ -107,15 +118,27 @@ class DecoderLayer(nn.Module):
         del mixed, other  # the MLP can reuse their memory
         if self.after_attention is not None:
             delta = self.after_attention(delta, residual)
+        late: Tensor | None = None
         if self.mlp is not None:
             x = _input(self.before_mlp, delta, residual)
+            late = None if self.shortcut is None else self._late(self.shortcut(x, None, adapters))
             delta = self.mlp(x, residual if self.gives_stream else None, adapters)
+        if passed is not None:
+            passed = passed if rows is None else passed[rows]
+            delta = passed if delta is None else _add_part(delta, passed)
         if self.after_mlp is not None:
             delta = self.after_mlp(delta, residual)
         if self.input is not None:
             assert own is not None
             residual, delta = self.input(residual.add_(delta), own if rows is None else own[rows]), None
-        return (delta, residual) if self.scalar is None else (None, self.scalar(delta, residual))
+        return (delta, residual, late) if self.scalar is None else (None, self.scalar(delta, residual), late)
+
+    def _late(self, result: Tensor | None) -> Tensor:
+        """Return a result that holds over other blocks: [T, H], or on a single rank its parts [P, T, H] → [T, H]."""
+        assert result is not None, "nothing may be added to the stream yet"
+        if result.dim() == 3:
+            return sum_in_order(result) if self.batch_invariant else result.sum(dim=0)
+        return result.clone() if self.group.size > 1 else result
 
 
 class Scalar(TensorShard):

@@ -53,7 +53,11 @@ class MixtureOfExperts(FeedForward):
         if config.latent_size is not None:
             self.to_latents = ColumnParallelLinear(build, f"{path}.{TO_LATENTS}", (TO_LATENTS,))
             self.from_latents = ColumnParallelLinear(build, f"{path}.{FROM_LATENTS}", (FROM_LATENTS,))
-        self.num_parts, self.experts_per_token = config.num_parts, config.routing.experts_per_token
+        self.experts_per_token = config.routing.experts_per_token
+        self.first_identity = config.num_stored
+        # One of the ranks adds the input to the sum.
+        self.adds_input = config.num_identities > 0 and build.group.rank == 0
+        self.num_parts = config.num_parts - (config.num_identities > 0 and not self.adds_input)
 
     def forward(self, x: Activations, residual: Tensor | None, adapters: AdapterRows | None = None) -> Tensor:
         """Compute the experts' outputs. `residual` is unused: only blocks that add to the stream themselves need it."""
@@ -69,9 +73,20 @@ class MixtureOfExperts(FeedForward):
             # The projection of this rank's part is its part of the projected sum.
             result = sum_in_order(results) if self.batch_invariant else results.sum(dim=0)
             parts[0] = self.from_latents(result, adapters)
+        if self.adds_input:
+            part = parts[-2 if self.shared_expert is not None else -1]
+            _weigh_input(x, routes, self.first_identity, part, batch_invariant=self.batch_invariant)
         if self.shared_expert is not None:
             self.shared_expert(x, parts[-1], adapters)
         return part_of_sum(self.group, parts, batch_invariant=self.batch_invariant)
+
+
+def _weigh_input(x: Tensor, routes: Routes, first: int, out: Tensor, *, batch_invariant: bool) -> None:
+    """Write the sum of all results of experts that return their input, which are those from `first` on: [T, H] → `out`
+    [T, H]."""
+    weights = routes.weights.masked_fill(routes.experts < first, 0.0).unsqueeze(2)
+    total = sum_in_order(weights.transpose(0, 1)) if batch_invariant else weights.sum(dim=1)
+    torch.mul(x, total, out=out)
 
 
 def part_of_sum(group: TensorParallelGroup, parts: Tensor, *, batch_invariant: bool) -> Tensor:
@@ -151,7 +166,8 @@ class Experts(WeightModule):
         gate, down = self.tensors[f"{first_name}.weight"], self.tensors["down_proj.weight"]
         self.num_inputs = len(config.projections) - 1  # projections of what the experts read
         self.held = gate.shard(self.rank, self.size)[0]
-        self.num_others = gate.shape[0] - length(self.held)
+        self.num_others = config.routing.num_experts - length(self.held)
+        self.adds_bias = self.rank == 0 or length(self.held) < gate.shape[0]
         num_experts, size, hidden = gate.kept_shape(self.size)
         self.scaling, self.quantises = gate.scaling, build.has_fp8_units
         gate_format, down_format = gate.w4_format(self.size), down.w4_format(self.size)
@@ -192,7 +208,7 @@ class Experts(WeightModule):
                     yield source if self.scaling is None else source.in_fp8(scale, self.scaling)
 
     def forward(self, x: Tensor, routes: Routes, out: Tensor) -> None:
-        bias = self.down_bias if self.rank == 0 or self.num_others else None
+        bias = self.down_bias if self.adds_bias else None
         weights = ExpertWeights(
             self.gate_up_proj, self.down_proj, self.gate_up_bias, bias, self.held.start, self.num_others
         )

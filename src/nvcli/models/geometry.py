@@ -37,8 +37,8 @@ def unused_tensors(config: ModelConfig) -> tuple[str, ...]:
     return tuple(
         name
         for number, layer in enumerate(config.layers)
-        for block in layer.blocks
-        for name in block.unused_tensors(f"model.layers.{number}.{block.name}")
+        for block_name, block in layer.named_blocks
+        for name in block.unused_tensors(f"model.layers.{number}.{block_name}")
     )
 
 
@@ -91,7 +91,7 @@ def _tensors(config: ModelConfig, dtype: StoredDtype, stage: Stage) -> Iterator[
         yield matrix("model.per_layer_model_projection", shape, Sharding.REPLICATED, dtype, "embeddings")
         yield context.norm_weight("model.per_layer_projection_norm", inputs.size)
     layers = decoder.layers
-    for number in stage.layers(config.num_layers):
+    for number in decoder.stage_layers(stage):
         yield from _layer(f"model.layers.{number}", layers[number], context, inputs.size if inputs else None)
     if stage.is_last:
         yield from context.norm_tensors("model.norm", factor=decoder.logit_scale)

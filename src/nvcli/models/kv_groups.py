@@ -78,7 +78,7 @@ def layer_specs(config: ModelConfig, tensor_parallel_size: int, stage: Stage = W
 
 def _held_layers(config: ModelConfig, stage: Stage) -> range:
     """Return the numbers of the layers that a stage has in its KV cache."""
-    numbers = stage.layers(config.num_layers)
+    numbers = config.decoder.stage_layers(stage)
     return range(numbers.start, len(config.mixers)) if stage.is_last else numbers
 
 

@@ -14,6 +14,10 @@ from nvcli.models.checkpoint_layout import PLAIN_LAYOUT, CheckpointLayout
 from nvcli.models.draft_head_config import DraftHeadConfig
 from nvcli.models.mixers.mixer import Block, FeedForward, LayerContext, Mixer, NormConfig
 from nvcli.models.tensor_spec import Sharding, TensorSpec, vector
+from nvcli.worker.distributed.stage import Stage
+
+SHORTCUT = "shortcut"
+"""The name of a layer's shortcut in the decoder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +54,9 @@ class LayerConfig:
     """Another mixer, which reads the same normed input; their outputs are added."""
     mlp: FeedForward | None
     """The block that computes each token by itself; None: the layer has none."""
+    shortcut: FeedForward | None = None
+    """Another such block, which reads the same normed input as `mlp`. Its result is added to the stream behind the next
+    layer, so that it can be computed beside that (Shortcut-connected MoE, https://arxiv.org/abs/2404.05019)."""
     norms: LayerNorms = LayerNorms()
     has_scalar: bool = False
     """Whether the residual stream is multiplied by a number from the checkpoint at the end of the layer."""
@@ -60,7 +67,14 @@ class LayerConfig:
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        return self.mixers if self.mlp is None else (*self.mixers, self.mlp)
+        return tuple(block for _, block in self.named_blocks)
+
+    @property
+    def named_blocks(self) -> tuple[tuple[str, Block], ...]:
+        """The blocks with their names in the layer."""
+        blocks = *self.mixers, *(() if self.mlp is None else (self.mlp,))
+        named = tuple((block.name, block) for block in blocks)
+        return named if self.shortcut is None else (*named, (SHORTCUT, self.shortcut))
 
     @property
     def is_parallel(self) -> bool:
@@ -70,13 +84,14 @@ class LayerConfig:
     @property
     def routing(self) -> Routing | None:
         """How a token's experts are chosen; None: the layer has no experts."""
-        return None if self.mlp is None else self.mlp.routing
+        routings = (block.routing for block in (self.mlp, self.shortcut) if block is not None)
+        return next((routing for routing in routings if routing is not None), None)
 
     def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
         """Yield the tensors of the layer `path`, besides those of inputs of its own. All its norms have the same form,
         whatever their place."""
-        for block in self.blocks:
-            yield from block.tensors(f"{path}.{block.name}", context)
+        for name, block in self.named_blocks:
+            yield from block.tensors(f"{path}.{name}", context)
         for name in self.norms.names():
             yield from context.norm_tensors(f"{path}.{name}")
         if self.has_scalar:
@@ -130,6 +145,18 @@ class DecoderConfig:
         layer."""
         others = (layer.mixer.reads_kv_of for layer in self.layers)
         return tuple(number if other is None else other for number, other in enumerate(others))
+
+    @property
+    def has_shortcuts(self) -> bool:
+        """Whether layers pass a result on to the next ones beside the residual stream: every second one does, so that a
+        pipeline is cut behind pairs of layers."""
+        return any(layer.shortcut is not None for layer in self.layer_kinds)
+
+    def stage_layers(self, stage: Stage) -> range:
+        """Return the numbers of a stage's layers."""
+        unit = 1 + self.has_shortcuts
+        units = stage.layers(self.num_layers // unit)
+        return range(units.start * unit, units.stop * unit)
 
     @property
     def angles_per_position(self) -> int:

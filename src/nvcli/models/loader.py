@@ -152,7 +152,7 @@ def read_kv_scales(model: CausalLM, weights: CheckpointWeights) -> dict[int, lis
     """
     found = find_kv_scales(weights.tensors)
     scales: dict[int, list[float]] = {}
-    for index, number in enumerate(model.stage.layers(model.config.num_layers)):
+    for index, number in enumerate(model.config.decoder.stage_layers(model.stage)):
         of_layer = found.get(number)
         if of_layer is None or of_layer.k is None or of_layer.v is None:
             continue

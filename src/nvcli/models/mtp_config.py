@@ -19,13 +19,22 @@ from nvcli.models.tensor_spec import Sharding, TensorSpec, matrix
 PREFIX = "mtp."
 LAYER, FC, NORM = f"{PREFIX}layers.0", f"{PREFIX}fc", f"{PREFIX}norm"
 NORM_OF_EMBEDDING, NORM_OF_HIDDEN = f"{PREFIX}pre_fc_norm_embedding", f"{PREFIX}pre_fc_norm_hidden"
-_NAMES_IN_LAYER = {
-    "enorm.": f"{NORM_OF_EMBEDDING}.",
-    "hnorm.": f"{NORM_OF_HIDDEN}.",
-    "eh_proj.": f"{FC}.",
-    "shared_head.norm.": f"{NORM}.",
-}
-"""Names in files whose head is one more layer of the decoder, as in DeepSeek-V3, and in the decoder."""
+Names = tuple[tuple[str, str], ...]
+"""Beginnings of names: (in files, in the decoder)."""
+
+
+def names_of_layer(layer: LayerConfig, stored: str, norm: str = "") -> Names:
+    """Return the names of a head that files have as a layer `stored`, as DeepSeek-V3's do. `norm` is behind the names
+    of its norms of the embedding and the hidden state."""
+    names = {
+        f"enorm{norm}.": f"{NORM_OF_EMBEDDING}.",
+        f"hnorm{norm}.": f"{NORM_OF_HIDDEN}.",
+        "eh_proj.": f"{FC}.",
+        "shared_head.norm.": f"{NORM}.",
+    }
+    parts = *(name for name, _ in layer.named_blocks), *layer.norms.names()
+    names |= {f"{part}.": f"{LAYER}.{part}." for part in parts}
+    return tuple((stored + found, wanted) for found, wanted in names.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +44,8 @@ class MTPConfig(DraftHeadConfig):
     module: ClassVar[str] = "nvcli.models.draft_heads.mtp:MTPHead"
     layer: LayerConfig
     norm: NormConfig
-    stored_layer: int | None = None
-    """The number of the decoder's layer that files name it as; None: files have the decoder's names."""
+    stored_names: Names = ()
+    """The names of its tensors in files; empty: they are the decoder's."""
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
@@ -54,16 +63,7 @@ class MTPConfig(DraftHeadConfig):
         yield from self.layer.tensors(LAYER, context)
 
     def layout(self, layout: CheckpointLayout) -> CheckpointLayout:
-        if self.stored_layer is None:
+        if not self.stored_names:
             return replace(layout, of_head=(PREFIX,))
-        stored = f"model.layers.{self.stored_layer}."
-        blocks = (*(f"{block.name}." for block in self.layer.blocks), *(f"{n}." for n in self.layer.norms.names()))
-        return replace(
-            layout,
-            of_head=tuple(stored + name for name in (*_NAMES_IN_LAYER, *blocks)),
-            renamed=(
-                *((stored + found, wanted) for found, wanted in _NAMES_IN_LAYER.items()),
-                (stored, f"{LAYER}."),
-                *layout.renamed,
-            ),
-        )
+        of_head = tuple(found for found, _ in self.stored_names)
+        return replace(layout, of_head=of_head, renamed=(*self.stored_names, *layout.renamed))

@@ -60,8 +60,6 @@ _LACKING = {
     "InternVLChatModel": "its files are those of its own code; OpenGVLab's checkpoints whose names end in -hf run",
     "KimiLinearForCausalLM": "its linear attention (KDA) is not computed by nvcli",
     "LlavaForConditionalGeneration": "its vision tower is not computed by nvcli; that of Mistral 3 is",
-    "LongcatFlashForCausalLM": "its layers have two blocks of attention each, and experts that return their input, "
-    "which nvcli does not compute",
     "MiMoV2FlashForCausalLM": "its values have heads of another size than its keys, which nvcli does not keep",
     "PhimoeForCausalLM": "its router (SparseMixer) and a bias of the LM head are not computed by nvcli",
     "PhiMoEForCausalLM": "its router (SparseMixer) and a bias of the LM head are not computed by nvcli",

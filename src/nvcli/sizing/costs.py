@@ -102,7 +102,7 @@ def model_costs(
     tensors = {tensor.name: tensor for tensor in model_tensors(model, dtype, stage)}
     head = tensors.get(f"{EMBEDDING if model.tie_word_embeddings else HEAD}.weight") if stage.is_last else None
     layers = [tensor for tensor in tensors.values() if tensor.part in ("attention", "MLP")]
-    mixers = Counter(mixer for number in stage.layers(model.num_layers) for mixer in model.layers[number].mixers)
+    mixers = Counter(mixer for number in model.decoder.stage_layers(stage) for mixer in model.layers[number].mixers)
     return ModelCosts(
         layers=_matrices(layers, tensor_parallel_size),
         lm_head=_matrices([] if head is None else [head], tensor_parallel_size),

@@ -128,6 +128,7 @@ def _activations(config: EngineConfig, model: ModelConfig, num_tokens: int) -> i
     most = max(block.activation_elements(hidden, ranks, model.quantization) for block in blocks)
     if model.quantization == "fp8":
         most += code_elements(hidden)
+    most += model.decoder.has_shortcuts * hidden  # the result that waits for the next layer
     inputs = model.decoder.layer_inputs
     if inputs is not None:  # those of all layers live through the pass; making them takes four times as much
         width = model.num_layers * inputs.size

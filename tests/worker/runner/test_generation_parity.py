@@ -61,7 +61,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "gpt-oss": shape_of("gpt-oss", num_hidden_layers=2, seed=8),
     "gemma-2": shape_of("gemma 2", num_hidden_layers=2, seed=9),
     "untied-mha": {"num_key_value_heads": 4, "max_shard_size": "30KB"},
-    "glm-4.7-flash": shape_of("glm 4.7 flash", num_hidden_layers=2, seed=3),
+    "longcat-flash": shape_of("longcat-flash", seed=3),
     "mistral": {"family": "Mistral", "sliding_window": 45, "seed": 1},
     "gemma-4": {
         "family": "Gemma4Text",
@@ -101,13 +101,14 @@ def kinds_of_layers(path: Path) -> set[str]:
             kinds |= {type(mixer).__name__, *({"shared keys"} if mixer.reads_kv_of is not None else ())}
             kinds |= {name for name in ATTENTION if isinstance(spec, AttentionSpec) and getattr(spec, name)}
         kinds |= {"two mixers"} if layer.beside else set()
+        kinds |= {"shortcut"} if layer.shortcut else set()
     return kinds
 
 
 def test_every_kind_of_layer_is_in_some_checkpoint(tmp_path: Path) -> None:
     found = [kinds_of_layers(write_tiny_config(tmp_path, **shape)) for shape in CHECKPOINTS.values()]
     mixers = {mixer.__name__ for mixer in Mixer.__subclasses__() if mixer.__module__.startswith("nvcli.")}
-    assert set().union(*found) == {*mixers, *ATTENTION, "shared keys", "two mixers"}
+    assert set().union(*found) == {*mixers, *ATTENTION, "shared keys", "two mixers", "shortcut"}
 
 
 @dataclass(frozen=True)

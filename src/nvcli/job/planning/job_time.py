@@ -103,7 +103,7 @@ def replica_seconds(
     """
     tp, pp = config.tensor_parallel_size, config.pipeline_parallel_size
     stage = largest_stage(model, pp)
-    num_layers = len(stage.layers(model.num_layers))
+    num_layers = len(model.decoder.stage_layers(stage))
     held = requests_held(num_tokens, config, model, lengths.prompt + lengths.answer)
     running = max(1.0, min(config.max_num_seqs, num_requests, held))
     costs = model_costs(model, config.dtype, tensor_parallel_size=tp, stage=stage, kv_dtype=config.kv_dtype)

@@ -47,7 +47,7 @@ class MTPHead(DraftHead):
     ) -> tuple[Tensor, Tensor]:
         parts = self.norm_of_embedding(None, self._shared.embed(token_ids)), self.norm_of_hidden(None, states)
         residual = self.product(torch.cat(parts, dim=1), self.fc.weight)
-        delta, residual = self.layer(None, residual, None, self._shared.angles(batch.positions), batch, rows)
+        delta, residual, _ = self.layer(None, residual, None, self._shared.angles(batch.positions), batch, rows)
         hidden: Tensor = self.norm(delta, residual)
         if self.group.size > 1:
             hidden = hidden.clone()  # it holds until the next sum

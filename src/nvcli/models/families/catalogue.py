@@ -20,6 +20,7 @@ from nvcli.models.families.hunyuan import HUNYUAN_V1, HUNYUAN_V1_MOE, HUNYUAN_V3
 from nvcli.models.families.internvl import INTERNVL
 from nvcli.models.families.lfm2 import LFM2, LFM2_MOE, LFM3
 from nvcli.models.families.llama import INTERNLM3, LLAMA, SMOLLM3
+from nvcli.models.families.longcat import LONGCAT_FLASH
 from nvcli.models.families.mamba2 import MAMBA2
 from nvcli.models.families.minicpm import MINICPM3
 from nvcli.models.families.minimax import MINIMAX_M2
@@ -92,6 +93,7 @@ FAMILIES: tuple[Family, ...] = (
     MINICPM3,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    LONGCAT_FLASH,
     COHERE2,
     COHERE2_MOE,
     MINIMAX_M2,

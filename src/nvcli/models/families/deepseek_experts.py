@@ -12,7 +12,7 @@ from nvcli.models.layer_config import DecoderConfig, LayerConfig
 from nvcli.models.mixers.experts import ExpertsConfig
 from nvcli.models.mixers.mixer import Mixer
 from nvcli.models.mixers.mlp import MLPConfig
-from nvcli.models.mtp_config import MTPConfig
+from nvcli.models.mtp_config import MTPConfig, names_of_layer
 
 SHARED_EXPERT = (".shared_experts.", ".shared_expert.")
 """The names of shared experts in files and in the decoder."""
@@ -68,7 +68,8 @@ def read_with_predictions(
     norm, head = config.rms_norm(), None
     if config.get("num_nextn_predict_layers", int, 0) > 0:
         layer = LayerConfig(mixer=attention, mlp=experts)
-        head = MTPConfig(layer=layer, norm=norm, stored_layer=config.num_layers())
+        names = names_of_layer(layer, f"model.layers.{config.num_layers()}.")
+        head = MTPConfig(layer=layer, norm=norm, stored_names=names)
     return config.decoder(layers, norm=norm, layout=layout_without_predictions(config), mtp=head)
 
 

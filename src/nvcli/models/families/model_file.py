@@ -124,10 +124,17 @@ class ModelFile(JsonFile):
             raise self.error(key, f"{num_kv_heads} does not divide {num_heads} attention heads")
         return num_kv_heads
 
-    def mlp(self, *, key: str = "hidden_act", default: str = "silu", bias: bool = False) -> MLPConfig:
+    def mlp(
+        self,
+        *,
+        key: str = "hidden_act",
+        default: str = "silu",
+        bias: bool = False,
+        size_key: str = "intermediate_size",
+    ) -> MLPConfig:
         """Read the gated MLP, whose activation is under `key`."""
         activation = self.activation(key, default)
-        return MLPConfig(intermediate_size=self.positive("intermediate_size"), activation=activation, bias=bias)
+        return MLPConfig(intermediate_size=self.positive(size_key), activation=activation, bias=bias)
 
     def activation(self, key: str = "hidden_act", default: str = "silu") -> Activation:
         """Read the activation of an MLP's gate."""

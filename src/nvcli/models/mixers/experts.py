@@ -38,6 +38,9 @@ class ExpertsConfig(FeedForward):
     """Whether each expert's weight for a token is multiplied by a number from the checkpoint; see `route`."""
     has_wide_router: bool = False
     """Whether the router's weight is one of float32, whatever the type of the others."""
+    num_identities: int = 0
+    """The last of the router's experts, which return their input; they have no weights (zero-computation experts,
+    https://arxiv.org/abs/2509.01322)."""
     latent_size: int | None = None
     """The size of a vector that the block's input is projected to for the experts, and their results from; None: they
     read the input itself. The router and the shared expert do so in any case."""
@@ -58,11 +61,16 @@ class ExpertsConfig(FeedForward):
         return "nvcli.models.experts:MixtureOfExperts"
 
     @property
+    def num_stored(self) -> int:
+        """The number of experts that have weights."""
+        return self.routing.num_experts - self.num_identities
+
+    @property
     def num_parts(self) -> int:
         """The parts of its result on a single rank: one for each expert of a token, or for all of them behind a
-        projection from latents, and one of the shared expert."""
+        projection from latents, one of the input and one of the shared expert."""
         experts = self.routing.experts_per_token if self.latent_size is None else 1
-        return experts + (self.shared is not None)
+        return experts + (self.num_identities > 0) + (self.shared is not None)
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -72,7 +80,7 @@ class ExpertsConfig(FeedForward):
     def check(self, ranks: Ranks) -> Iterator[str]:
         if self.shared is not None:
             yield from self.shared.check(ranks)
-        num_experts, parts = self.routing.num_experts, ranks.parts_of_expert
+        num_experts, parts = self.num_stored, ranks.parts_of_expert
         if ranks.expert_parallel and num_experts % ranks.size:
             yield f"{num_experts} experts do not divide by {ranks.size} (enable_expert_parallel, --ep)"
         if self.intermediate_size % (parts * EXPERT_ALIGNMENT):
@@ -101,11 +109,17 @@ class ExpertsConfig(FeedForward):
             inner += (2 + experts) * self.latent_size
         return (2 + results) * hidden_size + inner + (code_elements(inner) if quantization == "fp8" else 0)
 
+    def unused_tensors(self, path: str) -> Iterator[str]:
+        """Yield the weights that transformers writes for experts that return their input."""
+        for expert in range(self.num_stored, self.routing.num_experts):
+            yield from (f"{path}.{EXPERTS}.{expert}.{name}.weight" for name in self.projections)
+
     def tensors(self, path: str, context: LayerContext) -> Iterator[TensorSpec]:
         """Yield the tensors. The router's bias, correction and factors are kept in float32, in which routes are
         computed."""
         hidden, dtype = context.hidden_size, context.dtype
         num_experts, size = self.routing.num_experts, self.intermediate_size
+        num_stored = self.num_stored
         read = hidden if self.latent_size is None else self.latent_size
         router_dtype = "float32" if self.has_wide_router else dtype
         yield matrix(f"{path}.gate", (num_experts, hidden), Sharding.REPLICATED, router_dtype, "MLP")
@@ -118,7 +132,7 @@ class ExpertsConfig(FeedForward):
             yield vector(f"{path}.gate.{name}", num_experts, Sharding.REPLICATED, "MLP")
         for name in self.projections:
             is_down = name == "down_proj"
-            shape = (num_experts, read, size) if is_down else (num_experts, size, read)
+            shape = (num_stored, read, size) if is_down else (num_stored, size, read)
             sharding = Sharding.COLUMNS if is_down else Sharding.ROWS
             sharding = Sharding.EXPERTS if context.expert_parallel else sharding
             weight = matrix(f"{path}.{EXPERTS}.{name}", shape, sharding, dtype, "experts", self.projections)

@@ -49,6 +49,9 @@ class LatentAttentionConfig(Mixer):
     bias: bool = False
     """Whether the projections to latents and of the result have biases."""
     query_scaling: QueryScaling | None = None
+    query_factor: float = 1.0
+    latent_factor: float = 1.0
+    """Factors of the normed latent vectors, of queries and of keys and values."""
 
     @property
     def query_dim(self) -> int:
@@ -120,12 +123,14 @@ class LatentAttentionConfig(Mixer):
             shape = self.query_rank, hidden
             q_a_proj = matrix(f"{path}.q_a_proj", shape, Sharding.REPLICATED, dtype, "attention", fused)
             yield from with_bias(q_a_proj, bias=self.bias)
-            yield context.norm_weight(f"{path}.q_a_layernorm", self.query_rank, "attention")
+            factor = self.query_factor
+            yield context.norm_weight(f"{path}.q_a_layernorm", self.query_rank, "attention", factor=factor)
             shape = queries, self.query_rank
             yield matrix(f"{path}.q_b_proj", shape, Sharding.ROWS, dtype, "attention", ("q_b_proj",))
         latents = matrix(f"{path}.{LATENTS}", (self.key_dim, hidden), Sharding.REPLICATED, dtype, "attention", fused)
         yield from with_bias(latents, bias=self.bias)
-        yield context.norm_weight(f"{path}.kv_a_layernorm", self.latent_dim, "attention")
+        factor = self.latent_factor
+        yield context.norm_weight(f"{path}.kv_a_layernorm", self.latent_dim, "attention", factor=factor)
         shape = heads * (self.plain_dim + self.value_dim), self.latent_dim
         weight = matrix(f"{path}.{FROM_LATENTS}", shape, Sharding.ROWS, dtype, "attention")
         yield replace(weight, in_linear_layer=False)
