@@ -25,7 +25,8 @@ from nvcli.job.run.counts import Counts
 from nvcli.job.run.engines import EngineEvents, EngineSet, StartEngine, start_engine
 from nvcli.job.run.loop import JobLoop
 from nvcli.job.run.plan import plan_replicas, window_rows
-from nvcli.job.run.resolve import make_parser, resolve_settings, row_keys
+from nvcli.job.run.resolve import resolve_settings
+from nvcli.job.run.row_settings import row_keys
 from nvcli.job.text.tokenizer import Tokenizer
 from nvcli.llm.call import Call
 from nvcli.llm.call_defaults import CallDefaults, Lora
@@ -154,15 +155,7 @@ class Session:
             self._calls.add(call)
         keys = row_keys(self.run.job)
         chat = self._resolved.choose_chat(is_task=task is not None)
-        parser = make_parser(
-            self.run.job,
-            self._resolved.sampling_defaults,
-            chat=chat,
-            keep=lambda value: value,
-            caller=call,
-            task=task,
-            adapters=self.adapters,
-        )
+        parser = self._resolved.make_parser(chat, keep=lambda value: value, caller=call, task=task)
 
         def read_rows() -> None:
             error: BaseException | None = None

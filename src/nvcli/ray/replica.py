@@ -26,7 +26,7 @@ from nvcli.job.rows.conversation import CONVERSATION_KEYS
 from nvcli.job.rows.raw_values import without_nulls
 from nvcli.job.rows.row_warnings import RowWarnings
 from nvcli.job.run.engines import StartEngine, start_engine
-from nvcli.job.run.resolve import row_keys
+from nvcli.job.run.row_settings import row_keys
 from nvcli.llm.answer import Answer
 from nvcli.llm.llm import LLM, log_note
 

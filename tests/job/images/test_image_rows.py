@@ -29,8 +29,8 @@ from nvcli.job.images.pixel_memory import PixelMemory
 from nvcli.job.images.row_images import RowImages
 from nvcli.job.job import Job, RowContext
 from nvcli.job.progress.display import Progress
-from nvcli.job.run.engine_settings import why_no_images
 from nvcli.job.run.generate import generate
+from nvcli.job.run.image_settings import why_no_images
 from nvcli.job.run.resolve import resolve_job, resolve_settings
 from nvcli.llm.llm import LLM
 from nvcli.models.config import load_model_config

@@ -17,7 +17,7 @@ from nvcli.errors import ConfigError
 from nvcli.job.run import device, resolve
 from nvcli.job.run.device import detect_device, unused_gpu
 from nvcli.job.run.engine_settings import resolve_engine_config
-from nvcli.job.run.resolve import sampling_defaults
+from nvcli.job.run.row_settings import sampling_defaults
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.tools.bench.shapes import write_shape
 

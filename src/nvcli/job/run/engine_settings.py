@@ -7,7 +7,6 @@ Starts no process and imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -17,11 +16,11 @@ from nvcli.core.config_types import ModelDtype
 from nvcli.core.engine_config import EngineConfig, kv_dtype
 from nvcli.core.lora_config import adapter_choice
 from nvcli.core.system.nvidia_smi import SmiGpu
-from nvcli.errors import ConfigError, LoadError, RowError
-from nvcli.job.images.row_images import limited
+from nvcli.errors import ConfigError, LoadError
 from nvcli.job.planning.layout import layout_as_given
 from nvcli.job.run.adapter_ways import find_ways
 from nvcli.job.run.device import detect_device
+from nvcli.job.run.image_settings import keeps_images_whole, most_image_tokens, with_tower
 from nvcli.job.run.kept_weights import check_fast_accumulation, keep_weights
 from nvcli.models.adapters.adapter import Adapter, read_adapter
 from nvcli.models.adapters.find import find_adapter
@@ -29,10 +28,7 @@ from nvcli.models.adapters.row_adapters import sizes_of
 from nvcli.models.checkpoint_check import check_tensors, read_model_tensors
 from nvcli.models.config import ModelConfig, load_model_config
 from nvcli.models.draft_heads.own_files import MTP, find_head, with_draft_head
-from nvcli.models.families.catalogue import find_family
 from nvcli.models.same_tokens import check_same_tokens
-from nvcli.models.vision.image_processor import PROCESSOR_FILES, ImageProcessor, has_processor, read_processor
-from nvcli.models.vision.vision_config import VisionConfig
 from nvcli.sizing.graph_sizes import default_batched_tokens
 from nvcli.sizing.kv_cache import default_block_size
 
@@ -54,25 +50,32 @@ def load_model(
     `found_device` is the device that `device: auto` stands for (None: look for a GPU). `gpus` are the run's GPUs;
     `gpu_bytes` is the memory of one about which nothing else is known. If both are None, this machine's GPUs count.
     """
-    return load_with_adapters(run, model_path, found_device=found_device, gpus=gpus, gpu_bytes=gpu_bytes)[0]
+    return load_with_adapters(
+        run, model_path, load_checkpoint(run, model_path), found_device=found_device, gpus=gpus, gpu_bytes=gpu_bytes
+    )[0]
+
+
+def load_checkpoint(run: RunConfig, model_path: Path) -> ModelConfig:
+    """Load a checkpoint's configuration as it is. Raises LoadError and ConfigError."""
+    return load_model_config(model_path, expert_parallel=run.enable_expert_parallel, overrides=run.hf_overrides)
 
 
 def load_with_adapters(
     run: RunConfig,
     model_path: Path,
+    model: ModelConfig,
     *,
     found_device: Literal["cpu", "cuda"] | None = None,
     gpus: Sequence[SmiGpu] | None = None,
     gpu_bytes: int | None = None,
     reads_images: bool = True,
 ) -> tuple[ModelConfig, Adapter | None, dict[str, Adapter]]:
-    """Load a checkpoint's configuration as `load_model` does, with the LoRA adapter for all rows (None: the run has
-    none) and those that rows choose, by name.
+    """Return the model of a checkpoint (`load_checkpoint`) as `load_model` does, with the LoRA adapter for all rows
+    (None: the run has none) and those that rows choose, by name.
 
     `reads_images` false: with `images: auto` the vision tower is left out. Raises LoadError and ConfigError, also if an
     adapter does not fit the model.
     """
-    model = load_model_config(model_path, expert_parallel=run.enable_expert_parallel, overrides=run.hf_overrides)
     adapter, choice = None, adapter_choice(run.lora)
     base = model.headless() if run.task == "embed" else model
     named = {name: read_adapter(find_adapter(path), base) for name, path in choice.named.items()}
@@ -82,71 +85,10 @@ def load_with_adapters(
         adapter = read_adapter(find_adapter(choice.merged), base)
         model = adapter.adapt(model)
     if run.images == "always" or (run.images == "auto" and reads_images):
-        model = _with_tower(run, model_path, model)
+        model = with_tower(run, model_path, model)
     device = (found_device or detect_device()) if run.device == "auto" else run.device
     model = with_run_head(run, model_path, model, device)
     return keep_weights(run, model, device, gpus=gpus, gpu_bytes=gpu_bytes, adapter=adapter), adapter, named
-
-
-def _with_tower(run: RunConfig, model_path: Path, model: ModelConfig) -> ModelConfig:
-    """Return the model with its vision tower where the run can use it. Raises ConfigError if it is asked for."""
-    reason = why_no_images(run, model_path, model)
-    if reason is None:
-        return model.with_tower()
-    if run.images == "always":
-        raise ConfigError(f"`images` is always, and {reason}; or leave `images` out")
-    return model
-
-
-def why_no_images(run: RunConfig, model_path: Path, model: ModelConfig) -> str | None:
-    """Return why a run reads no images, as the second half of a sentence; None: it reads them."""
-    if model.vision is None:
-        family = find_family(model.architecture)
-        lacking = "" if family is None or not family.lacking_vision else f": {family.lacking_vision}"
-        return f"this model ({model.architecture}) is read as one of text alone{lacking}"
-    if run.images == "never":
-        return "`images` is never"
-    if run.pipeline_parallel_size > 1:
-        return "`pipeline_parallel_size` (--pp) is above 1, where images are not read; use --tp"
-    if run.speculation.draft_head is not None:
-        return f"`speculation.method` (--speculate) is {run.speculation.method}, whose head reads no images; use lookup"
-    if run.batch_invariant and model.vision.attends_both_ways:
-        return "`batch_invariant` is true, under which the tokens of an image cannot attend to all of it; leave it out"
-    if find_spec("PIL") is None:
-        return "Pillow is not installed: pip install 'nvcli[images]'"
-    if not has_processor(model_path):
-        return f"{model_path} has no {PROCESSOR_FILES[1]}; copy it from the model's files"
-    return None
-
-
-def image_processor(run: RunConfig, model_path: Path, vision: VisionConfig) -> ImageProcessor:
-    """Read the image processor of a checkpoint, with the limits that the job sets. Raises LoadError and ConfigError."""
-    given = {"min_pixels": run.job.min_pixels, "max_pixels": run.job.max_pixels}
-    limits = {key: value for key, value in given.items() if value is not None}
-    try:
-        return limited(read_processor(model_path, vision), limits)
-    except RowError as error:
-        raise ConfigError(f"{', '.join(f'`job.{key}`' for key in limits)}: {error.message}") from None
-
-
-def _max_image_tokens(run: RunConfig, model_path: Path, model: ModelConfig, max_model_len: int) -> int:
-    """Return the most tokens of an image; 0: the run reads none."""
-    if not model.has_tower:
-        return 0
-    assert model.vision is not None
-    return min(image_processor(run, model_path, model.vision).max_tokens, max_model_len)
-
-
-def _keeps_images_whole(model: ModelConfig, max_image_tokens: int, max_num_batched_tokens: int) -> bool:
-    """Whether no chunk of a prompt may end inside an image. Raises ConfigError if none fits into a step."""
-    if model.vision is None or not (model.has_tower and model.vision.attends_both_ways):
-        return False
-    if max_num_batched_tokens < max_image_tokens:
-        raise ConfigError(
-            f"`max_num_batched_tokens` is {max_num_batched_tokens}, and this model computes an image of "
-            f"{max_image_tokens} tokens in one step: raise it, or set `images` to never"
-        )
-    return True
 
 
 def with_run_head(run: RunConfig, model_path: Path, model: ModelConfig, device: Literal["cpu", "cuda"]) -> ModelConfig:
@@ -218,7 +160,7 @@ def resolve_engine_config(
     max_num_batched_tokens = run.max_num_batched_tokens
     if max_num_batched_tokens is None:
         max_num_batched_tokens = max(default_batched_tokens(model, device), run.max_num_seqs)
-    max_image_tokens = _max_image_tokens(run, model_path, model, max_model_len)
+    max_image_tokens = most_image_tokens(run, model_path, model, max_model_len)
     attention_backend = attention_choice(run.attention_backend)
     if run.batch_invariant:
         _check_batch_invariant(run, model, dtype, attention_backend)
@@ -265,7 +207,7 @@ def resolve_engine_config(
         draft_head=None if model.draft_head is None else find_head(run.speculation.draft_head or MTP),
         draft_policy=run.speculation.policy,
         max_image_tokens=max_image_tokens,
-        keeps_images_whole=_keeps_images_whole(model, max_image_tokens, max_num_batched_tokens),
+        keeps_images_whole=keeps_images_whole(model, max_image_tokens, max_num_batched_tokens),
         prepare_grammars=run.task == "generate" and run.sampling.get("structured") is not None,
     )
 
@@ -287,7 +229,7 @@ def _read_adapters(run: RunConfig, model_path: Path) -> dict[str, Adapter]:
     named = adapter_choice(run.lora).named
     if not named:
         return {}
-    model = load_model_config(model_path, expert_parallel=run.enable_expert_parallel, overrides=run.hf_overrides)
+    model = load_checkpoint(run, model_path)
     return {name: read_adapter(find_adapter(path), model) for name, path in named.items()}
 
 

@@ -1,6 +1,8 @@
 """Resolves a job: the configuration, the files and the checkpoint become a `ResolvedJob`.
 
-Every choice is made and everything is checked that can be without starting a process. Imports no torch.
+What is asked for (`row_settings.py`) says how rows are read; the first of them say what they need (`row_needs.py`); and
+then the settings of the engines are chosen (`engine_settings.py`). Every choice is made and everything is checked that
+can be without starting a process. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,50 +17,42 @@ from typing import Any, Literal
 
 import msgspec
 
-from nvcli.core.chat_template import read_chat_template, unknown_variables
-from nvcli.core.config import JobConfig, RunConfig
+from nvcli.core.chat_template import unknown_variables
+from nvcli.core.config import RunConfig
 from nvcli.core.engine_config import EngineConfig
-from nvcli.core.job_config import MESSAGES_KEY, PROMPT_KEY
-from nvcli.core.lora_config import adapter_choice
-from nvcli.core.sampling_params import SamplingParams
 from nvcli.core.system.nvidia_smi import SmiGpu
-from nvcli.core.text_template import TextTemplate
-from nvcli.core.validation import InvalidValue, convert, shorten
+from nvcli.core.validation import shorten
 from nvcli.errors import ConfigError
 from nvcli.job.files import STREAM, check_inputs, check_output, choose_output, expand_inputs
-from nvcli.job.images.image_rows import have_images
 from nvcli.job.images.image_source import ImageFolders
 from nvcli.job.images.row_images import RowImages
 from nvcli.job.input.fetch import fetch_inputs
 from nvcli.job.input.known_input import KnownInput, is_repeatable, know_inputs
-from nvcli.job.input.reader import RowDigests, RowReader, check_first_rows
-from nvcli.job.job import Caller, Job, JobResult
+from nvcli.job.input.reader import RowDigests, RowReader
+from nvcli.job.job import JobResult
 from nvcli.job.output.manifest import Manifest, load_manifest
 from nvcli.job.row_set import AnsweredRows
-from nvcli.job.rows.native_row import ADAPTER_KEY, RowKeys
-from nvcli.job.rows.parser import RowParser
-from nvcli.job.rows.prompt_rules import PromptKind, PromptRules, TextKinds, describe_kind
-from nvcli.job.rows.raw_values import as_json
+from nvcli.job.rows.prompt_rules import PromptKind, TextKinds, describe_kind
 from nvcli.job.rows.row_digest import InputRows
 from nvcli.job.rows.row_warnings import RowWarnings
-from nvcli.job.rows.task_rows import TaskRows
 from nvcli.job.run.adapter_ways import choose_ways
-from nvcli.job.run.chat_choice import ChatChoice, choose_chat, keep_choice
+from nvcli.job.run.chat_choice import ChatChoice, keep_choice
 from nvcli.job.run.default_sampling import check_default_sampling
-from nvcli.job.run.engine_settings import image_processor, load_with_adapters, resolve_engine_config, why_no_images
+from nvcli.job.run.engine_settings import load_checkpoint, load_with_adapters, resolve_engine_config
 from nvcli.job.run.feeder import Feeder, RowSource, portions
+from nvcli.job.run.image_settings import image_processor, why_no_images
 from nvcli.job.run.job_facts import job_facts
+from nvcli.job.run.row_needs import RowNeeds, needs_of_rows
+from nvcli.job.run.row_settings import RowSettings, read_row_settings
 from nvcli.job.run.settings import SetterOf, unknown_setter
-from nvcli.job.run.task import task_rows
 from nvcli.job.shard import WHOLE, Shard
 from nvcli.job.text.chat_renderer import ChatRenderer
 from nvcli.job.text.grammar_maker import GrammarMaker
 from nvcli.job.text.model_limits import ModelLimits
 from nvcli.job.text.prepare import PreparedRow, Preparer
-from nvcli.job.text.tokenizer import Tokenizer, check_tokenizer_files, has_chat_template
+from nvcli.job.text.tokenizer import Tokenizer, check_tokenizer_files
 from nvcli.models.adapters.adapter import Adapter
 from nvcli.models.checkpoint import check_weight_files, is_hub_id, resolve_model
-from nvcli.models.config import ModelConfig
 
 _NOT_SEEN = (
     "the model was loaded without its vision tower, as no image was seen when the run began (in the first rows of each "
@@ -69,22 +63,11 @@ _NOT_SEEN = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResolvedModel:
+class ResolvedModel(RowSettings):
     """A model with its settings, ready to be started for rows from anywhere."""
 
-    run: RunConfig
-    model_path: Path
-    model: ModelConfig
     config: EngineConfig
     """The engine's configuration for this checkpoint, before a layout is chosen (`job.run.plan`)."""
-    sampling_defaults: Mapping[str, Any]
-    """Defaults of a row's `sampling`."""
-    chat_template: str | None
-    """A chat template that replaces the checkpoint's own; None: there is none."""
-    has_chat_template: bool
-    """Whether conversations can be answered, judging by the checkpoint's files and that template."""
-    task: TaskRows | None
-    """The task computed instead of answers; None: answers."""
     adapter: Adapter | None = None
     """The LoRA adapter that is merged into the weights; None: there is none."""
     row_adapters: Mapping[str, Adapter] = field(default_factory=dict)
@@ -106,26 +89,6 @@ class ResolvedModel:
             hidden_size=self.model.hidden_size,
             why_no_images=why_no_images(self.run, self.model_path, self.model) or _NOT_SEEN,
         )
-
-    def choose_chat(self, *, is_task: bool, setter_of: SetterOf = unknown_setter) -> TextKinds:
-        """Return which texts of rows become messages. Raises ConfigError. `is_task` is as in `choose_chat`."""
-        return choose_chat(self.run, is_task=is_task, has_chat_template=self.has_chat_template, setter_of=setter_of)
-
-    def make_parser(self, chat: TextKinds) -> RowParser:
-        """Make a parser of rows in which texts become messages as `chat` says."""
-        return make_parser(
-            self.run.job,
-            self.sampling_defaults,
-            chat=chat,
-            has_chat_template=self.has_chat_template,
-            task=self.task,
-            adapters=self.adapter_names,
-        )
-
-    @property
-    def adapter_names(self) -> tuple[str, ...]:
-        """The names of the LoRA adapters that rows may choose."""
-        return tuple(adapter_choice(self.run.lora).named)
 
     def load_tokenizer(self, warnings: RowWarnings | None = None) -> Tokenizer:
         """Return the tokenizer, and load it if needed. Raises LoadError.
@@ -275,20 +238,26 @@ def resolve_job(
     output = choose_output(names, output, shard)
     check_output(names, output)
     names = fetch_inputs(names)
-    resolve = partial(resolve_settings, run, weights=weights, found_device=found_device, gpus=gpus, setter_of=setter_of)
-    resolved = resolve(reads_images=False)
+    settings = _find_model(run, weights=weights, setter_of=setter_of)
     can_continue = is_repeatable(names)
     begun = None if overwrite or not can_continue else _facts_of(output)
-    chat = _chat_choice(resolved, names, begun, setter_of)
-    first_kinds: frozenset[PromptKind] = frozenset()
-    rows: list[Job | JobResult] | None = None
+    chat = _chat_choice(settings, names, begun, setter_of)
+    needs = RowNeeds()
     if can_continue and run.job.check_columns:
-        sampled = names if limit is None else names[:1]
-        parsers = [resolved.make_parser(chat.kinds) for _ in sampled]
-        rows = check_first_rows(sampled, iter(parsers).__next__, limit=limit)
-        first_kinds = frozenset().union(*(parser.kinds for parser in parsers))
-    resolved = _with_what_rows_need(resolved, resolve, names, rows)
-    resolved = _with_ways(resolved, names, chat.kinds, begun, limit=limit, can_count=can_continue)
+        needs = needs_of_rows(settings, chat.kinds, names, limit=limit)
+    resolved = _with_engines(settings, needs, found_device=found_device, gpus=gpus, setter_of=setter_of)
+    merged_adapters = choose_ways(
+        run,
+        resolved.config,
+        resolved.row_adapters,
+        resolved.model,
+        names,
+        partial(resolved.make_parser, chat.kinds),
+        begun,
+        limit=limit,
+        can_count=can_continue,
+    )
+    config = msgspec.structs.replace(resolved.config, merged_adapters=merged_adapters)
     known_inputs = know_inputs(names) if can_continue else ()
     manifest = Manifest(
         created=int(time.time()),
@@ -296,7 +265,7 @@ def resolve_job(
         hub_id=run.model if is_hub_id(run.model) else None,
         facts=job_facts(
             run,
-            resolved.config,
+            config,
             resolved.sampling_defaults,
             model_path=resolved.model_path,
             chat_template=resolved.chat_template,
@@ -308,7 +277,7 @@ def resolve_job(
         inputs=[(known.name, known.description) for known in known_inputs],
     )
     return ResolvedJob(
-        **{each.name: getattr(resolved, each.name) for each in fields(resolved)},
+        **(_values(resolved) | {"config": config}),
         inputs=tuple(names),
         output=output,
         chat=chat.kinds,
@@ -318,49 +287,8 @@ def resolve_job(
         known_inputs=known_inputs,
         manifest=manifest,
         notes=() if chat.note is None else (chat.note,),
-        first_kinds=first_kinds,
+        first_kinds=needs.kinds,
     )
-
-
-def _with_what_rows_need(
-    resolved: ResolvedModel,
-    resolve: Callable[..., ResolvedModel],
-    inputs: Sequence[str],
-    rows: list[Job | JobResult] | None,
-) -> ResolvedModel:
-    """Return the model with its vision tower, and with what makes grammars, if the first `rows` of inputs ask for it;
-    None: nobody has seen them. `resolve` is `resolve_settings` for the job."""
-    run = resolved.run
-    may_read_images = run.images == "auto" and why_no_images(run, resolved.model_path, resolved.model) is None
-    if may_read_images and (rows is None or run.job.image_field is not None or have_images(inputs, rows)):
-        resolved = resolve(reads_images=True)
-    if any(isinstance(row, Job) and row.wants_grammar for row in rows or ()):
-        resolved = replace(resolved, config=msgspec.structs.replace(resolved.config, prepare_grammars=True))
-    return resolved
-
-
-def _with_ways(
-    resolved: ResolvedModel,
-    inputs: Sequence[str],
-    chat: TextKinds,
-    begun: Mapping[str, Any] | None,
-    *,
-    limit: int | None,
-    can_count: bool,
-) -> ResolvedModel:
-    """Return the model with the ways in which its adapters serve a job (`choose_ways`)."""
-    merged = choose_ways(
-        resolved.run,
-        resolved.config,
-        resolved.row_adapters,
-        resolved.model,
-        inputs,
-        lambda: resolved.make_parser(chat),
-        begun,
-        limit=limit,
-        can_count=can_count,
-    )
-    return replace(resolved, config=msgspec.structs.replace(resolved.config, merged_adapters=merged))
 
 
 def _facts_of(output: str) -> Mapping[str, Any] | None:
@@ -373,150 +301,78 @@ def _facts_of(output: str) -> Mapping[str, Any] | None:
 
 
 def _chat_choice(
-    resolved: ResolvedModel, inputs: Sequence[str], begun: Mapping[str, Any] | None, setter_of: SetterOf
+    settings: RowSettings, inputs: Sequence[str], begun: Mapping[str, Any] | None, setter_of: SetterOf
 ) -> ChatChoice:
     """Return which texts of the inputs become messages. Raises ConfigError. `begun` holds the output's facts."""
 
     def has_rows(kinds: TextKinds) -> bool:
-        parser = resolved.make_parser(frozenset())
+        parser = settings.make_parser(frozenset())
         return any(not kinds.isdisjoint(parser.kinds) for _ in RowReader(inputs, parser).batches())
 
-    is_task = resolved.task is not None
+    is_task = settings.task is not None
     return keep_choice(
-        resolved.run.job,
-        resolved.choose_chat(is_task=is_task, setter_of=setter_of),
+        settings.run.job,
+        settings.choose_chat(is_task=is_task, setter_of=setter_of),
         begun,
-        makes_messages=resolved.has_chat_template and not is_task,
+        makes_messages=settings.has_chat_template and not is_task,
         has_rows=has_rows,
     )
 
 
-def resolve_settings(
-    run: RunConfig,
+def resolve_settings(run: RunConfig, *, weights: bool = True, setter_of: SetterOf = unknown_setter) -> ResolvedModel:
+    """Resolve the model and the settings of a run whose rows come later. Raises ConfigError and LoadError.
+
+    Reads the checkpoint's small files, and downloads a checkpoint that is not there, with `weights` or without.
+    `setter_of` is as in `resolve_job`.
+    """
+    return _with_engines(_find_model(run, weights=weights, setter_of=setter_of), RowNeeds(), setter_of=setter_of)
+
+
+def _find_model(run: RunConfig, *, weights: bool, setter_of: SetterOf) -> RowSettings:
+    """Find the model, and what the run says of rows. `weights` and `setter_of` are as in `resolve_job`."""
+    weights = weights and run.load_format == "auto"
+    path = resolve_model(run.model, weights=weights, revision=run.revision, overrides=run.hf_overrides)
+    settings = read_row_settings(run, path, load_checkpoint(run, path))
+    check_tokenizer_files(path)
+    if weights:
+        check_weight_files(path)
+    settings.choose_chat(is_task=settings.task is not None, setter_of=setter_of)  # which may be an error
+    return settings
+
+
+def _with_engines(
+    settings: RowSettings,
+    needs: RowNeeds,
     *,
-    weights: bool = True,
     found_device: Literal["cpu", "cuda"] | None = None,
     gpus: Sequence[SmiGpu] | None = None,
     setter_of: SetterOf = unknown_setter,
-    reads_images: bool = True,
 ) -> ResolvedModel:
-    """Resolve the model and the settings of a run. Raises ConfigError and LoadError.
-
-    Reads the checkpoint's small files, and downloads a checkpoint that is not there, with `weights` or without.
-    `found_device`, `gpus` and `setter_of` are as in `resolve_job`, and `reads_images` as in `load_with_adapters`.
-    """
-    weights = weights and run.load_format == "auto"
-    model_path = resolve_model(run.model, weights=weights, revision=run.revision, overrides=run.hf_overrides)
+    """Choose the settings of the engines for rows with these needs. The rest is as in `resolve_job`."""
+    run, path = settings.run, settings.model_path
     model, adapter, row_adapters = load_with_adapters(
-        run, model_path, found_device=found_device, gpus=gpus, reads_images=reads_images
+        run, path, settings.model, found_device=found_device, gpus=gpus, reads_images=needs.images
     )
-    task = task_rows(run, model, model_path)
-    check_tokenizer_files(model_path)
-    if weights:
-        check_weight_files(model_path)
-    config = resolve_engine_config(run, model_path, model, found_device=found_device, row_adapters=row_adapters)
-    resolved = model_of_rows(run, model_path, model, config, task=task, adapter=adapter, row_adapters=row_adapters)
-    resolved.choose_chat(is_task=task is not None, setter_of=setter_of)  # which may be an error
-    if task is not None:
+    config = resolve_engine_config(run, path, model, found_device=found_device, row_adapters=row_adapters)
+    if needs.grammars:
+        config = msgspec.structs.replace(config, prepare_grammars=True)
+    resolved = model_of_rows(replace(settings, model=model), config, adapter=adapter, row_adapters=row_adapters)
+    if resolved.task is not None:
         return resolved
     tokenizer = check_default_sampling(run.sampling, resolved.model_limits, resolved.load_tokenizer, setter_of)
     return replace(resolved, tokenizer=tokenizer)
 
 
 def model_of_rows(
-    run: RunConfig,
-    model_path: Path,
-    model: ModelConfig,
+    settings: RowSettings,
     config: EngineConfig,
     *,
-    task: TaskRows | None = None,
     adapter: Adapter | None = None,
     row_adapters: Mapping[str, Adapter] | None = None,
 ) -> ResolvedModel:
-    """Collect what rows need from a model that was loaded (`load_with_adapters`, `resolve_engine_config`)."""
-    chat_template = own_chat_template(run.job)
-    return ResolvedModel(
-        run=run,
-        model_path=model_path,
-        model=model,
-        chat_template=chat_template,
-        has_chat_template=has_chat_template(model_path) if chat_template is None else bool(chat_template),
-        config=config,
-        sampling_defaults=sampling_defaults(run, model) if task is None else {},
-        task=task,
-        adapter=adapter,
-        row_adapters=row_adapters or {},
-    )
+    """Put what rows need beside the settings of engines. The model in `settings` is as the ranks keep it."""
+    return ResolvedModel(**_values(settings), config=config, adapter=adapter, row_adapters=row_adapters or {})
 
 
-def sampling_defaults(run: RunConfig, model: ModelConfig) -> dict[str, Any]:
-    """Return the defaults of a row's `sampling`: the config's `sampling` over the checkpoint's generation_config.
-
-    Holds only keys that somebody set. Raises ConfigError.
-    """
-    own = dict(model.generation_defaults) if run.generation_config == "auto" else {}
-    defaults = {**own, **run.sampling}
-    try:
-        convert(defaults, SamplingParams, under=("sampling",))
-    except InvalidValue as error:
-        raise ConfigError(
-            f"{run.model}: generation_config.json and `sampling` together: {error.message}; "
-            "`generation_config: none` leaves the checkpoint's defaults out"
-        ) from None
-    return defaults
-
-
-def make_parser(
-    job: JobConfig,
-    sampling_defaults: Mapping[str, Any],
-    *,
-    chat: TextKinds = frozenset(),
-    keep: Callable[[Any], Any] = as_json,
-    has_chat_template: bool = True,
-    caller: Caller | None = None,
-    task: TaskRows | None = None,
-    adapters: Sequence[str] = (),
-) -> RowParser:
-    """Make a parser of a job's rows, in which texts become messages as `chat` says.
-
-    `has_chat_template` says whether the model has one. `keep`, `caller`, `task` and `adapters` are those of
-    `RowParser`.
-    """
-    rules = PromptRules(
-        prompt_template=None if job.prompt_template is None else TextTemplate(job.prompt_template),
-        messages_template=tuple((each.role, TextTemplate(each.content)) for each in job.messages_template),
-        chat=chat,
-        has_chat_template=has_chat_template,
-        system=job.system,
-        chat_template_kwargs=job.chat_template_kwargs,
-    )
-    keys = msgspec.structs.replace(row_keys(job), adapter=ADAPTER_KEY) if adapters else row_keys(job)
-    return RowParser(
-        sampling_defaults,
-        keys,
-        rules,
-        keep=keep,
-        keep_input=job.keep_input,
-        caller=caller,
-        task=task,
-        adapters=adapters,
-    )
-
-
-def row_keys(job: JobConfig) -> RowKeys:
-    """Return the keys of a job's rows that mean something to nvcli."""
-    prompt, messages = job.prompt_field, job.messages_field or MESSAGES_KEY
-    named = [prompt] if prompt != PROMPT_KEY else []
-    named += [messages] if job.messages_field is not None else []
-    return RowKeys(
-        prompt=prompt,
-        messages=messages,
-        id=job.id_field,
-        image=job.image_field,
-        deciding=named[0] if len(named) == 1 else None,
-    )
-
-
-def own_chat_template(job: JobConfig) -> str | None:
-    """Return the text of the chat template that the job names; None: it names none. Raises ConfigError."""
-    return None if job.chat_template is None else read_chat_template(Path(job.chat_template))
+def _values(settings: RowSettings) -> dict[str, Any]:
+    return {each.name: getattr(settings, each.name) for each in fields(settings)}

@@ -20,10 +20,11 @@ from nvcli.errors import ConfigError
 from nvcli.job.images.image_source import ImageFolders
 from nvcli.job.images.row_images import RowImages
 from nvcli.job.planning.layout import resolve_layout
-from nvcli.job.run.engine_settings import load_with_adapters, resolve_engine_config
+from nvcli.job.run.engine_settings import load_checkpoint, load_with_adapters, resolve_engine_config
 from nvcli.job.run.resolve import model_of_rows
+from nvcli.job.run.row_settings import read_row_settings
 from nvcli.models.adapters.adapter import Adapter, read_adapter
-from nvcli.models.config import ModelConfig, load_model_config
+from nvcli.models.config import ModelConfig
 from nvcli.models.vision.image_processor import read_processor
 from nvcli.sizing.ram import check_ram
 from nvcli.tools.bench.ablation import parse_ablations
@@ -142,7 +143,7 @@ def run_bench(run: RunConfig, options: BenchOptions, *, say: Callable[[str], Non
     with ExitStack() as stack:
         folder = model_folder(run.model, options.shape, revision=run.revision, quantization=run.quantization)
         path = stack.enter_context(folder)
-        model, _, row_adapters = load_with_adapters(run, path)
+        model, _, row_adapters = load_with_adapters(run, path, load_checkpoint(run, path))
         images = None if options.images is None else _make_images(path, model, options.images, size, options.seed)
         requests, run = _draw_requests(run, path, model, workload, images, say=say)
         adapters = None
@@ -206,7 +207,7 @@ def _draw_requests(
     if isinstance(workload, Workload):
         longest = workload.max_model_len + (0 if images is None else images.num_tokens)
     else:
-        requests = workload.requests(model_of_rows(run, path, model, config), say=say)
+        requests = workload.requests(model_of_rows(read_row_settings(run, path, model), config), say=say)
         longest = max(len(unpack(request.prompt_ids)) + request.max_tokens for request in requests)
     if run.max_model_len is None:
         usual = min(max(_USUAL_MODEL_LEN, longest), model.max_position_embeddings)
@@ -244,7 +245,7 @@ def _make_adapters(
 ) -> tuple[LoraConfig, dict[str, Adapter]]:
     """Write the made-up adapters into `folder`. Return the key `lora`, and the adapters by name."""
     assert options.lora_rank is not None
-    model = load_model_config(path, expert_parallel=run.enable_expert_parallel, overrides=run.hf_overrides)
+    model = load_checkpoint(run, path)
     num_adapters = options.num_loras or 1
     lora = write_adapters(model, folder, rank=options.lora_rank, num_adapters=num_adapters, seed=options.seed)
     first = read_adapter(Path(next(iter(lora.adapters.values()))), model)

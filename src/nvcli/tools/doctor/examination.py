@@ -21,7 +21,7 @@ from nvcli.job.planning.layout import Layout, layout_as_given, resolve_layout
 from nvcli.job.run.device import detect_device
 from nvcli.job.run.engine_settings import attention_choice, resolve_engine_config, with_run_head
 from nvcli.job.run.kept_weights import keep_weights
-from nvcli.job.run.resolve import sampling_defaults
+from nvcli.job.run.row_settings import sampling_defaults
 from nvcli.sizing.kv_cache import DEFAULT_BLOCK_SIZE
 from nvcli.tools.doctor.all_reduce import check_all_reduce
 from nvcli.tools.doctor.attention_probe import AttentionTask

@@ -13,8 +13,9 @@ from nvcli.core.config import RunConfig
 from nvcli.core.system.host_memory import available_ram
 from nvcli.errors import CapacityError, ConfigError
 from nvcli.job.planning.layout import resolve_layout
-from nvcli.job.run.engine_settings import load_with_adapters, resolve_engine_config
+from nvcli.job.run.engine_settings import load_checkpoint, load_with_adapters, resolve_engine_config
 from nvcli.job.run.resolve import ResolvedModel, model_of_rows
+from nvcli.job.run.row_settings import read_row_settings
 from nvcli.job.text.prepare import PreparedRow
 from nvcli.sizing.ram import check_ram
 from nvcli.tools.bench.file_workload import prepared_rows
@@ -44,13 +45,14 @@ def run_profile(
         raise ConfigError("--input needs a tokenizer, which --shape does not have; name a model with --model")
     with model_folder(run.model, shape, revision=run.revision, quantization=run.quantization) as path:
         device: Literal["cuda"] | None = "cuda" if dry_run else None
-        model, _, row_adapters = load_with_adapters(run, path, found_device=device, gpu_bytes=total)
+        checkpoint = load_checkpoint(run, path)
+        model, _, row_adapters = load_with_adapters(run, path, checkpoint, found_device=device, gpu_bytes=total)
         config = resolve_engine_config(run, path, model, found_device=device, row_adapters=row_adapters)
         if shape is not None:
             config = msgspec.structs.replace(config, load_format="dummy")
         lengths = None
         if input_file is not None:
-            lengths = _file_lengths(model_of_rows(run, path, model, config), input_file)
+            lengths = _file_lengths(model_of_rows(read_row_settings(run, path, model), config), input_file)
         name = shape or run.model
         if not dry_run:
             check_ram(config, model, num_replicas=1, available=available_ram())

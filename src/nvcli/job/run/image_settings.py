@@ -1,0 +1,75 @@
+"""Whether a run reads the images of its rows, and what its engines are told of them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from nvcli.core.config import RunConfig
+from nvcli.errors import ConfigError, RowError
+from nvcli.job.images.row_images import limited
+from nvcli.models.config import ModelConfig
+from nvcli.models.families.catalogue import find_family
+from nvcli.models.vision.image_processor import PROCESSOR_FILES, ImageProcessor, has_processor, read_processor
+from nvcli.models.vision.vision_config import VisionConfig
+
+
+def with_tower(run: RunConfig, model_path: Path, model: ModelConfig) -> ModelConfig:
+    """Return the model with its vision tower where the run can use it. Raises ConfigError if it is asked for."""
+    reason = why_no_images(run, model_path, model)
+    if reason is None:
+        return model.with_tower()
+    if run.images == "always":
+        raise ConfigError(f"`images` is always, and {reason}; or leave `images` out")
+    return model
+
+
+def why_no_images(run: RunConfig, model_path: Path, model: ModelConfig) -> str | None:
+    """Return why a run reads no images, as the second half of a sentence; None: it reads them."""
+    if model.vision is None:
+        family = find_family(model.architecture)
+        lacking = "" if family is None or not family.lacking_vision else f": {family.lacking_vision}"
+        return f"this model ({model.architecture}) is read as one of text alone{lacking}"
+    if run.images == "never":
+        return "`images` is never"
+    if run.pipeline_parallel_size > 1:
+        return "`pipeline_parallel_size` (--pp) is above 1, where images are not read; use --tp"
+    if run.speculation.draft_head is not None:
+        return f"`speculation.method` (--speculate) is {run.speculation.method}, whose head reads no images; use lookup"
+    if run.batch_invariant and model.vision.attends_both_ways:
+        return "`batch_invariant` is true, under which the tokens of an image cannot attend to all of it; leave it out"
+    if find_spec("PIL") is None:
+        return "Pillow is not installed: pip install 'nvcli[images]'"
+    if not has_processor(model_path):
+        return f"{model_path} has no {PROCESSOR_FILES[1]}; copy it from the model's files"
+    return None
+
+
+def image_processor(run: RunConfig, model_path: Path, vision: VisionConfig) -> ImageProcessor:
+    """Read the image processor of a checkpoint, with the limits that the job sets. Raises LoadError and ConfigError."""
+    given = {"min_pixels": run.job.min_pixels, "max_pixels": run.job.max_pixels}
+    limits = {key: value for key, value in given.items() if value is not None}
+    try:
+        return limited(read_processor(model_path, vision), limits)
+    except RowError as error:
+        raise ConfigError(f"{', '.join(f'`job.{key}`' for key in limits)}: {error.message}") from None
+
+
+def most_image_tokens(run: RunConfig, model_path: Path, model: ModelConfig, max_model_len: int) -> int:
+    """Return the most tokens of an image; 0: the run reads none."""
+    if not model.has_tower:
+        return 0
+    assert model.vision is not None
+    return min(image_processor(run, model_path, model.vision).max_tokens, max_model_len)
+
+
+def keeps_images_whole(model: ModelConfig, max_image_tokens: int, max_num_batched_tokens: int) -> bool:
+    """Whether no chunk of a prompt may end inside an image. Raises ConfigError if none fits into a step."""
+    if model.vision is None or not (model.has_tower and model.vision.attends_both_ways):
+        return False
+    if max_num_batched_tokens < max_image_tokens:
+        raise ConfigError(
+            f"`max_num_batched_tokens` is {max_num_batched_tokens}, and this model computes an image of "
+            f"{max_image_tokens} tokens in one step: raise it, or set `images` to never"
+        )
+    return True

@@ -1,0 +1,138 @@
+"""RowSettings: a model and what a run asks of it, as far as rows are read by it: their keys and the defaults of their
+`sampling`, which texts become user messages, and the task.
+
+No setting of the engines is chosen yet. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from nvcli.core.chat_template import read_chat_template
+from nvcli.core.config import JobConfig, RunConfig
+from nvcli.core.job_config import MESSAGES_KEY, PROMPT_KEY
+from nvcli.core.lora_config import adapter_choice
+from nvcli.core.sampling_params import SamplingParams
+from nvcli.core.text_template import TextTemplate
+from nvcli.core.validation import InvalidValue, convert
+from nvcli.errors import ConfigError
+from nvcli.job.job import Caller
+from nvcli.job.rows.native_row import ADAPTER_KEY, RowKeys
+from nvcli.job.rows.parser import RowParser
+from nvcli.job.rows.prompt_rules import PromptRules, TextKinds
+from nvcli.job.rows.raw_values import as_json
+from nvcli.job.rows.task_rows import TaskRows
+from nvcli.job.run.chat_choice import choose_chat
+from nvcli.job.run.settings import SetterOf, unknown_setter
+from nvcli.job.run.task import task_rows
+from nvcli.job.text.tokenizer import has_chat_template
+from nvcli.models.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSettings:
+    """A model, and what a run says of its rows."""
+
+    run: RunConfig
+    model_path: Path
+    model: ModelConfig
+    """The model as its checkpoint is; in `ResolvedModel`, as the run's ranks keep it."""
+    sampling_defaults: Mapping[str, Any]
+    """Defaults of a row's `sampling`."""
+    chat_template: str | None
+    """A chat template that replaces the checkpoint's own; None: there is none."""
+    has_chat_template: bool
+    """Whether conversations can be answered, judging by the checkpoint's files and that template."""
+    task: TaskRows | None
+    """The task computed instead of answers; None: answers."""
+
+    def choose_chat(self, *, is_task: bool, setter_of: SetterOf = unknown_setter) -> TextKinds:
+        """Return which texts of rows become messages. Raises ConfigError. `is_task` is as in `choose_chat`."""
+        return choose_chat(self.run, is_task=is_task, has_chat_template=self.has_chat_template, setter_of=setter_of)
+
+    def make_parser(
+        self,
+        chat: TextKinds,
+        *,
+        keep: Callable[[Any], Any] = as_json,
+        caller: Caller | None = None,
+        task: TaskRows | None = None,
+    ) -> RowParser:
+        """Make a parser of rows in which texts become messages as `chat` says. `keep` and `caller` are those of
+        `RowParser`. `task` replaces answers; None: as the run says."""
+        job, adapters = self.run.job, self.adapter_names
+        rules = PromptRules(
+            prompt_template=None if job.prompt_template is None else TextTemplate(job.prompt_template),
+            messages_template=tuple((each.role, TextTemplate(each.content)) for each in job.messages_template),
+            chat=chat,
+            has_chat_template=self.has_chat_template,
+            system=job.system,
+            chat_template_kwargs=job.chat_template_kwargs,
+        )
+        return RowParser(
+            self.sampling_defaults,
+            msgspec.structs.replace(row_keys(job), adapter=ADAPTER_KEY) if adapters else row_keys(job),
+            rules,
+            keep=keep,
+            keep_input=job.keep_input,
+            caller=caller,
+            task=task or self.task,
+            adapters=adapters,
+        )
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """The names of the LoRA adapters that rows may choose."""
+        return tuple(adapter_choice(self.run.lora).named)
+
+
+def read_row_settings(run: RunConfig, model_path: Path, model: ModelConfig) -> RowSettings:
+    """Read what rows need of a checkpoint's small files. Raises ConfigError and LoadError."""
+    task = task_rows(run, model, model_path)
+    job = run.job
+    template = None if job.chat_template is None else read_chat_template(Path(job.chat_template))
+    return RowSettings(
+        run=run,
+        model_path=model_path,
+        model=model,
+        sampling_defaults=sampling_defaults(run, model) if task is None else {},
+        chat_template=template,
+        has_chat_template=has_chat_template(model_path) if template is None else bool(template),
+        task=task,
+    )
+
+
+def sampling_defaults(run: RunConfig, model: ModelConfig) -> dict[str, Any]:
+    """Return the defaults of a row's `sampling`: the config's `sampling` over the checkpoint's generation_config.
+
+    Holds only keys that somebody set. Raises ConfigError.
+    """
+    own = dict(model.generation_defaults) if run.generation_config == "auto" else {}
+    defaults = {**own, **run.sampling}
+    try:
+        convert(defaults, SamplingParams, under=("sampling",))
+    except InvalidValue as error:
+        raise ConfigError(
+            f"{run.model}: generation_config.json and `sampling` together: {error.message}; "
+            "`generation_config: none` leaves the checkpoint's defaults out"
+        ) from None
+    return defaults
+
+
+def row_keys(job: JobConfig) -> RowKeys:
+    """Return the keys of a job's rows that mean something to nvcli."""
+    prompt, messages = job.prompt_field, job.messages_field or MESSAGES_KEY
+    named = [prompt] if prompt != PROMPT_KEY else []
+    named += [messages] if job.messages_field is not None else []
+    return RowKeys(
+        prompt=prompt,
+        messages=messages,
+        id=job.id_field,
+        image=job.image_field,
+        deciding=named[0] if len(named) == 1 else None,
+    )
