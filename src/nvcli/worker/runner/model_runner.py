@@ -62,9 +62,8 @@ from nvcli.worker.runner.sampler import Sampler
 from nvcli.worker.runner.slot_table import SlotTable
 from nvcli.worker.runner.step_clock import StepClock
 from nvcli.worker.runner.step_images import StepImages
-from nvcli.worker.runner.step_parts import StepParts
 from nvcli.worker.runner.step_results import PendingStep
-from nvcli.worker.runner.step_runner import StepRunner
+from nvcli.worker.runner.step_runner import StepParts, StepRunner
 from nvcli.worker.runner.warm_up import run_largest_batches
 from nvcli.worker.runner.weight_changes import WeightChanges
 
@@ -416,7 +415,7 @@ class ModelRunner:
             kept_states=self.kept_states,
             may_draft=self._may_draft,
         )
-        return parts.make(self.kv_cache)
+        return StepRunner(parts, self.kv_cache)
 
     def _capture_graphs(self) -> None:
         shapes = self._graph_shapes

@@ -74,14 +74,11 @@ class SlotTable:
         self.answers = empty_answer_table(ANSWER_TABLE_BYTES, num_rows, device) if drafts_answers else None
         """The tokens that followed runs of tokens in answers; None if none of them is drafted."""
         self.sampling = SamplingTable(config.max_num_seqs, device)
-        tokens = 2 * config.max_num_batched_tokens + config.max_model_len
-        tokens += config.max_num_seqs * config.max_draft_tokens
         # In each group, a slot may have other blocks in all columns, another segment and its entry, and copied keys.
         per_group = 2 * config.max_blocks_per_seq + 6 + 2 * SEGMENT_FIELDS + MOST_KEY_COPIES * COPY_FIELDS
-        per_slot = num_groups * per_group + _INTS_PER_NEW_SLOT
-        self.upload = Uploader(
-            tokens + config.max_num_seqs * per_slot, device, steps_in_flight=config.max_steps_in_flight
-        )
+        per_slot = num_groups * per_group + _INTS_PER_NEW_SLOT + config.max_draft_tokens
+        num_words = 2 * config.max_num_batched_tokens + config.max_model_len + config.max_num_seqs * per_slot
+        self.upload = Uploader(num_words, device, steps_in_flight=config.max_steps_in_flight)
         """Uploads the changes between steps, and the row numbers that the sampler needs."""
 
     def apply(self, step: StepInput) -> None:

@@ -8,7 +8,7 @@ the shape, it holds everything that the device does after preparing the inputs; 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,16 +17,19 @@ from nvcli.attention.backend import AttentionBackend
 from nvcli.attention.forward_batch import BatchShape
 from nvcli.attention.kept_states import KeptStates
 from nvcli.attention.kv_cache import KVCache
+from nvcli.core.engine_config import EngineConfig
 from nvcli.core.messages import StepInput
 from nvcli.kernels.prepare_inputs import prepare_inputs
 from nvcli.models.causal_lm import CausalLM
 from nvcli.worker.distributed.stage_link import StageLink
 from nvcli.worker.distributed.tensor_parallel import StageState
 from nvcli.worker.runner.carried import Carried
+from nvcli.worker.runner.constraints import Constraints
 from nvcli.worker.runner.drafter import Drafter
 from nvcli.worker.runner.graph_runner import GraphRunner
 from nvcli.worker.runner.input_buffers import InputBuffers, StepBatch, exact_shape
 from nvcli.worker.runner.masked_choice import MaskedChoice
+from nvcli.worker.runner.model_drafter import ModelDrafter
 from nvcli.worker.runner.query_reader import PromptQueryReader, QueryPlan
 from nvcli.worker.runner.sampler import Sampler
 from nvcli.worker.runner.slot_table import SlotTable, partly_filled_blocks, unpack_ids
@@ -37,45 +40,56 @@ _STEPS_POSTED = 2
 """Steps, besides those in flight, whose ids the thread that posts outputs may still be reading."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepParts:
+    """The model, the tables and the buffers of one rank's steps, which are made once, whatever the size of its KV
+    cache."""
+
+    config: EngineConfig
+    model: CausalLM
+    slots: SlotTable
+    buffers: InputBuffers
+    backend: AttentionBackend
+    sampler: Sampler
+    model_drafter: ModelDrafter | None
+    """Drafts by a head of the model; None: rows have none of these."""
+    constraints: Constraints
+    carried: Sequence[Carried]
+    link: StageLink
+    clock: StepClock
+    kept_states: KeptStates | None
+    """Set for a model with recurrent states whose rows may have drafts."""
+    may_draft: bool
+
+
 class StepRunner:
     """Runs the steps of one rank over one slot table and KV cache."""
 
-    def __init__(
-        self,
-        model: CausalLM,
-        slots: SlotTable,
-        buffers: InputBuffers,
-        kv_cache: KVCache,
-        backend: AttentionBackend,
-        sampler: Sampler,
-        drafter: Drafter,
-        masks: MaskedChoice,
-        reader: PromptQueryReader,
-        carried: Sequence[Carried],
-        link: StageLink,
-        clock: StepClock,
-        *,
-        kept_states: KeptStates | None,
-        sets_lengths: bool,
-        steps_in_flight: int,
-        max_sampled: int,
-    ) -> None:
-        """`kept_states`: for a model with recurrent states whose rows may have drafts. `sets_lengths`: the lengths of
-        requests come with each step (`SlotTable.set_lengths`). `max_sampled` is the most numbers that a step
-        returns: its tokens, and four for each row with drafts."""
-        self._model, self._slots, self._buffers = model, slots, buffers
-        self._kv_cache, self._backend = kv_cache, backend
-        self._sampler, self._drafter, self._masks, self._reader = sampler, drafter, masks, reader
-        self._carried, self._link, self._clock = carried, link, clock
-        self._kept_states, self._sets_lengths = kept_states, sets_lengths
+    def __init__(self, parts: StepParts, kv_cache: KVCache) -> None:
+        config, model, slots = parts.config, parts.model, parts.slots
+        steps_in_flight, device = config.max_steps_in_flight, slots.state.lengths.device
+        self._model, self._slots, self._buffers = model, slots, parts.buffers
+        self._kv_cache, self._backend, self._sampler = kv_cache, parts.backend, parts.sampler
+        self._carried, self._link, self._clock = parts.carried, parts.link, parts.clock
+        self._kept_states = parts.kept_states
+        self._sets_lengths = parts.may_draft and not model.stage.is_last
+        """Whether the lengths of requests come with each step (`SlotTable.set_lengths`)."""
+        self._drafter = drafter = Drafter(
+            slots, parts.model_drafter, max_positions=config.max_model_len, accept_rate=config.draft_accept_rate
+        )
+        self._masks = MaskedChoice(
+            *(parts.constraints, parts.sampler, slots, drafter),
+            max_rows=config.max_step_logits,
+            steps_in_flight=steps_in_flight,
+        )
+        self._reader = PromptQueryReader(model, model.group, device, batch_invariant=config.batch_invariant)
         self._graphs: GraphRunner[StepLogits | StageOutput] | None = None
         self._graph_batches: dict[BatchShape, StepBatch] = {}
-        self._on_gpu = slots.state.lengths.is_cuda
-        self._pinned = [
-            torch.empty(max_sampled, dtype=torch.int32, pin_memory=self._on_gpu)
-            for _ in range(steps_in_flight + _STEPS_POSTED)
-        ]
-        """Pinned buffers for sampled ids."""
+        self._on_gpu = device.type == "cuda"
+        most_sampled = config.max_step_logits + 4 * config.max_padded_rows
+        count = steps_in_flight + _STEPS_POSTED
+        self._pinned = [torch.empty(most_sampled, dtype=torch.int32, pin_memory=self._on_gpu) for _ in range(count)]
+        """Pinned buffers for what a step returns: its tokens, and four numbers for each row with drafts."""
 
     def make_graphs(self, shapes: Sequence[BatchShape]) -> GraphRunner[StepLogits | StageOutput]:
         """Make the graphs of these shapes, not yet captured."""
@@ -141,16 +155,13 @@ class StepRunner:
         if batch.drafts is not None and self._kept_states is not None:
             self._kept_states.advance(self._kv_cache, batch.forward.state_rows, batch.drafts.counts)
         host_ids, drafts = self._drafter.to_host(step, batch, ids, self._to_host)
-        outcome = self._masks.record(host_ids)
+        masks = self._masks.record(host_ids)
         self._clock.stop(step_time)
         return PendingStep(
-            step.step_id,
-            host_ids,
-            logprobs,
-            step_time,
+            *(step.step_id, host_ids, logprobs, step_time),
             is_graph=padded is not None,
             query_results=output.query_results,
-            masks=outcome,
+            masks=masks,
             note=self._masks.take_note() or next(filter(None, (each.take_note() for each in self._carried)), ""),
             drafts=drafts,
         )
@@ -220,10 +231,7 @@ class StepRunner:
 
     def _make_views(self, shape: BatchShape, num_logits: int, *, needs_all_logits: bool) -> StepBatch:
         return self._buffers.batch(
-            shape,
-            num_logits,
-            self._kv_cache,
-            self._backend,
+            *(shape, num_logits, self._kv_cache, self._backend),
             needs_all_logits=needs_all_logits,
             segments=self._slots.segments,
             kept_states=self._kept_states,
