@@ -11,26 +11,22 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
+from nvcli.kernels.dispatch import with_kernel
+
 Activation = Literal["silu", "gelu_tanh"]
 """The function on the gate; `gelu_tanh` is GELU in its tanh approximation."""
 
 
+@with_kernel("elementwise.activation")
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """Compute silu(gate) × up (SwiGLU; Shazeer, 2020). [T, 2 I] → [T, I]."""
-    if gate_up.is_cuda:
-        from nvcli.kernels.triton.elementwise import activation
-
-        return activation.silu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
+@with_kernel("elementwise.activation")
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     """Compute gelu(gate) × up (GEGLU) with GELU's tanh approximation. [T, 2 I] → [T, I]."""
-    if gate_up.is_cuda:
-        from nvcli.kernels.triton.elementwise import activation
-
-        return activation.gelu_tanh_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nvcli.kernels.dispatch import with_kernel
 from nvcli.kernels.kept_inputs import KeptInputs
 from nvcli.kernels.recurrent_types import unit_length
 from nvcli.kernels.state_rows import StateRows
 
 
+@with_kernel("recurrent.advance_states")
 def advance_states(
     kept: KeptInputs, conv_pool: Tensor, pool: Tensor, rows: StateRows, counts: Tensor, *, has_unit_keys: bool = True
 ) -> None:
@@ -23,11 +25,6 @@ def advance_states(
     counts: [R] int32, how many of each row's leading tokens count. A row of which none counts keeps its state.
     `has_unit_keys`: states are written along keys of length 1.
     """
-    if pool.is_cuda:
-        from nvcli.kernels.triton.recurrent import advance_states as kernels
-
-        kernels.advance_states(kept, conv_pool, pool, rows, counts, has_unit_keys=has_unit_keys)
-        return
     starts, sources, seq_lens = rows.query_start_loc.tolist(), rows.sources().tolist(), rows.seq_lens.tolist()
     num_layers, _, num_heads, key_dim, _ = pool.shape
     keys = kept.keys.float().view(*kept.keys.shape[:2], num_heads and kept.keys.shape[2] // key_dim, key_dim)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nvcli.core.messages import NOT_FINITE
+from nvcli.kernels.dispatch import with_kernel
 from nvcli.kernels.philox import uniforms_at
 from nvcli.kernels.sampling import (
     min_kept_scaled,
@@ -25,6 +26,7 @@ from nvcli.kernels.sampling import (
 from nvcli.kernels.sampling_columns import INFINITE_SCORE, LIST_WIDTH, MAX_CANDIDATES, SamplingColumns
 
 
+@with_kernel("sampling.sampling")
 def shard_candidates(
     logits: Tensor, columns: SamplingColumns, slots: Tensor, positions: Tensor, *, start: int
 ) -> tuple[Tensor, Tensor]:
@@ -34,10 +36,6 @@ def shard_candidates(
     one. Of those `packed` says whether the shard has a NaN or +inf, by the score +inf; then the list means nothing. The
     arguments are those of `packed_argmax`.
     """
-    if logits.is_cuda:
-        from nvcli.kernels.triton.sampling import sampling
-
-        return sampling.shard_candidates(logits, columns, slots, positions, start=start)
     packed = packed_argmax(logits, columns, slots, positions, start=start)
     columns, last = columns.at(slots), MAX_CANDIDATES - 1
     scores = noisy_scores(logits.float(), columns, positions, start=start)
@@ -57,6 +55,7 @@ def shard_candidates(
     return packed, lists
 
 
+@with_kernel("sampling.candidates")
 def choose_candidates(
     packed: Tensor, lists: Tensor, columns: SamplingColumns, slots: Tensor, positions: Tensor
 ) -> Tensor:
@@ -66,10 +65,6 @@ def choose_candidates(
     small top-k take their token from `packed`, and must have no limits. The result is `NOT_FINITE` where that of
     `sample` is.
     """
-    if lists.is_cuda:
-        from nvcli.kernels.triton.sampling import candidates
-
-        return candidates.choose_candidates(packed, lists, columns, slots, positions)
     columns = columns.at(slots)
     by_row = lists.transpose(0, 1)
     values = by_row[:, :, :MAX_CANDIDATES].contiguous().view(torch.float32)

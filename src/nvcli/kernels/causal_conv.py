@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nvcli.kernels.dispatch import with_kernel
 from nvcli.kernels.kept_inputs import KeptInputs
 from nvcli.kernels.state_rows import StateRows
 
 
+@with_kernel("recurrent.causal_conv")
 def causal_conv(
     x: Tensor,
     weight: Tensor,
@@ -31,10 +33,6 @@ def causal_conv(
     inputs of each block's last tokens, the latest last, written → [T, C]. Tokens that belong to no row get zeros. The
     states of rows with drafts are left unchanged; their inputs are written to `kept`, which only these rows need.
     """
-    if x.is_cuda:
-        from nvcli.kernels.triton.recurrent import causal_conv as kernels
-
-        return kernels.causal_conv(x, weight, pool, rows, kept, bias, activates=activates)
     num_single, history = rows.num_single_rows, pool.shape[1]
     activate = F.silu if activates else torch.clone
     taps, constant = weight.float().T, 0.0 if bias is None else bias.float()

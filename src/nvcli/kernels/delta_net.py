@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nvcli.kernels.dispatch import with_kernel
 from nvcli.kernels.kept_inputs import KeptInputs
 from nvcli.kernels.recurrence import RecurrentInputs, compute_rows, of_value_heads, split_heads
 from nvcli.kernels.recurrent_chunks import CHUNK
@@ -23,6 +24,7 @@ from nvcli.kernels.recurrent_types import DeltaGates, RecurrentHeads, unit_lengt
 from nvcli.kernels.state_rows import StateRows
 
 
+@with_kernel("recurrent.delta_net")
 def delta_rule(
     qkv: Tensor, gates: DeltaGates, pool: Tensor, rows: StateRows, heads: RecurrentHeads, kept: KeptInputs | None = None
 ) -> Tensor:
@@ -32,10 +34,6 @@ def delta_rule(
     the state of each block, written → [T, Hv, Dv] like qkv. Tokens that belong to no row get zeros. The states of rows
     with drafts are left unchanged; what their tokens would write goes to `kept`, which only these rows need.
     """
-    if qkv.is_cuda:
-        from nvcli.kernels.triton.recurrent import delta_net as kernels
-
-        return kernels.delta_rule(qkv, gates, pool, rows, heads, kept)
     q, k, v = split_heads(qkv, heads)
     q, k = (of_value_heads(unit_length(x), heads) for x in (q, k))
     inputs = RecurrentInputs(q * heads.key_dim**-0.5, k, v, gates.decay(), gates.beta.float().sigmoid())

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from nvcli.kernels.answer_table import enter_answer, follow_answers
+from nvcli.kernels.dispatch import with_kernel
 from nvcli.kernels.step_tensors import RUN, AnswerTable, DraftRows, SlotState, StepInputs, StepRows
 
 LONGEST_MATCH = 8
@@ -84,6 +85,7 @@ def _latest_match(tokens: Tensor) -> tuple[int, int]:
     return (best, int(torch.nonzero(lengths == best)[-1])) if best >= LEAST_MATCH else (0, 0)
 
 
+@with_kernel("elementwise.drafts")
 def accept_drafts(
     rows: StepRows,
     state: SlotState,
@@ -101,11 +103,6 @@ def accept_drafts(
     ids: [N] int32 as sampled; held: [N] int32, rows whose first entry is not 0 give nothing (None: all give); accepted:
     see `accepted_of`.
     """
-    if rows.slots.is_cuda:
-        from nvcli.kernels.triton.elementwise import drafts as kernels
-
-        kernels.accept_drafts(rows, state, inputs, drafts, answers, ids, held, accepted=accepted)
-        return
     drafts.counts[: len(rows.slots)] = 0
     fields = zip(
         rows.slots.tolist(),

@@ -6,16 +6,15 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from nvcli.kernels.dispatch import with_kernel
 
+
+@with_kernel("elementwise.embedding")
 def embed_part(ids: Tensor, weight: Tensor, start: int, out: Tensor | None = None) -> Tensor:
     """Look up the rows of `ids` that this part of the embedding has, in `out` if that is given; other ids get zeros.
 
     ids: [T] int32; weight: [M, H], the rows of the tokens from `start` up to `start + M` → [T, H].
     """
-    if weight.is_cuda:
-        from nvcli.kernels.triton.elementwise import embedding
-
-        return embedding.embed_part(ids, weight, start, out)
     local = ids - start
     mine = (local >= 0) & (local < weight.shape[0])
     found = F.embedding(local.where(mine, 0), weight).masked_fill_(~mine.unsqueeze(-1), 0)

@@ -17,18 +17,16 @@ from torch import Tensor
 from nvcli.core.config_types import FP8Accumulation
 from nvcli.kernels import fp8_block_product
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
+from nvcli.kernels.dispatch import with_kernel
 from nvcli.kernels.fp8_types import FP8, FP8_MAX, LEAST_MAX, LowRankSum, QuantisedRows, numbers
 from nvcli.kernels.norm import add_rms_norm, rms_norm
 from nvcli.kernels.weight_formats import FP8_BLOCK, FP8Scaling
 
 
+@with_kernel("elementwise.fp8")
 def quantise(x: Tensor, scaling: FP8Scaling) -> QuantisedRows:
     """Quantise activations. x: [T, in], its last dimension dense. NaN and infinity make their row, or their 128 values,
     NaN."""
-    if x.is_cuda:
-        from nvcli.kernels.triton.elementwise import fp8 as kernels
-
-        return kernels.quantise(x, scaling)
     if scaling == "channel":
         codes, scales = _encode(x, x.float().abs().amax(-1, keepdim=True))
         return QuantisedRows(codes, scales.squeeze(-1), x.dtype)
@@ -37,6 +35,7 @@ def quantise(x: Tensor, scaling: FP8Scaling) -> QuantisedRows:
     return QuantisedRows(codes.flatten(1)[:, : x.shape[1]].contiguous(), scales.squeeze(-1), x.dtype)
 
 
+@with_kernel("elementwise.norm")
 def norm_and_quantise(
     delta: Tensor | None,
     residual: Tensor,
@@ -49,12 +48,6 @@ def norm_and_quantise(
 ) -> QuantisedRows:
     """Do what `add_rms_norm` does, or without a `delta` `rms_norm`, and quantise the result, rounded to the residual's
     type as these would; `keeps_values` keeps it beside its codes."""
-    if residual.is_cuda:
-        from nvcli.kernels.triton.elementwise import norm
-
-        return norm.norm_and_quantise(
-            delta, residual, weight, eps, scaling, is_centered=is_centered, keeps_values=keeps_values
-        )
     if delta is None:
         normed = rms_norm(residual, weight, eps, is_centered=is_centered)
     else:

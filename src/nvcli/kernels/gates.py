@@ -10,17 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nvcli.kernels.dispatch import with_kernel
 from nvcli.kernels.elementwise_settings import GateFunction
 from nvcli.kernels.invariant_linear import invariant_linear, row_by_row
 
 
+@with_kernel("elementwise.gates")
 def gate_values(values: Tensor, gates: Tensor, function: GateFunction = "sigmoid") -> Tensor:
     """values × function(gates), in place. values: [T, N], contiguous; gates: [T, N / n], one for n neighbours, the last
     dimension dense."""
-    if values.is_cuda:
-        from nvcli.kernels.triton.elementwise import gates as kernels
-
-        return kernels.gate_values(values, gates, function)
     if function == "sigmoid":
         factors = gates.sigmoid()
     else:

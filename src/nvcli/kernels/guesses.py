@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nvcli.kernels.dispatch import with_kernel
 from nvcli.kernels.drafts import HEAD, LONGEST_MATCH
 from nvcli.kernels.step_tensors import DraftRows, KeptGuesses, LastTokens, Pass, PassRows, SlotState, StepRows
 
@@ -29,12 +30,9 @@ def empty_guesses(num_slots: int, hidden_size: int, dtype: torch.dtype, device: 
     )
 
 
+@with_kernel("elementwise.guesses")
 def following_tokens(rows: StepRows, state: SlotState, positions: Tensor) -> Tensor:
     """Return the token that follows each of a step's positions [T], as far as it is known: [T] int32."""
-    if positions.is_cuda:
-        from nvcli.kernels.triton.elementwise import guesses
-
-        return guesses.following_tokens(rows, state, positions)
     ends = rows.query_start_loc[1:]
     tokens = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
     slots = rows.slots.index_select(0, torch.searchsorted(ends, tokens, right=True).clamp_(max=len(rows.slots) - 1))
@@ -42,13 +40,10 @@ def following_tokens(rows: StepRows, state: SlotState, positions: Tensor) -> Ten
     return state.token_ids[slots.long(), columns.long()]
 
 
+@with_kernel("elementwise.guesses")
 def last_tokens(rows: StepRows, state: SlotState, seq_lens: Tensor, num_rows: int, num_tokens: int) -> LastTokens:
     """Find the last tokens of a step of `num_rows` rows and `num_tokens` tokens. seq_lens: [R] int32, the rows' lengths
     with all tokens of the step; `state.lengths` must be those with the tokens that count."""
-    if seq_lens.is_cuda:
-        from nvcli.kernels.triton.elementwise import guesses
-
-        return guesses.last_tokens(rows, state, seq_lens, num_rows, num_tokens)
     slots, computed = rows.slots[:num_rows].long(), rows.num_tokens[:num_rows]
     counted = state.lengths[slots] - seq_lens[:num_rows] + computed
     places = (rows.query_start_loc[:num_rows] + counted.clamp(min=1) - 1).clamp_(max=num_tokens - 1).long()

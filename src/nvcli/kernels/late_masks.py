@@ -10,7 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nvcli.kernels.dispatch import with_kernel
 
+
+@with_kernel("sampling.late_masks")
 def take_late_masks(
     masks: Tensor, made: Tensor, answered: Tensor, mask_of: Tensor, wanted: Tensor, patience: Tensor
 ) -> Tensor:
@@ -24,10 +27,6 @@ def take_late_masks(
 
     The memory on the host must be known to the driver. Nothing waits for the device, so that a graph can hold the call.
     """
-    if masks.is_cuda:
-        from nvcli.kernels.triton.sampling import late_masks
-
-        return late_masks.take_late_masks(masks, made, answered, mask_of, wanted, patience)
     found = answered[mask_of.long().clamp(min=0)].int()
     is_awaited = (mask_of >= 0) & (wanted != 0)
     is_late = is_awaited & (found - wanted < 0)

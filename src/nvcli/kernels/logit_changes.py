@@ -10,10 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nvcli.kernels.dispatch import with_kernel
 from nvcli.kernels.sampling import apply_penalties
 from nvcli.kernels.sampling_columns import LogitChanges
 
 
+@with_kernel("sampling.logit_changes")
 def change_logits(
     logits: Tensor,
     changes: LogitChanges,
@@ -32,13 +34,6 @@ def change_logits(
     tokens of each slot, of which those before its position count; num_entries: the most entries that a slot of theirs
     has, and more are not looked at. On CUDA nothing waits for the device.
     """
-    if logits.is_cuda:
-        from nvcli.kernels.triton.sampling import logit_changes as kernels
-
-        kernels.change_logits(
-            logits, changes, at, slots, positions, token_ids, num_penalised=num_penalised, num_entries=num_entries
-        )
-        return
     rows = at.long()
     if num_penalised:
         penalised = rows[:num_penalised]

@@ -11,19 +11,16 @@ from torch import Tensor
 
 from nvcli.core.lora_config import PAGE_RANKS
 from nvcli.kernels.activation import ACTIVATE_AND_MUL, Activation
+from nvcli.kernels.dispatch import with_kernel
 from nvcli.kernels.lora_types import AdaptedLayer, AdapterBank, AdapterRows
 
 
+@with_kernel("products.lora_rows")
 def spread_adapters(adapters_of_slots: Tensor, slots: Tensor, query_start_loc: Tensor, out: Tensor) -> None:
     """Write each row's adapter into `out` [T] int32 for all of its tokens.
 
     adapters_of_slots: [slots] int32; slots: [R] int32; query_start_loc: [R + 1] int32, the first token of each row.
     """
-    if out.is_cuda:
-        from nvcli.kernels.triton.products import lora_rows as kernels
-
-        kernels.spread_adapters(adapters_of_slots, slots, query_start_loc, out)
-        return
     spread = torch.repeat_interleave(adapters_of_slots[slots.long()], query_start_loc.diff().long())
     out[: len(spread)] = spread
 

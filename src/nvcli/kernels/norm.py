@@ -11,14 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nvcli.kernels.dispatch import with_kernel
 
+
+@with_kernel("elementwise.norm")
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False, bias: Tensor | None = None) -> Tensor:
     """Compute x / sqrt(mean(x²) + eps) × weight + bias over the last dimension. x: [..., H]; weight, bias: [H] →
     [..., H]."""
-    if x.is_cuda:
-        from nvcli.kernels.triton.elementwise import norm
-
-        return norm.rms_norm(x, weight, eps, is_centered=is_centered, bias=bias)
     x32 = x.float()
     if is_centered:
         x32 = x32 - x32.mean(-1, keepdim=True)
@@ -27,6 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, is_centered: bool = False
     return (normed if bias is None else normed.add_(bias)).to(x.dtype)
 
 
+@with_kernel("elementwise.norm")
 def add_rms_norm(
     delta: Tensor,
     residual: Tensor,
@@ -41,20 +41,13 @@ def add_rms_norm(
     `delta` may be parts [P, T, H], which are added up first in float32 (`linear.linear_for_sum`,
     `experts.apply_experts`).
     """
-    if residual.is_cuda:
-        from nvcli.kernels.triton.elementwise import norm
-
-        return norm.add_rms_norm(delta, residual, weight, eps, is_centered=is_centered, bias=bias)
     residual.add_(delta.sum(dim=0) if delta.dim() == 3 else delta)
     return rms_norm(residual, weight, eps, is_centered=is_centered, bias=bias)
 
 
+@with_kernel("elementwise.norm")
 def sum_rms_norm(parts: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, *, is_centered: bool = False) -> Tensor:
     """Add up float32 parts [P, T, H], and return the norm of the sum in `dtype`: [T, H]."""
-    if parts.is_cuda:
-        from nvcli.kernels.triton.elementwise import norm
-
-        return norm.sum_rms_norm(parts, weight, eps, dtype, is_centered=is_centered)
     return rms_norm(parts.sum(dim=0), weight, eps, is_centered=is_centered).to(dtype)
 
 
@@ -67,16 +60,13 @@ def sum_in_order(parts: Tensor) -> Tensor:
     return total.to(parts.dtype)
 
 
+@with_kernel("elementwise.norm")
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gates_first: bool = False) -> Tensor:
     """Compute norm(x) × weight × silu(gate) over the last dimension; if `gates_first`, norm(x × silu(gate)) × weight.
 
     x: [T, heads, D], contiguous; gate: [T, heads, D], dense in its last two dimensions; weight: [D], or [heads, D] →
     [T, heads, D].
     """
-    if x.is_cuda:
-        from nvcli.kernels.triton.elementwise import norm
-
-        return norm.gated_rms_norm(x, gate, weight, eps, gates_first=gates_first)
     factor = F.silu(gate.float())
     if gates_first:
         return rms_norm(x.float() * factor, weight, eps).to(x.dtype)

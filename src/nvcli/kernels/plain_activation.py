@@ -10,16 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nvcli.kernels.dispatch import with_kernel
 from nvcli.kernels.elementwise_settings import PlainActivation
 from nvcli.kernels.xielu import XIELU
 
 
+@with_kernel("elementwise.plain_activation")
 def activate(x: Tensor, activation: PlainActivation, numbers: XIELU | None = None) -> Tensor:
     """Apply an activation in place. x: [T, N], contiguous; `numbers`: those of xIELU."""
-    if x.is_cuda:
-        from nvcli.kernels.triton.elementwise import plain_activation
-
-        return plain_activation.activate(x, activation, numbers)
     values = x.float()
     if activation == "relu2":
         return x.copy_(F.relu(values).square())

@@ -11,19 +11,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nvcli.kernels.dispatch import with_kernel
 from nvcli.kernels.step_tensors import SlotState, StepInputs, StepRows
 
 
+@with_kernel("elementwise.prepare_inputs")
 def prepare_inputs(rows: StepRows, state: SlotState, out: StepInputs) -> None:
     """Fill `out` for the next tokens of each row's request, and add their number to `state.lengths`.
 
     No slot but the padding slot may be in two rows.
     """
-    if rows.slots.is_cuda:
-        from nvcli.kernels.triton.elementwise import prepare_inputs as kernels
-
-        kernels.prepare_inputs(rows, state, out)
-        return
     slots, num_tokens = rows.slots.long(), rows.num_tokens.long()
     starts = rows.query_start_loc.long()
     is_padding = slots == state.padding_slot
@@ -51,32 +48,24 @@ def prepare_inputs(rows: StepRows, state: SlotState, out: StepInputs) -> None:
     state.lengths[slots[~is_padding]] += num_tokens[~is_padding].int()
 
 
+@with_kernel("elementwise.prepare_inputs")
 def keep_tokens(token_ids: Tensor, slots: Tensor, positions: Tensor, ids: Tensor) -> None:
     """Put one sampled id for each of N rows into the table, where the next step finds its input.
 
     token_ids: [S, max_model_len] int32, written; slots: [N] int64; positions: [N] int32; ids: [N] int32. Every entry of
     the table stays a token of the vocabulary: `NOT_FINITE` and what is sampled for the padding slot become token 0.
     """
-    if token_ids.is_cuda:
-        from nvcli.kernels.triton.elementwise import prepare_inputs as kernels
-
-        kernels.keep_tokens(token_ids, slots, positions, ids)
-        return
     is_padding = slots == len(token_ids) - 1
     token_ids[slots, positions.long()] = ids.masked_fill(is_padding, 0).clamp_(min=0)
 
 
+@with_kernel("elementwise.prepare_inputs")
 def write_tokens(token_ids: Tensor, slots: Tensor, starts: Tensor, offsets: Tensor, ids: Tensor) -> None:
     """Write spans of tokens into the table. Span i is ids[offsets[i] : offsets[i + 1]]; it begins at position starts[i]
     of slot slots[i].
 
     token_ids: [S, max_model_len] int32, written; slots, starts: [n] int32; offsets: [n + 1] int32; ids: int32.
     """
-    if token_ids.is_cuda:
-        from nvcli.kernels.triton.elementwise import prepare_inputs as kernels
-
-        kernels.write_tokens(token_ids, slots, starts, offsets, ids)
-        return
     ends = offsets.tolist()
     for slot, start, first, end in zip(slots.tolist(), starts.tolist(), ends, ends[1:], strict=False):
         token_ids[slot, start : start + end - first] = ids[first:end]

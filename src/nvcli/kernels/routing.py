@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nvcli.kernels.dispatch import with_kernel
 from nvcli.kernels.expert_settings import TINY, Routing
 from nvcli.kernels.expert_types import Routes
 from nvcli.kernels.invariant_linear import invariant_linear
@@ -35,6 +36,7 @@ def router_logits(x: Tensor, weight: Tensor, *, batch_invariant: bool = False) -
     return torch.mm(x, weight.t(), out_dtype=torch.float32).unsqueeze(0)
 
 
+@with_kernel("products.routing")
 def route(
     logits: Tensor,
     routing: Routing,
@@ -50,10 +52,6 @@ def route(
     of the experts that are chosen (DeepSeek-V3, 2024). `factors` multiply these weights and do not change the choice.
     Of experts with equal scores the first is chosen, and a NaN is chosen last; its weight is NaN.
     """
-    if logits.is_cuda:
-        from nvcli.kernels.triton.products import routing as kernels
-
-        return kernels.route(logits, routing, bias=bias, correction=correction, factors=factors)
     total = logits.sum(dim=0)
     if bias is not None:
         total = total + bias

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from nvcli.core.messages import NOT_FINITE
+from nvcli.kernels.dispatch import with_kernel
 from nvcli.kernels.philox import token_uniforms
 from nvcli.kernels.sampling_columns import SamplingColumns
 
 _MAX_TOKEN = 0x7FFFFFFF
 
 
+@with_kernel("sampling.sampling")
 def sample(
     logits: Tensor, columns: SamplingColumns, slots: Tensor, positions: Tensor, *, few_allowed: bool = False
 ) -> Tensor:
@@ -31,10 +33,6 @@ def sample(
     The kernels agree with `gumbel_max` bit for bit in the random numbers, and up to the last bits in their logarithms:
     another token may come out where two scores are equal to about 1e-6 of their size.
     """
-    if logits.is_cuda:
-        from nvcli.kernels.triton.sampling import sampling
-
-        return sampling.sample(logits, columns, slots, positions, few_allowed=few_allowed)
     columns, logits = columns.at(slots), logits.float()
     min_kept = min_kept_logit(logits, columns)
     if (min_kept > -torch.inf).any():
@@ -43,6 +41,7 @@ def sample(
     return gumbel_max(logits, columns, positions).int()
 
 
+@with_kernel("sampling.sampling")
 def packed_argmax(
     logits: Tensor, columns: SamplingColumns, slots: Tensor, positions: Tensor, *, start: int = 0
 ) -> Tensor:
@@ -56,10 +55,6 @@ def packed_argmax(
     with a small top-k get a number without meaning: `shard_candidates` of `nvcli.kernels.candidates` is for them. Other
     limits are not looked at.
     """
-    if logits.is_cuda:
-        from nvcli.kernels.triton.sampling import sampling
-
-        return sampling.packed_argmax(logits, columns, slots, positions, start=start)
     num_rows, num_tokens = logits.shape
     if num_tokens == 0:
         return pack(torch.full((num_rows,), -torch.inf), torch.full((num_rows,), NOT_FINITE))

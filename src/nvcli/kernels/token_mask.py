@@ -9,7 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nvcli.kernels.dispatch import with_kernel
 
+
+@with_kernel("sampling.token_mask")
 def apply_token_mask(logits: Tensor, masks: Tensor, mask_of: Tensor, *, start: int = 0) -> None:
     """Set the logits of tokens that may not be chosen to -inf, in place.
 
@@ -18,11 +21,6 @@ def apply_token_mask(logits: Tensor, masks: Tensor, mask_of: Tensor, *, start: i
     negative number: any token may be chosen. Tokens behind a mask's last word may not. Nothing waits for the device, so
     that a graph can hold the call.
     """
-    if logits.is_cuda:
-        from nvcli.kernels.triton.sampling import token_mask
-
-        token_mask.apply_token_mask(logits, masks, mask_of, start=start)
-        return
     num_words = masks.shape[1]
     tokens = torch.arange(start, start + logits.shape[1])
     words = tokens >> 5

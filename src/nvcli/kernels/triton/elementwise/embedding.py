@@ -30,7 +30,7 @@ def _embed_part_kernel(
     tl.store(out_ptr + row * SIZE + columns, values, mask=inside)
 
 
-def embed_part(ids: Tensor, weight: Tensor, start: int, out: Tensor | None) -> Tensor:
+def embed_part(ids: Tensor, weight: Tensor, start: int, out: Tensor | None = None) -> Tensor:
     """See `nvcli.kernels.embedding.embed_part`."""
     num_tokens, size = weight.shape
     if out is None:

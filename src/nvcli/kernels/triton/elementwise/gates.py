@@ -50,7 +50,7 @@ def _gate_kernel(
     tl.store(values_ptrs, (values * factor).to(values_ptr.dtype.element_ty), mask=inside)
 
 
-def gate_values(values: Tensor, gates: Tensor, function: GateFunction) -> Tensor:
+def gate_values(values: Tensor, gates: Tensor, function: GateFunction = "sigmoid") -> Tensor:
     """See `nvcli.kernels.gates.gate_values`."""
     _launch(values, gates, None, function)
     return values

@@ -48,7 +48,7 @@ def _activate_kernel(
     tl.store(x_ptr + place, result.to(x_ptr.dtype.element_ty), mask=inside)
 
 
-def activate(x: Tensor, activation: PlainActivation, numbers: XIELU | None) -> Tensor:
+def activate(x: Tensor, activation: PlainActivation, numbers: XIELU | None = None) -> Tensor:
     """See `nvcli.kernels.plain_activation.activate`."""
     assert x.is_contiguous()
     _activate_kernel[(ceil_div(x.numel(), _BLOCK),)](

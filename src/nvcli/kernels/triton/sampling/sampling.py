@@ -200,7 +200,9 @@ def sample(
     return _launch(logits, columns, slots, positions, threshold=threshold, few_allowed=few_allowed)[0]
 
 
-def packed_argmax(logits: Tensor, columns: SamplingColumns, slots: Tensor, positions: Tensor, *, start: int) -> Tensor:
+def packed_argmax(
+    logits: Tensor, columns: SamplingColumns, slots: Tensor, positions: Tensor, *, start: int = 0
+) -> Tensor:
     """See `nvcli.kernels.sampling.packed_argmax`."""
     return _launch(logits, columns, slots, positions, start=start)[0]
 

@@ -48,7 +48,7 @@ def _apply_token_mask_kernel(
         tl.store(logits, float("-inf"), mask=inside)
 
 
-def apply_token_mask(logits: Tensor, masks: Tensor, mask_of: Tensor, *, start: int) -> None:
+def apply_token_mask(logits: Tensor, masks: Tensor, mask_of: Tensor, *, start: int = 0) -> None:
     """Apply masks as `nvcli.kernels.token_mask.apply_token_mask` does."""
     num_rows, num_tokens = logits.shape
     if not num_rows or not num_tokens:
