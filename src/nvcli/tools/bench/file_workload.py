@@ -38,6 +38,26 @@ def prepared_rows(
         yield from rows
 
 
+def answerable_rows(
+    model: ResolvedModel, input_file: str, *, limit: int | None, say: Callable[[str], None], way_out: str = ""
+) -> list[PreparedRow]:
+    """Return the rows of a file that can be answered, and report others to `say`. Raises as `prepared_rows` does, and
+    ConfigError if no row is left, with `way_out` behind it."""
+    rows: list[PreparedRow] = []
+    reasons: list[str] = []
+    for row in prepared_rows(model, input_file, limit=limit):
+        if isinstance(row, PreparedRow):
+            rows.append(row)
+        elif row.error is not None:
+            reasons.append(row.error.message)
+    reason = reasons[0] if reasons else "it has no rows"
+    if not rows:
+        raise ConfigError(f"{input_file} has no row that can be answered: {reason}{way_out}")
+    if reasons:
+        say(f"{input_file}: {len(reasons)} rows cannot be answered and are left out; the first: {reason}")
+    return rows
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileWorkload:
     """The rows of a file. Each answer has exactly its row's `max_tokens`; nothing ends it early."""
@@ -57,17 +77,8 @@ class FileWorkload:
         """
         rng = random.Random(self.seed)
         requests: list[Request] = []
-        failed: list[JobResult] = []
-        for row in prepared_rows(model, self.input, limit=self.num_rows):
-            if isinstance(row, PreparedRow):
-                requests += OpenRow(self._with_fixed_length(row, rng), len(requests)).request(self.seed).samples()
-            else:
-                failed.append(row)
-        reason = failed[0].error.message if failed and failed[0].error is not None else "it has no rows"
-        if not requests:
-            raise ConfigError(f"--input {self.input} has no row that can be answered: {reason}")
-        if failed:
-            say(f"{self.input}: {len(failed)} rows cannot be answered and are left out; the first: {reason}")
+        for row in answerable_rows(model, self.input, limit=self.num_rows, say=say):
+            requests += OpenRow(self._with_fixed_length(row, rng), len(requests)).request(self.seed).samples()
         return requests
 
     def _with_fixed_length(self, row: PreparedRow, rng: random.Random) -> PreparedRow:

@@ -11,16 +11,15 @@ from pathlib import Path
 from nvcli.core.messages import unpack
 from nvcli.errors import ConfigError
 from nvcli.job.run.resolve import ResolvedModel
-from nvcli.job.text.prepare import PreparedRow
 from nvcli.job.text.tokenizer import Tokenizer
-from nvcli.tools.bench.file_workload import prepared_rows
+from nvcli.tools.bench.file_workload import answerable_rows
 
 TEXT_SUFFIXES = (".txt", ".md")
 """Suffixes of text files; all other files hold rows."""
 _LEAST_TOKENS = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Passage:
     """Tokens that both models read, and the prompt that both answer."""
 
@@ -45,7 +44,9 @@ def read_passages(
     `max_answer_tokens`. Raises ConfigError if nothing is left to compare, and LoadError.
     """
     if not input_file.endswith(TEXT_SUFFIXES):
-        return _of_rows(model, input_file, limit, max_answer_tokens, say)
+        way_out = "; give a text file (*.txt, *.md) instead"
+        rows = answerable_rows(model, input_file, limit=limit, say=say, way_out=way_out)
+        return [Passage(unpack(row.prompt_ids), min(max_answer_tokens, row.max_tokens), array("i")) for row in rows]
     max_model_len = model.config.max_model_len
     pieces = _pieces(model.load_tokenizer(), input_file, min(context, max_model_len))
     passages = []
@@ -55,30 +56,6 @@ def read_passages(
         passages.append(Passage(prompt=piece[:half], max_answer_tokens=room, rest=piece[half:]))
     if not passages:
         raise ConfigError(f"{input_file} has fewer than {_LEAST_TOKENS} tokens, so there is nothing to compare")
-    return passages
-
-
-def _of_rows(
-    model: ResolvedModel,
-    input_file: str,
-    limit: int,
-    max_answer_tokens: int,
-    say: Callable[[str], None],
-) -> list[Passage]:
-    passages, reasons = [], []
-    for row in prepared_rows(model, input_file, limit=limit):
-        if isinstance(row, PreparedRow):
-            room = min(max_answer_tokens, row.max_tokens)
-            passages.append(Passage(prompt=unpack(row.prompt_ids), max_answer_tokens=room, rest=array("i")))
-        elif row.error is not None:
-            reasons.append(row.error.message)
-    if not passages:
-        reason = reasons[0] if reasons else "it has no rows"
-        raise ConfigError(
-            f"{input_file} has no row that can be answered: {reason}; give a text file (*.txt, *.md) instead"
-        )
-    if reasons:
-        say(f"{input_file}: {len(reasons)} rows cannot be answered and are left out; the first: {reasons[0]}")
     return passages
 
 

@@ -24,15 +24,8 @@ class TokenSums(msgspec.Struct, frozen=True, kw_only=True):
     nll_b: float = 0.0
 
     def __add__(self, other: TokenSums) -> TokenSums:
-        return TokenSums(
-            positions=self.positions + other.positions,
-            kl_sum=self.kl_sum + other.kl_sum,
-            kl_max=max(self.kl_max, other.kl_max),
-            same_best=self.same_best + other.same_best,
-            targets=self.targets + other.targets,
-            nll_a=self.nll_a + other.nll_a,
-            nll_b=self.nll_b + other.nll_b,
-        )
+        sums = {name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__}
+        return TokenSums(**{**sums, "kl_max": max(self.kl_max, other.kl_max)})
 
 
 class Predictions(msgspec.Struct, frozen=True, kw_only=True):

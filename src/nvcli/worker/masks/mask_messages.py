@@ -143,26 +143,17 @@ class MaskTable:
     @classmethod
     def empty(cls, num_rows: int, num_words: int) -> MaskTable:
         """Make a table in memory that is not shared."""
-        numbers = np.zeros((_NUM_NUMBERS, num_rows), dtype=np.int64)
-        runs = np.zeros((num_rows, _RUN_WORDS), dtype=np.int32)
-        masks = np.zeros((num_rows, num_words), dtype=np.uint32)
-        return cls(numbers[0], numbers[1], numbers[2], numbers[3], runs, masks)
+        return cls.of(bytearray(memory_bytes(num_rows, num_words)), num_rows, num_words)
 
     @classmethod
-    def of(cls, memory: mmap.mmap, num_rows: int, num_words: int) -> MaskTable:
+    def of(cls, memory: mmap.mmap | bytearray, num_rows: int, num_words: int) -> MaskTable:
         """View a memory of `memory_bytes` as a table."""
         numbers = np.frombuffer(memory, dtype=np.int64, count=_NUM_NUMBERS * num_rows).reshape(_NUM_NUMBERS, num_rows)
         runs = np.frombuffer(memory, dtype=np.int32, count=num_rows * _RUN_WORDS, offset=numbers.nbytes)
         count = num_rows * num_words
         masks = np.frombuffer(memory, dtype=np.uint32, count=count, offset=masks_offset(num_rows))
-        return cls(
-            numbers[0],
-            numbers[1],
-            numbers[2],
-            numbers[3],
-            runs.reshape(num_rows, _RUN_WORDS),
-            masks.reshape(num_rows, num_words),
-        )
+        runs, masks = runs.reshape(num_rows, _RUN_WORDS), masks.reshape(num_rows, num_words)
+        return cls(numbers[0], numbers[1], numbers[2], numbers[3], runs, masks)
 
 
 def masks_offset(num_rows: int) -> int:
