@@ -318,8 +318,8 @@ def test_no_drafts_beside_prompts_or_where_a_step_has_no_room() -> None:
 @pytest.mark.parametrize(
     ("model", "gains"),
     [
-        ("8B, EAGLE-3", [(1, 900, 2.1), (16, 400, 2.0), (256, 300, 1.15)]),
-        ("35B-A3B, MTP", [(16, 300, 1.15), (256, 300, 1.5), (1, 900, 1.1)]),
+        ("8B, EAGLE-3", [(1, 900, 2.1), (16, 400, 2.0), (256, 120, 1.15)]),
+        ("35B-A3B, MTP", [(16, 300, 1.15), (256, 120, 1.5), (1, 900, 1.1)]),
     ],
 )
 def test_drafts_of_a_head_are_made_for_few_rows_and_for_many(model: str, gains: list[tuple[int, int, float]]) -> None:

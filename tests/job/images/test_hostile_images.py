@@ -33,7 +33,7 @@ def answer(images: list[bytes], folder: Path) -> list[str]:
         for data in images:
             row = {"prompt": "?", "photo": "data:;base64," + base64.b64encode(data).decode()}
             file.write(json.dumps(row) + "\n")
-    job = JobConfig(order="input", image_field="photo", max_leading_errors=0)
+    job = JobConfig(order="input", image_field="photo", max_leading_errors=0, max_pixels=1 << 16)  # a quick tower
     sampling = {"max_tokens": 1, "temperature": 0}
     run = RunConfig(
         model=str(write_vision_model(folder / "model")), job=job, device="cpu", max_num_seqs=16, sampling=sampling
