@@ -145,8 +145,9 @@ def test_an_answer_may_begin_its_free_part_or_not(vocabulary: Vocabulary) -> Non
 def test_answers_do_not_depend_on_the_steps(
     requests: list[Request], answers: Answers, circumstance: str, config: dict[str, Any]
 ) -> None:
-    found, scheduler = run_here(requests, **config)
-    assert found == answers
+    some = requests[::3] if config["max_num_seqs"] == 1 else requests
+    found, scheduler = run_here(some, **config)
+    assert found == {request.request_id: answers[request.request_id] for request in some}
     assert (scheduler.stats.num_preemptions > 0) == (circumstance == "preempted")
 
 
