@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -92,6 +92,12 @@ def _json_beginning(value: Any, limit: int) -> str:
 def shorten(text: str, limit: int = 60) -> str:
     """Cut a text to at most `limit` characters, the last of which is then an ellipsis."""
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def list_some(names: Sequence[str], most: int) -> str:
+    """List the first `most` names, and say how many more there are."""
+    shown = ", ".join(names[:most])
+    return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
 
 
 def is_text(value: str) -> bool:

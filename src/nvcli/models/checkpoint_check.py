@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
+from nvcli.core.validation import list_some
 from nvcli.errors import LoadError
 from nvcli.models.checkpoint import read_tensors
 from nvcli.models.checkpoint_layout import LocatedTensors, locate_tensors
@@ -87,8 +88,7 @@ def _check_needed(needed: Iterable[TensorSpec], tensors: Mapping[str, TensorInfo
 
 
 def _some(what: str, names: list[str]) -> str:
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"tensor{'s' if len(names) > 1 else ''} {what}: {shown}"
+    return f"tensor{'s' if len(names) > 1 else ''} {what}: {list_some(names, 3)}"
 
 
 def _tied_hint(missing: list[str]) -> str:

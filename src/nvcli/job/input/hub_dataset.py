@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from nvcli.core.system.hub_access import HUB_TIMEOUT, DownloadSize, hub_problem, missing_bytes, no_progress
+from nvcli.core.validation import list_some
 from nvcli.errors import ConfigError
 from nvcli.job.file_formats import data_format, plain_name
 
@@ -44,7 +45,7 @@ def fetch_dataset(address: str) -> list[str]:
         path = match["path"]
         chosen = [file for file in files if file == path] or sorted(fnmatch.filter(files, path))
         if not chosen:
-            raise ConfigError(f"the input {address}: the repository has no such file; it has {_shown(files)}")
+            raise ConfigError(f"the input {address}: the repository has no such file; it has {list_some(files, 12)}")
         return _download(match["id"], commit, chosen, address)
     match = _SPLIT.fullmatch(address)
     if match is None:
@@ -84,11 +85,13 @@ def _choose_split(files: Sequence[str], config: str | None, split: str | None, a
     splits = _splits(files)
     configs = list(dict.fromkeys(config for config, _ in splits))
     if not splits:
-        raise ConfigError(f"the input {address}: the dataset has no files that nvcli reads; it has {_shown(files)}")
+        raise ConfigError(
+            f"the input {address}: the dataset has no files that nvcli reads; it has {list_some(files, 12)}"
+        )
     config = config or (_DEFAULT if _DEFAULT in configs else configs[0] if len(configs) == 1 else None)
     if config not in configs:
         raise ConfigError(
-            f"the input {address}: name one of the dataset's configurations ({_shown(configs)}): "
+            f"the input {address}: name one of the dataset's configurations ({list_some(configs, 12)}): "
             "hf://OWNER/NAME/CONFIG:SPLIT"
         )
     names = [name for of_config, name in splits if of_config == config]
@@ -98,7 +101,7 @@ def _choose_split(files: Sequence[str], config: str | None, split: str | None, a
         hint = (
             f". The hub has made Parquet of its first part alone: take {part}, or name files" if part in names else ""
         )
-        raise ConfigError(f"the input {address}: name one of its splits ({_shown(names)}) behind a colon{hint}")
+        raise ConfigError(f"the input {address}: name one of its splits ({list_some(names, 12)}) behind a colon{hint}")
     of_split = splits[config, split]
     best = min((data_format(file) or "" for file in of_split), key=_PREFERRED.index)
     return [file for file in of_split if data_format(file) == best]
@@ -140,10 +143,6 @@ def _download(name: str, commit: str, files: Sequence[str], address: str) -> lis
             )
         folder = Path(snapshot_download(name, **wanted))
     return [str(folder / file) for file in files]
-
-
-def _shown(names: Sequence[str]) -> str:
-    return ", ".join(names[:12]) + (f" and {len(names) - 12:,} more" if len(names) > 12 else "")
 
 
 @contextlib.contextmanager

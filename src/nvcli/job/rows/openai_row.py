@@ -38,42 +38,17 @@ MAX_PROMPTS = 2048
 OWN_KEYS = frozenset(("custom_id", "method", "url", "body"))
 
 _SAME = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "n",
-    "stop",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
+    *("max_tokens", "temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias"),
     # vLLM's additions:
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "allowed_token_ids",
-    "bad_words",
-    "truncate_prompt_tokens",
-    "echo",
-    "prompt_logprobs",
+    *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
+    *("include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids", "bad_words"),
+    *("truncate_prompt_tokens", "echo", "prompt_logprobs"),
     # nvcli's own:
-    "stop_repetition",
-    "thinking_budget",
+    *("stop_repetition", "thinking_budget"),
 )
 """Parameters of the body that `sampling` knows by the same name."""
 _IGNORED = (
-    "model",
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "prompt_cache_key",
-    "safety_identifier",
+    *("model", "user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"),
     "guided_decoding_backend",
 )
 """Parameters that do not affect the answer; `model` is copied to it."""

@@ -16,12 +16,8 @@ from nvcli.errors import RowError
 from nvcli.job.rows.raw_values import decode_inner
 
 STRUCTURED_KEYS = (
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
+    *("response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
 """Parameters of a body, at most one of which may be given."""
 

@@ -16,12 +16,11 @@ import msgspec
 
 from nvcli.core.chat_template import reserved_variable
 from nvcli.core.text_template import TextTemplate
-from nvcli.core.validation import InvalidValue, convert, join_path, shorten
+from nvcli.core.validation import InvalidValue, convert, join_path, list_some, shorten
 from nvcli.errors import RowError, first_line
 from nvcli.job.rows.bad_json import find_no_json
 from nvcli.job.rows.raw_values import as_text, is_null
 
-_SHOWN_COLUMNS = 12
 _SYSTEM_ROLES = ("system", "developer")
 
 
@@ -126,8 +125,7 @@ def _shown(row: Mapping[str, Any]) -> str:
 
 def shown_columns(columns: Sequence[str]) -> str:
     """Return the names of columns as text, cut off after the first few."""
-    shown = ", ".join(f"`{shorten(column)}`" for column in columns[:_SHOWN_COLUMNS])
-    return f"{shown} and {len(columns) - _SHOWN_COLUMNS:,} more" if len(columns) > _SHOWN_COLUMNS else shown
+    return list_some([f"`{shorten(column)}`" for column in columns], 12)
 
 
 def describe_kind(kind: PromptKind, chat: TextKinds, *, prompt: str, has_chat_template: bool) -> str | None:

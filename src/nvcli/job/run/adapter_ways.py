@@ -18,6 +18,7 @@ from nvcli.core.config import RunConfig
 from nvcli.core.engine_config import EngineConfig
 from nvcli.core.lora_config import AdapterChoice, adapter_choice
 from nvcli.core.system.nvidia_smi import ask_for_gpus, visible_gpus
+from nvcli.core.validation import list_some
 from nvcli.errors import ConfigError, LoadError
 from nvcli.job.input.reader import RowReader
 from nvcli.job.job import Job
@@ -124,12 +125,8 @@ def describe_ways(run: RunConfig, config: EngineConfig) -> list[str]:
     others = [name for name in names if name not in merged]
     if not merged:
         return []
-    beside = f", and those of {_some(others)} run in the same steps" if others else ""
-    return [f"rows of {_some(merged)} run adapter by adapter, each merged into the weights in its turn{beside}"]
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
+    beside = f", and those of {list_some(others, 3)} run in the same steps" if others else ""
+    return [f"rows of {list_some(merged, 3)} run adapter by adapter, each merged into the weights in its turn{beside}"]
 
 
 def _count(

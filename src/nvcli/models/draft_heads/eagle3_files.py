@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nvcli.core.system.regular_file import open_regular
-from nvcli.core.validation import show
+from nvcli.core.validation import list_some, show
 from nvcli.errors import LoadError
 from nvcli.models.checkpoint import read_tensors
 from nvcli.models.config import CONFIG_FILE, ModelConfig
@@ -93,7 +93,7 @@ def read_eagle3(folder: Path, target: ModelConfig, *, is_random: bool = False) -
     context = LayerContext(hidden_size=config.hidden_size, norm=config.norm, dtype=target.dtype)
     known = {tensor.name for tensor in config.tensors(context, target.vocab_size)}
     if unknown := [info for name, info in infos.items() if name not in known]:
-        names = ", ".join(info.name for info in unknown[:3]) + (" and more" if len(unknown) > 3 else "")
+        names = list_some([info.name for info in unknown], 3)
         raise LoadError(f"{unknown[0].file}: {names}: no tensor of the head that config.json describes")
     return config
 
