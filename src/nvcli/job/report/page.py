@@ -248,11 +248,7 @@ def duration(seconds: float) -> str:
     """Return a time as a short text, such as `1.5s`, `20m` or `2h30m`."""
     if seconds < 60:
         return f"{seconds:.3g}s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes}m{rest:02d}s" if rest else f"{minutes}m"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if minutes else f"{hours}h"
+    return format_seconds(seconds).removesuffix("00s").removesuffix("00m")
 
 
 def _y_axis(
