@@ -322,6 +322,7 @@ def test_a_cpu_run_is_profiled_by_loading_it(tmp_path: Path, nvcli_here: NvcliHe
     for use in profile["ranks"]:
         assert use["measured"]["weights"] == use["planned"]["weights"] == sum(use["weights"].values()) > 1e6
         assert use["measured"]["KV cache"] == use["planned"]["KV cache"]
+        assert use["measured"]["other"] > 0, "of a process with torch"
     assert (tmp_path / "m.svg").read_text(encoding="utf-8").startswith("<?xml")
 
 

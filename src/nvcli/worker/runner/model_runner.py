@@ -453,8 +453,10 @@ class ModelRunner:
         return allocated - self._weight_bytes - self._adapters.num_bytes - self.kv_cache.num_bytes
 
     def _bytes_outside(self) -> int:
-        """Count the bytes of the rank's tensors that torch's allocator does not know: regions, and what other ranks
-        reach."""
+        """Count the bytes of the rank's tensors on a GPU that torch's allocator does not know: regions, and what other
+        ranks reach."""
+        if self.device.type == "cpu":
+            return 0
         regions = (self.weights.region, self._kv_region)
         return self._shared_bytes + sum(region.num_bytes for region in regions if region is not None)
 
