@@ -35,6 +35,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Before Triton is imported anywhere. Where there is no GPU, nothing but the tests of kernels uses it: interpreted.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# As ranks have it; Triton 3.9 warns where nobody says so.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 # A shell that starts the tests in its background ignores some for them, nohup another; children would inherit that.
 for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:

@@ -15,6 +15,7 @@ RANK_ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
+    "TRITON_DEFAULT_FP_FUSION": "1",
 }
 """Environment variables that ranks get unless the user has set them.
 
@@ -26,6 +27,9 @@ in a bad state, it fails or hangs at start, and nothing here needs it.
 
 torch's warning about messages being serialised with others of their group is off, because each link between stages has
 its own group.
+
+Kernels are compiled with products and sums fused (FMA), as up to Triton 3.9 by default, which warns where nobody says
+so: 3.10 will part them.
 """
 
 MODEL_RUNNER = "nvcli.worker.runner.model_runner:create_runner"
