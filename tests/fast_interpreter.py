@@ -176,8 +176,8 @@ def _filled(splat: Callable[..., Any]) -> Callable[..., Any]:
     def create_splat(self: Any, ret_ty: Any, arg: Any) -> Any:
         if arg.dtype.is_block():
             return splat(self, ret_ty, arg)
-        data = np.full(ret_ty.shape.values, arg.data, dtype=interpreter._get_np_dtype(arg.dtype))
-        return interpreter.TensorHandle(data, arg.dtype)
+        # Of the data's type: a comparison's handle names the type of its operands, which Triton 3.9 refuses as a mask.
+        return interpreter.TensorHandle(np.full(ret_ty.shape.values, arg.data, dtype=arg.data.dtype), arg.dtype)
 
     return create_splat
 
