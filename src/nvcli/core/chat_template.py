@@ -21,8 +21,8 @@ MAX_TEMPLATE_BYTES = 10_000_000
 """Maximum size of a chat template's file in bytes."""
 
 _RESERVED = (
-    *("messages", "conversation", "chat_template", "tokenize", "sanitize_control_tokens", "padding", "truncation"),
-    *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    *("self", "messages", "conversation", "chat_template", "tokenize", "sanitize_control_tokens", "padding"),
+    *("truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
 )
 """Parameters of transformers' `apply_chat_template`, which cannot be variables of a template."""
 
