@@ -28,8 +28,9 @@ class ImageTokens:
 
     rows: Tensor
     """[N] int64, their rows in the batch."""
-    embeddings: Tensor
-    """[N, H], what the decoder reads in place of their own embeddings."""
+    embeddings: Tensor | None
+    """[N, H], what the decoder reads in place of their own embeddings; None in pipeline stages behind the first, which
+    get the residual stream."""
     deep: tuple[Tensor, ...] = ()
     """[N, H] for each of the decoder's first layers: what is added to the residual stream behind it."""
     whole: Mapping[tuple[int | None, int], Sequence[ImageGroup]] = field(default_factory=dict)

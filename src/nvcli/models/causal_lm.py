@@ -80,13 +80,13 @@ class Decoder(nn.Module):
     ) -> Tensor | StageState:
         """Compute what `CausalLM.forward` returns. `streams`: [T, H] each, filled with the residual stream before the
         layers that they name."""
-        streams = streams or {}
+        streams, images = streams or {}, batch.images
         delta: Tensor | None = None
         residual: Tensor
         if self.embed_tokens is not None:
             residual = self.embed(batch.input_ids)
-            if batch.images is not None:
-                residual.index_copy_(0, batch.images.rows, batch.images.embeddings)
+            if images is not None and images.embeddings is not None:
+                residual.index_copy_(0, images.rows, images.embeddings)
         else:
             assert received is not None
             delta, residual = self.group.recv_stage(received)
@@ -96,15 +96,16 @@ class Decoder(nn.Module):
             inputs = list(self.inputs(batch.input_ids, residual).unbind(1))
         *layers, (last, last_layer) = self.layers.items()
         passed: Tensor | None = None
-        deep = () if batch.images is None else batch.images.deep
-        for (number, layer), own, added in zip_longest(layers, inputs[:-1], deep):
+        deep = () if images is None else images.deep
+        for (number, layer), own, added in zip_longest(layers, inputs[:-1], deep[: len(layers)]):
             delta, residual, passed = layer(delta, residual, own, angles, batch, None, streams.get(number), passed)
-            if added is not None:
-                assert batch.images is not None
-                residual.index_add_(0, batch.images.rows, added)
+            if images is not None and added is not None:
+                residual.index_add_(0, images.rows, added)
         # After the last attention, only rows that need logits are computed further.
         rows = None if self.norm is None else batch.logits_rows
         delta, residual, _ = last_layer(delta, residual, inputs[-1], angles, batch, rows, streams.get(last), passed)
+        if images is not None and len(deep) > len(layers):  # in a stage that has just as many layers
+            residual.index_add_(0, images.rows, deep[-1])
         if self.norm is None:
             if self.is_summed and delta is not None:
                 residual, delta = residual.add_(delta), None

@@ -59,6 +59,7 @@ def estimate(config: EngineConfig, model: ModelConfig, total: int, stage: Stage 
         stage=stage or largest_stage(model, config.pipeline_parallel_size),
     )
     samples = stage is None or stage.is_last
+    tower = model.vision if model.has_tower and (stage is None or stage.is_first) else None
     budget = int(total * config.gpu_memory_utilization)
     config = with_affordable_drafts(config, model, budget - sum(weights.values()))
     fixed = (
@@ -68,7 +69,7 @@ def estimate(config: EngineConfig, model: ModelConfig, total: int, stage: Stage 
         max(
             _activations(config, model, config.max_num_batched_tokens),
             _sampling(config, model) if samples else 0,
-            tower_bytes(config, model.vision) if model.has_tower and model.vision is not None else 0,
+            0 if tower is None else tower_bytes(config, tower),
         ),
         0 if config.enforce_eager else _graphs(config, model, samples=samples),
         _other(config),
@@ -206,7 +207,7 @@ def _buffers(config: EngineConfig, model: ModelConfig, total: int, stage: Stage 
     if config.max_draft_tokens and config.pipeline_parallel_size == 1:
         drafts = ANSWER_TABLE_BYTES + _kept_states(config, model)
         drafts += config.max_num_seqs * row_bytes if model.draft_head is not None else 0
-    if model.has_tower and model.vision is not None:
+    if model.has_tower and model.vision is not None and (stage is None or stage.is_first):
         tables += image_buffer_bytes(config, model.vision, total)
     return tokens + tables + drafts + sums + links + angles + _prefill_scratch(config, model) + _WORKSPACE_BYTES
 

@@ -351,10 +351,13 @@ def test_a_model_whose_tower_is_not_computed_says_why(tmp_path: Path) -> None:
     assert ": its tower clamps" in str(why_no_images(RunConfig(model="m"), tmp_path, model))
 
 
-def test_images_that_cannot_be_read_are_refused_where_they_are_asked_for(rows: Rows) -> None:
-    run = RunConfig(model=str(rows.model), device="cpu", images="always", pipeline_parallel_size=2)
-    with pytest.raises(ConfigError, match="`images` is always, and `pipeline_parallel_size`"):
-        resolve_settings(run)
+def test_images_that_cannot_be_read_are_refused_where_they_are_asked_for(tmp_path: Path) -> None:
+    """Here as the first stage lacks a layer behind which they enter; with two stages it has both."""
+    model = write_vision_model(tmp_path / "model", "qwen 3-vl")
+    run = RunConfig(model=str(model), device="cpu", images="always", pipeline_parallel_size=2)
+    assert resolve_settings(run).config.max_image_tokens > 0
+    with pytest.raises(ConfigError, match=r"`images` is always, and `pipeline_parallel_size` .* first 2 layers"):
+        resolve_settings(msgspec.structs.replace(run, pipeline_parallel_size=3))
 
 
 def test_equal_images_share_a_prefix_and_others_do_not(rows: Rows) -> None:

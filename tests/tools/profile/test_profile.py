@@ -31,6 +31,7 @@ from nvcli.tools.profile.lengths import lengths_of
 from nvcli.tools.profile.picture import print_bars
 from nvcli.tools.profile.profile import profile_from_config
 from nvcli.tools.profile.report import format_profile
+from nvcli.worker.distributed.stage import Stage
 
 GIB = 1 << 30
 
@@ -121,6 +122,16 @@ def test_stages_share_layers_and_cache(tmp_path: Path) -> None:
     assert all(
         most.planned[item] >= use.planned[item] for use in profile.ranks for item in use.planned if item != "KV cache"
     )
+
+
+def test_the_first_stage_alone_has_the_tower(tmp_path: Path) -> None:
+    config, model = setting(tmp_path, "qwen3-vl-8b", pipeline_parallel_size=2, max_model_len=8192)
+    with_tower = msgspec.structs.replace(config, max_image_tokens=4096), model.with_tower()
+    for stage, more in (Stage(0, 2), True), (Stage(1, 2), False):
+        plain, found = (estimate(*each, 80 * GIB, stage).planned for each in ((config, model), with_tower))
+        assert {name for name in plain if found[name] > plain[name]} == (
+            {"weights", "buffers", "activations"} if more else set()
+        )
 
 
 def test_advice_keeps_its_word(tmp_path: Path) -> None:

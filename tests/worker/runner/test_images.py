@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from generation import generate
 
 from image_answers import ImageRequests, answers_in_order, reference_answers
+from nvcli.core.messages import unpack
 from nvcli.models.config import load_model_config
 from nvcli.worker.runner.model_runner import ModelRunner
 from one_rank import make_runner, make_scheduler, run_requests
@@ -47,15 +49,14 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], C
 
 
 def runner_of(path: Path, device: str = "cpu", **settings: Any) -> ModelRunner:
-    settings = {"max_model_len": 256, "block_size": 16, "dtype": "float32", "max_image_tokens": 64, **settings}
-    if has_whole_images(path):
-        settings |= {"max_image_tokens": 16, "keeps_images_whole": True}
-    return make_runner(path, device, **settings)
+    own = {"max_model_len": 256, "block_size": 16, "dtype": "float32"}
+    return make_runner(path, device, **{**own, **image_settings(path), **settings})
 
 
-def has_whole_images(path: Path) -> bool:
+def image_settings(path: Path) -> dict[str, Any]:
     vision = load_model_config(path).vision
-    return vision is not None and vision.attends_both_ways
+    assert vision is not None
+    return {"max_image_tokens": 16 if vision.attends_both_ways else 64, "keeps_images_whole": vision.attends_both_ways}
 
 
 IN_CHUNKS = {"max_num_batched_tokens": 17, "max_num_seqs": 4}
@@ -110,6 +111,22 @@ def test_a_later_memory_of_pixels_may_have_the_path_of_an_earlier_one(
         del requests
         gc.collect()
     assert len(paths) == 1, "the test would not test anything"
+
+
+@pytest.mark.parametrize(
+    ("name", "num_kv_tokens"), [("qwen 2.5-vl", 104), ("qwen 3-vl", None), ("gemma 3 with vision", None)]
+)
+@pytest.mark.usefixtures("warm_engines")
+def test_stages_do_not_change_the_answers(
+    name: str, num_kv_tokens: int | None, checkpoint_of: Callable[[str], Checkpoint]
+) -> None:
+    """With the tower in the first stage alone, in chunks, and preempted."""
+    path, requests, expected = checkpoint_of(name)
+    settings = image_settings(path) | {"pipeline_parallel_size": 2, "num_kv_tokens": num_kv_tokens}
+    done, stats = generate(path, requests.requests(), **settings, **IN_CHUNKS)
+    found = {number: unpack(output.token_ids).tolist() for number, output in done.items()}
+    assert answers_in_order(found) == expected
+    assert num_kv_tokens is None or stats.num_preemptions > 0
 
 
 @pytest.mark.gpu

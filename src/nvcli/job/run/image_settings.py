@@ -12,6 +12,7 @@ from nvcli.models.config import ModelConfig
 from nvcli.models.families.catalogue import find_family
 from nvcli.models.vision.image_processor import PROCESSOR_FILES, ImageProcessor, has_processor, read_processor
 from nvcli.models.vision.vision_config import VisionConfig
+from nvcli.worker.distributed.stage import Stage
 
 
 def with_tower(run: RunConfig, model_path: Path, model: ModelConfig) -> ModelConfig:
@@ -32,8 +33,12 @@ def why_no_images(run: RunConfig, model_path: Path, model: ModelConfig) -> str |
         return f"this model ({model.architecture}) is read as one of text alone{lacking}"
     if run.images == "never":
         return "`images` is never"
-    if run.pipeline_parallel_size > 1:
-        return "`pipeline_parallel_size` (--pp) is above 1, where images are not read; use --tp"
+    deep, stages = len(model.vision.deepstack_layers), run.pipeline_parallel_size
+    if stages > 1 and len(Stage(0, stages).layers(model.num_layers)) < deep:
+        return (
+            f"`pipeline_parallel_size` (--pp) is {stages}, and this model's first {deep} layers, after "
+            "which images enter too, must all be in the first stage; lower it, or use --tp"
+        )
     if run.speculation.draft_head is not None:
         return f"`speculation.method` (--speculate) is {run.speculation.method}, whose head reads no images; use lookup"
     if run.batch_invariant and model.vision.attends_both_ways:

@@ -7,6 +7,9 @@ have images, on the device at fixed addresses, so that a graph holds it.
 
 Embeddings are kept by the digest of the image, the least recently used are dropped. The pixels stay in the parent's
 memory until the request has ended, so that an image can be computed again at any time.
+
+The tower is in the first pipeline stage alone, where its results enter. Later stages get the residual stream with them,
+and only need to know where images are: for positions, and for attention both ways.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from nvcli.models.causal_lm import CausalLM
 from nvcli.models.vision.image_processor import read_processor
 from nvcli.models.vision.positions import ImageSpan, angle_positions, offset_behind
 from nvcli.models.vision.tower import PixelScale, VisionTower
+from nvcli.models.vision.vision_config import VisionConfig
 from nvcli.sizing.images import image_buffer_bytes, kept_image_bytes, tower_batch_tokens
 from nvcli.worker.runner.memory import device_bytes
 from nvcli.worker.runner.slot_table import SlotTable, unpack_ids
@@ -63,7 +67,8 @@ class StepImages:
 
     def __init__(
         self,
-        tower: VisionTower,
+        vision: VisionConfig,
+        tower: VisionTower | None,
         scale: PixelScale,
         kinds: Sequence[Kind],
         slots: SlotTable,
@@ -74,9 +79,9 @@ class StepImages:
         num_bytes: int,
         batch_tokens: int,
     ) -> None:
-        """`kinds`: those of the model's layers. `batch_tokens`: the most tokens of the images that the tower computes
-        together, and of one image."""
-        self._kinds = kinds
+        """`tower`: None in a stage that has none. `kinds`: those of the stage's layers. `batch_tokens`: the most tokens
+        of the images that the tower computes together, and of one image."""
+        self._vision, self._kinds = vision, kinds
         self._tower, self._scale, self._upload, self._device = tower, scale, slots.upload, device
         num_slots = len(slots.state.lengths)
         self.num_bytes = num_bytes
@@ -102,18 +107,20 @@ class StepImages:
     def of(cls, config: EngineConfig, model: CausalLM, slots: SlotTable, device: torch.device) -> Self | None:
         """Return the images of a rank's steps; None if prompts have none. Raises LoadError."""
         vision = model.config.vision
-        if model.vision is None or vision is None:
+        if not model.config.has_tower or vision is None:
             return None
         processor, total = read_processor(config.model_path, vision), device_bytes(device)
+        has_tower = model.vision is not None
         return cls(
+            vision,
             model.vision,
             PixelScale(processor.factor, processor.mean, processor.std),
             [(spec.window, spec.kv_group) for spec in model.attention_kinds],
             slots,
             device,
             max_tokens=config.max_padded_tokens,
-            most_kept_bytes=kept_image_bytes(config, vision, total),
-            num_bytes=image_buffer_bytes(config, vision, total),
+            most_kept_bytes=kept_image_bytes(config, vision, total) if has_tower else 0,
+            num_bytes=image_buffer_bytes(config, vision, total) if has_tower else 0,
             batch_tokens=tower_batch_tokens(config),
         )
 
@@ -138,7 +145,7 @@ class StepImages:
         image_rows: list[np.ndarray] = []
         parts: list[tuple[PromptImage, int, int]] = []
         whole: list[WholeImage] = []
-        vision = self._tower.config
+        vision = self._vision
         slots, ends = unpack_ids(step.slots).tolist(), unpack_ids(step.seq_lens).tolist()
         for row in range(step.num_decodes, len(slots)):
             images = self._images.get(slots[row], ())
@@ -172,7 +179,7 @@ class StepImages:
 
     def apply(self, step: StepInput) -> None:
         """Record the offsets of new slots on the device, where images shift positions."""
-        if not self._tower.config.axes:
+        if not self._vision.axes:
             return
         changed: dict[int, int] = {}
         for new in step.new_slots:
@@ -188,14 +195,17 @@ class StepImages:
     def prepare(self, rows: StepRows, batch: ForwardBatch) -> ForwardBatch:
         """Return the batch with the positions of its tokens, and the embeddings of images in place of those of their
         tokens. Can run in a CUDA graph without a plan."""
-        if self._tower.config.axes:
+        if self._vision.axes:
             batch = replace(batch, angle_positions=self._positions(rows, batch))
         plan = self._plan
         if plan is None or not plan.parts:
             return batch
-        found = self._embeddings([image for image, _, _ in plan.parts])
-        vectors = torch.cat([found[image.key][first:end] for image, first, end in plan.parts])
-        own, *deep = torch.split(vectors, self._tower.config.out_size, dim=1)
+        own: Tensor | None = None
+        deep: list[Tensor] = []
+        if self._tower is not None:
+            found = self._embeddings(self._tower, [image for image, _, _ in plan.parts])
+            vectors = torch.cat([found[image.key][first:end] for image, first, end in plan.parts])
+            own, *deep = torch.split(vectors, self._vision.out_size, dim=1)
         whole = plan_both_ways(plan.whole, self._kinds, batch) if plan.whole else {}
         images = ImageTokens(to_device(plan.image_rows, self._device), own, tuple(deep), whole)
         return replace(batch, images=images)
@@ -212,7 +222,7 @@ class StepImages:
         by_axis[:, to_device(plan.rows, self._device)] = to_device(plan.positions, self._device)
         return by_axis
 
-    def _embeddings(self, images: Sequence[PromptImage]) -> dict[bytes, Tensor]:
+    def _embeddings(self, tower: VisionTower, images: Sequence[PromptImage]) -> dict[bytes, Tensor]:
         """Return the embeddings of images by digest, and keep them."""
         wanted = {image.key: image for image in images}
         for key in wanted:
@@ -220,7 +230,7 @@ class StepImages:
                 self._kept.move_to_end(key)
         for batch in self._batches(image for key, image in wanted.items() if key not in self._kept):
             pixels = [self._read(image) for image in batch]
-            for image, output in zip(batch, self._tower(pixels, self._scale), strict=True):
+            for image, output in zip(batch, tower(pixels, self._scale), strict=True):
                 # a view would keep the embeddings of the whole batch.
                 kept = self._kept[image.key] = output.clone() if len(batch) > 1 else output
                 self._kept_bytes += kept.nbytes
@@ -250,7 +260,7 @@ class StepImages:
             if len(self._files) == _MOST_FILES:
                 self._files.pop(next(iter(self._files))).close()
             file = self._files[image.file] = PixelFile(image.file)
-        side, on_gpu = self._tower.config.token_pixels, self._device.type == "cuda"
+        side, on_gpu = self._vision.token_pixels, self._device.type == "cuda"
         pixels = torch.empty(image.rows * side, image.columns * side, 3, dtype=torch.uint8, pin_memory=on_gpu)
         file.read(pixels.numpy().data.cast("B"), image.offset)
         return pixels.to(self._device, non_blocking=True)  # whose allocator keeps the host's memory until it is read
@@ -265,9 +275,11 @@ class StepImages:
         self._kept_bytes = 0
 
     def run_largest(self) -> None:
-        """Run the tower over the largest batch on a GPU, so that its memory is measured; on a CPU over the smallest
-        image."""
-        side, tile = self._tower.config.token_pixels, self._tower.config.tile_tokens
+        """Run the tower, if it is here, over the largest batch on a GPU, so that its memory is measured; on a CPU over
+        the smallest image."""
+        if self._tower is None:
+            return
+        side, tile = self._vision.token_pixels, self._vision.tile_tokens
         num_rows, num_columns = (self._batch_tokens // 128 or 1, min(128, self._batch_tokens))
         if tile:
             num_rows, num_columns = max(1, self._batch_tokens // tile**2) * tile, tile
